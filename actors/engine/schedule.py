@@ -1,0 +1,342 @@
+"""Which layers run for which generated token: depth curve and keep order. Integers only, no torch.
+
+SkipDecode (Del Corro et al., 2023, arXiv 2307.02628). Positions t = 0, 1, 2 ... number the *generated*
+tokens of a row; the step that takes token t as input runs ``depth(t)`` of the model's L layers. The curve
+never rises and the layer sets are nested, so a layer that runs for a token has run for every earlier one:
+no hole in any layer's key/value cache, nothing ever recomputed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from fractions import Fraction
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+SCHEDULE_FILE = "skipdecode.json"
+DECAYS = ("linear", "cosine", "power", "step", "constant")
+KEEP_ORDERS = ("paper", "even")
+PROMPT_POLICIES = ("full", "first")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A resolved schedule: what every layer does at every position.
+
+    depths: d(0), d(1), ...; the last one holds for ever after.
+    keep_order: a permutation of the layers; at depth d its first d entries run.
+    warmup: lowest layers that always run, counted inside d.
+    prompt: ``full`` runs every layer over the prompt, ``first`` only those of d(0).
+    speedup: the nominal speed-up this was made from, if it was; says nothing about what is run.
+
+    Raises ValueError, naming the position, if the curve rises or leaves [warmup, L], or if the order is no
+    permutation.
+    """
+
+    num_layers: int
+    depths: tuple[int, ...]
+    keep_order: tuple[int, ...]
+    warmup: int = 1
+    prompt: str = "full"
+    speedup: float | None = None
+
+    def __post_init__(self) -> None:
+        layers = self.num_layers
+        if layers < 1:
+            raise ValueError(f"num_layers = {layers}: must be at least 1")
+        if not 0 <= self.warmup <= layers:
+            raise ValueError(f"warmup = {self.warmup}: must lie in [0, {layers}]")
+        if self.prompt not in PROMPT_POLICIES:
+            raise ValueError(f"prompt = {self.prompt!r}: must be one of {', '.join(PROMPT_POLICIES)}")
+        if not self.depths:
+            raise ValueError("depths is empty: give at least one depth")
+        lowest = max(self.warmup, 1)
+        for t, depth in enumerate(self.depths):
+            if not lowest <= depth <= layers:
+                raise ValueError(f"depths[{t}] = {depth}: must lie in [{lowest}, {layers}]")
+            if t and depth > self.depths[t - 1]:
+                raise ValueError(f"depths[{t}] = {depth} rises above depths[{t - 1}] = {self.depths[t - 1]}")
+        if len(self.keep_order) != layers:
+            raise ValueError(f"keep_order has {len(self.keep_order)} entries for {layers} layers")
+        seen: dict[int, int] = {}
+        for rank, layer in enumerate(self.keep_order):
+            if not 0 <= layer < layers:
+                raise ValueError(f"keep_order[{rank}] = {layer}: no such layer, must lie in [0, {layers - 1}]")
+            if layer in seen:
+                raise ValueError(f"keep_order[{rank}] = {layer} repeats keep_order[{seen[layer]}]")
+            seen[layer] = rank
+        if sorted(self.keep_order[: self.warmup]) != list(range(self.warmup)):
+            raise ValueError(
+                f"keep_order must begin with the {self.warmup} warm-up layers 0 to {self.warmup - 1}"
+            )
+
+    def depth(self, position: int) -> int:
+        """d(t): layers run when generated token `position` is the input."""
+        return self.depths[min(position, len(self.depths) - 1)]
+
+    def layers(self, position: int) -> tuple[int, ...]:
+        """The layers run when generated token `position` is the input, lowest first."""
+        return tuple(sorted(self.keep_order[: self.depth(position)]))
+
+    @property
+    def prompt_layers(self) -> tuple[int, ...]:
+        """The layers run over the prompt, lowest first."""
+        return tuple(range(self.num_layers)) if self.prompt == "full" else self.layers(0)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """ranks[layer] = its place in the keep order; it runs at depths above that."""
+        ranks = [0] * self.num_layers
+        for rank, layer in enumerate(self.keep_order):
+            ranks[layer] = rank
+        return tuple(ranks)
+
+    def uses(self, layer: int, max_new_tokens: int) -> int:
+        """n_l: input positions t in 0 ... max_new_tokens - 2 at which `layer` runs; they are the first ones."""
+        steps = max(max_new_tokens - 1, 0)
+        rank = self.ranks[layer]
+        inside = sum(1 for depth in self.depths[:steps] if depth > rank)
+        past = max(steps - len(self.depths), 0)
+        return inside + (past if self.depths[-1] > rank else 0)
+
+    def layer_steps(self, steps: int) -> int:
+        """Sum of d(t) over the first `steps` decode steps."""
+        inside = sum(self.depths[:steps])
+        return inside + max(steps - len(self.depths), 0) * self.depths[-1]
+
+    def mean_depth(self, generated_tokens: int) -> float | None:
+        """Mean d(t) over a row's decode steps; None if it had none (at most one token generated)."""
+        steps = generated_tokens - 1
+        return self.layer_steps(steps) / steps if steps > 0 else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that determine what is run, e.g. for a job's fingerprint."""
+        return {
+            "num_layers": self.num_layers,
+            "depths": list(self.depths),
+            "keep_order": list(self.keep_order),
+            "warmup": self.warmup,
+            "prompt": self.prompt,
+        }
+
+
+@dataclass(frozen=True)
+class ScheduleSpec:
+    """A schedule as it is asked for, in a job file or in a checkpoint's ``skipdecode.json``.
+
+    How deep: one of `depths` (an explicit list), `max_depth` with `min_depth`, or `speedup`; none of them
+    is full depth. `horizon`: positions over which the curve falls, in generated tokens. `power` is the
+    exponent of decay ``power``, `steps` the number of stairs of decay ``step``.
+    """
+
+    speedup: float | None = None
+    max_depth: int | None = None
+    min_depth: int | None = None
+    depths: tuple[int, ...] | None = None
+    horizon: int | None = None
+    decay: str = "linear"
+    power: float = 2.0
+    steps: int = 4
+    warmup: int = 1
+    keep_order: str | tuple[int, ...] = "paper"
+    prompt: str = "full"
+
+    def build(self, num_layers: int) -> Schedule:
+        """Resolve for a model of `num_layers` layers. ValueError names the key or the position at fault."""
+        keep_order = self._keep_order(num_layers)
+        depths = self._depths(num_layers)
+        return Schedule(num_layers, depths, keep_order, self.warmup, self.prompt, self.speedup)
+
+    def _keep_order(self, num_layers: int) -> tuple[int, ...]:
+        if not isinstance(self.keep_order, str):
+            return tuple(self.keep_order)
+        if not 0 <= self.warmup <= num_layers:
+            raise ValueError(f"warmup = {self.warmup}: must lie in [0, {num_layers}]")
+        if self.keep_order == "paper":
+            return paper_order(num_layers, self.warmup)
+        if self.keep_order == "even":
+            return even_order(num_layers, self.warmup)
+        raise ValueError(f"keep_order = {self.keep_order!r}: must be {', '.join(KEEP_ORDERS)} or a list of layers")
+
+    def _depths(self, num_layers: int) -> tuple[int, ...]:
+        given = [
+            name for name in ("depths", "speedup") if getattr(self, name) is not None
+        ] + (["max_depth/min_depth"] if (self.max_depth, self.min_depth) != (None, None) else [])
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} both say how deep: give one")
+        if self.depths is not None:
+            return tuple(self.depths)
+        if self.decay not in DECAYS:
+            raise ValueError(f"decay = {self.decay!r}: must be one of {', '.join(DECAYS)}")
+        if self.speedup is not None:
+            if self.decay == "constant":
+                max_depth = min_depth = max(self.warmup, 1, round(Fraction(num_layers) / _ratio(self.speedup)))
+            else:
+                max_depth, min_depth = depths_for_speedup(num_layers, self.speedup, self.warmup)
+        else:
+            max_depth = num_layers if self.max_depth is None else self.max_depth
+            min_depth = max_depth if self.min_depth is None else self.min_depth
+        if min_depth > max_depth:
+            raise ValueError(f"min_depth = {min_depth} lies above max_depth = {max_depth}")
+        if max_depth == min_depth or self.decay == "constant":
+            if max_depth != min_depth:
+                raise ValueError(f"decay = constant needs max_depth = min_depth, not {max_depth} and {min_depth}")
+            return (max_depth,)
+        if self.horizon is None:
+            raise ValueError(
+                "horizon is not set and the checkpoint has none: give schedule.horizon, the number of generated "
+                "tokens over which depth falls (the median answer length is a good choice)"
+            )
+        return curve(self.decay, max_depth, min_depth, self.horizon, power=self.power, steps=self.steps)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Set values only, as written to JSON."""
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(self).items()
+            if value is not None
+        }
+
+    def overridden(self, changes: Mapping[str, Any]) -> ScheduleSpec:
+        """This spec with `changes` on top; a change of how deep replaces the old depth altogether."""
+        depth_keys = ("speedup", "max_depth", "min_depth", "depths")
+        base = self
+        if any(changes.get(key) is not None for key in depth_keys):
+            base = replace(self, speedup=None, max_depth=None, min_depth=None, depths=None)
+        return replace(base, **changes)
+
+
+def depths_for_speedup(num_layers: int, speedup: float, warmup: int = 1) -> tuple[int, int]:
+    """(max depth, min depth) for a nominal speed-up s: max = round(4L/3s), min = round(2L/s) - max."""
+    if not 1 <= speedup < math.inf:
+        raise ValueError(f"speedup = {speedup}: must be at least 1")
+    if speedup == 1:
+        return num_layers, num_layers
+    ratio = _ratio(speedup)
+    lowest = min(warmup + 1, num_layers)
+    max_depth = max(lowest, min(num_layers, round(Fraction(4 * num_layers, 3) / ratio)))
+    min_depth = max(lowest, round(Fraction(2 * num_layers) / ratio) - max_depth)
+    return max_depth, min(min_depth, max_depth)
+
+
+def curve(
+    decay: str, max_depth: int, min_depth: int, horizon: int, *, power: float = 2.0, steps: int = 4
+) -> tuple[int, ...]:
+    """Depths d(0) ... d(horizon - 1), falling from max to min; past the horizon the last one holds."""
+    if horizon < 2:
+        raise ValueError(f"horizon = {horizon}: must be at least 2")
+    if decay == "power" and not 0 < power < math.inf:
+        raise ValueError(f"power = {power}: must be above 0")
+    if decay == "step" and steps < 2:
+        raise ValueError(f"steps = {steps}: must be at least 2")
+    span = max_depth - min_depth
+    depths: list[int] = []
+    for t in range(horizon):
+        done = Fraction(t, horizon - 1)  # u in the paper: 0 at the first position, 1 at the horizon
+        if decay == "cosine":
+            fallen = (1 - math.cos(math.pi * float(done))) / 2
+        elif decay == "power":
+            fallen = float(done) ** power
+        elif decay == "step":
+            fallen = min(math.floor(done * steps), steps - 1) / (steps - 1)
+        else:
+            fallen = done  # exact: linear depths must not hang on a float's last bit
+        depths.append(max_depth - round(fallen * span) if decay != "linear" else round(max_depth - fallen * span))
+    for t in range(1, horizon):  # a float's last bit must not make the curve rise
+        depths[t] = min(depths[t], depths[t - 1])
+    return tuple(depths)
+
+
+def paper_order(num_layers: int, warmup: int) -> tuple[int, ...]:
+    """The paper's: the lowest `warmup` layers, then from the top layer down."""
+    return (*range(warmup), *range(num_layers - 1, warmup - 1, -1))
+
+
+def even_order(num_layers: int, warmup: int) -> tuple[int, ...]:
+    """The lowest `warmup` layers and the top one, then always the layer farthest from all that are kept."""
+    order = list(range(warmup))
+    if num_layers > warmup:
+        order.append(num_layers - 1)
+    rest = set(range(warmup, num_layers - 1))
+    while rest:
+        layer = max(rest, key=lambda one: (min(abs(one - kept) for kept in order), one))
+        order.append(layer)
+        rest.remove(layer)
+    return tuple(order)
+
+
+def read_spec(values: Mapping[str, Any], num_layers: int, source: str) -> ScheduleSpec:
+    """A spec from the object in a ``skipdecode.json``, checked against a model of `num_layers` layers.
+
+    Raises ValueError that starts with `source` and names the key or position at fault.
+    """
+    known = {field.name for field in fields(ScheduleSpec)}
+    unknown = sorted(set(values) - known - {"num_layers"})
+    if unknown:
+        raise ValueError(f"{source}: unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}")
+    if values.get("num_layers") != num_layers:
+        raise ValueError(
+            f"{source}: made for num_layers = {values.get('num_layers')}, but the model has {num_layers} layers"
+        )
+    given = {name: value for name, value in values.items() if name != "num_layers"}
+    for name, value in given.items():
+        kinds = _KINDS[name]
+        listed = isinstance(value, list) and all(_is(entry, (int,)) for entry in value)
+        if not (_is(value, kinds) or (listed and list in kinds)):
+            raise ValueError(f"{source}: {name} = {value!r} has the wrong type")
+        if listed:
+            given[name] = tuple(value)
+    spec = ScheduleSpec(**given)
+    try:
+        spec.build(num_layers)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+    return spec
+
+
+def load_spec(checkpoint: Path, num_layers: int) -> ScheduleSpec | None:
+    """The spec stored in a checkpoint folder, None if it has none. ValueError if it is unreadable or wrong."""
+    path = checkpoint / SCHEDULE_FILE
+    if not path.exists():
+        return None
+    try:
+        values = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: must hold one JSON object")
+    return read_spec(values, num_layers, str(path))
+
+
+def save_spec(spec: ScheduleSpec, num_layers: int, checkpoint: Path) -> None:
+    """Write ``skipdecode.json`` into a checkpoint folder, after checking it against `num_layers`."""
+    spec.build(num_layers)
+    values = {"num_layers": num_layers, **spec.to_dict()}
+    (checkpoint / SCHEDULE_FILE).write_text(json.dumps(values, indent=2) + "\n")
+
+
+def _ratio(speedup: float) -> Fraction:
+    return Fraction(speedup).limit_denominator(10_000)
+
+
+def _is(value: object, kinds: Sequence[type]) -> bool:
+    return isinstance(value, tuple(kinds)) and not isinstance(value, bool)
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "speedup": (int, float),
+    "max_depth": (int,),
+    "min_depth": (int,),
+    "depths": (list,),
+    "horizon": (int,),
+    "decay": (str,),
+    "power": (int, float),
+    "steps": (int,),
+    "warmup": (int,),
+    "keep_order": (str, list),
+    "prompt": (str,),
+}
