@@ -19,7 +19,11 @@ Rotary = tuple[Tensor, Tensor] | None
 
 
 class KeyValueStore(Protocol):
-    """What a library attention layer asks of a cache."""
+    """What a library attention layer asks of a cache, and the masks that go with what it returns."""
+
+    def mask(self, layer: int, rows: int) -> Tensor | None:
+        """Bool [rows, 1, 1, K] for a step of the `rows` youngest rows; None: all keys are seen."""
+        ...
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -156,12 +160,12 @@ class Decoder:
         return self.logits(hidden[torch.arange(len(last), device=last.device), last])
 
     def step(
-        self, ids: Tensor, positions: Tensor, rows_per_layer: Sequence[int], mask: Tensor, cache: KeyValueStore
+        self, ids: Tensor, positions: Tensor, rows_per_layer: Sequence[int], cache: KeyValueStore
     ) -> Tensor:
         """One token for B rows, oldest first; logits [B, V].
 
         ids, positions: [B, 1]. rows_per_layer: how many of the youngest rows each layer runs for; depth
-        never rises along a row, so they are one contiguous slice. mask: bool [B, 1, 1, K].
+        never rises along a row, so they are one contiguous slice.
         """
         hidden, rotary = self.embed(ids, positions)
         batch = len(ids)
@@ -170,10 +174,9 @@ class Decoder:
                 continue
             first = batch - rows
             part = None if rotary is None else (rotary[0][first:], rotary[1][first:])
-            output = self.run_layer(layer, hidden[first:], part, mask[first:], cache)
+            output = self.run_layer(layer, hidden[first:], part, cache.mask(layer, rows), cache)
             if first == 0:
                 hidden = output
             else:
-                hidden = hidden.clone() if hidden.requires_grad else hidden
                 hidden[first:] = output
         return self.logits(hidden[:, 0])

@@ -285,10 +285,9 @@ def read_spec(values: Mapping[str, Any], num_layers: int, source: str) -> Schedu
     given = {name: value for name, value in values.items() if name != "num_layers"}
     for name, value in given.items():
         kinds = _KINDS[name]
-        listed = isinstance(value, list) and all(_is(entry, (int,)) for entry in value)
-        if not (_is(value, kinds) or (listed and list in kinds)):
+        if not _is(value, kinds) or (isinstance(value, list) and not all(_is(entry, (int,)) for entry in value)):
             raise ValueError(f"{source}: {name} = {value!r} has the wrong type")
-        if listed:
+        if isinstance(value, list):
             given[name] = tuple(value)
     spec = ScheduleSpec(**given)
     try:

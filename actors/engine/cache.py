@@ -1,0 +1,145 @@
+"""Key/value cache in the shape of the schedule: a layer holds only the positions at which it runs.
+
+Because depth never rises, layer l runs for the first n_l generated tokens of a row and never again. Its
+buffer has P + n_l slots (P: the longest prompt), none at all if n_l = 0, and the slot of a token is its
+place in the row. Buffers are allocated once; nothing is ever concatenated.
+Shapes: R rows of capacity, B live rows, H key/value heads, D head size, K slots attended to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actors.engine.schedule import Schedule
+
+
+def cache_slots(schedule: Schedule, prompt_slots: int, max_new_tokens: int) -> list[int]:
+    """Slots of each layer. A layer that no decode step runs needs none once the prompt has passed it."""
+    uses = (schedule.uses(layer, max_new_tokens) for layer in range(schedule.num_layers))
+    return [prompt_slots + used if used else 0 for used in uses]
+
+
+def cache_bytes_per_row(
+    schedule: Schedule, prompt_slots: int, max_new_tokens: int, kv_heads: int, head_dim: int, itemsize: int
+) -> int:
+    """Bytes of keys and values that one row holds, exactly; `itemsize`: bytes a number."""
+    return sum(cache_slots(schedule, prompt_slots, max_new_tokens)) * kv_heads * head_dim * 2 * itemsize
+
+
+class SkipCache:
+    """Buffers [R, H, P + n_l, D] of keys and of values for every layer that decode runs.
+
+    Rows lie oldest first. A pass is announced by `begin_prefill` or `begin_step`; then the model's
+    attention layers call `update`.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rows: int,
+        prompt_slots: int,
+        max_new_tokens: int,
+        *,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.capacity = rows
+        self.prompt_slots = prompt_slots
+        self.max_new_tokens = max_new_tokens
+        self.slots = cache_slots(schedule, prompt_slots, max_new_tokens)
+        self.uses = [schedule.uses(layer, max_new_tokens) for layer in range(schedule.num_layers)]
+        # zeros: a slot that is masked but was never written must not hold a NaN, which no weight of 0 removes
+        self.buffers: list[tuple[Tensor, Tensor] | None] = [
+            None
+            if slots == 0
+            else (
+                torch.zeros(rows, kv_heads, slots, head_dim, dtype=dtype, device=device),
+                torch.zeros(rows, kv_heads, slots, head_dim, dtype=dtype, device=device),
+            )
+            for slots in self.slots
+        ]
+        self._first = 0  # row at which the announced prefill begins
+        self._index: tuple[Tensor, Tensor] | None = None  # row and slot [B] of the announced step; None: prefill
+        self._mask: Tensor | None = None
+        self._width = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes held now."""
+        return sum(keys.nbytes + values.nbytes for keys, values in filter(None, self.buffers))
+
+    def begin_prefill(self, first_row: int) -> None:
+        """The next pass is the prompts of new rows, from `first_row` on."""
+        self._first, self._index = first_row, None
+
+    def begin_step(self, places: Sequence[int], device: torch.device) -> None:
+        """The next pass is one token for each of B rows; `places`: their places in their rows."""
+        slots = torch.tensor(places, device=device)
+        self._index = (torch.arange(len(places), device=device), slots)
+        self._width = max(places) + 1
+        even = min(places) + 1 == self._width
+        # without a mask where no row is shorter: every slot up to the width is seen
+        self._mask = None if even else torch.arange(self._width, device=device) <= slots[:, None, None, None]
+
+    def mask(self, layer: int, rows: int) -> Tensor | None:
+        """Mask [rows, 1, 1, K] of the announced step for the `rows` youngest rows; None: all of K is seen."""
+        if self._mask is None:
+            return None
+        return self._mask[-rows:, :, :, : self.slots[layer]]
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store keys and values [B, H, S, D] of the announced pass; return those to attend to [B, H, K, D]."""
+        buffers = self.buffers[layer_idx]
+        rows, _, columns, _ = keys.shape
+        if self._index is None:
+            if buffers is not None:
+                for buffer, new in zip(buffers, (keys, values), strict=True):
+                    buffer[self._first : self._first + rows, :, :columns] = new
+            return keys, values
+        assert buffers is not None, f"layer {layer_idx} is run past its last use"
+        row, slot = self._index[0][-rows:], self._index[1][-rows:]
+        width = min(self._width, self.slots[layer_idx])
+        live = len(self._index[0])
+        for buffer, new in zip(buffers, (keys, values), strict=True):
+            buffer[row, :, slot] = new[:, :, 0]
+        return buffers[0][live - rows : live, :, :width], buffers[1][live - rows : live, :, :width]
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy rows `sources` to `targets`, all at once."""
+        for buffer in (one for pair in self.buffers if pair is not None for one in pair):
+            buffer[torch.tensor(targets)] = buffer[torch.tensor(sources)]
+
+    def free(self, position: int) -> None:
+        """Drop the layers that no row at `position` or later will run."""
+        for layer, uses in enumerate(self.uses):
+            if uses <= position:
+                self.buffers[layer] = None
+
+
+def compaction(positions: Sequence[int], alive: Sequence[bool]) -> list[int]:
+    """New order of the live rows, as old row numbers: still oldest first, with as few rows moved as can be.
+
+    positions: generated-token position of each row, never rising. Rows at one position may trade places, so
+    a hole is filled by the last row of its group and only the groups behind it shift.
+    """
+    order: list[int] = []
+    row = 0
+    while row < len(positions):
+        end = row
+        while end < len(positions) and positions[end] == positions[row]:
+            end += 1
+        group = [one for one in range(row, end) if alive[one]]
+        places = range(len(order), len(order) + len(group))
+        staying = set(group) & set(places)
+        moving = iter([one for one in group if one not in staying])
+        order += [place if place in staying else next(moving) for place in places]
+        row = end
+    return order

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.engine.batching import plan_batches
+
+
+def bytes_of(prompt_tokens: int, max_new_tokens: int) -> int:
+    return 3 * prompt_tokens + 2 * max_new_tokens
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), max_size=60), st.integers(250, 3000), st.integers(1, 9)
+)
+def test_batches_hold_every_row_once_within_the_budget(rows: list[tuple[int, int]], budget: int, most: int) -> None:
+    prompts, news = [row[0] for row in rows], [row[1] for row in rows]
+    batches = plan_batches(prompts, news, row_bytes=bytes_of, budget_bytes=budget, max_rows=most)
+    assert sorted(row for batch in batches for row in batch) == list(range(len(rows)))
+    for batch in batches:
+        assert 1 <= len(batch) <= most
+        longest, new = max(prompts[row] for row in batch), max(news[row] for row in batch)
+        assert len(batch) * bytes_of(longest, new) <= budget
+    lengths = [prompts[row] for batch in batches for row in batch]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def test_a_row_that_fits_no_budget_is_named() -> None:
+    with pytest.raises(ValueError, match="a row of 9 prompt and 4 new tokens needs 35 bytes of cache, the budget is 34"):
+        plan_batches([9], [4], row_bytes=bytes_of, budget_bytes=34, max_rows=4)

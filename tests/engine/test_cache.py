@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.engine.cache import SkipCache, cache_bytes_per_row, cache_slots, compaction
+from actors.engine.schedule import ScheduleSpec
+
+SCHEDULE = ScheduleSpec(max_depth=4, min_depth=2, horizon=3).build(6)  # depths 4, 3, 2; order 0 5 4 3 2 1
+
+
+def make(rows: int = 3, prompt_slots: int = 5, max_new_tokens: int = 8) -> SkipCache:
+    return SkipCache(
+        SCHEDULE,
+        rows,
+        prompt_slots,
+        max_new_tokens,
+        kv_heads=2,
+        head_dim=4,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+
+
+def test_slots_follow_the_schedule() -> None:
+    # layers 0 and 5 run at all 7 inputs, 4 at the first two, 3 at the first, 1 and 2 never
+    assert cache_slots(SCHEDULE, 5, 8) == [12, 0, 0, 6, 7, 12]
+    assert cache_slots(SCHEDULE, 5, 1) == [0] * 6
+
+
+@given(st.integers(1, 9), st.integers(1, 30), st.integers(1, 30))
+def test_bytes_are_known_beforehand(rows: int, prompt_slots: int, max_new_tokens: int) -> None:
+    assert make(rows, prompt_slots, max_new_tokens).bytes == rows * cache_bytes_per_row(
+        SCHEDULE, prompt_slots, max_new_tokens, kv_heads=2, head_dim=4, itemsize=2
+    )
+
+
+def test_layers_are_freed_after_their_last_use() -> None:
+    cache = make()
+    held = [cache.bytes]
+    for position in (0, 1, 2):
+        cache.free(position)
+        held.append(cache.bytes)
+    slots = [37, 37, 31, 24]
+    assert held == [3 * 2 * 4 * 2 * 2 * count for count in slots]
+
+
+@st.composite
+def flights(draw: st.DrawFn) -> tuple[list[int], list[bool]]:
+    positions = sorted(draw(st.lists(st.integers(0, 4), max_size=20)), reverse=True)
+    return positions, [draw(st.booleans()) for _ in positions]
+
+
+@given(flights())
+def test_compaction_keeps_live_rows_oldest_first_and_moves_few(flight: tuple[list[int], list[bool]]) -> None:
+    positions, alive = flight
+    order = compaction(positions, alive)
+    assert sorted(order) == [row for row, live in enumerate(alive) if live]
+    kept = [positions[row] for row in order]
+    assert kept == sorted(kept, reverse=True)
+    moved = sum(source != target for target, source in enumerate(order))
+    stable = [row for row, live in enumerate(alive) if live]
+    assert moved <= sum(source != target for target, source in enumerate(stable))
+    if len(set(positions)) <= 1:  # lock-step: a copy a hole at most
+        assert moved <= alive.count(False)
+
+
+def test_moving_rows_takes_their_keys_along() -> None:
+    cache = make(rows=4)
+    cache.begin_prefill(0)
+    keys = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 2, 5, 4)
+    cache.update(keys, -keys, 5)
+    cache.move((3, 2), (0, 1))
+    assert cache.buffers[5] is not None
+    stored = cache.buffers[5][0][:2, 0, 0, 0].tolist(), cache.buffers[5][1][:2, 1, 4, 3].tolist()
+    assert stored == ([3, 2], [-3, -2])

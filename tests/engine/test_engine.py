@@ -1,0 +1,212 @@
+"""The tests that carry the weight: the engine against `generate` and against the uncached oracle, in fp32."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from conftest import CONTEXT, LAYERS, VOCAB
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oracle import oracle, oracle_logits
+
+from actors.engine.decoder import Decoder
+from actors.engine.engine import Engine
+from actors.engine.schedule import Schedule, ScheduleSpec
+from actors.engine.types import Completion, FinishReason, Request, SamplingParams
+
+STOP = {2, 5, 9, 33}
+SPECS = [
+    ScheduleSpec(),
+    ScheduleSpec(speedup=2, horizon=6),
+    ScheduleSpec(max_depth=5, min_depth=2, horizon=4, decay="cosine", keep_order="even"),
+    ScheduleSpec(max_depth=6, min_depth=1, horizon=8, decay="power", prompt="first"),
+    ScheduleSpec(max_depth=4, min_depth=2, horizon=7, decay="step", steps=3, prompt="first", keep_order="even"),
+    ScheduleSpec(max_depth=3, min_depth=3, decay="constant"),
+    ScheduleSpec(depths=(6, 6, 4, 4, 4, 3, 2), warmup=2),
+    ScheduleSpec(depths=(5, 3, 1), keep_order=(3, 0, 5, 1, 4, 2), warmup=0),
+]
+
+
+def requests(count: int, seed: int, *, sampled: bool = False, most_new: int = 14, longest: int = 20) -> list[Request]:
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        sampling = SamplingParams(
+            max_new_tokens=rng.randint(1, most_new),
+            temperature=rng.choice([0.0, 0.7, 1.3]) if sampled else 0.0,
+            top_k=rng.choice([0, 5]) if sampled else 0,
+            top_p=rng.choice([1.0, 0.8]) if sampled else 1.0,
+        )
+        prompt = [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, longest))]
+        rows.append(Request(prompt, sampling, key=rng.getrandbits(62)))
+    return rows
+
+
+def answer(engine: Engine, rows: Sequence[Request], max_rows: int = 64) -> list[Completion]:
+    return engine.generate(rows, budget_bytes=2**40, max_rows=max_rows)
+
+
+def test_full_depth_equals_generate(decoder: Decoder) -> None:
+    rows = requests(12, seed=1)
+    answers = answer(Engine(decoder, ScheduleSpec().build(LAYERS), {2}), rows, max_rows=5)
+    for row, got in zip(rows, answers, strict=True):
+        prompt = torch.tensor([list(row.prompt_ids)])
+        want = decoder.model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=row.sampling.max_new_tokens, do_sample=False
+        )
+        assert list(got.token_ids) == want[0, prompt.shape[1] :].tolist()
+        assert got.finish_reason == (FinishReason.STOP if got.token_ids[-1] == 2 else FinishReason.LENGTH)
+
+
+def test_full_depth_equals_generate_in_one_padded_batch(decoder: Decoder) -> None:
+    """The library's own batch: prompts padded on the left, masked."""
+    rows = [Request(row.prompt_ids, SamplingParams(max_new_tokens=12)) for row in requests(7, seed=2)]
+    longest = max(len(row.prompt_ids) for row in rows)
+    ids = torch.tensor([[0] * (longest - len(row.prompt_ids)) + list(row.prompt_ids) for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row.prompt_ids)) + [1] * len(row.prompt_ids) for row in rows])
+    want = decoder.model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)[:, longest:].tolist()
+    got = answer(Engine(decoder, ScheduleSpec().build(LAYERS), {2}), rows)
+    for tokens, completion in zip(want, got, strict=True):
+        assert tokens[: len(completion.token_ids)] == list(completion.token_ids)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=range(len(SPECS)))
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_cached_batches_equal_the_oracle(decoder: Decoder, spec: ScheduleSpec, sampled: bool) -> None:
+    schedule = spec.build(LAYERS)
+    rows = requests(9, seed=3, sampled=sampled)
+    answers = answer(Engine(decoder, schedule, STOP), rows, max_rows=5)
+    for row, got in zip(rows, answers, strict=True):
+        assert list(got.token_ids) == oracle(decoder, schedule, row, STOP)
+
+
+@st.composite
+def any_schedule(draw: st.DrawFn) -> Schedule:
+    warmup = draw(st.integers(0, LAYERS))
+    depths = sorted(draw(st.lists(st.integers(max(warmup, 1), LAYERS), min_size=1, max_size=12)), reverse=True)
+    order = (*draw(st.permutations(range(warmup))), *draw(st.permutations(range(warmup, LAYERS))))
+    return Schedule(LAYERS, tuple(depths), order, warmup, draw(st.sampled_from(["full", "first"])))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(schedule=any_schedule(), seed=st.integers(0, 10**6))
+def test_any_schedule_equals_the_oracle(decoder: Decoder, schedule: Schedule, seed: int) -> None:
+    rows = requests(4, seed=seed, sampled=True, most_new=10, longest=12)
+    for row, got in zip(rows, answer(Engine(decoder, schedule, STOP), rows), strict=True):
+        assert list(got.token_ids) == oracle(decoder, schedule, row, STOP)
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_a_row_alone_equals_the_row_in_any_batch(decoder: Decoder, sampled: bool) -> None:
+    schedule = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
+    rows = requests(16, seed=4, sampled=sampled)
+    alone = [answer(Engine(decoder, schedule, STOP), [row])[0].token_ids for row in rows]
+    for max_rows in (3, 16):
+        shuffled = random.Random(max_rows).sample(range(16), 16)
+        together = answer(Engine(decoder, schedule, STOP), [rows[place] for place in shuffled], max_rows=max_rows)
+        for place, got in zip(shuffled, together, strict=True):
+            assert got.token_ids == alone[place]
+
+
+@pytest.mark.parametrize("compact_every", [2, 10**9])
+def test_compaction_changes_nothing(decoder: Decoder, compact_every: int) -> None:
+    schedule = ScheduleSpec(max_depth=6, min_depth=2, horizon=8).build(LAYERS)
+    rows = requests(20, seed=5, sampled=True)
+    at_once, late = (Engine(decoder, schedule, STOP, compact_every=every) for every in (1, compact_every))
+    assert [one.token_ids for one in answer(at_once, rows)] == [one.token_ids for one in answer(late, rows)]
+    assert at_once.stats.idle_row_steps == 0 < late.stats.idle_row_steps
+    assert at_once.stats.layer_steps == late.stats.layer_steps
+
+
+def refill(engine: Engine, rows: Sequence[Request], places: int, rng: random.Random) -> list[Completion]:
+    """Admit rows at random steps wherever there is room."""
+    engine.open(places, max(len(row.prompt_ids) for row in rows), max(row.sampling.max_new_tokens for row in rows))
+    waiting, tickets, ended = list(range(len(rows))), {}, []
+    while waiting or engine.rows:
+        room = places - len(engine.rows)
+        if waiting and room and (not engine.rows or rng.random() < 0.5):
+            count = rng.randint(1, room)
+            group, waiting = waiting[:count], waiting[count:]
+            tickets.update(zip(engine.admit([rows[row] for row in group]), group, strict=True))
+            ended += engine.retire()
+        else:
+            ended += engine.step()
+    done = {tickets[ticket]: completion for ticket, completion in ended}
+    return [done[row] for row in range(len(rows))]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=range(len(SPECS)))
+@pytest.mark.parametrize("compact_every", [1, 3])
+def test_rows_admitted_in_mid_flight_equal_the_oracle(decoder: Decoder, spec: ScheduleSpec, compact_every: int) -> None:
+    schedule = spec.build(LAYERS)
+    rows = requests(14, seed=6, sampled=True)
+    engine = Engine(decoder, schedule, STOP, compact_every=compact_every)
+    for row, got in zip(rows, refill(engine, rows, 5, random.Random(7)), strict=True):
+        assert list(got.token_ids) == oracle(decoder, schedule, row, STOP)
+
+
+def test_rows_end_at_the_context(decoder: Decoder) -> None:
+    schedule = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
+    rows = [Request([7] * (CONTEXT - left), SamplingParams(max_new_tokens=50)) for left in (1, 3, 8)]
+    for left, row, got in zip((1, 3, 8), rows, answer(Engine(decoder, schedule, set()), rows), strict=True):
+        assert len(got.token_ids) == left and got.finish_reason == FinishReason.LENGTH
+        assert list(got.token_ids) == oracle(decoder, schedule, row, set())
+
+
+def test_impossible_requests_are_refused(decoder: Decoder) -> None:
+    engine = Engine(decoder, ScheduleSpec().build(LAYERS), STOP)
+    with pytest.raises(ValueError, match="empty prompt"):
+        answer(engine, [Request([])])
+    with pytest.raises(ValueError, match="leaves no room in a context of 64"):
+        answer(engine, [Request([3] * CONTEXT)])
+    with pytest.raises(ValueError, match="schedule for 4 layers, model has 6"):
+        Engine(decoder, ScheduleSpec().build(4), STOP)
+
+
+def test_layers_counted_are_layers_run(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the statistics say was run is what ran, and nothing else did."""
+    schedule = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
+    rows = requests(10, seed=8)
+    run, plain = [], decoder.run_layer
+
+    def counting(layer: int, hidden: torch.Tensor, *rest: object) -> torch.Tensor:
+        run.append(len(hidden) if hidden.shape[1] == 1 else 0)
+        return plain(layer, hidden, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(decoder, "run_layer", counting)
+    engine = Engine(decoder, schedule, STOP)
+    long = [Request([5, *row.prompt_ids], row.sampling, row.key) for row in rows]  # a prompt is never one column
+    answers = answer(engine, long, max_rows=4)
+    steps = [len(one.token_ids) - 1 for one in answers]
+    assert sum(run) == engine.stats.layer_steps == sum(schedule.layer_steps(count) for count in steps)
+    assert engine.stats.decode_steps == sum(steps)
+    assert engine.stats.full_layer_steps == LAYERS * sum(steps)
+    assert engine.stats.generated_tokens == sum(len(one.token_ids) for one in answers)
+
+
+def test_bf16_logits_stay_near_the_fp32_oracle(decoder: Decoder) -> None:
+    """At every depth: cached bf16 against uncached fp32, teacher-forced along the bf16 tokens."""
+    schedule = ScheduleSpec(max_depth=6, min_depth=2, horizon=8).build(LAYERS)
+    rows = [Request(row.prompt_ids, SamplingParams(max_new_tokens=12)) for row in requests(4, seed=9)]
+    half = Decoder(copy.deepcopy(decoder.model).to(torch.bfloat16))
+    seen: list[torch.Tensor] = []
+    plain = half.step
+
+    def watching(*given: Any) -> torch.Tensor:
+        seen.append(plain(*given))
+        return seen[-1]
+
+    half.step = watching  # type: ignore[method-assign]
+    answers = answer(Engine(half, schedule, set(), compact_every=10**9), rows)
+    order = sorted(range(len(rows)), key=lambda row: -len(rows[row].prompt_ids))
+    for step, logits in enumerate(seen):
+        for place, row in enumerate(order):
+            tokens = list(answers[row].token_ids[: step + 1])
+            want = oracle_logits(decoder, schedule, list(rows[row].prompt_ids), tokens)
+            error = (logits[place].float() - want).abs() / want.std()
+            assert error.mean() < 0.15 and error.max() < 0.5

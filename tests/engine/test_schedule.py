@@ -1,0 +1,193 @@
+"""The law of the schedule as a property, what is published as examples, and every refusal with its position."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.engine.schedule import (
+    DECAYS,
+    SCHEDULE_FILE,
+    Schedule,
+    ScheduleSpec,
+    depths_for_speedup,
+    even_order,
+    load_spec,
+    paper_order,
+    read_spec,
+    save_spec,
+)
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """Every schedule that can be asked for: all curves, orders and prompt policies, from depths or a speed-up."""
+    layers = draw(st.integers(1, 40))
+    warmup = draw(st.integers(1, layers))
+    shape: dict[str, Any] = {
+        "warmup": warmup,
+        "prompt": draw(st.sampled_from(["full", "first"])),
+        "horizon": draw(st.integers(2, 50)),
+        "power": draw(st.floats(0.1, 8)),
+        "steps": draw(st.integers(2, 9)),
+        "keep_order": draw(
+            st.sampled_from(["paper", "even"])
+            | st.permutations(range(warmup, layers)).map(lambda rest: (*range(warmup), *rest))
+        ),
+    }
+    kind = draw(st.sampled_from(["speedup", "range", "list", "full"]))
+    if kind == "speedup":
+        shape |= {"speedup": draw(st.floats(1, 8)), "decay": draw(st.sampled_from(DECAYS))}
+    elif kind == "range":
+        low, high = sorted((draw(st.integers(warmup, layers)), draw(st.integers(warmup, layers))))
+        decay = draw(st.sampled_from(DECAYS[:4])) if low < high else "constant"
+        shape |= {"min_depth": low, "max_depth": high, "decay": decay}
+    elif kind == "list":
+        depths = sorted(draw(st.lists(st.integers(warmup, layers), min_size=1, max_size=60)), reverse=True)
+        shape |= {"depths": tuple(depths)}
+    return ScheduleSpec(**shape).build(layers)
+
+
+@given(schedules(), st.integers(1, 120))
+def test_the_law(schedule: Schedule, max_new_tokens: int) -> None:
+    """Whenever a layer runs for a token, it has run for every earlier token of the row: no hole in its cache."""
+    steps = max_new_tokens - 1
+    ran = [set(schedule.layers(t)) for t in range(steps)]
+    for t, layers in enumerate(ran):
+        assert schedule.warmup <= len(layers) == schedule.depth(t) <= schedule.num_layers
+        assert layers <= set(schedule.prompt_layers)
+        assert all(layers <= earlier for earlier in ran[:t])
+        assert set(range(schedule.warmup)) <= layers
+    for layer in range(schedule.num_layers):
+        positions = [t for t in range(steps) if layer in ran[t]]
+        assert positions == list(range(schedule.uses(layer, max_new_tokens)))
+    assert schedule.layer_steps(steps) == sum(map(len, ran))
+    mean = schedule.mean_depth(max_new_tokens)
+    assert mean == (sum(map(len, ran)) / steps if steps else None)
+
+
+@given(schedules())
+def test_rows_that_a_layer_runs_for_are_the_youngest(schedule: Schedule) -> None:
+    """Oldest first, the rows whose depth exceeds a layer's rank are one contiguous slice at the end."""
+    positions = [50, 33, 33, 20, 7, 7, 7, 1, 0]
+    for layer, rank in enumerate(schedule.ranks):
+        runs = [layer in schedule.layers(t) for t in positions]
+        assert runs == sorted(runs)
+        assert runs == [schedule.depth(t) > rank for t in positions]
+
+
+@given(schedules())
+def test_a_spec_survives_its_file(schedule: Schedule) -> None:
+    spec = ScheduleSpec(
+        depths=schedule.depths, keep_order=schedule.keep_order, warmup=schedule.warmup, prompt=schedule.prompt
+    )
+    values = json.loads(json.dumps({"num_layers": schedule.num_layers, **spec.to_dict()}))
+    read = read_spec(values, schedule.num_layers, "x").build(schedule.num_layers)
+    assert read.to_dict() == schedule.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("layers", "speedup", "published"),
+    [
+        (32, 2, (22, 11)),
+        (32, 3, (14, 8)),
+        (32, 4, (10, 6)),
+        (32, 5, (8, 5)),
+        (24, 2, (16, 8)),
+        (24, 5, (6, 4)),
+        (24, 1, (24, 24)),
+    ],
+)
+def test_depths_are_within_one_layer_of_the_published(layers: int, speedup: float, published: tuple[int, int]) -> None:
+    got = depths_for_speedup(layers, speedup)
+    assert all(abs(mine - theirs) <= 1 for mine, theirs in zip(got, published, strict=True))
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_layer_ratio_over_the_horizon_is_near_nominal(decay: str) -> None:
+    if decay == "power":
+        pytest.skip("a power curve is meant to lie above the straight line")
+    for speedup in (1, 2, 3, 4, 5):
+        schedule = ScheduleSpec(speedup=speedup, horizon=30, decay=decay).build(24)
+        mean = schedule.mean_depth(31)
+        assert mean is not None and 24 / mean == pytest.approx(speedup, rel=0.08)
+
+
+def test_curves() -> None:
+    spec = ScheduleSpec(max_depth=9, min_depth=5, horizon=5)
+    assert spec.build(12).depths == (9, 8, 7, 6, 5)
+    assert spec.overridden({"decay": "step", "steps": 2}).build(12).depths == (9, 9, 5, 5, 5)
+    assert spec.overridden({"decay": "power", "power": 2.0}).build(12).depths == (9, 9, 8, 7, 5)
+    assert spec.overridden({"decay": "cosine"}).build(12).depths == (9, 8, 7, 6, 5)
+    assert spec.build(12).depth(10**9) == 5
+
+
+def test_orders() -> None:
+    assert paper_order(6, 1) == (0, 5, 4, 3, 2, 1)
+    assert paper_order(6, 2) == (0, 1, 5, 4, 3, 2)
+    assert even_order(9, 1) == (0, 8, 4, 6, 2, 7, 5, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (ScheduleSpec(depths=(6, 4, 5)), r"depths\[2\] = 5 rises above depths\[1\] = 4"),
+        (ScheduleSpec(depths=(9, 4)), r"depths\[0\] = 9: must lie in \[1, 6\]"),
+        (ScheduleSpec(depths=(6, 1), warmup=2), r"depths\[1\] = 1: must lie in \[2, 6\]"),
+        (ScheduleSpec(depths=()), "depths is empty"),
+        (ScheduleSpec(keep_order=(0, 1, 2, 3, 4, 4)), r"keep_order\[5\] = 4 repeats keep_order\[4\]"),
+        (ScheduleSpec(keep_order=(0, 1, 2, 3, 4, 6)), r"keep_order\[5\] = 6: no such layer"),
+        (ScheduleSpec(keep_order=(0, 1)), "keep_order has 2 entries for 6 layers"),
+        (ScheduleSpec(keep_order=(5, 0, 1, 2, 3, 4)), "must begin with the 1 warm-up layers"),
+        (ScheduleSpec(keep_order="odd"), "keep_order = 'odd'"),
+        (ScheduleSpec(warmup=7), "warmup = 7"),
+        (ScheduleSpec(prompt="half"), "prompt = 'half'"),
+        (ScheduleSpec(decay="slow", speedup=2), "decay = 'slow'"),
+        (ScheduleSpec(speedup=0.5), "speedup = 0.5"),
+        (ScheduleSpec(speedup=2), "horizon is not set"),
+        (ScheduleSpec(speedup=2, horizon=1), "horizon = 1"),
+        (ScheduleSpec(speedup=2, depths=(3,)), "depths and speedup both say how deep"),
+        (ScheduleSpec(max_depth=3, min_depth=4), "min_depth = 4 lies above max_depth = 3"),
+        (ScheduleSpec(max_depth=4, min_depth=3, decay="constant"), "decay = constant needs"),
+        (ScheduleSpec(speedup=2, horizon=4, decay="power", power=0.0), "power = 0.0"),
+        (ScheduleSpec(speedup=2, horizon=4, decay="step", steps=1), "steps = 1"),
+    ],
+)
+def test_refusals_name_the_position(spec: ScheduleSpec, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        spec.build(6)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "must hold one JSON object"),
+        ('{"num_layers": 8}', "made for num_layers = 8, but the model has 6 layers"),
+        ("{}", "made for num_layers = None"),
+        ('{"num_layers": 6, "speed": 2}', "unknown key 'speed'"),
+        ('{"num_layers": 6, "speedup": "2"}', "speedup = '2' has the wrong type"),
+        ('{"num_layers": 6, "depths": [6, true]}', "depths = .* has the wrong type"),
+        ('{"num_layers": 6, "depths": [3, 4]}', r"depths\[1\] = 4 rises"),
+    ],
+)
+def test_a_stored_schedule_is_checked(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / SCHEDULE_FILE).write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_spec(tmp_path, 6)
+    assert str(caught.value).startswith(str(tmp_path / SCHEDULE_FILE))
+
+
+def test_a_job_overrides_what_the_checkpoint_stores(tmp_path: Path) -> None:
+    assert load_spec(tmp_path, 24) is None
+    save_spec(ScheduleSpec(speedup=3, horizon=20, keep_order="even"), 24, tmp_path)
+    stored = load_spec(tmp_path, 24)
+    assert stored is not None and stored.build(24).depths[0] == 11
+    faster = stored.overridden({"speedup": 5.0}).build(24)
+    assert faster.depths[0] == 6 and len(faster.depths) == 20 and faster.keep_order == even_order(24, 1)
+    assert stored.overridden({"depths": (4,)}).build(24).depths == (4,)
