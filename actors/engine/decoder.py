@@ -121,6 +121,11 @@ class Decoder:
         self.device: torch.device = next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype
 
+    def compile(self) -> None:
+        """Compile every layer with torch.compile, for any batch size and length; needs a C++ compiler on CPU."""
+        for block in self.blocks:
+            block.compile(dynamic=True)
+
     def embed(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Rotary]:
         """ids, positions [B, S] -> hidden states [B, S, E] and rotary cosines and sines [B, S, D]."""
         hidden = self.family.embed(self.model, ids, positions)

@@ -1,0 +1,5 @@
+"""`python -m pipeline …` is `skipdecode …`."""
+
+from pipeline.cli import main
+
+main()

@@ -1,0 +1,179 @@
+"""The command line: `skipdecode run | tune | evaluate | report`. Heavy imports wait until they are needed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="skipdecode",
+    help="Answer a Parquet full of prompts with fewer layers a token: SkipDecode bulk generation on Ray.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+OK, FAILED, BAD_CONFIG, ROW_ERRORS, INTERRUPTED, LEASE = 0, 1, 2, 3, 4, 5
+
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change a key of the file. Repeatable.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show Ray's own messages and tracebacks.")]
+
+
+def _setup(verbose: bool) -> None:
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING,
+        format="%(message)s" if not verbose else "%(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    # quiet before they are imported
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if not verbose:
+        os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+
+
+def _stop(code: int, message: str) -> typer.Exit:
+    typer.echo(f"skipdecode: {' '.join(message.split())}", err=True)
+    return typer.Exit(code)
+
+
+@app.command()
+def run(
+    job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
+    changes: Set = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows of the input.")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace what another job left in the output folder.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+    show: Annotated[int, typer.Option(min=0, help="Rows to print with their answers at the end.")] = 0,
+    verbose: Verbose = False,
+) -> None:
+    """Run a bulk job; the same command again finishes it."""
+    _setup(verbose)
+    from pipeline.config import JobConfig, load_config
+
+    try:
+        config = load_config(JobConfig, job, changes or [])
+    except ValueError as error:
+        raise _stop(BAD_CONFIG, str(error)) from None
+    import ray
+    from rich.console import Console
+
+    from pipeline import job as jobs
+    from pipeline.lease import LeaseHeld
+    from pipeline.report import RowsMissing, first_rows, print_report, summary
+    from pipeline.sink import read_records
+    from pipeline.storage import open_folder
+
+    try:
+        outcome = jobs.run(config, limit=limit, overwrite=overwrite, verbose=verbose)
+    except ValueError as error:
+        if verbose:
+            logging.exception("bad configuration or input")
+        raise _stop(BAD_CONFIG, f"{job}: {error}") from None
+    except jobs.Interrupted as error:
+        raise _stop(INTERRUPTED, f"interrupted ({error}); the same command finishes the job") from None
+    except (LeaseHeld, jobs.LeaseLost) as error:
+        raise _stop(LEASE, f"another run holds {config.output.path}: {error}") from None
+    except (RowsMissing, ray.exceptions.RayError, OSError) as error:
+        if verbose:
+            logging.exception("job failed")
+        raise _stop(FAILED, f"failed: {_cause(error)}; the same command goes on from the committed shards") from None
+
+    totals, manifest = outcome.totals, outcome.manifest
+    folder = open_folder(config.output.path, config.storage)
+    console = Console(soft_wrap=True, stderr=as_json)
+    if show:
+        for row in first_rows(folder, show):
+            console.print(f"\n[{row['id']}]", markup=False, highlight=False)
+            for name in ("prompt", "generated_text", "error"):
+                if row.get(name) is not None:
+                    console.print(f"  {name.replace('generated_text', 'answer')}: {row[name]}", markup=False, highlight=False)
+        console.print()
+    if outcome.fresh_rows:
+        print_report(console, manifest, read_records(folder), totals)
+        rate = outcome.fresh_rows / outcome.seconds
+        console.print(f"{outcome.fresh_rows:,} rows in {outcome.seconds:.1f} s with start-up, {rate:,.1f} rows/s", highlight=False)
+    else:
+        console.print(f"nothing left to do: all {totals.rows:,} rows are answered already", highlight=False)
+    console.print(
+        f"answers: {config.output.path}/part-*.parquet\n"
+        f"statistics: {config.output.path}/_job/stats.parquet, summary: {config.output.path}/_job/summary.json",
+        highlight=False,
+    )
+    if as_json:
+        typer.echo(json.dumps({**summary(folder, manifest, totals), "fresh_rows": outcome.fresh_rows, "seconds": outcome.seconds}))
+    if totals.errors > config.max_row_errors * totals.rows:
+        raise _stop(
+            ROW_ERRORS,
+            f"{totals.errors:,} of {totals.rows:,} rows have an error, more than max_row_errors = {config.max_row_errors:g}; "
+            "their `error` column says why",
+        )
+
+
+def _cause(error: BaseException) -> str:
+    """The last line of an error that Ray may have wrapped."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+@app.command()
+def tune(
+    recipe: Annotated[Path, typer.Argument(metavar="TUNE.yaml", help="The recipe.")],
+    changes: Set = None,
+    verbose: Verbose = False,
+) -> None:
+    """Adapt a checkpoint to a schedule or to any speed; the same command again goes on where it stopped."""
+    _setup(verbose)
+    from pipeline.config import TuneConfig, load_config
+
+    try:
+        config = load_config(TuneConfig, recipe, changes or [])
+        from pipeline.tune import tune as train
+
+        folder = train(config, str(recipe))
+    except ValueError as error:
+        if verbose:
+            logging.exception("bad configuration or input")
+        raise _stop(BAD_CONFIG, str(error)) from None
+    except KeyboardInterrupt:
+        raise _stop(INTERRUPTED, "interrupted; the same command goes on from the last saved step") from None
+    typer.echo(f"checkpoint: {folder}")
+
+
+@app.command()
+def report(
+    output: Annotated[str, typer.Argument(metavar="OUTPUT_URI", help="A job's output folder.")],
+    endpoint_url: Annotated[str | None, typer.Option(help="S3 endpoint.")] = None,
+) -> None:
+    """Rebuild a job's statistics and summary from its commit records, finished or not, and print them."""
+    _setup(False)
+    from rich.console import Console
+
+    from pipeline import manifest as manifests
+    from pipeline.config import StorageConfig
+    from pipeline.report import print_report, write_report
+    from pipeline.sink import read_records
+    from pipeline.storage import open_folder
+
+    try:
+        folder = open_folder(output, StorageConfig(endpoint_url=endpoint_url))
+        manifest = manifests.load(folder)
+        if manifest is None:
+            raise ValueError(f"{output}: no job here (no _job/job.json)")
+        records = read_records(folder)
+        print_report(Console(soft_wrap=True), manifest, records, write_report(folder, manifest, records))
+    except ValueError as error:
+        raise _stop(BAD_CONFIG, str(error)) from None
+
+
+def main() -> None:
+    """Entry point of the `skipdecode` command."""
+    app(prog_name="skipdecode")

@@ -1,0 +1,194 @@
+"""The actor stage: whole prepared shards -> finished parts, as Parquet bytes, and their statistics."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import ray
+from ray.util.metrics import Counter
+
+from actors.engine.sampling import row_key
+from actors.generator import Answers, Generator
+from pipeline.prepare import ERROR, PROMPT_IDS
+from pipeline.source import from_ipc
+from pipeline.stats import ShardStats, duplicate_ids
+
+ANSWER_FIELDS = [
+    pa.field("sample_index", pa.int32()),
+    pa.field("generated_text", pa.string()),
+    pa.field("finish_reason", pa.string()),
+    pa.field("prompt_tokens", pa.int32()),
+    pa.field("generated_tokens", pa.int32()),
+    pa.field("mean_depth", pa.float64()),
+    pa.field("error", pa.string()),
+]
+OPTIONAL_FIELDS = {
+    "token_ids": pa.field("token_ids", pa.list_(pa.int32())),
+    "cumulative_logprob": pa.field("cumulative_logprob", pa.float64()),
+}
+
+
+@dataclass(frozen=True)
+class PartSpec:
+    """What a part file holds: the id column (None: made from file and row number), columns kept, optional
+    columns, and for its footer the job's fingerprint and the model's layers."""
+
+    id_column: str | None
+    keep: tuple[str, ...]
+    optional: tuple[str, ...]
+    fingerprint: str
+    num_layers: int
+
+
+def part_bytes(table: pa.Table, spec: PartSpec, shard: int) -> bytes:
+    """The part as Parquet bytes; its footer names job and shard, nothing that differs between attempts."""
+    metadata = {
+        "skipdecode.fingerprint": spec.fingerprint,
+        "skipdecode.shard": str(shard),
+        "skipdecode.num_layers": str(spec.num_layers),
+    }
+    sink = pa.BufferOutputStream()
+    pq.write_table(table.replace_schema_metadata(metadata), sink, compression="zstd")
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
+
+
+def part_table(
+    rows: pa.Table, answers: Answers, spec: PartSpec, url: str, first_row: int
+) -> pa.Table:
+    """Output rows of a shard: id, kept columns, answers."""
+    count = rows.num_rows
+    if spec.id_column is None:
+        ids = pa.array([f"{os.path.basename(url)}:{first_row + row}" for row in range(count)], pa.string())
+    else:
+        ids = rows[spec.id_column]
+    names, columns = ["id"], [ids]
+    for name in spec.keep:
+        if name != "id":
+            names.append(name)
+            columns.append(rows[name])
+    values: dict[str, Sequence[Any]] = {
+        "sample_index": [0] * count,
+        "generated_text": answers.texts,
+        "finish_reason": answers.finish_reasons,
+        "prompt_tokens": answers.prompt_tokens,
+        "generated_tokens": answers.generated_tokens,
+        "mean_depth": answers.mean_depths,
+        "error": answers.errors,
+        "token_ids": answers.token_ids,
+        "cumulative_logprob": answers.cumulative_logprobs,
+    }
+    for field in [*ANSWER_FIELDS, *(OPTIONAL_FIELDS[name] for name in spec.optional)]:
+        names.append(field.name)
+        columns.append(pa.array(values[field.name], field.type))
+    return pa.table(columns, names=names)
+
+
+class ShardGenerator:
+    """Callable class for Ray Data: answers whole shards with one Generator.
+
+    generator: its constructor's arguments. seed: the job's.
+    """
+
+    def __init__(self, generator: Mapping[str, Any], part: PartSpec, seed: int) -> None:
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+        self.generator = Generator(**generator)
+        self.part = part
+        self.seed = seed
+        tags = ("fingerprint",)
+        self.counters = {
+            name: Counter(f"skipdecode_{name}", description=text, tag_keys=tags)
+            for name, text in {
+                "rows": "rows answered, bad ones included",
+                "errors": "rows with an error",
+                "generated_tokens": "tokens generated",
+                "layer_steps": "layers run over decode steps",
+            }.items()
+        }
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Shards with columns shard, url, first_row, rows, prepare_seconds -> shard, part, stats."""
+        parts, stats = [], []
+        for place in range(len(batch["shard"])):
+            part, one = self._shard(
+                int(batch["shard"][place]),
+                str(batch["url"][place]),
+                int(batch["first_row"][place]),
+                from_ipc(batch["rows"][place]),
+                float(batch["prepare_seconds"][place]),
+            )
+            parts.append(part)
+            stats.append(json.dumps(asdict(one)))
+        column = np.empty(len(parts), dtype=object)
+        column[:] = parts
+        return {"shard": np.asarray(batch["shard"]), "part": column, "stats": np.array(stats, dtype=object)}
+
+    def _shard(
+        self, shard: int, url: str, first_row: int, rows: pa.Table, prepare_seconds: float
+    ) -> tuple[bytes, ShardStats]:
+        started, began = time.time(), time.perf_counter()
+        keys = [row_key(self.seed, url, first_row + row) for row in range(rows.num_rows)]
+        answers = self.generator.answer(rows[PROMPT_IDS].to_pylist(), rows[ERROR].to_pylist(), keys)
+        table = part_table(rows, answers, self.part, url, first_row)
+        data = part_bytes(table, self.part, shard)
+        seconds = time.perf_counter() - began
+        engine = self.generator.take_stats()
+        errors = sum(error is not None for error in answers.errors)
+        for name, amount in (
+            ("rows", rows.num_rows),
+            ("errors", errors),
+            ("generated_tokens", engine.generated_tokens),
+            ("layer_steps", engine.layer_steps),
+        ):
+            if amount:
+                self.counters[name].inc(amount, tags={"fingerprint": self.part.fingerprint[:12]})
+        return data, ShardStats(
+            shard=shard,
+            rows=rows.num_rows,
+            errors=errors,
+            duplicate_ids=duplicate_ids(table),
+            prompt_tokens=engine.prompt_tokens,
+            generated_tokens=engine.generated_tokens,
+            prepare_seconds=prepare_seconds,
+            prefill_seconds=engine.prefill_seconds,
+            decode_seconds=engine.decode_seconds,
+            generate_seconds=seconds,
+            commit_seconds=0.0,
+            tokens_per_second=engine.generated_tokens / seconds,
+            batches=engine.batches,
+            padding_fraction=_share(engine.padded_prompt_tokens - engine.prompt_tokens, engine.padded_prompt_tokens),
+            mean_depth=_share(engine.layer_steps, engine.decode_steps),
+            decode_steps=engine.decode_steps,
+            layer_steps=engine.layer_steps,
+            full_layer_steps=engine.full_layer_steps,
+            padded_prompt_tokens=engine.padded_prompt_tokens,
+            cache_bytes=engine.cache_bytes,
+            peak_memory_bytes=self.generator.peak_memory_bytes(),
+            started=started,
+            finished=time.time(),
+            device=self.generator.device_name(),
+            node=socket.gethostname(),
+            attempt=_attempt(),
+            adopted=False,
+        )
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _attempt() -> int:
+    """Times this actor has been started, this one included: Ray gives no count a task."""
+    if not ray.is_initialized():
+        return 1
+    return 1 + int(ray.get_runtime_context().was_current_actor_reconstructed)

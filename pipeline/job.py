@@ -1,0 +1,281 @@
+"""The bulk job: source -> prepare -> generate -> sink, what comes before it and what after.
+
+    inputs ──> shards ──> prepare (CPU) ──> generate (actor pool) ──> part, then commit record
+               pinned in _job/              batches of one depth      one conditional put
+
+Everything that can be wrong is looked at before Ray starts and before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import ray
+from ray.data import ActorPoolStrategy, DataContext
+
+from actors.engine.loading import Checkpoint, inspect
+from actors.engine.schedule import Schedule
+from actors.engine.types import SamplingParams
+from pipeline import manifest as manifests
+from pipeline.config import ActorsConfig, JobConfig
+from pipeline.generate import PartSpec, ShardGenerator
+from pipeline.lease import Lease
+from pipeline.manifest import Manifest
+from pipeline.prepare import PromptSpec, prepare
+from pipeline.progress import Progress, Tally
+from pipeline.report import finish
+from pipeline.sink import CommitSink, clear, clear_temporaries, committed
+from pipeline.source import ShardSource
+from pipeline.stats import Totals
+from pipeline.storage import Folder, open_folder, probe_create
+
+log = logging.getLogger(__name__)
+STAGE_CPUS = 0.25  # a slot of the read, prepare and write tasks beside the actors
+OBJECT_STORE_BYTES = 2**30
+READ_TASK_ROWS = 50_000
+
+
+class Interrupted(KeyboardInterrupt):
+    """SIGTERM or SIGINT; the same command finishes the job."""
+
+
+class LeaseLost(Exception):
+    """Another run took the lease over while this one was at work."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to. fresh_rows, seconds: of this run alone."""
+
+    manifest: Manifest
+    totals: Totals
+    fresh_rows: int
+    seconds: float
+
+
+def run(config: JobConfig, *, limit: int | None = None, overwrite: bool = False, verbose: bool = False) -> Outcome:
+    """Run the job to its end, or to the end of what an earlier run has left.
+
+    Raises ValueError (configuration or input is wrong, or the output belongs to another job), LeaseHeld,
+    LeaseLost, Interrupted, RowsMissing, or Ray's error of a task that failed for good.
+    """
+    began = time.monotonic()
+    checkpoint, schedule = _check(config)
+    folder = open_folder(config.output.path, config.storage)
+    stored = None if overwrite else _load_stored(folder)
+    manifest = manifests.plan_job(config, checkpoint, schedule, limit, stored)
+    if stored is not None and stored.fingerprint != manifest.fingerprint:
+        names = ", ".join(manifests.difference(stored.identity, manifest.identity))
+        raise ValueError(f"{folder.url}: holds another job, which differs in {names}; --overwrite replaces it")
+    if stored is not None and "_SUCCESS" in folder.names():
+        if len(committed(folder, manifest.shards, manifest.fingerprint)) == len(manifest.shards):
+            return Outcome(manifest, finish(folder, manifest), 0, time.monotonic() - began)
+    with _interruptible(), _leased(folder):
+        clear_temporaries(folder)
+        if overwrite:
+            clear(folder)
+        if stored is None:
+            probe_create(folder)
+            manifests.save(folder, manifest)
+        done = committed(folder, manifest.shards, manifest.fingerprint)
+        left = [shard for shard in manifest.shards if shard.index not in done]
+        if done and left:
+            log.warning("resuming: %d of %d shards are committed already", len(done), len(manifest.shards))
+        if left:
+            with _ray(config.actors, verbose):
+                _flow(config, checkpoint, schedule, manifest, done)
+        totals = finish(folder, manifest)
+    return Outcome(manifest, totals, sum(shard.rows for shard in left), time.monotonic() - began)
+
+
+def _check(config: JobConfig) -> tuple[Checkpoint, Schedule]:
+    """Everything about the job that can be known without its input; ValueError of one line."""
+    manifests.check_columns(config)
+    manifests.needed_columns(config)
+    checkpoint = inspect(config.model.path)
+    schedule = checkpoint.schedule(config.schedule.changes())
+    SamplingParams(**config.sampling.model_dump(exclude={"seed"}))
+    return checkpoint, schedule
+
+
+def _load_stored(folder: Folder) -> Manifest | None:
+    stored = manifests.load(folder)
+    if stored is None and any(name.endswith(".parquet") for name in folder.names()):
+        raise ValueError(f"{folder.url}: holds Parquet files of no job known here; choose another folder, or --overwrite")
+    return stored
+
+
+def _flow(
+    config: JobConfig, checkpoint: Checkpoint, schedule: Schedule, manifest: Manifest, done: set[int]
+) -> None:
+    """source -> prepare -> generate -> sink, for the shards that are left."""
+    left = [shard for shard in manifest.shards if shard.index not in done]
+    actors, batching = config.actors, manifest.batching
+    prompt = PromptSpec(
+        checkpoint=str(checkpoint.path.resolve()),
+        column=manifests.prompt_column(config),
+        template=config.input.template,
+        context_length=checkpoint.context_length,
+        max_new_tokens=config.sampling.max_new_tokens,
+        too_long=config.input.too_long,
+    )
+    part = PartSpec(
+        id_column=config.input.id,
+        keep=tuple(config.output.keep),
+        optional=tuple(name for name in ("token_ids", "cumulative_logprob") if getattr(config.output, name)),
+        fingerprint=manifest.fingerprint,
+        num_layers=checkpoint.num_layers,
+    )
+    generator = {
+        "checkpoint": prompt.checkpoint,
+        "schedule": {key: value for key, value in schedule.to_dict().items() if key != "num_layers"},
+        "sampling": config.sampling.model_dump(exclude={"seed"}),
+        "dtype": config.model.dtype,
+        "device": config.model.device,
+        "compile": config.model.compile,
+        "threads": batching.threads,
+        "cache_bytes": batching.cache_bytes,
+        "max_batch": batching.max_batch,
+    }
+    tally = Tally.remote()
+    source = ShardSource(left, manifests.needed_columns(config), config.storage, READ_TASK_ROWS)
+    sink = CommitSink(config.output.path, config.storage, left, manifest.fingerprint, tally)
+    shards = ray.data.read_datasource(source, num_cpus=STAGE_CPUS).repartition(target_num_rows_per_block=1)
+    prepared = shards.map_batches(
+        prepare, fn_kwargs={"spec": prompt}, batch_size=1, batch_format="numpy", num_cpus=STAGE_CPUS
+    )
+    with warnings.catch_warnings():
+        # Ray restarts a dying actor for ever unless told otherwise, and has no other way yet to be told
+        warnings.simplefilter("ignore", ray.util.annotations.RayDeprecationWarning)
+        answered = prepared.map_batches(
+            ShardGenerator,
+            fn_constructor_kwargs={"generator": generator, "part": part, "seed": config.sampling.seed},
+            compute=_pool(actors),
+            batch_size=1,
+            batch_format="numpy",
+            num_cpus=actor_cpus(actors),
+            num_gpus=actors.gpus or None,
+            max_restarts=config.attempts - 1,
+            max_task_retries=config.attempts - 1,
+        )
+    done_rows = sum(shard.rows for shard in manifest.shards if shard.index in done)
+    with Progress(tally, len(manifest.shards), manifest.rows, len(done), done_rows):
+        answered.write_datasink(sink, ray_remote_args={"num_cpus": STAGE_CPUS})
+
+
+def _pool(actors: ActorsConfig) -> ActorPoolStrategy:
+    if actors.min is not None:
+        return ActorPoolStrategy(min_size=actors.min, max_size=actors.max, max_tasks_in_flight_per_actor=2)
+    return ActorPoolStrategy(size=actors.most, max_tasks_in_flight_per_actor=2)
+
+
+def actor_cpus(actors: ActorsConfig) -> float:
+    """Logical CPUs that an actor takes: on CPU half a one, so that reads and writes always find a slot."""
+    return actors.cpus if actors.cpus is not None else (1.0 if actors.gpus else 0.5)
+
+
+@contextmanager
+def _ray(actors: ActorsConfig, verbose: bool) -> Iterator[None]:
+    """A Ray of our own, or the cluster that RAY_ADDRESS names; ValueError if the actors can never be placed."""
+    own = not (ray.is_initialized() or os.environ.get("RAY_ADDRESS"))
+    began_here = not ray.is_initialized()
+    level = logging.INFO if verbose else logging.ERROR
+    logging.getLogger("ray").setLevel(level)
+    if began_here:
+        settings: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
+        if own:
+            settings |= {
+                "address": "local",
+                "num_cpus": max(2, os.cpu_count() or 1),
+                "object_store_memory": OBJECT_STORE_BYTES,
+                "include_dashboard": False,
+                "_node_ip_address": "127.0.0.1",
+            }
+        ray.init(**settings)
+    context = DataContext.get_current()
+    context.enable_progress_bars = verbose
+    context.print_on_execution_start = verbose
+    context.execution_no_progress_timeout_s = -1  # a slow shard is not a dead one
+    try:
+        check_placement(actors, ray.cluster_resources(), fixed=own)
+        yield
+    finally:
+        if began_here:
+            ray.shutdown()
+
+
+def check_placement(actors: ActorsConfig, resources: dict[str, float], *, fixed: bool) -> None:
+    """ValueError if the least number of actors cannot be placed with a slot left for reads and writes.
+
+    fixed: nothing can be added to `resources`; a cluster that may still grow only gets a warning.
+    """
+    least = actors.min or actors.most
+    problems = []
+    cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
+    if least * actor_cpus(actors) + STAGE_CPUS > cpus:
+        problems.append(
+            f"{least} actors of {actor_cpus(actors):g} CPUs leave no slot for reads and writes on {cpus:g} CPUs: "
+            "lower actors.count or actors.cpus"
+        )
+    per_gpu = int(1 / actors.gpus) if 0 < actors.gpus < 1 else 0
+    room = gpus * per_gpu if per_gpu else (gpus // actors.gpus if actors.gpus else least)
+    if room < least:
+        problems.append(f"{least} actors of {actors.gpus:g} GPUs do not fit on {gpus:g} GPUs: lower actors.count or actors.gpus")
+    if problems and fixed:
+        raise ValueError(f"actors: {problems[0]}")
+    for problem in problems:
+        log.warning("waiting for the cluster to grow: %s", problem)
+
+
+@contextmanager
+def _leased(folder: Folder) -> Iterator[None]:
+    lost = False
+
+    def on_lost() -> None:
+        nonlocal lost
+        lost = True
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    lease = Lease(folder)
+    lease.acquire(on_lost)
+    try:
+        yield
+    except Interrupted:
+        if lost:
+            raise LeaseLost(f"{folder.url}: another run has taken over") from None
+        raise
+    finally:
+        lease.release()
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM and SIGINT become `Interrupted` in the main thread."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(signal.Signals(number).name)
+
+    try:
+        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    except ValueError:  # not the main thread: whoever called us handles signals
+        before = {}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def default_workspace(path: str) -> Path:
+    """Local folder of a path, for messages."""
+    return Path(path).resolve()

@@ -1,0 +1,109 @@
+"""What a job did, from its commit records: `_job/stats.parquet`, `_job/summary.json`, `_SUCCESS` and a table."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.manifest import Manifest
+from pipeline.sink import part_name, read_records
+from pipeline.stats import ShardStats, Totals, add_up, to_table
+from pipeline.storage import Folder
+
+STATS, SUMMARY, SUCCESS = "_job/stats.parquet", "_job/summary.json", "_SUCCESS"
+SHOWN_SHARDS = 20
+
+
+class RowsMissing(Exception):
+    """The committed rows are not the planned ones; the message says which shard."""
+
+
+def finish(folder: Folder, manifest: Manifest) -> Totals:
+    """Check that every planned row is committed once, then write statistics, summary and `_SUCCESS`."""
+    records = read_records(folder)
+    by_shard = {stats.shard: stats for stats in records}
+    for shard in manifest.shards:
+        if shard.index not in by_shard:
+            raise RowsMissing(f"shard {shard.index} has no commit record")
+        if by_shard[shard.index].rows != shard.rows:
+            raise RowsMissing(f"shard {shard.index} has {by_shard[shard.index].rows} rows, {shard.rows} were planned")
+    if len(records) != len(manifest.shards):
+        raise RowsMissing(f"{len(records)} commit records for {len(manifest.shards)} shards")
+    totals = write_report(folder, manifest, records)
+    folder.replace(SUCCESS, folder.read(SUMMARY))
+    return totals
+
+
+def write_report(folder: Folder, manifest: Manifest, records: Sequence[ShardStats]) -> Totals:
+    """Statistics of all commit records, whether the job is finished or not."""
+    totals = add_up(records)
+    sink = pa.BufferOutputStream()
+    pq.write_table(to_table(records), sink)
+    folder.replace(STATS, sink.getvalue().to_pybytes())
+    folder.replace(SUMMARY, (json.dumps(summary(folder, manifest, totals), indent=2) + "\n").encode())
+    return totals
+
+
+def summary(folder: Folder, manifest: Manifest, totals: Totals) -> dict[str, Any]:
+    """Totals with what they are totals of."""
+    return {
+        "output": folder.url,
+        "fingerprint": manifest.fingerprint,
+        "planned_shards": len(manifest.shards),
+        "planned_rows": manifest.rows,
+        "nominal_speedup": manifest.identity["schedule"].get("speedup"),
+        "num_layers": manifest.identity["schedule"]["num_layers"],
+        **totals.to_dict(),
+    }
+
+
+def print_report(console: Console, manifest: Manifest, records: Sequence[ShardStats], totals: Totals) -> None:
+    """The table of shards, the slowest ones if they are many, and the totals."""
+    shown = sorted(records, key=lambda one: -one.generate_seconds)[:SHOWN_SHARDS]
+    title = "Shards" if len(shown) == len(records) else f"The {len(shown)} slowest of {len(records)} shards"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for name in ("shard", "rows", "errors", "prompt tok", "new tok", "prefill s", "decode s", "tok/s", "pad %", "depth"):
+        table.add_column(name, justify="right")
+    for one in sorted(shown, key=lambda one: one.shard):
+        table.add_row(
+            str(one.shard),
+            f"{one.rows:,}",
+            f"{one.errors:,}",
+            f"{one.prompt_tokens:,}",
+            f"{one.generated_tokens:,}",
+            f"{one.prefill_seconds:.2f}",
+            f"{one.decode_seconds:.2f}",
+            f"{one.tokens_per_second:,.0f}",
+            f"{100 * one.padding_fraction:.1f}",
+            f"{one.mean_depth:.2f}",
+        )
+    console.print(table)
+    layers = manifest.identity["schedule"]["num_layers"]
+    depth = "no decode steps" if totals.mean_depth is None else f"mean depth {totals.mean_depth:.2f} of {layers}"
+    ratio = "" if totals.layer_ratio is None else f", layer ratio {totals.layer_ratio:.2f}x"
+    console.print(
+        f"\n{totals.rows:,} rows in {totals.shards} shards, {totals.errors:,} with an error; "
+        f"{totals.prompt_tokens:,} prompt and {totals.generated_tokens:,} generated tokens\n"
+        f"{depth}{ratio}: {totals.layer_steps:,} layer steps where full depth runs {totals.full_layer_steps:,}\n"
+        f"actor seconds: prefill {totals.prefill_seconds:.1f}, decode {totals.decode_seconds:.1f}, "
+        f"all {totals.generate_seconds:.1f}; prepare {totals.prepare_seconds:.1f}, commit {totals.commit_seconds:.1f}; "
+        f"padding {100 * totals.padding_fraction:.1f}%\n"
+        f"cache {totals.cache_bytes / 2**20:.1f} MiB a batch at most, peak memory of an actor "
+        f"{totals.peak_memory_bytes / 2**20:,.0f} MiB",
+        highlight=False,
+    )
+    if totals.duplicate_ids:
+        console.print(f"warning: {totals.duplicate_ids:,} rows share their id with another row of their shard")
+
+
+def first_rows(folder: Folder, count: int) -> list[dict[str, Any]]:
+    """The first rows of the first part."""
+    rows: list[dict[str, Any]] = pq.read_table(io.BytesIO(folder.read(part_name(0)))).slice(0, count).to_pylist()
+    return rows

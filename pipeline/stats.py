@@ -1,0 +1,155 @@
+"""Statistics: of one shard, as its commit record holds them, and added up over a job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+
+def _unit(unit: str, how: str = "sum") -> Any:
+    """A field with its unit and how shards add up: sum, max, or none."""
+    return field(metadata={"unit": unit, "how": how})
+
+
+@dataclass(frozen=True)
+class ShardStats:
+    """One shard's numbers. Those of an adopted part, whose record was lost, hold what the part itself tells."""
+
+    shard: int = _unit("index", "none")
+    rows: int = _unit("rows")
+    errors: int = _unit("rows")
+    duplicate_ids: int = _unit("rows whose id another row of the shard has")
+    prompt_tokens: int = _unit("tokens")
+    generated_tokens: int = _unit("tokens")
+    prepare_seconds: float = _unit("s")
+    prefill_seconds: float = _unit("s")
+    decode_seconds: float = _unit("s")
+    generate_seconds: float = _unit("s, all of the actor's work on the shard")
+    commit_seconds: float = _unit("s")
+    tokens_per_second: float = _unit("generated tokens ÷ generate_seconds", "none")
+    batches: int = _unit("batches")
+    padding_fraction: float = _unit("share of the prefill's columns", "none")
+    mean_depth: float = _unit("layers a decode step", "none")
+    decode_steps: int = _unit("tokens that were an input to decode")
+    layer_steps: int = _unit("layers run over decode steps")
+    full_layer_steps: int = _unit("layers full depth would have run")
+    padded_prompt_tokens: int = _unit("tokens computed in prefill, padding included")
+    cache_bytes: int = _unit("bytes of the largest batch's cache", "max")
+    peak_memory_bytes: int = _unit("bytes", "max")
+    started: float = _unit("s since 1970", "none")
+    finished: float = _unit("s since 1970", "none")
+    device: str = _unit("name", "none")
+    node: str = _unit("host name", "none")
+    attempt: int = _unit("1 is the first", "none")
+    adopted: bool = _unit("the record was lost and has been made again", "none")
+
+    @classmethod
+    def from_record(cls, values: dict[str, Any]) -> ShardStats:
+        """From a commit record; KeyError or TypeError if it is not one."""
+        return cls(**{one.name: values[one.name] for one in fields(cls)})
+
+
+    @classmethod
+    def of_part(cls, shard: int, part: pa.Table, num_layers: int) -> ShardStats:
+        """What a part itself tells: counts; times, memory and device are unknown and left at zero."""
+        steps = [max(count - 1, 0) for count in part["generated_tokens"].to_pylist()]
+        depths = part["mean_depth"].to_pylist()
+        layer_steps = round(sum(count * (depth or 0.0) for count, depth in zip(steps, depths, strict=True)))
+        known = {
+            "shard": shard,
+            "rows": part.num_rows,
+            "errors": part.num_rows - part["error"].null_count,
+            "duplicate_ids": duplicate_ids(part),
+            "prompt_tokens": sum(part["prompt_tokens"].to_pylist()),
+            "generated_tokens": sum(part["generated_tokens"].to_pylist()),
+            "mean_depth": layer_steps / sum(steps) if sum(steps) else 0.0,
+            "decode_steps": sum(steps),
+            "layer_steps": layer_steps,
+            "full_layer_steps": num_layers * sum(steps),
+            "adopted": True,
+        }
+        unknown = {"int": 0, "float": 0.0, "str": "", "bool": False}
+        return cls(**{one.name: known.get(one.name, unknown[str(one.type)]) for one in fields(cls)})
+
+
+def duplicate_ids(part: pa.Table) -> int:
+    """Rows whose id another, earlier row of the table has."""
+    return int(part.num_rows - pc.count_distinct(part["id"], mode="all").as_py())
+
+
+@dataclass(frozen=True)
+class Totals:
+    """A job's numbers over all of its shards, this run's and earlier ones'."""
+
+    shards: int
+    rows: int
+    errors: int
+    duplicate_ids: int
+    prompt_tokens: int
+    generated_tokens: int
+    prepare_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+    generate_seconds: float
+    commit_seconds: float
+    batches: int
+    decode_steps: int
+    layer_steps: int
+    full_layer_steps: int
+    padded_prompt_tokens: int
+    cache_bytes: int
+    peak_memory_bytes: int
+
+    @property
+    def mean_depth(self) -> float | None:
+        """Mean d(t) over the decode steps that were run."""
+        return self.layer_steps / self.decode_steps if self.decode_steps else None
+
+    @property
+    def layer_ratio(self) -> float | None:
+        """Layers of full depth ÷ layers run, over decode steps."""
+        return self.full_layer_steps / self.layer_steps if self.layer_steps else None
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of prefill that was padding."""
+        return 1 - self.prompt_tokens_run / self.padded_prompt_tokens if self.padded_prompt_tokens else 0.0
+
+    @property
+    def prompt_tokens_run(self) -> int:
+        """Prompt tokens, padding left out."""
+        return min(self.prompt_tokens, self.padded_prompt_tokens)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, the derived ones too."""
+        return {
+            **asdict(self),
+            "mean_depth": self.mean_depth,
+            "layer_ratio": self.layer_ratio,
+            "padding_fraction": self.padding_fraction,
+        }
+
+
+def add_up(shards: Iterable[ShardStats]) -> Totals:
+    """Totals over shards."""
+    listed = list(shards)
+    values: dict[str, Any] = {"shards": len(listed)}
+    for one in fields(ShardStats):
+        if one.metadata["how"] != "none":
+            numbers = [getattr(shard, one.name) for shard in listed]
+            values[one.name] = max(numbers, default=0) if one.metadata["how"] == "max" else sum(numbers)
+    return Totals(**values)
+
+
+def to_table(shards: Iterable[ShardStats]) -> pa.Table:
+    """One row a shard, by index, as in `_job/stats.parquet`; units are in the columns' metadata."""
+    types = {"int": pa.int64(), "float": pa.float64(), "str": pa.string(), "bool": pa.bool_()}
+    schema = pa.schema(
+        [pa.field(one.name, types[str(one.type)], metadata={"unit": one.metadata["unit"]}) for one in fields(ShardStats)]
+    )
+    ordered = sorted(shards, key=lambda shard: shard.shard)
+    return pa.Table.from_pylist([asdict(shard) for shard in ordered], schema=schema)

@@ -1,0 +1,186 @@
+"""Folders on a local disk or in an object store, with the few operations that the commit protocol needs.
+
+`create` is the one that matters: it writes a whole file, or nothing, and never over an existing one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from pipeline.config import StorageConfig
+
+log = logging.getLogger(__name__)
+
+
+class Folder(Protocol):
+    """A folder of an output; names are relative to it and may hold slashes."""
+
+    url: str
+
+    def read(self, name: str) -> bytes:
+        """The file's bytes; FileNotFoundError if there is none."""
+        ...
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a new file, whole and durable; False, and nothing changed, if the name is taken."""
+        ...
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Write a file, whole, over whatever is there."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Remove a file; nothing happens if there is none."""
+        ...
+
+    def names(self, subfolder: str = "") -> list[str]:
+        """Names of the files directly in a subfolder, sorted; none if there is no such folder."""
+        ...
+
+
+def filesystem(url: str, storage: StorageConfig) -> tuple[fsspec.AbstractFileSystem, str]:
+    """fsspec filesystem of a URL and the path in it. ValueError for a scheme other than local and s3."""
+    scheme = url.split("://", 1)[0] if "://" in url else "file"
+    if scheme == "file":
+        return LocalFileSystem(), os.path.abspath(url.removeprefix("file://"))
+    if scheme != "s3":
+        raise ValueError(f"{url}: storage {scheme}:// is not supported; use a local path or s3://")
+    client: dict[str, Any] = {}
+    if storage.endpoint_url:
+        client["endpoint_url"] = storage.endpoint_url
+    if storage.region:
+        client["region_name"] = storage.region
+    import s3fs
+
+    fs = s3fs.S3FileSystem(
+        client_kwargs=client,
+        config_kwargs={"retries": {"max_attempts": storage.retries + 1, "mode": "standard"}},
+        use_listings_cache=False,  # another process may have written since
+    )
+    return fs, url.removeprefix("s3://").rstrip("/")
+
+
+def open_folder(url: str, storage: StorageConfig) -> Folder:
+    """The folder at a URL. It need not exist yet."""
+    fs, path = filesystem(url, storage)
+    return LocalFolder(url, Path(path)) if isinstance(fs, LocalFileSystem) else ObjectFolder(url, fs, path)
+
+
+@dataclass(frozen=True)
+class LocalFolder:
+    """A folder on a POSIX filesystem."""
+
+    url: str
+    path: Path
+
+    def read(self, name: str) -> bytes:
+        return (self.path / name).read_bytes()
+
+    def create(self, name: str, data: bytes) -> bool:
+        target, temporary = self.path / name, self._write(name, data)
+        try:
+            os.link(temporary, target)
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink()
+        _sync_folder(target.parent)
+        return True
+
+    def replace(self, name: str, data: bytes) -> None:
+        target = self.path / name
+        self._write(name, data).replace(target)
+        _sync_folder(target.parent)
+
+    def remove(self, name: str) -> None:
+        (self.path / name).unlink(missing_ok=True)
+
+    def names(self, subfolder: str = "") -> list[str]:
+        folder = self.path / subfolder
+        if not folder.is_dir():
+            return []
+        with os.scandir(folder) as entries:
+            return sorted(entry.name for entry in entries if entry.is_file())
+
+    def _write(self, name: str, data: bytes) -> Path:
+        """A temporary file on the same filesystem, written to the disk."""
+        (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+        folder = self.path / "_job" / "tmp"
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f"{Path(name).name}.{uuid.uuid4().hex}"
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        return temporary
+
+
+def _sync_folder(path: Path) -> None:
+    """A new name is durable only once its folder is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@dataclass(frozen=True)
+class ObjectFolder:
+    """A prefix in an S3 bucket, through s3fs."""
+
+    url: str
+    fs: Any
+    path: str
+
+    def read(self, name: str) -> bytes:
+        data: bytes = self.fs.cat_file(f"{self.path}/{name}")
+        return data
+
+    def create(self, name: str, data: bytes) -> bool:
+        # one put, however large: a multipart completion may ignore the condition
+        chunk = max(len(data), 2**20)
+        try:
+            self.fs.pipe_file(f"{self.path}/{name}", data, mode="create", chunksize=chunk)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if "PreconditionFailed" in str(error) or "pre-conditions" in str(error):
+                return False
+            raise
+        return True
+
+    def replace(self, name: str, data: bytes) -> None:
+        self.fs.pipe_file(f"{self.path}/{name}", data)
+
+    def remove(self, name: str) -> None:
+        if self.fs.exists(f"{self.path}/{name}"):
+            self.fs.rm_file(f"{self.path}/{name}")
+
+    def names(self, subfolder: str = "") -> list[str]:
+        try:
+            entries = self.fs.ls(f"{self.path}/{subfolder}".rstrip("/"), detail=True)
+        except FileNotFoundError:
+            return []
+        return sorted(entry["name"].rsplit("/", 1)[-1] for entry in entries if entry["type"] == "file")
+
+
+def probe_create(folder: Folder) -> bool:
+    """Whether the store keeps `create` from writing over a file; a warning, and False, if it does not."""
+    name = f"_job/probe-{uuid.uuid4().hex}"
+    try:
+        if folder.create(name, b"1") and not folder.create(name, b"2"):
+            return True
+        log.warning(
+            "%s: this store ignores conditional puts: two runs at once could write the same part twice", folder.url
+        )
+        return False
+    finally:
+        folder.remove(name)
