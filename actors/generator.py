@@ -102,9 +102,7 @@ class Generator:
             "error": np.array(answers.errors, dtype=object),
         }
 
-    def answer(
-        self, prompt_ids: Sequence[Sequence[int]], errors: Sequence[str | None], keys: Sequence[int]
-    ) -> Answers:
+    def answer(self, prompt_ids: Sequence[Sequence[int]], errors: Sequence[str | None], keys: Sequence[int]) -> Answers:
         """Answer rows given as token ids; rows that come with an error are passed by.
 
         keys: 64-bit, a row's random numbers follow from its own.

@@ -36,8 +36,9 @@ def _setup(verbose: bool) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not verbose:
-        os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
 
 
 def _stop(code: int, message: str) -> typer.Exit:
@@ -95,12 +96,16 @@ def run(
             console.print(f"\n[{row['id']}]", markup=False, highlight=False)
             for name in ("prompt", "generated_text", "error"):
                 if row.get(name) is not None:
-                    console.print(f"  {name.replace('generated_text', 'answer')}: {row[name]}", markup=False, highlight=False)
+                    console.print(
+                        f"  {name.replace('generated_text', 'answer')}: {row[name]}", markup=False, highlight=False
+                    )
         console.print()
     if outcome.fresh_rows:
         print_report(console, manifest, read_records(folder), totals)
         rate = outcome.fresh_rows / outcome.seconds
-        console.print(f"{outcome.fresh_rows:,} rows in {outcome.seconds:.1f} s with start-up, {rate:,.1f} rows/s", highlight=False)
+        console.print(
+            f"{outcome.fresh_rows:,} rows in {outcome.seconds:.1f} s with start-up, {rate:,.1f} rows/s", highlight=False
+        )
     else:
         console.print(f"nothing left to do: all {totals.rows:,} rows are answered already", highlight=False)
     console.print(
@@ -109,12 +114,16 @@ def run(
         highlight=False,
     )
     if as_json:
-        typer.echo(json.dumps({**summary(folder, manifest, totals), "fresh_rows": outcome.fresh_rows, "seconds": outcome.seconds}))
+        typer.echo(
+            json.dumps(
+                {**summary(folder, manifest, totals), "fresh_rows": outcome.fresh_rows, "seconds": outcome.seconds}
+            )
+        )
     if totals.errors > config.max_row_errors * totals.rows:
         raise _stop(
             ROW_ERRORS,
-            f"{totals.errors:,} of {totals.rows:,} rows have an error, more than max_row_errors = {config.max_row_errors:g}; "
-            "their `error` column says why",
+            f"{totals.errors:,} of {totals.rows:,} rows have an error, more than max_row_errors = "
+            f"{config.max_row_errors:g}; their `error` column says why",
         )
 
 

@@ -63,9 +63,7 @@ def part_bytes(table: pa.Table, spec: PartSpec, shard: int) -> bytes:
     return data
 
 
-def part_table(
-    rows: pa.Table, answers: Answers, spec: PartSpec, url: str, first_row: int
-) -> pa.Table:
+def part_table(rows: pa.Table, answers: Answers, spec: PartSpec, url: str, first_row: int) -> pa.Table:
     """Output rows of a shard: id, kept columns, answers."""
     count = rows.num_rows
     if spec.id_column is None:

@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -77,9 +76,9 @@ def run(config: JobConfig, *, limit: int | None = None, overwrite: bool = False,
     if stored is not None and stored.fingerprint != manifest.fingerprint:
         names = ", ".join(manifests.difference(stored.identity, manifest.identity))
         raise ValueError(f"{folder.url}: holds another job, which differs in {names}; --overwrite replaces it")
-    if stored is not None and "_SUCCESS" in folder.names():
-        if len(committed(folder, manifest.shards, manifest.fingerprint)) == len(manifest.shards):
-            return Outcome(manifest, finish(folder, manifest), 0, time.monotonic() - began)
+    finished = stored is not None and "_SUCCESS" in folder.names()
+    if finished and len(committed(folder, manifest.shards, manifest.fingerprint)) == len(manifest.shards):
+        return Outcome(manifest, finish(folder, manifest), 0, time.monotonic() - began)
     with _interruptible(), _leased(folder):
         clear_temporaries(folder)
         if overwrite:
@@ -111,13 +110,13 @@ def _check(config: JobConfig) -> tuple[Checkpoint, Schedule]:
 def _load_stored(folder: Folder) -> Manifest | None:
     stored = manifests.load(folder)
     if stored is None and any(name.endswith(".parquet") for name in folder.names()):
-        raise ValueError(f"{folder.url}: holds Parquet files of no job known here; choose another folder, or --overwrite")
+        raise ValueError(
+            f"{folder.url}: holds Parquet files of no job known here; choose another folder, or --overwrite"
+        )
     return stored
 
 
-def _flow(
-    config: JobConfig, checkpoint: Checkpoint, schedule: Schedule, manifest: Manifest, done: set[int]
-) -> None:
+def _flow(config: JobConfig, checkpoint: Checkpoint, schedule: Schedule, manifest: Manifest, done: set[int]) -> None:
     """source -> prepare -> generate -> sink, for the shards that are left."""
     left = [shard for shard in manifest.shards if shard.index not in done]
     actors, batching = config.actors, manifest.batching
@@ -147,7 +146,7 @@ def _flow(
         "cache_bytes": batching.cache_bytes,
         "max_batch": batching.max_batch,
     }
-    tally = Tally.remote()
+    tally = ray.remote(num_cpus=0)(Tally).remote()
     source = ShardSource(left, manifests.needed_columns(config), config.storage, READ_TASK_ROWS)
     sink = CommitSink(config.output.path, config.storage, left, manifest.fingerprint, tally)
     shards = ray.data.read_datasource(source, num_cpus=STAGE_CPUS).repartition(target_num_rows_per_block=1)
@@ -202,6 +201,9 @@ def _ray(actors: ActorsConfig, verbose: bool) -> Iterator[None]:
                 "_node_ip_address": "127.0.0.1",
             }
         ray.init(**settings)
+    for handler in logging.getLogger("ray.data").handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setLevel(level)
     context = DataContext.get_current()
     context.enable_progress_bars = verbose
     context.print_on_execution_start = verbose
@@ -230,7 +232,9 @@ def check_placement(actors: ActorsConfig, resources: dict[str, float], *, fixed:
     per_gpu = int(1 / actors.gpus) if 0 < actors.gpus < 1 else 0
     room = gpus * per_gpu if per_gpu else (gpus // actors.gpus if actors.gpus else least)
     if room < least:
-        problems.append(f"{least} actors of {actors.gpus:g} GPUs do not fit on {gpus:g} GPUs: lower actors.count or actors.gpus")
+        problems.append(
+            f"{least} actors of {actors.gpus:g} GPUs do not fit on {gpus:g} GPUs: lower actors.count or actors.gpus"
+        )
     if problems and fixed:
         raise ValueError(f"actors: {problems[0]}")
     for problem in problems:
@@ -274,8 +278,3 @@ def _interruptible() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def default_workspace(path: str) -> Path:
-    """Local folder of a path, for messages."""
-    return Path(path).resolve()

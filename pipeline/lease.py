@@ -71,7 +71,9 @@ class Lease:
             if found is None:
                 continue  # released a moment ago
             if not self._dead_here(found):
-                log.warning("the lease is held by %s: watching for %.0f s whether it moves", found.describe(), self.watch)
+                log.warning(
+                    "the lease is held by %s: watching for %.0f s whether it moves", found.describe(), self.watch
+                )
                 if self._moves(found):
                     raise LeaseHeld(found.describe())
             if self._read() == found:

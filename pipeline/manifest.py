@@ -64,7 +64,9 @@ class Manifest:
 def needed_columns(config: JobConfig) -> list[str]:
     """Input columns that the job reads, each once. ValueError if the template does not parse."""
     try:
-        prompt = template_columns(config.input.template) if config.input.template is not None else [prompt_column(config)]
+        prompt = (
+            template_columns(config.input.template) if config.input.template is not None else [prompt_column(config)]
+        )
     except ValueError as error:
         raise ValueError(f"input.template: {error}") from None
     wanted = [config.input.id, *prompt, *config.output.keep]
@@ -81,7 +83,9 @@ def check_columns(config: JobConfig) -> None:
     answers = {field.name for field in [*ANSWER_FIELDS, *OPTIONAL_FIELDS.values()]}
     for name in config.output.keep:
         if name in answers or name in (PROMPT_IDS, ERROR):
-            raise ValueError(f"output.keep: {name} is the name of an answer's column; leave it out or rename the input's")
+            raise ValueError(
+                f"output.keep: {name} is the name of an answer's column; leave it out or rename the input's"
+            )
         if name == "id" and config.input.id != "id":
             raise ValueError("output.keep: id is made by the job; set input.id: id to carry the input's along")
 
@@ -202,7 +206,7 @@ def _identity(
         "input": {**config.input.model_dump(), "files": inputs.hexdigest()},
         "output": config.output.model_dump(exclude={"path"}),
         "model": {"dtype": config.model.dtype, "compile": config.model.compile, "files": _digests(checkpoint.path)},
-        "schedule": schedule.to_dict(),
+        "schedule": {"speedup": schedule.speedup, **schedule.to_dict()},
         "sampling": config.sampling.model_dump(),
         "limit": limit,
         "version": version("skipdecode"),

@@ -19,9 +19,8 @@ PLAIN_SECONDS = 10.0
 LIVE_SECONDS = 0.5
 
 
-@ray.remote(num_cpus=0)
 class Tally:
-    """Counts of the shards committed in this run; the sink adds, the driver reads."""
+    """A Ray actor: counts of the shards committed in this run. The sink adds, the driver reads."""
 
     def __init__(self) -> None:
         self.counts = (0, 0, 0, 0)

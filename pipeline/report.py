@@ -58,7 +58,7 @@ def summary(folder: Folder, manifest: Manifest, totals: Totals) -> dict[str, Any
         "fingerprint": manifest.fingerprint,
         "planned_shards": len(manifest.shards),
         "planned_rows": manifest.rows,
-        "nominal_speedup": manifest.identity["schedule"].get("speedup"),
+        "nominal_speedup": manifest.identity["schedule"]["speedup"],
         "num_layers": manifest.identity["schedule"]["num_layers"],
         **totals.to_dict(),
     }
@@ -69,7 +69,18 @@ def print_report(console: Console, manifest: Manifest, records: Sequence[ShardSt
     shown = sorted(records, key=lambda one: -one.generate_seconds)[:SHOWN_SHARDS]
     title = "Shards" if len(shown) == len(records) else f"The {len(shown)} slowest of {len(records)} shards"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in ("shard", "rows", "errors", "prompt tok", "new tok", "prefill s", "decode s", "tok/s", "pad %", "depth"):
+    for name in (
+        "shard",
+        "rows",
+        "errors",
+        "prompt tok",
+        "new tok",
+        "prefill s",
+        "decode s",
+        "tok/s",
+        "pad %",
+        "depth",
+    ):
         table.add_column(name, justify="right")
     for one in sorted(shown, key=lambda one: one.shard):
         table.add_row(

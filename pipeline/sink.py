@@ -134,7 +134,7 @@ def _stats_of_part(folder: Folder, shard: Shard, data: bytes, fingerprint: str) 
     return ShardStats.of_part(shard.index, table, int(metadata[b"skipdecode.num_layers"]))
 
 
-class CommitSink(Datasink[None]):  # type: ignore[misc]
+class CommitSink(Datasink[None]):
     """Ray Data sink: commits each shard of each block. `progress` is an actor that is told of each one."""
 
     def __init__(

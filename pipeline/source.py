@@ -173,16 +173,14 @@ def from_ipc(data: bytes) -> pa.Table:
     return pa.ipc.open_stream(data).read_all()
 
 
-class ShardSource(Datasource):  # type: ignore[misc]
+class ShardSource(Datasource):
     """Ray Data source of shards: a block a shard, with its index, file, first row and rows as IPC bytes.
 
     A read task takes consecutive shards of one file, at most `task_rows` rows of them.
     """
 
-    def __init__(
-        self, shards: Sequence[Shard], columns: Sequence[str], storage: StorageConfig, task_rows: int
-    ) -> None:
-        super().__init__()
+    def __init__(self, shards: Sequence[Shard], columns: Sequence[str], storage: StorageConfig, task_rows: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.shards = list(shards)
         self.columns = list(columns)
         self.storage = storage
@@ -215,7 +213,7 @@ class ShardSource(Datasource):  # type: ignore[misc]
                         }
                     )
 
-            metadata = BlockMetadata(num_rows=len(group), size_bytes=None, input_files=[group[0].url], exec_stats=None)
+            metadata = BlockMetadata(num_rows=len(group), size_bytes=None, input_files=(group[0].url,), exec_stats=None)
             return ReadTask(read, metadata)
 
         return [task(group) for group in groups]

@@ -52,7 +52,6 @@ class ShardStats:
         """From a commit record; KeyError or TypeError if it is not one."""
         return cls(**{one.name: values[one.name] for one in fields(cls)})
 
-
     @classmethod
     def of_part(cls, shard: int, part: pa.Table, num_layers: int) -> ShardStats:
         """What a part itself tells: counts; times, memory and device are unknown and left at zero."""
@@ -103,6 +102,7 @@ class Totals:
     padded_prompt_tokens: int
     cache_bytes: int
     peak_memory_bytes: int
+    padding_tokens: int
 
     @property
     def mean_depth(self) -> float | None:
@@ -117,12 +117,7 @@ class Totals:
     @property
     def padding_fraction(self) -> float:
         """Share of prefill that was padding."""
-        return 1 - self.prompt_tokens_run / self.padded_prompt_tokens if self.padded_prompt_tokens else 0.0
-
-    @property
-    def prompt_tokens_run(self) -> int:
-        """Prompt tokens, padding left out."""
-        return min(self.prompt_tokens, self.padded_prompt_tokens)
+        return self.padding_tokens / self.padded_prompt_tokens if self.padded_prompt_tokens else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, the derived ones too."""
@@ -137,7 +132,10 @@ class Totals:
 def add_up(shards: Iterable[ShardStats]) -> Totals:
     """Totals over shards."""
     listed = list(shards)
-    values: dict[str, Any] = {"shards": len(listed)}
+    values: dict[str, Any] = {
+        "shards": len(listed),
+        "padding_tokens": round(sum(shard.padding_fraction * shard.padded_prompt_tokens for shard in listed)),
+    }
     for one in fields(ShardStats):
         if one.metadata["how"] != "none":
             numbers = [getattr(shard, one.name) for shard in listed]
@@ -149,7 +147,10 @@ def to_table(shards: Iterable[ShardStats]) -> pa.Table:
     """One row a shard, by index, as in `_job/stats.parquet`; units are in the columns' metadata."""
     types = {"int": pa.int64(), "float": pa.float64(), "str": pa.string(), "bool": pa.bool_()}
     schema = pa.schema(
-        [pa.field(one.name, types[str(one.type)], metadata={"unit": one.metadata["unit"]}) for one in fields(ShardStats)]
+        [
+            pa.field(one.name, types[str(one.type)], metadata={"unit": one.metadata["unit"]})
+            for one in fields(ShardStats)
+        ]
     )
     ordered = sorted(shards, key=lambda shard: shard.shard)
     return pa.Table.from_pylist([asdict(shard) for shard in ordered], schema=schema)

@@ -23,7 +23,10 @@ log = logging.getLogger(__name__)
 class Folder(Protocol):
     """A folder of an output; names are relative to it and may hold slashes."""
 
-    url: str
+    @property
+    def url(self) -> str:
+        """Where it is, as the job file says it."""
+        ...
 
     def read(self, name: str) -> bytes:
         """The file's bytes; FileNotFoundError if there is none."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -90,7 +90,9 @@ def response_logits(decoder: Decoder, batch: Batch, schedule: Schedule) -> Tenso
     prompt_layers = set(schedule.prompt_layers)
     response = columns - batch.prompt_columns
     # of the scores' own type, or the sum is done and kept in fp32
-    mask = batch.mask.to(torch.get_autocast_dtype(hidden.device.type) if torch.is_autocast_enabled(hidden.device.type) else hidden.dtype)
+    mask = batch.mask.to(
+        torch.get_autocast_dtype(hidden.device.type) if torch.is_autocast_enabled(hidden.device.type) else hidden.dtype
+    )
     for layer in range(decoder.num_layers):
         if layer not in prompt_layers:
             continue  # what the prompt skips, every response token skips too
@@ -99,7 +101,7 @@ def response_logits(decoder: Decoder, batch: Batch, schedule: Schedule) -> Tenso
         output = decoder.run_layer(layer, hidden[:, :end], part, mask[:, :, :end, :end])
         hidden = output if end == columns else torch.cat([output, hidden[:, end:]], dim=1)
     needed = hidden[:, batch.prompt_columns - 1 :]
-    return decoder.logits(needed.flatten(0, 1)).unflatten(0, needed.shape[:2])
+    return decoder.logits(needed.flatten(0, 1)).view(*needed.shape[:2], -1)
 
 
 class SkipTrainer(Trainer):
@@ -107,6 +109,7 @@ class SkipTrainer(Trainer):
 
     def __init__(self, *, schedules: Mapping[float, Schedule], label_smoothing: float, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        assert isinstance(self.model, PreTrainedModel)
         self.schedules = schedules
         self.smoothing = label_smoothing
         self.decoder = Decoder(self.model)
@@ -138,18 +141,18 @@ class SkipTrainer(Trainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Mean dev-set loss per response token, nats, at every speed trained for, and their mean."""
-        self.model.eval()
+        self.decoder.model.eval()
         losses: dict[str, float] = {}
         with torch.no_grad():
             for speed, schedule in sorted(self.schedules.items()):
                 total, count = 0.0, 0
                 for inputs in self.get_eval_dataloader():
-                    inputs = self._prepare_inputs(inputs)
-                    loss, tokens = self._summed_loss(inputs["batch"], schedule, 0.0)
+                    batch = cast(Batch, self._prepare_inputs(inputs)["batch"])
+                    loss, tokens = self._summed_loss(batch, schedule, 0.0)
                     total, count = total + float(loss), count + tokens
                 losses[f"eval_loss_{speed:g}x"] = total / count
         losses["eval_loss"] = statistics.mean(losses.values())
-        self.model.train()
+        self.decoder.model.train()
         self.log(losses)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, losses)
         return losses
@@ -247,7 +250,7 @@ def encode(
     """Token ids of each pair, the response ended by the end-of-sequence token; longer pairs are left out."""
     prompts = tokenizer([prompt for prompt, _ in pairs])["input_ids"]
     responses = tokenizer([response for _, response in pairs], add_special_tokens=False)["input_ids"]
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"input_ids": [*prompt, *response, tokenizer.eos_token_id], "prompt_tokens": len(prompt)}
         for prompt, response in zip(prompts, responses, strict=True)
     ]
@@ -277,9 +280,7 @@ def train_tokenizer(pairs: Sequence[tuple[str, str]], vocab_size: int) -> PreTra
     )
 
 
-def _start(
-    config: TuneConfig, pairs: Sequence[tuple[str, str]]
-) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+def _start(config: TuneConfig, pairs: Sequence[tuple[str, str]]) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
     """Tokenizer and model to train, weights in fp32."""
     # eager attention: at lengths of this task 1.3 times the speed of sdpa's backward on CPU
     attention = "sdpa" if torch.cuda.is_available() else "eager"
@@ -330,7 +331,7 @@ def _save(
     losses: Mapping[str, float],
     seconds: float,
 ) -> None:
-    model = trainer.model
+    model: Any = trainer.decoder.model
     model.config._attn_implementation = "sdpa"
     model.to(torch.bfloat16).save_pretrained(output, safe_serialization=True)
     tokenizer.save_pretrained(output)

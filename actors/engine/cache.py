@@ -93,9 +93,7 @@ class SkipCache:
             return None
         return self._mask[-rows:, :, :, : self.slots[layer]]
 
-    def update(
-        self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store keys and values [B, H, S, D] of the announced pass; return those to attend to [B, H, K, D]."""
         buffers = self.buffers[layer_idx]
         rows, _, columns, _ = keys.shape

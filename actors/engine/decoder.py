@@ -25,9 +25,7 @@ class KeyValueStore(Protocol):
         """Bool [rows, 1, 1, K] for a step of the `rows` youngest rows; None: all keys are seen."""
         ...
 
-    def update(
-        self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store this pass's keys and values [B, H, S, D]; return those to attend to [B, H, K, D]."""
         ...
 
@@ -51,7 +49,7 @@ class Family:
 
 def _opt_embed(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
     decoder = model.model.decoder
-    hidden = decoder.embed_tokens(ids)
+    hidden: Tensor = decoder.embed_tokens(ids)
     if decoder.project_in is not None:
         hidden = decoder.project_in(hidden)
     # the mask argument is unused when positions are given
@@ -164,9 +162,7 @@ class Decoder:
             hidden = self.run_layer(layer, hidden, rotary, None, cache)
         return self.logits(hidden[torch.arange(len(last), device=last.device), last])
 
-    def step(
-        self, ids: Tensor, positions: Tensor, rows_per_layer: Sequence[int], cache: KeyValueStore
-    ) -> Tensor:
+    def step(self, ids: Tensor, positions: Tensor, rows_per_layer: Sequence[int], cache: KeyValueStore) -> Tensor:
         """One token for B rows, oldest first; logits [B, V].
 
         ids, positions: [B, 1]. rows_per_layer: how many of the youngest rows each layer runs for; depth

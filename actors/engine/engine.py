@@ -102,7 +102,7 @@ class Engine:
         for batch in batches:
             longest = max(len(requests[row].prompt_ids) for row in batch)
             self.open(len(batch), longest, max(limits[row] for row in batch))
-            tickets = {ticket: row for ticket, row in zip(self.admit([requests[row] for row in batch]), batch, strict=True)}
+            tickets = dict(zip(self.admit([requests[row] for row in batch]), batch, strict=True))
             ended = self.retire()
             while self.rows:
                 assert self.cache is not None

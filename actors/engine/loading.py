@@ -88,7 +88,7 @@ def load_decoder(path: str | Path, dtype: torch.dtype, device: torch.device) -> 
 
     from actors.engine.decoder import Decoder
 
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         path,
         dtype=dtype,
         local_files_only=True,

@@ -70,9 +70,7 @@ class Schedule:
                 raise ValueError(f"keep_order[{rank}] = {layer} repeats keep_order[{seen[layer]}]")
             seen[layer] = rank
         if sorted(self.keep_order[: self.warmup]) != list(range(self.warmup)):
-            raise ValueError(
-                f"keep_order must begin with the {self.warmup} warm-up layers 0 to {self.warmup - 1}"
-            )
+            raise ValueError(f"keep_order must begin with the {self.warmup} warm-up layers 0 to {self.warmup - 1}")
 
     def depth(self, position: int) -> int:
         """d(t): layers run when generated token `position` is the input."""
@@ -163,9 +161,9 @@ class ScheduleSpec:
         raise ValueError(f"keep_order = {self.keep_order!r}: must be {', '.join(KEEP_ORDERS)} or a list of layers")
 
     def _depths(self, num_layers: int) -> tuple[int, ...]:
-        given = [
-            name for name in ("depths", "speedup") if getattr(self, name) is not None
-        ] + (["max_depth/min_depth"] if (self.max_depth, self.min_depth) != (None, None) else [])
+        given = [name for name in ("depths", "speedup") if getattr(self, name) is not None] + (
+            ["max_depth/min_depth"] if (self.max_depth, self.min_depth) != (None, None) else []
+        )
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} both say how deep: give one")
         if self.depths is not None:
@@ -237,6 +235,7 @@ def curve(
     depths: list[int] = []
     for t in range(horizon):
         done = Fraction(t, horizon - 1)  # u in the paper: 0 at the first position, 1 at the horizon
+        fallen: float | Fraction
         if decay == "cosine":
             fallen = (1 - math.cos(math.pi * float(done))) / 2
         elif decay == "power":

@@ -18,7 +18,12 @@ def tiny_model(family: str) -> PreTrainedModel:
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     if family == "llama":
         config = LlamaConfig(
-            **shape, **special, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3
+            **shape,
+            **special,
+            intermediate_size=64,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            initializer_range=0.3,
         )
         model: PreTrainedModel = LlamaForCausalLM(config)
     elif family == "opt":

@@ -27,5 +27,7 @@ def test_batches_hold_every_row_once_within_the_budget(rows: list[tuple[int, int
 
 
 def test_a_row_that_fits_no_budget_is_named() -> None:
-    with pytest.raises(ValueError, match="a row of 9 prompt and 4 new tokens needs 35 bytes of cache, the budget is 34"):
+    with pytest.raises(
+        ValueError, match="a row of 9 prompt and 4 new tokens needs 35 bytes of cache, the budget is 34"
+    ):
         plan_batches([9], [4], row_bytes=bytes_of, budget_bytes=34, max_rows=4)

@@ -26,7 +26,9 @@ def test_random_numbers_are_splitmix64(key: int, position: int) -> None:
 
 
 def test_keys_differ_by_every_part() -> None:
-    keys = {row_key(*parts) for parts in [(0, "a", 0, 0), (1, "a", 0, 0), (0, "b", 0, 0), (0, "a", 1, 0), (0, "a", 0, 1)]}
+    keys = {
+        row_key(*parts) for parts in [(0, "a", 0, 0), (1, "a", 0, 0), (0, "b", 0, 0), (0, "a", 1, 0), (0, "a", 0, 1)]
+    }
     assert len(keys) == 5
     assert row_key(0, "a", 0) == row_key(0, "a", 0)
 
@@ -67,7 +69,14 @@ def test_top_k_and_top_p_equal_the_library() -> None:
         assert_drawn_from(LOGITS, SamplingParams(temperature=0.8, top_k=top_k, top_p=top_p), wanted.softmax(-1)[0])
 
 
-@given(st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.5]), st.integers(0, 4), st.sampled_from([1.0, 0.5])), min_size=2, max_size=6), st.integers(0, 10**9))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([0.0, 0.5, 1.5]), st.integers(0, 4), st.sampled_from([1.0, 0.5])),
+        min_size=2,
+        max_size=6,
+    ),
+    st.integers(0, 10**9),
+)
 def test_a_row_draws_the_same_whoever_its_neighbours_are(rows: list[tuple[float, int, float]], seed: int) -> None:
     logits = torch.randn(len(rows), 31, generator=torch.Generator().manual_seed(seed))
     params = [SamplingParams(temperature=t, top_k=k, top_p=p) for t, k, p in rows]
