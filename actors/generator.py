@@ -153,13 +153,14 @@ class Generator:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
     def device_name(self) -> str:
-        """For the statistics: the GPU's name and visible index, or cpu."""
+        """For the statistics: the GPU's name, or cpu, and in brackets the GPUs this process may see."""
+        name = "cpu"
         if self.device.type == "cuda":
             import torch
 
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-            return f"{torch.cuda.get_device_name(self.device)} [{visible}]"
-        return "cpu"
+            name = torch.cuda.get_device_name(self.device)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return f"{name} [{visible}]" if visible else name
 
 
 def _prompt_key(seed: int, prompt: str) -> int:

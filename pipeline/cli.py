@@ -71,7 +71,7 @@ def run(
     from pipeline.lease import LeaseHeld
     from pipeline.report import RowsMissing, first_rows, print_report, summary
     from pipeline.sink import read_records
-    from pipeline.storage import open_folder
+    from pipeline.storage import STORE_ERRORS, open_folder
 
     try:
         outcome = jobs.run(config, limit=limit, overwrite=overwrite, verbose=verbose)
@@ -83,7 +83,7 @@ def run(
         raise _stop(INTERRUPTED, f"interrupted ({error}); the same command finishes the job") from None
     except (LeaseHeld, jobs.LeaseLost) as error:
         raise _stop(LEASE, f"another run holds {config.output.path}: {error}") from None
-    except (RowsMissing, ray.exceptions.RayError, OSError) as error:
+    except (RowsMissing, ray.exceptions.RayError, *STORE_ERRORS) as error:
         if verbose:
             logging.exception("job failed")
         raise _stop(FAILED, f"failed: {_cause(error)}; the same command goes on from the committed shards") from None
@@ -155,6 +155,29 @@ def tune(
     except KeyboardInterrupt:
         raise _stop(INTERRUPTED, "interrupted; the same command goes on from the last saved step") from None
     typer.echo(f"checkpoint: {folder}")
+
+
+@app.command()
+def evaluate(
+    recipe: Annotated[Path, typer.Argument(metavar="EVAL.yaml", help="The recipe.")],
+    changes: Set = None,
+    verbose: Verbose = False,
+) -> None:
+    """Quality and wall clock at several speeds, over a Parquet with references."""
+    _setup(verbose)
+    from rich.console import Console
+
+    from pipeline.config import EvalConfig, load_config
+
+    try:
+        config = load_config(EvalConfig, recipe, changes or [])
+        from pipeline import evaluate as evaluation
+
+        speeds = evaluation.evaluate(config)
+    except ValueError as error:
+        raise _stop(BAD_CONFIG, str(error)) from None
+    evaluation.print_table(Console(soft_wrap=True), speeds)
+    typer.echo(f"table and answers: {config.output}")
 
 
 @app.command()

@@ -193,6 +193,25 @@ class TuneConfig(Section):
     training: TrainingConfig = Field(default_factory=TrainingConfig)
 
 
+class EvalDataConfig(Section):
+    path: Paths = Field(description="Parquet files with prompts and references")
+    prompt: str = Field("prompt", description="prompt column")
+    references: str = Field("references", description="column: a string, or a list of strings")
+    limit: int | None = Field(None, ge=1, description="rows")
+
+
+class EvalConfig(Section):
+    data: EvalDataConfig
+    model: ModelConfig
+    output: str = Field(description="folder for the table and the answers")
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    speedups: list[float] = Field([1, 2, 3, 4, 5], min_length=1, description="nominal, each evaluated")
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    max_batch: int = Field(64, ge=1, description="rows a batch at most")
+    threads: int | None = Field(None, ge=1, description="torch threads; default all cores")
+    runs: int = Field(1, ge=1, description="times each speed is timed; the median is shown")
+
+
 ConfigT = TypeVar("ConfigT", bound=Section)
 
 

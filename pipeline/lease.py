@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from pipeline.storage import Folder
+from pipeline.storage import STORE_ERRORS, Folder
 
 log = logging.getLogger(__name__)
 LEASE = "_job/lease.json"
@@ -101,7 +101,7 @@ class Lease:
                     lost()
                     return
                 self.folder.replace(LEASE, self._encode(counter))
-            except OSError as error:  # the store may come back; a beat missed is only a beat
+            except STORE_ERRORS as error:  # the store may come back; a beat missed is only a beat
                 log.warning("the lease could not be renewed: %s", error)
 
     def _moves(self, found: Holder) -> bool:

@@ -20,7 +20,7 @@ from ray.data import Datasource, ReadTask
 from ray.data.block import BlockMetadata
 
 from pipeline.config import StorageConfig
-from pipeline.storage import filesystem
+from pipeline.storage import STORE_ERRORS, filesystem
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def list_files(paths: Sequence[str], storage: StorageConfig) -> dict[str, tuple[
                 wanted = ""
         except FileNotFoundError:
             raise ValueError(f"{path}: no such file or folder") from None
-        except (OSError, ValueError) as error:
+        except (*STORE_ERRORS, ValueError) as error:
             raise ValueError(f"{path}: cannot be listed: {' '.join(str(error).split())}") from None
         files = {name: entry for name, entry in entries.items() if entry["type"] == "file"}
         if not files:
@@ -101,7 +101,7 @@ def read_footer(url: str, size: int, version: str, storage: StorageConfig) -> tu
             parquet = pq.ParquetFile(file)
             groups = [parquet.metadata.row_group(number) for number in range(parquet.metadata.num_row_groups)]
             schema = parquet.schema_arrow
-    except (OSError, pa.ArrowException) as error:
+    except (*STORE_ERRORS, pa.ArrowException) as error:
         raise ValueError(f"{url}: not readable as Parquet: {' '.join(str(error).split())}") from None
     rows = tuple(group.num_rows for group in groups)
     return InputFile(url, size, version, rows, tuple(group.total_byte_size for group in groups)), schema

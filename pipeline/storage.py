@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import fsspec
+from botocore.exceptions import BotoCoreError
 from fsspec.implementations.local import LocalFileSystem
 
 from pipeline.config import StorageConfig
 
 log = logging.getLogger(__name__)
+STORE_ERRORS = (OSError, BotoCoreError)  # what a disk or an object store may raise; s3fs makes most of it OSErrors
 
 
 class Folder(Protocol):

@@ -153,7 +153,7 @@ class SkipTrainer(Trainer):
                 losses[f"eval_loss_{speed:g}x"] = total / count
         losses["eval_loss"] = statistics.mean(losses.values())
         self.decoder.model.train()
-        self.log(losses)
+        self.log(dict(losses))  # adds to what it is given
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, losses)
         return losses
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CONTEXT, LAYERS, VOCAB
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from models import CONTEXT, LAYERS, VOCAB
 from oracle import oracle, oracle_logits
 
 from actors.engine.decoder import Decoder

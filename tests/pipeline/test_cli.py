@@ -1,0 +1,165 @@
+"""The command line as a user meets it: one line for what is wrong, exit 2, and no model is loaded before it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from pipeline.cli import app
+
+
+@pytest.fixture
+def job(tmp_path: Path, checkpoint: Path) -> dict[str, Any]:
+    pq.write_table(pa.table({"id": ["a"], "prompt": ["alpha"], "n": [1]}), tmp_path / "in.parquet")
+    return {
+        "input": {"path": str(tmp_path / "in.parquet"), "id": "id"},
+        "output": {"path": str(tmp_path / "out")},
+        "model": {"path": str(checkpoint), "dtype": "float32"},
+    }
+
+
+def refused(tmp_path: Path, job: dict[str, Any], *options: str) -> str:
+    """The one line that the command prints before it exits 2, with nothing written and no weights read."""
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job))
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in (("ray", "init"), ("actors.generator", "load_decoder")):
+            patch.setattr(f"{module}.{name}", lambda *args, **kwargs: pytest.fail("too late"))
+        result = CliRunner().invoke(app, ["run", str(file), *options])
+    assert result.exit_code == 2, result.output
+    lines = [line for line in result.stderr.splitlines() if line]
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith(f"skipdecode: {file}: ") or lines[0].startswith("skipdecode: --set")
+    assert not (tmp_path / "out" / "_job" / "job.json").exists()
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input": {"prompt": "question"}}, "no column 'question'; it has id, prompt, n"),
+        ({"input": {"prompt": "n"}}, "column 'n' is int64; a prompt must be string"),
+        ({"input": {"id": "key"}}, "no column 'key'"),
+        ({"input": {"template": "{{ prompt }"}}, "input.template: line 1"),
+        ({"input": {"template": "{{ question }}"}}, "no column 'question'"),
+        ({"input": {"path": "/none/at/all.parquet"}}, "/none/at/all.parquet: no such file or folder"),
+        ({"input": {"path": "gs://x/y"}}, "storage gs:// is not supported"),
+        ({"output": {"keep": ["prompt", "m"]}}, "no column 'm'"),
+        ({"output": {"keep": ["error"]}}, "output.keep: error is the name of an answer's column"),
+        ({"model": {"path": "/none"}}, "/none: no such checkpoint folder"),
+        ({"model": {"dtype": "int4"}}, "model.dtype: input should be 'float32', 'bfloat16' or 'float16', not 'int4'"),
+        ({"modell": {}}, "unknown key modell; did you mean model?"),
+        ({"input": {"promt": "prompt"}}, "unknown key input.promt; did you mean prompt?"),
+        ({"schedule": {"depths": [4, 9]}}, r"schedule: depths[1] = 9: must lie in [1, 4]"),
+        ({"schedule": {"keep_order": [0, 1, 1, 2]}}, r"schedule: keep_order[2] = 1 repeats keep_order[1]"),
+        ({"schedule": {"speedup": 0.2}}, "schedule: speedup = 0.2: must be at least 1"),
+        ({"sampling": {"top_p": 0}}, "sampling.top_p"),
+        ({"shard_rows": 0}, "shard_rows"),
+        ({"actors": {"count": 2, "min": 1, "max": 2}}, "actors: give count, or min and max, not both"),
+    ],
+)
+def test_a_wrong_job_is_one_line_and_exit_2(
+    tmp_path: Path, job: dict[str, Any], change: dict[str, Any], message: str
+) -> None:
+    for section, values in change.items():
+        job[section] = {**job.get(section, {}), **values} if isinstance(values, dict) else values
+    assert message in refused(tmp_path, job)
+
+
+def test_wrong_files_are_one_line_and_exit_2(tmp_path: Path, job: dict[str, Any]) -> None:
+    path = Path(job["input"]["path"])
+    whole = path.read_bytes()
+    for data in (whole[: len(whole) // 2], b"", b"not parquet at all"):
+        path.write_bytes(data)
+        assert "in.parquet: not readable as Parquet" in refused(tmp_path, job)
+    pq.write_table(pa.table({"id": pa.array([], pa.string()), "prompt": pa.array([], pa.string())}), path)
+    assert "no rows in 1 files" in refused(tmp_path, job)
+    (tmp_path / "empty").mkdir()
+    job["input"]["path"] = str(tmp_path / "empty")
+    assert "folder without .parquet files" in refused(tmp_path, job)
+
+
+def test_wrong_options_are_one_line_and_exit_2(tmp_path: Path, job: dict[str, Any]) -> None:
+    assert "unknown key sampling.temprature; did you mean temperature?" in refused(
+        tmp_path, job, "--set", "sampling.temprature=1"
+    )
+    assert "--set nonsense: must look like section.key=value" in refused(tmp_path, job, "--set", "nonsense")
+
+
+def test_files_of_nobodys_job_are_not_mixed_with_answers(tmp_path: Path, job: dict[str, Any]) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.parquet").write_bytes(b"precious")
+    assert "holds Parquet files of no job known here" in refused(tmp_path, job)
+
+
+def test_a_lease_that_is_held_is_exit_5(tmp_path: Path, job: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipeline import lease
+    from pipeline.config import StorageConfig
+    from pipeline.storage import open_folder
+
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.1)
+    other = lease.Lease(open_folder(job["output"]["path"], StorageConfig()), beat=0.1)
+    other.acquire(lambda: None)
+    try:
+        file = tmp_path / "job.yaml"
+        file.write_text(yaml.safe_dump(job))
+        result = CliRunner().invoke(app, ["run", str(file)])
+    finally:
+        other.release()
+    assert result.exit_code == 5
+    assert "another run holds" in result.stderr
+    assert f"process {other.holder.pid} on {other.holder.host}, since 20" in result.stderr
+
+
+def test_help_is_quick_to_import_and_names_the_commands() -> None:
+    code = "import sys; from pipeline import cli; print(sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.replace("'", '"')) == []
+    output = CliRunner().invoke(app, ["--help"]).output
+    for command in ("run", "tune", "evaluate", "report"):
+        assert command in output
+
+
+def test_evaluate_refuses_what_it_cannot_score(tmp_path: Path, checkpoint: Path) -> None:
+    pq.write_table(pa.table({"prompt": ["alpha"], "references": [[]]}), tmp_path / "eval.parquet")
+    file = tmp_path / "eval.yaml"
+    recipe = {
+        "data": {"path": str(tmp_path / "eval.parquet")},
+        "model": {"path": str(checkpoint)},
+        "output": str(tmp_path / "out"),
+    }
+    file.write_text(yaml.safe_dump(recipe))
+    result = CliRunner().invoke(app, ["evaluate", str(file)])
+    assert result.exit_code == 2
+    assert "row 0 needs a prompt and at least one reference" in result.stderr
+
+
+def test_evaluate_measures_quality_and_the_three_speeds(tmp_path: Path, checkpoint: Path) -> None:
+    rows = [f"alpha bravo {word}" for word in ("charlie", "delta", "echo")]
+    pq.write_table(pa.table({"prompt": rows, "references": [[row, "x"] for row in rows]}), tmp_path / "eval.parquet")
+    recipe = {
+        "data": {"path": str(tmp_path / "eval.parquet"), "limit": 2},
+        "model": {"path": str(checkpoint), "dtype": "float32"},
+        "output": str(tmp_path / "out"),
+        "speedups": [1, 2],
+        "sampling": {"max_new_tokens": 12},
+        "threads": 1,
+    }
+    file = tmp_path / "eval.yaml"
+    file.write_text(yaml.safe_dump(recipe))
+    result = CliRunner().invoke(app, ["evaluate", str(file)])
+    assert result.exit_code == 0, result.output
+    one, two = json.loads((tmp_path / "out" / "table.json").read_text())
+    assert (one["nominal"], one["layer_ratio"], one["wall_clock"]) == (1, 1, 1)
+    assert two["layer_ratio"] > 1.4
+    assert two["cache_bytes"] < one["cache_bytes"]
+    assert pq.read_table(tmp_path / "out" / "answers-2x.parquet").num_rows == 2

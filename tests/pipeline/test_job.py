@@ -1,0 +1,355 @@
+"""The whole line on a Ray of our own: every row once, resume, kills, buckets, GPUs that are only pretended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+import yaml
+
+from actors.engine.sampling import row_key
+from actors.generator import Generator
+from pipeline import job as jobs
+from pipeline.config import JobConfig, StorageConfig
+from pipeline.generate import ANSWER_FIELDS
+from pipeline.job import check_placement
+from pipeline.storage import open_folder
+
+WORDS = ["alpha", "bravo", "charlie", "delta", "echo", "foxtrot", "golf", "hotel", "india", "juliet"]
+ROWS = 90
+TWO = {"cpu [0]", "cpu [1]"}
+SAMPLED = {"max_new_tokens": 12, "temperature": 1.0, "top_p": 0.9, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def own_ray(s3: StorageConfig) -> Iterator[None]:
+    """One Ray for the tests of this file that run jobs in this process; its GPUs are pretended.
+
+    The bucket comes first: Ray's workers inherit its credentials.
+    """
+    ray.init(address="local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three files, 90 rows, one of them null and one too long for the context of 64."""
+    folder = tmp_path_factory.mktemp("inputs")
+    prompts: list[str | None] = [" ".join(WORDS[row % 7 : row % 7 + 1 + row % 4]) for row in range(ROWS)]
+    prompts[17], prompts[50] = None, "alpha " * 200
+    for number, (first, end) in enumerate(((0, 40), (40, 41), (41, ROWS))):
+        table = pa.table(
+            {
+                "id": [f"row-{row}" for row in range(first, end)],
+                "prompt": prompts[first:end],
+                "topic": list(range(first, end)),
+            }
+        )
+        pq.write_table(table, folder / f"in-{number}.parquet", row_group_size=25)
+    return folder
+
+
+def config(inputs: Path | str, output: Path | str, checkpoint: Path, **changes: Any) -> JobConfig:
+    values: dict[str, Any] = {
+        "input": {"path": str(inputs), "id": "id"},
+        "output": {"path": str(output), "keep": ["topic"], "token_ids": True, "cumulative_logprob": True},
+        "model": {"path": str(checkpoint), "dtype": "float32"},
+        "sampling": SAMPLED,
+        "actors": {"count": 2, "threads": 1, "max_batch": 8},
+        "shard_rows": 10,
+        "max_row_errors": 0.1,
+    }
+    return JobConfig.model_validate({**values, **changes})
+
+
+def parts(output: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(output.glob("*.parquet"))}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    own_ray: None, inputs: Path, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, jobs.Outcome]:
+    output = tmp_path_factory.mktemp("undisturbed") / "out"
+    return output, jobs.run(config(inputs, output, checkpoint))
+
+
+def test_every_row_is_answered_once_in_its_place(undisturbed: tuple[Path, jobs.Outcome]) -> None:
+    output, outcome = undisturbed
+    table = pq.read_table(output)  # a reader that knows nothing of the job's own files
+    rows = sorted(table.to_pylist(), key=lambda row: row["topic"])
+    assert [row["id"] for row in rows] == [f"row-{row}" for row in range(ROWS)]
+    carried, optional = ["id", "topic"], ["token_ids", "cumulative_logprob"]
+    assert table.column_names == [*carried, *(field.name for field in ANSWER_FIELDS), *optional]
+    bad = {row["topic"]: row["error"] for row in rows if row["error"] is not None}
+    assert set(bad) == {17, 50}
+    assert bad[17] == "prompt is null"
+    assert "leaves no room in a context of 64" in bad[50]
+    for row in rows:
+        if row["topic"] in bad:
+            assert (row["finish_reason"], row["generated_text"], row["generated_tokens"]) == ("error", None, 0)
+        else:
+            assert row["generated_tokens"] == len(row["token_ids"]) > 0
+    totals = outcome.totals
+    assert (totals.rows, totals.errors, outcome.fresh_rows) == (ROWS, 2, ROWS)
+    assert totals.generated_tokens == sum(row["generated_tokens"] for row in rows)
+    assert totals.layer_steps < totals.full_layer_steps
+
+
+def test_answers_are_those_of_the_bare_engine(
+    undisturbed: tuple[Path, jobs.Outcome], inputs: Path, checkpoint: Path
+) -> None:
+    """Row by row, each alone: the pipeline adds nothing and loses nothing."""
+    output, _ = undisturbed
+    sampling = {key: value for key, value in SAMPLED.items() if key != "seed"}
+    generator = Generator(str(checkpoint), sampling=sampling, dtype="float32", threads=1)
+    answered = {row["topic"]: row for row in pq.read_table(output).to_pylist()}
+    for path in sorted(inputs.glob("*.parquet"))[:2]:
+        for number, row in enumerate(pq.read_table(path).to_pylist()):
+            if answered[row["topic"]]["error"] is None:
+                ids = generator.tokenizer(row["prompt"])["input_ids"]
+                alone = generator.answer([ids], [None], [row_key(5, str(path), number)])
+                assert alone.token_ids[0] == answered[row["topic"]]["token_ids"]
+
+
+def test_statistics_add_up(undisturbed: tuple[Path, jobs.Outcome]) -> None:
+    output, outcome = undisturbed
+    table = pq.read_table(output / "_job" / "stats.parquet")
+    assert table["shard"].to_pylist() == list(range(len(outcome.manifest.shards)))
+    assert sum(table["rows"].to_pylist()) == ROWS
+    for name in ("prefill_seconds", "decode_seconds", "commit_seconds", "tokens_per_second", "cache_bytes"):
+        assert min(table[name].to_pylist()) > 0
+    assert set(table["attempt"].to_pylist()) == {1}
+    summary = json.loads((output / "_SUCCESS").read_text())
+    assert summary == json.loads((output / "_job" / "summary.json").read_text())
+    assert (summary["rows"], summary["planned_rows"], summary["nominal_speedup"]) == (ROWS, ROWS, 2)
+
+
+def test_a_finished_job_does_nothing(undisturbed: tuple[Path, jobs.Outcome], inputs: Path, checkpoint: Path) -> None:
+    output, first = undisturbed
+    times = {path: path.stat().st_mtime_ns for path in output.glob("*.parquet")}
+    again = jobs.run(config(inputs, output, checkpoint, actors={"count": 1}))  # actors may change
+    assert again.fresh_rows == 0
+    assert again.totals == first.totals
+    assert {path: path.stat().st_mtime_ns for path in output.glob("*.parquet")} == times
+
+
+def test_another_job_over_the_same_output_is_refused(
+    undisturbed: tuple[Path, jobs.Outcome], inputs: Path, checkpoint: Path
+) -> None:
+    output, _ = undisturbed
+    other = config(inputs, output, checkpoint, sampling={**SAMPLED, "seed": 6}, max_row_errors=0.2)
+    with pytest.raises(ValueError, match=r"holds another job, which differs in sampling\.seed; --overwrite"):
+        jobs.run(other)
+
+
+def test_resume_answers_only_what_is_left(
+    undisturbed: tuple[Path, jobs.Outcome], inputs: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Parts without records are adopted, records without parts are run again, and the bytes are the same."""
+    output, first = undisturbed
+    copy = tmp_path / "out"
+    subprocess.run(["cp", "-r", str(output), str(copy)], check=True)
+    (copy / "_SUCCESS").unlink()
+    for shard in (1, 4, 5):
+        (copy / f"part-{shard:06d}.parquet").unlink()
+    for shard in (1, 2):
+        (copy / "_job" / "commits" / f"{shard:06d}.json").unlink()
+    kept = {path.name: path.stat().st_mtime_ns for path in copy.glob("*.parquet")}
+    again = jobs.run(config(inputs, copy, checkpoint))
+    assert again.fresh_rows == sum(first.manifest.shards[shard].rows for shard in (1, 4, 5))
+    assert parts(copy) == parts(output)
+    assert {name: (copy / name).stat().st_mtime_ns for name in kept} == kept
+    assert (again.totals.rows, again.totals.errors) == (ROWS, 2)
+    assert again.totals.layer_steps == first.totals.layer_steps
+    assert again.totals.full_layer_steps == first.totals.full_layer_steps
+    adopted = pq.read_table(copy / "_job" / "stats.parquet").to_pylist()[2]
+    assert adopted["adopted"]
+
+
+def test_overwrite_replaces_another_job(
+    own_ray: None, undisturbed: tuple[Path, jobs.Outcome], inputs: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    output, _ = undisturbed
+    copy = tmp_path / "out"
+    subprocess.run(["cp", "-r", str(output), str(copy)], check=True)
+    fewer = config(inputs, copy, checkpoint, shard_rows=50)
+    outcome = jobs.run(fewer, limit=30, overwrite=True)
+    assert outcome.totals.rows == 30 == pq.read_table(copy).num_rows
+    assert len(list(copy.glob("part-*.parquet"))) == len(list((copy / "_job" / "commits").iterdir())) == 1
+
+
+def test_a_bucket_holds_the_same_bytes(
+    undisturbed: tuple[Path, jobs.Outcome], inputs: Path, checkpoint: Path, s3: StorageConfig
+) -> None:
+    output, _ = undisturbed
+    source = open_folder("s3://bucket/job-in", s3)
+    for path in inputs.glob("*.parquet"):
+        source.replace(path.name, path.read_bytes())
+    storage = s3.model_dump()
+    job = config("s3://bucket/job-in", "s3://bucket/job-out", checkpoint, storage=storage)
+    assert jobs.run(job).totals.rows == ROWS
+    answers = open_folder("s3://bucket/job-out", s3)
+    assert {name for name in answers.names() if name.endswith(".parquet")} == set(parts(output))
+    assert "_SUCCESS" in answers.names()
+    assert jobs.run(job).fresh_rows == 0
+    # keys follow from the input's place: the same place gives the same bytes, wherever they are written to
+    jobs.run(config(inputs, "s3://bucket/job-out-2", checkpoint, storage=storage))
+    second = open_folder("s3://bucket/job-out-2", s3)
+    assert {name: second.read(name) for name in parts(output)} == parts(output)
+
+
+@pytest.mark.parametrize(("gpus", "count", "devices"), [(1.0, 2, TWO), (0.5, 4, TWO)], ids=["whole", "halves"])
+def test_actors_that_ask_for_gpus_see_their_own(
+    own_ray: None, inputs: Path, checkpoint: Path, tmp_path: Path, gpus: float, count: int, devices: set[str]
+) -> None:
+    """Two GPUs are pretended; the model runs on the CPU of each actor."""
+    job = config(
+        inputs,
+        tmp_path,
+        checkpoint,
+        model={"path": str(checkpoint), "dtype": "float32", "device": "cpu"},
+        actors={"count": count, "gpus": gpus, "cpus": 0.5, "threads": 1},
+        shard_rows=4,
+    )
+    assert jobs.run(job).totals.rows == ROWS
+    assert set(pq.read_table(tmp_path / "_job" / "stats.parquet")["device"].to_pylist()) == devices
+
+
+def test_an_autoscaling_pool_with_a_template_and_made_ids(
+    own_ray: None, inputs: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    job = config(
+        inputs,
+        tmp_path,
+        checkpoint,
+        input={"path": str(inputs / "in-0.parquet"), "template": "{{ prompt }} about {{ topic }}"},
+        output={"path": str(tmp_path), "keep": ["prompt"]},
+        actors={"min": 1, "max": 2, "threads": 1},
+    )
+    outcome = jobs.run(job)
+    rows = pq.read_table(tmp_path).to_pylist()
+    assert {row["id"] for row in rows} == {f"in-0.parquet:{row}" for row in range(40)}
+    assert outcome.totals.errors == 0  # a null renders as text in a template
+
+
+def test_placement_is_checked_before_it_can_hang() -> None:
+    def actors(**keys: Any) -> Any:
+        return JobConfig.model_validate(
+            {"input": {"path": "x"}, "output": {"path": "y"}, "model": {"path": "z"}, "actors": keys}
+        ).actors
+
+    check_placement(actors(count=2), {"CPU": 2.0}, fixed=True)
+    with pytest.raises(ValueError, match=r"4 actors of 0\.5 CPUs leave no slot .* on 2 CPUs"):
+        check_placement(actors(count=4), {"CPU": 2.0}, fixed=True)
+    with pytest.raises(ValueError, match=r"3 actors of 0\.5 GPUs do not fit on 1 GPUs"):
+        check_placement(actors(count=3, gpus=0.5, cpus=0.1), {"CPU": 2.0, "GPU": 1.0}, fixed=True)
+    check_placement(actors(count=3, gpus=1), {"CPU": 1.0}, fixed=False)
+    check_placement(actors(min=1, max=9, gpus=1), {"CPU": 4.0, "GPU": 1.0}, fixed=True)
+
+
+class Command:
+    """`skipdecode run` of a job, as a user starts it, in a process group of its own."""
+
+    def __init__(self, folder: Path, job: JobConfig, *options: str) -> None:
+        self.file = folder / "job.yaml"
+        self.file.write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pipeline", "run", str(self.file), *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=200)
+        return self.process.returncode, out, err
+
+    def wait_for_parts(self, output: Path, count: int) -> None:
+        deadline = time.monotonic() + 150
+        while len(list(output.glob("part-*.parquet"))) < count:
+            assert self.process.poll() is None, self.process.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def left_over(session: int) -> list[str]:
+    """Processes of Ray that a command in that session has left behind."""
+    found = []
+    for process in psutil.process_iter(["pid", "name", "cmdline"]):
+        try:
+            if os.getsid(process.pid) == session:
+                found.append(" ".join(process.info["cmdline"] or [process.info["name"]])[:80])
+        except (psutil.NoSuchProcess, ProcessLookupError):
+            continue
+    return found
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
+def test_a_killed_run_started_again_is_as_if_undisturbed(
+    undisturbed: tuple[Path, jobs.Outcome], inputs: Path, checkpoint: Path, tmp_path: Path, how: signal.Signals
+) -> None:
+    whole, _ = undisturbed
+    output = tmp_path / "out"
+    job = config(inputs, output, checkpoint)
+    first = Command(tmp_path, job)
+    first.wait_for_parts(output, 2)
+    if how == signal.SIGKILL:
+        os.killpg(first.process.pid, how)
+        first.process.wait()
+    else:
+        first.process.send_signal(how)
+        code, _, err = first.end()
+        assert code == 4, err
+        assert "the same command finishes the job" in err
+        assert not (output / "_job" / "lease.json").exists()
+    early = {path.name: path.stat().st_mtime_ns for path in output.glob("*.parquet")}
+    assert len(early) < len(parts(whole)), "killed too late to prove anything"
+    second = Command(tmp_path, job, "--json")
+    code, out, err = second.end()
+    assert code == 0, err
+    summary = json.loads(out.splitlines()[-1])
+    assert (summary["rows"], summary["errors"]) == (ROWS, 2)
+    assert 0 < summary["fresh_rows"] < ROWS
+    assert parts(output) == parts(whole)
+    assert {name: (output / name).stat().st_mtime_ns for name in early} == early
+    assert not list((output / "_job" / "tmp").iterdir())
+    assert not left_over(second.process.pid)
+
+
+def test_too_many_row_errors_exit_3(inputs: Path, checkpoint: Path, tmp_path: Path) -> None:
+    job = config(inputs, tmp_path / "out", checkpoint, max_row_errors=0.001)
+    code, out, err = Command(tmp_path, job).end()
+    assert code == 3
+    assert "2 of 90 rows have an error, more than max_row_errors = 0.001" in err
+    assert len(err.splitlines()) == 1, err
+    assert "90 rows in" in out
+
+
+def test_an_actor_that_cannot_start_fails_the_job_and_keeps_the_lease_free(
+    inputs: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    subprocess.run(["cp", "-r", str(checkpoint), str(broken)], check=True)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    job = config(inputs, tmp_path / "out", broken, attempts=1)
+    code, _, err = Command(tmp_path, job).end()
+    assert code == 1
+    assert err.strip().splitlines()[-1].startswith("skipdecode: failed: ")
+    assert not (tmp_path / "out" / "_job" / "lease.json").exists()
