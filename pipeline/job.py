@@ -11,10 +11,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -200,7 +201,8 @@ def _ray(actors: ActorsConfig, verbose: bool) -> Iterator[None]:
                 "include_dashboard": False,
                 "_node_ip_address": "127.0.0.1",
             }
-        ray.init(**settings)
+        with nullcontext() if verbose else _held_back_stderr():
+            ray.init(**settings)
     for handler in logging.getLogger("ray.data").handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setLevel(level)
@@ -214,6 +216,23 @@ def _ray(actors: ActorsConfig, verbose: bool) -> Iterator[None]:
     finally:
         if began_here:
             ray.shutdown()
+
+
+@contextmanager
+def _held_back_stderr() -> Iterator[None]:
+    """Ray's C++ greets on file descriptor 2, whatever its log level; shown only if an error follows."""
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            held.seek(0)
+            os.write(kept, held.read())
+            raise
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
 
 
 def check_placement(actors: ActorsConfig, resources: dict[str, float], *, fixed: bool) -> None:

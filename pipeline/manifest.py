@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
+from fsspec.implementations.local import LocalFileSystem
 
 from actors.engine.loading import Checkpoint
 from actors.engine.schedule import Schedule
@@ -28,7 +29,7 @@ from pipeline.config import JobConfig
 from pipeline.generate import ANSWER_FIELDS, OPTIONAL_FIELDS
 from pipeline.prepare import ERROR, PROMPT_IDS, template_columns
 from pipeline.source import InputFile, Shard, cut_shards, list_files, read_footer
-from pipeline.storage import Folder
+from pipeline.storage import Folder, filesystem
 
 log = logging.getLogger(__name__)
 JOB, PLAN, INPUTS = "_job/job.json", "_job/plan.parquet", "_job/inputs.parquet"
@@ -99,20 +100,23 @@ def plan_job(
     since the stored job began.
     """
     listed = list_files(config.input.path, config.storage)
+    _check_apart(config, listed)
     if stored is None:
         files = _footers(config, listed)
+        rows = sum(file.rows for file in files)
+        if rows == 0:
+            raise ValueError(f"{config.input.path[0]}: no rows in {len(files)} files")
+        batching = _batching(config, min(rows, limit or rows))
+        shards = _limited(cut_shards(files, batching.shard_rows, batching.shard_bytes), limit)
     else:
-        files = stored.files
+        files, batching, shards = stored.files, stored.batching, stored.shards
         _check_pinned(files, listed)
-    identity = _identity(config, checkpoint, schedule, files, limit)
+        for name in ("cache_bytes", "max_batch", "threads"):
+            asked, planned = getattr(config.actors, name), getattr(batching, name)
+            if asked not in (None, planned):
+                log.warning("actors.%s = %s is left aside: this job was planned with %s", name, asked, planned)
+    identity = _identity(config, checkpoint, schedule, files, batching, limit)
     fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    if stored is not None:
-        return Manifest(fingerprint, identity, stored.batching, files, stored.shards)
-    rows = sum(file.rows for file in files)
-    if rows == 0:
-        raise ValueError(f"{config.input.path[0]}: no rows in {len(files)} files")
-    batching = _batching(config, min(rows, limit or rows))
-    shards = _limited(cut_shards(files, batching.shard_rows, batching.shard_bytes), limit)
     return Manifest(fingerprint, identity, batching, files, shards)
 
 
@@ -182,6 +186,14 @@ def _footers(config: JobConfig, listed: Mapping[str, tuple[int, str]]) -> list[I
     return files
 
 
+def _check_apart(config: JobConfig, listed: Mapping[str, Any]) -> None:
+    fs, path = filesystem(config.output.path, config.storage)
+    output = path if isinstance(fs, LocalFileSystem) else f"s3://{path}"
+    for url in listed:
+        if url.startswith(f"{output}/"):
+            raise ValueError(f"output.path: {config.output.path} holds the input file {url}; choose another folder")
+
+
 def _check_pinned(pinned: Sequence[InputFile], listed: Mapping[str, tuple[int, str]]) -> None:
     for file in pinned:
         if file.url not in listed:
@@ -197,7 +209,12 @@ def _check_pinned(pinned: Sequence[InputFile], listed: Mapping[str, tuple[int, s
 
 
 def _identity(
-    config: JobConfig, checkpoint: Checkpoint, schedule: Schedule, files: Sequence[InputFile], limit: int | None
+    config: JobConfig,
+    checkpoint: Checkpoint,
+    schedule: Schedule,
+    files: Sequence[InputFile],
+    batching: Batching,
+    limit: int | None,
 ) -> dict[str, Any]:
     inputs = hashlib.sha256()
     for file in files:
@@ -208,6 +225,8 @@ def _identity(
         "model": {"dtype": config.model.dtype, "compile": config.model.compile, "files": _digests(checkpoint.path)},
         "schedule": {"speedup": schedule.speedup, **schedule.to_dict()},
         "sampling": config.sampling.model_dump(),
+        "shard_rows": config.shard_rows or batching.shard_rows,
+        "shard_bytes": config.shard_bytes,
         "limit": limit,
         "version": version("skipdecode"),
     }
