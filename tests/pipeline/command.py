@@ -1,0 +1,68 @@
+"""`skipdecode run` started as a user starts it, and what is left of it afterwards."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import yaml
+
+from pipeline.config import JobConfig
+
+
+def parts(output: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(output.glob("*.parquet"))}
+
+
+class Command:
+    """`skipdecode run` of a job, as a user starts it, in a process group of its own."""
+
+    def __init__(self, folder: Path, job: JobConfig, *options: str) -> None:
+        self.file = folder / "job.yaml"
+        self.file.write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pipeline", "run", str(self.file), *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=200)
+        return self.process.returncode, out, err
+
+    def wait_for_parts(self, output: Path, count: int) -> None:
+        self.wait_until(lambda: len(list(output.glob("part-*.parquet"))) >= count)
+
+    def wait_until(self, reached: Callable[[], bool]) -> None:
+        """Until something is so; an AssertionError if the command ends before, or it takes too long."""
+        deadline = time.monotonic() + 150
+        while not reached():
+            assert self.process.poll() is None, self.process.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def rays() -> set[int]:
+    """Process ids of all of Ray's servers and workers on this machine."""
+    found = set()
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if "raylet" in line or "gcs_server" in line or line.startswith("ray::"):
+            found.add(process.info["pid"])
+    return found
+
+
+def assert_no_new_rays(before: set[int]) -> None:
+    """The processes that a run has started end with it, within seconds."""
+    deadline = time.monotonic() + 30
+    while new := rays() - before:
+        assert time.monotonic() < deadline, new
+        time.sleep(0.2)
