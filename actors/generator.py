@@ -124,7 +124,7 @@ class Generator:
                 requests[row] = request
         done = self.engine.generate(list(requests.values()), budget_bytes=self.cache_bytes, max_rows=self.max_batch)
         found: dict[int, Completion] = dict(zip(requests, done, strict=True))
-        texts = self.tokenizer.batch_decode([list(one.token_ids) for one in done], skip_special_tokens=True)
+        texts = [str(self.tokenizer.decode(list(one.token_ids), skip_special_tokens=True)) for one in done]
         decoded = {row: text.strip() for row, text in zip(requests, texts, strict=True)}
         rows = range(len(prompt_ids))
         counts = [len(found[row].token_ids) if row in found else 0 for row in rows]

@@ -227,7 +227,7 @@ def load_config(kind: type[ConfigT], path: str | Path, changes: Sequence[str] = 
         raise ValueError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: must hold keys and values, such as `input:` and `output:`")
@@ -246,7 +246,7 @@ def _apply(values: dict[str, Any], change: str) -> None:
         raise ValueError(f"--set {change}: must look like section.key=value")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         value = text
     node = values
     for key in keys[:-1]:

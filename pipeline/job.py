@@ -105,6 +105,11 @@ def _check(config: JobConfig) -> tuple[Checkpoint, Schedule]:
     checkpoint = inspect(config.model.path)
     schedule = checkpoint.schedule(config.schedule.changes())
     SamplingParams(**config.sampling.model_dump(exclude={"seed"}))
+    if config.input.too_long == "truncate_left" and config.sampling.max_new_tokens >= checkpoint.context_length:
+        raise ValueError(
+            f"sampling.max_new_tokens = {config.sampling.max_new_tokens} leaves truncated prompts no room in a context "
+            f"of {checkpoint.context_length}: lower it, or set input.too_long: error"
+        )
     return checkpoint, schedule
 
 

@@ -81,6 +81,12 @@ def prompt_column(config: JobConfig) -> str:
 
 def check_columns(config: JobConfig) -> None:
     """ValueError if columns carried along would collide with the answers' own."""
+    for name in needed_columns(config):
+        if name in (PROMPT_IDS, ERROR) and name not in config.output.keep:
+            raise ValueError(f"input: column {name} has a name that the job uses itself; rename it")
+    for name in config.output.keep:
+        if config.output.keep.count(name) > 1:
+            raise ValueError(f"output.keep: {name} is there twice; leave one out")
     answers = {field.name for field in [*ANSWER_FIELDS, *OPTIONAL_FIELDS.values()]}
     for name in config.output.keep:
         if name in answers or name in (PROMPT_IDS, ERROR):

@@ -22,6 +22,17 @@ from actors.engine.loading import load_tokenizer
 from pipeline.source import from_ipc, to_ipc
 
 PROMPT_IDS, ERROR = "__prompt_ids", "__error"  # no input column is called so: checked when the job is planned
+# what an expression over a row's values may raise
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +40,7 @@ class PromptSpec:
     """How a row becomes a prompt.
 
     column or template: one of them. context_length: tokens. too_long: ``error`` or ``truncate_left``; a
-    truncated prompt keeps room for `max_new_tokens`, or for one token if that is all there is.
+    truncated prompt leaves room for `max_new_tokens`.
     """
 
     checkpoint: str
@@ -96,26 +107,43 @@ def _tokenizer(checkpoint: str) -> Callable[..., Any]:
 
 
 def _render(table: pa.Table, spec: PromptSpec) -> tuple[list[str], list[str | None]]:
-    if spec.template is None:
-        assert spec.column is not None
-        values = table[spec.column].to_pylist()
-        errors: list[str | None] = [None] * len(values)
-    else:
-        template = compile_template(spec.template)
-        values, errors = [], []
-        for row in table.select(template_columns(spec.template)).to_pylist():
+    """A prompt and an error for each row, one of them empty."""
+    template = None if spec.template is None else compile_template(spec.template)
+    columns = [str(spec.column)] if spec.template is None else template_columns(spec.template)
+    prompts: list[str] = []
+    errors: list[str | None] = []
+    for row in _rows(table, columns):
+        prompt, error = "", None
+        if isinstance(row, UnicodeDecodeError):
+            error = f"not UTF-8: {row}"
+        elif template is None:
+            prompt = row[spec.column]
+        else:
             try:
-                values.append(template.render(row))
-                errors.append(None)
-            except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-                values.append("")
-                errors.append(f"template: {type(error).__name__}: {' '.join(str(error).split())}")
-    for row, value in enumerate(values):
-        if errors[row] is None and value is None:
-            errors[row] = "prompt is null"
-        elif errors[row] is None and not value.strip():
-            errors[row] = "prompt is empty"
-    return values, errors
+                prompt = template.render(row)
+            except _TEMPLATE_ERRORS as problem:
+                error = f"template: {type(problem).__name__}: {' '.join(str(problem).split())}"
+        if error is None and not (prompt and prompt.strip()):
+            prompt, error = "", "prompt is null" if prompt is None else "prompt is empty"
+        prompts.append(prompt)
+        errors.append(error)
+    return prompts, errors
+
+
+def _rows(table: pa.Table, columns: Sequence[str]) -> list[Any]:
+    """Rows as dictionaries; in place of one whose text is not UTF-8, which Arrow does not check, its error."""
+    picked = table.select(list(columns))
+    try:
+        whole: list[Any] = picked.to_pylist()
+        return whole
+    except UnicodeDecodeError:
+        found: list[Any] = []
+    for row in range(picked.num_rows):
+        try:
+            found += picked.slice(row, 1).to_pylist()
+        except UnicodeDecodeError as error:
+            found.append(error)
+    return found
 
 
 def _fit(tokens: list[int], spec: PromptSpec) -> tuple[list[int], str | None]:
@@ -125,5 +153,4 @@ def _fit(tokens: list[int], spec: PromptSpec) -> tuple[list[int], str | None]:
         return tokens, None
     if spec.too_long == "error":
         return [], f"prompt of {len(tokens)} tokens leaves no room in a context of {spec.context_length}"
-    room = max(1, spec.context_length - spec.max_new_tokens)
-    return tokens[-room:], None
+    return tokens[-(spec.context_length - spec.max_new_tokens) :], None

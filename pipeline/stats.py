@@ -63,7 +63,7 @@ class ShardStats:
             "rows": part.num_rows,
             "errors": part.num_rows - part["error"].null_count,
             "duplicate_ids": duplicate_ids(part),
-            "prompt_tokens": sum(part["prompt_tokens"].to_pylist()),
+            "prompt_tokens": sum(part.filter(pc.is_null(part["error"]))["prompt_tokens"].to_pylist()),
             "generated_tokens": sum(part["generated_tokens"].to_pylist()),
             "mean_depth": layer_steps / sum(steps) if sum(steps) else 0.0,
             "decode_steps": sum(steps),

@@ -174,7 +174,8 @@ class ObjectFolder:
             entries = self.fs.ls(f"{self.path}/{subfolder}".rstrip("/"), detail=True)
         except FileNotFoundError:
             return []
-        return sorted(entry["name"].rsplit("/", 1)[-1] for entry in entries if entry["type"] == "file")
+        names = (entry["name"].rsplit("/", 1)[-1] for entry in entries if entry["type"] == "file")
+        return sorted(name for name in names if name)  # without the marker that makes an empty folder
 
 
 def probe_create(folder: Folder) -> bool:

@@ -64,6 +64,10 @@ def refused(tmp_path: Path, job: dict[str, Any], *options: str) -> str:
         ({"schedule": {"speedup": 0.2}}, "schedule: speedup = 0.2: must be at least 1"),
         ({"sampling": {"top_p": 0}}, "sampling.top_p"),
         ({"shard_rows": 0}, "shard_rows"),
+        (
+            {"input": {"too_long": "truncate_left"}, "sampling": {"max_new_tokens": 64}},
+            "sampling.max_new_tokens = 64 leaves truncated prompts no room in a context of 64",
+        ),
         ({"actors": {"count": 2, "min": 1, "max": 2}}, "actors: give count, or min and max, not both"),
     ],
 )

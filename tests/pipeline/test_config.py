@@ -194,7 +194,7 @@ def test_a_date_that_is_none_names_the_file(tmp_path: Path) -> None:
 
 
 KEYS = st.sampled_from(
-    sorted({name for section in SECTIONS for name in section.model_fields}) + ["x", "speed", "pathh", ""]
+    [*sorted({name for section in SECTIONS for name in section.model_fields}), "x", "speed", "pathh", ""]
 )
 VALUES = st.recursive(
     st.none()
@@ -217,10 +217,12 @@ def test_whatever_the_file_holds_it_is_a_job_or_one_line(
         values = {**JOB, **values}
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_text(yaml.safe_dump(values))
+    said = ""
     try:
         load_config(JobConfig, path)
     except ValueError as error:
-        assert str(error).startswith(f"{path}: ") and "\n" not in str(error)
+        said = str(error)
+    assert not said or (said.startswith(f"{path}: ") and "\n" not in said)
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)

@@ -48,10 +48,14 @@ def pinned(url: str, storage: StorageConfig = LOCAL) -> InputFile:
 
 def refusal(paths: list[str], storage: StorageConfig = LOCAL) -> str:
     with pytest.raises(ValueError, match=r".") as caught:
-        for url, (size, version) in list_files(paths, storage).items():
-            read_footer(url, size, version, storage)
+        _look(paths, storage)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def _look(paths: list[str], storage: StorageConfig) -> None:
+    for url, (size, version) in list_files(paths, storage).items():
+        read_footer(url, size, version, storage)
 
 
 @pytest.fixture(scope="module", params=["local", "s3"])

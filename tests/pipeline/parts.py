@@ -1,0 +1,79 @@
+"""Real part files of answers that no model gave, and their statistics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+
+from actors.generator import Answers
+from pipeline.generate import PartSpec, part_bytes, part_table
+from pipeline.source import Shard
+from pipeline.stats import ShardStats
+
+LAYERS = 4
+FINGERPRINT = "f" * 64
+
+
+def fake_answers(rows: int) -> Answers:
+    """Row r: r + 1 tokens at a mean depth of 3, but every third one an error."""
+    bad = [row % 3 == 2 for row in range(rows)]
+    return Answers(
+        texts=[None if one else f"answer {row}" for row, one in enumerate(bad)],
+        finish_reasons=["error" if one else "length" for one in bad],
+        prompt_tokens=[0 if one else 5 for one in bad],
+        generated_tokens=[0 if one else row + 1 for row, one in enumerate(bad)],
+        mean_depths=[None if one or not row else 3.0 for row, one in enumerate(bad)],
+        errors=["prompt is null" if one else None for one in bad],
+        token_ids=[[] if one else [7] * (row + 1) for row, one in enumerate(bad)],
+        cumulative_logprobs=[None if one else -0.5 * row for row, one in enumerate(bad)],
+    )
+
+
+def part_spec(**changes: Any) -> PartSpec:
+    values: dict[str, Any] = {"id_column": "id", "keep": (), "optional": (), "fingerprint": FINGERPRINT}
+    return PartSpec(**{**values, "num_layers": LAYERS, **changes})
+
+
+def part(shard: Shard, **changes: Any) -> bytes:
+    """The bytes of a shard's part; its second row has the first one's id."""
+    ids = [f"row-{shard.first_row + max(row - 1, 0)}" for row in range(shard.rows)]
+    rows = pa.table({"id": ids, "topic": list(range(shard.rows))})
+    spec = part_spec(**changes)
+    return part_bytes(part_table(rows, fake_answers(shard.rows), spec, shard.url, shard.first_row), spec, shard.index)
+
+
+def part_stats(shard: Shard, **changes: Any) -> ShardStats:
+    """What the actor would count of `part`, counted here by hand."""
+    good = [row for row in range(shard.rows) if row % 3 != 2]
+    steps = sum(good)
+    values: dict[str, Any] = {
+        "shard": shard.index,
+        "rows": shard.rows,
+        "errors": shard.rows - len(good),
+        "duplicate_ids": int(shard.rows > 1),
+        "prompt_tokens": 5 * len(good),
+        "generated_tokens": sum(row + 1 for row in good),
+        "prepare_seconds": 0.5,
+        "prefill_seconds": 1.0,
+        "decode_seconds": 2.0,
+        "generate_seconds": 4.0,
+        "commit_seconds": 0.0,
+        "tokens_per_second": 25.0,
+        "batches": 2,
+        "padding_fraction": 0.25,
+        "mean_depth": 3.0 if steps else 0.0,
+        "decode_steps": steps,
+        "layer_steps": 3 * steps,
+        "full_layer_steps": LAYERS * steps,
+        "padded_prompt_tokens": 80,
+        "cache_bytes": 1000,
+        "peak_memory_bytes": 5000,
+        "started": 100.0,
+        "finished": 104.0,
+        "device": "cpu",
+        "node": "host",
+        "attempt": 1,
+        "adopted": False,
+    }
+    return ShardStats(**{**values, **changes})

@@ -1,0 +1,308 @@
+"""The first attempt wins, what it wrote stays, and a crash at any moment leaves a job that can go on."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from parts import FINGERPRINT, fake_answers, part, part_spec, part_stats
+
+from pipeline.config import StorageConfig
+from pipeline.generate import part_table
+from pipeline.sink import (
+    COMMITS,
+    CommitSink,
+    adopt,
+    clear,
+    clear_temporaries,
+    commit,
+    committed,
+    part_name,
+    read_records,
+    record_name,
+)
+from pipeline.source import Shard
+from pipeline.storage import Folder, open_folder
+
+SHARDS = [Shard(0, "in/a.parquet", 0, 4), Shard(1, "in/a.parquet", 4, 5), Shard(2, "in/b.parquet", 0, 1)]
+COUNTS = [
+    "shard",
+    "rows",
+    "errors",
+    "duplicate_ids",
+    "prompt_tokens",
+    "generated_tokens",
+    "mean_depth",
+    "decode_steps",
+    "layer_steps",
+    "full_layer_steps",
+]
+
+
+@pytest.fixture(params=["local", "s3"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
+    if request.param == "local":
+        return open_folder(str(tmp_path / "out"), StorageConfig())
+    return open_folder(f"s3://bucket/{uuid.uuid4().hex}", request.getfixturevalue("s3"))
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Folder:
+    return open_folder(str(tmp_path / "out"), StorageConfig())
+
+
+def commit_all(folder: Folder) -> None:
+    for shard in SHARDS:
+        assert commit(folder, shard, part(shard), part_stats(shard), FINGERPRINT)
+
+
+def test_a_part_and_then_its_record(folder: Folder) -> None:
+    data = part(SHARDS[1])
+    assert commit(folder, SHARDS[1], data, part_stats(SHARDS[1]), FINGERPRINT)
+    assert folder.names() == ["part-000001.parquet"] == [part_name(1)]
+    assert folder.names(COMMITS) == ["000001.json"]
+    assert folder.read(part_name(1)) == data
+    record = json.loads(folder.read(record_name(1)))
+    assert record["sha256"] == hashlib.sha256(data).hexdigest()
+    assert (record["shard"], record["bytes"], record["rows"]) == (1, len(data), 5)
+    (stats,) = read_records(folder)
+    assert stats.commit_seconds > 0
+    assert replace(stats, commit_seconds=0.0) == part_stats(SHARDS[1])
+
+
+def test_a_part_is_written_before_its_record(local: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record without its part would lose rows for ever, a part without its record costs a look."""
+    made: list[str] = []
+    create = type(local).create
+
+    def noted(self: Folder, name: str, data: bytes) -> bool:
+        made.append(name)
+        return create(self, name, data)
+
+    monkeypatch.setattr(type(local), "create", noted)
+    commit(local, SHARDS[0], part(SHARDS[0]), part_stats(SHARDS[0]), FINGERPRINT)
+    assert made == [part_name(0), record_name(0)]
+
+
+def test_a_later_attempt_is_dropped(folder: Folder) -> None:
+    first, second = part(SHARDS[0]), part(SHARDS[0], keep=("topic",))
+    assert first != second
+    assert commit(folder, SHARDS[0], first, part_stats(SHARDS[0]), FINGERPRINT)
+    record = folder.read(record_name(0))
+    assert not commit(folder, SHARDS[0], second, part_stats(SHARDS[0], attempt=2), FINGERPRINT)
+    assert folder.read(part_name(0)) == first and folder.read(record_name(0)) == record
+
+
+def test_a_later_attempt_makes_the_record_that_a_crash_left_out(folder: Folder) -> None:
+    first = part(SHARDS[0])
+    folder.create(part_name(0), first)
+    second = part(SHARDS[0], keep=("topic",))
+    assert not commit(folder, SHARDS[0], second, part_stats(SHARDS[0], attempt=2), FINGERPRINT)
+    assert folder.read(part_name(0)) == first
+    assert json.loads(folder.read(record_name(0)))["sha256"] == hashlib.sha256(first).hexdigest()
+    assert read_records(folder)[0].adopted
+
+
+@pytest.mark.parametrize("shard", SHARDS, ids=["errors", "more", "one-row"])
+def test_an_adopted_part_counts_the_same(local: Folder, shard: Shard, caplog: pytest.LogCaptureFixture) -> None:
+    local.create(part_name(shard.index), part(shard))
+    with caplog.at_level(logging.WARNING):
+        assert committed(local, SHARDS, FINGERPRINT) == {shard.index}
+    assert f"{part_name(shard.index)} had no commit record" in caplog.text
+    (stats,) = read_records(local)
+    known = part_stats(shard)
+    assert {name: getattr(stats, name) for name in COUNTS} == {name: getattr(known, name) for name in COUNTS}
+    assert stats.adopted
+    unknown = {one.name: getattr(stats, one.name) for one in fields(stats) if one.name not in [*COUNTS, "adopted"]}
+    assert not any(unknown.values())
+
+
+def test_committed_are_the_parts_that_are_there(folder: Folder) -> None:
+    assert committed(folder, SHARDS, FINGERPRINT) == set()
+    commit_all(folder)
+    assert committed(folder, SHARDS, FINGERPRINT) == {0, 1, 2}
+    assert committed(folder, SHARDS[1:], FINGERPRINT) == {1, 2}
+    assert not any(stats.adopted for stats in read_records(folder))
+
+
+def test_a_record_without_its_part_is_an_open_shard(folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
+    commit_all(folder)
+    folder.remove(part_name(1))
+    with caplog.at_level(logging.WARNING):
+        assert committed(folder, SHARDS, FINGERPRINT) == {0, 2}
+    assert f"{part_name(1)} is gone although it was committed" in caplog.text
+    assert folder.names(COMMITS) == ["000000.json", "000002.json"]
+
+
+def refusal(folder: Folder, index: int) -> str:
+    """The same refusal from the look at the start and from a late attempt."""
+    said = set()
+    for look in (
+        lambda: committed(folder, SHARDS, FINGERPRINT),
+        lambda: commit(folder, SHARDS[index], part(SHARDS[index]), part_stats(SHARDS[index]), FINGERPRINT),
+        lambda: adopt(folder, SHARDS[index], FINGERPRINT),
+    ):
+        with pytest.raises(ValueError, match=r".") as caught:
+            look()
+        said.add(str(caught.value))
+    (one,) = said
+    assert "\n" not in one and one.startswith(f"{folder.url}/{part_name(index)}: ")
+    assert folder.names(COMMITS) == []
+    return one
+
+
+def test_parts_that_are_not_this_jobs_are_named(folder: Folder) -> None:
+    data = part(SHARDS[1])
+    folder.replace(part_name(1), part(SHARDS[1], fingerprint="0" * 64))
+    assert "written by another job" in refusal(folder, 1)
+    folder.replace(part_name(1), _plain_parquet())
+    assert "written by another job" in refusal(folder, 1)
+    for damaged in (data[:-1], data[: len(data) // 2], b"", b"PAR1"):
+        folder.replace(part_name(1), damaged)
+        assert "damaged" in refusal(folder, 1)
+    folder.replace(part_name(1), part(SHARDS[0]))
+    assert "does not hold shard 1 (5 rows)" in refusal(folder, 1)
+    folder.replace(part_name(1), part(replace(SHARDS[1], rows=3)))
+    assert "does not hold shard 1 (5 rows)" in refusal(folder, 1)
+    folder.replace(part_name(1), data)
+    assert committed(folder, SHARDS, FINGERPRINT) == {1}
+
+
+def _plain_parquet() -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"a": [1]}), sink)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def test_a_damaged_page_is_noticed(local: Folder) -> None:
+    data = bytearray(part(SHARDS[1]))
+    data[8:200] = bytes(192)
+    local.create(part_name(1), bytes(data))
+    assert "damaged" in refusal(local, 1)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"{}", b'{"stats": {}}', b'{"stats": null}', b"\xff\xfe"])
+def test_a_damaged_record_is_named(local: Folder, text: bytes) -> None:
+    commit_all(local)
+    local.replace(record_name(1), text)
+    with pytest.raises(ValueError, match="not a commit record") as caught:
+        read_records(local)
+    assert str(caught.value).startswith(f"{local.url}/{record_name(1)}: ") and "\n" not in str(caught.value)
+
+
+def test_records_come_by_shard(local: Folder) -> None:
+    assert read_records(local) == []
+    for shard in reversed(SHARDS):
+        commit(local, shard, part(shard), part_stats(shard), FINGERPRINT)
+    assert [stats.shard for stats in read_records(local)] == [0, 1, 2]
+
+
+def test_clear_removes_a_job_and_nothing_else(folder: Folder) -> None:
+    commit_all(folder)
+    for name in ("_SUCCESS", "_job/job.json", "_job/plan.parquet", "_job/lease.json", "notes.txt", "other.parquet"):
+        folder.replace(name, b"x")
+    clear(folder)
+    assert folder.names() == ["notes.txt", "other.parquet"]
+    assert folder.names("_job") == ["lease.json"] and folder.names(COMMITS) == []
+    assert committed(folder, SHARDS, FINGERPRINT) == set()
+
+
+def test_what_killed_processes_left_is_removed(local: Folder) -> None:
+    commit_all(local)
+    local.replace("_job/tmp/part-000000.parquet.0123", b"half")
+    clear_temporaries(local)
+    assert local.names("_job/tmp") == [] and len(local.names()) == 3
+
+
+class Told:
+    """Stands for the progress actor."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int, int]] = []
+
+    @property
+    def add(self) -> Told:
+        return self
+
+    def remote(self, rows: int, errors: int, tokens: int) -> None:
+        self.told.append((rows, errors, tokens))
+
+
+def blocks(shards: list[Shard]) -> Iterator[pa.Table]:
+    for shard in shards:
+        stats = json.dumps(asdict(part_stats(shard)))
+        yield pa.table({"shard": [shard.index], "part": pa.array([part(shard)], pa.large_binary()), "stats": [stats]})
+
+
+def test_the_sink_commits_each_shard_and_tells_of_it_once(local: Folder) -> None:
+    told = Told()
+    sink = CommitSink(local.url, StorageConfig(), SHARDS, FINGERPRINT, told)
+    sink.write([pa.concat_tables(blocks(SHARDS[:2]))], None)
+    sink.write(blocks(SHARDS[1:]), None)
+    assert committed(local, SHARDS, FINGERPRINT) == {0, 1, 2}
+    assert told.told == [
+        (stats.rows, stats.errors, stats.generated_tokens) for stats in [part_stats(shard) for shard in SHARDS]
+    ]
+
+
+def read(data: bytes) -> pa.Table:
+    return pq.read_table(io.BytesIO(data))
+
+
+def test_a_part_holds_id_columns_kept_and_answers() -> None:
+    table = read(part(SHARDS[0], keep=("topic", "id"), optional=("token_ids", "cumulative_logprob")))
+    assert table.column_names == [
+        "id",
+        "topic",
+        "sample_index",
+        "generated_text",
+        "finish_reason",
+        "prompt_tokens",
+        "generated_tokens",
+        "mean_depth",
+        "error",
+        "token_ids",
+        "cumulative_logprob",
+    ]
+    assert table["id"].to_pylist() == ["row-0", "row-0", "row-1", "row-2"]
+    assert table["generated_text"].to_pylist() == ["answer 0", "answer 1", None, "answer 3"]
+    assert table["error"].to_pylist() == [None, None, "prompt is null", None]
+    assert table["token_ids"].to_pylist() == [[7], [7, 7], [], [7] * 4]
+    assert table["mean_depth"].to_pylist() == [None, 3.0, None, 3.0]
+
+
+def test_ids_are_made_of_file_and_row() -> None:
+    table = read(part(SHARDS[1], id_column=None))
+    assert table["id"].to_pylist() == [f"a.parquet:{row}" for row in range(4, 9)]
+
+
+def test_a_part_hangs_on_nothing_but_its_rows() -> None:
+    assert part(SHARDS[0]) == part(SHARDS[0])
+    metadata = pq.read_schema(io.BytesIO(part(SHARDS[1]))).metadata
+    assert {key: value for key, value in metadata.items() if key.startswith(b"skipdecode")} == {
+        b"skipdecode.fingerprint": FINGERPRINT.encode(),
+        b"skipdecode.shard": b"1",
+        b"skipdecode.num_layers": b"4",
+    }
+
+
+def test_all_errors_have_the_same_schema() -> None:
+    """A shard in which every row is bad is written with the types of the others."""
+    rows: dict[str, list[Any]] = {"id": ["a", "b", "c"]}
+    one = part_table(pa.table(rows).slice(2), _last(fake_answers(3)), part_spec(optional=("token_ids",)), "u", 2)
+    all_ = part_table(pa.table(rows), fake_answers(3), part_spec(optional=("token_ids",)), "u", 0)
+    assert one.schema == all_.schema and one["error"].to_pylist() == ["prompt is null"]
+
+
+def _last(answers: Any) -> Any:
+    return type(answers)(**{name: values[-1:] for name, values in asdict(answers).items()})
