@@ -73,20 +73,22 @@ def run(
     from pipeline.sink import read_records
     from pipeline.storage import STORE_ERRORS, open_folder
 
+    again = "the same command without --overwrite" if overwrite else "the same command"
     try:
         outcome = jobs.run(config, limit=limit, overwrite=overwrite, verbose=verbose)
+    except jobs.Interrupted as error:
+        raise _stop(INTERRUPTED, f"interrupted ({error}); {again} finishes the job") from None
+    except (LeaseHeld, jobs.LeaseLost) as error:
+        raise _stop(LEASE, f"another run holds {config.output.path}: {error}") from None
+    # before ValueError: Ray's error of a task is also an instance of what the task raised
+    except (RowsMissing, ray.exceptions.RayError, *STORE_ERRORS) as error:
+        if verbose:
+            logging.exception("job failed")
+        raise _stop(FAILED, f"failed: {_cause(error)}; {again} goes on from the committed shards") from None
     except ValueError as error:
         if verbose:
             logging.exception("bad configuration or input")
         raise _stop(BAD_CONFIG, f"{job}: {error}") from None
-    except jobs.Interrupted as error:
-        raise _stop(INTERRUPTED, f"interrupted ({error}); the same command finishes the job") from None
-    except (LeaseHeld, jobs.LeaseLost) as error:
-        raise _stop(LEASE, f"another run holds {config.output.path}: {error}") from None
-    except (RowsMissing, ray.exceptions.RayError, *STORE_ERRORS) as error:
-        if verbose:
-            logging.exception("job failed")
-        raise _stop(FAILED, f"failed: {_cause(error)}; the same command goes on from the committed shards") from None
 
     totals, manifest = outcome.totals, outcome.manifest
     folder = open_folder(config.output.path, config.storage)
@@ -148,10 +150,14 @@ def tune(
         from pipeline.tune import tune as train
 
         folder = train(config, str(recipe))
+    except ImportError as error:
+        raise _stop(BAD_CONFIG, f"{error.name} is not installed: pip install -c constraints.txt -e '.[tune]'") from None
     except ValueError as error:
         if verbose:
             logging.exception("bad configuration or input")
-        raise _stop(BAD_CONFIG, str(error)) from None
+        raise _stop(BAD_CONFIG, f"{recipe}: {error}".replace(f"{recipe}: {recipe}: ", f"{recipe}: ")) from None
+    except OSError as error:
+        raise _stop(FAILED, f"failed: {error}") from None
     except KeyboardInterrupt:
         raise _stop(INTERRUPTED, "interrupted; the same command goes on from the last saved step") from None
     typer.echo(f"checkpoint: {folder}")
@@ -174,8 +180,12 @@ def evaluate(
         from pipeline import evaluate as evaluation
 
         speeds = evaluation.evaluate(config)
+    except ImportError as error:
+        raise _stop(BAD_CONFIG, f"{error.name} is not installed: pip install -c constraints.txt -e '.[eval]'") from None
     except ValueError as error:
         raise _stop(BAD_CONFIG, str(error)) from None
+    except OSError as error:
+        raise _stop(FAILED, f"failed: {error}") from None
     evaluation.print_table(Console(soft_wrap=True), speeds)
     typer.echo(f"table and answers: {config.output}")
 
@@ -193,7 +203,7 @@ def report(
     from pipeline.config import StorageConfig
     from pipeline.report import print_report, write_report
     from pipeline.sink import read_records
-    from pipeline.storage import open_folder
+    from pipeline.storage import STORE_ERRORS, open_folder
 
     try:
         folder = open_folder(output, StorageConfig(endpoint_url=endpoint_url))
@@ -204,6 +214,8 @@ def report(
         print_report(Console(soft_wrap=True), manifest, records, write_report(folder, manifest, records))
     except ValueError as error:
         raise _stop(BAD_CONFIG, str(error)) from None
+    except STORE_ERRORS as error:
+        raise _stop(FAILED, f"failed: {error}") from None
 
 
 def main() -> None:

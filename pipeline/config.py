@@ -53,7 +53,7 @@ class OutputConfig(Section):
 class ModelConfig(Section):
     path: str = Field(description="checkpoint folder")
     dtype: Dtype = Field("bfloat16", description="weights, activations and cache")
-    device: str = Field("auto", description="auto, cpu or cuda; auto is cuda where an actor sees a GPU")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto is cuda where an actor sees a GPU")
     compile: bool = Field(False, description="torch.compile the layers; needs a C++ compiler")
 
 
@@ -94,7 +94,7 @@ class ActorsConfig(Section):
     cpus: float | None = Field(None, gt=0, description="logical CPUs an actor; default 0.5 on CPU, 1 with GPUs")
     threads: int | None = Field(None, ge=1, description="torch threads an actor; default cores ÷ actors on CPU")
     cache_bytes: int | None = Field(
-        None, ge=1, description="bytes of key/value cache an actor; default a share of its memory"
+        None, ge=1, description="bytes of key/value cache of one batch; default 1 GiB on CPU, 8 GiB a GPU"
     )
     max_batch: int = Field(64, ge=1, description="rows a batch at most")
 
@@ -128,10 +128,10 @@ class JobConfig(Section):
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     actors: ActorsConfig = Field(default_factory=ActorsConfig)
     storage: StorageConfig = Field(default_factory=StorageConfig)
-    shard_rows: int | None = Field(None, ge=1, description="rows; default min(4096, ceil(rows ÷ 4 × most actors))")
+    shard_rows: int | None = Field(None, ge=1, description="rows; default min(4096, ceil(rows ÷ (4 × most actors)))")
     shard_bytes: int = Field(64 * 2**20, ge=1, description="uncompressed bytes of input a shard")
     max_row_errors: float = Field(0.01, ge=0, le=1, description="share of rows; above it the job exits 3")
-    attempts: int = Field(3, ge=1, description="times a shard's task is tried before the job fails")
+    attempts: int = Field(3, ge=1, description="starts of one actor process, and tries of a task whose process died")
 
 
 class TuneModelConfig(Section):

@@ -58,7 +58,9 @@ def write_prompts(folder: Path, rows: int, files: int, seed: int) -> None:
         path = folder / f"restaurants-{number:02d}.parquet"
         if not path.exists():
             ids = [f"demo-{row:05d}" for row in range(first, end)]
-            pq.write_table(pa.table({"id": ids, "prompt": prompts[first:end]}), path)
+            temporary = path.with_suffix(".tmp")
+            pq.write_table(pa.table({"id": ids, "prompt": prompts[first:end]}), temporary)
+            temporary.replace(path)
 
 
 def main() -> None:

@@ -88,6 +88,9 @@ def _measure(
             stats = generator.take_stats()
             if run or config.runs == 1:  # the first of several rounds only warms up
                 times[speedup].append((seconds, stats.decode_seconds))
+            bad = next((row for row, error in enumerate(answers.errors) if error is not None), None)
+            if bad is not None:
+                raise ValueError(f"{config.data.path[0]}: row {bad}: {answers.errors[bad]}")
             steps = max(stats.decode_steps, 1)
             texts = [text or "" for text in answers.texts]
             found[speedup] = (
@@ -110,7 +113,7 @@ def _measure(
                 decode_seconds=decode[speedup],
                 tokens_per_second=tokens / whole[speedup],
                 wall_clock=whole[1.0] / whole[speedup],
-                decode_wall_clock=decode[1.0] / decode[speedup],
+                decode_wall_clock=decode[1.0] / decode[speedup] if decode[speedup] else 1.0,
                 bleu=bleu(texts, references),
                 exact_match=exact_match(texts, references),
                 cache_bytes=cache,

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -34,13 +35,13 @@ from pipeline.manifest import Manifest
 from pipeline.prepare import PromptSpec, prepare
 from pipeline.progress import Progress, Tally
 from pipeline.report import finish
-from pipeline.sink import CommitSink, clear, clear_temporaries, committed
+from pipeline.sink import PART, CommitSink, clear, clear_temporaries, committed
 from pipeline.source import ShardSource
 from pipeline.stats import Totals
 from pipeline.storage import Folder, open_folder, probe_create
 
 log = logging.getLogger(__name__)
-STAGE_CPUS = 0.25  # a slot of the read, prepare and write tasks beside the actors
+STAGE_CPUS = 0.5  # a slot of the read, prepare and write tasks beside the actors; each new worker costs imports
 OBJECT_STORE_BYTES = 2**30
 READ_TASK_ROWS = 50_000
 
@@ -69,6 +70,11 @@ def run(config: JobConfig, *, limit: int | None = None, overwrite: bool = False,
     Raises ValueError (configuration or input is wrong, or the output belongs to another job), LeaseHeld,
     LeaseLost, Interrupted, RowsMissing, or Ray's error of a task that failed for good.
     """
+    with _interruptible():
+        return _run(config, limit, overwrite, verbose)
+
+
+def _run(config: JobConfig, limit: int | None, overwrite: bool, verbose: bool) -> Outcome:
     began = time.monotonic()
     checkpoint, schedule = _check(config)
     folder = open_folder(config.output.path, config.storage)
@@ -80,8 +86,9 @@ def run(config: JobConfig, *, limit: int | None = None, overwrite: bool = False,
     finished = stored is not None and "_SUCCESS" in folder.names()
     if finished and len(committed(folder, manifest.shards, manifest.fingerprint)) == len(manifest.shards):
         return Outcome(manifest, finish(folder, manifest), 0, time.monotonic() - began)
-    with _interruptible(), _leased(folder):
+    with _leased(folder):
         clear_temporaries(folder)
+        _check_unchanged(folder, stored, overwrite)
         if overwrite:
             clear(folder)
         if stored is None:
@@ -120,6 +127,17 @@ def _load_stored(folder: Folder) -> Manifest | None:
             f"{folder.url}: holds Parquet files of no job known here; choose another folder, or --overwrite"
         )
     return stored
+
+
+def _check_unchanged(folder: Folder, stored: Manifest | None, overwrite: bool) -> None:
+    """Planning takes time: nobody may have begun a job here before the lease was ours."""
+    now = None if overwrite else _load_stored(folder)
+    if (now and now.fingerprint) != (stored and stored.fingerprint):
+        raise ValueError(f"{folder.url}: another run began a job here meanwhile; look at it, then run again")
+    if overwrite:
+        foreign = [name for name in folder.names() if name.endswith(".parquet") and not PART.fullmatch(name)]
+        if foreign:
+            raise ValueError(f"{folder.url}: {foreign[0]} is no part of a job; --overwrite leaves it, so move it away")
 
 
 def _flow(config: JobConfig, checkpoint: Checkpoint, schedule: Schedule, manifest: Manifest, done: set[int]) -> None:
@@ -206,8 +224,11 @@ def _ray(actors: ActorsConfig, verbose: bool) -> Iterator[None]:
                 "include_dashboard": False,
                 "_node_ip_address": "127.0.0.1",
             }
+        on_sigterm = signal.getsignal(signal.SIGTERM)  # ray.init puts a handler of its own in its place
         with nullcontext() if verbose else _held_back_stderr():
             ray.init(**settings)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_sigterm)
     for handler in logging.getLogger("ray.data").handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setLevel(level)

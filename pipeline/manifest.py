@@ -198,6 +198,14 @@ def _check_apart(config: JobConfig, listed: Mapping[str, Any]) -> None:
     for url in listed:
         if url.startswith(f"{output}/"):
             raise ValueError(f"output.path: {config.output.path} holds the input file {url}; choose another folder")
+    for given in config.input.path:
+        inputs, folder = filesystem(given, config.storage)
+        if isinstance(inputs, LocalFileSystem) == isinstance(fs, LocalFileSystem) and f"{path}/".startswith(
+            f"{folder}/"
+        ):
+            raise ValueError(
+                f"output.path: {config.output.path} lies in the input folder {given}; choose another folder"
+            )
 
 
 def _check_pinned(pinned: Sequence[InputFile], listed: Mapping[str, tuple[int, str]]) -> None:
@@ -228,7 +236,7 @@ def _identity(
     return {
         "input": {**config.input.model_dump(), "files": inputs.hexdigest()},
         "output": config.output.model_dump(exclude={"path"}),
-        "model": {"dtype": config.model.dtype, "compile": config.model.compile, "files": _digests(checkpoint.path)},
+        "model": {**config.model.model_dump(exclude={"path"}), "files": _digests(checkpoint.path)},
         "schedule": {"speedup": schedule.speedup, **schedule.to_dict()},
         "sampling": config.sampling.model_dump(),
         "shard_rows": config.shard_rows or batching.shard_rows,

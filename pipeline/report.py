@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.manifest import Manifest
-from pipeline.sink import part_name, read_records
+from pipeline.sink import PART, part_name, read_records
 from pipeline.stats import ShardStats, Totals, add_up, to_table
 from pipeline.storage import Folder
 
@@ -27,6 +27,12 @@ class RowsMissing(Exception):
 
 def finish(folder: Folder, manifest: Manifest) -> Totals:
     """Check that every planned row is committed once, then write statistics, summary and `_SUCCESS`."""
+    planned = {part_name(shard.index) for shard in manifest.shards}
+    parts = {name for name in folder.names() if PART.fullmatch(name)}
+    if parts - planned:
+        raise RowsMissing(f"{sorted(parts - planned)[0]} belongs to no shard of this job: delete it")
+    if planned - parts:
+        raise RowsMissing(f"{sorted(planned - parts)[0]} was committed and is gone")
     records = read_records(folder)
     by_shard = {stats.shard: stats for stats in records}
     for shard in manifest.shards:

@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import logging
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -27,6 +28,7 @@ from pipeline.storage import Folder, open_folder
 
 log = logging.getLogger(__name__)
 COMMITS = "_job/commits"
+PART = re.compile(r"part-\d{6,}\.parquet")
 
 
 def part_name(shard: int) -> str:
@@ -64,7 +66,8 @@ def committed(folder: Folder, shards: Iterable[Shard], fingerprint: str) -> set[
     Raises ValueError for a part that is not this job's.
     """
     listed = {shard.index: shard for shard in shards}
-    parts, records = set(folder.names()), set(folder.names(COMMITS))
+    records = set(folder.names(COMMITS))  # before the parts: a part comes first, so none is missed for its record
+    parts = set(folder.names())
     done = {index for index in listed if part_name(index) in parts}
     for index in sorted(done):
         if f"{index:06d}.json" not in records:
@@ -93,7 +96,7 @@ def read_records(folder: Folder) -> list[ShardStats]:
 def clear(folder: Folder) -> None:
     """Remove what an earlier job left in an output folder: parts first, what vouches for them last."""
     for name in folder.names():
-        if name == "_SUCCESS" or (name.startswith("part-") and name.endswith(".parquet")):
+        if name == "_SUCCESS" or PART.fullmatch(name):
             folder.remove(name)
     for name in folder.names(COMMITS):
         folder.remove(f"{COMMITS}/{name}")
@@ -153,7 +156,3 @@ class CommitSink(Datasink[None]):
                 stats = ShardStats.from_record(json.loads(row["stats"]))
                 if commit(folder, self.shards[row["shard"]], row["part"], stats, self.fingerprint):
                     self.progress.add.remote(stats.rows, stats.errors, stats.generated_tokens)
-
-    @property
-    def supports_distributed_writes(self) -> bool:
-        return True

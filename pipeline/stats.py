@@ -44,7 +44,7 @@ class ShardStats:
     finished: float = _unit("s since 1970", "none")
     device: str = _unit("name", "none")
     node: str = _unit("host name", "none")
-    attempt: int = _unit("1 is the first", "none")
+    attempt: int = _unit("1; 2 if the actor had been restarted", "none")
     adopted: bool = _unit("the record was lost and has been made again", "none")
 
     @classmethod

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 from pipeline.config import StorageConfig
 
 log = logging.getLogger(__name__)
+CONFLICT_TRIES = 5
 STORE_ERRORS = (OSError, BotoCoreError)  # what a disk or an object store may raise; s3fs makes most of it OSErrors
 
 
@@ -152,15 +154,20 @@ class ObjectFolder:
     def create(self, name: str, data: bytes) -> bool:
         # one put, however large: a multipart completion may ignore the condition
         chunk = max(len(data), 2**20)
-        try:
-            self.fs.pipe_file(f"{self.path}/{name}", data, mode="create", chunksize=chunk)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            if "PreconditionFailed" in str(error) or "pre-conditions" in str(error):
+        for attempt in range(CONFLICT_TRIES):
+            try:
+                self.fs.pipe_file(f"{self.path}/{name}", data, mode="create", chunksize=chunk)
+                return True
+            except FileExistsError:
                 return False
-            raise
-        return True
+            except OSError as error:
+                if "PreconditionFailed" in str(error) or "pre-conditions" in str(error):
+                    return False
+                conflict = "ConditionalRequestConflict" in str(error)  # two at once: S3 says try again
+                if not conflict or attempt == CONFLICT_TRIES - 1:
+                    raise
+            time.sleep(0.1 * 2**attempt)
+        raise AssertionError("the last try returns or raises")
 
     def replace(self, name: str, data: bytes) -> None:
         self.fs.pipe_file(f"{self.path}/{name}", data)

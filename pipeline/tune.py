@@ -40,6 +40,7 @@ from pipeline.config import TuneConfig, TuneDataConfig
 
 log = logging.getLogger(__name__)
 IGNORED = -100
+RECIPE = "recipe.json"
 
 
 @dataclass(frozen=True)
@@ -215,11 +216,20 @@ def tune(config: TuneConfig, source: str) -> Path:
         label_smoothing=settings.label_smoothing,
     )
     last = get_last_checkpoint(str(state)) if state.is_dir() else None
+    recipe = config.model_dump_json(
+        exclude={"training": {"epochs", "max_steps", "threads", "eval_steps", "save_steps"}}
+    )
+    if last is not None and (state / RECIPE).read_text() != recipe:
+        raise ValueError(f"output: {state} holds a run of another recipe; remove it, or choose another output")
     if last is not None:
         log.warning("resuming from %s", last)
+    if last is None:
+        state.mkdir(parents=True, exist_ok=True)
+        (state / RECIPE).write_text(recipe)
     trainer.train(resume_from_checkpoint=last)
     losses = trainer.evaluate()
-    _save(config, output, trainer, tokenizer, spec, losses, time.monotonic() - began)
+    resumed = 0 if last is None else int(last.rsplit("-", 1)[-1])
+    _save(config, output, trainer, tokenizer, spec, losses, time.monotonic() - began, resumed)
     return output
 
 
@@ -330,6 +340,7 @@ def _save(
     spec: ScheduleSpec,
     losses: Mapping[str, float],
     seconds: float,
+    resumed: int,
 ) -> None:
     model: Any = trainer.decoder.model
     model.config._attn_implementation = "sdpa"
@@ -339,6 +350,7 @@ def _save(
     record = {
         "config": config.model_dump(),
         "steps": trainer.state.global_step,
+        "resumed_at_step": resumed,
         "seconds": round(seconds, 1),
         "dev_loss": {name: round(value, 4) for name, value in losses.items()},
     }

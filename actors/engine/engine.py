@@ -13,6 +13,7 @@ Knows nothing of Ray, Parquet or text: token ids in, token ids out.
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -179,7 +180,7 @@ class Engine:
         logits = decoder.step(
             torch.tensor([row.tokens[-1] for row in rows]).to(decoder.device)[:, None],
             positions.to(decoder.device)[:, None],
-            [sum(depth > rank for depth in depths) for rank in self.schedule.ranks],
+            [len(rows) - bisect_right(depths, rank) for rank in self.schedule.ranks],
             cache,
         )
         for row, depth in zip(rows, depths, strict=True):

@@ -43,6 +43,7 @@ def inspect(path: str | Path) -> Checkpoint:
     Raises ValueError of one line: no such folder, no safetensors, a family that is not supported, or a
     ``skipdecode.json`` that does not fit the model.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     from actors.engine.decoder import check_supported
@@ -67,7 +68,7 @@ def inspect(path: str | Path) -> Checkpoint:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         check_supported(config)
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, OSError, StrictDataclassError) as error:
         raise ValueError(f"{folder}: {str(error).splitlines()[0]}") from None
     spec = load_spec(folder, config.num_hidden_layers)
     return Checkpoint(folder, config, spec, config.num_hidden_layers, config.max_position_embeddings)
@@ -83,19 +84,23 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def load_decoder(path: str | Path, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """The checkpoint's weights as a decoder in inference mode, `dtype` on `device`."""
+    """The checkpoint's weights as a decoder in inference mode, `dtype` on `device`. ValueError if some are missing."""
     from transformers import AutoModelForCausalLM
 
     from actors.engine.decoder import Decoder
 
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         path,
+        output_loading_info=True,
         dtype=dtype,
         local_files_only=True,
         trust_remote_code=False,
         use_safetensors=True,
         attn_implementation="sdpa",
     )
+    model, found = loaded
+    if found["missing_keys"]:  # the library would answer with random weights in their place
+        raise ValueError(f"{path}: no weights for {sorted(found['missing_keys'])[0]}")
     return Decoder(model.to(device).eval().requires_grad_(False))
 
 

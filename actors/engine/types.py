@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -76,9 +76,3 @@ class EngineStats:
     prefill_seconds: float = field(default=0.0, metadata={"unit": "s"})
     decode_seconds: float = field(default=0.0, metadata={"unit": "s"})
     cache_bytes: int = field(default=0, metadata={"unit": "bytes of the largest batch's cache"})
-
-    def add(self, other: EngineStats) -> None:
-        """Add another's counts; of cache_bytes the larger stays."""
-        for one in fields(self):
-            mine, theirs = getattr(self, one.name), getattr(other, one.name)
-            setattr(self, one.name, max(mine, theirs) if one.name == "cache_bytes" else mine + theirs)

@@ -1,6 +1,7 @@
 """Tokens per second of the engine at 1x ... 5x beside `transformers` generate, and what the pipeline costs on top.
 
-    .venv/bin/python tests/benchmarks/throughput.py [--rows 512] [--batch 64] [--threads 2] [--runs 3]
+    .venv/bin/python tests/benchmarks/throughput.py [--rows 512] [--pipeline-rows 2048] [--batch 64] [--threads 2]
+        [--runs 3]
 
 Demo checkpoint and demo prompts, greedy, bf16. Every contestant answers the same rows in batches of the same
 size, longest prompts first, and stops a row at its end-of-sequence token; rounds are run in turn after one
@@ -80,12 +81,13 @@ def rates(contestants: dict[str, Callable[[], int]], runs: int) -> dict[str, flo
 
 
 def pipeline_overhead(prompts: Path, rows: int, batch: int, runs: int) -> dict[str, float]:
-    """One actor of one thread in the pipeline against the bare engine with one thread, on the same shards."""
-    torch.set_num_threads(1)
+    """One actor of one thread in the pipeline against the bare engine with one thread, on the same four shards."""
+    write_prompts(prompts, rows, 1, seed=2)
     bare = engine(3, batch, 1)
     texts = [text for path in sorted(prompts.glob("*.parquet")) for text in pq.read_table(path)["prompt"].to_pylist()]
     found: dict[str, list[float]] = {"bare": [], "pipeline": []}
-    for run in range(runs + 1):
+    answer_with_engine(bare, texts[:batch])
+    for _ in range(runs):
         began, tokens = time.perf_counter(), 0
         for first in range(0, rows, rows // 4):
             tokens += answer_with_engine(bare, texts[first : first + rows // 4])
@@ -108,10 +110,9 @@ def pipeline_overhead(prompts: Path, rows: int, batch: int, runs: int) -> dict[s
             command = [sys.executable, "-m", "pipeline", "run", str(job)]
             subprocess.run(command, check=True, capture_output=True)
             stats = pq.read_table(f"{folder}/out/_job/stats.parquet").to_pylist()
-        if run:
-            found["bare"].append(tokens / seconds)
-            span = max(one["finished"] for one in stats) - min(one["started"] for one in stats)
-            found["pipeline"].append(sum(one["generated_tokens"] for one in stats) / span)
+        found["bare"].append(tokens / seconds)
+        span = max(one["finished"] for one in stats) - min(one["started"] for one in stats)
+        found["pipeline"].append(sum(one["generated_tokens"] for one in stats) / span)
     medians = {name: statistics.median(each) for name, each in found.items()}
     return {**medians, "overhead": 1 - medians["pipeline"] / medians["bare"]}
 
@@ -120,6 +121,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=512)
+    parser.add_argument("--pipeline-rows", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=int, default=3)
@@ -144,7 +146,7 @@ def main() -> None:
         for speedup, generator in generators.items():
             stats = generator.take_stats()
             ratios[f"engine {speedup}x"] = stats.full_layer_steps / stats.layer_steps
-        overhead = pipeline_overhead(prompts, given.rows, given.batch, given.runs)
+        overhead = pipeline_overhead(prompts / "pipeline", given.pipeline_rows, given.batch, given.runs)
     print(
         f"{platform.processor() or platform.machine()}, {given.threads} threads, torch {torch.__version__}, "
         f"transformers {transformers.__version__}; {given.rows} rows, batch {given.batch}, bf16, no torch.compile"

@@ -55,6 +55,7 @@ def test_every_prompt_has_a_text_at_less_than_half_the_depth(undisturbed: tuple[
     assert summary["layer_ratio"] > 2.7
 
 
+@pytest.mark.slow
 def test_killed_half_way_and_started_again_the_bytes_are_the_same(
     undisturbed: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -14,11 +14,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
+import yaml
 from command import Command, assert_no_new_rays, parts, rays
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from actors.engine.sampling import row_key
 from actors.generator import Generator
 from pipeline import job as jobs
+from pipeline.cli import app
 from pipeline.config import JobConfig, StorageConfig
 from pipeline.generate import ANSWER_FIELDS
 from pipeline.job import check_placement
@@ -279,6 +283,8 @@ def test_a_killed_run_started_again_is_as_if_undisturbed(
     second = Command(tmp_path, job, "--json")
     code, out, err = second.end()
     assert code == 0, err
+    assert "resuming: " in err
+    assert all(" shards " in line for line in err.strip().splitlines()), "nothing but progress on stderr: " + err
     summary = json.loads(out.splitlines()[-1])
     assert (summary["rows"], summary["errors"]) == (ROWS, 2)
     assert 0 < summary["fresh_rows"] < ROWS
@@ -288,25 +294,31 @@ def test_a_killed_run_started_again_is_as_if_undisturbed(
     assert_no_new_rays(before)
 
 
-def test_too_many_row_errors_exit_3(inputs: Path, checkpoint: Path, tmp_path: Path) -> None:
-    job = config(inputs, tmp_path / "out", checkpoint, max_row_errors=0.001)
-    code, out, err = Command(tmp_path, job).end()
-    assert code == 3
-    assert "2 of 90 rows have an error, more than max_row_errors = 0.001" in err
-    others = err.strip().splitlines()[:-1]
-    assert all(" shards  " in line for line in others), "nothing on stderr but progress and the one line"
-    assert "90 rows in" in out
+def invoke(folder: Path, job: JobConfig) -> Any:
+    """The command in this process, on the Ray of this file."""
+    file = folder / "job.yaml"
+    file.write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))
+    return CliRunner().invoke(app, ["run", str(file)])
 
 
-def test_an_actor_that_cannot_start_fails_the_job_and_keeps_the_lease_free(
-    inputs: Path, checkpoint: Path, tmp_path: Path
+def test_too_many_row_errors_exit_3(own_ray: None, inputs: Path, checkpoint: Path, tmp_path: Path) -> None:
+    result = invoke(tmp_path, config(inputs, tmp_path / "out", checkpoint, max_row_errors=0.001))
+    assert result.exit_code == 3
+    assert "2 of 90 rows have an error, more than max_row_errors = 0.001" in result.stderr.splitlines()[-1]
+    assert "90 rows in" in result.stdout
+
+
+def test_missing_weights_fail_the_job_in_one_line(
+    own_ray: None, inputs: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken"
     subprocess.run(["cp", "-r", str(checkpoint), str(broken)], check=True)
-    weights = broken / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    job = config(inputs, tmp_path / "out", broken, attempts=1)
-    code, _, err = Command(tmp_path, job).end()
-    assert code == 1
-    assert err.strip().splitlines()[-1].startswith("skipdecode: failed: ")
+    weights = load_file(broken / "model.safetensors")
+    del weights["model.layers.2.mlp.up_proj.weight"]
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    result = invoke(tmp_path, config(inputs, tmp_path / "out", broken, attempts=1))
+    assert result.exit_code == 1
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("skipdecode: failed: ")
     assert not (tmp_path / "out" / "_job" / "lease.json").exists()
+    assert not list((tmp_path / "out").glob("part-*"))

@@ -169,7 +169,6 @@ def test_a_plan_of_which_a_part_is_gone_is_named(inputs: Path, checkpoint: Path,
         {"output": {"path": "elsewhere"}},
         {"max_row_errors": 0.5, "attempts": 1},
         {"shard_rows": 3},
-        {"model": {"device": "cpu"}},
     ],
 )
 def test_where_and_how_fast_is_not_what(inputs: Path, checkpoint: Path, sections: dict[str, Any]) -> None:
@@ -308,7 +307,9 @@ def test_answers_do_not_go_where_the_input_lies(inputs: Path, checkpoint: Path) 
     for output in (inputs, inputs.parent, f"{inputs}/"):
         said = refusal(job(inputs, checkpoint, output={"path": str(output)}))
         assert said == f"output.path: {output} holds the input file {inputs}/a.parquet; choose another folder"
-    for output in (inputs / "answers", f"{inputs}-answers", str(inputs)[:-1]):
+    said = refusal(job(inputs, checkpoint, output={"path": f"{inputs}/answers"}))
+    assert said == f"output.path: {inputs}/answers lies in the input folder {inputs}; choose another folder"
+    for output in (f"{inputs}-answers", str(inputs)[:-1]):
         assert plan(job(inputs, checkpoint, output={"path": str(output)})).rows == 10
 
 
