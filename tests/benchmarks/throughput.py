@@ -85,7 +85,7 @@ def pipeline_overhead(prompts: Path, rows: int, batch: int, runs: int) -> dict[s
     write_prompts(prompts, rows, 1, seed=2)
     bare = engine(3, batch, 1)
     texts = [text for path in sorted(prompts.glob("*.parquet")) for text in pq.read_table(path)["prompt"].to_pylist()]
-    found: dict[str, list[float]] = {"bare": [], "pipeline": []}
+    found: dict[str, list[float]] = {"bare": [], "pipeline": [], "outside_engine": []}
     answer_with_engine(bare, texts[:batch])
     for _ in range(runs):
         began, tokens = time.perf_counter(), 0
@@ -113,6 +113,8 @@ def pipeline_overhead(prompts: Path, rows: int, batch: int, runs: int) -> dict[s
         found["bare"].append(tokens / seconds)
         span = max(one["finished"] for one in stats) - min(one["started"] for one in stats)
         found["pipeline"].append(sum(one["generated_tokens"] for one in stats) / span)
+        inside = sum(one["prefill_seconds"] + one["decode_seconds"] for one in stats)
+        found["outside_engine"].append(1 - inside / span)
     medians = {name: statistics.median(each) for name, each in found.items()}
     return {**medians, "overhead": 1 - medians["pipeline"] / medians["bare"]}
 
@@ -156,7 +158,8 @@ def main() -> None:
         print(f"{name:24s} {speed:8,.0f} tokens/s  {against:20s}  layer ratio {ratios.get(name, 1):.2f}x")
     print(
         f"pipeline at 3x, one actor, one thread: {overhead['pipeline']:,.0f} tokens/s, bare engine "
-        f"{overhead['bare']:,.0f}: overhead {100 * overhead['overhead']:.1f}%"
+        f"{overhead['bare']:,.0f}: overhead {100 * overhead['overhead']:.1f}%; of the actor's own time between first "
+        f"start and last end {100 * overhead['outside_engine']:.1f}% is spent outside the engine"
     )
     print(json.dumps({"tokens_per_second": speeds, "layer_ratio": ratios, "pipeline": overhead}))
 
