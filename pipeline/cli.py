@@ -177,8 +177,11 @@ def evaluate(
 
     try:
         config = load_config(EvalConfig, recipe, changes or [])
+        from transformers.utils.logging import disable_progress_bar
+
         from pipeline import evaluate as evaluation
 
+        disable_progress_bar()
         speeds = evaluation.evaluate(config)
     except ImportError as error:
         raise _stop(BAD_CONFIG, f"{error.name} is not installed: pip install -c constraints.txt -e '.[eval]'") from None

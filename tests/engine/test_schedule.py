@@ -108,10 +108,8 @@ def test_depths_are_within_one_layer_of_the_published(layers: int, speedup: floa
     assert all(abs(mine - theirs) <= 1 for mine, theirs in zip(got, published, strict=True))
 
 
-@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("decay", [decay for decay in DECAYS if decay != "power"])  # that is meant to lie above
 def test_layer_ratio_over_the_horizon_is_near_nominal(decay: str) -> None:
-    if decay == "power":
-        pytest.skip("a power curve is meant to lie above the straight line")
     for speedup in (1, 2, 3, 4, 5):
         schedule = ScheduleSpec(speedup=speedup, horizon=30, decay=decay).build(24)
         mean = schedule.mean_depth(31)
