@@ -23,6 +23,7 @@ from actors.engine.loading import inspect
 from actors.engine.sampling import row_key
 from actors.generator import Generator
 from pipeline.config import EvalConfig
+from pipeline.tables import read_columns
 
 CACHE_BYTES = 2**30
 
@@ -168,15 +169,9 @@ def _read(config: EvalConfig) -> tuple[list[str], list[list[str]]]:
     prompts: list[str] = []
     references: list[list[str]] = []
     for path in config.data.path:
-        try:
-            table = pq.read_table(path)
-        except (OSError, pa.ArrowException) as error:
-            raise ValueError(f"{path}: cannot be read as Parquet: {str(error).splitlines()[0]}") from None
-        for name in (config.data.prompt, config.data.references):
-            if name not in table.column_names:
-                raise ValueError(f"{path}: no column {name!r}; it has {', '.join(table.column_names)}")
-        prompts += table[config.data.prompt].to_pylist()
-        references += [one if isinstance(one, list) else [one] for one in table[config.data.references].to_pylist()]
+        texts, given = read_columns(path, (config.data.prompt, config.data.references))
+        prompts += texts
+        references += [one if isinstance(one, list) else [one] for one in given]
     prompts, references = prompts[: config.data.limit], references[: config.data.limit]
     for row, (prompt, each) in enumerate(zip(prompts, references, strict=True)):
         if (

@@ -36,7 +36,7 @@ from pipeline.prepare import PromptSpec, prepare
 from pipeline.progress import Progress, Tally
 from pipeline.report import finish
 from pipeline.sink import PART, CommitSink, clear, clear_temporaries, committed
-from pipeline.source import ShardSource
+from pipeline.source import Shard, ShardSource
 from pipeline.stats import Totals
 from pipeline.storage import Folder, open_folder, probe_create
 
@@ -100,7 +100,7 @@ def _run(config: JobConfig, limit: int | None, overwrite: bool, verbose: bool) -
             log.warning("resuming: %d of %d shards are committed already", len(done), len(manifest.shards))
         if left:
             with _ray(config.actors, verbose):
-                _flow(config, checkpoint, schedule, manifest, done)
+                _flow(config, checkpoint, schedule, manifest, left)
         totals = finish(folder, manifest)
     return Outcome(manifest, totals, sum(shard.rows for shard in left), time.monotonic() - began)
 
@@ -108,7 +108,6 @@ def _run(config: JobConfig, limit: int | None, overwrite: bool, verbose: bool) -
 def _check(config: JobConfig) -> tuple[Checkpoint, Schedule]:
     """Everything about the job that can be known without its input; ValueError of one line."""
     manifests.check_columns(config)
-    manifests.needed_columns(config)
     checkpoint = inspect(config.model.path)
     schedule = checkpoint.schedule(config.schedule.changes())
     SamplingParams(**config.sampling.model_dump(exclude={"seed"}))
@@ -140,9 +139,8 @@ def _check_unchanged(folder: Folder, stored: Manifest | None, overwrite: bool) -
             raise ValueError(f"{folder.url}: {foreign[0]} is no part of a job; --overwrite leaves it, so move it away")
 
 
-def _flow(config: JobConfig, checkpoint: Checkpoint, schedule: Schedule, manifest: Manifest, done: set[int]) -> None:
+def _flow(config: JobConfig, checkpoint: Checkpoint, schedule: Schedule, manifest: Manifest, left: list[Shard]) -> None:
     """source -> prepare -> generate -> sink, for the shards that are left."""
-    left = [shard for shard in manifest.shards if shard.index not in done]
     actors, batching = config.actors, manifest.batching
     prompt = PromptSpec(
         checkpoint=str(checkpoint.path.resolve()),
@@ -191,8 +189,8 @@ def _flow(config: JobConfig, checkpoint: Checkpoint, schedule: Schedule, manifes
             max_restarts=config.attempts - 1,
             max_task_retries=config.attempts - 1,
         )
-    done_rows = sum(shard.rows for shard in manifest.shards if shard.index in done)
-    with Progress(tally, len(manifest.shards), manifest.rows, len(done), done_rows):
+    shards_done, rows_done = len(manifest.shards) - len(left), manifest.rows - sum(shard.rows for shard in left)
+    with Progress(tally, len(manifest.shards), manifest.rows, shards_done, rows_done):
         answered.write_datasink(sink, ray_remote_args={"num_cpus": STAGE_CPUS})
 
 

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
@@ -37,6 +35,7 @@ from actors.engine.decoder import Decoder, check_supported
 from actors.engine.loading import inspect, load_tokenizer
 from actors.engine.schedule import Schedule, ScheduleSpec, save_spec
 from pipeline.config import TuneConfig, TuneDataConfig
+from pipeline.tables import read_columns
 
 log = logging.getLogger(__name__)
 IGNORED = -100
@@ -59,7 +58,7 @@ class Batch:
 
 
 def collate(pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Pairs of `input_ids` (prompt then response) and `prompt_tokens` -> one padded batch."""
+    """Pairs of `input_ids` (prompt then response) and `prompt_tokens` -> the fields of one padded `Batch`."""
     prompt_columns = max(pair["prompt_tokens"] for pair in pairs)
     # the last response token is never an input
     response_columns = max(len(pair["input_ids"]) - pair["prompt_tokens"] for pair in pairs) - 1
@@ -78,10 +77,8 @@ def collate(pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     visible |= torch.eye(columns, dtype=torch.bool)  # a padding column sees itself, or softmax gives NaN
     mask = torch.where(visible, 0.0, torch.finfo(torch.bfloat16).min)[:, None]
     positions = (column[None, :] - starts[:, None]).clamp(min=0)
-    return {
-        "batch": Batch(ids, positions, mask, labels, prompt_columns),
-        "labels": labels,  # Trainer counts predicted tokens by it
-    }
+    # plain tensors: Trainer takes these to the device, and counts predicted tokens by `labels`
+    return {"ids": ids, "positions": positions, "mask": mask, "labels": labels, "prompt_columns": prompt_columns}
 
 
 def response_logits(decoder: Decoder, batch: Batch, schedule: Schedule) -> Tensor:
@@ -125,7 +122,7 @@ class SkipTrainer(Trainer):
         """Cross-entropy per response token, at the speed of this step: a function of seed and step alone."""
         speeds = sorted(self.schedules)
         speed = random.Random(f"{self.args.seed}/{self.state.global_step}").choice(speeds)
-        total, count = self._summed_loss(inputs["batch"], self.schedules[speed], self.smoothing)
+        total, count = self._summed_loss(Batch(**inputs), self.schedules[speed], self.smoothing)
         return total / (count if num_items_in_batch is None else num_items_in_batch)
 
     def _summed_loss(self, batch: Batch, schedule: Schedule, smoothing: float) -> tuple[Tensor, int]:
@@ -148,7 +145,7 @@ class SkipTrainer(Trainer):
             for speed, schedule in sorted(self.schedules.items()):
                 total, count = 0.0, 0
                 for inputs in self.get_eval_dataloader():
-                    batch = cast(Batch, self._prepare_inputs(inputs)["batch"])
+                    batch = Batch(**cast(dict[str, Any], self._prepare_inputs(inputs)))
                     loss, tokens = self._summed_loss(batch, schedule, 0.0)
                     total, count = total + float(loss), count + tokens
                 losses[f"eval_loss_{speed:g}x"] = total / count
@@ -223,7 +220,7 @@ def tune(config: TuneConfig, source: str) -> Path:
         raise ValueError(f"output: {state} holds a run of another recipe; remove it, or choose another output")
     if last is not None:
         log.warning("resuming from %s", last)
-    if last is None:
+    else:
         state.mkdir(parents=True, exist_ok=True)
         (state / RECIPE).write_text(recipe)
     trainer.train(resume_from_checkpoint=last)
@@ -237,14 +234,7 @@ def read_pairs(data: TuneDataConfig, paths: Sequence[str], reference: str) -> li
     """(prompt, response) pairs; a list of references gives a pair each. ValueError names file and column."""
     pairs: list[tuple[str, str]] = []
     for path in paths:
-        try:
-            table = pq.read_table(path)
-        except (OSError, pa.ArrowInvalid) as error:
-            raise ValueError(f"{path}: cannot be read as Parquet: {str(error).splitlines()[0]}") from None
-        for column in (data.prompt, reference):
-            if column not in table.column_names:
-                raise ValueError(f"{path}: no column {column!r}; it has {', '.join(table.column_names)}")
-        for prompt, given in zip(table[data.prompt].to_pylist(), table[reference].to_pylist(), strict=True):
+        for prompt, given in zip(*read_columns(path, (data.prompt, reference)), strict=True):
             for response in given if isinstance(given, list) else [given]:
                 if not isinstance(prompt, str) or not isinstance(response, str):
                     raise ValueError(f"{path}: {data.prompt} and {reference} must hold text")

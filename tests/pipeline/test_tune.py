@@ -18,7 +18,7 @@ from actors.engine.decoder import Decoder
 from actors.engine.loading import inspect
 from actors.engine.schedule import ScheduleSpec
 from pipeline.config import TuneConfig
-from pipeline.tune import IGNORED, collate, response_logits, tune
+from pipeline.tune import IGNORED, Batch, collate, response_logits, tune
 
 SPECS = [
     ScheduleSpec(),
@@ -42,7 +42,7 @@ def pairs(seed: int, count: int = 5) -> list[dict[str, Any]]:
 def test_training_logits_are_those_of_inference(family: str, spec: ScheduleSpec) -> None:
     decoder, schedule, rows = Decoder(tiny_model(family)), spec.build(LAYERS), pairs(seed=1)
     inputs = collate(rows)
-    logits = response_logits(decoder, inputs["batch"], schedule)
+    logits = response_logits(decoder, Batch(**inputs), schedule)
     for row, pair in enumerate(rows):
         prompt, response = pair["input_ids"][: pair["prompt_tokens"]], pair["input_ids"][pair["prompt_tokens"] :]
         for place, token in enumerate(response):
@@ -63,7 +63,7 @@ def test_a_layer_is_run_only_over_the_columns_that_need_it(monkeypatch: pytest.M
         return plain(layer, hidden, *rest)
 
     monkeypatch.setattr(decoder, "run_layer", counting)
-    batch = collate(rows)["batch"]
+    batch = Batch(**collate(rows))
     response_logits(decoder, batch, schedule)
     inputs = batch.ids.shape[1] - batch.prompt_columns
     assert run == {layer: batch.prompt_columns + schedule.uses(layer, inputs + 1) for layer in range(LAYERS)}
