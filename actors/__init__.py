@@ -1,0 +1,13 @@
+"""What lives on one accelerator. `actors.Generator` answers batches of rows in anyone's `map_batches`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Generator":  # on first use: it brings torch along
+        from actors.generator import Generator
+
+        return Generator
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,41 +8,73 @@ cut is a function of the rows given and the settings alone.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import resource
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jinja2
 import numpy as np
 
-from actors.engine.loading import inspect, load_decoder, load_tokenizer, stop_ids
-from actors.engine.types import Completion, EngineStats, FinishReason, Request, SamplingParams
+from actors.engine.batching import constant_prefix
+from actors.engine.choices import ChoiceTrie
+from actors.engine.loading import inspect, load_decoder, load_tokenizer, memory_needed, stop_ids
+from actors.engine.sampling import row_key
+from actors.engine.stopping import StopStrings
+from actors.engine.types import Completion, EngineStats, FinishReason, Request, SamplingParams, TokenLogprob
+from actors.engine.weights import check_free
+
+KEPT_TRIES = 64
 
 
 @dataclass(frozen=True)
-class Answers:
-    """Answers to rows, in their order; a bad row has an error and no text."""
+class Prompt:
+    """A row to answer.
 
-    texts: list[str | None]
-    finish_reasons: list[str]
-    prompt_tokens: list[int]
-    generated_tokens: list[int]
-    mean_depths: list[float | None]
-    errors: list[str | None]
-    token_ids: list[list[int]]
-    cumulative_logprobs: list[float | None]
+    ids: tokens of the prompt. source, row: what its random numbers follow from, beside the seed. error: why it
+    cannot be answered. sampling: its own parameters, on top of the Generator's. choices: its own labels.
+    """
+
+    ids: Sequence[int]
+    source: str
+    row: int
+    error: str | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    choices: Sequence[str] | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer to a row; a bad row has a single one, with an error and no text.
+
+    row: place of its prompt among those given. cumulative_logprob, logprobs: see Completion.
+    """
+
+    row: int
+    sample_index: int
+    generated_text: str | None
+    finish_reason: str
+    prompt_tokens: int
+    generated_tokens: int
+    mean_depth: float | None
+    error: str | None
+    token_ids: list[int] | None
+    cumulative_logprob: float | None
+    logprobs: list[TokenLogprob] | None
+    choice_probability: float | None
 
 
 class Generator:
     """Holds one model on one device.
 
     checkpoint: folder. schedule: keys of a job's `schedule` section, on top of what the checkpoint stores.
-    sampling: max_new_tokens, temperature, top_k, top_p. dtype: float32, bfloat16 or float16. device: auto,
-    cpu or cuda. threads: torch threads on CPU. cache_bytes: key/value cache of one batch. max_batch: rows of
-    one batch. compile: torch.compile the layers. Raises ValueError of one line if these do not fit.
+    sampling: fields of SamplingParams. choices: labels; every answer is one of them. strip: take white space
+    off both ends of a text. dtype: float32, bfloat16 or float16. device: auto, cpu or cuda. threads: torch
+    threads on CPU. cache_bytes: key/value cache of one batch. max_batch: rows of one batch. compile:
+    torch.compile the layers. Raises ValueError of one line if these do not fit.
     """
 
     def __init__(
@@ -51,6 +83,8 @@ class Generator:
         *,
         schedule: Mapping[str, Any] | None = None,
         sampling: Mapping[str, Any] | None = None,
+        choices: Sequence[str] | None = None,
+        strip: bool = True,
         dtype: str = "bfloat16",
         device: str = "auto",
         threads: int | None = None,
@@ -68,76 +102,184 @@ class Generator:
             torch.set_num_threads(threads)
         found = inspect(checkpoint)
         self.schedule = found.schedule(dict(schedule or {}))
-        self.sampling = SamplingParams(**dict(sampling or {}))
+        self.sampling = SamplingParams().merged(dict(sampling or {}))
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)
+        needed = memory_needed(found, dtype, cache_bytes)
+        if self.device.type == "cuda":
+            check_free(needed, *torch.cuda.mem_get_info(self.device))
         decoder = load_decoder(checkpoint, getattr(torch, dtype), self.device)
         if compile:
             decoder.compile()
         self.tokenizer = load_tokenizer(checkpoint)
         self.engine = Engine(decoder, self.schedule, stop_ids(decoder, self.tokenizer))
+        self.special_ids = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
+        self.strip = strip
         self.cache_bytes = cache_bytes
         self.max_batch = max_batch
         self.seed = seed
         self.prompt_column = prompt_column
+        self._tries: dict[tuple[str, ...], ChoiceTrie] = {}
+        self.choices = None if choices is None else tuple(choices)
+        if self.choices is not None:
+            self._trie(self.choices)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Columns of a batch, with a column of prompts (text) -> the same columns and the answers' columns.
+        """Columns of a batch, with a column of prompts -> the same columns and the answers' columns.
 
-        A row's random numbers follow from seed and prompt, so that batches may be cut in any way.
+        A prompt is text, a list of token ids, or a list of messages for the checkpoint's chat template. A row's
+        random numbers follow from seed and prompt, so that batches may be cut in any way. Where n is above 1, a
+        row comes back n times.
         """
-        prompts = [None if value is None else str(value) for value in batch[self.prompt_column]]
-        ids = [self.tokenizer(prompt)["input_ids"] if prompt else [] for prompt in prompts]
-        errors = [None if tokens else "prompt is null or empty" for tokens in ids]
-        keys = [_prompt_key(self.seed, prompt or "") for prompt in prompts]
-        answers = self.answer(ids, errors, keys)
-        return {
-            **batch,
-            "generated_text": np.array(answers.texts, dtype=object),
-            "finish_reason": np.array(answers.finish_reasons, dtype=object),
-            "prompt_tokens": np.array(answers.prompt_tokens),
-            "generated_tokens": np.array(answers.generated_tokens),
-            "mean_depth": np.array(answers.mean_depths, dtype=float),
-            "error": np.array(answers.errors, dtype=object),
-        }
+        prompts = [self._prompt(value) for value in batch[self.prompt_column]]
+        answers = self.answer(prompts, constant_prefix([one.ids for one in prompts if one.error is None]))
+        rows = [one.row for one in answers]
+        columns = {name: np.asarray(values)[rows] for name, values in batch.items()}
+        for name in ("sample_index", "prompt_tokens", "generated_tokens"):
+            columns[name] = np.array([getattr(one, name) for one in answers])
+        for name in ("generated_text", "finish_reason", "error"):
+            columns[name] = np.array([getattr(one, name) for one in answers], dtype=object)
+        floats = ("mean_depth", "cumulative_logprob", *(("choice_probability",) if self.choices else ()))
+        for name in floats:
+            columns[name] = np.array([getattr(one, name) for one in answers], dtype=float)
+        if self.sampling.logprobs is not None:
+            columns["logprobs"] = np.empty(len(answers), dtype=object)
+            for place, one in enumerate(answers):
+                columns["logprobs"][place] = [token.to_dict() for token in one.logprobs or ()]
+        return columns
 
-    def answer(self, prompt_ids: Sequence[Sequence[int]], errors: Sequence[str | None], keys: Sequence[int]) -> Answers:
-        """Answer rows given as token ids; rows that come with an error are passed by.
-
-        keys: 64-bit, a row's random numbers follow from its own.
-        """
-        problems = list(errors)
-        requests: dict[int, Request] = {}
-        for row, ids in enumerate(prompt_ids):
-            if problems[row] is not None:
-                continue
-            request = Request(ids, self.sampling, keys[row])
-            try:
-                needed = self.engine.row_bytes(len(ids), self.engine.new_tokens_limit(request))
-            except ValueError as error:
-                problems[row] = str(error)
-                continue
-            if needed > self.cache_bytes:
-                problems[row] = f"needs {needed} bytes of cache, more than the budget of {self.cache_bytes}"
+    def _prompt(self, value: Any) -> Prompt:
+        """A value of a prompt column, whatever its kind."""
+        ids: list[int] = []
+        error = None
+        try:
+            if isinstance(value, str) and value.strip():
+                ids = self.tokenizer(value)["input_ids"]
+            elif value is None or isinstance(value, str) or len(value) == 0:
+                error = "prompt is null or empty"
+            elif isinstance(value[0], Mapping):
+                text = self.tokenizer.apply_chat_template(list(value), tokenize=False, add_generation_prompt=True)
+                ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            elif all(token == int(token) >= 0 for token in value):
+                ids = [int(token) for token in value]
             else:
-                requests[row] = request
-        done = self.engine.generate(list(requests.values()), budget_bytes=self.cache_bytes, max_rows=self.max_batch)
-        found: dict[int, Completion] = dict(zip(requests, done, strict=True))
-        texts = [str(self.tokenizer.decode(list(one.token_ids), skip_special_tokens=True)) for one in done]
-        decoded = {row: text.strip() for row, text in zip(requests, texts, strict=True)}
-        rows = range(len(prompt_ids))
-        counts = [len(found[row].token_ids) if row in found else 0 for row in rows]
-        return Answers(
-            texts=[decoded.get(row) for row in rows],
-            finish_reasons=[str(found[row].finish_reason if row in found else FinishReason.ERROR) for row in rows],
-            prompt_tokens=[len(ids) for ids in prompt_ids],
-            generated_tokens=counts,
-            mean_depths=[self.schedule.mean_depth(count) for count in counts],
-            errors=problems,
-            token_ids=[list(found[row].token_ids) if row in found else [] for row in rows],
-            cumulative_logprobs=[found[row].cumulative_logprob if row in found else None for row in rows],
+                error = "prompt holds what is no token id"
+        # what a value of any kind, or a chat template, may raise
+        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
+            error = f"prompt cannot be read: {' '.join(str(problem).split())}"
+        return Prompt(ids, f"prompt:{ids}", 0, error)
+
+    def answer(self, prompts: Sequence[Prompt], prefix: Sequence[int] = ()) -> list[Answer]:
+        """Answer rows, each `n` times, in their order; rows that come with an error are passed by.
+
+        prefix: token ids with which most of them begin; computed once.
+        """
+        requests: list[Request] = []
+        owners: list[int] = []
+        errors: dict[int, str] = {}
+        for row, prompt in enumerate(prompts):
+            try:
+                wanted = self._requests(prompt)
+            except ValueError as problem:
+                errors[row] = str(problem)
+                continue
+            requests += wanted
+            owners += [row] * len(wanted)
+        done = self.engine.generate(
+            requests, budget_bytes=self.cache_bytes, max_rows=self.max_batch, prefix=list(prefix)
         )
+        answers = [_bad(row, len(prompts[row].ids), error) for row, error in errors.items()]
+        samples: Counter[int] = Counter()
+        for row, request, completion in zip(owners, requests, done, strict=True):
+            count = len(completion.token_ids)
+            answers.append(
+                Answer(
+                    row=row,
+                    sample_index=samples[row],
+                    generated_text=self._text(prompts[row], request, completion),
+                    finish_reason=str(completion.finish_reason),
+                    prompt_tokens=len(request.prompt_ids),
+                    generated_tokens=count,
+                    mean_depth=self.schedule.mean_depth(count),
+                    error=None,
+                    token_ids=list(completion.token_ids),
+                    cumulative_logprob=completion.cumulative_logprob,
+                    logprobs=None if completion.logprobs is None else list(completion.logprobs),
+                    choice_probability=completion.choice_probability,
+                )
+            )
+            samples[row] += 1
+        return sorted(answers, key=lambda one: (one.row, one.sample_index))
+
+    def _requests(self, prompt: Prompt) -> list[Request]:
+        """The row's samples as the engine's requests; ValueError says why it cannot be answered."""
+        if prompt.error is not None:
+            raise ValueError(prompt.error)
+        try:
+            params = self.sampling.merged(prompt.sampling)
+        except ValueError as problem:
+            raise ValueError(f"sampling: {problem}") from None
+        if params.logprobs is not None and self.sampling.logprobs is None:
+            raise ValueError("sampling: logprobs: set it for the whole job too (0 will do), so that there is a column")
+        vocabulary = self.engine.decoder.vocab_size
+        for name, ids in (("sampling: stop_token_ids", params.stop_token_ids), ("prompt", prompt.ids)):
+            if ids and max(ids) >= vocabulary:
+                raise ValueError(f"{name}: token {max(ids)} lies outside the model's vocabulary of {vocabulary}")
+        special = [self.special_ids[one] for one in params.stop if one in self.special_ids]
+        if special:  # they decode to nothing, where no string can be found
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
+        labels = self.choices if prompt.choices is None else tuple(prompt.choices)
+        trie = None if labels is None else self._trie(labels)
+        for name in ("stop", "stop_token_ids", "min_new_tokens", "ignore_eos"):
+            if trie is not None and getattr(params, name):
+                raise ValueError(f"choices do not go with sampling.{name}: a label ends where it ends")
+        ending = None
+        if params.stop:
+            ending = StopStrings(params.stop, self._decode, self.special_ids.values(), params.min_new_tokens)
+        seed = self.seed if params.seed is None else params.seed
+        requests = [
+            Request(prompt.ids, params, row_key(seed, prompt.source, prompt.row, sample), ending, trie)
+            for sample in range(params.n)
+        ]
+        needed = self.engine.row_bytes(len(prompt.ids), self.engine.new_tokens_limit(requests[0]))
+        if needed > self.cache_bytes:
+            raise ValueError(f"needs {needed} bytes of cache, more than the budget of {self.cache_bytes}")
+        return requests
+
+    def _trie(self, labels: tuple[str, ...]) -> ChoiceTrie:
+        """The labels' trie; the last few are kept. ValueError if they cannot be told apart."""
+        if labels not in self._tries:
+            ids = [self.tokenizer(label, add_special_tokens=False)["input_ids"] for label in labels]
+            vocabulary = self.engine.decoder.vocab_size
+            wrong = [label for label, one in zip(labels, ids, strict=True) if one and max(one) >= vocabulary]
+            if wrong:
+                raise ValueError(f"choices: {wrong[0]!r} holds a token outside the model's vocabulary of {vocabulary}")
+            stops = self.engine.stop_ids
+            eos = self.tokenizer.eos_token_id
+            try:
+                trie = ChoiceTrie(ids, eos if eos in stops else min(stops, default=None))
+            except ValueError as problem:
+                raise ValueError(f"choices: {problem} (counted from 0)") from None
+            if len(self._tries) >= KEPT_TRIES:
+                self._tries.clear()
+            self._tries[labels] = trie
+        return self._tries[labels]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def _text(self, prompt: Prompt, request: Request, completion: Completion) -> str:
+        """The answer's text, without the stop token or string that ended it; a label as it was given."""
+        if completion.choice is not None:
+            labels = self.choices if prompt.choices is None else prompt.choices
+            assert labels is not None
+            return labels[completion.choice]
+        tokens = list(completion.token_ids)
+        if completion.finish_reason == FinishReason.STOP and tokens[-1] in self.engine.stop_ids_of(request.sampling):
+            tokens.pop()
+        text = self._decode(tokens) if request.ending is None else request.ending.cut(tokens)
+        return text.strip() if self.strip else text
 
     def take_stats(self) -> EngineStats:
         """What the engine has counted since the last call."""
@@ -163,6 +305,6 @@ class Generator:
         return f"{name} [{visible}]" if visible else name
 
 
-def _prompt_key(seed: int, prompt: str) -> int:
-    digest = hashlib.blake2b(f"{seed}\0{prompt}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
+def _bad(row: int, prompt_tokens: int, error: str) -> Answer:
+    """The one answer of a row that cannot be answered."""
+    return Answer(row, 0, None, str(FinishReason.ERROR), prompt_tokens, 0, None, error, None, None, None, None)

@@ -1,8 +1,13 @@
-"""Rows -> batches of similar length under a budget of cache bytes. A pure function: same rows, same batches."""
+"""Rows -> batches of similar length under a budget of cache bytes, and what their prompts have in common.
+
+Pure functions: same rows, same batches.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+
+SHORTEST_PREFIX = 16  # tokens; below, looking after it costs more than it saves
 
 
 def plan_batches(
@@ -39,3 +44,18 @@ def plan_batches(
             )
         batches.append([row])
     return batches
+
+
+def constant_prefix(ids: Sequence[Sequence[int]]) -> list[int]:
+    """Tokens with which all prompts begin; each keeps at least one of its own.
+
+    [] if they are fewer than `SHORTEST_PREFIX`, and for a single prompt.
+    A prompt that begins otherwise is no harm: whoever uses the prefix looks at each row.
+    """
+    if len(ids) < 2:
+        return []
+    ordered = sorted(list(one) for one in ids)
+    first, last = ordered[0], ordered[-1]  # no other two have less in common
+    most = min(len(one) for one in ids) - 1
+    common = next((place for place in range(most) if first[place] != last[place]), most)
+    return first[:common] if common >= SHORTEST_PREFIX else []

@@ -30,11 +30,30 @@ def cache_bytes_per_row(
     return sum(cache_slots(schedule, prompt_slots, max_new_tokens)) * kv_heads * head_dim * 2 * itemsize
 
 
+class PrefixKeys:
+    """Keys and values [1, H, C, D] of a beginning of C tokens that many prompts share, layer by layer.
+
+    Filled by the pass over that beginning, which is its own whole context.
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def mask(self, layer: int, rows: int) -> Tensor | None:
+        raise AssertionError("a prefix takes no decode step")
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Keep keys and values [1, H, C, D]; they are all there is to attend to."""
+        self.layers[layer_idx] = (keys, values)
+        return keys, values
+
+
 class SkipCache:
     """Buffers [R, H, P + n_l, D] of keys and of values for every layer that decode runs.
 
-    Rows lie oldest first. A pass is announced by `begin_prefill` or `begin_step`; then the model's
-    attention layers call `update`.
+    windows: of each layer, how many keys a token sees, its own counted; None is all. Older keys stay in their
+    slots, but are not read. Rows lie oldest first. A pass is announced by `begin_prefill` or `begin_step`; then
+    the model's attention layers call `update`.
     """
 
     def __init__(
@@ -48,12 +67,14 @@ class SkipCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        windows: Sequence[int | None] | None = None,
     ) -> None:
         self.capacity = rows
         self.prompt_slots = prompt_slots
         self.max_new_tokens = max_new_tokens
         self.slots = cache_slots(schedule, prompt_slots, max_new_tokens)
         self.uses = [schedule.uses(layer, max_new_tokens) for layer in range(schedule.num_layers)]
+        self.windows = [None] * schedule.num_layers if windows is None else list(windows)
         # zeros: a slot that is masked but was never written must not hold a NaN, which no weight of 0 removes
         self.buffers: list[tuple[Tensor, Tensor] | None] = [
             None
@@ -65,50 +86,68 @@ class SkipCache:
             for slots in self.slots
         ]
         self._first = 0  # row at which the announced prefill begins
+        self._sources: list[int] = []  # prompt of each of its rows
+        self._prefix: PrefixKeys | None = None
         self._index: tuple[Tensor, Tensor] | None = None  # row and slot [B] of the announced step; None: prefill
-        self._mask: Tensor | None = None
         self._width = 0
+        # of the announced step, by window: the first slot that any row sees, and the mask [B, 1, 1, K] from there on
+        self._seen: dict[int | None, tuple[int, Tensor | None]] = {}
 
     @property
     def bytes(self) -> int:
         """Bytes held now."""
         return sum(keys.nbytes + values.nbytes for keys, values in filter(None, self.buffers))
 
-    def begin_prefill(self, first_row: int) -> None:
-        """The next pass is the prompts of new rows, from `first_row` on."""
-        self._first, self._index = first_row, None
+    def begin_prefill(self, first_row: int, sources: Sequence[int], prefix: PrefixKeys | None = None) -> None:
+        """The next pass is the prompts of new rows, from `first_row` on.
+
+        sources: which of the pass's prompts each new row has. prefix: what all of them begin with; the pass is
+        what follows it.
+        """
+        self._first, self._sources, self._prefix, self._index = first_row, list(sources), prefix, None
 
     def begin_step(self, places: Sequence[int], device: torch.device) -> None:
         """The next pass is one token for each of B rows; `places`: their places in their rows."""
         slots = torch.tensor(places, device=device)
         self._index = (torch.arange(len(places), device=device), slots)
-        self._width = max(places) + 1
-        even = min(places) + 1 == self._width
-        # without a mask where no row is shorter: every slot up to the width is seen
-        self._mask = None if even else torch.arange(self._width, device=device) <= slots[:, None, None, None]
+        shortest, self._width = min(places) + 1, max(places) + 1
+        for window in set(self.windows):
+            first = 0 if window is None else max(0, shortest - window)
+            mask = None  # where no row is shorter, all see every slot from the first up to the width
+            if shortest < self._width:
+                keys, place = torch.arange(first, self._width, device=device), slots[:, None, None, None]
+                mask = keys <= place
+                if window is not None:
+                    mask &= keys > place - window
+            self._seen[window] = first, mask
 
     def mask(self, layer: int, rows: int) -> Tensor | None:
         """Mask [rows, 1, 1, K] of the announced step for the `rows` youngest rows; None: all of K is seen."""
-        if self._mask is None:
-            return None
-        return self._mask[-rows:, :, :, : self.slots[layer]]
+        first, mask = self._seen[self.windows[layer]]
+        return None if mask is None else mask[-rows:, :, :, : self.slots[layer] - first]
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store keys and values [B, H, S, D] of the announced pass; return those to attend to [B, H, K, D]."""
         buffers = self.buffers[layer_idx]
-        rows, _, columns, _ = keys.shape
+        rows = len(keys)
         if self._index is None:
+            if self._prefix is not None:
+                before = [one.expand(rows, -1, -1, -1) for one in self._prefix.layers[layer_idx]]
+                keys, values = torch.cat((before[0], keys), dim=2), torch.cat((before[1], values), dim=2)
             if buffers is not None:
+                alone = self._sources == list(range(rows))
                 for buffer, new in zip(buffers, (keys, values), strict=True):
-                    buffer[self._first : self._first + rows, :, :columns] = new
+                    end = self._first + len(self._sources)
+                    buffer[self._first : end, :, : new.shape[2]] = new if alone else new[self._sources]
             return keys, values
         assert buffers is not None, f"layer {layer_idx} is run past its last use"
         row, slot = self._index[0][-rows:], self._index[1][-rows:]
         width = min(self._width, self.slots[layer_idx])
+        first, _ = self._seen[self.windows[layer_idx]]
         live = len(self._index[0])
         for buffer, new in zip(buffers, (keys, values), strict=True):
             buffer[row, :, slot] = new[:, :, 0]
-        return buffers[0][live - rows : live, :, :width], buffers[1][live - rows : live, :, :width]
+        return buffers[0][live - rows : live, :, first:width], buffers[1][live - rows : live, :, first:width]
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy rows `sources` to `targets`, all at once."""

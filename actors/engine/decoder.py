@@ -1,21 +1,20 @@
-"""Runs chosen layers of a Hugging Face decoder-only model; the only file that knows model families.
+"""Runs chosen layers of a Hugging Face decoder-only model, of any family in `families`.
 
 It does not know schedules, sampling or requests: callers say which layer runs over which rows and columns.
-Shapes: B rows, S columns (tokens of a row in this pass), E hidden size, H key/value heads, D head size,
-V vocabulary size.
+Shapes: B rows, S columns (tokens of a row in this pass), K keys attended to, E hidden size, H key/value
+heads, D head size, V vocabulary size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel
 
-Rotary = tuple[Tensor, Tensor] | None
+from actors.engine.families import Rotary, context_length, family_of
 
 
 class KeyValueStore(Protocol):
@@ -30,73 +29,22 @@ class KeyValueStore(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Family:
-    """How to reach the parts of one model family. A further family is one more of these.
+def part(rotary: Rotary, rows: Any = slice(None), columns: Any = slice(None)) -> Rotary:
+    """A layer's cosines and sines [B, S, D] for some rows and columns."""
+    return None if rotary is None else (rotary[0][rows, columns], rotary[1][rows, columns])
 
-    embed: (model, ids [B, S], positions [B, S]) -> hidden states [B, S, E].
-    rotary: (model, hidden states, positions) -> cosines and sines [B, S, D], None if the family has none.
-    finish: (model, hidden states [N, E]) -> what the vocabulary head takes.
-    unsupported: config -> why this checkpoint cannot be run exactly, None if it can.
+
+def causal_mask(columns: int, prefix: int, window: int | None, device: torch.device) -> Tensor:
+    """Bool [1, 1, S, prefix + S]: which keys the tokens at places prefix ... prefix + S - 1 of their rows see.
+
+    Keys lie at their places. window: how many of the latest are seen, a token's own counted; None is all.
     """
-
-    layers: Callable[[Any], nn.ModuleList]
-    embed: Callable[[Any, Tensor, Tensor], Tensor]
-    rotary: Callable[[Any, Tensor, Tensor], Rotary]
-    finish: Callable[[Any, Tensor], Tensor]
-    unsupported: Callable[[PretrainedConfig], str | None] = lambda config: None
-
-
-def _opt_embed(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
-    decoder = model.model.decoder
-    hidden: Tensor = decoder.embed_tokens(ids)
-    if decoder.project_in is not None:
-        hidden = decoder.project_in(hidden)
-    # the mask argument is unused when positions are given
-    learned: Tensor = decoder.embed_positions(None, position_ids=positions)
-    return hidden + learned
-
-
-def _opt_finish(model: Any, hidden: Tensor) -> Tensor:
-    decoder = model.model.decoder
-    if decoder.final_layer_norm is not None:
-        hidden = decoder.final_layer_norm(hidden)
-    if decoder.project_out is not None:
-        hidden = decoder.project_out(hidden)
-    return hidden
-
-
-def _llama_unsupported(config: PretrainedConfig) -> str | None:
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if kind in ("dynamic", "longrope"):
-        return f"rope_type {kind!r} changes earlier keys as a row grows, which no cache can hold"
-    return None
-
-
-FAMILIES: dict[str, Family] = {
-    "llama": Family(
-        layers=lambda model: model.model.layers,
-        embed=lambda model, ids, positions: model.model.embed_tokens(ids),
-        rotary=lambda model, hidden, positions: model.model.rotary_emb(hidden, position_ids=positions),
-        finish=lambda model, hidden: model.model.norm(hidden),
-        unsupported=_llama_unsupported,
-    ),
-    "opt": Family(
-        layers=lambda model: model.model.decoder.layers,
-        embed=_opt_embed,
-        rotary=lambda model, hidden, positions: None,
-        finish=_opt_finish,
-    ),
-}
-
-
-def check_supported(config: PretrainedConfig) -> None:
-    """ValueError, listing the supported families, if a model of this config cannot be run."""
-    family = FAMILIES.get(config.model_type)
-    if family is None:
-        raise ValueError(f"model_type {config.model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
-    if reason := family.unsupported(config):
-        raise ValueError(f"model_type {config.model_type!r}: {reason}")
+    keys = torch.arange(prefix + columns, device=device)
+    queries = keys[prefix:, None]
+    seen = keys <= queries
+    if window is not None:
+        seen &= keys > queries - window
+    return seen[None, None]
 
 
 class Decoder:
@@ -107,15 +55,17 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config
-        check_supported(config)
+        self.family = family_of(config)
         self.model = model
-        self.family = FAMILIES[config.model_type]
         self.blocks = list(self.family.layers(model))
         self.num_layers = len(self.blocks)
         self.kv_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.context_length: int = config.max_position_embeddings
+        self.windows = self.family.windows(config)
+        self.context_length = context_length(config)
         self.vocab_size: int = config.vocab_size
+        self.logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._adds_masks = config._attn_implementation == "eager"
         self.device: torch.device = next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype
 
@@ -124,42 +74,72 @@ class Decoder:
         for block in self.blocks:
             block.compile(dynamic=True)
 
-    def embed(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Rotary]:
-        """ids, positions [B, S] -> hidden states [B, S, E] and rotary cosines and sines [B, S, D]."""
+    def embed(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Sequence[Rotary]]:
+        """ids, positions [B, S] -> hidden states [B, S, E] and each layer's rotary cosines and sines [B, S, D]."""
         hidden = self.family.embed(self.model, ids, positions)
         return hidden, self.family.rotary(self.model, hidden, positions)
 
     def run_layer(
         self, layer: int, hidden: Tensor, rotary: Rotary, mask: Tensor | None, cache: KeyValueStore | None = None
     ) -> Tensor:
-        """One layer over hidden states [B, S, E].
+        """One layer over hidden states [B, S, E]. rotary: the layer's own.
 
-        mask: bool [B or 1, 1, S, K], true where a query may attend to a key; None is causal (K = S).
+        mask: bool [B or 1, 1, S, K], true where a query may attend to a key; None is causal if K = S, and all
+        keys if S = 1. It is all there is: a layer's window must be in it.
         """
+        if self._adds_masks:
+            mask = self._added_mask(mask, hidden)
         output: Tensor = self.blocks[layer](
             hidden,
             attention_mask=mask,
             position_embeddings=rotary,
-            past_key_values=cache,
             use_cache=cache is not None,
+            **{self.family.cache_argument: cache},
         )
         return output
 
+    def _added_mask(self, mask: Tensor | None, hidden: Tensor) -> Tensor | None:
+        """What eager attention takes: numbers added to the scores, and never None for causal."""
+        if mask is None:
+            if hidden.shape[1] == 1:
+                return None
+            mask = causal_mask(hidden.shape[1], 0, None, hidden.device)
+        if mask.dtype != torch.bool:
+            return mask
+        return torch.zeros_like(mask, dtype=hidden.dtype).masked_fill(~mask, torch.finfo(hidden.dtype).min)
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and vocabulary head over [N, E] -> [N, V]."""
+        """Final norm and vocabulary head over [N, E] -> [N, V], capped if the family does so."""
         output: Tensor = self.model.get_output_embeddings()(self.family.finish(self.model, hidden))
+        if self.logit_cap is not None:
+            output = torch.tanh(output / self.logit_cap) * self.logit_cap
         return output
 
     def prefill(
-        self, ids: Tensor, positions: Tensor, last: Tensor, layers: Sequence[int], cache: KeyValueStore
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        last: Tensor,
+        layers: Sequence[int],
+        cache: KeyValueStore,
+        prefix_columns: int = 0,
     ) -> Tensor:
         """Run `layers` over right-padded prompts [B, S]; logits [B, V] at each row's column `last` [B].
 
-        Padding lies behind a row's own tokens, so the causal mask alone keeps it out of their attention.
+        prefix_columns: C tokens that lie before column 0 in every row; the cache returns their keys first, C + S
+        in all, and positions begin at C. Padding lies behind a row's own tokens, so that causality alone
+        keeps it out of their attention.
         """
         hidden, rotary = self.embed(ids, positions)
+        columns = ids.shape[1]
+        masks = {
+            window: None
+            if prefix_columns == 0 and (window is None or window >= columns)
+            else causal_mask(columns, prefix_columns, window, ids.device)
+            for window in set(self.windows)
+        }
         for layer in layers:
-            hidden = self.run_layer(layer, hidden, rotary, None, cache)
+            hidden = self.run_layer(layer, hidden, rotary[layer], masks[self.windows[layer]], cache)
         return self.logits(hidden[torch.arange(len(last), device=last.device), last])
 
     def step(self, ids: Tensor, positions: Tensor, rows_per_layer: Sequence[int], cache: KeyValueStore) -> Tensor:
@@ -174,8 +154,8 @@ class Decoder:
             if rows == 0:
                 continue
             first = batch - rows
-            part = None if rotary is None else (rotary[0][first:], rotary[1][first:])
-            output = self.run_layer(layer, hidden[first:], part, cache.mask(layer, rows), cache)
+            youngest = part(rotary[layer], slice(first, None))
+            output = self.run_layer(layer, hidden[first:], youngest, cache.mask(layer, rows), cache)
             if first == 0:
                 hidden = output
             else:

@@ -12,6 +12,7 @@ Knows nothing of Ray, Parquet or text: token ids in, token ids out.
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
@@ -20,23 +21,44 @@ from dataclasses import dataclass, field
 import torch
 
 from actors.engine.batching import plan_batches
-from actors.engine.cache import SkipCache, cache_bytes_per_row, compaction
+from actors.engine.cache import PrefixKeys, SkipCache, cache_bytes_per_row, compaction
+from actors.engine.choices import Node
 from actors.engine.decoder import Decoder
-from actors.engine.sampling import sample
+from actors.engine.sampling import RowSampling, sample
 from actors.engine.schedule import Schedule
-from actors.engine.types import Completion, EngineStats, FinishReason, Request
+from actors.engine.types import Completion, EngineStats, FinishReason, Request, SamplingParams, TokenLogprob
 
 
 @dataclass
 class Row:
-    """A row in flight. position: t of the token that the next step takes as input."""
+    """A row in flight. limit: most new tokens. stop_ids: tokens that end it. position: t of the token that the next
+    step takes as input. node: how far a row that is bound to choices has come."""
 
     request: Request
     ticket: int
-    position: int = 0
+    limit: int
+    sampling: RowSampling
+    stop_ids: frozenset[int]
+    node: Node | None = None
+    position: int = -1
     tokens: list[int] = field(default_factory=list)
     logprob: float = 0.0
+    choice_logprob: float = 0.0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    choice: int | None = None
     finish: FinishReason | None = None
+
+    def completion(self) -> Completion:
+        """The answer of a row that has ended."""
+        assert self.finish is not None
+        return Completion(
+            tuple(self.tokens),
+            self.finish,
+            self.logprob,
+            tuple(self.logprobs) if self.request.sampling.logprobs is not None else None,
+            self.choice,
+            None if self.choice is None else math.exp(self.choice_logprob),
+        )
 
 
 class Engine:
@@ -58,6 +80,7 @@ class Engine:
         self.stats = EngineStats()
         self.rows: list[Row] = []
         self.cache: SkipCache | None = None
+        self._prefix: tuple[tuple[int, ...], PrefixKeys] | None = None
         self._steps = 0
         self._tickets = 0
 
@@ -69,9 +92,9 @@ class Engine:
         )
 
     def new_tokens_limit(self, request: Request) -> int:
-        """Most tokens this row can be given: its own limit, or what the context leaves.
+        """Most tokens this row can be given: its own limit, or what the context leaves; for choices, the longest's.
 
-        Raises ValueError for a prompt that is empty or fills the context.
+        Raises ValueError for a prompt that is empty or fills the context, and for choices that do not fit.
         """
         length = len(request.prompt_ids)
         if length == 0:
@@ -79,6 +102,10 @@ class Engine:
         room = self.decoder.context_length - length
         if room < 1:
             raise ValueError(f"prompt of {length} tokens leaves no room in a context of {self.decoder.context_length}")
+        if request.choices is not None:
+            if request.choices.most_tokens > room:
+                raise ValueError(f"choices of up to {request.choices.most_tokens} tokens; the context leaves {room}")
+            return request.choices.most_tokens
         return min(request.sampling.max_new_tokens, room)
 
     def take_stats(self) -> EngineStats:
@@ -86,30 +113,36 @@ class Engine:
         stats, self.stats = self.stats, EngineStats()
         return stats
 
-    def generate(self, requests: Sequence[Request], *, budget_bytes: int, max_rows: int) -> list[Completion]:
+    def generate(
+        self, requests: Sequence[Request], *, budget_bytes: int, max_rows: int, prefix: Sequence[int] = ()
+    ) -> list[Completion]:
         """Answer all requests, in lock-step batches; completions in the order of the requests.
 
-        budget_bytes: cache of one batch. Raises ValueError for a request that cannot be run.
+        budget_bytes: cache of one batch. prefix: token ids with which most prompts begin; computed once, and
+        again only for another one. Raises ValueError for a request that cannot be run.
         """
-        limits = [self.new_tokens_limit(request) for request in requests]
-        batches = plan_batches(
-            [len(request.prompt_ids) for request in requests],
-            limits,
-            row_bytes=self.row_bytes,
-            budget_bytes=budget_bytes,
-            max_rows=max_rows,
-        )
         completions: dict[int, Completion] = {}
-        for batch in batches:
-            longest = max(len(requests[row].prompt_ids) for row in batch)
-            self.open(len(batch), longest, max(limits[row] for row in batch))
-            tickets = dict(zip(self.admit([requests[row] for row in batch]), batch, strict=True))
-            ended = self.retire()
-            while self.rows:
-                assert self.cache is not None
-                self.cache.free(self.rows[-1].position)  # nobody is admitted any more
-                ended += self.step()
-            completions.update((tickets[ticket], completion) for ticket, completion in ended)
+        shared = [row for row, request in enumerate(requests) if _begins_with(request.prompt_ids, prefix)]
+        others = sorted(set(range(len(requests))) - set(shared))
+        for group, start in ((shared, prefix), (others, ())):
+            limits = [self.new_tokens_limit(requests[row]) for row in group]
+            batches = plan_batches(
+                [len(requests[row].prompt_ids) for row in group],
+                limits,
+                row_bytes=self.row_bytes,
+                budget_bytes=budget_bytes,
+                max_rows=max_rows,
+            )
+            for batch in batches:
+                longest = max(len(requests[group[place]].prompt_ids) for place in batch)
+                self.open(len(batch), longest, max(limits[place] for place in batch))
+                tickets = dict(zip(self.admit([requests[group[place]] for place in batch], start), batch, strict=True))
+                ended = self.retire()
+                while self.rows:
+                    assert self.cache is not None
+                    self.cache.free(self.rows[-1].position)  # nobody is admitted any more
+                    ended += self.step()
+                completions.update((group[tickets[ticket]], completion) for ticket, completion in ended)
         return [completions[row] for row in range(len(requests))]
 
     def open(self, rows: int, prompt_slots: int, max_new_tokens: int) -> None:
@@ -126,14 +159,16 @@ class Engine:
             head_dim=decoder.head_dim,
             dtype=decoder.dtype,
             device=decoder.device,
+            windows=decoder.windows,
         )
         self.stats.batches += 1
         self.stats.cache_bytes = max(self.stats.cache_bytes, self.cache.bytes)
 
     @torch.inference_mode()
-    def admit(self, requests: Sequence[Request]) -> list[int]:
+    def admit(self, requests: Sequence[Request], prefix: Sequence[int] = ()) -> list[int]:
         """Run the prompts' own pass and draw each row's first token; returns a ticket a request.
 
+        A prompt that several rows share is computed once. prefix: beginning of all these prompts.
         May be called while rows are in flight: newcomers are the youngest. Rows that end at once leave with
         the next `retire` or `step`.
         """
@@ -141,29 +176,50 @@ class Engine:
         cache, decoder = self.cache, self.decoder
         assert cache is not None, "open() comes first"
         assert len(self.rows) + len(requests) <= cache.capacity, "more rows than open() made room for"
-        lengths = [len(request.prompt_ids) for request in requests]
-        limits = [self.new_tokens_limit(request) for request in requests]
-        assert max(lengths) <= cache.prompt_slots and max(limits) <= cache.max_new_tokens, "more than open() said"
-        columns = max(lengths)
-        ids = torch.zeros(len(requests), columns, dtype=torch.long)
-        for row, request in enumerate(requests):
-            ids[row, : lengths[row]] = torch.tensor(request.prompt_ids)
-        cache.begin_prefill(len(self.rows))
+        newcomers = [self._begin(request) for request in requests]
+        numbers: dict[tuple[int, ...], int] = {}
+        sources = [numbers.setdefault(tuple(request.prompt_ids), len(numbers)) for request in requests]
+        prompts = list(numbers)
+        lengths = [len(prompt) for prompt in prompts]
+        assert max(lengths) <= cache.prompt_slots, "a longer prompt than open() said"
+        assert max(row.limit for row in newcomers) <= cache.max_new_tokens, "more new tokens than open() said"
+        held = self._held_prefix(prefix)
+        columns = max(lengths) - len(prefix)
+        ids = torch.zeros(len(prompts), columns, dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            ids[row, : lengths[row] - len(prefix)] = torch.tensor(prompt[len(prefix) :])
+        cache.begin_prefill(len(self.rows), sources, held)
         logits = decoder.prefill(
             ids.to(decoder.device),
-            torch.arange(columns, device=decoder.device).expand(len(requests), -1),
-            torch.tensor(lengths, device=decoder.device) - 1,
+            torch.arange(len(prefix), len(prefix) + columns, device=decoder.device).expand(len(prompts), -1),
+            torch.tensor(lengths, device=decoder.device) - len(prefix) - 1,
             self.schedule.prompt_layers,
             cache,
+            prefix_columns=len(prefix),
         )
-        newcomers = [Row(request, self._tickets + place, position=-1) for place, request in enumerate(requests)]
-        self._tickets += len(requests)
-        self._draw(newcomers, logits)
+        self._draw(newcomers, logits[torch.tensor(sources, device=logits.device)])
         self.rows += newcomers
-        self.stats.prompt_tokens += sum(lengths)
-        self.stats.padded_prompt_tokens += columns * len(requests)
+        computed = sum(lengths) - len(prefix) * len(prompts)
+        self.stats.prompt_tokens += computed
+        self.stats.shared_prompt_tokens += sum(len(request.prompt_ids) for request in requests) - computed
+        self.stats.padded_prompt_tokens += columns * len(prompts)
         self.stats.prefill_seconds += time.perf_counter() - began
         return [row.ticket for row in newcomers]
+
+    def _held_prefix(self, prefix: Sequence[int]) -> PrefixKeys | None:
+        """Keys and values of a prompts' common beginning under this engine's schedule; the last one is kept."""
+        if not prefix:
+            return None
+        if self._prefix is None or self._prefix[0] != tuple(prefix):
+            held, device = PrefixKeys(), self.decoder.device
+            ids = torch.tensor([list(prefix)], device=device)
+            positions = torch.arange(len(prefix), device=device)[None]
+            last = torch.tensor([len(prefix) - 1], device=device)
+            self.decoder.prefill(ids, positions, last, self.schedule.prompt_layers, held)
+            self._prefix = (tuple(prefix), held)
+            self.stats.prompt_tokens += len(prefix)
+            self.stats.padded_prompt_tokens += len(prefix)
+        return self._prefix[1]
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Completion]]:
@@ -209,27 +265,62 @@ class Engine:
             self.cache.move(*zip(*moved, strict=True))
         self.rows = [self.rows[row] for row in order]
         self.stats.generated_tokens += sum(len(row.tokens) for row in ended)
-        completions = []
-        for row in ended:
-            assert row.finish is not None
-            completions.append((row.ticket, Completion(tuple(row.tokens), row.finish, row.logprob)))
-        return completions
+        return [(row.ticket, row.completion()) for row in ended]
+
+    def _begin(self, request: Request) -> Row:
+        """A row before its first token."""
+        sampling = RowSampling.begin(request.sampling, request.key, request.prompt_ids)
+        ends = self.stop_ids_of(request.sampling)
+        row = Row(request, self._tickets, self.new_tokens_limit(request), sampling, ends)
+        self._tickets += 1
+        if request.choices is not None:
+            row.node = request.choices.root
+            sampling.allowed = request.choices.allowed(row.node)
+        elif request.sampling.min_new_tokens > 0:
+            sampling.barred = [token for token in ends if token < self.decoder.vocab_size]
+        return row
+
+    def stop_ids_of(self, params: SamplingParams) -> frozenset[int]:
+        """Tokens that end a row of these parameters."""
+        own = frozenset(params.stop_token_ids)
+        return own if params.ignore_eos else own | self.stop_ids
 
     def _draw(self, rows: Sequence[Row], logits: torch.Tensor) -> None:
         """Draw the token behind each row's input and see whether it ends the row."""
-        tokens, logprobs = sample(
-            logits,
-            [row.request.sampling for row in rows],
-            [row.request.key for row in rows],
-            [row.position + 1 for row in rows],
-        )
-        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+        drawn = sample(logits, [row.sampling for row in rows])
+        for place, row in enumerate(rows):
             row.position += 1
             if row.finish is not None:
                 continue
-            row.tokens.append(token)
-            row.logprob += logprob
-            if token in self.stop_ids:
-                row.finish = FinishReason.STOP
-            elif len(row.tokens) >= self.new_tokens_limit(row.request):
-                row.finish = FinishReason.LENGTH
+            row.tokens.append(drawn.tokens[place])
+            row.sampling.add(drawn.tokens[place])
+            row.logprob += drawn.logprobs[place]
+            if place in drawn.top:
+                row.logprobs.append(drawn.top[place])
+            if row.node is not None:
+                row.choice_logprob += drawn.choice_logprobs[place]
+            row.finish = self._finish(row)
+
+    def _finish(self, row: Row) -> FinishReason | None:
+        """Why the row's last token ends it, None if it does not; moves a row that is bound to choices on."""
+        request, token, count = row.request, row.tokens[-1], len(row.tokens)
+        if row.node is not None:
+            assert request.choices is not None
+            row.node, row.choice = request.choices.follow(row.node, token)
+            if row.choice is not None:
+                row.sampling.allowed = None
+                return FinishReason.STOP
+            row.sampling.allowed = request.choices.allowed(row.node)
+            return None
+        if count >= request.sampling.min_new_tokens:
+            row.sampling.barred = ()
+            if token in row.stop_ids:
+                return FinishReason.STOP
+            if request.ending is not None and request.ending.ended(row.tokens):
+                return FinishReason.STOP
+        return FinishReason.LENGTH if count >= row.limit else None
+
+
+def _begins_with(prompt: Sequence[int], prefix: Sequence[int]) -> bool:
+    """Whether a prompt begins with a prefix and has tokens of its own behind it."""
+    return 0 < len(prefix) < len(prompt) and list(prompt[: len(prefix)]) == list(prefix)

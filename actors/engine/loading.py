@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.engine.schedule import Schedule, ScheduleSpec, load_spec
+from actors.engine.weights import Need, folder_sizes, names_in, need, weight_files
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +17,6 @@ if TYPE_CHECKING:
 
     from actors.engine.decoder import Decoder
 
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -37,16 +38,17 @@ class Checkpoint:
             raise ValueError(f"schedule: {error}") from None
 
 
-def inspect(path: str | Path) -> Checkpoint:
+def inspect(path: str | Path, names: Collection[str] | None = None) -> Checkpoint:
     """Check a checkpoint folder without reading its weights.
 
-    Raises ValueError of one line: no such folder, no safetensors, a family that is not supported, or a
+    names: files of the whole checkpoint, where the folder holds only the small ones. Raises ValueError of one
+    line: no such folder, no safetensors or not all of them, a family that is not supported, or a
     ``skipdecode.json`` that does not fit the model.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    from actors.engine.decoder import check_supported
+    from actors.engine.families import context_length, family_of
 
     folder = Path(path)
     if not folder.is_dir():
@@ -57,21 +59,27 @@ def inspect(path: str | Path) -> Checkpoint:
         kind = json.loads((folder / "config.json").read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{folder / 'config.json'}: not JSON: {error}") from None
-    if not any((folder / name).is_file() for name in WEIGHTS):
-        other = sorted(one.name for one in folder.iterdir() if one.suffix in (".bin", ".pt", ".pth"))
-        found = f"; {other[0]} is a pickle, which is not loaded: convert it" if other else ""
-        raise ValueError(f"{folder}: no safetensors weights ({' or '.join(WEIGHTS)}){found}")
+    weight_files(folder, names_in(folder) if names is None else names)
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise ValueError(f"{folder}: no tokenizer ({' or '.join(TOKENIZERS)})")
     if "auto_map" in kind:
         raise ValueError(f"{folder}: wants to run code of its own (auto_map), which is never done")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        check_supported(config)
+        family_of(config)
     except (ValueError, KeyError, OSError, StrictDataclassError) as error:
         raise ValueError(f"{folder}: {str(error).splitlines()[0]}") from None
     spec = load_spec(folder, config.num_hidden_layers)
-    return Checkpoint(folder, config, spec, config.num_hidden_layers, config.max_position_embeddings)
+    return Checkpoint(folder, config, spec, config.num_hidden_layers, context_length(config))
+
+
+def memory_needed(checkpoint: Checkpoint, dtype: str, cache_bytes: int, sizes: Mapping[str, int] | None = None) -> Need:
+    """What an actor will need for the checkpoint; ValueError of one line if its weights are not whole.
+
+    sizes: numbers of every tensor; None: read from the headers in the folder.
+    """
+    sizes = folder_sizes(checkpoint.path) if sizes is None else sizes
+    return need(sizes, tied=bool(checkpoint.config.tie_word_embeddings), dtype=dtype, cache_bytes=cache_bytes)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -84,24 +92,31 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def load_decoder(path: str | Path, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """The checkpoint's weights as a decoder in inference mode, `dtype` on `device`. ValueError if some are missing."""
-    from transformers import AutoModelForCausalLM
+    """The checkpoint's weights as a decoder in inference mode, `dtype` on `device`. ValueError if some are missing.
+
+    They go from the files to where they stay, tensor by tensor: no copy in another dtype or on another device.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from actors.engine.decoder import Decoder
+    from actors.engine.families import family_of
 
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         path,
+        config=config,
         output_loading_info=True,
         dtype=dtype,
+        device_map={"": device},
         local_files_only=True,
         trust_remote_code=False,
         use_safetensors=True,
-        attn_implementation="sdpa",
+        attn_implementation=family_of(config).attention,
     )
     model, found = loaded
     if found["missing_keys"]:  # the library would answer with random weights in their place
         raise ValueError(f"{path}: no weights for {sorted(found['missing_keys'])[0]}")
-    return Decoder(model.to(device).eval().requires_grad_(False))
+    return Decoder(model.eval().requires_grad_(False))
 
 
 def stop_ids(decoder: Decoder, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -1,18 +1,20 @@
-"""Logits -> tokens: greedy, temperature, top-k, top-p, each row with parameters and random numbers of its own.
+"""Logits -> tokens: each row with parameters, history and random numbers of its own.
 
 A row's random number for a position is a hash of its key and that position and of nothing else, so batch
-composition, retries and resumed jobs draw the same.
+composition, retries and resumed jobs draw the same. Order of the steps, as in transformers: penalties, tokens
+that may not come, temperature, top-k, top-p, min-p.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from actors.engine.types import SamplingParams
+from actors.engine.types import SamplingParams, TokenLogprob
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 
@@ -37,54 +39,163 @@ def _shift(bits: Tensor, places: int) -> Tensor:
     return (bits >> places) & ((1 << (64 - places)) - 1)
 
 
-def sample(
-    logits: Tensor, params: Sequence[SamplingParams], keys: Sequence[int], positions: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """Logits [B, V] -> token ids [B] and their log-probabilities [B], nats, under the distribution drawn from.
+@dataclass
+class RowSampling:
+    """What the next token of one row hangs on, beside its logits.
 
-    positions: index of the token drawn, counted from 0 in its row's response. A greedy row's log-probability
-    is that of the untouched distribution.
+    key: of its random numbers. drawn: tokens so far. counts: token -> times it came in the answer, 0 for a
+    token of the prompt alone; kept only where a penalty asks for it. allowed: the only tokens that may come,
+    None: all. barred: tokens that may not.
     """
+
+    params: SamplingParams
+    key: int
+    drawn: int = 0
+    counts: dict[int, int] = field(default_factory=dict)
+    allowed: Collection[int] | None = None
+    barred: Collection[int] = ()
+
+    @classmethod
+    def begin(cls, params: SamplingParams, key: int, prompt_ids: Sequence[int]) -> RowSampling:
+        """The state before the first token."""
+        seen = prompt_ids if params.repetition_penalty != 1 else ()
+        return cls(params, key, counts=dict.fromkeys(seen, 0))
+
+    def add(self, token: int) -> None:
+        """A token was drawn."""
+        self.drawn += 1
+        if self.penalized:
+            self.counts[token] = self.counts.get(token, 0) + 1
+
+    @property
+    def penalized(self) -> bool:
+        """Whether tokens that came before are treated otherwise than new ones."""
+        params = self.params
+        return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+    @property
+    def narrowed(self) -> bool:
+        """Whether only the likelier tokens can be drawn."""
+        return self.params.top_k > 0 or self.params.top_p < 1 or self.params.min_p > 0
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """tokens: ids, one a row. logprobs: of these under the model's own distribution, nats. choice_logprobs: under
+    the same, narrowed to the allowed tokens. top: of the rows that ask for it."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    choice_logprobs: list[float]
+    top: dict[int, TokenLogprob]
+
+
+def sample(logits: Tensor, rows: Sequence[RowSampling]) -> Drawn:
+    """Draw the next token of each row from logits [B, V]. The rows' states are read, not changed."""
     logits = logits.float()
-    tokens = logits.argmax(dim=-1)
-    logprobs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(dim=-1)
-    drawn = [row for row, one in enumerate(params) if one.temperature > 0]
+    normalizer = logits.logsumexp(dim=-1)
+    adjusted, choice_normalizer = _adjust(logits, normalizer, rows)
+    tokens = adjusted.argmax(dim=-1)
+    drawn = [row for row, one in enumerate(rows) if one.params.temperature > 0]
     # per row, not per batch: the way a row is drawn must not hang on its neighbours
-    for rows in (
-        [row for row in drawn if params[row].top_k == 0 and params[row].top_p == 1.0],
-        [row for row in drawn if params[row].top_k > 0 or params[row].top_p < 1.0],
-    ):
-        if not rows:
-            continue
-        index = torch.tensor(rows, device=logits.device)
-        temperature = torch.tensor([params[row].temperature for row in rows], device=logits.device)
-        u = uniforms(
-            torch.tensor([keys[row] for row in rows], device=logits.device),
-            torch.tensor([positions[row] for row in rows], device=logits.device),
-        )
-        scaled = logits[index] / temperature[:, None]
-        narrowed = params[rows[0]].top_k > 0 or params[rows[0]].top_p < 1.0
-        if narrowed:
-            top_k = torch.tensor([params[row].top_k or logits.shape[1] for row in rows], device=logits.device)
-            top_p = torch.tensor([params[row].top_p for row in rows], device=logits.device, dtype=torch.float64)
-            probabilities, vocabulary = _narrow(scaled, top_k, top_p)
-        else:
-            probabilities, vocabulary = scaled.double().softmax(dim=-1), None
-        cumulative = probabilities.cumsum(dim=-1)
-        total = cumulative[:, -1:]
-        choice = torch.searchsorted(cumulative, u[:, None] * total, right=True)
-        last = (probabilities > 0).long().cumsum(dim=-1).argmax(dim=-1, keepdim=True)
-        choice = torch.minimum(choice, last)  # rounding must not reach past the last possible token
-        logprobs[index] = (probabilities.gather(1, choice) / total).log()[:, 0].float()
-        tokens[index] = (choice if vocabulary is None else vocabulary.gather(1, choice))[:, 0]
-    return tokens, logprobs
+    for narrowed in (False, True):
+        chosen = [row for row in drawn if rows[row].narrowed == narrowed]
+        if chosen:
+            index = torch.tensor(chosen, device=logits.device)
+            tokens[index] = _draw(adjusted[index], [rows[row] for row in chosen], narrowed)
+    for row, one in enumerate(rows):
+        if one.allowed is not None and int(tokens[row]) not in one.allowed:
+            tokens[row] = min(one.allowed)  # logits that are no numbers: whatever comes must still be allowed
+    picked = logits.gather(1, tokens[:, None])[:, 0]
+    logprobs = picked - normalizer
+    return Drawn(
+        tokens.tolist(),
+        logprobs.tolist(),
+        (picked - choice_normalizer).tolist(),
+        _top(logits, normalizer, tokens, rows),
+    )
 
 
-def _narrow(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities [N, V], highest first and 0 outside top-k and then top-p, and the tokens they belong to."""
+def _draw(logits: Tensor, rows: Sequence[RowSampling], narrowed: bool) -> Tensor:
+    """Tokens [N] by inverse distribution function at each row's own random number; logits [N, V]."""
+    device = logits.device
+    scaled = logits / torch.tensor([row.params.temperature for row in rows], device=device)[:, None]
+    if narrowed:
+        probabilities, vocabulary = _narrow(scaled, [row.params for row in rows])
+    else:
+        probabilities, vocabulary = scaled.double().softmax(dim=-1), None
+    u = uniforms(
+        torch.tensor([row.key for row in rows], device=device),
+        torch.tensor([row.drawn for row in rows], device=device),
+    )
+    cumulative = probabilities.cumsum(dim=-1)
+    choice = torch.searchsorted(cumulative, u[:, None] * cumulative[:, -1:], right=True)
+    last = (probabilities > 0).long().cumsum(dim=-1).argmax(dim=-1, keepdim=True)
+    choice = torch.minimum(choice, last)  # rounding must not reach past the last possible token
+    return (choice if vocabulary is None else vocabulary.gather(1, choice))[:, 0]
+
+
+def _narrow(scaled: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
+    """Probabilities [N, V], highest first and 0 outside top-k, then top-p, then min-p; and their tokens."""
+
+    def column(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, device=scaled.device, dtype=torch.float64)[:, None]
+
     ordered, vocabulary = scaled.double().sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scaled.shape[1], device=scaled.device)
-    ordered = ordered.masked_fill(rank >= top_k[:, None], -torch.inf)
+    ordered = ordered.masked_fill(rank >= column([one.top_k or scaled.shape[1] for one in params]), -torch.inf)
     probabilities = ordered.softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
-    return probabilities.masked_fill((before >= top_p[:, None]) & (rank > 0), 0.0), vocabulary
+    outside = before >= column([one.top_p for one in params])
+    outside |= probabilities < column([one.min_p for one in params]) * probabilities[:, :1]
+    return probabilities.masked_fill(outside & (rank > 0), 0.0), vocabulary
+
+
+def _adjust(logits: Tensor, normalizer: Tensor, rows: Sequence[RowSampling]) -> tuple[Tensor, Tensor]:
+    """Logits [B, V] after penalties and with -inf where a token may not come; and the normalizer [B] of the
+    model's own distribution narrowed to each row's allowed tokens."""
+    device = logits.device
+    adjusted = logits
+    penalized = [row for row, one in enumerate(rows) if one.penalized and one.counts]
+    if penalized:
+        adjusted = logits.clone()
+        index = torch.tensor([row for row in penalized for _ in rows[row].counts], device=device)
+        token = torch.tensor([token for row in penalized for token in rows[row].counts], device=device)
+        times = torch.tensor([float(n) for row in penalized for n in rows[row].counts.values()], device=device)
+        values = torch.tensor(
+            [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in (one.params for one in rows)],
+            device=device,
+        )[index]
+        old = adjusted[index, token]
+        new = torch.where(old < 0, old * values[:, 0], old / values[:, 0])
+        adjusted[index, token] = new - values[:, 1] * (times > 0) - values[:, 2] * times
+    barred = [(row, token) for row, one in enumerate(rows) for token in one.barred]
+    if barred:
+        adjusted = adjusted.clone() if adjusted is logits else adjusted
+        adjusted[tuple(torch.tensor(barred, device=device).T)] = -torch.inf
+    bound = [(row, token) for row, one in enumerate(rows) if one.allowed is not None for token in one.allowed]
+    if not bound:
+        return adjusted, normalizer
+    index, token = torch.tensor(bound, device=device).T
+    may = torch.ones_like(logits, dtype=torch.bool)
+    may[index] = False
+    may[index, token] = True
+    return adjusted.masked_fill(~may, -torch.inf), logits.masked_fill(~may, -torch.inf).logsumexp(dim=-1)
+
+
+def _top(logits: Tensor, normalizer: Tensor, tokens: Tensor, rows: Sequence[RowSampling]) -> dict[int, TokenLogprob]:
+    """The drawn token and the likeliest ones, by the model's own distribution, of rows that ask for them."""
+    asked = {row: one.params.logprobs for row, one in enumerate(rows) if one.params.logprobs is not None}
+    if not asked:
+        return {}
+    found: dict[int, TokenLogprob] = {}
+    for most in sorted(set(asked.values())):  # each by itself: ties must not fall as a neighbour's number has it
+        chosen = [row for row, wanted in asked.items() if wanted == most]
+        index = torch.tensor(chosen, device=logits.device)
+        logprobs = logits[index] - normalizer[index, None]
+        values, ids = logprobs.topk(min(most, logits.shape[1]), dim=-1)
+        own = logprobs.gather(1, tokens[index, None])[:, 0].tolist()
+        for place, row in enumerate(chosen):
+            top = zip(ids[place].tolist(), values[place].tolist(), strict=True)
+            found[row] = TokenLogprob(int(tokens[row]), own[place], tuple(top))
+    return found

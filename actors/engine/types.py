@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from actors.engine.choices import ChoiceTrie
 
 
 class FinishReason(StrEnum):
-    """Why a row ended: a stop token, a length limit (max_new_tokens or the context), or an error."""
+    """Why a row ended: a stop token or string or a settled choice, a length limit (max_new_tokens or the context),
+    or an error."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -17,26 +23,110 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens of one row are drawn.
+    """How tokens of one row are drawn. Names and meanings are those of vLLM and transformers.
 
-    max_new_tokens: tokens, the stop token counted. temperature: 0 is greedy. top_k: tokens, 0 is all.
-    top_p: probability mass. Raises ValueError for values that mean nothing.
+    max_new_tokens: tokens, the stop token counted. min_new_tokens: tokens before which nothing ends the row.
+    temperature: 0 is greedy. top_k: tokens, 0 is all. top_p: probability mass. min_p: share of the likeliest
+    token's probability. repetition_penalty: over prompt and answer, 1 is none; presence_penalty,
+    frequency_penalty: over the answer alone, 0 is none. stop: strings; the text ends before the first of
+    them. stop_token_ids: further tokens that end the row. ignore_eos: the model's own stop tokens do not.
+    n: answers to the prompt. logprobs: likeliest tokens told of beside each drawn one, None tells nothing.
+    seed: in place of the job's. Raises ValueError for values that mean nothing.
     """
 
     max_new_tokens: int = 64
+    min_new_tokens: int = 0
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    logprobs: int | None = None
+    seed: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens = {self.max_new_tokens}: must be at least 1")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature = {self.temperature}: must be 0 or above")
-        if self.top_k < 0:
-            raise ValueError(f"top_k = {self.top_k}: must be 0 (all) or above")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p = {self.top_p}: must lie in (0, 1]")
+        for name, fits, rule in (
+            ("max_new_tokens", self.max_new_tokens >= 1, "must be at least 1"),
+            ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "must be 0 to max_new_tokens"),
+            ("temperature", self._temperature_fits(), f"must be 0 (greedy), or {LEAST} to {MOST}"),
+            ("top_k", self.top_k >= 0, "must be 0 (all) or above"),
+            ("top_p", 0 < self.top_p <= 1, "must lie in (0, 1]"),
+            ("min_p", 0 <= self.min_p <= 1, "must lie in [0, 1]"),
+            ("repetition_penalty", LEAST <= self.repetition_penalty <= MOST, f"must be {LEAST} to {MOST}"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "must lie in [-2, 2]"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "must lie in [-2, 2]"),
+            ("stop", all(self.stop), "must not hold an empty string"),
+            ("stop_token_ids", all(token >= 0 for token in self.stop_token_ids), "must be 0 or above"),
+            ("n", 1 <= self.n <= MOST_SAMPLES, f"must be 1 to {MOST_SAMPLES}"),
+            ("n", self.n == 1 or self.temperature > 0, "needs a temperature above 0: greedy answers are all the same"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MOST_LOGPROBS, f"must be 0 to {MOST_LOGPROBS}"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**63, "must be 0 to 2**63 - 1"),
+        ):
+            if not fits:
+                raise ValueError(f"{name} = {getattr(self, name)!r}: {rule}")
+
+    def _temperature_fits(self) -> bool:
+        return self.temperature == 0 or LEAST <= self.temperature <= MOST
+
+    def merged(self, changes: Mapping[str, Any]) -> SamplingParams:
+        """With a row's own values on top; None leaves a value as it is. ValueError names what does not fit."""
+        return replace(self, **{name: _checked(name, value) for name, value in changes.items() if value is not None})
+
+
+def _checked(name: str, value: Any) -> Any:
+    """A value from outside as the type that the parameter has."""
+    kinds = {one.name: str(one.type) for one in fields(SamplingParams)}
+    if name not in kinds:
+        near = difflib.get_close_matches(str(name), kinds, n=1, cutoff=0.5)
+        raise ValueError(
+            f"unknown key {name}; " + (f"did you mean {near[0]}?" if near else f"known: {', '.join(kinds)}")
+        )
+    kind = kinds[name].removesuffix(" | None")
+    wrong = ValueError(f"{name} = {value!r}: must be {_KINDS[kind]}")
+    if kind.startswith("tuple"):
+        many = [value] if isinstance(value, str) else value
+        member = str if kind == "tuple[str, ...]" else int
+        if not isinstance(many, Sequence) or not all(type(one) is member for one in many):
+            raise wrong
+        return tuple(many)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind == "bool" and isinstance(value, bool):
+        return value
+    if kind == "int" and number and value == value // 1:
+        return int(value)
+    if kind == "float" and number and abs(value) < 10**300:
+        return float(value)
+    raise wrong
+
+
+LEAST, MOST = 0.01, 100.0  # outside, logits multiplied or divided may leave the range of numbers
+MOST_LOGPROBS = 20
+MOST_SAMPLES = 1024
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "tuple[str, ...]": "a string or a list of strings",
+    "tuple[int, ...]": "a list of whole numbers",
+}
+
+
+class Ending(Protocol):
+    """Says when an answer's text has come to its end; the engine itself knows no text."""
+
+    def ended(self, tokens: Sequence[int]) -> bool:
+        """Whether the last of `tokens` ends the answer."""
+        ...
+
+    def cut(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens` up to its end."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -44,21 +134,46 @@ class Request:
     """One row to answer.
 
     prompt_ids: token ids, at least one. key: 64-bit number from which all of the row's random numbers
-    follow, so that they hang on neither its batch nor its place in it.
+    follow, so that they hang on neither its batch nor its place in it. ending: of a row with stop strings.
+    choices: the labels that the answer is bound to.
     """
 
     prompt_ids: Sequence[int]
     sampling: SamplingParams = SamplingParams()
     key: int = 0
+    ending: Ending | None = None
+    choices: ChoiceTrie | None = None
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A drawn token and the likeliest ones in its place, likeliest first; nats under the model's own distribution."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in the answers' column `logprobs`."""
+        top = [{"token_id": token, "logprob": logprob} for token, logprob in self.top]
+        return {"token_id": self.token, "logprob": self.logprob, "top": top}
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One row's answer. token_ids ends with the stop token if that ended it; logprobs are in nats."""
+    """One row's answer. token_ids ends with the stop token if that ended it.
+
+    cumulative_logprob: nats, under the model's own distribution, before penalties, temperature and top-*.
+    logprobs: of each token, if asked for. choice: number of the label, choice_probability: its share among the
+    labels, token by token; None for a row that was free.
+    """
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     cumulative_logprob: float
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    choice: int | None = None
+    choice_probability: float | None = None
 
 
 @dataclass
@@ -66,7 +181,8 @@ class EngineStats:
     """Counts over everything an engine has run since they were last taken."""
 
     batches: int = field(default=0, metadata={"unit": "batches"})
-    prompt_tokens: int = field(default=0, metadata={"unit": "tokens"})
+    prompt_tokens: int = field(default=0, metadata={"unit": "tokens computed in prefill, padding left out"})
+    shared_prompt_tokens: int = field(default=0, metadata={"unit": "prompt tokens that another row's pass served"})
     padded_prompt_tokens: int = field(default=0, metadata={"unit": "tokens computed in prefill, padding included"})
     generated_tokens: int = field(default=0, metadata={"unit": "tokens"})
     decode_steps: int = field(default=0, metadata={"unit": "tokens that were an input to decode"})
