@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 
 OK, FAILED, BAD_CONFIG, ROW_ERRORS, INTERRUPTED, LEASE = 0, 1, 2, 3, 4, 5
+RETRY_ADVICE = re.compile(r"Failed to .+ after \d+/\d+ attempts")
 
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change a key of the file. Repeatable.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show Ray's own messages and tracebacks.")]
@@ -32,6 +34,7 @@ def _setup(verbose: bool) -> None:
         format="%(message)s" if not verbose else "%(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
+    logging.getLogger("pipeline.memory").setLevel(logging.INFO)  # one line a job, always told
     # quiet before they are imported
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -51,14 +54,17 @@ def run(
     job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
     changes: Set = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows of the input.")] = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace what another job left in the output folder.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option(help="Replace another job's output; input.since: give up an unfinished run.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
     show: Annotated[int, typer.Option(min=0, help="Rows to print with their answers at the end.")] = 0,
     verbose: Verbose = False,
 ) -> None:
-    """Run a bulk job; the same command again finishes it."""
+    """Run a bulk job; the same command again finishes it, or with input.since takes what is new."""
     _setup(verbose)
-    from pipeline.config import JobConfig, load_config
+    from pipeline.config import JobConfig
+    from pipeline.config_file import load_config
 
     try:
         config = load_config(JobConfig, job, changes or [])
@@ -68,17 +74,24 @@ def run(
     from rich.console import Console
 
     from pipeline import job as jobs
-    from pipeline.lease import LeaseHeld
-    from pipeline.report import RowsMissing, first_rows, print_report, summary
-    from pipeline.sink import read_records
+    from pipeline.lease import Interrupted, LeaseHeld, LeaseLost
+    from pipeline.ledger import Overtaken
+    from pipeline.report import RowsMissing, last_errors, print_outcome, summary
+    from pipeline.scheduled import print_scheduled, scheduled_summary
     from pipeline.storage import STORE_ERRORS, open_folder
 
     again = "the same command without --overwrite" if overwrite else "the same command"
     try:
-        outcome = jobs.run(config, limit=limit, overwrite=overwrite, verbose=verbose)
-    except jobs.Interrupted as error:
+        if config.input.since:
+            scheduled = jobs.run_since(config, limit=limit, overwrite=overwrite, verbose=verbose)
+            done = [(one.folder, one.outcome) for one in scheduled.finished]
+        else:
+            scheduled = None
+            outcome = jobs.run(config, limit=limit, overwrite=overwrite, verbose=verbose)
+            done = [(open_folder(config.output.path, config.storage), outcome)]
+    except Interrupted as error:
         raise _stop(INTERRUPTED, f"interrupted ({error}); {again} finishes the job") from None
-    except (LeaseHeld, jobs.LeaseLost) as error:
+    except (LeaseHeld, LeaseLost, Overtaken) as error:
         raise _stop(LEASE, f"another run holds {config.output.path}: {error}") from None
     # before ValueError: Ray's error of a task is also an instance of what the task raised
     except (RowsMissing, ray.exceptions.RayError, *STORE_ERRORS) as error:
@@ -90,48 +103,37 @@ def run(
             logging.exception("bad configuration or input")
         raise _stop(BAD_CONFIG, f"{job}: {error}") from None
 
-    totals, manifest = outcome.totals, outcome.manifest
-    folder = open_folder(config.output.path, config.storage)
     console = Console(soft_wrap=True, stderr=as_json)
-    if show:
-        for row in first_rows(folder, show):
-            console.print(f"\n[{row['id']}]", markup=False, highlight=False)
-            for name in ("prompt", "generated_text", "error"):
-                if row.get(name) is not None:
-                    console.print(
-                        f"  {name.replace('generated_text', 'answer')}: {row[name]}", markup=False, highlight=False
-                    )
-        console.print()
-    if outcome.fresh_rows:
-        print_report(console, manifest, read_records(folder), totals)
-        rate = outcome.fresh_rows / outcome.seconds
-        console.print(
-            f"{outcome.fresh_rows:,} rows in {outcome.seconds:.1f} s with start-up, {rate:,.1f} rows/s", highlight=False
-        )
-    else:
-        console.print(f"nothing left to do: all {totals.rows:,} rows are answered already", highlight=False)
-    console.print(
-        f"answers: {config.output.path}/part-*.parquet\n"
-        f"statistics: {config.output.path}/_job/stats.parquet, summary: {config.output.path}/_job/summary.json",
-        highlight=False,
-    )
+    for folder, outcome in done:
+        print_outcome(console, folder, outcome, show)
+    if scheduled is not None:
+        print_scheduled(console, scheduled)
     if as_json:
+        values = [
+            {**summary(folder, one.manifest, one.totals), "fresh_rows": one.fresh_rows, "seconds": one.seconds}
+            for folder, one in done
+        ]
         typer.echo(
-            json.dumps(
-                {**summary(folder, manifest, totals), "fresh_rows": outcome.fresh_rows, "seconds": outcome.seconds}
+            json.dumps(values[0] if scheduled is None else scheduled_summary(config.output.path, scheduled, values))
+        )
+    judged = [(outcome.totals.errors, outcome.totals.rows) for _, outcome in done]
+    if scheduled is not None and scheduled.last is not None and not done:  # a retry must not turn errors into success
+        last = open_folder(f"{config.output.path.rstrip('/')}/{scheduled.last.folder}", config.storage)
+        judged = last_errors(last)
+    for errors, rows in judged:
+        if errors > config.max_row_errors * rows:
+            raise _stop(
+                ROW_ERRORS,
+                f"{errors:,} of {rows:,} rows have an error, more than max_row_errors = "
+                f"{config.max_row_errors:g}; their `error` column says why",
             )
-        )
-    if totals.errors > config.max_row_errors * totals.rows:
-        raise _stop(
-            ROW_ERRORS,
-            f"{totals.errors:,} of {totals.rows:,} rows have an error, more than max_row_errors = "
-            f"{config.max_row_errors:g}; their `error` column says why",
-        )
 
 
 def _cause(error: BaseException) -> str:
-    """The last line of an error that Ray may have wrapped."""
+    """The last line of an error that Ray may have wrapped, without the advice on retries that Ray Data adds."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    advice = [number for number, line in enumerate(lines) if RETRY_ADVICE.match(line)]
+    lines = lines[: advice[0]] or lines if advice else lines
     return lines[-1] if lines else type(error).__name__
 
 
@@ -143,7 +145,8 @@ def tune(
 ) -> None:
     """Adapt a checkpoint to a schedule or to any speed; the same command again goes on where it stopped."""
     _setup(verbose)
-    from pipeline.config import TuneConfig, load_config
+    from pipeline.config_file import load_config
+    from pipeline.config_tuning import TuneConfig
 
     try:
         config = load_config(TuneConfig, recipe, changes or [])
@@ -173,7 +176,8 @@ def evaluate(
     _setup(verbose)
     from rich.console import Console
 
-    from pipeline.config import EvalConfig, load_config
+    from pipeline.config_file import load_config
+    from pipeline.config_tuning import EvalConfig
 
     try:
         config = load_config(EvalConfig, recipe, changes or [])
@@ -195,21 +199,31 @@ def evaluate(
 
 @app.command()
 def report(
-    output: Annotated[str, typer.Argument(metavar="OUTPUT_URI", help="A job's output folder.")],
+    output: Annotated[
+        str, typer.Argument(metavar="OUTPUT_URI", help="A job's output folder, or the root of scheduled runs.")
+    ],
     endpoint_url: Annotated[str | None, typer.Option(help="S3 endpoint.")] = None,
 ) -> None:
-    """Rebuild a job's statistics and summary from its commit records, finished or not, and print them."""
+    """Rebuild a job's statistics and summary from its commit records, finished or not, and print them.
+
+    Of a root of scheduled runs: the ledger of its runs.
+    """
     _setup(False)
     from rich.console import Console
 
     from pipeline import manifest as manifests
     from pipeline.config import StorageConfig
+    from pipeline.ledger import holds_ledger, print_ledger
+    from pipeline.ledger import read as read_ledger
     from pipeline.report import print_report, write_report
     from pipeline.sink import read_records
     from pipeline.storage import STORE_ERRORS, open_folder
 
     try:
         folder = open_folder(output, StorageConfig(endpoint_url=endpoint_url))
+        if holds_ledger(folder):
+            print_ledger(Console(soft_wrap=True), read_ledger(folder))
+            return
         manifest = manifests.load(folder)
         if manifest is None:
             raise ValueError(f"{output}: no job here (no _job/job.json)")

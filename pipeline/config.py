@@ -1,57 +1,152 @@
-"""Job and tune files as pydantic models: every key, its unit and its default. Reads no data, loads no model."""
+"""Job files as pydantic models: every key, its unit and its default. Reads no data, loads no model."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from dataclasses import fields
+from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from actors.engine.types import SamplingParams
+from pipeline.choices import check_compatible, check_labels
 
 Decay = Literal["linear", "cosine", "power", "step", "constant"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class Section(BaseModel):
-    """A part of a file: unknown keys are refused."""
+    """A part of a file: unknown keys are refused, and so are values of another type (a whole number is a float)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _many(value: Any) -> Any:
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _labels(value: Any) -> Any:
+    if isinstance(value, list):
+        for label in value:
+            if not isinstance(label, str):
+                raise ValueError(
+                    f"labels are text, and {label!r} is none; put it in quotes (yes and no are YAML booleans)"
+                )
+    return _many(value)
+
+
+def _sampling_columns(value: Any) -> Any:
+    if isinstance(value, dict):
+        known = [one.name for one in fields(SamplingParams)]
+        for name, column in value.items():
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+                raise ValueError(f"unknown parameter {name}; {hint}")
+            if not isinstance(column, str):
+                raise ValueError(f"{name} must name a column")
+        if value:
+            return value
+    if value is None or (isinstance(value, str) and value):
+        return value
+    raise ValueError("must name a struct column, or give columns as {parameter: column}")
+
+
 Paths = Annotated[list[str], BeforeValidator(_one_or_many), Field(min_length=1)]
 
 
+class ExampleConfig(Section):
+    user: str = Field(min_length=1, description="what the user says")
+    assistant: str = Field(min_length=1, description="the answer wanted")
+
+
 class InputConfig(Section):
+    """A prompt is one of three: a column of text or token ids, a template, or a column of messages.
+
+    `chat`, `system` and `examples` turn text into the last user message of a chat.
+    """
+
     path: Paths = Field(description="Parquet file, folder, glob, or a list of these; local or s3://")
     id: str | None = Field(None, description="column carried along as `id`; none: ids from file and row number")
-    prompt: str | None = Field(None, description="column that holds the prompt; default 'prompt' without a template")
-    template: str | None = Field(None, description="Jinja2 template over the row's columns, instead of a prompt column")
+    prompt: str | None = Field(
+        None, description="column of text, or of lists of token ids, taken as they are; default 'prompt'"
+    )
+    template: str | None = Field(
+        None, description="Jinja2 template over the row's columns, nested ones as meta.question and tags[0]"
+    )
+    messages: str | None = Field(
+        None, description="column of chats: list of struct with role and content (text, or parts of text), or as JSON"
+    )
+    chat: bool = Field(False, description="text becomes a user message; implied by system and examples")
+    system: str | None = Field(
+        None, min_length=1, description="system message of every chat, unless the row's messages have their own"
+    )
+    examples: list[ExampleConfig] = Field(
+        default_factory=list, description="exchanges between the system message and each row's own messages"
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="values for the checkpoint's chat template, such as enable_thinking"
+    )
+    sampling: Annotated[str | dict[str, str] | None, BeforeValidator(_sampling_columns)] = Field(
+        None, description="a row's own sampling: a struct, map or JSON column, or {parameter: column}; null: the job's"
+    )
+    choices: str | None = Field(
+        None, description="column of lists of labels, one of which answers the row; null: the job's choices"
+    )
     too_long: Literal["error", "truncate_left"] = Field(
         "error", description="a prompt that leaves no room for one token: row error, or keep its last tokens"
     )
 
+    since: Literal["last_success"] | None = Field(
+        None, description="scheduled runs: each takes the files that no successful run has, into a dated folder"
+    )
+    changed: Literal["error", "take", "leave"] = Field(
+        "error",
+        description="with since, a file that changed after it was answered: stop, answer it again, or let it be",
+    )
+
     @model_validator(mode="after")
     def _one_prompt(self) -> InputConfig:
-        if self.prompt is not None and self.template is not None:
-            raise ValueError("give prompt or template, not both")
+        if self.since is None and self.changed != "error":
+            raise ValueError("changed is for scheduled runs: give since: last_success too")
+        given = [name for name in ("prompt", "template", "messages") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"give {given[0]} or {given[1]}, not both")
+        if self.chat_template_kwargs and not self.is_chat:
+            raise ValueError("chat_template_kwargs is for chats: give messages, system, examples or chat: true")
         return self
+
+    @property
+    def prompt_column(self) -> str | None:
+        """The column of prompts; None for a template or messages."""
+        return None if self.template is not None or self.messages is not None else self.prompt or "prompt"
+
+    @property
+    def is_chat(self) -> bool:
+        """Prompts go through the checkpoint's chat template."""
+        return self.chat or self.messages is not None or self.system is not None or bool(self.examples)
 
 
 class OutputConfig(Section):
     path: str = Field(description="folder for the answers; local or s3://")
     keep: list[str] = Field(default_factory=list, description="input columns carried along, beside id")
+    strip: bool = Field(True, description="take white space off both ends of the text")
     token_ids: bool = Field(False, description="write a column with the generated token ids")
-    cumulative_logprob: bool = Field(False, description="write the sum of the drawn tokens' log-probabilities, nats")
+    cumulative_logprob: bool = Field(False, description="write the sum of the tokens' log-probabilities, nats")
 
 
 class ModelConfig(Section):
-    path: str = Field(description="checkpoint folder")
+    path: str = Field(description="checkpoint: local folder, s3:// folder, or owner/name@revision on the hub")
+    cache: str | None = Field(
+        None,
+        description="folder on each node for fetched checkpoints; default $SKIPDECODE_CACHE, else ~/.cache/skipdecode",
+    )
     dtype: Dtype = Field("bfloat16", description="weights, activations and cache")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto is cuda where an actor sees a GPU")
     compile: bool = Field(False, description="torch.compile the layers; needs a C++ compiler")
@@ -79,11 +174,38 @@ class ScheduleConfig(Section):
 
 
 class SamplingConfig(Section):
-    max_new_tokens: int = Field(64, ge=1, description="tokens, the stop token counted")
-    temperature: float = Field(0.0, ge=0, description="0 is greedy")
-    top_k: int = Field(0, ge=0, description="tokens; 0 is all")
+    """Names and defaults of `SamplingParams`; a row may have values of its own, see `input.sampling`."""
+
+    max_new_tokens: int = Field(64, ge=1, lt=2**31, description="tokens, the stop token counted")
+    min_new_tokens: int = Field(0, ge=0, lt=2**31, description="tokens before which nothing ends the row")
+    temperature: float = Field(0.0, ge=0, description="0 is greedy, else 0.01 and above")
+    top_k: int = Field(0, ge=0, lt=2**31, description="tokens; 0 is all")
     top_p: float = Field(1.0, gt=0, le=1, description="probability mass")
+    min_p: float = Field(0.0, ge=0, le=1, description="share of the likeliest token's probability")
+    repetition_penalty: float = Field(1.0, gt=0, description="factor, over prompt and answer; 1 is none")
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="logits, for tokens the answer holds; 0 is none")
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="logits, each time the answer holds one; 0 is none")
+    stop: Annotated[tuple[str, ...], BeforeValidator(_many)] = Field(
+        (), description="string or list of strings; the text ends before the first of them"
+    )
+    stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(_many)] = Field(
+        (), description="further token ids that end a row"
+    )
+    ignore_eos: bool = Field(False, description="the model's own stop tokens end no row")
+    n: int = Field(1, ge=1, lt=2**31, description="answers to each prompt, at most 1024")
+    logprobs: int | None = Field(
+        None, ge=0, description="likeliest tokens told of beside each drawn one in a column logprobs; none: no column"
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="seed of all random numbers of the job")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> SamplingConfig:
+        self.params()
+        return self
+
+    def params(self) -> SamplingParams:
+        """What every row is answered with, unless it says otherwise; without the job's seed. ValueError if at odds."""
+        return SamplingParams(**self.model_dump(exclude={"seed"}))
 
 
 class ActorsConfig(Section):
@@ -126,6 +248,10 @@ class JobConfig(Section):
     model: ModelConfig
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    choices: Annotated[tuple[str, ...], BeforeValidator(_labels), Field(min_length=1)] | None = Field(
+        None, description="labels, one of which answers each row; input.choices gives a row its own"
+    )
+    shared_prefix: bool = Field(True, description="compute the prompts' constant beginning once an actor")
     actors: ActorsConfig = Field(default_factory=ActorsConfig)
     storage: StorageConfig = Field(default_factory=StorageConfig)
     shard_rows: int | None = Field(None, ge=1, description="rows; default min(4096, ceil(rows ÷ (4 × most actors)))")
@@ -133,152 +259,10 @@ class JobConfig(Section):
     max_row_errors: float = Field(0.01, ge=0, le=1, description="share of rows; above it the job exits 3")
     attempts: int = Field(3, ge=1, description="starts of one actor process, and tries of a task whose process died")
 
-
-class TuneModelConfig(Section):
-    path: str | None = Field(None, description="checkpoint folder to start from")
-    new: dict[str, Any] | None = Field(
-        None, description="from scratch: model_type and the keys of its Hugging Face config, but vocab_size"
-    )
-    vocab_size: int = Field(2048, ge=300, description="entries of the byte-level BPE trained for a new model")
-
     @model_validator(mode="after")
-    def _start(self) -> TuneModelConfig:
-        if (self.path is None) == (self.new is None):
-            raise ValueError("give path (a checkpoint) or new (sizes), one of them")
-        if self.new is not None and "model_type" not in self.new:
-            raise ValueError("new needs model_type, for example llama")
+    def _labels_alone(self) -> JobConfig:
+        if self.choices is not None:
+            check_labels(self.choices)
+        if self.choices is not None or self.input.choices is not None:
+            check_compatible(self.sampling.params())
         return self
-
-
-class TuneDataConfig(Section):
-    train: Paths = Field(description="Parquet files with prompts and references")
-    dev: Paths = Field(description="Parquet files for the dev-set loss")
-    prompt: str = Field("prompt", description="prompt column")
-    train_reference: str = Field("reference", description="column: a string, or a list of strings")
-    dev_reference: str = Field("references", description="column: a string, or a list of strings")
-    dev_rows: int = Field(256, ge=1, description="pairs of the dev set, evenly spread")
-    max_tokens: int = Field(256, ge=4, description="tokens of prompt and response; longer pairs are left out")
-
-
-class TuneScheduleConfig(Section):
-    speedups: list[float] = Field([1.0], min_length=1, description="nominal; one is drawn for each batch")
-    default: float | None = Field(None, description="nominal speed-up that jobs use unless they say; default the last")
-    horizon: int | None = Field(None, ge=2, description="tokens; default the median response of the training data")
-    decay: Decay = Field("linear", description="shape of the fall")
-    warmup: int = Field(1, ge=1, description="lowest layers that always run")
-    keep_order: Literal["paper", "even"] | list[int] = Field("paper", description="layers, most needed first")
-    prompt: Literal["full", "first"] = Field("full", description="layers run over the prompt")
-
-
-class TrainingConfig(Section):
-    epochs: float = Field(1.0, gt=0, description="passes over the training pairs")
-    max_steps: int = Field(-1, description="optimizer steps; -1: by epochs")
-    batch_size: int = Field(64, ge=1, description="pairs a step")
-    learning_rate: float = Field(1e-3, gt=0, description="peak; cosine to zero after the warm-up")
-    warmup_steps: int = Field(50, ge=0, description="optimizer steps over which the rate rises")
-    weight_decay: float = Field(0.01, ge=0, description="AdamW")
-    label_smoothing: float = Field(0.0, ge=0, lt=1, description="probability mass spread over the vocabulary")
-    bf16: bool = Field(True, description="autocast to bfloat16")
-    seed: int = Field(0, ge=0, description="initial weights, order of pairs, drawn speeds")
-    eval_steps: int = Field(200, ge=1, description="optimizer steps between dev-set losses")
-    save_steps: int = Field(200, ge=1, description="optimizer steps between checkpoints to resume from")
-    threads: int | None = Field(None, ge=1, description="torch threads; default all cores")
-
-
-class TuneConfig(Section):
-    model: TuneModelConfig
-    data: TuneDataConfig
-    output: str = Field(description="folder for the tuned checkpoint; resumable state in its _training folder")
-    schedule: TuneScheduleConfig = Field(default_factory=TuneScheduleConfig)
-    training: TrainingConfig = Field(default_factory=TrainingConfig)
-
-
-class EvalDataConfig(Section):
-    path: Paths = Field(description="Parquet files with prompts and references")
-    prompt: str = Field("prompt", description="prompt column")
-    references: str = Field("references", description="column: a string, or a list of strings")
-    limit: int | None = Field(None, ge=1, description="rows")
-
-
-class EvalConfig(Section):
-    data: EvalDataConfig
-    model: ModelConfig
-    output: str = Field(description="folder for the table and the answers")
-    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
-    speedups: list[float] = Field([1, 2, 3, 4, 5], min_length=1, description="nominal, each evaluated")
-    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
-    max_batch: int = Field(64, ge=1, description="rows a batch at most")
-    threads: int | None = Field(None, ge=1, description="torch threads; default all cores")
-    runs: int = Field(1, ge=1, description="times each speed is timed; the median is shown")
-
-
-ConfigT = TypeVar("ConfigT", bound=Section)
-
-
-def load_config(kind: type[ConfigT], path: str | Path, changes: Sequence[str] = ()) -> ConfigT:
-    """Read a YAML file and apply ``a.b=value`` changes.
-
-    Raises ValueError of one line that names the file, the key and what to do.
-    """
-    path = Path(path)
-    try:
-        values = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: must hold keys and values, such as `input:` and `output:`")
-    for change in changes:
-        _apply(values, change)
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        raise ValueError(f"{path}: {_first_problem(kind, error)}") from None
-
-
-def _apply(values: dict[str, Any], change: str) -> None:
-    dotted, equals, text = change.partition("=")
-    keys = dotted.strip().split(".")
-    if not equals or not all(keys):
-        raise ValueError(f"--set {change}: must look like section.key=value")
-    try:
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):
-        value = text
-    node = values
-    for key in keys[:-1]:
-        below = node.setdefault(key, {})
-        if not isinstance(below, dict):
-            raise ValueError(f"--set {change}: {key} is not a section")
-        node = below
-    node[keys[-1]] = value
-
-
-def _first_problem(kind: type[Section], error: ValidationError) -> str:
-    problems = error.errors()
-    problem = next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
-    where = [str(part) for part in problem["loc"] if not str(part).startswith(("function-", "list[", "literal["))]
-    key = ".".join(where)
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    if problem["type"] == "extra_forbidden":
-        known = list(_section(kind, where[:-1]).model_fields)
-        near = difflib.get_close_matches(where[-1], known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-        return f"unknown key {key}; {hint}{more}"
-    if problem["type"] == "missing":
-        return f"{key} is missing; give it a value{more}"
-    message = problem["msg"].removeprefix("Value error, ")
-    given = problem.get("input")
-    shown = f", not {given!r}" if isinstance(given, str | int | float | bool | None) else ""
-    return f"{key}: {message[0].lower()}{message[1:]}{shown}{more}" if key else f"{message}{more}"
-
-
-def _section(kind: type[Section], where: Sequence[str]) -> type[Section]:
-    for name in where:
-        below = kind.model_fields[name].annotation
-        assert isinstance(below, type) and issubclass(below, Section)
-        kind = below
-    return kind

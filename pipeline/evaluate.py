@@ -19,10 +19,9 @@ import sacrebleu
 from rich.console import Console
 from rich.table import Table
 
-from actors.engine.loading import inspect
-from actors.engine.sampling import row_key
-from actors.generator import Generator
-from pipeline.config import EvalConfig
+from actors.generator import Generator, Prompt
+from pipeline.checkpoints import fetch, locate
+from pipeline.config_tuning import EvalConfig
 from pipeline.tables import read_columns
 
 CACHE_BYTES = 2**30
@@ -51,12 +50,13 @@ def evaluate(config: EvalConfig) -> list[Speed]:
     BLEU is sacrebleu's, 13a, lower-cased, over all references. Raises ValueError of one line for bad input.
     """
     prompts, references = _read(config)
-    inspect(config.model.path)
+    folder = str(fetch(locate(config.model, config.storage).source))
     generators = {
         speedup: Generator(
-            config.model.path,
+            folder,
             schedule={**config.schedule.changes(), "speedup": speedup},
             sampling=config.sampling.model_dump(exclude={"seed"}),
+            seed=config.sampling.seed,
             dtype=config.model.dtype,
             device=config.model.device,
             compile=config.model.compile,
@@ -77,23 +77,23 @@ def _measure(
 ) -> list[Speed]:
     output = Path(config.output)
     output.mkdir(parents=True, exist_ok=True)
-    keys = [row_key(config.sampling.seed, source, row) for row, source in enumerate(prompts)]
     times: dict[float, list[tuple[float, float]]] = {speedup: [] for speedup in generators}
     found: dict[float, tuple[list[str], float, float, int, int]] = {}
     for run in range(config.runs + (config.runs > 1)):  # in turn, so that a machine that drifts drifts for all
         for speedup, generator in generators.items():
             ids = generator.tokenizer(list(prompts))["input_ids"]
+            rows = [Prompt(tokens, config.data.path[0], row) for row, tokens in enumerate(ids)]
             began = time.perf_counter()
-            answers = generator.answer(ids, [None] * len(ids), keys)
+            answers = generator.answer(rows)
             seconds = time.perf_counter() - began
             stats = generator.take_stats()
             if run or config.runs == 1:  # the first of several rounds only warms up
                 times[speedup].append((seconds, stats.decode_seconds))
-            bad = next((row for row, error in enumerate(answers.errors) if error is not None), None)
+            bad = next((one for one in answers if one.error is not None), None)
             if bad is not None:
-                raise ValueError(f"{config.data.path[0]}: row {bad}: {answers.errors[bad]}")
+                raise ValueError(f"{config.data.path[0]}: row {bad.row}: {bad.error}")
             steps = max(stats.decode_steps, 1)
-            texts = [text or "" for text in answers.texts]
+            texts = [one.generated_text or "" for one in answers]
             found[speedup] = (
                 texts,
                 stats.full_layer_steps / max(stats.layer_steps, 1),

@@ -17,9 +17,9 @@ import pyarrow.parquet as pq
 import ray
 from ray.util.metrics import Counter
 
-from actors.engine.sampling import row_key
-from actors.generator import Answers, Generator
-from pipeline.prepare import ERROR, PROMPT_IDS
+from actors.generator import Answer, Generator, Prompt
+from pipeline.checkpoints import fetch
+from pipeline.prepare import CHOICES, ERROR, PROMPT_IDS, SAMPLING
 from pipeline.source import from_ipc
 from pipeline.stats import ShardStats, duplicate_ids
 
@@ -32,9 +32,15 @@ ANSWER_FIELDS = [
     pa.field("mean_depth", pa.float64()),
     pa.field("error", pa.string()),
 ]
+_TOKEN_LOGPROB = [pa.field("token_id", pa.int32()), pa.field("logprob", pa.float64())]
 OPTIONAL_FIELDS = {
     "token_ids": pa.field("token_ids", pa.list_(pa.int32())),
     "cumulative_logprob": pa.field("cumulative_logprob", pa.float64()),
+    "logprobs": pa.field(
+        "logprobs",
+        pa.list_(pa.struct([*_TOKEN_LOGPROB, pa.field("top", pa.list_(pa.struct(_TOKEN_LOGPROB)))])),
+    ),
+    "choice_probability": pa.field("choice_probability", pa.float64()),
 }
 
 
@@ -58,51 +64,53 @@ def part_bytes(table: pa.Table, spec: PartSpec, shard: int) -> bytes:
         "skipdecode.num_layers": str(spec.num_layers),
     }
     sink = pa.BufferOutputStream()
-    pq.write_table(table.replace_schema_metadata(metadata), sink, compression="zstd")
+    whole = table.replace_schema_metadata(metadata).combine_chunks()  # pages do not depend on how it was read
+    pq.write_table(whole, sink, compression="zstd")
     data: bytes = sink.getvalue().to_pybytes()
     return data
 
 
-def part_table(rows: pa.Table, answers: Answers, spec: PartSpec, url: str, first_row: int) -> pa.Table:
-    """Output rows of a shard: id, kept columns, answers."""
-    count = rows.num_rows
+def part_table(rows: pa.Table, answers: Sequence[Answer], spec: PartSpec, url: str, first_row: int) -> pa.Table:
+    """Output rows of a shard: id, kept columns, answers; a row with several answers comes as often."""
+    owners = [answer.row for answer in answers]
     if spec.id_column is None:
-        ids = pa.array([f"{os.path.basename(url)}:{first_row + row}" for row in range(count)], pa.string())
+        ids = pa.array([f"{os.path.basename(url)}:{first_row + row}" for row in range(rows.num_rows)], pa.string())
     else:
         ids = rows[spec.id_column]
-    names, columns = ["id"], [ids]
-    for name in spec.keep:
-        if name != "id":
-            names.append(name)
-            columns.append(rows[name])
-    values: dict[str, Sequence[Any]] = {
-        "sample_index": [0] * count,
-        "generated_text": answers.texts,
-        "finish_reason": answers.finish_reasons,
-        "prompt_tokens": answers.prompt_tokens,
-        "generated_tokens": answers.generated_tokens,
-        "mean_depth": answers.mean_depths,
-        "error": answers.errors,
-        "token_ids": answers.token_ids,
-        "cumulative_logprob": answers.cumulative_logprobs,
-    }
+    carried = {"id": ids, **{name: rows[name] for name in spec.keep if name != "id"}}
+    names, columns = list(carried), list(carried.values())
+    if owners != list(range(rows.num_rows)):
+        columns = [column.take(pa.array(owners, pa.int64())) for column in columns]
     for field in [*ANSWER_FIELDS, *(OPTIONAL_FIELDS[name] for name in spec.optional)]:
+        values = [getattr(answer, field.name) for answer in answers]
+        if field.name == "logprobs":
+            values = [None if one is None else [token.to_dict() for token in one] for one in values]
         names.append(field.name)
-        columns.append(pa.array(values[field.name], field.type))
+        columns.append(pa.array(values, field.type))
     return pa.table(columns, names=names)
+
+
+def prompts(rows: pa.Table, url: str, first_row: int) -> list[Prompt]:
+    """A prepared shard's rows as the Generator takes them."""
+    columns = [rows[name].to_pylist() for name in (PROMPT_IDS, ERROR, SAMPLING, CHOICES)]
+    return [
+        Prompt(ids, url, first_row + row, error, json.loads(sampling) if sampling else {}, choices)
+        for row, (ids, error, sampling, choices) in enumerate(zip(*columns, strict=True))
+    ]
 
 
 class ShardGenerator:
     """Callable class for Ray Data: answers whole shards with one Generator.
 
-    generator: its constructor's arguments. seed: the job's.
+    generator: its constructor's arguments, the checkpoint as `fetch` takes it. prefix: token ids with which the
+    job's prompts begin.
     """
 
-    def __init__(self, generator: Mapping[str, Any], part: PartSpec, seed: int) -> None:
+    def __init__(self, generator: Mapping[str, Any], part: PartSpec, prefix: Sequence[int] = ()) -> None:
         logging.getLogger("transformers").setLevel(logging.ERROR)
-        self.generator = Generator(**generator)
+        self.generator = Generator(**{**generator, "checkpoint": str(fetch(generator["checkpoint"]))})
         self.part = part
-        self.seed = seed
+        self.prefix = prefix
         tags = ("fingerprint",)
         self.counters = {
             name: Counter(f"skipdecode_{name}", description=text, tag_keys=tags)
@@ -135,13 +143,12 @@ class ShardGenerator:
         self, shard: int, url: str, first_row: int, rows: pa.Table, prepare_seconds: float
     ) -> tuple[bytes, ShardStats]:
         started, began = time.time(), time.perf_counter()
-        keys = [row_key(self.seed, url, first_row + row) for row in range(rows.num_rows)]
-        answers = self.generator.answer(rows[PROMPT_IDS].to_pylist(), rows[ERROR].to_pylist(), keys)
+        answers = self.generator.answer(prompts(rows, url, first_row), self.prefix)
         table = part_table(rows, answers, self.part, url, first_row)
         data = part_bytes(table, self.part, shard)
         seconds = time.perf_counter() - began
         engine = self.generator.take_stats()
-        errors = sum(error is not None for error in answers.errors)
+        errors = sum(answer.error is not None for answer in answers)
         for name, amount in (
             ("rows", rows.num_rows),
             ("errors", errors),
@@ -153,9 +160,11 @@ class ShardGenerator:
         return data, ShardStats(
             shard=shard,
             rows=rows.num_rows,
+            answers=len(answers),
             errors=errors,
             duplicate_ids=duplicate_ids(table),
-            prompt_tokens=engine.prompt_tokens,
+            prompt_tokens=sum(one.prompt_tokens for one in answers if one.sample_index == 0 and one.error is None),
+            shared_prompt_tokens=engine.shared_prompt_tokens,
             generated_tokens=engine.generated_tokens,
             prepare_seconds=prepare_seconds,
             prefill_seconds=engine.prefill_seconds,
@@ -175,7 +184,7 @@ class ShardGenerator:
             started=started,
             finished=time.time(),
             device=self.generator.device_name(),
-            node=socket.gethostname(),
+            node=_node(),
             attempt=_attempt(),
             adopted=False,
         )
@@ -185,8 +194,14 @@ def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
+def _node() -> str:
+    """This host, and on a cluster the beginning of its Ray node's id: containers and local nodes share host names."""
+    host = socket.gethostname()
+    return f"{host} {ray.get_runtime_context().get_node_id()[:8]}" if ray.is_initialized() else host
+
+
 def _attempt() -> int:
     """Times this actor has been started, this one included: Ray gives no count a task."""
-    if not ray.is_initialized():
+    if not ray.is_initialized() or ray.get_runtime_context().get_actor_id() is None:
         return 1
     return 1 + int(ray.get_runtime_context().was_current_actor_reconstructed)

@@ -17,51 +17,35 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import ray
 from ray.data import ActorPoolStrategy, DataContext
 
-from actors.engine.loading import Checkpoint, inspect
 from actors.engine.schedule import Schedule
-from actors.engine.types import SamplingParams
 from pipeline import manifest as manifests
+from pipeline.checkpoints import Located, locate
+from pipeline.columns import check_columns, optional_columns
 from pipeline.config import ActorsConfig, JobConfig
 from pipeline.generate import PartSpec, ShardGenerator
-from pipeline.lease import Lease
+from pipeline.lease import interruptible, leased
+from pipeline.ledger import holds_ledger
 from pipeline.manifest import Manifest
-from pipeline.prepare import PromptSpec, prepare
+from pipeline.memory import tell_memory
+from pipeline.prepare import check_spec, prepare, prompt_spec
 from pipeline.progress import Progress, Tally
-from pipeline.report import finish
+from pipeline.report import Outcome, complete, finish, seal
+from pipeline.scheduled import Job, Scheduled, run_scheduled
 from pipeline.sink import PART, CommitSink, clear, clear_temporaries, committed
-from pipeline.source import Shard, ShardSource
+from pipeline.source import Files, Shard, ShardSource, list_files
 from pipeline.stats import Totals
 from pipeline.storage import Folder, open_folder, probe_create
 
 log = logging.getLogger(__name__)
 STAGE_CPUS = 0.5  # a slot of the read, prepare and write tasks beside the actors; each new worker costs imports
+SLOT_CPUS = 1.0  # the largest slot that a task beside the actors needs: repartition takes one CPU, whatever we say
 OBJECT_STORE_BYTES = 2**30
-READ_TASK_ROWS = 50_000
-
-
-class Interrupted(KeyboardInterrupt):
-    """SIGTERM or SIGINT; the same command finishes the job."""
-
-
-class LeaseLost(Exception):
-    """Another run took the lease over while this one was at work."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a run came to. fresh_rows, seconds: of this run alone."""
-
-    manifest: Manifest
-    totals: Totals
-    fresh_rows: int
-    seconds: float
+READ_TASK_ROWS, READ_TASK_BYTES = 50_000, 512 * 2**20  # a read task at most, or one row group
 
 
 def run(config: JobConfig, *, limit: int | None = None, overwrite: bool = False, verbose: bool = False) -> Outcome:
@@ -70,23 +54,42 @@ def run(config: JobConfig, *, limit: int | None = None, overwrite: bool = False,
     Raises ValueError (configuration or input is wrong, or the output belongs to another job), LeaseHeld,
     LeaseLost, Interrupted, RowsMissing, or Ray's error of a task that failed for good.
     """
-    with _interruptible():
+    assert config.input.since is None, "run_since runs it"
+    with interruptible():
         return _run(config, limit, overwrite, verbose)
+
+
+def run_since(
+    config: JobConfig, *, limit: int | None = None, overwrite: bool = False, verbose: bool = False
+) -> Scheduled:
+    """Run the job over the input files that no successful run has seen, after the rest of an unfinished run.
+
+    overwrite: give an unfinished run up. Raises what `run` raises, and Overtaken.
+    """
+    assert config.input.since == "last_success"
+    if limit is not None:
+        raise ValueError("--limit: rows that it leaves out would never be answered; leave out --limit or input.since")
+    with interruptible():
+        return _run_since(config, overwrite, verbose)
 
 
 def _run(config: JobConfig, limit: int | None, overwrite: bool, verbose: bool) -> Outcome:
     began = time.monotonic()
-    checkpoint, schedule = _check(config)
+    check_columns(config)
     folder = open_folder(config.output.path, config.storage)
+    if holds_ledger(folder):
+        raise ValueError(f"{folder.url}: holds scheduled runs; set input.since: last_success, or choose another folder")
     stored = None if overwrite else _load_stored(folder)
-    manifest = manifests.plan_job(config, checkpoint, schedule, limit, stored)
+    located, schedule = _locate(config, stored)
+    manifest = manifests.plan_job(config, located, schedule, limit, stored)
     if stored is not None and stored.fingerprint != manifest.fingerprint:
         names = ", ".join(manifests.difference(stored.identity, manifest.identity))
         raise ValueError(f"{folder.url}: holds another job, which differs in {names}; --overwrite replaces it")
     finished = stored is not None and "_SUCCESS" in folder.names()
     if finished and len(committed(folder, manifest.shards, manifest.fingerprint)) == len(manifest.shards):
         return Outcome(manifest, finish(folder, manifest), 0, time.monotonic() - began)
-    with _leased(folder):
+    tell_memory(located, config.model, config.actors, manifest.batching)
+    with leased(folder):
         clear_temporaries(folder)
         _check_unchanged(folder, stored, overwrite)
         if overwrite:
@@ -94,29 +97,65 @@ def _run(config: JobConfig, limit: int | None, overwrite: bool, verbose: bool) -
         if stored is None:
             probe_create(folder)
             manifests.save(folder, manifest)
-        done = committed(folder, manifest.shards, manifest.fingerprint)
-        left = [shard for shard in manifest.shards if shard.index not in done]
-        if done and left:
-            log.warning("resuming: %d of %d shards are committed already", len(done), len(manifest.shards))
-        if left:
-            with _ray(config.actors, verbose):
-                _flow(config, checkpoint, schedule, manifest, left)
-        totals = finish(folder, manifest)
-    return Outcome(manifest, totals, sum(shard.rows for shard in left), time.monotonic() - began)
+        totals, fresh_rows = _answer(config, located, schedule, manifest, verbose)
+        seal(folder)
+    return Outcome(manifest, totals, fresh_rows, time.monotonic() - began)
 
 
-def _check(config: JobConfig) -> tuple[Checkpoint, Schedule]:
-    """Everything about the job that can be known without its input; ValueError of one line."""
-    manifests.check_columns(config)
-    checkpoint = inspect(config.model.path)
-    schedule = checkpoint.schedule(config.schedule.changes())
-    SamplingParams(**config.sampling.model_dump(exclude={"seed"}))
-    if config.input.too_long == "truncate_left" and config.sampling.max_new_tokens >= checkpoint.context_length:
-        raise ValueError(
-            f"sampling.max_new_tokens = {config.sampling.max_new_tokens} leaves truncated prompts no room in a context "
-            f"of {checkpoint.context_length}: lower it, or set input.too_long: error"
-        )
-    return checkpoint, schedule
+def _run_since(config: JobConfig, overwrite: bool, verbose: bool) -> Scheduled:
+    check_columns(config)
+    root = open_folder(config.output.path, config.storage)
+    if any(name.endswith(".parquet") for name in root.names()) or manifests.load(root) is not None:
+        raise ValueError(f"{root.url}: holds what no scheduled run has written; choose another folder for input.since")
+
+    def inputs(may_be_empty: bool) -> Files:
+        return list_files(config.input.path, config.storage, may_be_empty=may_be_empty)
+
+    checkpoints: dict[str, tuple[Located, Schedule]] = {}  # of the manifests planned here, by fingerprint
+
+    def plan(files: Files, stored: Manifest | None) -> Manifest:
+        located, schedule = _locate(config, stored)  # the rest of a run keeps the commit that it has pinned
+        manifest = manifests.plan_job(config, located, schedule, None, stored, files)
+        if stored is None:  # before the run is claimed: what does not fit must not be pinned
+            tell_memory(located, config.model, config.actors, manifest.batching)
+        checkpoints[manifest.fingerprint] = located, schedule
+        return manifest
+
+    def answer(folder: Folder, manifest: Manifest) -> tuple[Totals, int]:
+        output = config.output.model_copy(update={"path": folder.url})
+        clear_temporaries(folder)
+        located, schedule = checkpoints[manifest.fingerprint]
+        return _answer(config.model_copy(update={"output": output}), located, schedule, manifest, verbose)
+
+    def open_run(name: str) -> Folder:
+        return open_folder(f"{root.url.rstrip('/')}/{name}", config.storage)
+
+    with leased(root):
+        clear_temporaries(root)
+        return run_scheduled(root, Job(inputs, open_run, plan, answer), config.input.changed, overwrite)
+
+
+def _answer(
+    config: JobConfig, located: Located, schedule: Schedule, manifest: Manifest, verbose: bool
+) -> tuple[Totals, int]:
+    """Answer the shards that are left and check that every row is there: totals, and the rows that were left."""
+    folder = open_folder(config.output.path, config.storage)
+    done = committed(folder, manifest.shards, manifest.fingerprint)
+    left = [shard for shard in manifest.shards if shard.index not in done]
+    if done and left:
+        log.warning("resuming: %d of %d shards are committed already", len(done), len(manifest.shards))
+    if left:
+        with _ray(config.actors, verbose):
+            _flow(config, located, schedule, manifest, left)
+    return complete(folder, manifest), sum(shard.rows for shard in left)
+
+
+def _locate(config: JobConfig, stored: Manifest | None) -> tuple[Located, Schedule]:
+    """The checkpoint, and what the job file asks of it; ValueError of one line."""
+    located = locate(config.model, config.storage, stored.identity.get("model") if stored else None)
+    schedule = located.checkpoint.schedule(config.schedule.changes())
+    check_spec(prompt_spec(config, located, time.time()))
+    return located, schedule
 
 
 def _load_stored(folder: Folder) -> Manifest | None:
@@ -139,28 +178,24 @@ def _check_unchanged(folder: Folder, stored: Manifest | None, overwrite: bool) -
             raise ValueError(f"{folder.url}: {foreign[0]} is no part of a job; --overwrite leaves it, so move it away")
 
 
-def _flow(config: JobConfig, checkpoint: Checkpoint, schedule: Schedule, manifest: Manifest, left: list[Shard]) -> None:
+def _flow(config: JobConfig, located: Located, schedule: Schedule, manifest: Manifest, left: list[Shard]) -> None:
     """source -> prepare -> generate -> sink, for the shards that are left."""
     actors, batching = config.actors, manifest.batching
-    prompt = PromptSpec(
-        checkpoint=str(checkpoint.path.resolve()),
-        column=manifests.prompt_column(config),
-        template=config.input.template,
-        context_length=checkpoint.context_length,
-        max_new_tokens=config.sampling.max_new_tokens,
-        too_long=config.input.too_long,
-    )
+    prompt = prompt_spec(config, located, batching.planned)
     part = PartSpec(
         id_column=config.input.id,
         keep=tuple(config.output.keep),
-        optional=tuple(name for name in ("token_ids", "cumulative_logprob") if getattr(config.output, name)),
+        optional=optional_columns(config),
         fingerprint=manifest.fingerprint,
-        num_layers=checkpoint.num_layers,
+        num_layers=located.checkpoint.num_layers,
     )
     generator = {
-        "checkpoint": prompt.checkpoint,
+        "checkpoint": located.source,
         "schedule": {key: value for key, value in schedule.to_dict().items() if key != "num_layers"},
         "sampling": config.sampling.model_dump(exclude={"seed"}),
+        "seed": config.sampling.seed,
+        "choices": config.choices,
+        "strip": config.output.strip,
         "dtype": config.model.dtype,
         "device": config.model.device,
         "compile": config.model.compile,
@@ -169,7 +204,7 @@ def _flow(config: JobConfig, checkpoint: Checkpoint, schedule: Schedule, manifes
         "max_batch": batching.max_batch,
     }
     tally = ray.remote(num_cpus=0)(Tally).remote()
-    source = ShardSource(left, manifests.needed_columns(config), config.storage, READ_TASK_ROWS)
+    source = ShardSource(left, manifest.files, manifest.schema, config.storage, READ_TASK_ROWS, READ_TASK_BYTES)
     sink = CommitSink(config.output.path, config.storage, left, manifest.fingerprint, tally)
     shards = ray.data.read_datasource(source, num_cpus=STAGE_CPUS).repartition(target_num_rows_per_block=1)
     prepared = shards.map_batches(
@@ -180,7 +215,7 @@ def _flow(config: JobConfig, checkpoint: Checkpoint, schedule: Schedule, manifes
         warnings.simplefilter("ignore", ray.util.annotations.RayDeprecationWarning)
         answered = prepared.map_batches(
             ShardGenerator,
-            fn_constructor_kwargs={"generator": generator, "part": part, "seed": config.sampling.seed},
+            fn_constructor_kwargs={"generator": generator, "part": part, "prefix": batching.prefix},
             compute=_pool(actors),
             batch_size=1,
             batch_format="numpy",
@@ -228,8 +263,8 @@ def _ray(actors: ActorsConfig, verbose: bool) -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)
     for handler in logging.getLogger("ray.data").handlers:
-        if isinstance(handler, logging.StreamHandler):
-            handler.setLevel(level)
+        if isinstance(handler, logging.StreamHandler) and type(handler).__module__.startswith("ray."):
+            handler.setLevel(level)  # not those that whoever called us has put there
     context = DataContext.get_current()
     context.enable_progress_bars = verbose
     context.print_on_execution_start = verbose
@@ -267,7 +302,7 @@ def check_placement(actors: ActorsConfig, resources: dict[str, float], *, fixed:
     least = actors.min or actors.most
     problems = []
     cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
-    if least * actor_cpus(actors) + STAGE_CPUS > cpus:
+    if least * actor_cpus(actors) + SLOT_CPUS > cpus:
         problems.append(
             f"{least} actors of {actor_cpus(actors):g} CPUs leave no slot for reads and writes on {cpus:g} CPUs: "
             "lower actors.count or actors.cpus"
@@ -282,42 +317,3 @@ def check_placement(actors: ActorsConfig, resources: dict[str, float], *, fixed:
         raise ValueError(f"actors: {problems[0]}")
     for problem in problems:
         log.warning("waiting for the cluster to grow: %s", problem)
-
-
-@contextmanager
-def _leased(folder: Folder) -> Iterator[None]:
-    lost = False
-
-    def on_lost() -> None:
-        nonlocal lost
-        lost = True
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    lease = Lease(folder)
-    lease.acquire(on_lost)
-    try:
-        yield
-    except Interrupted:
-        if lost:
-            raise LeaseLost(f"{folder.url}: another run has taken over") from None
-        raise
-    finally:
-        lease.release()
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM and SIGINT become `Interrupted` in the main thread."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise Interrupted(signal.Signals(number).name)
-
-    try:
-        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    except ValueError:  # not the main thread: whoever called us handles signals
-        before = {}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -10,13 +10,16 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 
 import psutil
 
@@ -30,6 +33,14 @@ WATCH_SECONDS = 60.0
 
 class LeaseHeld(Exception):
     """Another run holds the lease; the message says who, since when."""
+
+
+class LeaseLost(Exception):
+    """Another run took the lease over while this one was at work."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """SIGTERM or SIGINT; the same command finishes the job."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +147,46 @@ class Lease:
             return None
         except (ValueError, TypeError):
             return Holder("unknown", "", 0, 0.0, "", 0.0)  # half-written by a foreign hand: watched like any other
+
+
+@contextmanager
+def leased(folder: Folder) -> Iterator[None]:
+    """Hold the lease of a folder. LeaseHeld at the start; LeaseLost if another run takes over meanwhile."""
+    lost = False
+
+    def on_lost() -> None:
+        nonlocal lost
+        lost = True
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    lease = Lease(folder)
+    lease.acquire(on_lost)
+    try:
+        yield
+    except Interrupted:
+        if lost:
+            raise LeaseLost(f"{folder.url}: another run has taken over") from None
+        raise
+    finally:
+        lease.release()
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGTERM and SIGINT become `Interrupted` in the main thread."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(signal.Signals(number).name)
+
+    try:
+        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    except ValueError:  # not the main thread: whoever called us handles signals
+        before = {}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _boot_id() -> str:

@@ -12,10 +12,10 @@ import json
 import logging
 import math
 import os
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,107 +23,96 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
-from actors.engine.loading import Checkpoint
 from actors.engine.schedule import Schedule
+from pipeline.checkpoints import Located
+from pipeline.columns import check_type, needed_columns
 from pipeline.config import JobConfig
-from pipeline.generate import ANSWER_FIELDS, OPTIONAL_FIELDS
-from pipeline.prepare import ERROR, PROMPT_IDS, template_columns
-from pipeline.source import InputFile, Shard, cut_shards, list_files, read_footer
+from pipeline.prefix import sampled_prefix
+from pipeline.prepare import prompt_spec
+from pipeline.schema import one_schema, plain
+from pipeline.source import Files, InputFile, Shard, cut_shards, list_files, read_footer
 from pipeline.storage import Folder, filesystem
 
 log = logging.getLogger(__name__)
-JOB, PLAN, INPUTS = "_job/job.json", "_job/plan.parquet", "_job/inputs.parquet"
-FORMAT = 1
+JOB, PLAN, INPUTS, SCHEMA = "_job/job.json", "_job/plan.parquet", "_job/inputs.parquet", "_job/schema.arrow"
+FORMAT = 2
+
+
+class NoRows(ValueError):
+    """The input files have no rows."""
 
 
 @dataclass(frozen=True)
 class Batching:
-    """Values that shape batches, resolved when the job is first planned; bytes and rows."""
+    """Values that shape batches, resolved when the job is first planned; bytes and rows.
+
+    prefix: token ids that prompts begin with, computed once an actor; () for none. planned: when the job was,
+    seconds since 1970: what its chat template is told is now.
+    """
 
     shard_rows: int
     shard_bytes: int
     cache_bytes: int
     max_batch: int
     threads: int
+    prefix: tuple[int, ...] = ()
+    planned: float = 0.0
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A planned job."""
+    """A planned job. schema: of the columns that it reads, one for all files."""
 
     fingerprint: str
     identity: dict[str, Any]
     batching: Batching
     files: list[InputFile]
     shards: list[Shard]
+    schema: pa.Schema
 
     @property
     def rows(self) -> int:
         return sum(shard.rows for shard in self.shards)
 
 
-def needed_columns(config: JobConfig) -> list[str]:
-    """Input columns that the job reads, each once. ValueError if the template does not parse."""
-    try:
-        prompt = (
-            template_columns(config.input.template) if config.input.template is not None else [prompt_column(config)]
-        )
-    except ValueError as error:
-        raise ValueError(f"input.template: {error}") from None
-    wanted = [config.input.id, *prompt, *config.output.keep]
-    return list(dict.fromkeys(name for name in wanted if name is not None))
-
-
-def prompt_column(config: JobConfig) -> str:
-    """The prompt column of a job without a template."""
-    return config.input.prompt or "prompt"
-
-
-def check_columns(config: JobConfig) -> None:
-    """ValueError if columns carried along would collide with the answers' own."""
-    for name in needed_columns(config):
-        if name in (PROMPT_IDS, ERROR) and name not in config.output.keep:
-            raise ValueError(f"input: column {name} has a name that the job uses itself; rename it")
-    for name in config.output.keep:
-        if config.output.keep.count(name) > 1:
-            raise ValueError(f"output.keep: {name} is there twice; leave one out")
-    answers = {field.name for field in [*ANSWER_FIELDS, *OPTIONAL_FIELDS.values()]}
-    for name in config.output.keep:
-        if name in answers or name in (PROMPT_IDS, ERROR):
-            raise ValueError(
-                f"output.keep: {name} is the name of an answer's column; leave it out or rename the input's"
-            )
-        if name == "id" and config.input.id != "id":
-            raise ValueError("output.keep: id is made by the job; set input.id: id to carry the input's along")
-
-
 def plan_job(
-    config: JobConfig, checkpoint: Checkpoint, schedule: Schedule, limit: int | None, stored: Manifest | None
+    config: JobConfig,
+    located: Located,
+    schedule: Schedule,
+    limit: int | None,
+    stored: Manifest | None,
+    files: Files | None = None,
 ) -> Manifest:
     """Plan a new job, or the continuation of a stored one: with its pinned files and its batching.
 
+    files: what to plan over, in place of all that lies in `input.path`.
     Raises ValueError of one line for input that is missing, unreadable, of the wrong type, or has changed
-    since the stored job began.
+    since the stored job began; NoRows if there is nothing to answer.
     """
-    listed = list_files(config.input.path, config.storage)
+    listed = list_files(config.input.path, config.storage) if files is None else files
     _check_apart(config, listed)
     if stored is None:
-        files = _footers(config, listed)
-        rows = sum(file.rows for file in files)
+        pinned, schema = _footers(config, listed)
+        rows = sum(file.rows for file in pinned)
         if rows == 0:
-            raise ValueError(f"{config.input.path[0]}: no rows in {len(files)} files")
+            raise NoRows(f"{config.input.path[0]}: no rows in {len(pinned)} files")
         batching = _batching(config, min(rows, limit or rows))
-        shards = _limited(cut_shards(files, batching.shard_rows, batching.shard_bytes), limit)
+        shards = _limited(cut_shards(pinned, batching.shard_rows, batching.shard_bytes), limit)
+        batching = replace(batching, planned=float(int(time.time())))
+        if config.shared_prefix:
+            spec = prompt_spec(config, located, batching.planned)
+            prefix = sampled_prefix(shards, schema, config.storage, spec)
+            batching = replace(batching, prefix=tuple(prefix))
     else:
-        files, batching, shards = stored.files, stored.batching, stored.shards
-        _check_pinned(files, listed)
+        pinned, schema, batching, shards = stored.files, stored.schema, stored.batching, stored.shards
+        check_pinned(pinned, listed)
         for name in ("cache_bytes", "max_batch", "threads"):
             asked, planned = getattr(config.actors, name), getattr(batching, name)
             if asked not in (None, planned):
                 log.warning("actors.%s = %s is left aside: this job was planned with %s", name, asked, planned)
-    identity = _identity(config, checkpoint, schedule, files, batching, limit)
+    identity = _identity(config, located, schedule, pinned, batching, limit)
     fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    return Manifest(fingerprint, identity, batching, files, shards)
+    return Manifest(fingerprint, identity, batching, pinned, shards, schema)
 
 
 def difference(stored: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> list[str]:
@@ -142,6 +131,7 @@ def save(folder: Folder, manifest: Manifest) -> None:
     """Write the manifest; `job.json` last, so that it vouches for the rest."""
     folder.replace(INPUTS, _parquet([asdict(file) for file in manifest.files], _FILES))
     folder.replace(PLAN, _parquet([asdict(shard) for shard in manifest.shards], _SHARDS))
+    folder.replace(SCHEMA, manifest.schema.serialize().to_pybytes())
     values = {
         "format": FORMAT,
         "fingerprint": manifest.fingerprint,
@@ -166,30 +156,29 @@ def load(folder: Folder) -> Manifest | None:
             for row in pq.read_table(io.BytesIO(folder.read(INPUTS))).to_pylist()
         ]
         shards = [Shard(**row) for row in pq.read_table(io.BytesIO(folder.read(PLAN))).to_pylist()]
-        return Manifest(values["fingerprint"], values["identity"], Batching(**values["batching"]), files, shards)
+        schema = pa.ipc.read_schema(pa.py_buffer(folder.read(SCHEMA)))
+        batching = Batching(**{**values["batching"], "prefix": tuple(values["batching"]["prefix"])})
+        return Manifest(values["fingerprint"], values["identity"], batching, files, shards, schema)
     except (ValueError, KeyError, TypeError, FileNotFoundError, pa.ArrowException) as error:
-        raise ValueError(f"{folder.url}/{JOB}: not a job of this version: {' '.join(str(error).split())}") from None
+        raise ValueError(
+            f"{folder.url}/{JOB}: not a job of this version: {' '.join(str(error).split())}; --overwrite starts anew"
+        ) from None
 
 
-def _footers(config: JobConfig, listed: Mapping[str, tuple[int, str]]) -> list[InputFile]:
+def _footers(config: JobConfig, listed: Files) -> tuple[list[InputFile], pa.Schema]:
+    """Every file as it is pinned, and one schema of the needed columns for all."""
     files: list[InputFile] = []
-    columns = needed_columns(config)
-    types: dict[str, tuple[pa.DataType, str]] = {}
+    schemas: dict[str, pa.Schema] = {}
     for url, (size, file_version) in listed.items():
-        file, schema = read_footer(url, size, file_version, config.storage)
+        file, schemas[url] = read_footer(url, size, file_version, config.storage)
         files.append(file)
-        for name in columns:
-            if name not in schema.names:
-                raise ValueError(f"{url}: no column {name!r}; it has {', '.join(schema.names)}")
-            kind = schema.field(name).type
-            first, where = types.setdefault(name, (kind, url))
-            if kind != first:
-                raise ValueError(f"{url}: column {name!r} is {kind}, but {first} in {where}")
-        if config.input.template is None:
-            kind = types[prompt_column(config)][0]
-            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-                raise ValueError(f"{url}: column {prompt_column(config)!r} is {kind}; a prompt must be string")
-    return files
+    schema = one_schema(needed_columns(config), schemas)
+    for url, one in schemas.items():
+        for name in schema.names:
+            kind = plain(one.field(name).type)
+            if not pa.types.is_null(kind):
+                check_type(config, name, kind, url)
+    return files, schema
 
 
 def _check_apart(config: JobConfig, listed: Mapping[str, Any]) -> None:
@@ -208,7 +197,8 @@ def _check_apart(config: JobConfig, listed: Mapping[str, Any]) -> None:
             )
 
 
-def _check_pinned(pinned: Sequence[InputFile], listed: Mapping[str, tuple[int, str]]) -> None:
+def check_pinned(pinned: Sequence[InputFile], listed: Files) -> None:
+    """ValueError names a pinned file that is gone or has changed; a warning counts the files that are not pinned."""
     for file in pinned:
         if file.url not in listed:
             raise ValueError(f"{file.url}: gone since the job began; put it back, or start anew with --overwrite")
@@ -224,7 +214,7 @@ def _check_pinned(pinned: Sequence[InputFile], listed: Mapping[str, tuple[int, s
 
 def _identity(
     config: JobConfig,
-    checkpoint: Checkpoint,
+    located: Located,
     schedule: Schedule,
     files: Sequence[InputFile],
     batching: Batching,
@@ -234,25 +224,18 @@ def _identity(
     for file in files:
         inputs.update(f"{file.url}\0{file.size}\0{file.version}\n".encode())
     return {
-        "input": {**config.input.model_dump(), "files": inputs.hexdigest()},
+        "input": {**config.input.model_dump(mode="json", exclude={"since", "changed"}), "files": inputs.hexdigest()},
         "output": config.output.model_dump(exclude={"path"}),
-        "model": {**config.model.model_dump(exclude={"path"}), "files": _digests(checkpoint.path)},
+        "model": {**config.model.model_dump(exclude={"path", "cache"}), **located.identity()},
         "schedule": {"speedup": schedule.speedup, **schedule.to_dict()},
-        "sampling": config.sampling.model_dump(),
+        "sampling": config.sampling.model_dump(mode="json"),
+        "choices": config.model_dump(mode="json")["choices"],
+        "shared_prefix": config.shared_prefix,
         "shard_rows": config.shard_rows or batching.shard_rows,
         "shard_bytes": config.shard_bytes,
         "limit": limit,
         "version": version("skipdecode"),
     }
-
-
-def _digests(folder: Path) -> dict[str, str]:
-    digests: dict[str, str] = {}
-    for path in sorted(folder.iterdir()):
-        if path.suffix in (".json", ".safetensors", ".jinja", ".model", ".txt"):
-            with open(path, "rb") as file:
-                digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return digests
 
 
 def _batching(config: JobConfig, rows: int) -> Batching:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -25,8 +26,30 @@ class RowsMissing(Exception):
     """The committed rows are not the planned ones; the message says which shard."""
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to. fresh_rows, seconds: of this run alone."""
+
+    manifest: Manifest
+    totals: Totals
+    fresh_rows: int
+    seconds: float
+
+
 def finish(folder: Folder, manifest: Manifest) -> Totals:
     """Check that every planned row is committed once, then write statistics, summary and `_SUCCESS`."""
+    totals = complete(folder, manifest)
+    seal(folder)
+    return totals
+
+
+def seal(folder: Folder) -> None:
+    """Write `_SUCCESS`, after `complete`."""
+    folder.replace(SUCCESS, folder.read(SUMMARY))
+
+
+def complete(folder: Folder, manifest: Manifest) -> Totals:
+    """Check that every planned row is committed once, then write statistics and summary."""
     planned = {part_name(shard.index) for shard in manifest.shards}
     parts = {name for name in folder.names() if PART.fullmatch(name)}
     if parts - planned:
@@ -42,9 +65,7 @@ def finish(folder: Folder, manifest: Manifest) -> Totals:
             raise RowsMissing(f"shard {shard.index} has {by_shard[shard.index].rows} rows, {shard.rows} were planned")
     if len(records) != len(manifest.shards):
         raise RowsMissing(f"{len(records)} commit records for {len(manifest.shards)} shards")
-    totals = write_report(folder, manifest, records)
-    folder.replace(SUCCESS, folder.read(SUMMARY))
-    return totals
+    return write_report(folder, manifest, records)
 
 
 def write_report(folder: Folder, manifest: Manifest, records: Sequence[ShardStats]) -> Totals:
@@ -105,8 +126,9 @@ def print_report(console: Console, manifest: Manifest, records: Sequence[ShardSt
     layers = manifest.identity["schedule"]["num_layers"]
     depth = "no decode steps" if totals.mean_depth is None else f"mean depth {totals.mean_depth:.2f} of {layers}"
     ratio = "" if totals.layer_ratio is None else f", layer ratio {totals.layer_ratio:.2f}x"
+    answers = "" if totals.answers == totals.rows else f" ({totals.answers:,} answers)"
     console.print(
-        f"\n{totals.rows:,} rows in {totals.shards} shards, {totals.errors:,} with an error; "
+        f"\n{totals.rows:,} rows{answers} in {totals.shards} shards, {totals.errors:,} with an error; "
         f"{totals.prompt_tokens:,} prompt and {totals.generated_tokens:,} generated tokens\n"
         f"{depth}{ratio}: {totals.layer_steps:,} layer steps where full depth runs {totals.full_layer_steps:,}\n"
         f"actor seconds: prefill {totals.prefill_seconds:.1f}, decode {totals.decode_seconds:.1f}, "
@@ -116,8 +138,46 @@ def print_report(console: Console, manifest: Manifest, records: Sequence[ShardSt
         f"{totals.peak_memory_bytes / 2**20:,.0f} MiB",
         highlight=False,
     )
+    if totals.shared_prompt_tokens:
+        shared = f"{totals.shared_prompt_tokens:,} prompt tokens"
+        console.print(
+            f"{shared} were not computed again: beginnings, prompts and samples that rows share", highlight=False
+        )
     if totals.duplicate_ids:
         console.print(f"warning: {totals.duplicate_ids:,} rows share their id with another row of their shard")
+
+
+def print_outcome(console: Console, folder: Folder, outcome: Outcome, show: int) -> None:
+    """What a run has done, and where it lies; before it, `show` rows with their answers."""
+    for row in first_rows(folder, show) if show else []:
+        console.print(f"\n[{row['id']}]", markup=False, highlight=False)
+        for name in ("prompt", "generated_text", "error"):
+            if row.get(name) is not None:
+                shown = name.replace("generated_text", "answer")
+                console.print(f"  {shown}: {row[name]}", markup=False, highlight=False)
+    if show:
+        console.print()
+    if outcome.fresh_rows:
+        print_report(console, outcome.manifest, read_records(folder), outcome.totals)
+        rate = outcome.fresh_rows / outcome.seconds
+        console.print(
+            f"{outcome.fresh_rows:,} rows in {outcome.seconds:.1f} s with start-up, {rate:,.1f} rows/s", highlight=False
+        )
+    else:
+        console.print(f"nothing left to do: all {outcome.totals.rows:,} rows are answered already", highlight=False)
+    console.print(
+        f"answers: {folder.url}/part-*.parquet\nstatistics: {folder.url}/{STATS}, summary: {folder.url}/{SUMMARY}",
+        highlight=False,
+    )
+
+
+def last_errors(folder: Folder) -> list[tuple[int, int]]:
+    """Errors and rows of the finished job in a folder, from its summary; none if it holds none any more."""
+    try:
+        values = json.loads(folder.read(SUMMARY))
+    except FileNotFoundError:
+        return []
+    return [(values["errors"], values["rows"])]
 
 
 def first_rows(folder: Folder, count: int) -> list[dict[str, Any]]:

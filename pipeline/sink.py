@@ -23,7 +23,7 @@ from ray.data.block import Block, BlockAccessor
 
 from pipeline.config import StorageConfig
 from pipeline.source import Shard
-from pipeline.stats import ShardStats
+from pipeline.stats import ShardStats, input_rows
 from pipeline.storage import Folder, open_folder
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ def _stats_of_part(folder: Folder, shard: Shard, data: bytes, fingerprint: str) 
     metadata = parquet.schema_arrow.metadata or {}
     if metadata.get(b"skipdecode.fingerprint", b"").decode() != fingerprint:
         raise ValueError(f"{name}: written by another job; move it away, or start anew with --overwrite")
-    if metadata.get(b"skipdecode.shard") != str(shard.index).encode() or table.num_rows != shard.rows:
+    if metadata.get(b"skipdecode.shard") != str(shard.index).encode() or input_rows(table) != shard.rows:
         raise ValueError(f"{name}: does not hold shard {shard.index} ({shard.rows} rows); delete it and run again")
     return ShardStats.of_part(shard.index, table, int(metadata[b"skipdecode.num_layers"]))
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import Any
 
 import fsspec
@@ -20,7 +22,13 @@ from ray.data import Datasource, ReadTask
 from ray.data.block import BlockMetadata
 
 from pipeline.config import StorageConfig
+from pipeline.schema import conform
 from pipeline.storage import STORE_ERRORS, filesystem
+
+Files = Mapping[str, tuple[int, str]]  # URL -> (bytes, version)
+STREAM_BYTES = 128 * 2**20  # of a row group, uncompressed; a larger one is fetched bit by bit
+FETCH_BYTES = 8 * 2**20  # fetched at once of each column then
+BATCH_ROWS, BATCH_BYTES = 1024, 8 * 2**20  # decoded at once; texts that repeat are larger than their row group tells
 
 
 @dataclass(frozen=True)
@@ -48,10 +56,13 @@ class Shard:
     rows: int
 
 
-def list_files(paths: Sequence[str], storage: StorageConfig) -> dict[str, tuple[int, str]]:
+def list_files(
+    paths: Sequence[str], storage: StorageConfig, *, may_be_empty: bool = False
+) -> dict[str, tuple[int, str]]:
     """URL -> (bytes, version) of every input file, in the order given, files of a folder or glob by name.
 
-    Raises ValueError of one line for a path that matches nothing.
+    Raises ValueError of one line for a path that matches nothing. may_be_empty: a folder or a glob may; a
+    folder in a bucket is gone with its last file.
     """
     found: dict[str, tuple[int, str]] = {}
     for path in paths:
@@ -72,11 +83,13 @@ def list_files(paths: Sequence[str], storage: StorageConfig) -> dict[str, tuple[
                 entries = {inside: fs.info(inside)}
                 wanted = ""
         except FileNotFoundError:
+            if may_be_empty and prefix:
+                continue
             raise ValueError(f"{path}: no such file or folder") from None
         except (*STORE_ERRORS, ValueError) as error:
             raise ValueError(f"{path}: cannot be listed: {' '.join(str(error).split())}") from None
         files = {name: entry for name, entry in entries.items() if entry["type"] == "file"}
-        if not files:
+        if not files and not may_be_empty:
             raise ValueError(wanted)
         for name in sorted(files):
             found[prefix + name] = (int(files[name]["size"]), _version(files[name], fs, name))
@@ -134,29 +147,32 @@ def cut_shards(files: Iterable[InputFile], shard_rows: int, shard_bytes: int) ->
 
 
 def read_shards(shards: Sequence[Shard], columns: Sequence[str], storage: StorageConfig) -> Iterator[pa.Table]:
-    """Tables of shards of one file, in order; a row group that several need is read once."""
+    """Tables of shards of one file, in order. A row group is read once, in batches, and no further than needed."""
     fs, path = filesystem(shards[0].url, storage)
     with fs.open(path, "rb") as file:
-        parquet = pq.ParquetFile(file)
-        starts = [0]
-        for number in range(parquet.metadata.num_row_groups):
-            starts.append(starts[-1] + parquet.metadata.row_group(number).num_rows)
-        held: dict[int, pa.Table] = {}
+        footer = pq.read_metadata(file)
+    groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
+    starts = list(accumulate((group.num_rows for group in groups), initial=0))
+    # pages of a large row group are fetched as they are decoded and no more; of small ones a store gives many at once
+    large = any(group.total_byte_size > STREAM_BYTES for group in groups)
+    with fs.open(path, "rb", cache_type="none" if large else "readahead") as file:
+        parquet = pq.ParquetFile(file, metadata=footer, pre_buffer=not large, buffer_size=FETCH_BYTES if large else 0)
+        opened, first, batch = -1, 0, pa.record_batch([], [])
         for shard in shards:
-            end = shard.first_row + shard.rows
-            needed = [
-                number
-                for number in range(len(starts) - 1)
-                if starts[number] < end and starts[number + 1] > shard.first_row
-            ]
-            held = {
-                number: held[number] if number in held else parquet.read_row_group(number, columns=list(columns))
-                for number in needed
-            }
-            table = pa.concat_tables([held[number] for number in needed])
-            table = table.slice(shard.first_row - starts[needed[0]], shard.rows)
-            assert table.num_rows == shard.rows, f"{shard.url} is shorter than its footer said"
-            yield table
+            pieces, row, end = [], shard.first_row, shard.first_row + shard.rows
+            while row < end:
+                number = bisect_right(starts, row) - 1
+                assert number < len(groups), f"{shard.url} is shorter than its footer said"
+                if number != opened:
+                    width = max(groups[number].total_byte_size // groups[number].num_rows, 1)
+                    rows = max(1, min(BATCH_ROWS, BATCH_BYTES // width))
+                    batches = parquet.iter_batches(rows, row_groups=[number], columns=list(columns))
+                    opened, first, batch = number, starts[number], next(batches)
+                while first + batch.num_rows <= row:
+                    first, batch = first + batch.num_rows, next(batches)
+                pieces.append(batch.slice(row - first, end - row))
+                row += pieces[-1].num_rows
+            yield pa.Table.from_batches(pieces)
 
 
 def to_ipc(table: pa.Table) -> bytes:
@@ -173,18 +189,61 @@ def from_ipc(data: bytes) -> pa.Table:
     return pa.ipc.open_stream(data).read_all()
 
 
-class ShardSource(Datasource):
-    """Ray Data source of shards: a block a shard, with its index, file, first row and rows as IPC bytes.
+def read_units(
+    shards: Iterable[Shard], files: Iterable[InputFile], task_rows: int, task_bytes: int
+) -> list[list[Shard]]:
+    """Shards of each read task: consecutive ones of one file, within both limits.
 
-    A read task takes consecutive shards of one file, at most `task_rows` rows of them.
+    All pieces of one row group stay together, above the limits if need be, so that it is read once.
+    """
+    layout = {file.url: (file, list(accumulate(file.group_rows, initial=0))) for file in files}
+    placed = [(shard, *_place(shard, *layout[shard.url])) for shard in shards]
+    tasks: list[list[Shard]] = []
+    rows, size = 0, 0.0
+    for _, run in groupby(placed, key=lambda one: (one[0].url, one[1] if one[1] is not None else one[0])):
+        unit = list(run)
+        more_rows, more_size = sum(shard.rows for shard, _, _ in unit), sum(one for _, _, one in unit)
+        fits = rows + more_rows <= task_rows and size + more_size <= task_bytes
+        if not (tasks and tasks[-1][0].url == unit[0][0].url and fits):
+            tasks.append([])
+            rows, size = 0, 0.0
+        tasks[-1] += [shard for shard, _, _ in unit]
+        rows, size = rows + more_rows, size + more_size
+    return tasks
+
+
+def _place(shard: Shard, file: InputFile, starts: Sequence[int]) -> tuple[int | None, float]:
+    """The row group that the shard is a piece of, None if it holds whole ones; and its bytes."""
+    end = shard.first_row + shard.rows
+    number = bisect_right(starts, shard.first_row) - 1
+    size = 0.0
+    for group in range(number, bisect_left(starts, end)):
+        rows = min(end, starts[group + 1]) - max(shard.first_row, starts[group])
+        size += file.group_bytes[group] * rows / max(file.group_rows[group], 1)
+    piece = starts[number] < shard.first_row or end < starts[number + 1]
+    return (number if piece else None), size
+
+
+class ShardSource(Datasource):
+    """Ray Data source of shards: a block a shard, with its index, file, first row and rows as IPC bytes, brought
+    to the job's schema.
+
+    A read task takes consecutive shards of one file, at most `task_rows` rows and `task_bytes` bytes of them.
     """
 
-    def __init__(self, shards: Sequence[Shard], columns: Sequence[str], storage: StorageConfig, task_rows: int) -> None:
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        files: Sequence[InputFile],
+        schema: pa.Schema,
+        storage: StorageConfig,
+        task_rows: int,
+        task_bytes: int,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.shards = list(shards)
-        self.columns = list(columns)
+        self.tasks = read_units(shards, files, task_rows, task_bytes)
+        self.schema = schema
         self.storage = storage
-        self.task_rows = task_rows
 
     def estimate_inmemory_data_size(self) -> int | None:
         return None
@@ -192,28 +251,23 @@ class ShardSource(Datasource):
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[ReadTask]:
-        groups: list[list[Shard]] = []
-        for shard in self.shards:
-            last = groups[-1] if groups else []
-            if last and last[0].url == shard.url and sum(one.rows for one in last) + shard.rows <= self.task_rows:
-                last.append(shard)
-            else:
-                groups.append([shard])
-        columns, storage = self.columns, self.storage
+        schema, storage = self.schema, self.storage
 
-        def task(group: list[Shard]) -> ReadTask:
+        def task(shards: list[Shard]) -> ReadTask:
             def read() -> Iterator[pa.Table]:
-                for shard, table in zip(group, read_shards(group, columns, storage), strict=True):
+                for shard, table in zip(shards, read_shards(shards, schema.names, storage), strict=True):
                     yield pa.table(
                         {
                             "shard": pa.array([shard.index], pa.int64()),
                             "url": [shard.url],
                             "first_row": pa.array([shard.first_row], pa.int64()),
-                            "rows": pa.array([to_ipc(table)], pa.large_binary()),
+                            "rows": pa.array([to_ipc(conform(table, schema))], pa.large_binary()),
                         }
                     )
 
-            metadata = BlockMetadata(num_rows=len(group), size_bytes=None, input_files=(group[0].url,), exec_stats=None)
+            metadata = BlockMetadata(
+                num_rows=len(shards), size_bytes=None, input_files=(shards[0].url,), exec_stats=None
+            )
             return ReadTask(read, metadata)
 
-        return [task(group) for group in groups]
+        return [task(shards) for shards in self.tasks]

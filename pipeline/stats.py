@@ -20,10 +20,12 @@ class ShardStats:
     """One shard's numbers. Those of an adopted part, whose record was lost, hold what the part itself tells."""
 
     shard: int = _unit("index", "none")
-    rows: int = _unit("rows")
+    rows: int = _unit("input rows")
+    answers: int = _unit("output rows: each sample of an input row is one")
     errors: int = _unit("rows")
     duplicate_ids: int = _unit("rows whose id another row of the shard has")
-    prompt_tokens: int = _unit("tokens")
+    prompt_tokens: int = _unit("tokens of the prompts that were answered")
+    shared_prompt_tokens: int = _unit("prompt tokens, of every sample, that another row's pass served")
     generated_tokens: int = _unit("tokens")
     prepare_seconds: float = _unit("s")
     prefill_seconds: float = _unit("s")
@@ -43,7 +45,7 @@ class ShardStats:
     started: float = _unit("s since 1970", "none")
     finished: float = _unit("s since 1970", "none")
     device: str = _unit("name", "none")
-    node: str = _unit("host name", "none")
+    node: str = _unit("host name, and the beginning of the Ray node's id", "none")
     attempt: int = _unit("1; 2 if the actor had been restarted", "none")
     adopted: bool = _unit("the record was lost and has been made again", "none")
 
@@ -60,10 +62,11 @@ class ShardStats:
         layer_steps = round(sum(count * (depth or 0.0) for count, depth in zip(steps, depths, strict=True)))
         known = {
             "shard": shard,
-            "rows": part.num_rows,
+            "rows": input_rows(part),
+            "answers": part.num_rows,
             "errors": part.num_rows - part["error"].null_count,
             "duplicate_ids": duplicate_ids(part),
-            "prompt_tokens": sum(part.filter(pc.is_null(part["error"]))["prompt_tokens"].to_pylist()),
+            "prompt_tokens": sum(_first_samples(part.filter(pc.is_null(part["error"])))["prompt_tokens"].to_pylist()),
             "generated_tokens": sum(part["generated_tokens"].to_pylist()),
             "mean_depth": layer_steps / sum(steps) if sum(steps) else 0.0,
             "decode_steps": sum(steps),
@@ -75,9 +78,18 @@ class ShardStats:
         return cls(**{one.name: known.get(one.name, unknown[str(one.type)]) for one in fields(cls)})
 
 
+def input_rows(part: pa.Table) -> int:
+    """Input rows that a part answers."""
+    return int(_first_samples(part).num_rows)
+
+
 def duplicate_ids(part: pa.Table) -> int:
-    """Rows whose id another, earlier row of the table has."""
-    return int(part.num_rows - pc.count_distinct(part["id"], mode="all").as_py())
+    """Input rows whose id another, earlier row of the part has."""
+    return int(input_rows(part) - pc.count_distinct(part["id"], mode="all").as_py())
+
+
+def _first_samples(part: pa.Table) -> pa.Table:
+    return part.filter(pc.equal(part["sample_index"], 0))
 
 
 @dataclass(frozen=True)
@@ -86,9 +98,11 @@ class Totals:
 
     shards: int
     rows: int
+    answers: int
     errors: int
     duplicate_ids: int
     prompt_tokens: int
+    shared_prompt_tokens: int
     generated_tokens: int
     prepare_seconds: float
     prefill_seconds: float

@@ -31,10 +31,11 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from actors.engine.decoder import Decoder, check_supported
+from actors.engine.decoder import Decoder, causal_mask, part
+from actors.engine.families import family_of
 from actors.engine.loading import inspect, load_tokenizer
 from actors.engine.schedule import Schedule, ScheduleSpec, save_spec
-from pipeline.config import TuneConfig, TuneDataConfig
+from pipeline.config_tuning import TuneConfig, TuneDataConfig
 from pipeline.tables import read_columns
 
 log = logging.getLogger(__name__)
@@ -95,8 +96,11 @@ def response_logits(decoder: Decoder, batch: Batch, schedule: Schedule) -> Tenso
         if layer not in prompt_layers:
             continue  # what the prompt skips, every response token skips too
         end = batch.prompt_columns + schedule.uses(layer, response + 1)
-        part = None if rotary is None else (rotary[0][:, :end], rotary[1][:, :end])
-        output = decoder.run_layer(layer, hidden[:, :end], part, mask[:, :, :end, :end])
+        visible = mask[:, :, :end, :end]
+        if (window := decoder.windows[layer]) is not None:
+            far = ~causal_mask(end, 0, window, mask.device)
+            visible = visible.masked_fill(far, torch.finfo(mask.dtype).min)
+        output = decoder.run_layer(layer, hidden[:, :end], part(rotary[layer], columns=slice(end)), visible)
         hidden = output if end == columns else torch.cat([output, hidden[:, end:]], dim=1)
     needed = hidden[:, batch.prompt_columns - 1 :]
     return decoder.logits(needed.flatten(0, 1)).view(*needed.shape[:2], -1)
@@ -283,9 +287,9 @@ def train_tokenizer(pairs: Sequence[tuple[str, str]], vocab_size: int) -> PreTra
 def _start(config: TuneConfig, pairs: Sequence[tuple[str, str]]) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
     """Tokenizer and model to train, weights in fp32."""
     # eager attention: at lengths of this task 1.3 times the speed of sdpa's backward on CPU
-    attention = "sdpa" if torch.cuda.is_available() else "eager"
+    on_cpu = None if torch.cuda.is_available() else "eager"
     if config.model.path is not None:
-        inspect(config.model.path)
+        attention = on_cpu or family_of(inspect(config.model.path).config).attention
         model = AutoModelForCausalLM.from_pretrained(
             config.model.path, dtype=torch.float32, attn_implementation=attention, local_files_only=True
         )
@@ -301,8 +305,8 @@ def _start(config: TuneConfig, pairs: Sequence[tuple[str, str]]) -> tuple[PreTra
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    check_supported(architecture)
-    model = AutoModelForCausalLM.from_config(architecture, attn_implementation=attention)
+    attention = family_of(architecture).attention
+    model = AutoModelForCausalLM.from_config(architecture, attn_implementation=on_cpu or attention)
     log.warning("new model: %.2fM parameters", sum(one.numel() for one in model.parameters()) / 1e6)
     return tokenizer, model
 

@@ -1,0 +1,53 @@
+"""Labels that an answer is one of: what makes a set of them usable. Decoding them is the engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from actors.engine.types import SamplingParams
+from pipeline.text import is_unicode
+
+_AT_ODDS = ("stop", "stop_token_ids", "min_new_tokens", "ignore_eos")
+
+
+def check_labels(labels: Sequence[str | None]) -> None:
+    """ValueError if there is no label, or one of them is null, empty or there twice."""
+    if not labels:
+        raise ValueError("choices is empty")
+    seen = set()
+    for place, label in enumerate(labels):
+        if label is None or not label.strip():
+            raise ValueError(f"choices: label {place + 1} is {'null' if label is None else 'empty'}")
+        if label in seen:
+            raise ValueError(f"choices: {label!r} is there twice")
+        seen.add(label)
+
+
+def check_compatible(params: SamplingParams) -> None:
+    """ValueError if a label could not be answered whole: something else would end it, or keep it from ending."""
+    for name in _AT_ODDS:
+        if getattr(params, name):
+            raise ValueError(f"choices do not go with sampling.{name}: a label ends where it ends")
+
+
+def tokenize_labels(tokenizer: Any, labels: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """Label -> token ids, none special; () for a label that is not valid Unicode."""
+    wanted = [label for label in dict.fromkeys(labels) if is_unicode(label)]
+    if not wanted:
+        return {}
+    encoded = tokenizer(wanted, add_special_tokens=False, verbose=False)["input_ids"]
+    return {label: tuple(ids) for label, ids in zip(wanted, encoded, strict=True)}
+
+
+def longest(labels: Sequence[str], ids: Mapping[str, Sequence[int]]) -> int:
+    """Tokens of the longest label. ValueError if one has no tokens, or two have the same."""
+    seen: dict[tuple[int, ...], str] = {}
+    for label in labels:
+        tokens = tuple(ids.get(label, ()))
+        if not tokens:
+            raise ValueError(f"choices: {label!r} has no tokens")
+        if tokens in seen:
+            raise ValueError(f"choices: {seen[tokens]!r} and {label!r} are the same to the tokenizer")
+        seen[tokens] = label
+    return max(len(tokens) for tokens in seen)

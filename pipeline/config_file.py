@@ -1,0 +1,94 @@
+"""A YAML file and its `--set` changes -> one of the models of config.py; every refusal is one line."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 takes 1e-5 and 1.5e5 for text, as nobody means them."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
+
+
+def load_config(kind: type[ConfigT], path: str | Path, changes: Sequence[str] = ()) -> ConfigT:
+    """Read a YAML file and apply ``a.b=value`` changes.
+
+    Raises ValueError of one line that names the file, the key and what to do.
+    """
+    path = Path(path)
+    try:
+        values = yaml.load(path.read_text(), Loader=_Loader)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: must hold keys and values, such as `input:` and `output:`")
+    for change in changes:
+        _apply(values, change)
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(f"{path}: {_first_problem(kind, error)}") from None
+
+
+def _apply(values: dict[str, Any], change: str) -> None:
+    dotted, equals, text = change.partition("=")
+    keys = dotted.strip().split(".")
+    if not equals or not all(keys):
+        raise ValueError(f"--set {change}: must look like section.key=value")
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError):
+        value = text
+    node = values
+    for key in keys[:-1]:
+        below = node.setdefault(key, {})
+        if not isinstance(below, dict):
+            raise ValueError(f"--set {change}: {key} is not a section")
+        node = below
+    node[keys[-1]] = value
+
+
+def _first_problem(kind: type[BaseModel], error: ValidationError) -> str:
+    problems = error.errors()
+    problem = next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
+    where = [str(part) for part in problem["loc"] if not str(part).startswith(("function-", "list[", "literal["))]
+    key = ".".join(where)
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    if problem["type"] == "extra_forbidden":
+        known = list(_section(kind, where[:-1]).model_fields)
+        near = difflib.get_close_matches(where[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+        return f"unknown key {key}; {hint}{more}"
+    if problem["type"] == "missing":
+        return f"{key} is missing; give it a value{more}"
+    message = problem["msg"].removeprefix("Value error, ")
+    given = problem.get("input")
+    shown = f", not {given!r}" if isinstance(given, str | int | float | bool | None) else ""
+    return f"{key}: {message[0].lower()}{message[1:]}{shown}{more}" if key else f"{message}{more}"
+
+
+def _section(kind: type[BaseModel], where: Sequence[str]) -> type[BaseModel]:
+    for name in where:
+        if name.isdigit():  # a place in a list of sections
+            continue
+        below: Any = kind.model_fields[name].annotation
+        below = next(iter(get_args(below)), below)
+        assert isinstance(below, type) and issubclass(below, BaseModel)
+        kind = below
+    return kind

@@ -1,0 +1,78 @@
+"""The memory that a job's actors will need, told and checked before Ray starts or a weight is read."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import psutil
+import ray
+
+from actors.engine.loading import memory_needed
+from actors.engine.weights import ALLOWANCE, Need, gib
+from pipeline.checkpoints import Located
+from pipeline.config import ActorsConfig, ModelConfig
+from pipeline.manifest import Batching
+
+log = logging.getLogger(__name__)
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def tell_memory(located: Located, model: ModelConfig, actors: ActorsConfig, batching: Batching) -> None:
+    """Log what the actors will need; ValueError if a Ray of this machine alone cannot hold them, or weights are broken.
+
+    An actor on a GPU looks at the free memory there itself, before it loads.
+    """
+    need = memory_needed(located.checkpoint, model.dtype, batching.cache_bytes, located.sizes())
+    log.info("%s", describe(need, model.dtype, actors))
+    on_gpu = actors.gpus > 0 and model.device != "cpu"
+    if not on_gpu and not ray.is_initialized() and not os.environ.get("RAY_ADDRESS"):
+        check_fits(need, actors, machine_memory())
+
+
+def describe(need: Need, dtype: str, actors: ActorsConfig) -> str:
+    """One line: parameters, their bytes, with a batch's cache, and how many actors."""
+    count = f"{actors.min} to {actors.max}" if actors.min is not None else str(actors.most)
+    ending = "" if count == "1" else "s"
+    return (
+        f"model: {_count(need.parameters)} parameters, {gib(need.weights)} in {dtype}; with {gib(need.cache)} of cache "
+        f"a batch and {gib(ALLOWANCE)} beside them {gib(need.total)} an actor, {count} actor{ending}"
+    )
+
+
+def check_fits(need: Need, actors: ActorsConfig, memory: int) -> None:
+    """ValueError of one line if the least number of actors needs more than `memory` bytes."""
+    least = actors.min or actors.most
+    if least * need.total > memory:
+        raise ValueError(
+            f"actors: {least} x {gib(need.total)} (weights {gib(need.weights)}, cache {gib(need.cache)}, "
+            f"{gib(ALLOWANCE)} beside them) do not fit in this machine's {gib(memory)} of memory: lower actors.count "
+            "or actors.cache_bytes, or set model.dtype: bfloat16"
+        )
+
+
+def machine_memory(groups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes that this process and its children may use: the machine's, or less if a control group says so."""
+    limits = [int(psutil.virtual_memory().total)]
+    lines = own.read_text().splitlines() if own.is_file() else []
+    for line in lines:
+        _, controllers, inside = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        top, name = (groups, "memory.max") if controllers == "" else (groups / "memory", "memory.limit_in_bytes")
+        place = top / inside.strip("/")
+        for folder in (place, *place.parents):
+            limit = folder / name
+            if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+                limits.append(int(text))
+            if folder == top:
+                break
+    return min(limits)
+
+
+def _count(parameters: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if parameters >= size:
+            return f"{parameters / size:.2f} {unit}"
+    return str(parameters)
