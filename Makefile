@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-slow lint bench clean
 
 demo: .venv/installed
 	@.venv/bin/python -m pipeline.demo work/demo/prompts
@@ -11,6 +11,9 @@ demo: .venv/installed
 test: .venv/installed-dev
 	.venv/bin/python -m pytest --cov --durations=10
 
+test-slow: .venv/installed-dev
+	.venv/bin/python -m pytest -m slow
+
 lint: .venv/installed-dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -18,6 +21,7 @@ lint: .venv/installed-dev
 
 bench: .venv/installed-dev
 	.venv/bin/python tests/benchmarks/throughput.py
+	.venv/bin/python tests/benchmarks/features.py
 
 clean:
 	rm -rf .venv work

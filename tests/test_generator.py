@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import CONTEXT, LAYERS, tiny_checkpoint
 
-from actors.generator import Generator
+from actors.generator import Generator, Prompt
 
 PROMPTS = ["a", "name[Zizzi]", "The Eagle serves", "cheap food", "name[Alimentum], area[city centre]", "b c d e f", "a"]
 NEW_TOKENS = 12
@@ -58,14 +59,16 @@ def test_answers_are_added_in_the_order_of_the_rows(generator: Generator) -> Non
     assert list(done) == [
         "id",
         "prompt",
-        "generated_text",
-        "finish_reason",
+        "sample_index",
         "prompt_tokens",
         "generated_tokens",
-        "mean_depth",
+        "generated_text",
+        "finish_reason",
         "error",
+        "mean_depth",
+        "cumulative_logprob",
     ]
-    assert done["id"] is batch["id"] and done["prompt"] is batch["prompt"]
+    assert done["id"].tolist() == batch["id"].tolist() and done["prompt"].tolist() == PROMPTS
     assert all(len(values) == len(PROMPTS) for values in done.values())
     assert done["prompt_tokens"].tolist() == [len(generator.tokenizer(prompt)["input_ids"]) for prompt in PROMPTS]
     assert all(1 <= count <= NEW_TOKENS for count in done["generated_tokens"])
@@ -157,7 +160,9 @@ def test_statistics_are_of_what_was_answered(generator: Generator) -> None:
     done = generator({"prompt": column([*PROMPTS, None])})
     stats = generator.take_stats()
     assert stats.generated_tokens == done["generated_tokens"].sum()
-    assert stats.prompt_tokens == done["prompt_tokens"].sum() <= stats.padded_prompt_tokens
+    twice = len(generator.tokenizer("a")["input_ids"])  # a prompt that comes twice is computed once
+    assert stats.shared_prompt_tokens == twice
+    assert stats.prompt_tokens == done["prompt_tokens"].sum() - twice <= stats.padded_prompt_tokens
     assert stats.decode_steps == sum(max(count - 1, 0) for count in done["generated_tokens"])
     depths = sum(
         (count - 1) * depth
@@ -167,6 +172,166 @@ def test_statistics_are_of_what_was_answered(generator: Generator) -> None:
     assert stats.layer_steps == round(depths) and stats.full_layer_steps == LAYERS * stats.decode_steps
     assert generator.take_stats().generated_tokens == 0
     assert generator.peak_memory_bytes() > 0 and generator.device_name().startswith("cpu")
+
+
+def whole_text(generator: Generator, prompt: str) -> str:
+    text = answers(generator, [prompt])[0][0]
+    assert isinstance(text, str) and len(text) > 6
+    return text
+
+
+def test_a_stop_string_cuts_the_text_wherever_the_tokens_lie(generator: Generator, checkpoint: Path) -> None:
+    whole = whole_text(generator, "cheap food")
+    for start in range(1, len(whole) - 3):
+        stop = whole[start : start + 3]
+        cut = make(checkpoint, sampling={"max_new_tokens": NEW_TOKENS, "stop": [stop, "never there"]})
+        ((text, reason, _, count, _),) = answers(cut, ["cheap food"])
+        assert text == whole[: whole.index(stop)].strip() and reason == "stop"
+        assert count <= answers(generator, ["cheap food"])[0][3]
+
+
+def test_a_special_token_may_be_a_stop_string(generator: Generator, checkpoint: Path) -> None:
+    """It decodes to nothing, so no text holds it."""
+    free = make(checkpoint, sampling={"max_new_tokens": 40, "ignore_eos": True, "temperature": 2.0})
+    ended = make(
+        checkpoint, sampling={"max_new_tokens": 40, "ignore_eos": True, "temperature": 2.0, "stop": ["</s>", "<sep>"]}
+    )
+    special = {1, 2, 3} - {ended.tokenizer.bos_token_id}
+    rows = prompts(free, [f"a {row}" for row in range(40)])
+    pairs = list(zip(free.answer(rows), ended.answer(rows), strict=True))
+    assert any(special & set(whole.token_ids or ()) for whole, _ in pairs)
+    for whole, cut in pairs:
+        assert whole.token_ids is not None
+        first = next((place for place, token in enumerate(whole.token_ids) if token in special), None)
+        assert cut.token_ids == (whole.token_ids if first is None else whole.token_ids[: first + 1])
+
+
+def prompts(generator: Generator, texts: list[str], **changes: Any) -> list[Prompt]:
+    return [Prompt(generator.tokenizer(text)["input_ids"], "f", row, **changes) for row, text in enumerate(texts)]
+
+
+def test_a_rows_own_parameters_go_on_top_of_the_jobs(generator: Generator, checkpoint: Path) -> None:
+    (plain,) = generator.answer(prompts(generator, ["b c"]))
+    second = plain.token_ids[1]
+    rows = [
+        Prompt(prompts(generator, ["b c"])[0].ids, "f", row, sampling=sampling)
+        for row, sampling in enumerate(
+            [
+                {},
+                {"max_new_tokens": 3},
+                {"stop_token_ids": [second]},
+                {"stop_token_ids": [second], "min_new_tokens": 4},
+                {"temperature": 1.5, "n": 3},
+                {"temperatur": 1.5},
+                {"n": 2},
+                {"logprobs": 2},
+                {"stop_token_ids": [10**6]},
+                {"top_p": 0.0},
+            ]
+        )
+    ]
+    done = generator.answer(rows)
+    assert [one.row for one in done] == [0, 1, 2, 3, 4, 4, 4, 5, 6, 7, 8, 9]
+    assert [one.sample_index for one in done if one.row == 4] == [0, 1, 2]
+    assert done[0].token_ids == plain.token_ids and done[1].token_ids == plain.token_ids[:3]
+    assert done[2].token_ids == plain.token_ids[:2] and done[2].finish_reason == "stop"
+    decoded = generator.tokenizer.decode(plain.token_ids[:1], skip_special_tokens=True)
+    assert done[2].generated_text == decoded.strip()  # without the token that stopped it
+    assert done[3].generated_tokens >= 4
+    assert len({tuple(one.token_ids) for one in done[4:7]}) > 1
+    errors = {one.row: one.error for one in done if one.error}
+    assert errors == {
+        5: "sampling: unknown key temperatur; did you mean temperature?",
+        6: "sampling: n = 2: needs a temperature above 0: greedy answers are all the same",
+        7: "sampling: logprobs: set it for the whole job too (0 will do), so that there is a column",
+        8: "sampling: stop_token_ids: token 1000000 lies outside the model's vocabulary of 300",
+        9: "sampling: top_p = 0.0: must lie in (0, 1]",
+    }
+
+
+def test_seed_and_sample_give_each_answer_its_own_random_numbers(sampled: Generator) -> None:
+    (row,) = prompts(sampled, ["a"])
+    four = sampled.answer([replace(row, sampling={"n": 4})])
+    assert sampled.answer([row])[0].token_ids == four[0].token_ids
+    again = sampled.answer([replace(row, sampling={"n": 4, "seed": 0})])
+    assert [one.token_ids for one in again] == [one.token_ids for one in four]
+    other = sampled.answer([replace(row, sampling={"n": 4, "seed": 9})])
+    assert [one.token_ids for one in other] != [one.token_ids for one in four]
+
+
+def test_logprobs_are_told_for_every_token(checkpoint: Path) -> None:
+    generator = make(checkpoint, sampling={"max_new_tokens": 6, "logprobs": 2})
+    first, second = generator.answer(
+        [prompts(generator, ["a"])[0], replace(prompts(generator, ["a"])[0], sampling={"logprobs": 0})]
+    )
+    assert first.logprobs is not None and second.logprobs is not None
+    assert [one.token for one in first.logprobs] == first.token_ids == second.token_ids
+    assert [len(one.top) for one in first.logprobs] == [2] * len(first.token_ids)
+    assert all(one.top[0] == (one.token, one.logprob) for one in first.logprobs)  # greedy
+    assert first.cumulative_logprob == pytest.approx(sum(one.logprob for one in first.logprobs))
+    assert all(one.top == () for one in second.logprobs)
+
+
+def test_choices_of_the_job_and_of_a_row(checkpoint: Path) -> None:
+    labels = ["cheap", "cheap food", "a pub", "river"]
+    generator = make(checkpoint, choices=labels, sampling={"max_new_tokens": 1})
+    done = generator({"prompt": column(PROMPTS)})
+    assert set(done["generated_text"]) <= set(labels)
+    assert all(0 < p <= 1 for p in done["choice_probability"])
+    rows = prompts(generator, PROMPTS)
+    rows[1] = replace(rows[1], choices=["yes", "no"])
+    rows[2] = replace(rows[2], choices=["same", "same"])
+    rows[3] = replace(rows[3], sampling={"stop": "x"})
+    rows[4] = replace(rows[4], choices=[])
+    got = generator.answer(rows)
+    assert got[1].generated_text in ("yes", "no") and got[1].choice_probability is not None
+    assert got[2].error == "choices: choices 0 and 1 are the same tokens (counted from 0)"
+    assert got[3].error == "choices do not go with sampling.stop: a label ends where it ends"
+    assert got[4].error == "choices: no choices (counted from 0)"
+    assert got[5].generated_text == done["generated_text"][5]
+
+
+def test_a_shared_beginning_changes_no_answer(generator: Generator) -> None:
+    rows = prompts(generator, [f"name[Alimentum], area[city centre] {word}" for word in PROMPTS])
+    plain = generator.answer(rows)
+    shared = generator.answer(rows, prefix=rows[0].ids[:9])
+    assert [one.token_ids for one in shared] == [one.token_ids for one in plain]
+
+
+def test_white_space_is_kept_if_asked(checkpoint: Path, generator: Generator) -> None:
+    kept = make(checkpoint, strip=False)
+    texts = [one.generated_text or "" for one in kept.answer(prompts(kept, PROMPTS))]
+    stripped = [one.generated_text for one in generator.answer(prompts(kept, PROMPTS))]
+    assert [text.strip() for text in texts] == stripped and texts != stripped
+
+
+CHAT = (
+    "{% for one in messages %}{% if 'content' not in one %}{{ raise_exception('no content') }}{% endif %}"
+    "{{ one['role'] }}: {{ one['content'] }} {% endfor %}assistant: "
+)
+
+
+def test_prompts_may_be_token_ids_or_messages(checkpoint: Path, generator: Generator) -> None:
+    chatty = make(checkpoint)
+    chatty.tokenizer.chat_template = CHAT
+    chat = [{"role": "user", "content": "cheap food"}]
+    ids = np.array(generator.tokenizer("a")["input_ids"])
+    values = [chat, ids, "a", [5, 10**6], [{"role": "user"}], [], [1.0, np.nan], 7, ["a"], " "]
+    done = chatty({"prompt": column(values)})
+    written = chatty.tokenizer("user: cheap food assistant: ", add_special_tokens=False)["input_ids"]
+    assert done["generated_text"][0] == chatty.answer([Prompt(written, "", 0)])[0].generated_text
+    assert done["generated_text"][1] == done["generated_text"][2] == answers(generator, ["a"])[0][0]
+    assert done["error"][3:].tolist() == [
+        "prompt: token 1000000 lies outside the model's vocabulary of 300",
+        "prompt cannot be read: no content",
+        "prompt is null or empty",
+        "prompt cannot be read: cannot convert float NaN to integer",
+        "prompt cannot be read: object of type 'int' has no len()",
+        "prompt cannot be read: invalid literal for int() with base 10: 'a'",
+        "prompt is null or empty",
+    ]
+    plain = generator({"prompt": column([chat])})["error"][0]  # without a template
+    assert plain.startswith("prompt cannot be read: ") and "chat_template" in plain
 
 
 def test_another_prompt_column(checkpoint: Path, generator: Generator) -> None:
@@ -189,3 +354,9 @@ assert not found, f"actors.generator imports {found}"
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_gpu_without_room_is_said_before_loading(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (2**28, 2**30))
+    with pytest.raises(ValueError, match=r"256 MiB of 1\.0 GiB are free: lower actors\.cache_bytes"):
+        make(checkpoint, device="cuda")

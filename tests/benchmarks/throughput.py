@@ -30,7 +30,7 @@ import transformers
 import yaml
 from transformers import AutoModelForCausalLM
 
-from actors.generator import Generator
+from actors.generator import Generator, Prompt
 from pipeline.demo import write_prompts
 
 CHECKPOINT = "configs/demo/checkpoint"
@@ -52,7 +52,8 @@ def engine(speedup: float, batch: int, threads: int) -> Generator:
 def answer_with_engine(generator: Generator, prompts: list[str]) -> int:
     """Generated tokens."""
     ids = generator.tokenizer(prompts)["input_ids"]
-    return sum(generator.answer(ids, [None] * len(ids), [0] * len(ids)).generated_tokens)
+    answers = generator.answer([Prompt(tokens, "bench", row) for row, tokens in enumerate(ids)])
+    return sum(one.generated_tokens for one in answers)
 
 
 def answer_with_generate(model: Any, tokenizer: Any, prompts: list[str], batch: int) -> int:

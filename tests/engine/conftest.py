@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import pytest
-from models import tiny_model
+from models import MODELS, tiny_model
 
 from actors.engine.decoder import Decoder
 
 
-@pytest.fixture(scope="session", params=["llama", "opt", "opt-post-norm"])
+@pytest.fixture(scope="session", params=MODELS)
 def decoder(request: pytest.FixtureRequest) -> Decoder:
     return Decoder(tiny_model(request.param))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from actors.engine.decoder import Decoder
-from actors.engine.sampling import sample
+from actors.engine.decoder import Decoder, part
+from actors.engine.sampling import RowSampling, sample
 from actors.engine.schedule import Schedule
 from actors.engine.types import Request
 
@@ -21,20 +21,27 @@ def oracle_logits(decoder: Decoder, schedule: Schedule, prompt: list[int], respo
         columns = [column for column, layers in enumerate(runs) if layer in layers]
         if not columns:
             continue
-        part = None if rotary is None else (rotary[0][:, columns], rotary[1][:, columns])
-        causal = torch.ones(len(columns), len(columns), dtype=torch.bool).tril()[None, None]
-        hidden[:, columns] = decoder.run_layer(layer, hidden[:, columns], part, causal)
+        window = decoder.windows[layer] or len(runs)
+        keys, queries = torch.tensor(columns), torch.tensor(columns)[:, None]
+        seen = (queries - window < keys) & (keys <= queries)
+        turned = part(rotary[layer], columns=columns)
+        hidden[:, columns] = decoder.run_layer(layer, hidden[:, columns], turned, seen[None, None])
     return decoder.logits(hidden[:, -1])[0]
 
 
 def oracle(decoder: Decoder, schedule: Schedule, request: Request, stop_ids: set[int]) -> list[int]:
     """The row's tokens."""
-    prompt, response = list(request.prompt_ids), []
-    limit = min(request.sampling.max_new_tokens, decoder.context_length - len(prompt))
+    prompt, response, params = list(request.prompt_ids), [], request.sampling
+    ends = set(params.stop_token_ids) | (set() if params.ignore_eos else stop_ids)
+    limit = min(params.max_new_tokens, decoder.context_length - len(prompt))
     while len(response) < limit:
-        logits = oracle_logits(decoder, schedule, prompt, response)
-        token, _ = sample(logits[None], [request.sampling], [request.key], [len(response)])
-        response.append(int(token))
-        if response[-1] in stop_ids:
+        early = len(response) < params.min_new_tokens
+        state = RowSampling(params, request.key, len(response), barred=ends if early else ())
+        if state.penalized:
+            state.counts = {token: response.count(token) for token in {*prompt, *response}}
+            if params.repetition_penalty == 1:
+                state.counts = {token: count for token, count in state.counts.items() if count}
+        response += sample(oracle_logits(decoder, schedule, prompt, response)[None], [state]).tokens
+        if len(response) >= params.min_new_tokens and response[-1] in ends:
             break
     return response

@@ -68,10 +68,39 @@ def test_compaction_keeps_live_rows_oldest_first_and_moves_few(flight: tuple[lis
 
 def test_moving_rows_takes_their_keys_along() -> None:
     cache = make(rows=4)
-    cache.begin_prefill(0)
+    cache.begin_prefill(0, range(4))
     keys = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 2, 5, 4)
     cache.update(keys, -keys, 5)
     cache.move((3, 2), (0, 1))
     assert cache.buffers[5] is not None
     stored = cache.buffers[5][0][:2, 0, 0, 0].tolist(), cache.buffers[5][1][:2, 1, 4, 3].tolist()
     assert stored == ([3, 2], [-3, -2])
+
+
+@given(st.lists(st.integers(0, 11), min_size=1, max_size=5), st.integers(1, 14))
+def test_a_step_sees_the_window_before_its_own_place(places: list[int], window: int) -> None:
+    """Keys hold their slot's number, so that what is returned tells which slots a row attends to."""
+    schedule = ScheduleSpec().build(2)
+    cache = SkipCache(
+        schedule,
+        5,
+        4,
+        9,
+        kv_heads=1,
+        head_dim=1,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        windows=[None, window],
+    )
+    for pair in cache.buffers:
+        assert pair is not None
+        pair[0][:] = torch.arange(12.0).view(1, 1, 12, 1)
+    cache.begin_step(places, torch.device("cpu"))
+    own = torch.tensor(places, dtype=torch.float32).view(-1, 1, 1, 1)
+    for layer, reach in enumerate((12, window)):
+        for rows in range(1, len(places) + 1):
+            keys, _ = cache.update(own[-rows:], own[-rows:], layer)
+            mask = cache.mask(layer, rows)
+            for row, place in enumerate(places[-rows:]):
+                seen = keys[row, 0, :, 0] if mask is None else keys[row, 0, mask[row, 0, 0], 0]
+                assert seen.tolist() == list(range(max(0, place - reach + 1), place + 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import LAYERS, tiny_model
+from models import LAYERS, MODELS, tiny_model
 from oracle import oracle
 from test_engine import STOP, answer, requests
 
@@ -15,7 +15,7 @@ from actors.engine.schedule import ScheduleSpec
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
-@pytest.mark.parametrize("family", ["llama", "opt"])
+@pytest.mark.parametrize("family", MODELS)
 def test_a_gpu_answers_what_the_oracle_on_the_cpu_answers(family: str) -> None:
     """fp32, greedy: token for token."""
     schedule = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)

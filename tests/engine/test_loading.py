@@ -48,7 +48,7 @@ def test_bad_checkpoints_are_refused_in_one_line(checkpoint: Path, tmp_path_fact
     refused("no such checkpoint folder", checkpoint / "none")
     refused("no config.json", tmp_path_factory.mktemp("empty"))
     edit(checkpoint / "config.json", model_type="bloom")
-    refused("'bloom' is not supported; supported: llama, opt")
+    refused("'bloom' is not supported; supported: llama, mistral, ")
     edit(checkpoint / "config.json", model_type="nobody-knows")
     refused("nobody-knows")
     edit(checkpoint / "config.json", model_type="llama", auto_map={"AutoConfig": "x.py"})

@@ -3,11 +3,17 @@ from __future__ import annotations
 import math
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from actors.engine.sampling import row_key, sample, uniforms
+from actors.engine.sampling import RowSampling, _adjust, _narrow, row_key, sample, uniforms
 from actors.engine.types import SamplingParams
 
 
@@ -35,14 +41,17 @@ def test_keys_differ_by_every_part() -> None:
 
 def frequencies(logits: torch.Tensor, params: SamplingParams, draws: int) -> torch.Tensor:
     keys = [row_key(3, "f", row) for row in range(draws)]
-    tokens, _ = sample(logits.expand(draws, -1), [params] * draws, keys, [0] * draws)
-    return torch.bincount(tokens, minlength=logits.shape[-1]).double()
+    drawn = sample(logits.expand(draws, -1), [RowSampling(params, key) for key in keys])
+    return torch.bincount(torch.tensor(drawn.tokens), minlength=logits.shape[-1]).double()
 
 
 def assert_drawn_from(logits: torch.Tensor, params: SamplingParams, wanted: torch.Tensor) -> None:
     """Chi-square against the exact distribution, at one in a million."""
-    draws = 20_000
-    seen = frequencies(logits, params, draws)
+    assert_chi_square(frequencies(logits, params, 20_000), wanted)
+
+
+def assert_chi_square(seen: torch.Tensor, wanted: torch.Tensor) -> None:
+    draws = seen.sum()
     possible = wanted > 0
     assert seen[~possible].sum() == 0
     expected = wanted[possible].double() * draws
@@ -59,39 +68,135 @@ def test_temperature_draws_the_exact_distribution() -> None:
         assert_drawn_from(LOGITS, SamplingParams(temperature=temperature), (LOGITS / temperature).softmax(-1)[0])
 
 
-def test_top_k_and_top_p_equal_the_library() -> None:
-    for top_k, top_p in ((3, 1.0), (0, 0.7), (5, 0.6), (0, 0.999), (1, 1.0), (0, 1e-6)):
-        wanted = LOGITS / 0.8
-        if top_k:
-            wanted = TopKLogitsWarper(top_k)(torch.tensor([[0]]), wanted)
-        if top_p < 1:
-            wanted = TopPLogitsWarper(top_p)(torch.tensor([[0]]), wanted)
-        assert_drawn_from(LOGITS, SamplingParams(temperature=0.8, top_k=top_k, top_p=top_p), wanted.softmax(-1)[0])
+def library(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """What transformers' own processors leave of logits [1, V], as probabilities [V]."""
+    nothing = torch.tensor([[0]])
+    wanted = TemperatureLogitsWarper(params.temperature)(nothing, logits)
+    if params.top_k:
+        wanted = TopKLogitsWarper(params.top_k)(nothing, wanted)
+    if params.top_p < 1:
+        wanted = TopPLogitsWarper(params.top_p)(nothing, wanted)
+    if params.min_p > 0:
+        wanted = MinPLogitsWarper(params.min_p)(nothing, wanted)
+    return wanted.softmax(-1)[0]
 
 
-@given(
-    st.lists(
-        st.tuples(st.sampled_from([0.0, 0.5, 1.5]), st.integers(0, 4), st.sampled_from([1.0, 0.5])),
-        min_size=2,
-        max_size=6,
-    ),
-    st.integers(0, 10**9),
-)
-def test_a_row_draws_the_same_whoever_its_neighbours_are(rows: list[tuple[float, int, float]], seed: int) -> None:
-    logits = torch.randn(len(rows), 31, generator=torch.Generator().manual_seed(seed))
-    params = [SamplingParams(temperature=t, top_k=k, top_p=p) for t, k, p in rows]
-    keys = [row_key(seed, "f", row) for row in range(len(rows))]
-    together, logprobs = sample(logits, params, keys, list(range(len(rows))))
+def test_top_k_top_p_and_min_p_equal_the_library() -> None:
+    for top_k, top_p, min_p in (
+        (3, 1.0, 0.0),
+        (0, 0.7, 0.0),
+        (5, 0.6, 0.0),
+        (0, 0.999, 0.0),
+        (1, 1.0, 0.0),
+        (0, 1e-6, 0.0),
+        (0, 1.0, 0.3),
+        (0, 1.0, 1.0),
+        (6, 0.9, 0.2),
+        (2, 1.0, 0.05),
+    ):
+        params = SamplingParams(temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p)
+        assert_drawn_from(LOGITS, params, library(LOGITS, params))
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**9), st.integers(0, 12), st.floats(0.05, 1), st.floats(0, 1), st.sampled_from([0.3, 1.0, 3.0]))
+def test_what_can_be_drawn_is_what_the_library_leaves(
+    seed: int, top_k: int, top_p: float, min_p: float, temperature: float
+) -> None:
+    """The whole distribution, read off by drawing at every random number of a fine grid."""
+    logits = torch.randn(1, 11, generator=torch.Generator().manual_seed(seed))
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    probabilities, vocabulary = _narrow(logits / temperature, [params])
+    ours = torch.zeros(11).scatter(0, vocabulary[0], (probabilities / probabilities.sum())[0].float())
+    torch.testing.assert_close(ours, library(logits, params), atol=1e-5, rtol=1e-4)
+
+
+HISTORY = ([3, 5, 5, 1], [2, 2, 5, 0, 2])  # prompt, answer so far
+
+
+def with_history(params: SamplingParams) -> RowSampling:
+    state = RowSampling.begin(params, 7, HISTORY[0])
+    for token in HISTORY[1]:
+        state.add(token)
+    return state
+
+
+def test_penalties_equal_the_library_and_their_definitions() -> None:
+    params = SamplingParams(temperature=1.0, repetition_penalty=1.7)
+    before = torch.tensor([HISTORY[0] + HISTORY[1]])
+    wanted = RepetitionPenaltyLogitsProcessor(1.7)(before, LOGITS.clone())
+    adjusted, _ = _adjust(LOGITS, LOGITS.logsumexp(-1), [with_history(params)])
+    torch.testing.assert_close(adjusted, wanted)
+    # OpenAI's: mu - count * frequency - (count > 0) * presence, over the answer alone
+    params = SamplingParams(temperature=1.0, presence_penalty=0.6, frequency_penalty=-0.25)
+    counts = torch.tensor([[1.0, 0, 3, 0, 0, 1, 0, 0]])
+    adjusted, _ = _adjust(LOGITS, LOGITS.logsumexp(-1), [with_history(params)])
+    torch.testing.assert_close(adjusted, LOGITS - counts * -0.25 - (counts > 0) * 0.6)
+
+
+def test_penalized_draws_follow_the_exact_distribution() -> None:
+    params = SamplingParams(temperature=0.7, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.2)
+    adjusted, _ = _adjust(LOGITS, LOGITS.logsumexp(-1), [with_history(params)])
+    states = [with_history(params) for _ in range(20_000)]
+    for number, state in enumerate(states):
+        state.key = row_key(4, "f", number)
+    seen = torch.bincount(torch.tensor(sample(LOGITS.expand(20_000, -1), states).tokens), minlength=8).double()
+    assert_chi_square(seen, (adjusted / 0.7).softmax(-1)[0])
+
+
+def test_barred_tokens_never_come_and_allowed_ones_alone_do() -> None:
+    greedy, free = SamplingParams(), SamplingParams(temperature=1.0)
+    rows = [RowSampling(greedy, 1, barred=(0, 1)), RowSampling(greedy, 1, allowed=(4, 7)), RowSampling(greedy, 1)]
+    drawn = sample(LOGITS.expand(3, -1), rows)
+    assert drawn.tokens == [2, 7, 0]
+    whole, two = LOGITS.log_softmax(-1)[0], LOGITS[0, [4, 7]].log_softmax(-1)
+    torch.testing.assert_close(torch.tensor(drawn.logprobs), whole[[2, 7, 0]])
+    torch.testing.assert_close(torch.tensor(drawn.choice_logprobs[1]), two[1])
+    keys = [row_key(5, "f", row) for row in range(20_000)]
+    drawn = sample(LOGITS.expand(20_000, -1), [RowSampling(free, key, allowed=(1, 4, 7)) for key in keys])
+    wanted = torch.zeros(8).index_copy(0, torch.tensor([1, 4, 7]), LOGITS[0, [1, 4, 7]].softmax(-1))
+    assert_chi_square(torch.bincount(torch.tensor(drawn.tokens), minlength=8).double(), wanted)
+
+
+def any_params() -> st.SearchStrategy[SamplingParams]:
+    return st.builds(
+        SamplingParams,
+        temperature=st.sampled_from([0.0, 0.5, 1.5]),
+        top_k=st.integers(0, 4),
+        top_p=st.sampled_from([1.0, 0.5]),
+        min_p=st.sampled_from([0.0, 0.2]),
+        repetition_penalty=st.sampled_from([1.0, 1.3]),
+        frequency_penalty=st.sampled_from([0.0, 0.4]),
+        logprobs=st.sampled_from([None, 0, 3]),
+    )
+
+
+@settings(deadline=None)
+@given(st.lists(any_params(), min_size=2, max_size=6), st.integers(0, 10**9))
+def test_a_row_draws_the_same_whoever_its_neighbours_are(params: list[SamplingParams], seed: int) -> None:
+    logits = torch.randn(len(params), 31, generator=torch.Generator().manual_seed(seed))
+    rows = []
+    for number, one in enumerate(params):
+        rows.append(RowSampling.begin(one, row_key(seed, "f", number), [number, 30]))
+        rows[-1].add(number + 7)
+        if number % 3 == 2:
+            rows[-1].allowed = (1, 2, 3, 4)
+    together = sample(logits, rows)
     for row in range(len(rows)):
-        token, logprob = sample(logits[row : row + 1], [params[row]], [keys[row]], [row])
-        assert token.item() == together[row].item()
-        torch.testing.assert_close(logprob[0], logprobs[row])
+        alone = sample(logits[row : row + 1], [rows[row]])
+        assert alone.tokens[0] == together.tokens[row]
+        assert abs(alone.logprobs[0] - together.logprobs[row]) < 1e-5
+        assert abs(alone.choice_logprobs[0] - together.choice_logprobs[row]) < 1e-5
+        assert (0 in alone.top) == (row in together.top) == (params[row].logprobs is not None)
+        if row in together.top:
+            assert [token for token, _ in alone.top[0].top] == [token for token, _ in together.top[row].top]
 
 
-def test_logprobs() -> None:
-    tokens, logprobs = sample(LOGITS, [SamplingParams()], [0], [0])
-    assert tokens.item() == 0
-    torch.testing.assert_close(logprobs[0], LOGITS.log_softmax(-1)[0, 0])
-    tokens, logprobs = sample(LOGITS, [SamplingParams(temperature=1.0, top_k=2)], [5], [0])
-    two = LOGITS[0, :2].softmax(-1)
-    torch.testing.assert_close(logprobs[0], two[tokens.item()].log())
+def test_logprobs_are_the_models_own() -> None:
+    whole = LOGITS.log_softmax(-1)[0]
+    params = SamplingParams(temperature=1.7, top_k=2, presence_penalty=1, logprobs=3)
+    drawn = sample(LOGITS.expand(2, -1), [with_history(params), RowSampling(SamplingParams(logprobs=0), 0)])
+    torch.testing.assert_close(torch.tensor(drawn.logprobs), whole[drawn.tokens])
+    assert drawn.top[0].token == drawn.tokens[0] and [token for token, _ in drawn.top[0].top] == [0, 1, 2]
+    torch.testing.assert_close(torch.tensor([value for _, value in drawn.top[0].top]), whole[:3])
+    assert drawn.top[1].top == () and abs(drawn.top[1].logprob - whole[0].item()) < 1e-6

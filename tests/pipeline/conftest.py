@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import boto3
 import pytest
+import ray
 from moto.server import ThreadedMotoServer
 from tiny import tiny_checkpoint
 
@@ -16,6 +18,22 @@ from pipeline.config import StorageConfig
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama with tokenizer and schedule."""
     return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages -%}
+{% if message.role == 'user' and not loop.first and loop.previtem.role == 'user' -%}
+{{ raise_exception('roles must alternate') }}{% endif -%}
+[{{ message.role }}]{{ message.content }}{% if message.name %}({{ message.name }}){% endif %}</s>
+{%- endfor %}{% if add_generation_prompt %}[assistant]{% endif %}{% if thinking is false %}quick {% endif %}"""
+
+
+@pytest.fixture(scope="session")
+def chat_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint with a chat template that refuses two messages of the user in a row."""
+    folder = tmp_path_factory.mktemp("chat") / "checkpoint"
+    shutil.copytree(checkpoint, folder)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +47,27 @@ def s3() -> Iterator[StorageConfig]:
     boto3.client("s3", endpoint_url=url).create_bucket(Bucket="bucket")
     yield StorageConfig(endpoint_url=url)
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def own_ray(s3: StorageConfig) -> Iterator[None]:
+    """One Ray for all tests that run jobs in this process; its GPUs are pretended.
+
+    The bucket comes first: Ray's workers inherit its credentials.
+    """
+    start_ray()
+    yield
+    ray.shutdown()
+
+
+def start_ray() -> None:
+    """Anew after a job that failed: what it cancelled may have been in the middle of an import."""
+    ray.shutdown()
+    ray.init(address="local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
+
+
+@pytest.fixture
+def ray_to_be_left(own_ray: None) -> Iterator[None]:
+    """The Ray of all tests, for one whose job fails."""
+    yield
+    start_ray()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from actors.generator import Answers
+from actors.generator import Answer
 from pipeline.generate import PartSpec, part_bytes, part_table
 from pipeline.source import Shard
 from pipeline.stats import ShardStats
@@ -15,19 +15,26 @@ LAYERS = 4
 FINGERPRINT = "f" * 64
 
 
-def fake_answers(rows: int) -> Answers:
+def fake_answers(rows: int) -> list[Answer]:
     """Row r: r + 1 tokens at a mean depth of 3, but every third one an error."""
-    bad = [row % 3 == 2 for row in range(rows)]
-    return Answers(
-        texts=[None if one else f"answer {row}" for row, one in enumerate(bad)],
-        finish_reasons=["error" if one else "length" for one in bad],
-        prompt_tokens=[0 if one else 5 for one in bad],
-        generated_tokens=[0 if one else row + 1 for row, one in enumerate(bad)],
-        mean_depths=[None if one or not row else 3.0 for row, one in enumerate(bad)],
-        errors=["prompt is null" if one else None for one in bad],
-        token_ids=[[] if one else [7] * (row + 1) for row, one in enumerate(bad)],
-        cumulative_logprobs=[None if one else -0.5 * row for row, one in enumerate(bad)],
-    )
+    return [
+        Answer(
+            row=row,
+            sample_index=0,
+            generated_text=None if bad else f"answer {row}",
+            finish_reason="error" if bad else "length",
+            prompt_tokens=0 if bad else 5,
+            generated_tokens=0 if bad else row + 1,
+            mean_depth=None if bad or not row else 3.0,
+            error="prompt is null" if bad else None,
+            token_ids=[] if bad else [7] * (row + 1),
+            cumulative_logprob=None if bad else -0.5 * row,
+            logprobs=None,
+            choice_probability=None,
+        )
+        for row in range(rows)
+        for bad in [row % 3 == 2]
+    ]
 
 
 def part_spec(**changes: Any) -> PartSpec:
@@ -50,9 +57,11 @@ def part_stats(shard: Shard, **changes: Any) -> ShardStats:
     values: dict[str, Any] = {
         "shard": shard.index,
         "rows": shard.rows,
+        "answers": shard.rows,
         "errors": shard.rows - len(good),
         "duplicate_ids": int(shard.rows > 1),
         "prompt_tokens": 5 * len(good),
+        "shared_prompt_tokens": 0,
         "generated_tokens": sum(row + 1 for row in good),
         "prepare_seconds": 0.5,
         "prefill_seconds": 1.0,

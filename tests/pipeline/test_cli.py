@@ -14,7 +14,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from pipeline.cli import app
+from pipeline.cli import _cause, app
 
 
 @pytest.fixture
@@ -122,6 +122,18 @@ def test_a_lease_that_is_held_is_exit_5(tmp_path: Path, job: dict[str, Any], mon
     assert result.exit_code == 5
     assert "another run holds" in result.stderr
     assert f"process {other.holder.pid} on {other.holder.host}, since 20" in result.stderr
+
+
+def test_the_cause_of_a_failed_task_is_what_went_wrong_and_not_advice_on_retries() -> None:
+    from ray.data._internal.util import _annotate_exception_with_retry_context
+
+    error: BaseException = ValueError("Traceback\n  File x\nValueError: weights are missing")
+    for _ in range(2):  # a task's own, and the operator's around it
+        error = _annotate_exception_with_retry_context(
+            error, description="run it", attempts=1, max_attempts=3, total_backoff_s=0.0, exception_str=""
+        )
+    assert str(error).splitlines()[-1].startswith("To change retry attempts")
+    assert _cause(error) == "ValueError: weights are missing"
 
 
 def test_help_is_quick_to_import_and_names_the_commands() -> None:

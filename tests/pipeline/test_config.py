@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.engine.types import SamplingParams
 from pipeline import config as configs
-from pipeline.config import JobConfig, Section, TuneConfig, load_config
+from pipeline.config import InputConfig, JobConfig, SamplingConfig, Section
+from pipeline.config_file import load_config
+from pipeline.config_tuning import TuneConfig
 
 JOB: dict[str, Any] = {"input": {"path": "in"}, "output": {"path": "out"}, "model": {"path": "model"}}
 SECTIONS = [
@@ -46,13 +50,8 @@ def test_three_keys_are_enough_and_the_rest_has_defaults(tmp_path: Path) -> None
     assert config.input.path == ["in"] and config.input.too_long == "error"
     assert config.model.dtype == "bfloat16"
     assert config.schedule.changes() == {}
-    assert config.sampling.model_dump() == {
-        "max_new_tokens": 64,
-        "temperature": 0.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "seed": 0,
-    }
+    assert config.sampling.params() == SamplingParams() and config.sampling.seed == 0
+    assert config.choices is None and config.shared_prefix
     assert (config.actors.most, config.actors.gpus, config.shard_rows) == (1, 0, None)
     assert (config.shard_bytes, config.max_row_errors) == (64 * 2**20, 0.01)
 
@@ -77,6 +76,22 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
         (merged(input={"path": []}), r"input\.path: "),
         (merged(input={"path": 5}), r"input\.path: .*, not 5"),
         (merged(input={"prompt": "a", "template": "b"}), r"input: give prompt or template, not both$"),
+        (merged(input={"messages": "a", "template": "b"}), r"input: give template or messages, not both$"),
+        (merged(input={"system": ""}), r"input\.system: "),
+        (merged(input={"chat_template_kwargs": {"a": 1}}), r"input: chat_template_kwargs is for chats: "),
+        (merged(input={"examples": [{"user": "a"}]}), r"input\.examples\.0\.assistant is missing"),
+        (
+            merged(input={"sampling": {"temprature": "t"}}),
+            r"input\.sampling: unknown parameter temprature; did you",
+        ),
+        (merged(input={"sampling": {"temperature": 1}}), r"input\.sampling: temperature must name a column"),
+        (merged(input={"sampling": {}}), r"input\.sampling: must name a struct column, or give columns as"),
+        (merged(choices=[]), r"choices: "),
+        (merged(choices=["a", "a"]), r"choices: 'a' is there twice"),
+        (merged(choices=["a", ""]), r"choices: label 2 is empty"),
+        (merged(choices=[True, False]), r"choices: labels are text, and True is none; put it in quotes"),
+        (merged(choices=["a"], sampling={"stop": "x"}), r"choices do not go with sampling\.stop: "),
+        (merged(input={"choices": "c"}, sampling={"ignore_eos": True}), r"choices do not go with sampling\.ignore_eos"),
         (merged(input={"too_long": "cut"}), r"input\.too_long: .*'error'.*'truncate_left'.*, not 'cut'"),
         (merged(output={"keep": "topic"}), r"output\.keep: .*list, not 'topic'"),
         (merged(model={"dtype": "fp8"}), r"model\.dtype: .*'bfloat16'.*, not 'fp8'"),
@@ -84,6 +99,18 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
         (merged(schedule={"keep_order": "odd"}), r"schedule\.keep_order: .*, not 'odd'"),
         (merged(sampling={"max_new_tokens": 0}), r"sampling\.max_new_tokens: .*1, not 0"),
         (merged(sampling={"max_new_tokens": 1.5}), r"sampling\.max_new_tokens: .*, not 1\.5"),
+        (merged(sampling={"max_new_tokens": True}), r"sampling\.max_new_tokens: .*integer, not True"),
+        (merged(sampling={"max_new_tokens": "64"}), r"sampling\.max_new_tokens: .*integer, not '64'"),
+        (merged(sampling={"temperature": "1"}), r"sampling\.temperature: .*number, not '1'"),
+        (merged(sampling={"temperature": float("nan")}), r"sampling\.temperature: .*, not nan"),
+        (merged(sampling={"temperature": float("inf")}), r"sampling: temperature = inf: "),
+        (merged(sampling={"ignore_eos": 1}), r"sampling\.ignore_eos: .*boolean, not 1"),
+        (merged(sampling={"stop": [""]}), r"sampling: stop = \('',\): must not hold an empty string"),
+        (merged(sampling={"stop_token_ids": [-1]}), r"sampling: stop_token_ids = \(-1,\): "),
+        (merged(sampling={"n": 2}), r"sampling: n = 2: needs a temperature above 0"),
+        (merged(sampling={"min_new_tokens": 65}), r"sampling: min_new_tokens = 65: must be 0 to max_new_tokens"),
+        (merged(sampling={"logprobs": 21}), r"sampling: logprobs = 21: must be 0 to 20"),
+        (merged(actors={"gpus": True}), r"actors\.gpus: .*number, not True"),
         (merged(sampling={"temperature": -0.1}), r"sampling\.temperature: .*, not -0\.1"),
         (merged(sampling={"top_p": 0}), r"sampling\.top_p: .*, not 0"),
         (merged(sampling={"seed": 2**63}), r"sampling\.seed: .*, not 9223372036854775808"),
@@ -155,6 +182,47 @@ def test_changes_are_values_of_yaml(tmp_path: Path) -> None:
     assert config.input.path == ["s3://bucket/x=1/*.parquet"] and config.input.template == "{{ question }}"
     assert config.model.compile and config.shard_rows is None
     assert load_config(JobConfig, path).schedule.speedup is None
+
+
+def test_sampling_is_that_of_the_engine() -> None:
+    """Neither can have a parameter, a default or a type that the other lacks."""
+    engine = {one.name: one for one in fields(SamplingParams)}
+    assert set(SamplingConfig.model_fields) == set(engine)
+    for name, field in SamplingConfig.model_fields.items():
+        if name == "seed":  # the job's own; in the engine it stands for a row's
+            continue
+        assert field.default == engine[name].default, name
+        assert str(field.annotation).removeprefix("<class '").removesuffix("'>") == engine[name].type, name
+
+
+def test_sampling_of_a_job_reaches_the_engine(tmp_path: Path) -> None:
+    values = {"stop": "x", "stop_token_ids": [4], "n": 3, "temperature": 1, "logprobs": 0, "seed": 9}
+    config = load_config(JobConfig, job_file(tmp_path, merged(sampling=values)))
+    assert config.sampling.params() == SamplingParams(
+        stop=("x",), stop_token_ids=(4,), n=3, temperature=1.0, logprobs=0, seed=None
+    )
+    assert load_config(JobConfig, job_file(tmp_path, merged(sampling={"stop": ["a", "b"]}))).sampling.stop == ("a", "b")
+
+
+def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
+    """YAML 1.1 takes them for text."""
+    for text in ("1e-2", "1.0e-2", "+1E-2", "0.1e-1"):
+        config = load_config(JobConfig, job_file(tmp_path), [f"max_row_errors={text}"])
+        assert config.max_row_errors == 0.01
+    assert load_config(JobConfig, job_file(tmp_path), ["output.path=1e"]).output.path == "1e"
+
+
+def test_a_prompt_is_one_of_three(tmp_path: Path) -> None:
+    def given(**values: Any) -> InputConfig:
+        return load_config(JobConfig, job_file(tmp_path, merged(input=values))).input
+
+    assert given().prompt_column == "prompt" and given(prompt="q").prompt_column == "q" and not given().is_chat
+    assert given(template="x").prompt_column is None and given(messages="m").prompt_column is None
+    shots = [{"user": "a", "assistant": "b"}]
+    for chat in ({"messages": "m"}, {"system": "s"}, {"examples": shots}, {"chat": True, "template": "x"}):
+        assert given(**chat, chat_template_kwargs={"enable_thinking": False}).is_chat
+    path = job_file(tmp_path, merged(input={"examples": [{"usr": "a", "assistant": "b"}]}))
+    assert refusal(path) == f"{path}: unknown key input.examples.0.usr; did you mean user? (and 1 more)"
 
 
 def test_the_last_change_wins(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ def test_killed_half_way_and_started_again_the_bytes_are_the_same(
     assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in early} == early
 
 
+@pytest.mark.slow
 def test_the_same_into_a_bucket(undisturbed: tuple[Path, dict[str, Any]], s3: StorageConfig, tmp_path: Path) -> None:
     """Killed half-way, too."""
     whole = parts(undisturbed[0])

@@ -6,21 +6,18 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import ray
 import yaml
 from command import Command, assert_no_new_rays, parts, rays
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from actors.engine.sampling import row_key
-from actors.generator import Generator
+from actors.generator import Generator, Prompt
 from pipeline import job as jobs
 from pipeline.cli import app
 from pipeline.config import JobConfig, StorageConfig
@@ -32,17 +29,6 @@ WORDS = ["alpha", "bravo", "charlie", "delta", "echo", "foxtrot", "golf", "hotel
 ROWS = 90
 TWO = {"cpu [0]", "cpu [1]"}
 SAMPLED = {"max_new_tokens": 12, "temperature": 1.0, "top_p": 0.9, "seed": 5}
-
-
-@pytest.fixture(scope="module")
-def own_ray(s3: StorageConfig) -> Iterator[None]:
-    """One Ray for the tests of this file that run jobs in this process; its GPUs are pretended.
-
-    The bucket comes first: Ray's workers inherit its credentials.
-    """
-    ray.init(address="local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="session")
@@ -112,14 +98,14 @@ def test_answers_are_those_of_the_bare_engine(
     """Row by row, each alone: the pipeline adds nothing and loses nothing."""
     output, _ = undisturbed
     sampling = {key: value for key, value in SAMPLED.items() if key != "seed"}
-    generator = Generator(str(checkpoint), sampling=sampling, dtype="float32", threads=1)
+    generator = Generator(str(checkpoint), sampling=sampling, seed=5, dtype="float32", threads=1)
     answered = {row["topic"]: row for row in pq.read_table(output).to_pylist()}
     for path in sorted(inputs.glob("*.parquet"))[:2]:
         for number, row in enumerate(pq.read_table(path).to_pylist()):
             if answered[row["topic"]]["error"] is None:
                 ids = generator.tokenizer(row["prompt"])["input_ids"]
-                alone = generator.answer([ids], [None], [row_key(5, str(path), number)])
-                assert alone.token_ids[0] == answered[row["topic"]]["token_ids"]
+                alone = generator.answer([Prompt(ids, str(path), number)])
+                assert alone[0].token_ids == answered[row["topic"]]["token_ids"]
 
 
 def test_statistics_add_up(undisturbed: tuple[Path, jobs.Outcome]) -> None:
@@ -219,8 +205,9 @@ def test_actors_that_ask_for_gpus_see_their_own(
         tmp_path,
         checkpoint,
         model={"path": str(checkpoint), "dtype": "float32", "device": "cpu"},
-        actors={"count": count, "gpus": gpus, "cpus": 0.5, "threads": 1},
-        shard_rows=8,
+        sampling={**SAMPLED, "max_new_tokens": 24},
+        actors={"count": count, "gpus": gpus, "cpus": 0.5, "threads": 1, "max_batch": 1},  # long enough for all
+        shard_rows=4,
     )
     assert jobs.run(job).totals.rows == ROWS
     assert set(pq.read_table(tmp_path / "_job" / "stats.parquet")["device"].to_pylist()) == devices
@@ -240,7 +227,8 @@ def test_an_autoscaling_pool_with_a_template_and_made_ids(
     outcome = jobs.run(job)
     rows = pq.read_table(tmp_path).to_pylist()
     assert {row["id"] for row in rows} == {f"in-0.parquet:{row}" for row in range(40)}
-    assert outcome.totals.errors == 0  # a null renders as text in a template
+    assert [row["id"] for row in rows if row["error"] is not None] == ["in-0.parquet:17"]  # its prompt is null
+    assert outcome.totals.errors == 1
 
 
 def test_placement_is_checked_before_it_can_hang() -> None:
@@ -252,6 +240,8 @@ def test_placement_is_checked_before_it_can_hang() -> None:
     check_placement(actors(count=2), {"CPU": 2.0}, fixed=True)
     with pytest.raises(ValueError, match=r"4 actors of 0\.5 CPUs leave no slot .* on 2 CPUs"):
         check_placement(actors(count=4), {"CPU": 2.0}, fixed=True)
+    with pytest.raises(ValueError, match=r"3 actors of 0\.5 CPUs leave no slot .* on 2 CPUs"):  # one CPU: repartition
+        check_placement(actors(count=3), {"CPU": 2.0}, fixed=True)
     with pytest.raises(ValueError, match=r"3 actors of 0\.5 GPUs do not fit on 1 GPUs"):
         check_placement(actors(count=3, gpus=0.5, cpus=0.1), {"CPU": 2.0, "GPU": 1.0}, fixed=True)
     check_placement(actors(count=3, gpus=1), {"CPU": 1.0}, fixed=False)
@@ -313,7 +303,7 @@ def test_too_many_row_errors_exit_3(own_ray: None, inputs: Path, checkpoint: Pat
 
 
 def test_missing_weights_fail_the_job_in_one_line(
-    own_ray: None, inputs: Path, checkpoint: Path, tmp_path: Path
+    ray_to_be_left: None, inputs: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken"
     subprocess.run(["cp", "-r", str(checkpoint), str(broken)], check=True)

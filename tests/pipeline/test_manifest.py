@@ -15,22 +15,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.engine.loading import inspect
+from pipeline.checkpoints import locate
+from pipeline.columns import check_columns, needed_columns
 from pipeline.config import JobConfig, StorageConfig
 from pipeline.generate import ANSWER_FIELDS, OPTIONAL_FIELDS
 from pipeline.manifest import (
     INPUTS,
     JOB,
     PLAN,
+    SCHEMA,
     Manifest,
-    check_columns,
     difference,
     load,
-    needed_columns,
     plan_job,
     save,
 )
-from pipeline.prepare import ERROR, PROMPT_IDS
+from pipeline.prepare import ADDED, ERROR, PROMPT_IDS
 from pipeline.source import Shard
 from pipeline.storage import Folder, open_folder
 
@@ -68,8 +68,8 @@ def job(inputs: Path | list[str], checkpoint: Path, **sections: Any) -> JobConfi
 
 
 def plan(config: JobConfig, limit: int | None = None, stored: Manifest | None = None) -> Manifest:
-    checkpoint = inspect(config.model.path)
-    return plan_job(config, checkpoint, checkpoint.schedule(config.schedule.changes()), limit, stored)
+    located = locate(config.model, config.storage)
+    return plan_job(config, located, located.checkpoint.schedule(config.schedule.changes()), limit, stored)
 
 
 def refusal(config: JobConfig, stored: Manifest | None = None) -> str:
@@ -133,7 +133,7 @@ def test_a_plan_survives_its_files(inputs: Path, checkpoint: Path, folder: Folde
     assert load(folder) is None
     manifest = plan(job(inputs, checkpoint, shard_rows=4, schedule={"speedup": 2}), 9)
     save(folder, manifest)
-    assert folder.names("_job") == [Path(name).name for name in (INPUTS, JOB, PLAN)]
+    assert folder.names("_job") == [Path(name).name for name in (INPUTS, JOB, PLAN, SCHEMA)]
     assert load(folder) == manifest
     stored = load(folder)
     assert (
@@ -150,7 +150,7 @@ def test_a_plan_that_cannot_be_read_is_named(inputs: Path, checkpoint: Path, fol
     assert str(caught.value).startswith(f"{folder.url}/{JOB}: ") and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", [INPUTS, PLAN])
+@pytest.mark.parametrize("name", [INPUTS, PLAN, SCHEMA])
 def test_a_plan_of_which_a_part_is_gone_is_named(inputs: Path, checkpoint: Path, folder: Folder, name: str) -> None:
     save(folder, plan(job(inputs, checkpoint)))
     folder.replace(name, b"PAR1")
@@ -327,7 +327,7 @@ def test_input_of_the_wrong_shape_is_refused(inputs: Path, checkpoint: Path) -> 
     assert f"{a}: no column 'x'" in refusal(job(inputs, checkpoint, output={"keep": ["x"]}))
     assert f"{a}: no column 'key'" in refusal(job(inputs, checkpoint, input={"id": "key"}))
     said = refusal(job(inputs, checkpoint, input={"prompt": "id"}))
-    assert said == f"{a}: column 'id' is int64; a prompt must be string"
+    assert said == f"{a}: column 'id' is int64; a prompt must be string, or a list of token ids"
 
     pq.write_table(table(4).drop_columns("prompt"), b)
     assert refusal(job(inputs, checkpoint)) == f"{b}: no column 'prompt'; it has id, topic"
@@ -349,6 +349,32 @@ def test_a_prompt_may_be_large_string(tmp_path: Path, checkpoint: Path) -> None:
     assert plan(job(tmp_path / "a.parquet", checkpoint)).rows == 2
 
 
+def test_one_schema_is_pinned_for_all_files(inputs: Path, checkpoint: Path, folder: Folder) -> None:
+    """Of the columns that are needed, in their order, whatever the files say of themselves."""
+    prompts = pa.array(["x", "y"], pa.large_string())
+    other = pa.table({"more": [1, 2], "topic": pa.nulls(2), "prompt": prompts, "id": pa.array([1, 2], pa.int16())})
+    pq.write_table(other.replace_schema_metadata({"of": "c"}), inputs / "c.parquet")
+    manifest = plan(job(inputs, checkpoint, input={"id": "id"}, output={"keep": ["topic"]}))
+    expected = [("id", pa.int64()), ("prompt", pa.large_string()), ("topic", pa.string())]
+    assert manifest.schema.equals(pa.schema(expected), check_metadata=True)
+    save(folder, manifest)
+    stored = load(folder)
+    assert stored is not None and stored.schema.equals(manifest.schema, check_metadata=True)
+    pq.write_table(table(2, topic=[1, 2]), inputs / "d.parquet")  # a file that appears later has no say
+    assert plan(job(inputs, checkpoint, input={"id": "id"}, output={"keep": ["topic"]}), stored=stored) == stored
+
+
+def test_prompts_and_ids_of_no_plain_type_are_refused(tmp_path: Path, checkpoint: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"prompt": [b"bytes"], "list": [["a"]], "struct": [{"a": 1}]}), path)
+    said = refusal(job(path, checkpoint))
+    assert said == f"{path}: column 'prompt' is binary; a prompt must be string, or a list of token ids"
+    for name in ("list", "struct"):
+        said = refusal(job(path, checkpoint, input={"template": "{{ prompt }}", "id": name}))
+        assert said.startswith(f"{path}: column '{name}' is {name}<")
+        assert said.endswith("; an id must be one plain value")
+
+
 def test_a_prompt_of_numbers_may_go_through_a_template(inputs: Path, checkpoint: Path) -> None:
     assert plan(job(inputs, checkpoint, input={"template": "{{ id }} plus one"})).rows == 10
 
@@ -364,9 +390,7 @@ def test_needed_columns_are_each_read_once(checkpoint: Path) -> None:
         needed(input={"template": "{{ b"})
 
 
-@pytest.mark.parametrize(
-    "name", [*(field.name for field in [*ANSWER_FIELDS, *OPTIONAL_FIELDS.values()]), PROMPT_IDS, ERROR]
-)
+@pytest.mark.parametrize("name", [*(field.name for field in [*ANSWER_FIELDS, *OPTIONAL_FIELDS.values()]), *ADDED])
 def test_columns_that_would_collide_are_refused(checkpoint: Path, name: str) -> None:
     with pytest.raises(ValueError, match=rf"^output\.keep: {name} is the name of") as caught:
         check_columns(job(["in"], checkpoint, output={"keep": ["topic", name]}))

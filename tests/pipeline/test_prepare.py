@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.engine.loading import load_tokenizer
-from pipeline.prepare import (
-    ERROR,
-    PROMPT_IDS,
-    PromptSpec,
-    compile_template,
-    prepare,
-    prepare_table,
-    template_columns,
-)
+from actors.engine.types import SamplingParams
+from pipeline.prepare import ADDED, ERROR, PROMPT_IDS, PromptSpec, prepare, prepare_table, tokenizer_of
 from pipeline.source import from_ipc, to_ipc
+from pipeline.templates import compile_template, template_columns
 
-CONTEXT = 64
+CONTEXT, VOCABULARY = 64, 300
 
 
 def spec(checkpoint: Path, **changes: Any) -> PromptSpec:
-    values = {"column": "prompt", "template": None, "context_length": CONTEXT, "max_new_tokens": 10}
-    return PromptSpec(**{"checkpoint": str(checkpoint), "too_long": "error", **values, **changes})
+    values: dict[str, Any] = {"checkpoint": str(checkpoint), "vocab_size": VOCABULARY, "context_length": CONTEXT}
+    values |= {"column": "prompt", "sampling": SamplingParams(max_new_tokens=10)}
+    return PromptSpec(**{**values, **changes})
 
 
 def tokens(checkpoint: Path, text: str) -> list[int]:
@@ -41,7 +37,7 @@ def prepared(
 ) -> tuple[list[list[int]], list[str | None]]:
     table = pa.table(columns)
     done = prepare_table(table, spec(checkpoint, **changes))
-    assert done.column_names == [*table.column_names, PROMPT_IDS, ERROR]
+    assert done.column_names == [*table.column_names, *ADDED]
     assert done.select(table.column_names).equals(table)
     return done[PROMPT_IDS].to_pylist(), done[ERROR].to_pylist()
 
@@ -96,6 +92,95 @@ def test_a_template_may_loop_and_choose(checkpoint: Path) -> None:
     text = "{% for one in parts %}{{ loop.index }}={{ one.k }};{% else %}none{% endfor %}{% if x is none %}!{% endif %}"
     ids, errors = by_template(checkpoint, text, parts=[[{"k": "a"}, {"k": "b"}], []], x=[1, None])
     assert ids == [tokens(checkpoint, "1=a;2=b;"), tokens(checkpoint, "none!")] and errors == [None, None]
+
+
+def test_a_template_reaches_into_nested_columns(checkpoint: Path) -> None:
+    meta = [{"question": "why", "items": "x", "deep": {"list": [{"k": "v"}]}}]
+    text = "{{ meta.question }} {{ tags[0] }} {{ meta.items }} {{ meta.deep.list[0].k }} {{ meta['question'] }}"
+    assert template_columns(text) == ["meta", "tags"]
+    ids, errors = by_template(checkpoint, text, meta=meta, tags=[["a", "b"]])
+    assert errors == [None] and ids == [tokens(checkpoint, "why a x v why")]
+
+
+@pytest.mark.parametrize(
+    ("template", "error"),
+    [
+        ("{{ meta.answer }}", "UndefinedError: 'dict object' has no attribute 'answer'"),
+        ("{{ meta.none.deeper }}", "UndefinedError: 'None' has no attribute 'deeper'"),
+        ("{{ tags[3] }}", "UndefinedError: list object has no element 3"),
+        ("{{ meta.none }}", "UndefinedError: a null is printed"),
+    ],
+)
+def test_what_a_nested_column_lacks_is_the_error_of_its_row(checkpoint: Path, template: str, error: str) -> None:
+    meta = [{"question": "why", "none": None}, {"question": "why", "none": "x"}]
+    _, errors = by_template(checkpoint, template, meta=meta, tags=[["a"], ["a"]])
+    assert errors[0] is not None and errors[0].startswith(f"template: {error}")
+
+
+def test_a_null_may_be_guarded(checkpoint: Path) -> None:
+    ids, errors = by_template(checkpoint, "a{{ x or '' }}", x=[None, "b"])
+    assert errors == [None, None] and ids == [tokens(checkpoint, "a"), tokens(checkpoint, "ab")]
+
+
+def test_a_template_is_compiled_once() -> None:
+    assert compile_template("{{ once }}") is compile_template("{{ once }}")
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.list_(pa.uint8())])
+def test_token_ids_are_taken_as_they_are(checkpoint: Path, kind: pa.DataType) -> None:
+    rows = [[1, 5, 3], [5], [0, 255]]
+    done = prepare_table(pa.table({"prompt": pa.array(rows, kind)}), spec(checkpoint))
+    assert done[PROMPT_IDS].to_pylist() == rows and done[ERROR].null_count == 3
+
+
+def test_token_ids_that_are_none_are_the_error_of_their_row(checkpoint: Path) -> None:
+    rows = [[1], None, [], [1, None], [-1], [VOCABULARY - 1], [2, VOCABULARY], [2**40], [7] * 70]
+    ids, errors = prepared(checkpoint, {"prompt": rows})
+    assert errors == [
+        None,
+        "prompt is null",
+        "prompt is empty",
+        "prompt: token 1 is null; the vocabulary is 0 to 299",
+        "prompt: token 0 is -1; the vocabulary is 0 to 299",
+        None,
+        "prompt: token 1 is 300; the vocabulary is 0 to 299",
+        f"prompt: token 0 is {2**40}; the vocabulary is 0 to 299",
+        "prompt of 70 tokens leaves no room in a context of 64",
+    ]
+    assert [bool(one) for one in ids] == [error is None for error in errors]
+
+
+def test_a_shard_is_tokenized_at_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    tokenizer = load_tokenizer(checkpoint)
+
+    def counted(texts: list[str], **options: Any) -> Any:
+        calls.append(texts)
+        return tokenizer(texts, **options)
+
+    monkeypatch.setattr("pipeline.prepare.tokenizer_of", lambda folder: counted)
+    ids, _ = prepared(checkpoint, {"prompt": ["a", None, "b"]})
+    assert calls == [["a", "b"]] and [bool(one) for one in ids] == [True, False, True]
+
+
+@pytest.mark.parametrize("text", ["{", "{}"])
+def test_a_damaged_tokenizer_is_named(checkpoint: Path, tmp_path: Path, text: str) -> None:
+    for name in ("config.json", "tokenizer_config.json"):
+        shutil.copy(checkpoint / name, tmp_path)
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(ValueError, match="the tokenizer cannot be loaded: ") as caught:
+        tokenizer_of(str(tmp_path))
+    assert str(caught.value).startswith(f"{tmp_path}: ") and "\n" not in str(caught.value)
+
+
+def test_values_that_python_cannot_hold_are_the_error_of_their_row(checkpoint: Path) -> None:
+    """A year 300,000, and a lone surrogate that only a template can write."""
+    days = pa.array([0, 10**18, 1], pa.timestamp("us"))
+    done = prepare_table(pa.table({"d": days}), spec(checkpoint, column=None, template="{{ d.year }}"))
+    errors = done[ERROR].to_pylist()
+    assert errors[0] is None and errors[2] is None and (errors[1] or "").startswith("cannot be read: OverflowError: ")
+    _, errors = by_template(checkpoint, "{{ '\\ud800' if x else 'fine' }}", x=[1, 0])
+    assert errors == ["prompt is not valid Unicode: it holds a lone surrogate", None]
 
 
 def test_a_template_may_count(checkpoint: Path) -> None:

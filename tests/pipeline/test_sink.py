@@ -10,15 +10,14 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from parts import FINGERPRINT, fake_answers, part, part_spec, part_stats
+from parts import FINGERPRINT, LAYERS, fake_answers, part, part_spec, part_stats
 
 from pipeline.config import StorageConfig
-from pipeline.generate import part_table
+from pipeline.generate import OPTIONAL_FIELDS, part_table
 from pipeline.sink import (
     COMMITS,
     CommitSink,
@@ -32,12 +31,14 @@ from pipeline.sink import (
     record_name,
 )
 from pipeline.source import Shard
+from pipeline.stats import ShardStats
 from pipeline.storage import Folder, open_folder
 
 SHARDS = [Shard(0, "in/a.parquet", 0, 4), Shard(1, "in/a.parquet", 4, 5), Shard(2, "in/b.parquet", 0, 1)]
 COUNTS = [
     "shard",
     "rows",
+    "answers",
     "errors",
     "duplicate_ids",
     "prompt_tokens",
@@ -298,11 +299,20 @@ def test_a_part_hangs_on_nothing_but_its_rows() -> None:
 
 def test_all_errors_have_the_same_schema() -> None:
     """A shard in which every row is bad is written with the types of the others."""
-    rows: dict[str, list[Any]] = {"id": ["a", "b", "c"]}
-    one = part_table(pa.table(rows).slice(2), _last(fake_answers(3)), part_spec(optional=("token_ids",)), "u", 2)
-    all_ = part_table(pa.table(rows), fake_answers(3), part_spec(optional=("token_ids",)), "u", 0)
+    rows = pa.table({"id": ["a", "b", "c"]})
+    optional = tuple(OPTIONAL_FIELDS)
+    last = [replace(fake_answers(3)[-1], row=0)]
+    one = part_table(rows.slice(2), last, part_spec(optional=optional), "u", 2)
+    all_ = part_table(rows, fake_answers(3), part_spec(optional=optional), "u", 0)
     assert one.schema == all_.schema and one["error"].to_pylist() == ["prompt is null"]
 
 
-def _last(answers: Any) -> Any:
-    return type(answers)(**{name: values[-1:] for name, values in asdict(answers).items()})
+def test_samples_of_a_row_carry_its_columns_and_count_as_one_row() -> None:
+    rows = pa.table({"id": ["a", "b"], "topic": [1, 2]})
+    first, second = fake_answers(2)
+    samples = [first, replace(first, sample_index=1), replace(first, sample_index=2), second]
+    table = part_table(rows, samples, part_spec(keep=("topic",)), "u", 0)
+    assert table["id"].to_pylist() == ["a", "a", "a", "b"] and table["topic"].to_pylist() == [1, 1, 1, 2]
+    assert table["sample_index"].to_pylist() == [0, 1, 2, 0]
+    stats = ShardStats.of_part(0, table, LAYERS)
+    assert (stats.rows, stats.answers, stats.duplicate_ids, stats.prompt_tokens) == (2, 4, 0, 10)

@@ -23,11 +23,13 @@ from pipeline.source import (
     list_files,
     read_footer,
     read_shards,
+    read_units,
     to_ipc,
 )
 from pipeline.storage import filesystem
 
 LOCAL = StorageConfig()
+PROMPT = pa.schema([("prompt", pa.string())])
 
 
 def write(path: Path, groups: list[int], first: int = 0) -> None:
@@ -100,12 +102,14 @@ def test_a_file_a_folder_a_glob_and_a_list_are_found(place: tuple[str, StorageCo
 def test_what_is_found_can_be_read(place: tuple[str, StorageConfig]) -> None:
     root, storage = place
     files = list_files([f"{root}/a.parquet", f"{root}/sub"], storage)
+    columns = pa.schema([("id", pa.int64())])
     both = [read_footer(url, size, version, storage) for url, (size, version) in files.items()]
     assert [file.group_rows for file, _ in both] == [(3, 2), (4,)]
     assert both[0][1].names == ["id", "prompt", "other"]
     shards = cut_shards([file for file, _ in both], 3, 10**9)
     assert [(shard.first_row, shard.rows) for shard in shards] == [(0, 3), (3, 2), (0, 3), (3, 1)]
-    blocks = [block for task in ShardSource(shards, ["id"], storage, 100).get_read_tasks(2) for block in task()]
+    source = ShardSource(shards, [file for file, _ in both], columns, storage, 100, 10**9)
+    blocks = [block for task in source.get_read_tasks(2) for block in task()]
     rows = [from_ipc(row["rows"])["id"].to_pylist() for block in blocks for row in block.to_pylist()]
     assert rows == [[0, 1, 2], [3, 4], [5, 6, 7], [8]]
 
@@ -217,14 +221,15 @@ def test_shards_are_read_row_for_row(
     """Of any file, any of its shards, such as a resumed job has left, in read tasks of any size."""
     path = tmp_path_factory.getbasetemp() / "law.parquet"
     write(path, groups)
-    shards = [shard for shard in cut_shards([pinned(str(path))], shard_rows, 2**30) if left[shard.index]]
+    file = pinned(str(path))
+    shards = [shard for shard in cut_shards([file], shard_rows, 2**30) if left[shard.index]]
     if not shards:
         return
     tables = list(read_shards(shards, ["id", "prompt"], LOCAL))
     expected = [list(range(shard.first_row, shard.first_row + shard.rows)) for shard in shards]
     assert [table["id"].to_pylist() for table in tables] == expected
     assert all(table.column_names == ["id", "prompt"] for table in tables)
-    tasks = ShardSource(shards, ["prompt"], LOCAL, task_rows).get_read_tasks(3)
+    tasks = ShardSource(shards, [file], PROMPT, LOCAL, task_rows, 2**30).get_read_tasks(3)
     blocks = [block for task in tasks for block in task()]
     assert all(block.num_rows == 1 for block in blocks)
     rows = [block.to_pylist()[0] for block in blocks]
@@ -236,13 +241,56 @@ def test_shards_are_read_row_for_row(
     assert sum(task.metadata.num_rows or 0 for task in tasks) == len(shards)
 
 
-def test_read_tasks_keep_to_one_file_and_their_rows() -> None:
-    shards = [Shard(index, "ab"[index // 5], index % 5 * 4, 4) for index in range(10)]
-    tasks = ShardSource(shards, ["prompt"], LOCAL, 8).get_read_tasks(1)
+def rows_of(tasks: list[list[Shard]]) -> list[list[int]]:
+    return [[shard.rows for shard in task] for task in tasks]
+
+
+def test_read_tasks_keep_to_one_file_and_their_limits() -> None:
+    """Whole row groups, five files' worth of four rows and forty bytes each."""
+    files = [InputFile(url, 1, "v", (4,) * 5, (40,) * 5) for url in "ab"]
+    shards = cut_shards(files, 4, 10**9)
+    assert rows_of(read_units(shards, files, 8, 10**9)) == [[4, 4], [4, 4], [4]] * 2
+    assert rows_of(read_units(shards, files, 100, 10**9)) == [[4] * 5] * 2
+    assert rows_of(read_units(shards, files, 100, 90)) == [[4, 4], [4, 4], [4]] * 2
+    assert rows_of(read_units(shards, files, 1, 1)) == [[4]] * 10
+    tasks = ShardSource(shards, files, PROMPT, LOCAL, 8, 10**9).get_read_tasks(1)
     assert [task.metadata.num_rows for task in tasks] == [2, 2, 1, 2, 2, 1]
-    files = Counter(name for task in tasks for name in task.metadata.input_files or ())
-    assert files == {"a": 3, "b": 3}
-    assert len(ShardSource(shards, ["prompt"], LOCAL, 1).get_read_tasks(1)) == 10
+    names = Counter(name for task in tasks for name in task.metadata.input_files or ())
+    assert names == {"a": 3, "b": 3}
+
+
+def test_pieces_of_a_row_group_are_one_read_task() -> None:
+    """Whatever the limits, and of those alone that a resumed job has left; its neighbours have tasks of their own."""
+    files = [InputFile("a", 1, "v", (4, 0, 100, 4, 4), (40, 0, 1000, 40, 40))]
+    shards = cut_shards(files, 10, 10**9)
+    assert [shard.rows for shard in shards] == [4, *[10] * 10, 8]
+    for limits in ((20, 10**9), (10**9, 100), (1, 1)):
+        assert rows_of(read_units(shards, files, *limits)) == [[4], [10] * 10, [8]]
+    assert rows_of(read_units(shards, files, 112, 10**9)) == [[4, *[10] * 10, 8]]
+    assert rows_of(read_units(shards[3:7:2], files, 1, 1)) == [[10, 10]]
+
+
+@given(input_files(), st.integers(1, 50), st.integers(1, 600), st.integers(1, 80), st.integers(1, 900))
+@settings(max_examples=200, deadline=None)
+def test_no_row_group_is_in_two_read_tasks(
+    files: list[InputFile], shard_rows: int, shard_bytes: int, task_rows: int, task_bytes: int
+) -> None:
+    shards = cut_shards(files, shard_rows, shard_bytes)
+    tasks = read_units(shards, files, task_rows, task_bytes)
+    assert [shard for task in tasks for shard in task] == shards
+    seen: set[tuple[str, int]] = set()
+    for task in tasks:
+        (url,) = {shard.url for shard in task}
+        edges = [0]
+        for rows in next(file for file in files if file.url == url).group_rows:
+            edges.append(edges[-1] + rows)
+        first, end = task[0].first_row, task[-1].first_row + task[-1].rows
+        groups = {
+            (url, number) for number in range(len(edges) - 1) if max(first, edges[number]) < min(end, edges[number + 1])
+        }
+        assert not groups & seen
+        seen |= groups
+        assert end - first <= task_rows or len(groups) == 1 or len(task) == 1
 
 
 def test_a_shard_longer_than_its_file_is_noticed(tmp_path: Path) -> None:

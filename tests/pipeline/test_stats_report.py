@@ -20,7 +20,7 @@ from rich.console import Console
 from pipeline.config import StorageConfig
 from pipeline.generate import ShardGenerator
 from pipeline.manifest import Batching, Manifest
-from pipeline.prepare import ERROR, PROMPT_IDS
+from pipeline.prepare import CHOICES, ERROR, PROMPT_IDS, SAMPLING
 from pipeline.progress import Tally, progress_line
 from pipeline.report import STATS, SUCCESS, SUMMARY, RowsMissing, finish, first_rows, print_report, write_report
 from pipeline.sink import commit, part_name, read_records, record_name
@@ -30,7 +30,12 @@ from pipeline.storage import Folder, open_folder
 
 SHARDS = [Shard(0, "in/a.parquet", 0, 4), Shard(1, "in/a.parquet", 4, 5), Shard(2, "in/b.parquet", 0, 1)]
 MANIFEST = Manifest(
-    FINGERPRINT, {"schedule": {"speedup": 2.0, "num_layers": LAYERS}}, Batching(5, 1, 1, 1, 1), [], SHARDS
+    FINGERPRINT,
+    {"schedule": {"speedup": 2.0, "num_layers": LAYERS}},
+    Batching(5, 1, 1, 1, 1),
+    [],
+    SHARDS,
+    pa.schema([]),
 )
 KINDS: dict[str, st.SearchStrategy[Any]] = {
     "int": st.integers(0, 10**9),
@@ -115,7 +120,8 @@ def test_a_table_has_a_row_a_shard_and_units(shards: list[ShardStats]) -> None:
 @given(st.lists(st.sampled_from(["a", "b", "c", None]), max_size=8))
 @settings(deadline=None)
 def test_duplicate_ids(ids: list[str | None]) -> None:
-    assert duplicate_ids(pa.table({"id": pa.array(ids, pa.string())})) == len(ids) - len(set(ids))
+    twice = pa.table({"id": pa.array([*ids, *ids], pa.string()), "sample_index": [0] * len(ids) + [1] * len(ids)})
+    assert duplicate_ids(twice) == len(ids) - len(set(ids))
 
 
 @pytest.mark.parametrize("cache_bytes", [2**30, 4000])
@@ -127,6 +133,8 @@ def test_what_a_part_tells_is_what_the_actor_counts(checkpoint: Path, cache_byte
             "id": ["a", "b", "b", "c", "d"],
             PROMPT_IDS: pa.array(prompts, pa.list_(pa.int32())),
             ERROR: pa.array([None, None, "prompt is null", None, None], pa.string()),
+            SAMPLING: pa.array([None, '{"n":3,"temperature":1.0}', None, None, None], pa.string()),
+            CHOICES: pa.nulls(5, pa.list_(pa.string())),
         }
     )
     actor = ShardGenerator(
@@ -135,10 +143,10 @@ def test_what_a_part_tells_is_what_the_actor_counts(checkpoint: Path, cache_byte
             "dtype": "float32",
             "device": "cpu",
             "sampling": {"max_new_tokens": 8},
+            "seed": 3,
             "cache_bytes": cache_bytes,
         },
         part_spec(),
-        seed=3,
     )
     column = np.empty(1, dtype=object)
     column[:] = [to_ipc(rows)]
@@ -154,12 +162,15 @@ def test_what_a_part_tells_is_what_the_actor_counts(checkpoint: Path, cache_byte
     counted = ShardStats.from_record(json.loads(done["stats"][0]))
     table = pq.read_table(io.BytesIO(done["part"][0]))
     told = ShardStats.of_part(7, table, LAYERS)
-    assert table.num_rows == counted.rows == 5 and table["id"].to_pylist() == ["a", "b", "b", "c", "d"]
+    samples = 3 if cache_bytes == 2**30 else 1
+    assert table["id"].to_pylist() == ["a", *["b"] * samples, "b", "c", "d"]
+    assert (counted.rows, counted.answers) == (5, table.num_rows)
     assert counted.errors == (1 if cache_bytes == 2**30 else 3)
     assert counted.prepare_seconds == 0.25 and counted.generate_seconds > 0 and not counted.adopted
     for name in (
         "shard",
         "rows",
+        "answers",
         "errors",
         "duplicate_ids",
         "generated_tokens",
@@ -188,7 +199,7 @@ def test_a_finished_job_says_so(folder: Folder) -> None:
         **totals.to_dict(),
     }
     table = pq.read_table(io.BytesIO(folder.read(STATS)))
-    assert table["shard"].to_pylist() == [0, 1, 2] and table.schema.field("rows").metadata[b"unit"] == b"rows"
+    assert table["shard"].to_pylist() == [0, 1, 2] and table.schema.field("rows").metadata[b"unit"] == b"input rows"
     assert [row["generated_text"] for row in first_rows(folder, 2)] == ["answer 0", "answer 1"]
 
 

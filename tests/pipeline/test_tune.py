@@ -17,7 +17,7 @@ from oracle import oracle_logits
 from actors.engine.decoder import Decoder
 from actors.engine.loading import inspect
 from actors.engine.schedule import ScheduleSpec
-from pipeline.config import TuneConfig
+from pipeline.config_tuning import TuneConfig
 from pipeline.tune import IGNORED, Batch, collate, response_logits, tune
 
 SPECS = [
@@ -37,7 +37,7 @@ def pairs(seed: int, count: int = 5) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "opt-post-norm"])
+@pytest.mark.parametrize("family", ["llama", "opt", "opt-post-norm", "mistral", "gemma2", "gemma3", "gpt-neox"])
 @pytest.mark.parametrize("spec", SPECS, ids=range(len(SPECS)))
 def test_training_logits_are_those_of_inference(family: str, spec: ScheduleSpec) -> None:
     decoder, schedule, rows = Decoder(tiny_model(family)), spec.build(LAYERS), pairs(seed=1)

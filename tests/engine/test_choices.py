@@ -1,0 +1,153 @@
+"""Answers bound to labels: against the probabilities of all labels, worked out one by one."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models import LAYERS, tiny_model
+from oracle import oracle_logits
+
+from actors.engine.choices import ChoiceTrie
+from actors.engine.decoder import Decoder
+from actors.engine.engine import Engine
+from actors.engine.sampling import RowSampling, sample
+from actors.engine.schedule import Schedule, ScheduleSpec
+from actors.engine.types import FinishReason, Request, SamplingParams
+
+END = 2
+LABELS = [(5, 6, 7), (5, 6), (5, 9), (11,), (11, 12, 13, 14), (20, 21, 22)]  # two are beginnings of others
+SCHEDULE = ScheduleSpec(max_depth=6, min_depth=2, horizon=4).build(LAYERS)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Decoder:
+    return Decoder(tiny_model("llama"))
+
+
+def exact(decoder: Decoder, schedule: Schedule, prompt: list[int], temperature: float = 1.0) -> list[float]:
+    """Probability of each label: at every token the model's own, narrowed to what can still become a label."""
+    found = []
+    for label in LABELS:
+        probability = 1.0
+        for place, token in enumerate([*label, END]):
+            begun = label[:place]
+            going_on = {other[place] for other in LABELS if len(other) > place and other[:place] == begun}
+            options = sorted(going_on | ({END} if begun in LABELS else set()))
+            if len(options) > 1:
+                logits = oracle_logits(decoder, schedule, prompt, list(begun)) / temperature
+                probability *= float(logits[options].softmax(-1)[options.index(token)])
+        found.append(probability)
+    assert abs(sum(found) - 1) < 1e-5
+    return found
+
+
+def bound(prompt: list[int], key: int = 0, **sampling: float) -> Request:
+    return Request(prompt, SamplingParams(max_new_tokens=1, **sampling), key, choices=ChoiceTrie(LABELS, END))  # type: ignore[arg-type]
+
+
+def test_every_answer_is_a_label_with_its_probability(llama: Decoder) -> None:
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, 97) for _ in range(rng.randint(1, 12))] for _ in range(20)]
+    free = Request([4, 5], SamplingParams(max_new_tokens=9))
+    engine = Engine(llama, SCHEDULE, {END})
+    alone = engine.generate([free], budget_bytes=2**40, max_rows=1)[0]
+    *answers, last = engine.generate([*map(bound, prompts), free], budget_bytes=2**40, max_rows=8)
+    assert last.token_ids == alone.token_ids and last.choice is None is last.choice_probability
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.choice is not None and answer.choice_probability is not None
+        assert answer.finish_reason == FinishReason.STOP
+        drawn = [token for token in answer.token_ids if token != END]
+        assert drawn == list(LABELS[answer.choice][: len(drawn)])
+        assert abs(answer.choice_probability - exact(llama, SCHEDULE, prompt)[answer.choice]) < 1e-4
+    assert len({answer.choice for answer in answers}) > 1
+
+
+def test_labels_are_drawn_as_often_as_their_probability_says(llama: Decoder) -> None:
+    prompt, draws = [7, 8, 9], 4000
+    answers = Engine(llama, SCHEDULE, {END}).generate(
+        [bound(prompt, key * 7919, temperature=2.0) for key in range(draws)], budget_bytes=2**40, max_rows=1000
+    )
+    seen = Counter(answer.choice for answer in answers)
+    wanted = exact(llama, SCHEDULE, prompt, temperature=2.0)
+    statistic = sum((seen[label] - draws * p) ** 2 / (draws * p) for label, p in enumerate(wanted))
+    freedom = len(LABELS) - 1
+    assert statistic < freedom + 4.9 * math.sqrt(2 * freedom) + 15
+
+
+def test_a_row_ends_where_one_label_alone_is_left(llama: Decoder) -> None:
+    answers = Engine(llama, SCHEDULE, {END}).generate(
+        [bound([key, 3], key, temperature=3.0) for key in range(3, 60)], budget_bytes=2**40, max_rows=64
+    )
+    lengths = {LABELS[answer.choice]: len(answer.token_ids) for answer in answers if answer.choice is not None}
+    wanted = {(5, 6, 7): 3, (5, 6): 3, (5, 9): 2, (11,): 2, (11, 12, 13, 14): 2, (20, 21, 22): 1}
+    assert lengths == {label: wanted[label] for label in lengths} and len(lengths) > 3
+    single = Request([4], choices=ChoiceTrie([(8, 9)], END))
+    answer = Engine(llama, SCHEDULE, {END}).generate([single], budget_bytes=2**40, max_rows=1)[0]
+    assert (answer.token_ids, answer.choice, answer.choice_probability) == ((8,), 0, 1.0)
+
+
+@given(st.lists(st.lists(st.integers(3, 6), min_size=1, max_size=4).map(tuple), min_size=1, max_size=12, unique=True))
+def test_every_way_through_the_trie_ends_at_its_label(labels: list[tuple[int, ...]]) -> None:
+    trie = ChoiceTrie(labels, END)
+    reached = []
+
+    def walk(node: object, drawn: tuple[int, ...]) -> None:
+        assert len(drawn) <= trie.most_tokens
+        for token in trie.allowed(node):  # type: ignore[arg-type]
+            below, label = trie.follow(node, token)  # type: ignore[arg-type]
+            if label is None:
+                walk(below, (*drawn, token))
+            else:
+                reached.append(label)
+                tokens = drawn if token == END else (*drawn, token)
+                assert labels[label][: len(tokens)] == tokens
+                others = [one for one in labels if one[: len(tokens)] == tokens and one != labels[label]]
+                assert not others or token == END
+
+    walk(trie.root, ())
+    if len(labels) > 1:
+        assert sorted(reached) == list(range(len(labels)))
+
+
+def test_a_label_may_be_long() -> None:
+    long = [tuple(range(3, 3000)), (*range(3, 2999), 7)]
+    trie = ChoiceTrie(long, END)
+    assert trie.most_tokens == 2997
+
+
+def test_logits_that_are_no_numbers_still_give_a_label() -> None:
+    logits = torch.full((2, 40), torch.nan)
+    params = SamplingParams(temperature=1.0)
+    rows = [RowSampling(params, 1, allowed=(9, 5)), RowSampling(SamplingParams(), 1, allowed=(9, 5))]
+    assert set(sample(logits, rows).tokens) <= {5, 9}
+
+
+def test_what_cannot_be_told_apart_is_refused() -> None:
+    for labels, end, message in (
+        ([], END, "no choices"),
+        ([(5,), ()], END, "choice 1 has no tokens"),
+        ([(5,), (5, END)], END, "choice 1 holds the token that ends an answer"),
+        ([(5, 6), (7,), (5, 6)], END, "choices 0 and 2 are the same tokens"),
+        ([(5, 6), (5,)], None, "choice 1 is the beginning of another, and the model has no end token"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ChoiceTrie(labels, end)
+
+
+def test_choices_that_do_not_fit_the_context_are_refused(llama: Decoder) -> None:
+    engine = Engine(llama, SCHEDULE, {END})
+    assert engine.new_tokens_limit(bound([3] * 61)) == 3
+    with pytest.raises(ValueError, match="choices of up to 3 tokens; the context leaves 2"):
+        engine.new_tokens_limit(bound([3] * 62))
+
+
+def test_a_bf16_model_answers_with_labels_too(llama: Decoder) -> None:
+    half = Decoder(tiny_model("llama").to(torch.bfloat16))
+    answers = Engine(half, SCHEDULE, {END}).generate([bound([k]) for k in range(9)], budget_bytes=2**40, max_rows=4)
+    assert all(answer.choice is not None for answer in answers)

@@ -1,0 +1,75 @@
+"""Stop strings over tokens that cut text where they like."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from models import LAYERS, tiny_model
+
+from actors.engine.decoder import Decoder
+from actors.engine.engine import Engine
+from actors.engine.schedule import ScheduleSpec
+from actors.engine.stopping import StopStrings
+from actors.engine.types import FinishReason, Request, SamplingParams
+
+# token -> bytes; 0 is special and decodes to nothing, 8 to 11 are the four bytes of one character
+PIECES = [b"", b"a", b"b", b"ab", b"ba", b"END", b"xEN", b"Dy", b"\xf0", b"\x9f", b"\x98", b"\x80", b" ", b"\n\n", b"E"]
+
+
+def decode(tokens: list[int]) -> str:
+    return b"".join(PIECES[token] for token in tokens).decode(errors="replace")
+
+
+STRINGS = st.lists(st.sampled_from(["END", "ab", "aba", "\n\n", "\U0001f600", "E", "y E"]), min_size=1, max_size=3)
+
+
+@given(st.lists(st.integers(0, len(PIECES) - 1), max_size=40), STRINGS)
+def test_the_first_token_that_completes_a_string_ends_the_answer(tokens: list[int], strings: list[str]) -> None:
+    """Against the whole text looked through after every token."""
+    stops = StopStrings(strings, decode, {0})
+    for count in range(1, len(tokens) + 1):
+        begun = tokens[:count]
+        text = decode(begun)
+        inside = [text.find(one) for one in strings if one in text]
+        assert stops.ended(begun) == bool(inside)
+        if inside:
+            assert stops.cut(begun) == text[: min(inside)]
+            break
+        assert stops.cut(begun) == text
+
+
+def test_a_string_may_span_tokens_or_end_inside_one() -> None:
+    stops = StopStrings(["END"], decode, {0})
+    assert not stops.ended([1, 6])
+    assert stops.ended([1, 6, 7]) and stops.cut([1, 6, 7]) == "ax"
+    assert stops.ended([1, 6, 0, 0, 0, 0, 0, 0, 0, 7])
+
+
+def test_a_string_within_the_first_tokens_does_not_count() -> None:
+    stops = StopStrings(["ab"], decode, {0}, min_new_tokens=3)
+    assert not stops.ended([1, 2]) and not stops.ended([1, 2, 12])
+    assert not stops.ended([12, 1, 2])
+    assert stops.ended([12, 12, 1, 2]) and stops.cut([12, 12, 1, 2]) == "  "
+    assert stops.ended([1, 2, 12, 3]) and stops.cut([1, 2, 12, 3]) == "ab "
+
+
+def test_the_engine_ends_a_row_at_its_string() -> None:
+    decoder = Decoder(tiny_model("llama"))
+    schedule = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
+    engine = Engine(decoder, schedule, set())
+
+    def text(tokens: list[int]) -> str:
+        return "".join(chr(0x4E00 + token) for token in tokens)
+
+    whole = engine.generate(
+        [Request([row], SamplingParams(max_new_tokens=12)) for row in range(3, 9)], budget_bytes=2**40, max_rows=4
+    )
+    stopped = [
+        Request([row], SamplingParams(max_new_tokens=12), ending=StopStrings([text(list(one.token_ids[4:6]))], text))
+        for row, one in zip(range(3, 9), whole, strict=True)
+    ]
+    for before, after in zip(whole, engine.generate(stopped, budget_bytes=2**40, max_rows=4), strict=True):
+        pairs = [before.token_ids[place : place + 2] for place in range(5)]
+        first = pairs.index(before.token_ids[4:6])
+        assert after.token_ids == before.token_ids[: first + 2]
+        assert after.finish_reason == FinishReason.STOP

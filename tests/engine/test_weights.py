@@ -1,0 +1,169 @@
+"""What safetensors headers tell, and that files which are not whole are known by them."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models import tiny_model
+from safetensors.torch import save, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from actors.engine.loading import inspect, load_decoder, memory_needed
+from actors.engine.weights import ALLOWANCE, INDEX, Need, check_free, folder_sizes, need, tensor_sizes, weight_files
+
+SHAPES = st.dictionaries(
+    st.text("abc.", min_size=1, max_size=8), st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=5
+)
+
+
+def sizes_of(data: bytes) -> dict[str, int]:
+    return tensor_sizes(lambda count, first: data[first : first + count], len(data), "file")
+
+
+@given(SHAPES, st.sampled_from([torch.float32, torch.bfloat16, torch.int8]))
+def test_headers_tell_what_the_library_wrote(shapes: dict[str, list[int]], dtype: torch.dtype) -> None:
+    data = save({name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}, {"format": "pt"})
+    assert sizes_of(data) == {name: math.prod(shape) for name, shape in shapes.items()}
+
+
+@given(SHAPES, st.data())
+def test_a_file_cut_short_or_continued_is_refused(shapes: dict[str, list[int]], data: st.DataObject) -> None:
+    whole = save({name: torch.ones(shape) for name, shape in shapes.items()})
+    cut = data.draw(st.integers(0, len(whole) - 1))
+    for wrong in (whole[:cut], whole + b"\0"):
+        with pytest.raises(ValueError, match=r"^file: [^\n]*$"):
+            sizes_of(wrong)
+
+
+@given(st.binary(max_size=60))
+def test_what_is_no_safetensors_file_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"^file: [^\n]*$"):
+        sizes_of(len(data).to_bytes(8, "little") + data + b"x")
+
+
+def test_an_index_names_the_files(tmp_path: Path) -> None:
+    def refused(match: str, names: list[str]) -> None:
+        with pytest.raises(ValueError, match=match) as caught:
+            weight_files(tmp_path, names)
+        assert "\n" not in str(caught.value)
+
+    index = tmp_path / INDEX
+    index.write_text(json.dumps({"weight_map": {"a": "x.safetensors", "b": "y.safetensors", "c": "x.safetensors"}}))
+    assert weight_files(tmp_path, [INDEX, "y.safetensors", "x.safetensors", "z.safetensors"]) == [
+        "x.safetensors",
+        "y.safetensors",
+    ]
+    assert weight_files(tmp_path, [INDEX, "model.safetensors"]) == ["model.safetensors"]  # as the library prefers
+    refused(r"names y\.safetensors, 1 of 2 shards are missing", [INDEX, "x.safetensors"])
+    for outside in ("../x.safetensors", "/x.safetensors", "folder/x.safetensors", "x.bin", 7):
+        index.write_text(json.dumps({"weight_map": {"a": outside}}))
+        refused("which is no safetensors file beside it", [INDEX, "x.safetensors"])
+    index.write_text('{"weight_map": {}}')
+    refused("names no file at all", [INDEX])
+    for text in ("{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": []}}'):
+        index.write_text(text)
+        refused("not an index of weights", [INDEX])
+
+
+def save_checkpoint(folder: Path, model: torch.nn.Module, **how: str) -> Path:
+    model.save_pretrained(folder, **how)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_the_need_is_what_the_loaded_model_holds(tmp_path: Path, family: str) -> None:
+    """OPT's head is its embedding: once in memory, whether it is stored once or twice."""
+    model = tiny_model(family)
+    save_checkpoint(tmp_path, model, max_shard_size="20KB")
+    found = memory_needed(inspect(tmp_path), "bfloat16", 1000)
+    loaded = load_decoder(tmp_path, torch.bfloat16, torch.device("cpu")).model
+    held = sum(parameter.numel() for parameter in loaded.parameters())
+    assert (found.parameters, found.weights) == (held, 2 * held)
+    assert found.total == 2 * held + 1000 + ALLOWANCE
+    if family == "opt":
+        twice = {**folder_sizes(tmp_path), "lm_head.weight": 97 * 32}
+        assert need(twice, tied=True, dtype="float32", cache_bytes=0).parameters == held
+
+
+def test_shards_load_as_one_file_does(tmp_path: Path) -> None:
+    one = save_checkpoint(tmp_path / "one", tiny_model("llama"))
+    many = save_checkpoint(tmp_path / "many", tiny_model("llama"), max_shard_size="20KB")
+    assert len(list(many.glob("*.safetensors"))) > 2 and not (many / "model.safetensors").exists()
+    loaded = [load_decoder(folder, torch.float32, torch.device("cpu")).model.state_dict() for folder in (one, many)]
+    assert loaded[0].keys() == loaded[1].keys()
+    assert all(torch.equal(loaded[0][name], loaded[1][name]) for name in loaded[0])
+    shard = sorted(many.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=rf"{shard.name}: .* bytes, but its header says .*: cut short or damaged"):
+        memory_needed(inspect(many), "float32", 0)
+    shard.unlink()
+    with pytest.raises(ValueError, match=rf"names {shard.name}, 1 of \d+ shards are missing"):
+        inspect(many)
+
+
+def test_a_gpu_that_is_too_full_is_said_in_one_line() -> None:
+    needed = Need(10**9, 2 * 10**9, 2**30)
+    check_free(needed, needed.total, 2**34)
+    with pytest.raises(ValueError, match=r"needs 3\.4 GiB of GPU memory \(weights 1\.9 GiB, cache 1\.0 GiB") as caught:
+        check_free(needed, needed.total - 1, 2**34)
+    assert "are free: lower actors.cache_bytes" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@contextmanager
+def own_memory() -> Iterator[list[int]]:
+    """Bytes of this process's own memory, not of mapped files, sampled while it lasts."""
+    found: list[int] = []
+    ended = threading.Event()
+
+    def sample() -> None:
+        while not ended.wait(0.001):
+            lines = Path("/proc/self/status").read_text().splitlines()
+            found.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")))
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield found
+    finally:
+        ended.set()
+        thread.join()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_weights_are_loaded_in_their_dtype_without_a_copy_between(tmp_path: Path) -> None:
+    """fp32 on disk, bf16 in memory: never more than the latter and a few tensors."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=512, intermediate_size=1024, num_hidden_layers=12, num_attention_heads=8
+    )
+    save_checkpoint(tmp_path, LlamaForCausalLM(config))
+    weights = memory_needed(inspect(tmp_path), "bfloat16", 0).weights
+    assert weights > 40 * 2**20
+    load_decoder(tmp_path, torch.bfloat16, torch.device("cpu"))  # imports, pools
+    with own_memory() as sampled:
+        threading.Event().wait(0.05)
+        decoder = load_decoder(tmp_path, torch.bfloat16, torch.device("cpu"))
+    assert decoder.dtype == torch.bfloat16
+    assert {(one.dtype, one.device.type) for one in decoder.model.parameters()} == {(torch.bfloat16, "cpu")}
+    grown = max(sampled) - sampled[0]
+    assert grown < 1.5 * weights, f"{grown / weights:.2f} times the weights"
+
+
+def test_a_damaged_header_is_named(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, tiny_model("llama"))
+    save_file({"a": torch.zeros(3)}, tmp_path / "model.safetensors")
+    data = bytearray((tmp_path / "model.safetensors").read_bytes())
+    data[8] = ord("x")
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(ValueError, match=r"model\.safetensors: not a safetensors file: its header cannot be read"):
+        folder_sizes(tmp_path)

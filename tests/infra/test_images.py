@@ -1,0 +1,89 @@
+"""The Dockerfiles: by hadolint, by what they copy, and by what the clusters ask of them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+from infra_files import INFRA, ROOT, document, documents
+
+DOCKERFILES = ["Dockerfile.cpu", "Dockerfile.cuda"]
+HADOLINT = str(Path(sys.executable).with_name("hadolint"))
+
+
+def instructions(name: str) -> list[tuple[str, str]]:
+    """Keyword and arguments of each instruction, continued lines joined."""
+    text = (INFRA / name).read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return [(line.split(None, 1)[0], line.split(None, 1)[1]) for line in lines]
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_hadolint_finds_nothing(name: str) -> None:
+    done = subprocess.run([HADOLINT, str(INFRA / name)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "rule"),
+    [
+        ("FROM python:3.11.13-slim-bookworm\n", "FROM python:latest\n", "DL3007"),
+        ("USER 1000", "USER root", "DL3002"),
+        ("WORKDIR /home/ray", "WORKDIR home/ray", "DL3000"),
+    ],
+)
+def test_hadolint_would_find_it(tmp_path: Path, old: str, new: str, rule: str) -> None:
+    text = (INFRA / "Dockerfile.cpu").read_text()
+    assert old in text
+    (tmp_path / "Dockerfile").write_text(text.replace(old, new))
+    done = subprocess.run([HADOLINT, str(tmp_path / "Dockerfile")], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert rule in done.stdout
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_what_is_copied_is_there_and_not_kept_from_the_build(name: str) -> None:
+    allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    copied = [
+        source
+        for keyword, rest in instructions(name)
+        if keyword == "COPY" and not rest.startswith("--from=")
+        for source in rest.split()[:-1]
+    ]
+    assert {"actors", "pipeline", "pyproject.toml", "constraints.txt"} <= set(copied)
+    for source in copied:
+        assert (ROOT / source).exists(), source
+        assert any(fnmatch(source, pattern) for pattern in allowed), source
+
+
+def test_what_packaging_needs_is_copied() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    for name in (*re.findall(r'readme = "(.+)"', text), *re.findall(r'license-files = \["(.+)"\]', text)):
+        for dockerfile in DOCKERFILES:
+            assert any(keyword == "COPY" and name in rest.split() for keyword, rest in instructions(dockerfile))
+
+
+def test_both_images_have_one_python_pinned_versions_and_no_root() -> None:
+    bases = {rest.split()[0] for name in DOCKERFILES for keyword, rest in instructions(name) if keyword == "FROM"}
+    assert len(bases) == 1
+    assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+", bases.pop())
+    for name in DOCKERFILES:
+        assert [rest for keyword, rest in instructions(name) if keyword == "USER"] == ["1000"]
+        installs = [rest for keyword, rest in instructions(name) if keyword == "RUN" and "pip install" in rest]
+        assert all("constraints.txt" in line for line in installs)
+        assert not [rest for keyword, rest in instructions(name) if keyword in ("ARG", "ENV") and "SECRET" in rest]
+    assert re.search(r"^torch==\S+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)  # the Dockerfiles grep it
+
+
+def test_clusters_use_these_images_and_their_user() -> None:
+    version = re.findall(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[0]
+    docker = documents("aws-cluster.yaml")[0]["docker"]
+    cluster = document("kuberay-rayjob.yaml", "RayJob")["spec"]["rayClusterSpec"]
+    pods = [one["template"]["spec"] for one in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+    images = [docker["head_image"], docker["worker_image"], *(pod["containers"][0]["image"] for pod in pods)]
+    assert [image.rsplit(":", 1)[1] for image in images] == [f"{version}-cpu", f"{version}-cuda"] * 2
+    assert {pod["securityContext"]["runAsUser"] for pod in pods} == {1000}

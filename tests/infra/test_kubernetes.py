@@ -1,0 +1,226 @@
+"""RayJob and nightly CronJob: by schemas, by what the one says of the other, and the waiting script itself."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import stat
+import subprocess
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from infra_files import INFRA, document, documents, parse_run
+from jsonschema import Draft202012Validator
+from jsonschema import ValidationError as SchemaError
+from referencing import Registry, Resource
+
+from pipeline.config import JobConfig
+from pipeline.config_file import load_config
+
+CRON, RAYJOB, NAME = "kubernetes-labelling-cronjob.yaml", "kuberay-rayjob.yaml", "skipdecode-labelling"
+KUBERNETES = "1.33"
+
+
+@cache
+def rayjob_schema() -> Draft202012Validator:
+    """KubeRay's fields from the fixture here, pods from Kubernetes' strict schema."""
+    schema = yaml.safe_load((Path(__file__).parent / "rayjob-schema.yaml").read_text())
+    folder = files("kubernetes_validate") / "kubernetes-json-schema"
+    (strict,) = (one for one in folder.iterdir() if re.fullmatch(rf"v{KUBERNETES}\.\d+-local-strict", one.name))
+    pods = Resource.from_contents(yaml.safe_load((strict / "_definitions.json").read_text()))
+    return Draft202012Validator(schema, registry=pods @ Registry())
+
+
+def moved(whole: dict[str, Any], path: tuple[str | int, ...]) -> dict[str, Any]:
+    """The document with the key at the end of a path misspelt."""
+    broken = copy.deepcopy(whole)
+    node: Any = broken
+    for key in path[:-1]:
+        node = node[key]
+    node[f"{path[-1]}x"] = node.pop(path[-1])
+    return broken
+
+
+def cron_pod() -> dict[str, Any]:
+    pod: dict[str, Any] = document(CRON, "CronJob")["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+    return pod
+
+
+def test_the_rayjob_is_valid() -> None:
+    rayjob_schema().validate(document(RAYJOB, "RayJob"))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ("spec", "entrypoint"),
+        ("spec", "shutdownAfterJobFinishes"),
+        ("spec", "rayClusterSpec", "authOptions"),
+        ("spec", "rayClusterSpec", "headGroupSpec", "rayStartParams"),
+        ("spec", "rayClusterSpec", "workerGroupSpecs", 0, "maxReplicas"),
+        ("spec", "rayClusterSpec", "workerGroupSpecs", 0, "template", "spec", "tolerations"),
+        ("spec", "rayClusterSpec", "headGroupSpec", "template", "spec", "containers", 0, "securityContext"),
+    ],
+)
+def test_a_misspelt_key_of_the_rayjob_is_found(path: tuple[str | int, ...]) -> None:
+    with pytest.raises(SchemaError):
+        rayjob_schema().validate(moved(document(RAYJOB, "RayJob"), path))
+
+
+def test_the_rayjob_has_a_token_and_goes_on_after_a_lost_cluster() -> None:
+    spec = document(RAYJOB, "RayJob")["spec"]
+    cluster = spec["rayClusterSpec"]
+    assert cluster["authOptions"]["mode"] == "token"
+    assert cluster["headGroupSpec"]["serviceType"] == "ClusterIP"
+    assert spec["backoffLimit"] >= 1
+    assert spec["shutdownAfterJobFinishes"] is True
+    (worker,) = cluster["workerGroupSpecs"]
+    assert (worker["minReplicas"], cluster["enableInTreeAutoscaling"]) == (0, True)
+    pods = [cluster["headGroupSpec"]["template"]["spec"], worker["template"]["spec"]]
+    for pod in pods:
+        assert pod["serviceAccountName"] == document(CRON, "ServiceAccount", "skipdecode-job")["metadata"]["name"]
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert all(one["securityContext"]["allowPrivilegeEscalation"] is False for one in pod["containers"])
+    assert cluster["rayVersion"] in (INFRA.parent / "constraints.txt").read_text().split("ray==")[1].splitlines()[0]
+
+
+def test_the_rayjob_runs_a_job_file_that_is_mounted() -> None:
+    spec = document(RAYJOB, "RayJob")["spec"]
+    file = Path(parse_run(spec["entrypoint"])["job"])
+    head = spec["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    mounts = {one["name"]: one["mountPath"] for one in head["containers"][0]["volumeMounts"]}
+    (volume,) = (one for one in head["volumes"] if "configMap" in one)
+    assert mounts[volume["name"]] == str(file.parent)
+    (generated,) = documents("kustomization.yaml")[0]["configMapGenerator"]
+    assert volume["configMap"]["name"] == generated["name"]
+    assert file.name in generated["files"]
+    with pytest.raises(Exception, match="No such option: --resume"):  # typer brings a click of its own
+        parse_run(spec["entrypoint"] + " --resume")
+
+
+def test_the_labelling_job_loads_and_fits_the_cluster() -> None:
+    job = load_config(JobConfig, INFRA / "labelling-job.yaml")
+    assert job.input.model_dump()["since"] == "last_success"
+    (worker,) = document(RAYJOB, "RayJob")["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert (job.actors.min, job.actors.max) == (1, worker["maxReplicas"])
+    limits = worker["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert job.actors.gpus == float(limits["nvidia.com/gpu"])
+
+
+@pytest.mark.parametrize("one", documents(CRON), ids=lambda one: f"{one['kind']} {one['metadata']['name']}")
+def test_kubernetes_own_kinds_are_valid(one: dict[str, Any]) -> None:
+    kubernetes_validate.validate(one, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [
+        ("CronJob", ("spec", "concurrencyPolicy")),
+        ("CronJob", ("spec", "jobTemplate", "spec", "backoffLimit")),
+        ("CronJob", ("spec", "jobTemplate", "spec", "template", "spec", "containers", 0, "volumeMounts")),
+        ("Role", ("rules", 0, "verbs")),
+        ("RoleBinding", ("roleRef", "apiGroup")),
+    ],
+)
+def test_a_misspelt_key_of_kubernetes_own_kinds_is_found(kind: str, path: tuple[str | int, ...]) -> None:
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(moved(document(CRON, kind), path), KUBERNETES, strict=True)
+
+
+def test_one_run_at_a_time_with_the_rights_for_it_and_no_more() -> None:
+    spec = document(CRON, "CronJob")["spec"]
+    assert spec["concurrencyPolicy"] == "Forbid"
+    assert spec["startingDeadlineSeconds"] >= 60
+    rayjob = document(RAYJOB, "RayJob")
+    # the RayJob ends before the pod that waits for it, or the next night would begin a second one beside it
+    assert rayjob["spec"]["activeDeadlineSeconds"] < spec["jobTemplate"]["spec"]["activeDeadlineSeconds"]
+    assert cron_pod()["serviceAccountName"] == "skipdecode-scheduler"
+    assert document(CRON, "Role")["rules"] == [
+        {"apiGroups": ["ray.io"], "resources": ["rayjobs"], "verbs": ["create", "get"]}
+    ]
+    binding = document(CRON, "RoleBinding")
+    assert binding["subjects"][0]["name"] == "skipdecode-scheduler"
+    assert binding["roleRef"]["name"] == document(CRON, "Role")["metadata"]["name"]
+    spaces = {one["metadata"]["namespace"] for one in [*documents(CRON), rayjob]}
+    assert spaces == {documents("kustomization.yaml")[0]["namespace"]}
+
+
+def test_the_kustomization_names_files_that_are_there() -> None:
+    (kustomization,) = documents("kustomization.yaml")
+    assert kustomization["resources"] == [CRON]
+    (generated,) = kustomization["configMapGenerator"]
+    assert generated["files"] == [RAYJOB, "labelling-job.yaml"]
+    assert all((INFRA / name).is_file() for name in [*kustomization["resources"], *generated["files"]])
+    assert kustomization["generatorOptions"]["disableNameSuffixHash"] is True
+    env = {one["name"]: one.get("value") for one in cron_pod()["containers"][0]["env"]}
+    (mount,) = (one for one in cron_pod()["containers"][0]["volumeMounts"] if one["name"] == "template")
+    (volume,) = (one for one in cron_pod()["volumes"] if one["name"] == "template")
+    assert volume["configMap"]["name"] == generated["name"]
+    assert env["TEMPLATE"] == f"{mount['mountPath']}/{RAYJOB}"
+
+
+FAKE_KUBECTL = """#!/bin/sh
+# kubectl of a cluster that is a folder: one file a RayJob, and the statuses it goes through, one a line
+case "$1 $2" in
+  "get rayjob")
+    [ -f "$CLUSTER/$3.yaml" ] || { case "$*" in *--ignore-not-found*) exit 0 ;; *) exit 1 ;; esac; }
+    case "$*" in
+      *"-o name"*) echo "rayjob.ray.io/$3" ;;
+      *) head -n 1 "$CLUSTER/statuses"; sed -i 1d "$CLUSTER/statuses" ;;
+    esac ;;
+  "create -f")
+    cat > "$CLUSTER/made"
+    mv "$CLUSTER/made" "$CLUSTER/$(sed -n 's/^  name: //p' "$CLUSTER/made").yaml" ;;
+  *) echo "unexpected: $*" >&2; exit 9 ;;
+esac
+"""
+
+
+def wait_for_rayjob(folder: Path, *statuses: str) -> subprocess.CompletedProcess[str]:
+    """Runs the CronJob's script against a cluster whose RayJob goes through these statuses."""
+    kubectl = folder / "kubectl"
+    kubectl.write_text(FAKE_KUBECTL)
+    kubectl.chmod(kubectl.stat().st_mode | stat.S_IXUSR)
+    (folder / "statuses").write_text("".join(f"{one}\n" for one in statuses))
+    container = cron_pod()["containers"][0]
+    env = {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "CLUSTER": str(folder),
+        "RUN": f"{NAME}-29000000",
+        "TEMPLATE": str(INFRA / RAYJOB),
+        "POLL_SECONDS": "0",
+    }
+    assert {one["name"] for one in container["env"]} <= {*env, "HOME"}
+    return subprocess.run(
+        [*container["command"], *container["args"]], env=env, capture_output=True, text=True, timeout=20
+    )
+
+
+def test_the_script_makes_the_rayjob_and_waits_for_its_success(tmp_path: Path) -> None:
+    done = wait_for_rayjob(tmp_path, " ", "Initializing ", "Running RUNNING", "Retrying ", "Complete SUCCEEDED")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(f"{NAME}-29000000 succeeded\n")
+    made = yaml.safe_load((tmp_path / f"{NAME}-29000000.yaml").read_text())
+    rayjob_schema().validate(made)
+    template = document(RAYJOB, "RayJob")
+    assert made == {**template, "metadata": {**template["metadata"], "name": f"{NAME}-29000000"}}
+
+
+@pytest.mark.parametrize("end", ["Failed FAILED", "Failed ", "Complete STOPPED", "ValidationFailed "])
+def test_the_script_fails_if_the_rayjob_does(tmp_path: Path, end: str) -> None:
+    done = wait_for_rayjob(tmp_path, "Running RUNNING", end)
+    assert done.returncode == 1
+    assert f"{NAME}-29000000: {end.strip()}" in done.stderr
+
+
+def test_the_script_started_again_waits_for_the_rayjob_that_is_there(tmp_path: Path) -> None:
+    made = tmp_path / f"{NAME}-29000000.yaml"
+    made.write_text("made by the pod before")
+    assert wait_for_rayjob(tmp_path, "Complete SUCCEEDED").returncode == 0
+    assert made.read_text() == "made by the pod before"

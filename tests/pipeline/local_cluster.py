@@ -1,0 +1,122 @@
+"""A Ray cluster on this machine as `ray start` makes one: loopback dashboard, a token, more nodes on demand."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import requests
+
+ROOT = Path(__file__).parents[2]
+RAY = str(Path(sys.executable).with_name("ray"))
+OBJECT_STORE_BYTES = 200_000_000
+
+
+class LocalCluster:
+    """A head node from the start, further ones by `join`. All of its processes end with `close`.
+
+    cpus: logical CPUs of the head node.
+    """
+
+    def __init__(self, cpus: int) -> None:
+        self.folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: Unix sockets lie below it
+        self.gcs, self.dashboard, client = _free_ports(3)
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+        self.env = {
+            **kept,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",  # a job's `python` is this one
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "OMP_NUM_THREADS": "1",
+            "NO_COLOR": "1",
+        }
+        self.url = f"http://127.0.0.1:{self.dashboard}"
+        self.nodes: list[subprocess.Popen[bytes]] = []
+        self._start(
+            cpus,
+            *("--head", f"--port={self.gcs}", f"--ray-client-server-port={client}"),
+            *("--dashboard-host=127.0.0.1", f"--dashboard-port={self.dashboard}", f"--temp-dir={self.folder}"),
+        )
+        headers = {"Authorization": f"Bearer {self.env['RAY_AUTH_TOKEN']}"}
+        self._wait(lambda: requests.get(f"{self.url}/api/jobs/", headers=headers, timeout=5).status_code == 200)
+
+    def join(self, cpus: int) -> None:
+        """One more node, with `cpus` logical CPUs; returns at once."""
+        self._start(cpus, f"--address=127.0.0.1:{self.gcs}", f"--temp-dir={self.folder}/{len(self.nodes)}")
+
+    def job(self, *arguments: str, timeout: float = 150, **env: str) -> subprocess.CompletedProcess[str]:
+        """`ray job ...` run from the repository's root against this cluster."""
+        command, *rest = arguments
+        return subprocess.run(
+            [RAY, "job", command, "--address", self.url, *rest],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env={**self.env, **env},
+            timeout=timeout,
+        )
+
+    def close(self) -> None:
+        """Ends every process that was started here, and their children; removes the cluster's folder."""
+        processes = [psutil.Process(node.pid) for node in self.nodes if node.poll() is None]
+        family = [child for process in processes for child in process.children(recursive=True)]
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        _, alive = psutil.wait_procs([*processes, *family], timeout=10)
+        for process in alive:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        for node in self.nodes:
+            node.wait(timeout=10)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _start(self, cpus: int, *options: str) -> None:
+        log = Path(self.folder, f"start-{len(self.nodes)}.log")
+        with log.open("wb") as out:
+            node = subprocess.Popen(
+                [
+                    *(RAY, "start", "--block", f"--num-cpus={cpus}", f"--object-store-memory={OBJECT_STORE_BYTES}"),
+                    *("--node-ip-address=127.0.0.1", "--dashboard-agent-listen-port=0", *options),
+                ],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=self.env,
+                start_new_session=True,
+            )
+        self.nodes.append(node)
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                if ready():
+                    return
+            except requests.ConnectionError:
+                pass
+            said = Path(self.folder, "start-0.log").read_text()
+            if self.nodes[0].poll() is not None or time.monotonic() > deadline:
+                self.close()
+                raise AssertionError(f"the head node did not start: {said}")
+            time.sleep(0.2)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on just now."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(one.getsockname()[1]) for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports

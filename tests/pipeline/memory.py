@@ -1,0 +1,98 @@
+"""A store in memory whose users take one operation at a time, in an order that the test decides."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass
+class MemoryFolder:
+    """A folder of a store that many share; `gate` is passed before every operation."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    prefix: str = "root"
+    gate: Callable[[], None] = lambda: None
+
+    @property
+    def url(self) -> str:
+        return self.prefix
+
+    def sub(self, name: str) -> MemoryFolder:
+        return MemoryFolder(self.files, f"{self.prefix}/{name}", self.gate)
+
+    def read(self, name: str) -> bytes:
+        self.gate()
+        try:
+            return self.files[f"{self.prefix}/{name}"]
+        except KeyError:
+            raise FileNotFoundError(name) from None
+
+    def create(self, name: str, data: bytes) -> bool:
+        self.gate()
+        if f"{self.prefix}/{name}" in self.files:  # one thread at a time passes the gate: this is atomic
+            return False
+        self.files[f"{self.prefix}/{name}"] = data
+        return True
+
+    def replace(self, name: str, data: bytes) -> None:
+        self.gate()
+        self.files[f"{self.prefix}/{name}"] = data
+
+    def remove(self, name: str) -> None:
+        self.gate()
+        self.files.pop(f"{self.prefix}/{name}", None)
+
+    def names(self, subfolder: str = "") -> list[str]:
+        self.gate()
+        start = f"{self.prefix}/{subfolder}".rstrip("/") + "/"
+        return sorted(
+            name[len(start) :] for name in self.files if name.startswith(start) and "/" not in name[len(start) :]
+        )
+
+
+class Killed(BaseException):
+    """The process is no more; nothing may catch it."""
+
+
+class Stepped:
+    """Work in a thread of its own that stops before each operation until `step` lets it go on."""
+
+    def __init__(self, work: Callable[[Callable[[], None]], object]) -> None:
+        self.error: BaseException | None = None
+        self.result: object = None
+        self.ended = self._killed = False
+        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+        self._thread.start()
+        self._stopped.acquire()
+
+    def step(self, times: int) -> None:
+        """Let that many operations happen, or those that are left."""
+        for _ in range(times):
+            if not self.ended:
+                self._go.release()
+                self._stopped.acquire()
+
+    def kill(self) -> None:
+        """It ends where it stands, before its next operation."""
+        self._killed = True
+        self.step(1)
+        assert self.ended
+        self._thread.join()
+
+    def _gate(self) -> None:
+        if not self._killed:  # nor may a dying one clean up
+            self._stopped.release()
+            self._go.acquire()
+        if self._killed:
+            raise Killed
+
+    def _run(self, work: Callable[[Callable[[], None]], object]) -> None:
+        try:
+            self.result = work(self._gate)
+        except BaseException as error:  # handed to the test, which looks at it
+            self.error = error
+        self.ended = True
+        self._stopped.release()
