@@ -170,31 +170,52 @@ def tune(
 def evaluate(
     recipe: Annotated[Path, typer.Argument(metavar="EVAL.yaml", help="The recipe.")],
     changes: Set = None,
+    search: Annotated[
+        str | None,
+        typer.Option(
+            metavar="tolerance=0.5",
+            help="On dev data: find the cheapest schedule within a loss, by the metric that the data allows or "
+            "metric=bleu,tolerance=0.5, and write it as skipdecode.json.",
+        ),
+    ] = None,
     verbose: Verbose = False,
 ) -> None:
-    """Quality and wall clock at several speeds, over a Parquet with references."""
+    """Quality and wall clock at several speeds, against references and against full depth."""
     _setup(verbose)
     from rich.console import Console
 
+    from pipeline.config_evaluate import EvalConfig
     from pipeline.config_file import load_config
-    from pipeline.config_tuning import EvalConfig
 
+    console = Console(soft_wrap=True)
     try:
         config = load_config(EvalConfig, recipe, changes or [])
         from transformers.utils.logging import disable_progress_bar
 
-        from pipeline import evaluate as evaluation
+        from pipeline.eval_table import print_tables
+        from pipeline.evaluate import evaluate as measure
+        from pipeline.evaluate_search import parse_goal, print_search, search_schedule
 
         disable_progress_bar()
-        speeds = evaluation.evaluate(config)
+        if search is not None:
+            outcome = search_schedule(config, str(recipe), parse_goal(search))
+            print_search(console, outcome, ", ".join(config.data.path))
+            if outcome.file is None:
+                raise _stop(FAILED, f"no schedule stays within {search}")
+            return
+        evaluation = measure(config, str(recipe))
     except ImportError as error:
         raise _stop(BAD_CONFIG, f"{error.name} is not installed: pip install -c constraints.txt -e '.[eval]'") from None
     except ValueError as error:
+        if verbose:
+            logging.exception("bad configuration or input")
         raise _stop(BAD_CONFIG, str(error)) from None
     except OSError as error:
         raise _stop(FAILED, f"failed: {error}") from None
-    evaluation.print_table(Console(soft_wrap=True), speeds)
-    typer.echo(f"table and answers: {config.output}")
+    except KeyboardInterrupt:
+        raise _stop(INTERRUPTED, "interrupted; nothing is kept, the same command begins anew") from None
+    print_tables(console, evaluation)
+    typer.echo(f"tables, plot and answers: {config.output}")
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Tune and evaluate files as pydantic models: every key, its unit and its default."""
+"""Tune files as pydantic models: every key, its unit and its default."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config import Decay, ModelConfig, Paths, SamplingConfig, ScheduleConfig, Section, StorageConfig
+from pipeline.config import Decay, Paths, Section
 
 
 class TuneModelConfig(Section):
@@ -66,29 +66,3 @@ class TuneConfig(Section):
     output: str = Field(description="folder for the tuned checkpoint; resumable state in its _training folder")
     schedule: TuneScheduleConfig = Field(default_factory=TuneScheduleConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
-
-
-class EvalDataConfig(Section):
-    path: Paths = Field(description="Parquet files with prompts and references")
-    prompt: str = Field("prompt", description="prompt column")
-    references: str = Field("references", description="column: a string, or a list of strings")
-    limit: int | None = Field(None, ge=1, description="rows")
-
-
-class EvalConfig(Section):
-    data: EvalDataConfig
-    model: ModelConfig
-    output: str = Field(description="folder for the table and the answers")
-    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
-    speedups: list[float] = Field([1, 2, 3, 4, 5], min_length=1, description="nominal, each evaluated")
-    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
-    storage: StorageConfig = Field(default_factory=StorageConfig)
-    max_batch: int = Field(64, ge=1, description="rows a batch at most")
-    threads: int | None = Field(None, ge=1, description="torch threads; default all cores")
-    runs: int = Field(1, ge=1, description="times each speed is timed; the median is shown")
-
-    @model_validator(mode="after")
-    def _one_answer(self) -> EvalConfig:
-        if self.sampling.n > 1:
-            raise ValueError("sampling.n: one answer a row is scored; leave it out")
-        return self

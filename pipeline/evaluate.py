@@ -1,186 +1,112 @@
-"""`skipdecode evaluate`: quality against speed over a Parquet with references, on the engine alone, without Ray.
+"""`skipdecode evaluate`: quality against speed, on the engine alone, without Ray.
 
-Speed is three numbers, never one: nominal, layer ratio over the decode steps really run, and wall clock against
-the same engine at full depth, over the same rows in the same batches, whole and for decode alone.
+    rows, checkpoints → lines → answers, timed in turn → statistics of rows → scores with intervals → tables, plot
+
+Quality: against references where there are any, and against full depth always. Speed is three numbers, never one:
+nominal, layer ratio over the decode steps really run, and wall clock against the same engine at full depth, over
+the same rows in the same batches, whole and for decode alone.
 """
 
 from __future__ import annotations
 
-import json
-import statistics
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-import sacrebleu
-from rich.console import Console
-from rich.table import Table
+from actors.engine.schedule import Schedule, ScheduleSpec
+from actors.generator import Generator
+from pipeline.bootstrap import paired_scores
+from pipeline.config_evaluate import EvalConfig
+from pipeline.eval_table import write_answers, write_table
+from pipeline.evaluation import Evaluation, Line, Score
+from pipeline.importance import learned_order
+from pipeline.plot import write_plot
+from pipeline.row_statistics import metrics_of, row_statistics
+from pipeline.subject import Subject, prepare
+from pipeline.timing import Run, answer, common_batch, time_in_turn
+from pipeline.variants import Variant, comparisons, speeds
 
-from actors.generator import Generator, Prompt
-from pipeline.checkpoints import fetch, locate
-from pipeline.config_tuning import EvalConfig
-from pipeline.tables import read_columns
+__all__ = ["Evaluation", "Line", "Score", "evaluate"]
 
-CACHE_BYTES = 2**30
-
-
-@dataclass(frozen=True)
-class Speed:
-    """One line of the table; wall clocks are against nominal 1. seconds: medians over the runs."""
-
-    nominal: float
-    layer_ratio: float
-    mean_depth: float
-    seconds: float
-    decode_seconds: float
-    tokens_per_second: float
-    wall_clock: float
-    decode_wall_clock: float
-    bleu: float
-    exact_match: float
-    cache_bytes: int
+LEARNED_ROWS = 64  # prompts that a learned keep order follows from
+REFERENCE = "full depth"  # the line of a reference model
 
 
-def evaluate(config: EvalConfig) -> list[Speed]:
-    """Answer the rows at every speed, score and time them, write `table.json` and the answers.
+def evaluate(config: EvalConfig, source: str) -> Evaluation:
+    """Answer the rows at every speed, score and time them; write tables, plot and answers into `config.output`.
 
-    BLEU is sacrebleu's, 13a, lower-cased, over all references. Raises ValueError of one line for bad input.
+    Raises ValueError of one line for bad input, before a model is loaded.
     """
-    prompts, references = _read(config)
-    folder = str(fetch(locate(config.model, config.storage).source))
-    generators = {
-        speedup: Generator(
-            folder,
-            schedule={**config.schedule.changes(), "speedup": speedup},
-            sampling=config.sampling.model_dump(exclude={"seed"}),
-            seed=config.sampling.seed,
-            dtype=config.model.dtype,
-            device=config.model.device,
-            compile=config.model.compile,
-            threads=config.threads,
-            cache_bytes=CACHE_BYTES,
-            max_batch=config.max_batch,
-        )
-        for speedup in dict.fromkeys([1.0, *config.speedups])
-    }
-    return _measure(config, generators, prompts, references)
+    subject = prepare(config, source)
+    planned = speeds(subject.spec, list(dict.fromkeys([1.0, *config.speedups])))
+    generator, reference = load(subject)
+    if config.compare is not None:
+        planned += _compared(subject, generator, planned, config.compare)
+    lines = {one.name: (generator, one.spec.build(subject.num_layers)) for one in planned}
+    if reference is not None:
+        planned = [Variant(REFERENCE, "reference", ScheduleSpec(), None), *planned]
+        lines = {REFERENCE: (reference, reference.schedule), **lines}
+    full_depth = planned[0].name
 
-
-def _measure(
-    config: EvalConfig,
-    generators: dict[float, Generator],
-    prompts: Sequence[str],
-    references: Sequence[Sequence[str]],
-) -> list[Speed]:
-    output = Path(config.output)
-    output.mkdir(parents=True, exist_ok=True)
-    times: dict[float, list[tuple[float, float]]] = {speedup: [] for speedup in generators}
-    found: dict[float, tuple[list[str], float, float, int, int]] = {}
-    for run in range(config.runs + (config.runs > 1)):  # in turn, so that a machine that drifts drifts for all
-        for speedup, generator in generators.items():
-            ids = generator.tokenizer(list(prompts))["input_ids"]
-            rows = [Prompt(tokens, config.data.path[0], row) for row, tokens in enumerate(ids)]
-            began = time.perf_counter()
-            answers = generator.answer(rows)
-            seconds = time.perf_counter() - began
-            stats = generator.take_stats()
-            if run or config.runs == 1:  # the first of several rounds only warms up
-                times[speedup].append((seconds, stats.decode_seconds))
-            bad = next((one for one in answers if one.error is not None), None)
-            if bad is not None:
-                raise ValueError(f"{config.data.path[0]}: row {bad.row}: {bad.error}")
-            steps = max(stats.decode_steps, 1)
-            texts = [one.generated_text or "" for one in answers]
-            found[speedup] = (
-                texts,
-                stats.full_layer_steps / max(stats.layer_steps, 1),
-                stats.layer_steps / steps,
-                stats.generated_tokens,
-                stats.cache_bytes,
-            )
-    whole = {speedup: statistics.median(one[0] for one in each) for speedup, each in times.items()}
-    decode = {speedup: statistics.median(one[1] for one in each) for speedup, each in times.items()}
-    speeds = []
-    for speedup, (texts, ratio, depth, tokens, cache) in found.items():
-        speeds.append(
-            Speed(
-                nominal=speedup,
-                layer_ratio=ratio,
-                mean_depth=depth,
-                seconds=whole[speedup],
-                decode_seconds=decode[speedup],
-                tokens_per_second=tokens / whole[speedup],
-                wall_clock=whole[1.0] / whole[speedup],
-                decode_wall_clock=decode[1.0] / decode[speedup] if decode[speedup] else 1.0,
-                bleu=bleu(texts, references),
-                exact_match=exact_match(texts, references),
-                cache_bytes=cache,
-            )
-        )
-        table = pa.table({"prompt": list(prompts), "answer": texts, "references": [list(one) for one in references]})
-        pq.write_table(table, output / f"answers-{speedup:g}x.parquet")
-    (output / "table.json").write_text(json.dumps([asdict(speed) for speed in speeds], indent=2) + "\n")
-    return speeds
-
-
-def bleu(texts: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-    """Corpus BLEU with all references of each row: sacrebleu, 13a, lower-cased."""
-    most = max(len(one) for one in references)
-    streams = [[one[place] if place < len(one) else None for one in references] for place in range(most)]
-    metric = sacrebleu.BLEU(lowercase=True, tokenize="13a")
-    score: float = metric.corpus_score(list(texts), streams).score  # type: ignore[arg-type]
-    return score
-
-
-def exact_match(texts: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-    """Share of rows whose text is one of the references, case and outer space ignored."""
-    hits = sum(
-        text.strip().lower() in {one.strip().lower() for one in each}
-        for text, each in zip(texts, references, strict=True)
+    runs = time_in_turn(lines, subject.prompts, config.runs)
+    statistics = row_statistics(subject, lines, runs, full_depth, metrics_of(subject))
+    scores = paired_scores(statistics, full_depth, config.bootstrap)
+    evaluation = Evaluation(
+        lines=[_line(one, runs[one.name], runs["1x"], lines[one.name][1], scores[one.name]) for one in planned],
+        output=Path(config.output),
+        rows=len(subject.rows),
+        batch=generator.max_batch,
+        metric=subject.metric,
+        full_depth=full_depth,
+        confidence=config.bootstrap.confidence,
     )
-    return hits / len(texts)
+    evaluation.output.mkdir(parents=True, exist_ok=True)
+    write_answers(evaluation.output, subject.rows, {name: run.answers for name, run in runs.items()})
+    write_table(evaluation)
+    write_plot(evaluation)
+    return evaluation
 
 
-def print_table(console: Console, speeds: Sequence[Speed]) -> None:
-    """The table, for a terminal."""
-    table = Table(box=None, pad_edge=False)
-    columns = ("nominal", "layer ratio", "mean depth", "wall", "decode", "tokens/s", "cache MiB", "BLEU", "exact")
-    for name in columns:
-        table.add_column(name, justify="right")
-    for speed in speeds:
-        table.add_row(
-            f"{speed.nominal:g}x",
-            f"{speed.layer_ratio:.2f}x",
-            f"{speed.mean_depth:.2f}",
-            f"{speed.wall_clock:.2f}x",
-            f"{speed.decode_wall_clock:.2f}x",
-            f"{speed.tokens_per_second:,.0f}",
-            f"{speed.cache_bytes / 2**20:.1f}",
-            f"{speed.bleu:.1f}",
-            f"{100 * speed.exact_match:.1f}%",
-        )
-    console.print(table)
+def load(subject: Subject) -> tuple[Generator, Generator | None]:
+    """The model, and the reference model if there is one, cutting the rows into the same batches."""
+    generator = subject.load(subject.model)
+    generator.max_batch = common_batch(generator, subject.prompts)
+    if subject.reference is None:
+        return generator, None
+    reference = subject.load(subject.reference)
+    generator.max_batch = reference.max_batch = min(generator.max_batch, common_batch(reference, subject.prompts))
+    return generator, reference
 
 
-def _read(config: EvalConfig) -> tuple[list[str], list[list[str]]]:
-    prompts: list[str] = []
-    references: list[list[str]] = []
-    for path in config.data.path:
-        texts, given = read_columns(path, (config.data.prompt, config.data.references))
-        prompts += texts
-        references += [one if isinstance(one, list) else [one] for one in given]
-    prompts, references = prompts[: config.data.limit], references[: config.data.limit]
-    for row, (prompt, each) in enumerate(zip(prompts, references, strict=True)):
-        if (
-            not isinstance(prompt, str)
-            or not prompt.strip()
-            or not each
-            or not all(isinstance(one, str) for one in each)
-        ):
-            raise ValueError(f"{config.data.path[0]}: row {row} needs a prompt and at least one reference, both text")
-    if not prompts:
-        raise ValueError(f"{config.data.path[0]}: no rows")
-    return prompts, references
+def _compared(subject: Subject, generator: Generator, planned: Sequence[Variant], speedup: float) -> list[Variant]:
+    """The built-in comparisons at the mean depth of one speed, over answers as long as full depth's are.
+
+    Without the first, the paper's own schedule, if that is planned already.
+    """
+    layers = subject.num_layers
+    run = answer(generator, generator.schedule, subject.prompts[:LEARNED_ROWS])
+    pairs = [(prompt.ids, one.token_ids or ()) for prompt, one in zip(subject.prompts, run.answers, strict=False)]
+    order = learned_order(generator.engine.decoder, pairs, subject.spec.warmup)
+    tokens = round(sum(len(response) for _, response in pairs) / len(pairs))
+    paper, *others = comparisons(subject.spec, layers, speedup, tokens, order)
+    known = [one.spec.build(layers).to_dict() for one in planned]
+    return others if paper.spec.build(layers).to_dict() in known else [paper, *others]
+
+
+def _line(variant: Variant, run: Run, base: Run, schedule: Schedule, scores: Mapping[str, Score]) -> Line:
+    """base: 1x, whose seconds the wall clocks are against."""
+    stats = run.stats
+    seconds, decode = run.median_seconds, run.median_decode_seconds
+    return Line(
+        name=variant.name,
+        group=variant.group,
+        nominal=variant.nominal,
+        layer_ratio=stats.full_layer_steps / stats.layer_steps if stats.layer_steps else 1.0,
+        mean_depth=stats.layer_steps / stats.decode_steps if stats.decode_steps else float(schedule.num_layers),
+        seconds=seconds,
+        decode_seconds=decode,
+        tokens_per_second=stats.generated_tokens / seconds,
+        wall_clock=base.median_seconds / seconds,
+        decode_wall_clock=base.median_decode_seconds / decode if decode else 1.0,
+        cache_bytes=stats.cache_bytes,
+        scores=dict(scores),
+    )

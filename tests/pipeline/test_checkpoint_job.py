@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from actors.generator import Generator, Prompt
 from pipeline import job as jobs
 from pipeline.config import JobConfig, StorageConfig
-from pipeline.config_tuning import EvalConfig
+from pipeline.config_evaluate import EvalConfig
 from pipeline.storage import open_folder
 
 PROMPTS = [f"name[Zizzi], area[{row}]" for row in range(12)]

@@ -1,0 +1,60 @@
+"""Evaluate files as pydantic models: every key, its unit and its default."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from pipeline.choices import check_compatible, check_labels
+from pipeline.config import ModelConfig, Paths, SamplingConfig, ScheduleConfig, Section, StorageConfig
+
+DEPTH_KEYS = ("speedup", "max_depth", "min_depth", "depths")
+
+
+class EvalDataConfig(Section):
+    path: Paths = Field(description="Parquet files with prompts, and references if there are any")
+    prompt: str = Field("prompt", description="column of text, or of lists of token ids")
+    references: str | None = Field(
+        "references", description="column: a string, or a list of strings; null: agreement with full depth alone"
+    )
+    limit: int | None = Field(None, ge=1, description="rows")
+
+
+class BootstrapConfig(Section):
+    samples: int = Field(1000, ge=100, le=1_000_000, description="resampled data sets behind every interval")
+    seed: int = Field(0, ge=0, description="of the resampling; the same rows are drawn for every line")
+    confidence: float = Field(0.95, gt=0, lt=1, description="share of the resampled scores inside an interval")
+
+
+class EvalConfig(Section):
+    data: EvalDataConfig
+    model: ModelConfig
+    reference_model: str | None = Field(
+        None, description="checkpoint whose full depth is what all lines are held against; null: model at 1x"
+    )
+    output: str = Field(description="folder for the tables, the plot and the answers")
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="all but how deep")
+    speedups: list[float] = Field([1, 2, 3, 4, 5], min_length=1, description="nominal, each evaluated; 1 always is")
+    compare: float | None = Field(
+        None, gt=1, description="nominal speed at which other keep orders, decays and baselines run too"
+    )
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    choices: list[str] | None = Field(None, description="labels, one of which answers each row")
+    max_batch: int = Field(64, ge=1, description="rows a batch at most")
+    threads: int | None = Field(None, ge=1, description="torch threads; default all cores")
+    runs: int = Field(1, ge=1, description="times each line is timed; the median is shown")
+    bootstrap: BootstrapConfig = Field(default_factory=BootstrapConfig)
+    storage: StorageConfig = Field(default_factory=StorageConfig)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> EvalConfig:
+        if self.sampling.n > 1:
+            raise ValueError("sampling.n: one answer a row is scored; leave it out")
+        if self.sampling.logprobs is not None:
+            raise ValueError("sampling.logprobs: evaluate writes none; leave it out")
+        for name in DEPTH_KEYS:
+            if getattr(self.schedule, name) is not None:
+                raise ValueError(f"schedule.{name}: the depths are measured at every one of speedups; leave it out")
+        if self.choices is not None:
+            check_labels(self.choices)
+            check_compatible(self.sampling.params())
+        return self
