@@ -31,10 +31,7 @@ def resampled_sums(statistics: Array, samples: int, seed: int) -> Array:
     rows = len(statistics)
     at_once = max(1, DRAWN_AT_ONCE // rows)
     return np.concatenate(
-        [
-            resampled_counts(rows, min(at_once, samples - done), rng) @ statistics
-            for done in range(0, samples, at_once)
-        ]
+        [resampled_counts(rows, min(at_once, samples - done), rng) @ statistics for done in range(0, samples, at_once)]
     )
 
 

@@ -110,13 +110,13 @@ def _fixed_cost(
 def _between(point: tuple[float, float], box: Box, other_point: tuple[float, float], other: Box) -> float:
     """What two labels cost each other: overlap, and leaders that cross or run through a label."""
     end, other_end = box.nearest(*point), other.nearest(*other_point)
-    crossed = _cross(point, end, other_point, other_end) + _meets(point, end, other) + _meets(other_point, other_end, box)
+    crossed = (
+        _cross(point, end, other_point, other_end) + _meets(point, end, other) + _meets(other_point, other_end, box)
+    )
     return COVERED * box.overlap(other) + CROSSED * crossed
 
 
-def _cross(
-    a: tuple[float, float], b: tuple[float, float], c: tuple[float, float], d: tuple[float, float]
-) -> bool:
+def _cross(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float], d: tuple[float, float]) -> bool:
     """Whether segments ab and cd cross."""
 
     def side(p: tuple[float, float], q: tuple[float, float], r: tuple[float, float]) -> float:

@@ -100,9 +100,7 @@ def rouge_l_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]
 
     rouge_score sees only words of a-z and 0-9. A text that is a reference, letter by letter, has 1 all the same.
     """
-    best = [
-        max(_rouge_l(reference, text) for reference in each) for text, each in zip(texts, references, strict=True)
-    ]
+    best = [max(_rouge_l(reference, text) for reference in each) for text, each in zip(texts, references, strict=True)]
     return mean_statistics(np.array(best, dtype=np.float64))
 
 

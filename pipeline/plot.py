@@ -114,7 +114,8 @@ def _label(figure: Figure, axes: Axes, lines: Sequence[Line], metric: str, level
     )
     for line, text, box, point in zip(lines, texts, boxes, points, strict=True):
         colour = STYLES.get(line.group, OTHER)[1]
-        text.set_position(to_data((box.left + pixels, box.bottom + pixels / 2)))
+        left, bottom = to_data((box.left + pixels, box.bottom + pixels / 2))
+        text.set_position((float(left), float(bottom)))
         text.set_color(colour)
         end = box.nearest(*point)
         far = ((end[0] - point[0]) ** 2 + (end[1] - point[1]) ** 2) ** 0.5 > MARK * pixels

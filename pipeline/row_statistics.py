@@ -57,8 +57,7 @@ def row_statistics(
     if not any(metric in wanted for metric in FORCED):
         return statistics
     pairs = [
-        (prompt.ids, one.token_ids or ())
-        for prompt, one in zip(subject.prompts, runs[full_depth].answers, strict=True)
+        (prompt.ids, one.token_ids or ()) for prompt, one in zip(subject.prompts, runs[full_depth].answers, strict=True)
     ]
     models = {name: Model(generator.engine.decoder, schedule) for name, (generator, schedule) in lines.items()}
     forced = teacher_forced(models[full_depth], [models[name] for name in runs], pairs, subject.config.max_batch)

@@ -64,7 +64,8 @@ def common_batch(generator: Generator, prompts: Sequence[Prompt]) -> int:
     needed = engine.row_bytes(length, max(1, min(new, engine.decoder.context_length - length)))
     if needed > generator.cache_bytes:
         raise ValueError(
-            f"{prompts[longest].source}: row {prompts[longest].row}: needs {needed} bytes of cache at full depth, the budget is {generator.cache_bytes}"
+            f"{prompts[longest].source}: row {prompts[longest].row}: needs {needed} bytes of cache at full depth, "
+            f"the budget is {generator.cache_bytes}"
         )
     return min(generator.max_batch, generator.cache_bytes // needed)
 
