@@ -18,7 +18,9 @@ from actors.engine.decoder import Decoder
 from actors.engine.loading import inspect
 from actors.engine.schedule import ScheduleSpec
 from pipeline.config_tuning import TuneConfig
-from pipeline.tune import IGNORED, Batch, collate, response_logits, tune
+from pipeline.training import response_logits
+from pipeline.training_data import IGNORED, Batch, collate
+from pipeline.tune import tune
 
 SPECS = [
     ScheduleSpec(),
