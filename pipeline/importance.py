@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,7 +51,7 @@ def learned_order(decoder: Decoder, rows: Sequence[Row], warmup: int) -> tuple[i
 
 
 def _batches(decoder: Decoder, rows: Sequence[Row]) -> list[Batch]:
-    pairs = [
+    pairs: list[dict[str, Any]] = [
         {"input_ids": [*prompt, *response], "prompt_tokens": len(prompt)}
         for prompt, response in rows
         if len(prompt) and len(response)
@@ -61,7 +62,9 @@ def _batches(decoder: Decoder, rows: Sequence[Row]) -> list[Batch]:
     batches = []
     for start in range(0, len(pairs), ROWS_PER_PASS):
         fields = collate(pairs[start : start + ROWS_PER_PASS])
-        moved = {key: value.to(decoder.device) if torch.is_tensor(value) else value for key, value in fields.items()}
+        moved: dict[str, Any] = {
+            key: value.to(decoder.device) if torch.is_tensor(value) else value for key, value in fields.items()
+        }
         batches.append(Batch(**moved))
     return batches
 
