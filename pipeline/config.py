@@ -12,6 +12,7 @@ from actors.engine.types import SamplingParams
 from pipeline.choices import check_compatible, check_labels
 
 Decay = Literal["linear", "cosine", "power", "step", "constant"]
+KeepOrder = Literal["paper", "even", "early_exit"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -164,7 +165,7 @@ class ScheduleConfig(Section):
     power: float | None = Field(None, description="exponent of decay power")
     steps: int | None = Field(None, description="stairs of decay step")
     warmup: int | None = Field(None, description="lowest layers that always run")
-    keep_order: Literal["paper", "even"] | list[int] | None = Field(None, description="layers, most needed first")
+    keep_order: KeepOrder | list[int] | None = Field(None, description="layers, most needed first")
     prompt: Literal["full", "first"] | None = Field(None, description="layers run over the prompt: all, or d(0)'s")
 
     def changes(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config import Decay, ModelConfig, Paths, SamplingConfig, ScheduleConfig, Section, StorageConfig
+from pipeline.config import Decay, KeepOrder, ModelConfig, Paths, SamplingConfig, ScheduleConfig, Section, StorageConfig
 
 
 class TuneModelConfig(Section):
@@ -51,7 +51,7 @@ class TuneScheduleConfig(Section):
     horizon: int | None = Field(None, ge=2, description="tokens; default the median response of the training data")
     decay: Decay = Field("linear", description="shape of the fall")
     warmup: int = Field(1, ge=1, description="lowest layers that always run")
-    keep_order: Literal["paper", "even"] | list[int] = Field("paper", description="layers, most needed first")
+    keep_order: KeepOrder | list[int] = Field("paper", description="layers, most needed first")
     prompt: Literal["full", "first"] = Field("full", description="layers run over the prompt")
 
 

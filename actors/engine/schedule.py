@@ -19,7 +19,7 @@ from typing import Any
 
 SCHEDULE_FILE = "skipdecode.json"
 DECAYS = ("linear", "cosine", "power", "step", "constant")
-KEEP_ORDERS = ("paper", "even")
+KEEP_ORDERS = ("paper", "even", "early_exit")
 PROMPT_POLICIES = ("full", "first")
 
 
@@ -158,6 +158,8 @@ class ScheduleSpec:
             return paper_order(num_layers, self.warmup)
         if self.keep_order == "even":
             return even_order(num_layers, self.warmup)
+        if self.keep_order == "early_exit":
+            return early_exit_order(num_layers)
         raise ValueError(f"keep_order = {self.keep_order!r}: must be {', '.join(KEEP_ORDERS)} or a list of layers")
 
     def _depths(self, num_layers: int) -> tuple[int, ...]:
@@ -227,27 +229,33 @@ def curve(
     """Depths d(0) ... d(horizon - 1), falling from max to min; past the horizon the last one holds."""
     if horizon < 2:
         raise ValueError(f"horizon = {horizon}: must be at least 2")
-    if decay == "power" and not 0 < power < math.inf:
-        raise ValueError(f"power = {power}: must be above 0")
-    if decay == "step" and steps < 2:
-        raise ValueError(f"steps = {steps}: must be at least 2")
     span = max_depth - min_depth
     depths: list[int] = []
     for t in range(horizon):
-        done = Fraction(t, horizon - 1)  # u in the paper: 0 at the first position, 1 at the horizon
-        fallen: float | Fraction
-        if decay == "cosine":
-            fallen = (1 - math.cos(math.pi * float(done))) / 2
-        elif decay == "power":
-            fallen = float(done) ** power
-        elif decay == "step":
-            fallen = min(math.floor(done * steps), steps - 1) / (steps - 1)
-        else:
-            fallen = done  # exact: linear depths must not hang on a float's last bit
+        fallen = fall(decay, Fraction(t, horizon - 1), power=power, steps=steps)
         depths.append(max_depth - round(fallen * span) if decay != "linear" else round(max_depth - fallen * span))
     for t in range(1, horizon):  # a float's last bit must not make the curve rise
         depths[t] = min(depths[t], depths[t - 1])
     return tuple(depths)
+
+
+def fall(decay: str, done: Fraction, *, power: float = 2.0, steps: int = 4) -> float | Fraction:
+    """Share of the way from max to min depth that is behind at `done`, from 0 at position 0 to 1 at the horizon.
+
+    `done` is u in the paper. Raises ValueError if `power` or `steps` is out of range.
+    """
+    if decay == "power" and not 0 < power < math.inf:
+        raise ValueError(f"power = {power}: must be above 0")
+    if decay == "step" and steps < 2:
+        raise ValueError(f"steps = {steps}: must be at least 2")
+    if decay == "cosine":
+        return (1 - math.cos(math.pi * float(done))) / 2
+    if decay == "power":
+        fallen: float = float(done) ** power
+        return fallen
+    if decay == "step":
+        return min(math.floor(done * steps), steps - 1) / (steps - 1)
+    return done  # exact: linear depths must not hang on a float's last bit
 
 
 def paper_order(num_layers: int, warmup: int) -> tuple[int, ...]:
@@ -266,6 +274,11 @@ def even_order(num_layers: int, warmup: int) -> tuple[int, ...]:
         order.append(layer)
         rest.remove(layer)
     return tuple(order)
+
+
+def early_exit_order(num_layers: int) -> tuple[int, ...]:
+    """From the lowest layer up: the upper ones are dropped, as if the token left the model early."""
+    return tuple(range(num_layers))
 
 
 def read_spec(values: Mapping[str, Any], num_layers: int, source: str) -> ScheduleSpec:

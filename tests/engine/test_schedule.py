@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from actors.engine.schedule import (
     DECAYS,
+    KEEP_ORDERS,
     SCHEDULE_FILE,
     Schedule,
     ScheduleSpec,
     depths_for_speedup,
+    early_exit_order,
     even_order,
     load_spec,
     paper_order,
@@ -36,7 +38,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         "power": draw(st.floats(0.1, 8)),
         "steps": draw(st.integers(2, 9)),
         "keep_order": draw(
-            st.sampled_from(["paper", "even"])
+            st.sampled_from(KEEP_ORDERS)
             | st.permutations(range(warmup, layers)).map(lambda rest: (*range(warmup), *rest))
         ),
     }
@@ -128,6 +130,7 @@ def test_curves() -> None:
 def test_orders() -> None:
     assert paper_order(6, 1) == (0, 5, 4, 3, 2, 1)
     assert paper_order(6, 2) == (0, 1, 5, 4, 3, 2)
+    assert early_exit_order(4) == ScheduleSpec(keep_order="early_exit", warmup=2).build(4).keep_order == (0, 1, 2, 3)
     assert even_order(9, 1) == (0, 8, 4, 6, 2, 7, 5, 3, 1)
 
 
