@@ -47,6 +47,9 @@ class TuneScheduleConfig(Section):
     compare: float | None = Field(
         None, ge=1, description="draw from evaluate's comparisons at this nominal speed too, each as often"
     )
+    learned_order: list[int] | None = Field(
+        None, description="with compare: the keep order that `evaluate` learned from the model, as it prints it"
+    )
     default: float | None = Field(None, description="nominal speed-up that jobs use unless they say; default the last")
     horizon: int | None = Field(None, ge=2, description="tokens; default the median response of the training data")
     decay: Decay = Field("linear", description="shape of the fall")

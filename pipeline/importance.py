@@ -12,7 +12,8 @@ from torch import nn
 
 from actors.engine.decoder import Decoder
 from actors.engine.schedule import Schedule
-from pipeline.tune import IGNORED, Batch, collate, response_logits
+from pipeline.training import response_logits
+from pipeline.training_data import IGNORED, Batch, collate
 
 log = logging.getLogger(__name__)
 Row = tuple[Sequence[int], Sequence[int]]  # token ids of prompt and response

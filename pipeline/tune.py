@@ -35,6 +35,7 @@ from pipeline.config_tuning import TuneConfig
 from pipeline.new_model import new_config, train_tokenizer
 from pipeline.training import SkipTrainer, Teacher
 from pipeline.training_data import collate, encode, read_pairs
+from pipeline.variants import named
 
 log = logging.getLogger(__name__)
 RECIPE = "recipe.json"
@@ -122,6 +123,10 @@ def _schedules(config: TuneConfig, spec: ScheduleSpec, layers: int) -> dict[str,
         changes = one.changes()
         name = " ".join(f"{key}={value}" for key, value in changes.items())
         found[name] = spec.overridden(changes).build(layers)
+    if config.schedule.compare is not None:
+        assert spec.horizon is not None
+        learned = config.schedule.learned_order
+        found |= named(spec, layers, config.schedule.compare, spec.horizon, learned)
     return found
 
 
