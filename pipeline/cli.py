@@ -150,8 +150,11 @@ def tune(
 
     try:
         config = load_config(TuneConfig, recipe, changes or [])
+        from transformers.utils.logging import disable_progress_bar
+
         from pipeline.tune import tune as train
 
+        disable_progress_bar()
         folder = train(config, str(recipe))
     except ImportError as error:
         raise _stop(BAD_CONFIG, f"{error.name} is not installed: pip install -c constraints.txt -e '.[tune]'") from None

@@ -13,7 +13,8 @@ from torch import Tensor
 from actors.engine.decoder import Decoder
 from actors.engine.schedule import Schedule
 from pipeline.metrics import Array
-from pipeline.tune import IGNORED, Batch, collate, response_logits
+from pipeline.training import response_logits
+from pipeline.training_data import IGNORED, Batch, collate
 
 LOGITS_AT_ONCE = 2**25  # numbers of one batch's logits, and of its attention mask; 128 MiB in fp32
 

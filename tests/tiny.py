@@ -8,14 +8,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from actors.engine.schedule import ScheduleSpec, save_spec
-from pipeline.tune import train_tokenizer
+from pipeline.new_model import train_tokenizer
+from pipeline.training_data import Pair
 
 CONTEXT = 64
 LAYERS = 4
 SENTENCES = [
-    ("name[Alimentum], area[city centre]", "Alimentum is a place in the city centre."),
-    ("name[The Eagle], food[French]", "The Eagle serves French food near the river."),
-    ("name[Zizzi], priceRange[cheap]", "Zizzi is a cheap pub that families like."),
+    Pair("name[Alimentum], area[city centre]", "Alimentum is a place in the city centre."),
+    Pair("name[The Eagle], food[French]", "The Eagle serves French food near the river."),
+    Pair("name[Zizzi], priceRange[cheap]", "Zizzi is a cheap pub that families like."),
 ]
 
 

@@ -71,6 +71,11 @@ class Decoder:
 
     def compile(self) -> None:
         """Compile every layer with torch.compile, for any batch size and length; needs a C++ compiler on CPU."""
+        settings = torch._dynamo.config
+        # a layer's code is shared and guarded by its index: each is a recompilation, twice with and without gradients
+        most = 8 * self.num_layers
+        settings.recompile_limit = max(settings.recompile_limit, most)
+        settings.accumulated_recompile_limit = max(settings.accumulated_recompile_limit, 4 * most)
         for block in self.blocks:
             block.compile(dynamic=True)
 

@@ -53,6 +53,9 @@ def inspect(path: str | Path, names: Collection[str] | None = None) -> Checkpoin
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such checkpoint folder")
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        base = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
+        raise ValueError(f"{folder}: LoRA adapters of {base}; tune with lora.merge: true for a checkpoint that runs")
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder}: not a checkpoint: no config.json")
     try:

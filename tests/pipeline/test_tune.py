@@ -13,12 +13,17 @@ import pytest
 import torch
 from models import LAYERS, VOCAB, tiny_model
 from oracle import oracle_logits
+from pydantic import ValidationError
+from safetensors.torch import load_file
+from tiny import tiny_checkpoint
 
 from actors.engine.decoder import Decoder
-from actors.engine.loading import inspect
+from actors.engine.loading import inspect, load_tokenizer
 from actors.engine.schedule import ScheduleSpec
-from pipeline.config_tuning import TuneConfig
-from pipeline.tune import IGNORED, Batch, collate, response_logits, tune
+from pipeline.config_tuning import TuneConfig, TuneDataConfig
+from pipeline.training import response_logits
+from pipeline.training_data import IGNORED, Batch, collate, encode, read_pairs
+from pipeline.tune import tune
 
 SPECS = [
     ScheduleSpec(),
@@ -107,6 +112,11 @@ def recipe(tmp_path: Path) -> dict[str, Any]:
     }
 
 
+def parquet(path: Path, **columns: Any) -> str:
+    pq.write_table(pa.table(columns), path)
+    return str(path)
+
+
 def run(recipe: dict[str, Any], **training: Any) -> dict[str, Any]:
     values = {**recipe, "training": {**recipe["training"], **training}}
     output = tune(TuneConfig.model_validate(values), "recipe.yaml")
@@ -160,3 +170,141 @@ def test_bad_recipes_are_refused_before_training(
         tune(TuneConfig.model_validate(bad), "recipe.yaml")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint to begin from, with words that the recipe's data has."""
+    return tiny_checkpoint(tmp_path_factory.mktemp("start"))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_accumulated_micro_batches_are_one_batch(recipe: dict[str, Any], tmp_path: Path) -> None:
+    curves = [
+        run({**recipe, "output": str(tmp_path / str(parts))}, accumulation=parts, bf16=False)["dev_loss"]
+        for parts in (1, 4)
+    ]
+    assert curves[1] == pytest.approx(curves[0], rel=2e-3)
+
+
+def test_low_rank_adapters_merge_into_a_plain_checkpoint(recipe: dict[str, Any], start: Path, tmp_path: Path) -> None:
+    lora = {"rank": 4, "alpha": 8, "targets": ["q_proj", "down_proj"]}
+    adapted = {**recipe, "model": {"path": str(start)}, "lora": lora, "loss": {"references": 0.0, "distillation": 1.0}}
+    record = run(adapted, learning_rate=0.05)
+    before, after = weights(start), weights(tmp_path / "out")
+    changed = {name for name in before if not torch.equal(before[name].bfloat16(), after[name])}
+    assert changed == {name for name in before if "q_proj" in name or "down_proj" in name}
+    losses = record["dev_loss"]
+    # at full depth it begins as its own teacher; at 2x it has something to learn
+    assert losses["eval_loss_1x"] < 0.5 and losses["eval_loss_2x"] > 0
+
+    apart = run({**adapted, "output": str(tmp_path / "apart"), "lora": {**lora, "merge": False}}, learning_rate=0.05)
+    assert apart["dev_loss"] == losses
+    assert (tmp_path / "apart" / "adapter_model.safetensors").is_file()
+    with pytest.raises(ValueError, match=r"LoRA adapters of .*; tune with lora.merge: true"):
+        inspect(tmp_path / "apart")
+
+
+def test_distillation_brings_skipping_nearer_to_full_depth(recipe: dict[str, Any], start: Path, tmp_path: Path) -> None:
+    taught = {
+        **recipe,
+        "model": {"path": str(start)},
+        "loss": {"references": 0.0, "distillation": 1.0},
+        "schedule": {"speedups": [2]},
+    }
+    first, last = (
+        run({**taught, "output": str(tmp_path / str(steps))}, max_steps=steps, learning_rate=0.003)["dev_loss"]
+        for steps in (1, 40)
+    )
+    assert last["eval_loss_2x"] < 0.7 * first["eval_loss_2x"]
+
+
+def test_the_best_weights_are_kept_when_it_stops_early(recipe: dict[str, Any]) -> None:
+    record = run(recipe, max_steps=200, eval_steps=4, learning_rate=1.0, early_stopping=2, warmup_steps=0)
+    assert record["steps"] < 200
+    calm = run({**recipe, "output": recipe["output"] + "-calm"}, max_steps=8, eval_steps=4, early_stopping=2)
+    assert calm["steps"] == 8
+
+
+def test_token_ids_and_cut_off_responses(recipe: dict[str, Any], start: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(start)
+    texts = ["Zizzi is cheap", "The Eagle is near"]
+    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    prompts = tokenizer(texts)["input_ids"]
+    path = parquet(tmp_path / "ids.parquet", prompt=prompts, response=ids, ended=[True, False])
+    data = TuneDataConfig.model_validate({"train": path, "dev": path, "ended": "ended"})
+    rows = encode(tokenizer, read_pairs(data, [path], "response"), 256)
+    assert [row["input_ids"] for row in rows] == [
+        [*prompts[0], *ids[0], tokenizer.eos_token_id],
+        [*prompts[1], *ids[1]],
+    ]
+    plain = parquet(tmp_path / "plain.parquet", prompt=texts, response=texts)
+    assert (
+        encode(tokenizer, read_pairs(data.model_copy(update={"ended": None}), [plain], "response"), 256)[0] == rows[0]
+    )
+    columns = {"train_reference": "response", "dev_reference": "response", "ended": "ended"}
+    run({**recipe, "model": {"path": str(start)}, "data": {"train": path, "dev": path, **columns}})
+
+
+def test_schedules_to_draw_from_may_differ_in_anything(recipe: dict[str, Any]) -> None:
+    record = run({**recipe, "schedule": {"speedups": [1, 2], "also": [{"speedup": 2.0, "prompt": "first"}]}})
+    assert set(record["dev_loss"]) == {
+        "eval_loss_1x",
+        "eval_loss_2x",
+        "eval_loss_speedup=2.0 prompt=first",
+        "eval_loss",
+    }
+
+
+def test_comparisons_are_trained_side_by_side(recipe: dict[str, Any]) -> None:
+    compared = {"speedups": [2], "compare": 2.0, "learned_order": [0, 2, 3, 1]}
+    losses = run({**recipe, "schedule": compared})["dev_loss"]
+    assert {"eval_loss_2x", "eval_loss_2x early exit", "eval_loss_2x learned order"} <= set(losses)
+    assert len(losses) == 12
+
+
+@pytest.mark.parametrize(
+    ("columns", "changes", "message"),
+    [
+        ({"reference": ["a", ""]}, {}, r"bad.parquet: row 1: reference is empty"),
+        ({"reference": ["a", None]}, {}, r"bad.parquet: row 1: reference is empty"),
+        ({"prompt": ["a", " "]}, {}, r"bad.parquet: row 1: prompt is empty"),
+        ({"reference": ["red", "yelow"]}, {"data": {"choices": ["red", "yellow"]}}, r"row 1: 'yelow' is none of the 2"),
+        ({}, {"model": {"path": "START"}, "lora": {"targets": ["wq"]}}, r"no 'wq'; it has down_proj, .*v_proj"),
+        ({}, {"lora": {"targets": ["q_proj"]}}, "lora adapts a checkpoint"),
+        ({}, {"loss": {"distillation": 1.0}}, "a new model cannot teach itself"),
+        ({}, {"loss": {"distillation": 1.0, "teacher": "START"}}, "START has another tokenizer"),
+        ({}, {"loss": {"references": 0.0}}, "nothing to learn from"),
+        ({}, {"training": {"accumulation": 3}}, "batch_size = 16 cannot be cut into 3"),
+    ],
+)
+def test_bad_data_and_settings_are_one_line_before_training(
+    recipe: dict[str, Any], start: Path, tmp_path: Path, columns: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    path = parquet(tmp_path / "bad.parquet", **{"prompt": ["a", "b"], "reference": ["a", "b"], **columns})
+    bad = {**recipe, "data": {**recipe["data"], "train": path}}
+    for section, values in json.loads(json.dumps(changes).replace("START", str(start))).items():
+        bad[section] = values if "path" in values else {**bad.get(section, {}), **values}
+    with pytest.raises(ValueError, match=message.replace("START", str(start))) as caught:
+        tune(TuneConfig.model_validate(bad), "recipe.yaml")
+    assert isinstance(caught.value, ValidationError) or "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dev_set_of_one_pair_is_refused(recipe: dict[str, Any], tmp_path: Path) -> None:
+    path = parquet(tmp_path / "one.parquet", prompt=["red"], references=["red"])
+    with pytest.raises(ValueError, match=r"one.parquet: a dev set of one pair says nothing"):
+        tune(TuneConfig.model_validate({**recipe, "data": {**recipe["data"], "dev": path}}), "recipe.yaml")
+
+
+def test_two_workers_learn_as_one(recipe: dict[str, Any], own_ray: None, tmp_path: Path) -> None:
+    alone = run(recipe, bf16=False)
+    both = run({**recipe, "output": str(tmp_path / "both"), "workers": {"count": 2}}, bf16=False)
+    assert both["steps"] == alone["steps"] == 12
+    # the same pairs in another order
+    assert both["dev_loss"] == pytest.approx(alone["dev_loss"], rel=0.03)
+    with pytest.raises(ValueError, match="workers: 64 × 1 CPU asked for"):
+        run({**recipe, "output": str(tmp_path / "many"), "workers": {"count": 64}}, batch_size=64)

@@ -1,0 +1,48 @@
+"""A model from scratch, for `tune`: its tokenizer, trained on the data, and random weights of the sizes asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
+
+from pipeline.training_data import Pair
+
+
+def train_tokenizer(pairs: Sequence[Pair], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE; a prompt becomes ``<s> prompt <sep>``, a response ends with ``</s>``.
+
+    Raises ValueError if the pairs hold token ids instead of text.
+    """
+    special = ["<pad>", "<s>", "</s>", "<sep>"]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    prompts = {pair.prompt for pair in pairs if isinstance(pair.prompt, str)}
+    responses = [pair.response for pair in pairs if isinstance(pair.response, str)]
+    if not prompts or not responses:
+        raise ValueError("data: a new model's tokenizer is trained on text, and these are token ids: give model.path")
+    bpe.train_from_iterator([*sorted(prompts), *responses], trainer)
+    bpe.post_processor = processors.TemplateProcessing(single="<s> $A <sep>", special_tokens=[("<s>", 1), ("<sep>", 3)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>", sep_token="<sep>"
+    )
+
+
+def new_config(sizes: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
+    """The Hugging Face config of `sizes` (model_type and keys of its config) for this tokenizer."""
+    return AutoConfig.for_model(
+        **sizes,
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
