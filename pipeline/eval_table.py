@@ -68,6 +68,7 @@ def print_tables(console: Console, evaluation: Evaluation) -> None:
     """Speed and the metric that lines are judged by; below, the other metrics."""
     wide = Console(file=console.file, width=max(console.width, WIDTH), soft_wrap=True, highlight=False)
     wide.print(_main_table(evaluation))
+    wide.print()
     wide.print(_further_table(evaluation))
     metric = METRICS[evaluation.metric]
     percent = f"{100 * evaluation.confidence:g}%"
@@ -107,7 +108,8 @@ def _further_table(evaluation: Evaluation) -> Table:
     table = _table("line")
     for name in names:
         metric = METRICS[name]
-        table.add_column(f"\n{metric.title} {metric.unit}".rstrip(), justify="right", no_wrap=True)
+        title = metric.title.replace(" to ", "\nto ")
+        table.add_column(f"{title} {metric.unit}".rstrip(), justify="right", no_wrap=True, vertical="bottom")
     for line in evaluation.lines:
         table.add_row(line.name, *(_score(line, name) for name in names))
     return table
@@ -135,8 +137,9 @@ def _score(line: Line, name: str) -> str:
 
 
 def bracketed(value: float, low: float, high: float, decimals: int, signed: bool = False) -> str:
-    """A value and its interval."""
-    sign = "+" if signed else ""
-    if round(value, decimals) == 0:
-        value, sign = 0.0, ""  # not -0.0
+    """A value and its interval; the value alone where there is nothing to tell of."""
+    value, low, high = (round(one, decimals) + 0.0 for one in (value, low, high))  # + 0.0: no -0.0
+    sign = "+" if signed and value else ""
+    if low == value == high:
+        return f"{value:{sign}.{decimals}f}"
     return f"{value:{sign}.{decimals}f} [{low:.{decimals}f}, {high:.{decimals}f}]"

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rich.console import Console
+
 from actors.engine.schedule import Schedule, ScheduleSpec
 from actors.generator import Generator
 from pipeline.bootstrap import paired_scores
@@ -85,7 +87,8 @@ def _compared(subject: Subject, generator: Generator, planned: Sequence[Variant]
     layers = subject.num_layers
     run = answer(generator, generator.schedule, subject.prompts[:LEARNED_ROWS])
     pairs = [(prompt.ids, one.token_ids or ()) for prompt, one in zip(subject.prompts, run.answers, strict=False)]
-    order = learned_order(generator.engine.decoder, pairs, subject.spec.warmup)
+    with Console(stderr=True).status(f"learning a keep order from {len(pairs)} answers"):
+        order = learned_order(generator.engine.decoder, pairs, subject.spec.warmup)
     tokens = round(sum(len(response) for _, response in pairs) / len(pairs))
     paper, *others = comparisons(subject.spec, layers, speedup, tokens, order)
     known = [one.spec.build(layers).to_dict() for one in planned]

@@ -54,11 +54,11 @@ def place_labels(
     Greedy, then improved label by label; deterministic.
     """
     marks = [Box(x - radius, y - radius, x + radius, y + radius) for x, y in points]
-    choices = [_candidates(point, size, radius) for point, size in zip(points, sizes, strict=True)]
-    fixed = [
-        [_fixed_cost(box, point, marks, obstacles, frame) for box in boxes]
-        for boxes, point in zip(choices, points, strict=True)
-    ]
+    choices = []
+    for point, size in zip(points, sizes, strict=True):
+        boxes = _candidates(point, size, radius)
+        costs = [_fixed_cost(box, point, marks, obstacles, frame) for box in boxes]
+        choices.append(sorted(zip(costs, boxes, strict=True), key=lambda one: one[0]))
     placed: dict[int, Box] = {}
     # those in the thick of it first: they have the fewest places to go to
     order = sorted(range(len(points)), key=lambda one: (sum(math.dist(points[one], other) for other in points), one))
@@ -66,11 +66,13 @@ def place_labels(
         before = dict(placed)
         for one in order:
             others = [(points[other], box) for other, box in placed.items() if other != one]
-            costs = [
-                cost + sum(_between(points[one], box, point, other) for point, other in others)
-                for cost, box in zip(fixed[one], choices[one], strict=True)
-            ]
-            placed[one] = choices[one][costs.index(min(costs))]
+            least = math.inf
+            for cost, box in choices[one]:
+                if cost >= least:  # no later one can be cheaper
+                    break
+                total = cost + sum(_between(points[one], box, point, other) for point, other in others)
+                if total < least:
+                    least, placed[one] = total, box
         if turn and placed == before:
             break
     return [placed[one] for one in range(len(points))]

@@ -88,12 +88,15 @@ def time_in_turn(
 ) -> dict[str, Run]:
     """Answer all rows under every line, `rounds` times: one line after the other, so that a drift hits all.
 
-    Of several rounds one more is run, the first, which only warms up. Answers and counts are the last round's.
+    Of several rounds one more is run, the first, which only warms up; before a single one, two rows do. Answers and counts are the last round's.
     """
     runs = {name: Run() for name in lines}
     warm_up = rounds > 1
     turns = [(number, name) for number in range(rounds + warm_up) for name in lines]
     console = Console(stderr=True)
+    if not warm_up:
+        for generator, schedule in lines.values():
+            answer(generator, schedule, prompts[:2])
     for number, name in track(turns, "answering", console=console, transient=True, disable=not console.is_terminal):
         generator, schedule = lines[name]
         found = answer(generator, schedule, prompts)

@@ -143,39 +143,3 @@ def test_help_is_quick_to_import_and_names_the_commands() -> None:
     output = CliRunner().invoke(app, ["--help"]).output
     for command in ("run", "tune", "evaluate", "report"):
         assert command in output
-
-
-def test_evaluate_refuses_what_it_cannot_score(tmp_path: Path, checkpoint: Path) -> None:
-    pq.write_table(pa.table({"prompt": ["alpha"], "references": [[]]}), tmp_path / "eval.parquet")
-    file = tmp_path / "eval.yaml"
-    recipe = {
-        "data": {"path": str(tmp_path / "eval.parquet")},
-        "model": {"path": str(checkpoint)},
-        "output": str(tmp_path / "out"),
-    }
-    file.write_text(yaml.safe_dump(recipe))
-    result = CliRunner().invoke(app, ["evaluate", str(file)])
-    assert result.exit_code == 2
-    assert "row 0 needs a prompt and at least one reference" in result.stderr
-
-
-def test_evaluate_measures_quality_and_the_three_speeds(tmp_path: Path, checkpoint: Path) -> None:
-    rows = [f"alpha bravo {word}" for word in ("charlie", "delta", "echo")]
-    pq.write_table(pa.table({"prompt": rows, "references": [[row, "x"] for row in rows]}), tmp_path / "eval.parquet")
-    recipe = {
-        "data": {"path": str(tmp_path / "eval.parquet"), "limit": 2},
-        "model": {"path": str(checkpoint), "dtype": "float32"},
-        "output": str(tmp_path / "out"),
-        "speedups": [1, 2],
-        "sampling": {"max_new_tokens": 12},
-        "threads": 1,
-    }
-    file = tmp_path / "eval.yaml"
-    file.write_text(yaml.safe_dump(recipe))
-    result = CliRunner().invoke(app, ["evaluate", str(file)])
-    assert result.exit_code == 0, result.output
-    one, two = json.loads((tmp_path / "out" / "table.json").read_text())
-    assert (one["nominal"], one["layer_ratio"], one["wall_clock"]) == (1, 1, 1)
-    assert two["layer_ratio"] > 1.4
-    assert two["cache_bytes"] < one["cache_bytes"]
-    assert pq.read_table(tmp_path / "out" / "answers-2x.parquet").num_rows == 2
