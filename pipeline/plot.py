@@ -82,7 +82,7 @@ def draw(lines: Sequence[Line], evaluation: Evaluation) -> Figure:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.12, y=0.12)
-    _label(figure, axes, lines, evaluation.metric, level)
+    _label(figure, axes, lines, evaluation.metric, full)
     return figure
 
 
@@ -92,7 +92,7 @@ def _path(lines: Sequence[Line], metric: str) -> list[tuple[float, float]]:
     return [(line.wall_clock, line.scores[metric].value) for line in speeds]
 
 
-def _label(figure: Figure, axes: Axes, lines: Sequence[Line], metric: str, level: float) -> None:
+def _label(figure: Figure, axes: Axes, lines: Sequence[Line], metric: str, full: Line) -> None:
     """Each line's name beside its point, joined to it by a thin line where it had to go further away."""
     figure.canvas.draw()  # settles the layout: from here on pixels mean something
     figure.set_layout_engine("none")
@@ -100,7 +100,7 @@ def _label(figure: Figure, axes: Axes, lines: Sequence[Line], metric: str, level
     pixels = DPI / 72
     to_pixels, to_data = axes.transData.transform, axes.transData.inverted().transform
     points = [tuple(to_pixels((line.wall_clock, line.scores[metric].value))) for line in lines]
-    names = ["1x (full depth)" if line.group == "speed" and line.nominal == 1 else line.name for line in lines]
+    names = [f"{line.name} (full depth)" if line is full and line.group == "speed" else line.name for line in lines]
     halo = [withStroke(linewidth=2.5, foreground="white")]
     texts = [axes.text(0, 0, name, fontsize=FONT, va="bottom", zorder=4, path_effects=halo) for name in names]
     extents = [text.get_window_extent(renderer) for text in texts]
@@ -108,7 +108,7 @@ def _label(figure: Figure, axes: Axes, lines: Sequence[Line], metric: str, level
     boxes = place_labels(
         points,
         [(extent.width + 2 * pixels, extent.height + pixels) for extent in extents],
-        _drawn(axes, lines, metric, level, frame, pixels),
+        _drawn(axes, lines, metric, full.scores[metric].value, frame, pixels),
         Box(frame.x0 + 4, frame.y0 + 4, frame.x1, frame.y1),
         MARK / 2 * pixels,
     )

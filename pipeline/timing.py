@@ -88,7 +88,8 @@ def time_in_turn(
 ) -> dict[str, Run]:
     """Answer all rows under every line, `rounds` times: one line after the other, so that a drift hits all.
 
-    Of several rounds one more is run, the first, which only warms up; before a single one, two rows do. Answers and counts are the last round's.
+    Of several rounds one more is run, the first, which only warms up; before a single one, two rows do. Answers
+    and counts are the last round's.
     """
     runs = {name: Run() for name in lines}
     warm_up = rounds > 1

@@ -145,7 +145,7 @@ def test_search_writes_the_cheapest_schedule_within_the_tolerance(
     assert result.exit_code == 0, result.output
     file = tmp_path / "out" / "skipdecode.json"
     assert str(file) in result.output.replace("\n", "")
-    assert "must be dev data" in result.output
+    assert "dev data; score it" in result.output
     copy = tmp_path / "found"
     shutil.copytree(checkpoint, copy)
     shutil.copy(file, copy)
