@@ -29,7 +29,8 @@ from transformers.trainer_utils import get_last_checkpoint
 from actors.engine.decoder import Decoder
 from actors.engine.families import family_of
 from actors.engine.loading import inspect, load_decoder, load_tokenizer
-from actors.engine.schedule import Schedule, ScheduleSpec, save_spec
+from actors.engine.schedule import Schedule, ScheduleSpec
+from actors.engine.schedule_file import save_spec
 from pipeline import lora
 from pipeline.config_tuning import TuneConfig
 from pipeline.new_model import new_config, train_tokenizer

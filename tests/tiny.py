@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from actors.engine.schedule import ScheduleSpec, save_spec
+from actors.engine.schedule import ScheduleSpec
+from actors.engine.schedule_file import save_spec
 from pipeline.new_model import train_tokenizer
 from pipeline.training_data import Pair
 

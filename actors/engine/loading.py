@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.engine.schedule import Schedule, ScheduleSpec, load_spec
+from actors.engine.schedule import Schedule, ScheduleSpec
+from actors.engine.schedule_file import load_spec
 from actors.engine.weights import Need, folder_sizes, names_in, need, weight_files
 
 if TYPE_CHECKING:

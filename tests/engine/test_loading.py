@@ -8,7 +8,8 @@ import torch
 from models import LAYERS, tiny_model
 
 from actors.engine.loading import inspect, load_decoder
-from actors.engine.schedule import ScheduleSpec, save_spec
+from actors.engine.schedule import ScheduleSpec
+from actors.engine.schedule_file import save_spec
 
 
 @pytest.fixture

@@ -13,17 +13,14 @@ from hypothesis import strategies as st
 from actors.engine.schedule import (
     DECAYS,
     KEEP_ORDERS,
-    SCHEDULE_FILE,
     Schedule,
     ScheduleSpec,
     depths_for_speedup,
     early_exit_order,
     even_order,
-    load_spec,
     paper_order,
-    read_spec,
-    save_spec,
 )
+from actors.engine.schedule_file import SCHEDULE_FILE, load_spec, read_spec, save_spec
 
 
 @st.composite

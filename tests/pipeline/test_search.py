@@ -68,7 +68,16 @@ def test_monotone_losses_give_the_cheapest_there_is(lattice: list[Variant], data
     assert result.complete
     assert result.best == next((one for one in lattice if losses[one.name] <= 0), None)
     assert len(tried) <= sum(1 + math.ceil(math.log2(len(chain) + 1)) for chain in chains.values())
-    assert len(chains) > 1 or len(tried) <= math.ceil(math.log2(len(lattice) + 1))
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 40])
+def test_a_chain_is_bisected(count: int) -> None:
+    lattice = [Variant(f"{one}", "depth", ScheduleSpec(max_depth=one, min_depth=one), None) for one in range(count)]
+    for fails in range(count + 1):
+        tried: list[str] = []
+        result = search(lattice, counted({f"{one}": float(one < fails) for one in range(count)}, tried), 0, 100)
+        assert result.best == (lattice[fails] if fails < count else None)
+        assert len(tried) <= math.ceil(math.log2(count + 1))
 
 
 @given(lattices(), st.integers(1, 6))

@@ -1,0 +1,81 @@
+"""A checkpoint's ``skipdecode.json``: the schedule it was tuned for, read with care and written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from actors.engine.schedule import ScheduleSpec
+
+SCHEDULE_FILE = "skipdecode.json"
+
+
+def read_spec(values: Mapping[str, Any], num_layers: int, source: str) -> ScheduleSpec:
+    """A spec from the object in a ``skipdecode.json``, checked against a model of `num_layers` layers.
+
+    Raises ValueError that starts with `source` and names the key or position at fault.
+    """
+    known = {field.name for field in fields(ScheduleSpec)}
+    unknown = sorted(set(values) - known - {"num_layers"})
+    if unknown:
+        raise ValueError(f"{source}: unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}")
+    if values.get("num_layers") != num_layers:
+        raise ValueError(
+            f"{source}: made for num_layers = {values.get('num_layers')}, but the model has {num_layers} layers"
+        )
+    given = {name: value for name, value in values.items() if name != "num_layers"}
+    for name, value in given.items():
+        kinds = _KINDS[name]
+        if not _is(value, kinds) or (isinstance(value, list) and not all(_is(entry, (int,)) for entry in value)):
+            raise ValueError(f"{source}: {name} = {value!r} has the wrong type")
+        if isinstance(value, list):
+            given[name] = tuple(value)
+    spec = ScheduleSpec(**given)
+    try:
+        spec.build(num_layers)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+    return spec
+
+
+def load_spec(checkpoint: Path, num_layers: int) -> ScheduleSpec | None:
+    """The spec stored in a checkpoint folder, None if it has none. ValueError if it is unreadable or wrong."""
+    path = checkpoint / SCHEDULE_FILE
+    if not path.exists():
+        return None
+    try:
+        values = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: must hold one JSON object")
+    return read_spec(values, num_layers, str(path))
+
+
+def save_spec(spec: ScheduleSpec, num_layers: int, checkpoint: Path) -> None:
+    """Write ``skipdecode.json`` into a checkpoint folder, after checking it against `num_layers`."""
+    spec.build(num_layers)
+    values = {"num_layers": num_layers, **spec.to_dict()}
+    (checkpoint / SCHEDULE_FILE).write_text(json.dumps(values, indent=2) + "\n")
+
+
+def _is(value: object, kinds: Sequence[type]) -> bool:
+    return isinstance(value, tuple(kinds)) and not isinstance(value, bool)
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "speedup": (int, float),
+    "max_depth": (int,),
+    "min_depth": (int,),
+    "depths": (list,),
+    "horizon": (int,),
+    "decay": (str,),
+    "power": (int, float),
+    "steps": (int,),
+    "warmup": (int,),
+    "keep_order": (str, list),
+    "prompt": (str,),
+}
