@@ -10,7 +10,9 @@ Each stage leaves what it made in one folder; the same command again skips those
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -210,7 +212,8 @@ def _tune(task: _Task, longest: int) -> dict[str, Any]:
 
     model = str(fetch(task.located.source))
     recipe = configs.tune_config(task.config, task.shape, model, longest, task.folder, task.source)
-    return {"checkpoint": str(tune(recipe, task.source))}
+    with redirect_stdout(sys.stderr):  # losses are progress; what we print ourselves is the result
+        return {"checkpoint": str(tune(recipe, task.source))}
 
 
 def _evaluate(task: _Task, reference: str | None) -> dict[str, Any]:
