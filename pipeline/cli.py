@@ -1,4 +1,4 @@
-"""The command line: `skipdecode run | tune | evaluate | report`. Heavy imports wait until they are needed."""
+"""The command line: `skipdecode run | adapt | tune | evaluate | report`. Heavy imports wait until they are needed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -70,18 +72,15 @@ def run(
         config = load_config(JobConfig, job, changes or [])
     except ValueError as error:
         raise _stop(BAD_CONFIG, str(error)) from None
-    import ray
     from rich.console import Console
 
     from pipeline import job as jobs
-    from pipeline.lease import Interrupted, LeaseHeld, LeaseLost
-    from pipeline.ledger import Overtaken
-    from pipeline.report import RowsMissing, last_errors, print_outcome, summary
+    from pipeline.report import last_errors, print_outcome, summary
     from pipeline.scheduled import print_scheduled, scheduled_summary
-    from pipeline.storage import STORE_ERRORS, open_folder
+    from pipeline.storage import open_folder
 
     again = "the same command without --overwrite" if overwrite else "the same command"
-    try:
+    with _job_errors(job, config.output.path, again, "goes on from the committed shards", verbose):
         if config.input.since:
             scheduled = jobs.run_since(config, limit=limit, overwrite=overwrite, verbose=verbose)
             done = [(one.folder, one.outcome) for one in scheduled.finished]
@@ -89,20 +88,6 @@ def run(
             scheduled = None
             outcome = jobs.run(config, limit=limit, overwrite=overwrite, verbose=verbose)
             done = [(open_folder(config.output.path, config.storage), outcome)]
-    except Interrupted as error:
-        raise _stop(INTERRUPTED, f"interrupted ({error}); {again} finishes the job") from None
-    except (LeaseHeld, LeaseLost, Overtaken) as error:
-        raise _stop(LEASE, f"another run holds {config.output.path}: {error}") from None
-    # before ValueError: Ray's error of a task is also an instance of what the task raised
-    except (RowsMissing, ray.exceptions.RayError, *STORE_ERRORS) as error:
-        if verbose:
-            logging.exception("job failed")
-        raise _stop(FAILED, f"failed: {_cause(error)}; {again} goes on from the committed shards") from None
-    except ValueError as error:
-        if verbose:
-            logging.exception("bad configuration or input")
-        raise _stop(BAD_CONFIG, f"{job}: {error}") from None
-
     console = Console(soft_wrap=True, stderr=as_json)
     for folder, outcome in done:
         print_outcome(console, folder, outcome, show)
@@ -129,12 +114,73 @@ def run(
             )
 
 
+@contextmanager
+def _job_errors(job: Path, output: str, again: str, goes_on: str, verbose: bool) -> Iterator[None]:
+    """What a job may raise, as one line and the exit status that says of which kind it is."""
+    import ray
+
+    from pipeline.lease import Interrupted, LeaseHeld, LeaseLost
+    from pipeline.ledger import Overtaken
+    from pipeline.report import RowsMissing
+    from pipeline.storage import STORE_ERRORS
+
+    try:
+        yield
+    except Interrupted as error:
+        raise _stop(INTERRUPTED, f"interrupted ({error}); {again} finishes the job") from None
+    except (LeaseHeld, LeaseLost, Overtaken) as error:
+        raise _stop(LEASE, f"another run holds {output}: {error}") from None
+    # before ValueError: Ray's error of a task is also an instance of what the task raised
+    except (RowsMissing, ray.exceptions.RayError, *STORE_ERRORS) as error:
+        if verbose:
+            logging.exception("job failed")
+        raise _stop(FAILED, f"failed: {_cause(error)}; {again} {goes_on}") from None
+    except ValueError as error:
+        if verbose:
+            logging.exception("bad configuration or input")
+        raise _stop(BAD_CONFIG, f"{job}: {error}".replace(f"{job}: {job}: ", f"{job}: ")) from None
+
+
 def _cause(error: BaseException) -> str:
     """The last line of an error that Ray may have wrapped, without the advice on retries that Ray Data adds."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     advice = [number for number, line in enumerate(lines) if RETRY_ADVICE.match(line)]
     lines = lines[: advice[0]] or lines if advice else lines
     return lines[-1] if lines else type(error).__name__
+
+
+@app.command()
+def adapt(
+    job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file; its section adapt says how.")],
+    changes: Set = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Tune a job's checkpoint on some of its own rows, and write the job file of the fastest speed within tolerance.
+
+    The same command again goes on where it stopped.
+    """
+    _setup(verbose)
+    from pipeline.config import JobConfig
+    from pipeline.config_file import load_values, validated
+
+    try:
+        values = load_values(job, changes or [])
+        config = validated(JobConfig, values, str(job))
+    except ValueError as error:
+        raise _stop(BAD_CONFIG, str(error)) from None
+    from rich.console import Console
+
+    from pipeline import adapt as adaptation
+    from pipeline.adapt_report import print_adapted, to_dict, too_tight
+
+    with _job_errors(job, "the adaptation", "the same command", "goes on from the last stage", verbose):
+        adapted = adaptation.adapt(config, values, str(job), verbose=verbose)
+    print_adapted(Console(soft_wrap=True, stderr=as_json), adapted)
+    if as_json:
+        typer.echo(json.dumps(to_dict(adapted)))
+    if adapted.chosen is None:
+        raise _stop(FAILED, too_tight(adapted))
 
 
 @app.command()

@@ -6,20 +6,16 @@ import difflib
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from actors.engine.types import SamplingParams
 from pipeline.choices import check_compatible, check_labels
+from pipeline.config_adapt import AdaptConfig
+from pipeline.config_section import Section as Section
 
 Decay = Literal["linear", "cosine", "power", "step", "constant"]
 KeepOrder = Literal["paper", "even", "early_exit"]
 Dtype = Literal["float32", "bfloat16", "float16"]
-
-
-class Section(BaseModel):
-    """A part of a file: unknown keys are refused, and so are values of another type (a whole number is a float)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 def _one_or_many(value: Any) -> Any:
@@ -259,6 +255,7 @@ class JobConfig(Section):
     shard_bytes: int = Field(64 * 2**20, ge=1, description="uncompressed bytes of input a shard")
     max_row_errors: float = Field(0.01, ge=0, le=1, description="share of rows; above it the job exits 3")
     attempts: int = Field(3, ge=1, description="starts of one actor process, and tries of a task whose process died")
+    adapt: AdaptConfig | None = Field(None, description="how `skipdecode adapt` proceeds; `run` does not read it")
 
     @model_validator(mode="after")
     def _labels_alone(self) -> JobConfig:

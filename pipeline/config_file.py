@@ -16,10 +16,17 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.1 takes 1e-5 and 1.5e5 for text, as nobody means them."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts in quotes what `_Loader` would take for a number."""
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )
 
 
 def load_config(kind: type[ConfigT], path: str | Path, changes: Sequence[str] = ()) -> ConfigT:
@@ -27,6 +34,28 @@ def load_config(kind: type[ConfigT], path: str | Path, changes: Sequence[str] = 
 
     Raises ValueError of one line that names the file, the key and what to do.
     """
+    return validated(kind, load_values(path, changes), str(path))
+
+
+def validated(kind: type[ConfigT], values: dict[str, Any], source: str) -> ConfigT:
+    """The values as a model; ValueError of one line that begins with `source`."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(f"{source}: {_first_problem(kind, error)}") from None
+
+
+def dump_values(values: dict[str, Any]) -> str:
+    """YAML that `load_values` reads back as the same values."""
+    for readable in (True, False):  # a few characters do not survive unless all are escaped
+        text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=readable, width=120)
+        if yaml.load(text, Loader=_Loader) == values:
+            break
+    return text
+
+
+def load_values(path: str | Path, changes: Sequence[str] = ()) -> dict[str, Any]:
+    """The keys and values of a YAML file with ``a.b=value`` changes, not validated; ValueError of one line."""
     path = Path(path)
     try:
         values = yaml.load(path.read_text(), Loader=_Loader)
@@ -40,10 +69,7 @@ def load_config(kind: type[ConfigT], path: str | Path, changes: Sequence[str] = 
         raise ValueError(f"{path}: must hold keys and values, such as `input:` and `output:`")
     for change in changes:
         _apply(values, change)
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        raise ValueError(f"{path}: {_first_problem(kind, error)}") from None
+    return values
 
 
 def _apply(values: dict[str, Any], change: str) -> None:

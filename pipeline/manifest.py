@@ -90,9 +90,9 @@ def plan_job(
     since the stored job began; NoRows if there is nothing to answer.
     """
     listed = list_files(config.input.path, config.storage) if files is None else files
-    _check_apart(config, listed)
+    check_apart(config, listed)
     if stored is None:
-        pinned, schema = _footers(config, listed)
+        pinned, schema = read_footers(config, listed)
         rows = sum(file.rows for file in pinned)
         if rows == 0:
             raise NoRows(f"{config.input.path[0]}: no rows in {len(pinned)} files")
@@ -165,8 +165,8 @@ def load(folder: Folder) -> Manifest | None:
         ) from None
 
 
-def _footers(config: JobConfig, listed: Files) -> tuple[list[InputFile], pa.Schema]:
-    """Every file as it is pinned, and one schema of the needed columns for all."""
+def read_footers(config: JobConfig, listed: Files) -> tuple[list[InputFile], pa.Schema]:
+    """Every file as it is pinned, and one schema of the needed columns for all. ValueError as for `plan_job`."""
     files: list[InputFile] = []
     schemas: dict[str, pa.Schema] = {}
     for url, (size, file_version) in listed.items():
@@ -181,20 +181,20 @@ def _footers(config: JobConfig, listed: Files) -> tuple[list[InputFile], pa.Sche
     return files, schema
 
 
-def _check_apart(config: JobConfig, listed: Mapping[str, Any]) -> None:
-    fs, path = filesystem(config.output.path, config.storage)
-    output = path if isinstance(fs, LocalFileSystem) else f"s3://{path}"
+def check_apart(config: JobConfig, listed: Mapping[str, Any], key: str = "output.path", output: str = "") -> None:
+    """ValueError if `output`, or the job's own, would hold input files or become one; `key` names it."""
+    shown = output or config.output.path
+    fs, path = filesystem(shown, config.storage)
+    folder_url = path if isinstance(fs, LocalFileSystem) else f"s3://{path}"
     for url in listed:
-        if url.startswith(f"{output}/"):
-            raise ValueError(f"output.path: {config.output.path} holds the input file {url}; choose another folder")
+        if url.startswith(f"{folder_url}/"):
+            raise ValueError(f"{key}: {shown} holds the input file {url}; choose another folder")
     for given in config.input.path:
         inputs, folder = filesystem(given, config.storage)
         if isinstance(inputs, LocalFileSystem) == isinstance(fs, LocalFileSystem) and f"{path}/".startswith(
             f"{folder}/"
         ):
-            raise ValueError(
-                f"output.path: {config.output.path} lies in the input folder {given}; choose another folder"
-            )
+            raise ValueError(f"{key}: {shown} lies in the input folder {given}; choose another folder")
 
 
 def check_pinned(pinned: Sequence[InputFile], listed: Files) -> None:
