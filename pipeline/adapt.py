@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from actors.engine.schedule import load_spec
+from actors.engine.schedule_file import load_spec
 from pipeline import adapt_configs as configs
 from pipeline import job as jobs
 from pipeline.adapt_choice import BreakEven, Measured, Quality, choose, nearest

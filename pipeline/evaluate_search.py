@@ -11,7 +11,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from actors.engine.schedule import SCHEDULE_FILE, ScheduleSpec, save_spec
+from actors.engine.schedule import ScheduleSpec
+from actors.engine.schedule_file import SCHEDULE_FILE, save_spec
 from pipeline.bootstrap import paired_scores
 from pipeline.config_evaluate import EvalConfig
 from pipeline.eval_table import WIDTH, bracketed
