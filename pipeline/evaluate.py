@@ -30,7 +30,7 @@ from pipeline.variants import Variant, comparisons, speeds
 __all__ = ["Evaluation", "Line", "Score", "evaluate"]
 
 LEARNED_ROWS = 64  # prompts that a learned keep order follows from
-REFERENCE = "full depth"  # the line of a reference model
+REFERENCE = "reference model"  # its line, at full depth
 
 
 def evaluate(config: EvalConfig, source: str) -> Evaluation:

@@ -111,8 +111,9 @@ def print_search(console: Console, outcome: Outcome, data: str) -> None:
     wide.print(f"\n{outcome.found.summary(outcome.tolerance)}")
     if outcome.file is not None:
         wide.print(
-            f"schedule: {outcome.file}; copy it into the checkpoint's folder, or give a job\nits keys, but num_layers, as `schedule`. "
-            f"It was chosen on {data}: that must be\ndev data; score it with `evaluate` on rows that had no part in the choice."
+            f"schedule: {outcome.file}; copy it into the checkpoint's folder, or give a job its keys,\n"
+            f"but num_layers, as `schedule`. It was chosen on {data}: that must be\n"
+            "dev data; score it with `evaluate` on rows that had no part in the choice."
         )
 
 

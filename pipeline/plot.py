@@ -19,7 +19,7 @@ from pipeline.metrics import METRICS
 # after Okabe and Ito, darkened for text: colours that the colour-blind tell apart; shapes tell the groups apart in grey
 STYLES = {
     "speed": ("o", "#0072B2"),
-    "reference": ("*", "#000000"),
+    "reference": ("h", "#000000"),
     "keep order": ("s", "#D55E00"),
     "decay": ("^", "#009E73"),
     "depth": ("D", "#A8487E"),
@@ -70,7 +70,8 @@ def draw(lines: Sequence[Line], evaluation: Evaluation) -> Figure:
     axes.axhline(level, color="#888888", linewidth=0.8, linestyle=(0, (4, 4)), zorder=1)
     unit = f" ({metric.unit})" if metric.unit else ""
     better = "higher" if metric.higher_is_better else "lower"
-    axes.set_xlabel("wall-clock speed-up over full depth, whole run (×)")
+    base = "full depth" if full.group == "speed" else "1x"
+    axes.set_xlabel(f"wall-clock speed-up over {base}, whole run (×)")
     axes.set_ylabel(f"{metric.title}{unit}, {better} is better")
     axes.set_title(
         f"Quality against speed: {evaluation.rows:,} rows, batches of up to {evaluation.batch}, "

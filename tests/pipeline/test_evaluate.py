@@ -122,8 +122,8 @@ def test_a_reference_model_is_what_lines_are_held_against(
     shutil.copytree(checkpoint, tmp_path / "copy")
     (tmp_path / "copy" / "skipdecode.json").unlink()
     found = evaluate(EvalConfig.model_validate({**recipe, "reference_model": str(tmp_path / "copy")}), "eval.yaml")
-    assert [line.name for line in found.lines] == ["full depth", "1x", "2x"]
-    assert found.full_depth == "full depth"
+    assert [line.name for line in found.lines] == ["reference model", "1x", "2x"]
+    assert found.full_depth == "reference model"
     assert [line.scores for line in found.lines[1:]] == [line.scores for line in alone.lines]
     assert found.lines[1].wall_clock == 1
 
