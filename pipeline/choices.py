@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from actors.engine.types import SamplingParams
 from pipeline.text import is_unicode
 
 _AT_ODDS = ("stop", "stop_token_ids", "min_new_tokens", "ignore_eos")
+
+
+def labels_given(value: Any) -> Any:
+    """A file's `choices` as a tuple: labels, or the name of a JSON file that holds a list of them.
+
+    Raises ValueError of one line for what is no text, or a file that holds something else.
+    """
+    if isinstance(value, str) and value.endswith(".json"):
+        try:
+            value = json.loads(Path(value).read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{value}: cannot be read as JSON: {error}") from None
+        if not isinstance(value, list):
+            raise ValueError(f"must hold one list of labels, not {type(value).__name__}")
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list):
+        return value
+    for label in value:
+        if not isinstance(label, str):
+            raise ValueError(f"labels are text, and {label!r} is none; put it in quotes (yes and no are YAML booleans)")
+    return tuple(value)
 
 
 def check_labels(labels: Sequence[str | None]) -> None:

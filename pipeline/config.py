@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from actors.engine.types import SamplingParams
-from pipeline.choices import check_compatible, check_labels
+from pipeline.choices import check_compatible, check_labels, labels_given
 from pipeline.config_adapt import AdaptConfig
 from pipeline.config_section import Section as Section
 
@@ -26,16 +26,6 @@ def _many(value: Any) -> Any:
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
-
-
-def _labels(value: Any) -> Any:
-    if isinstance(value, list):
-        for label in value:
-            if not isinstance(label, str):
-                raise ValueError(
-                    f"labels are text, and {label!r} is none; put it in quotes (yes and no are YAML booleans)"
-                )
-    return _many(value)
 
 
 def _sampling_columns(value: Any) -> Any:
@@ -56,6 +46,9 @@ def _sampling_columns(value: Any) -> Any:
 
 
 Paths = Annotated[list[str], BeforeValidator(_one_or_many), Field(min_length=1)]
+
+
+Labels = Annotated[tuple[str, ...], BeforeValidator(labels_given), Field(min_length=1)]
 
 
 class ExampleConfig(Section):
@@ -245,8 +238,10 @@ class JobConfig(Section):
     model: ModelConfig
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
-    choices: Annotated[tuple[str, ...], BeforeValidator(_labels), Field(min_length=1)] | None = Field(
-        None, description="labels, one of which answers each row; input.choices gives a row its own"
+    choices: Labels | None = Field(
+        None,
+        description="labels, or a .json file with a list of them, one of which answers each row; input.choices gives a "
+        "row its own",
     )
     shared_prefix: bool = Field(True, description="compute the prompts' constant beginning once an actor")
     actors: ActorsConfig = Field(default_factory=ActorsConfig)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from pipeline.choices import check_compatible, check_labels
-from pipeline.config import ModelConfig, Paths, SamplingConfig, ScheduleConfig, Section, StorageConfig
+from pipeline.config import Labels, ModelConfig, Paths, SamplingConfig, ScheduleConfig, Section, StorageConfig
 
 DEPTH_KEYS = ("speedup", "max_depth", "min_depth", "depths")
 
@@ -31,14 +31,22 @@ class EvalConfig(Section):
     reference_model: str | None = Field(
         None, description="checkpoint whose full depth is what all lines are held against; null: model at 1x"
     )
+    beside: dict[str, str] = Field(
+        default_factory=dict, description="further checkpoints of the same tokenizer, at full depth, by their names"
+    )
     output: str = Field(description="folder for the tables, the plot and the answers")
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="all but how deep")
     speedups: list[float] = Field([1, 2, 3, 4, 5], min_length=1, description="nominal, each evaluated; 1 always is")
     compare: float | None = Field(
         None, gt=1, description="nominal speed at which other keep orders, decays and baselines run too"
     )
+    learned_order: list[int] | None = Field(
+        None, description="with compare: a keep order learned before; null: learned anew, m²/2 passes over 64 prompts"
+    )
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
-    choices: list[str] | None = Field(None, description="labels, one of which answers each row")
+    choices: Labels | None = Field(
+        None, description="labels, or a .json file with a list of them, one of which answers each row"
+    )
     max_batch: int = Field(64, ge=1, description="rows a batch at most")
     threads: int | None = Field(None, ge=1, description="torch threads; default all cores")
     runs: int = Field(1, ge=1, description="times each line is timed; the median is shown")
@@ -54,6 +62,12 @@ class EvalConfig(Section):
         for name in DEPTH_KEYS:
             if getattr(self.schedule, name) is not None:
                 raise ValueError(f"schedule.{name}: the depths are measured at every one of speedups; leave it out")
+        taken = {"reference model", *(f"{one:g}x" for one in (1.0, *self.speedups))}
+        for name in self.beside:
+            if not name.strip() or name in taken:
+                raise ValueError(f"beside: {name!r} is the name of another line; choose one of its own")
+        if self.learned_order is not None and self.compare is None:
+            raise ValueError("learned_order is one of the comparisons: give compare too")
         if self.choices is not None:
             check_labels(self.choices)
             check_compatible(self.sampling.params())

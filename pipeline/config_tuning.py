@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config import Decay, KeepOrder, Paths, ScheduleConfig, Section
+from pipeline.config import Decay, KeepOrder, Labels, Paths, ScheduleConfig, Section
 
 
 class TuneModelConfig(Section):
@@ -34,7 +34,9 @@ class TuneDataConfig(Section):
     ended: str | None = Field(
         None, description="column of booleans: false where a response was cut off, and no end is to be learned"
     )
-    choices: list[str] | None = Field(None, min_length=1, description="labels; every response must be one of them")
+    choices: Labels | None = Field(
+        None, description="labels, or a .json file with a list of them; every response must be one of them"
+    )
     dev_rows: int = Field(256, ge=2, description="pairs of the dev set, evenly spread")
     max_tokens: int = Field(256, ge=4, description="tokens of prompt and response; longer pairs are left out")
 

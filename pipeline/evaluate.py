@@ -40,7 +40,7 @@ def evaluate(config: EvalConfig, source: str) -> Evaluation:
     """
     subject = prepare(config, source)
     planned = speeds(subject.spec, list(dict.fromkeys([1.0, *config.speedups])))
-    generator, reference = load(subject)
+    generator, reference, beside = load(subject)
     if config.compare is not None:
         planned += _compared(subject, generator, planned, config.compare)
     lines = {one.name: (generator, one.spec.build(subject.num_layers)) for one in planned}
@@ -48,6 +48,8 @@ def evaluate(config: EvalConfig, source: str) -> Evaluation:
         planned = [Variant(REFERENCE, "reference", ScheduleSpec(), None), *planned]
         lines = {REFERENCE: (reference, reference.schedule), **lines}
     full_depth = planned[0].name
+    planned += [Variant(name, "model", ScheduleSpec(), None) for name in beside]
+    lines |= {name: (other, other.schedule) for name, other in beside.items()}
 
     runs = time_in_turn(lines, subject.prompts, config.runs)
     statistics = row_statistics(subject, lines, runs, full_depth, metrics_of(subject))
@@ -68,15 +70,16 @@ def evaluate(config: EvalConfig, source: str) -> Evaluation:
     return evaluation
 
 
-def load(subject: Subject) -> tuple[Generator, Generator | None]:
-    """The model, and the reference model if there is one, cutting the rows into the same batches."""
+def load(subject: Subject) -> tuple[Generator, Generator | None, dict[str, Generator]]:
+    """The model, the reference model if there is one, and those beside, cutting the rows into the same batches."""
     generator = subject.load(subject.model)
-    generator.max_batch = common_batch(generator, subject.prompts)
-    if subject.reference is None:
-        return generator, None
-    reference = subject.load(subject.reference)
-    generator.max_batch = reference.max_batch = min(generator.max_batch, common_batch(reference, subject.prompts))
-    return generator, reference
+    reference = None if subject.reference is None else subject.load(subject.reference)
+    beside = {name: subject.load(found) for name, found in subject.beside.items()}
+    everyone = [generator, *([] if reference is None else [reference]), *beside.values()]
+    batch = min(common_batch(one, subject.prompts) for one in everyone)
+    for one in everyone:
+        one.max_batch = batch
+    return generator, reference, beside
 
 
 def _compared(subject: Subject, generator: Generator, planned: Sequence[Variant], speedup: float) -> list[Variant]:
@@ -87,8 +90,12 @@ def _compared(subject: Subject, generator: Generator, planned: Sequence[Variant]
     layers = subject.num_layers
     run = answer(generator, generator.schedule, subject.prompts[:LEARNED_ROWS])
     pairs = [(prompt.ids, one.token_ids or ()) for prompt, one in zip(subject.prompts, run.answers, strict=False)]
-    with Console(stderr=True).status(f"learning a keep order from {len(pairs)} answers"):
-        order = learned_order(generator.engine.decoder, pairs, subject.spec.warmup)
+    order: Sequence[int] | None = subject.config.learned_order
+    if order is None:
+        console = Console(stderr=True, soft_wrap=True)
+        with console.status(f"learning a keep order from {len(pairs)} answers"):
+            order = learned_order(generator.engine.decoder, pairs, subject.spec.warmup)
+        console.print(f"learned_order: {list(order)}", highlight=False)
     tokens = round(sum(len(response) for _, response in pairs) / len(pairs))
     paper, *others = comparisons(subject.spec, layers, speedup, tokens, order)
     known = [one.spec.build(layers).to_dict() for one in planned]

@@ -70,12 +70,12 @@ def search_schedule(config: EvalConfig, source: str, goal: Goal) -> Outcome:
 
     Raises ValueError of one line for bad input, before a model is loaded.
     """
-    subject = prepare(config, source)
+    subject = prepare(config.model_copy(update={"beside": {}}), source)
     known, metric = metrics_of(subject), goal.metric or subject.metric
     if metric not in known:
         raise ValueError(f"{source}: --search metric={metric}: not for these rows, which allow {', '.join(known)}")
     candidates(subject.spec, subject.num_layers, config.sampling.max_new_tokens)  # refused now, if ever
-    generator, reference = load(subject)
+    generator, reference, _ = load(subject)
     full = reference or generator
     full_name = "full depth"
     lines = {full_name: (full, full.schedule)}

@@ -30,6 +30,7 @@ class Subject:
     prompts: list[Prompt]
     model: Located
     reference: Located | None
+    beside: dict[str, Located]
     spec: ScheduleSpec
 
     @property
@@ -53,7 +54,7 @@ class Subject:
         return "agreement_exact" if self.is_labelling else "agreement_rouge_l"
 
     def load(self, found: Located) -> Generator:
-        """One of the two models, at full depth."""
+        """One of the models, at full depth."""
         config = self.config
         return Generator(
             str(fetch(found.source)),
@@ -83,27 +84,45 @@ def prepare(config: EvalConfig, source: str) -> Subject:
         raise ValueError(f"{source}: schedule: {error}") from None
     if config.compare is not None:
         try:
-            comparisons(spec, checkpoint.num_layers, config.compare, config.sampling.max_new_tokens)
+            comparisons(
+                spec, checkpoint.num_layers, config.compare, config.sampling.max_new_tokens, config.learned_order
+            )
         except ValueError as error:
             raise ValueError(f"{source}: compare: {error}") from None
     prompts = _tokenized(rows, model, config, source)
     reference = None
     if config.reference_model is not None:
-        reference = locate(config.model.model_copy(update={"path": config.reference_model}), config.storage)
-        theirs = load_tokenizer(reference.checkpoint.path).get_vocab()
-        if theirs != load_tokenizer(checkpoint.path).get_vocab():
+        reference = _other("reference_model", config.reference_model, model, prompts, rows, config, source)
+    beside = {
+        name: _other(f"beside.{name}", path, model, prompts, rows, config, source)
+        for name, path in config.beside.items()
+    }
+    return Subject(config, rows, prompts, model, reference, beside, spec)
+
+
+def _other(
+    key: str,
+    path: str,
+    model: Located,
+    prompts: Sequence[Prompt],
+    rows: Sequence[EvalRow],
+    config: EvalConfig,
+    source: str,
+) -> Located:
+    """A further checkpoint that is to answer the same token ids; ValueError names `key` if it cannot."""
+    found = locate(config.model.model_copy(update={"path": path}), config.storage)
+    if load_tokenizer(found.checkpoint.path).get_vocab() != load_tokenizer(model.checkpoint.path).get_vocab():
+        raise ValueError(
+            f"{source}: {key}: {path} has another tokenizer than {config.model.path}; answers can only be held "
+            "against each other token by token if the vocabulary is the same"
+        )
+    context = found.checkpoint.context_length
+    for row, prompt in zip(rows, prompts, strict=True):
+        if len(prompt.ids) >= context:
             raise ValueError(
-                f"{source}: reference_model: {config.reference_model} has another tokenizer than {config.model.path}; "
-                "answers can only be held against each other token by token if the vocabulary is the same"
+                f"{row.place}: prompt of {len(prompt.ids)} tokens leaves no room in {key}'s context of {context}"
             )
-        shortest = min(checkpoint.context_length, reference.checkpoint.context_length)
-        for row, prompt in zip(rows, prompts, strict=True):
-            if len(prompt.ids) >= shortest:
-                raise ValueError(
-                    f"{row.place}: prompt of {len(prompt.ids)} tokens leaves no room in reference_model's context of "
-                    f"{shortest}"
-                )
-    return Subject(config, rows, prompts, model, reference, spec)
+    return found
 
 
 def _tokenized(rows: Sequence[EvalRow], model: Located, config: EvalConfig, source: str) -> list[Prompt]:

@@ -118,7 +118,7 @@ def _spec(config: TuneConfig, rows: Sequence[Mapping[str, Any]]) -> ScheduleSpec
 
 
 def _schedules(config: TuneConfig, spec: ScheduleSpec, layers: int) -> dict[str, Schedule]:
-    """What a step may be drawn from, by name."""
+    """What a step may be drawn from, by name; of equal ones the first."""
     found = {f"{speed:g}x": spec.overridden({"speedup": speed}).build(layers) for speed in config.schedule.speedups}
     for one in config.schedule.also:
         changes = one.changes()
@@ -128,7 +128,8 @@ def _schedules(config: TuneConfig, spec: ScheduleSpec, layers: int) -> dict[str,
         assert spec.horizon is not None
         learned = config.schedule.learned_order
         found |= named(spec, layers, config.schedule.compare, spec.horizon, learned)
-    return found
+    unique = {json.dumps(one.to_dict()): name for name, one in reversed(found.items())}
+    return {name: one for name, one in found.items() if name in unique.values()}
 
 
 def _check_resumable(config: TuneConfig) -> None:

@@ -128,6 +128,26 @@ def test_a_reference_model_is_what_lines_are_held_against(
     assert found.lines[1].wall_clock == 1
 
 
+def test_other_checkpoints_stand_beside_at_full_depth(recipe: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path / "twin")
+    found = evaluate(EvalConfig.model_validate({**recipe, "beside": {"a twin": str(tmp_path / "twin")}}), "eval.yaml")
+    twin = found.lines[-1]
+    assert (twin.name, twin.group, twin.nominal, twin.mean_depth) == ("a twin", "model", None, 4)
+    assert twin.scores["agreement_exact"].value == 100 and twin.scores["bleu"] == found.lines[0].scores["bleu"]
+    with pytest.raises(ValueError, match="'2x' is the name of another line"):
+        EvalConfig.model_validate({**recipe, "beside": {"2x": "somewhere"}})
+
+
+def test_labels_from_a_file(recipe: dict[str, Any], tmp_path: Path) -> None:
+    labels = tmp_path / "labels.json"
+    labels.write_text(json.dumps(["red", "green", "blue"]))
+    assert EvalConfig.model_validate({**recipe, "choices": str(labels)}).choices == ("red", "green", "blue")
+    for text, message in (("{}", "must hold one list of labels, not dict"), ("[", "cannot be read as JSON")):
+        labels.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            EvalConfig.model_validate({**recipe, "choices": str(labels)})
+
+
 def test_batches_are_those_that_fit_at_full_depth(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Skipping layers saves cache; the rows are cut alike all the same."""
     monkeypatch.setattr("pipeline.subject.CACHE_BYTES", 40_000)

@@ -263,7 +263,7 @@ def test_comparisons_are_trained_side_by_side(recipe: dict[str, Any]) -> None:
     compared = {"speedups": [2], "compare": 2.0, "learned_order": [0, 2, 3, 1]}
     losses = run({**recipe, "schedule": compared})["dev_loss"]
     assert {"eval_loss_2x", "eval_loss_2x early exit", "eval_loss_2x learned order"} <= set(losses)
-    assert len(losses) == 12
+    assert "eval_loss_2x paper" not in losses  # which is 2x
 
 
 @pytest.mark.parametrize(
