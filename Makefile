@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow lint bench clean
+.PHONY: demo test test-slow lint bench clean evidence-e2e evidence-dense evidence-orders evidence-labels evidence-adapt
 
 demo: .venv/installed
 	@.venv/bin/python -m pipeline.demo work/demo/prompts
@@ -22,6 +22,38 @@ lint: .venv/installed-dev
 bench: .venv/installed-dev
 	.venv/bin/python tests/benchmarks/throughput.py
 	.venv/bin/python tests/benchmarks/features.py
+	.venv/bin/python tests/benchmarks/training_step.py
+
+# The README's tables, from nothing but the data sets beside the repository; each trains for half an hour to two hours.
+evidence-e2e: work/evidence/full-depth/tune.json
+	.venv/bin/skipdecode evaluate configs/demo/evaluate-test.yaml
+	.venv/bin/skipdecode evaluate configs/evidence/evaluate-e2e.yaml
+
+evidence-dense: work/evidence/dense-7/tune.json work/evidence/dense-5/tune.json
+	.venv/bin/skipdecode evaluate configs/evidence/evaluate-dense.yaml
+
+evidence-orders: work/evidence/compare/tune.json
+	.venv/bin/skipdecode evaluate configs/evidence/evaluate-compare.yaml
+
+evidence-labels: work/evidence/banking77/tune.json
+	.venv/bin/skipdecode evaluate configs/evidence/evaluate-banking77-full.yaml
+	.venv/bin/skipdecode evaluate configs/evidence/evaluate-banking77-first.yaml
+
+evidence-adapt: work/evidence/half/tune.json
+	.venv/bin/skipdecode adapt configs/evidence/adapt-half.yaml
+
+work/demo-full-depth/tune.json: | .venv/installed-dev
+	.venv/bin/skipdecode tune configs/demo/tune-1-full-depth.yaml
+
+work/evidence/full-depth/tune.json work/evidence/compare/tune.json: work/demo-full-depth/tune.json
+
+work/evidence/half/tune.json: work/evidence/halves/pairs.parquet
+
+work/evidence/halves/pairs.parquet: | .venv/installed-dev
+	.venv/bin/python tests/benchmarks/e2e_halves.py
+
+work/evidence/%/tune.json: | .venv/installed-dev
+	.venv/bin/skipdecode tune configs/evidence/$*.yaml
 
 clean:
 	rm -rf .venv work

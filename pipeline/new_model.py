@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
 from pipeline.training_data import Pair
 
@@ -38,7 +39,18 @@ def train_tokenizer(pairs: Sequence[Pair], vocab_size: int) -> PreTrainedTokeniz
 
 
 def new_config(sizes: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
-    """The Hugging Face config of `sizes` (model_type and keys of its config) for this tokenizer."""
+    """The Hugging Face config of `sizes` (model_type and keys of its config) for this tokenizer.
+
+    Raises ValueError of one line for a type or a key that transformers does not know; it takes any key itself.
+    """
+    kind = sizes["model_type"]
+    if kind not in CONFIG_MAPPING:
+        raise ValueError(f"model.new.model_type: transformers has no {kind!r}")
+    known = set(CONFIG_MAPPING[kind]().to_dict())
+    for key in sizes:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            raise ValueError(f"model.new: unknown key {key}" + (f"; did you mean {near[0]}?" if near else ""))
     return AutoConfig.for_model(
         **sizes,
         vocab_size=len(tokenizer),

@@ -274,6 +274,12 @@ def test_comparisons_are_trained_side_by_side(recipe: dict[str, Any]) -> None:
         ({"prompt": ["a", " "]}, {}, r"bad.parquet: row 1: prompt is empty"),
         ({"reference": ["red", "yelow"]}, {"data": {"choices": ["red", "yellow"]}}, r"row 1: 'yelow' is none of the 2"),
         ({}, {"model": {"path": "START"}, "lora": {"targets": ["wq"]}}, r"no 'wq'; it has down_proj, .*v_proj"),
+        (
+            {},
+            {"model": {"new": {"model_type": "llama", "hiden_size": 8}}},
+            "unknown key hiden_size; did you mean hidden",
+        ),
+        ({}, {"model": {"new": {"model_type": "lama"}}}, "transformers has no 'lama'"),
         ({}, {"lora": {"targets": ["q_proj"]}}, "lora adapts a checkpoint"),
         ({}, {"loss": {"distillation": 1.0}}, "a new model cannot teach itself"),
         ({}, {"loss": {"distillation": 1.0, "teacher": "START"}}, "START has another tokenizer"),
