@@ -277,7 +277,7 @@ def test_comparisons_are_trained_side_by_side(recipe: dict[str, Any]) -> None:
         (
             {},
             {"model": {"new": {"model_type": "llama", "hiden_size": 8}}},
-            "unknown key hiden_size; did you mean hidden",
+            "unknown key hiden_size; did you mean hid",
         ),
         ({}, {"model": {"new": {"model_type": "lama"}}}, "transformers has no 'lama'"),
         ({}, {"lora": {"targets": ["q_proj"]}}, "lora adapts a checkpoint"),
