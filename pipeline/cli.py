@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -201,6 +202,7 @@ def tune(
         from pipeline.tune import tune as train
 
         disable_progress_bar()
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         folder = train(config, str(recipe))
     except ImportError as error:
         raise _stop(BAD_CONFIG, f"{error.name} is not installed: pip install -c constraints.txt -e '.[tune]'") from None
@@ -208,8 +210,10 @@ def tune(
         if verbose:
             logging.exception("bad configuration or input")
         raise _stop(BAD_CONFIG, f"{recipe}: {error}".replace(f"{recipe}: {recipe}: ", f"{recipe}: ")) from None
-    except OSError as error:
-        raise _stop(FAILED, f"failed: {error}") from None
+    except (OSError, RuntimeError) as error:  # such as out of memory, or a worker's end
+        if verbose:
+            logging.exception("training failed")
+        raise _stop(FAILED, f"failed: {_cause(error)}; the same command goes on from the last saved step") from None
     except KeyboardInterrupt:
         raise _stop(INTERRUPTED, "interrupted; the same command goes on from the last saved step") from None
     typer.echo(f"checkpoint: {folder}")

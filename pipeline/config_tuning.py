@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -34,6 +35,7 @@ class TuneDataConfig(Section):
     ended: str | None = Field(
         None, description="column of booleans: false where a response was cut off, and no end is to be learned"
     )
+    collapse_whitespace: bool = Field(False, description="every run of white space in a response becomes one space")
     choices: Labels | None = Field(
         None, description="labels, or a .json file with a list of them; every response must be one of them"
     )
@@ -54,7 +56,7 @@ class TuneScheduleConfig(Section):
     )
     default: float | None = Field(None, description="nominal speed-up that jobs use unless they say; default the last")
     horizon: int | None = Field(None, ge=2, description="tokens; default the median response of the training data")
-    decay: Decay = Field("linear", description="shape of the fall")
+    decay: Decay = Field("linear", description="shape of the fall; default as the start checkpoint's, as those below")
     warmup: int = Field(1, ge=1, description="lowest layers that always run")
     keep_order: KeepOrder | list[int] = Field("paper", description="layers, most needed first")
     prompt: Literal["full", "first"] = Field("full", description="layers run over the prompt")
@@ -75,6 +77,8 @@ class LossConfig(Section):
     def _some(self) -> LossConfig:
         if self.references == self.distillation == 0:
             raise ValueError("references and distillation are both 0: there is nothing to learn from")
+        if self.references == 0 and self.label_smoothing > 0:
+            raise ValueError("label_smoothing is of the cross-entropy, and references is 0: leave it out")
         if self.teacher is not None and self.distillation == 0:
             raise ValueError("teacher is given, but distillation is 0: give it a weight")
         return self
@@ -112,7 +116,7 @@ class WorkersConfig(Section):
     """Data parallel training by Ray Train; each worker holds the model."""
 
     count: int = Field(ge=1, description="processes")
-    gpus: float = Field(0, ge=0, le=1, description="GPUs a worker")
+    gpus: Literal[0, 1] = Field(0, description="GPUs a worker")
     cpus: float = Field(1, gt=0, description="CPUs a worker")
     address: str | None = Field(None, description="of a running Ray cluster; default one on this machine")
 
@@ -133,6 +137,13 @@ class TuneConfig(Section):
             raise ValueError("lora adapts a checkpoint: give model.path, not model.new")
         if self.model.path is None and self.loss.distillation > 0 and self.loss.teacher is None:
             raise ValueError("loss.teacher: a new model cannot teach itself; give a checkpoint folder")
+        if self.schedule.learned_order is not None and self.schedule.compare is None:
+            raise ValueError("schedule.learned_order is one of the comparisons: give schedule.compare too")
+        if "vocab_size" in self.model.model_fields_set and self.model.path is not None:
+            raise ValueError("model.vocab_size is of a new model's tokenizer: leave it out")
+        for name, path in (("model.path", self.model.path), ("loss.teacher", self.loss.teacher)):
+            if path is not None and Path(path).resolve() == Path(self.output).resolve():
+                raise ValueError(f"output: {self.output} is {name}, and would be written over; choose another folder")
         parts = self.training.accumulation * (self.workers.count if self.workers else 1)
         if self.training.batch_size % parts:
             raise ValueError(

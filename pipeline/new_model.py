@@ -6,9 +6,11 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
+from actors.engine.families import family_of
 from pipeline.training_data import Pair
 
 
@@ -46,15 +48,23 @@ def new_config(sizes: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast) -> 
     kind = sizes["model_type"]
     if kind not in CONFIG_MAPPING:
         raise ValueError(f"model.new.model_type: transformers has no {kind!r}")
-    known = set(CONFIG_MAPPING[kind]().to_dict())
+    ours = {"vocab_size", "pad_token_id", "bos_token_id", "eos_token_id"}
+    known = set(CONFIG_MAPPING[kind]().to_dict()) - ours
+    for key in ours & set(sizes):
+        raise ValueError(f"model.new.{key} follows from the tokenizer that is trained; see model.vocab_size")
     for key in sizes:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             raise ValueError(f"model.new: unknown key {key}" + (f"; did you mean {near[0]}?" if near else ""))
-    return AutoConfig.for_model(
-        **sizes,
-        vocab_size=len(tokenizer),
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    try:
+        config = AutoConfig.for_model(
+            **sizes,
+            vocab_size=len(tokenizer),
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    except (StrictDataclassError, TypeError) as error:
+        raise ValueError(f"model.new: {' '.join(str(error).split())}") from None
+    family_of(config)
+    return config

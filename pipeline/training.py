@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import Sampler
 from transformers import Trainer
+from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from actors.engine.decoder import Decoder, causal_mask, part
 from actors.engine.schedule import Schedule, ScheduleSpec
 from pipeline.config_tuning import LossConfig
-from pipeline.training_data import IGNORED, Batch
+from pipeline.training_data import IGNORED, Batch, collate
 
 
 def response_logits(decoder: Decoder, batch: Batch, schedule: Schedule, *, recompute: bool = False) -> Tensor:
@@ -66,8 +68,14 @@ class Teacher:
 
     def logits(self, batch: Batch) -> Tensor:
         """[B, R + 1, V] at full depth, without gradients."""
-        with torch.no_grad(), self.alone():
-            return response_logits(self.decoder, batch, self.schedule)
+        model = self.decoder.model
+        was_training = model.training
+        model.eval()  # the student's own decoder may be in training, with dropout
+        try:
+            with torch.no_grad(), self.alone():
+                return response_logits(self.decoder, batch, self.schedule)
+        finally:
+            model.train(was_training)
 
 
 def summed_loss(
@@ -140,30 +148,58 @@ class SkipTrainer(Trainer):
         return total / num_items_in_batch * self.accelerator.num_processes  # workers' gradients are averaged
 
     def _summed(self, logits: Tensor, inputs: dict[str, Any], smoothing: float) -> tuple[Tensor, int]:
-        taught = None
-        if self.teacher is not None:
-            with self.accelerator.autocast():
-                taught = self.teacher.logits(Batch(**inputs))
-        return summed_loss(logits, inputs["labels"], self.loss, smoothing, taught)
+        return summed_loss(logits, inputs["labels"], self.loss, smoothing, self._taught(inputs))
+
+    def _taught(self, inputs: dict[str, Any]) -> Tensor | None:
+        if self.teacher is None:
+            return None
+        with self.accelerator.autocast():
+            return self.teacher.logits(Batch(**inputs))
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        """The library's own groups of like lengths, but the same after a resume and in every worker."""
+        dataset: Any = self.train_dataset if train_dataset is None else train_dataset
+        lengths = [len(row["input_ids"]) for row in dataset]
+        together = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        return LengthGroups(lengths, together, lambda: 1_000_003 * self.args.seed + int(self.state.epoch or 0))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """The objective on the dev set, nats per response token, at every schedule trained for, and their mean."""
         model = cast(nn.Module, self.model)
         model.eval()
-        losses: dict[str, float] = {}
+        rows = cast(Any, self.eval_dataset)[self.args.process_index :: self.args.world_size]
+        names = list(self.schedules)
+        sums = torch.zeros(len(names), 2, dtype=torch.double, device=self.args.device)
         with torch.no_grad():
-            for name, schedule in self.schedules.items():
-                sums = torch.zeros(2, dtype=torch.double, device=self.args.device)
-                for given in self.get_eval_dataloader():
-                    inputs = cast(dict[str, Any], self._prepare_inputs(given))
+            for start in range(0, len(rows), self.args.per_device_eval_batch_size):
+                batch = collate(rows[start : start + self.args.per_device_eval_batch_size])
+                inputs = cast(dict[str, Any], self._prepare_inputs(batch))
+                taught = self._taught(inputs)
+                for place, name in enumerate(names):
                     with self.accelerator.autocast():
-                        logits = response_logits(self.decoder, Batch(**inputs), schedule)
-                    total, count = self._summed(logits, inputs, 0.0)
-                    sums += torch.tensor([float(total), count], dtype=torch.double, device=sums.device)
-                total_, count_ = self.accelerator.reduce(sums, "sum").tolist()
-                losses[f"eval_loss_{name}"] = total_ / count_
+                        logits = response_logits(self.decoder, Batch(**inputs), self.schedules[name])
+                    total, count = summed_loss(logits, inputs["labels"], self.loss, 0.0, taught)
+                    sums[place] += torch.tensor([float(total), count], dtype=torch.double, device=sums.device)
+        totals = self.accelerator.reduce(sums, "sum").tolist()
+        losses = {f"eval_loss_{name}": total / count for name, (total, count) in zip(names, totals, strict=True)}
         losses["eval_loss"] = statistics.mean(losses.values())
         model.train()
         self.log(dict(losses))  # adds to what it is given
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, losses)
         return losses
+
+
+class LengthGroups(Sampler[int]):
+    """Rows in random order, those of a step of like lengths. seed: asked for at the start of each epoch."""
+
+    def __init__(self, lengths: Sequence[int], together: int, seed: Callable[[], int]) -> None:
+        self.lengths = list(lengths)
+        self.together = together
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        random = torch.Generator().manual_seed(self.seed())
+        return iter(get_length_grouped_indices(self.lengths, self.together, generator=random))

@@ -79,6 +79,8 @@ def read_pairs(data: TuneDataConfig, paths: Sequence[str], reference: str) -> li
     for path in paths:
         columns = (data.prompt, reference, *((data.ended,) if data.ended else ()))
         prompts, responses, *ended = read_columns(path, columns)
+        if ended and not all(isinstance(one, bool) for one in ended[0]):
+            raise ValueError(f"{path}: {data.ended} must hold true or false in every row")
         for row, (prompt, given) in enumerate(zip(prompts, responses, strict=True)):
             if not _is_text(prompt):
                 raise ValueError(f"{path}: row {row}: {data.prompt} is empty, or neither text nor token ids")
@@ -88,10 +90,11 @@ def read_pairs(data: TuneDataConfig, paths: Sequence[str], reference: str) -> li
                     raise ValueError(
                         f"{path}: row {row}: {reference} is empty, or neither text nor token ids; leave the row out"
                     )
-                if labels is not None and response not in labels:
+                if labels is not None and (not isinstance(response, str) or response not in labels):
                     raise ValueError(f"{path}: row {row}: {response!r} is none of the {len(labels)} choices")
-                plain = " ".join(response.split()) if isinstance(response, str) else response
-                pairs.append(Pair(prompt, plain, bool(ended[0][row]) if ended else True))
+                if isinstance(response, str):
+                    response = " ".join(response.split()) if data.collapse_whitespace else response.strip()
+                pairs.append(Pair(prompt, response, ended[0][row] if ended else True))
     if not pairs:
         raise ValueError(f"{paths[0]}: no rows to train or evaluate on")
     return pairs
@@ -99,19 +102,28 @@ def read_pairs(data: TuneDataConfig, paths: Sequence[str], reference: str) -> li
 
 def _is_text(value: Any) -> bool:
     if isinstance(value, list):
-        return bool(value) and all(isinstance(token, int) for token in value)
+        return bool(value) and all(type(token) is int for token in value)
     return isinstance(value, str) and bool(value.strip())
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Pair], max_tokens: int) -> list[dict[str, Any]]:
-    """`input_ids` and `prompt_tokens` of each pair; longer pairs than `max_tokens` are left out with a warning."""
+def encode(
+    tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Pair], max_tokens: int, vocab_size: int
+) -> list[dict[str, Any]]:
+    """`input_ids` and `prompt_tokens` of each pair; longer pairs than `max_tokens` are left out with a warning.
+
+    Raises ValueError for a token outside the vocabulary, or if the tokenizer has no end-of-sequence token.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer has no end-of-sequence token, so that no end could be learned")
     prompts = _ids(tokenizer, [pair.prompt for pair in pairs], special=True)
     responses = _ids(tokenizer, [pair.response for pair in pairs], special=False)
     end = [tokenizer.eos_token_id]
-    rows: list[dict[str, Any]] = [
-        {"input_ids": [*prompt, *response, *(end if pair.ended else [])], "prompt_tokens": len(prompt)}
-        for pair, prompt, response in zip(pairs, prompts, responses, strict=True)
-    ]
+    rows: list[dict[str, Any]] = []
+    for number, (pair, prompt, response) in enumerate(zip(pairs, prompts, responses, strict=True)):
+        ids = [*prompt, *response, *(end if pair.ended else [])]
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            raise ValueError(f"pair {number}: a token id lies outside the model's vocabulary of {vocab_size}")
+        rows.append({"input_ids": ids, "prompt_tokens": len(prompt)})
     short = [row for row in rows if len(row["input_ids"]) <= max_tokens]
     if len(short) < len(rows):
         log.warning("%d of %d pairs are longer than %d tokens: left out", len(rows) - len(short), len(rows), max_tokens)

@@ -24,14 +24,13 @@ from transformers import (
     PreTrainedTokenizerBase,
     TrainingArguments,
 )
-from transformers.trainer_utils import get_last_checkpoint
 
 from actors.engine.decoder import Decoder
-from actors.engine.families import family_of
+from actors.engine.families import context_length, family_of
 from actors.engine.loading import inspect, load_decoder, load_tokenizer
 from actors.engine.schedule import Schedule, ScheduleSpec
 from actors.engine.schedule_file import save_spec
-from pipeline import lora
+from pipeline import lora, tune_state
 from pipeline.config_tuning import TuneConfig
 from pipeline.new_model import new_config, train_tokenizer
 from pipeline.training import SkipTrainer, Teacher
@@ -39,10 +38,7 @@ from pipeline.training_data import collate, encode, read_pairs
 from pipeline.variants import named
 
 log = logging.getLogger(__name__)
-RECIPE = "recipe.json"
-STATE = "_training"
-# what may change between a run that was cut off and the one that goes on
-NOT_IN_RECIPE = {"training": {"epochs", "max_steps", "threads", "eval_steps", "save_steps", "compile"}, "workers": True}
+SHAPE = {"decay", "warmup", "keep_order", "prompt"}
 
 
 @dataclass(frozen=True)
@@ -64,13 +60,16 @@ def tune(config: TuneConfig, source: str) -> Path:
     configuration or data are wrong.
     """
     plan = _plan(config)
-    _check_resumable(config)
+    if tune_state.finished(config):
+        log.warning("%s is finished; nothing is left to do", config.output)
+        return Path(config.output)
+    tune_state.begin(config)
     if config.workers is None:
         train(config, plan)
     else:
         from pipeline.tune_workers import train_in_workers
 
-        train_in_workers(config, source)
+        train_in_workers(config)
     return Path(config.output)
 
 
@@ -78,43 +77,49 @@ def _plan(config: TuneConfig) -> Plan:
     data = config.data
     train_pairs = read_pairs(data, data.train, data.train_reference)
     dev_pairs = read_pairs(data, data.dev, data.dev_reference)
+    stored = teacher = None
     if config.model.path is not None:
+        start = inspect(config.model.path)
+        architecture, stored = start.config, start.spec
         tokenizer = load_tokenizer(config.model.path)
-        architecture = inspect(config.model.path).config
     else:
         assert config.model.new is not None
         tokenizer = train_tokenizer(train_pairs, config.model.vocab_size)
         architecture = new_config(config.model.new, tokenizer)
     if config.loss.teacher is not None:
-        inspect(config.loss.teacher)
+        teacher = inspect(config.loss.teacher)
         if load_tokenizer(config.loss.teacher).get_vocab() != tokenizer.get_vocab():
             raise ValueError(f"loss.teacher: {config.loss.teacher} has another tokenizer than the model to train")
     if config.lora is not None:
         lora.check_targets(config.lora, architecture)
-    rows = encode(tokenizer, train_pairs, data.max_tokens)
-    dev = encode(tokenizer, dev_pairs, data.max_tokens)
-    dev = dev[:: max(1, len(dev) // data.dev_rows)][: data.dev_rows]
+    longest = min([data.max_tokens, context_length(architecture), *([teacher.context_length] if teacher else [])])
+    rows = encode(tokenizer, train_pairs, longest, architecture.vocab_size)
+    dev = encode(tokenizer, dev_pairs, longest, architecture.vocab_size)
     if not rows or not dev:
-        raise ValueError(f"data: no pair within max_tokens = {data.max_tokens} tokens")
+        raise ValueError(f"data: no pair within {longest} tokens, by max_tokens or the model's context")
+    kept = min(len(dev), data.dev_rows)
+    dev = [dev[place * len(dev) // kept] for place in range(kept)]
     if len(dev) < 2:
         raise ValueError(f"{data.dev[0]}: a dev set of one pair says nothing: give at least two")
-    spec = _spec(config, rows)
+    spec = _spec(config, stored, rows)
     return Plan(tokenizer, architecture, rows, dev, spec, _schedules(config, spec, architecture.num_hidden_layers))
 
 
-def _spec(config: TuneConfig, rows: Sequence[Mapping[str, Any]]) -> ScheduleSpec:
-    """The spec to store: the default speed, and the horizon that every job of this checkpoint will use."""
+def _spec(config: TuneConfig, stored: ScheduleSpec | None, rows: Sequence[Mapping[str, Any]]) -> ScheduleSpec:
+    """The spec to store: the default speed, and the horizon that every job of this checkpoint will use.
+
+    What the recipe leaves out is as the start checkpoint has it, but the horizon, which follows from the data.
+    """
     asked = config.schedule
     lengths = [len(row["input_ids"]) - row["prompt_tokens"] for row in rows]
-    horizon = asked.horizon or max(2, int(statistics.median(lengths)))
-    return ScheduleSpec(
-        speedup=asked.default or asked.speedups[-1],
-        horizon=horizon,
-        decay=asked.decay,
-        warmup=asked.warmup,
-        keep_order=asked.keep_order if isinstance(asked.keep_order, str) else tuple(asked.keep_order),
-        prompt=asked.prompt,
-    )
+    changes: dict[str, Any] = {
+        "speedup": asked.default or asked.speedups[-1],
+        "horizon": asked.horizon or max(2, int(statistics.median(lengths))),
+    }
+    for key in SHAPE & asked.model_fields_set:
+        value = getattr(asked, key)
+        changes[key] = tuple(value) if isinstance(value, list) else value
+    return (stored or ScheduleSpec()).overridden(changes)
 
 
 def _schedules(config: TuneConfig, spec: ScheduleSpec, layers: int) -> dict[str, Schedule]:
@@ -132,20 +137,11 @@ def _schedules(config: TuneConfig, spec: ScheduleSpec, layers: int) -> dict[str,
     return {name: one for name, one in found.items() if name in unique.values()}
 
 
-def _check_resumable(config: TuneConfig) -> None:
-    """ValueError if the output holds the state of a run of another recipe."""
-    state = Path(config.output) / STATE
-    last = get_last_checkpoint(str(state)) if state.is_dir() else None
-    if last is not None and (state / RECIPE).read_text() != _recipe(config):
-        raise ValueError(f"output: {state} holds a run of another recipe; remove it, or choose another output")
+def train(config: TuneConfig, plan: Plan | None = None, asked: TuneConfig | None = None) -> None:
+    """The training itself, in this process: alone, or as one of several workers.
 
-
-def _recipe(config: TuneConfig) -> str:
-    return config.model_dump_json(exclude=NOT_IN_RECIPE)  # type: ignore[arg-type]
-
-
-def train(config: TuneConfig, plan: Plan | None = None) -> None:
-    """The training itself, in this process: alone, or as one of several workers."""
+    asked: the config as the user gave it, for the record; default `config`.
+    """
     plan = plan or _plan(config)
     began = time.monotonic()
     settings = config.training
@@ -154,7 +150,8 @@ def train(config: TuneConfig, plan: Plan | None = None) -> None:
     torch.manual_seed(settings.seed)
     model = _model(config, plan)
     workers = config.workers.count if config.workers else 1
-    state = Path(config.output) / STATE
+    state = tune_state.folder(config)
+    on_cpu = _on_cpu(config)
     decoder = Decoder(model)
     adapted: Any = model if config.lora is None else lora.add_adapters(model, config.lora)
     if settings.compile:
@@ -172,9 +169,8 @@ def train(config: TuneConfig, plan: Plan | None = None) -> None:
         weight_decay=settings.weight_decay,
         adam_beta2=0.98,
         bf16=settings.bf16,
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=on_cpu,
         seed=settings.seed,
-        train_sampling_strategy="group_by_length",
         remove_unused_columns=False,
         eval_strategy="steps",
         eval_steps=settings.eval_steps,
@@ -183,12 +179,15 @@ def train(config: TuneConfig, plan: Plan | None = None) -> None:
         save_total_limit=1,
         load_best_model_at_end=settings.early_stopping is not None,
         metric_for_best_model="eval_loss",
+        restore_callback_states_from_checkpoint=settings.early_stopping is not None,
         logging_steps=20,
         report_to=[],
         dataloader_pin_memory=False,
         # layers that neither prompt nor response runs have no gradient in that step
         ddp_find_unused_parameters=any(one.prompt != "full" for one in plan.schedules.values()),
     )
+    assert arguments.device  # settles the number of GPUs, of which a process uses one
+    arguments._n_gpu = min(arguments._n_gpu, 1)
     trainer = SkipTrainer(
         model=adapted,
         args=arguments,
@@ -202,17 +201,14 @@ def train(config: TuneConfig, plan: Plan | None = None) -> None:
         recompute=settings.checkpointing,
         callbacks=[] if settings.early_stopping is None else [EarlyStoppingCallback(settings.early_stopping)],
     )
-    last = get_last_checkpoint(str(state)) if state.is_dir() else None
+    last = tune_state.last_checkpoint(config)
     if last is not None:
         log.warning("resuming from %s", last)
-    elif trainer.is_world_process_zero():
-        state.mkdir(parents=True, exist_ok=True)
-        (state / RECIPE).write_text(_recipe(config))
     trainer.train(resume_from_checkpoint=last)
     losses = trainer.evaluate()
     if trainer.is_world_process_zero():
         record = {
-            "config": config.model_dump(),
+            "config": (asked or config).model_dump(mode="json"),
             "steps": trainer.state.global_step,
             "resumed_at_step": 0 if last is None else int(last.rsplit("-", 1)[-1]),
             "seconds": round(time.monotonic() - began, 1),
@@ -229,16 +225,27 @@ def train(config: TuneConfig, plan: Plan | None = None) -> None:
 def _model(config: TuneConfig, plan: Plan) -> PreTrainedModel:
     """The model to train, weights in fp32."""
     # eager attention: at lengths of a few hundred 1.3 times the speed of sdpa's backward on CPU
-    attention = family_of(plan.architecture).attention if torch.cuda.is_available() else "eager"
-    model: PreTrainedModel
+    attention = "eager" if _on_cpu(config) else family_of(plan.architecture).attention
+    model: Any
     if config.model.path is None:
         model = AutoModelForCausalLM.from_config(plan.architecture, attn_implementation=attention)
         log.warning("new model: %.2fM parameters", sum(one.numel() for one in model.parameters()) / 1e6)
     else:
-        model = AutoModelForCausalLM.from_pretrained(
-            config.model.path, dtype=torch.float32, attn_implementation=attention, local_files_only=True
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            config.model.path,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            local_files_only=True,
+            output_loading_info=True,
         )
-    return model
+        model, found = loaded
+        if found["missing_keys"]:  # the library would train on random weights in their place
+            raise ValueError(f"{config.model.path}: no weights for {sorted(found['missing_keys'])[0]}")
+    return model  # type: ignore[no-any-return]
+
+
+def _on_cpu(config: TuneConfig) -> bool:
+    return not torch.cuda.is_available() or (config.workers is not None and config.workers.gpus == 0)
 
 
 def _teacher(config: TuneConfig, student: Decoder, adapted: Any, device: torch.device) -> Teacher | None:
@@ -258,4 +265,4 @@ def _save(config: TuneConfig, plan: Plan, adapted: Any, record: Mapping[str, Any
     model.to(torch.bfloat16).save_pretrained(output, safe_serialization=True)
     plan.tokenizer.save_pretrained(output)
     save_spec(plan.spec, plan.architecture.num_hidden_layers, output)
-    (output / "tune.json").write_text(json.dumps(record, indent=2) + "\n")
+    tune_state.finish(config, record)

@@ -10,15 +10,17 @@ from typing import Any
 from pipeline.config_tuning import TuneConfig
 
 
-def train_in_workers(config: TuneConfig, source: str) -> None:
+def train_in_workers(config: TuneConfig) -> None:
     """Run `tune.train` in `workers.count` processes. Data, checkpoint and output must be paths that all can reach.
 
     A worker that dies takes its run down; the run begins again, up to three times, from the last saved step.
-    Raises ValueError of one line if the cluster can never hold the workers, RuntimeError if training failed.
+    Raises ValueError of one line if the cluster can never hold the workers, RuntimeError if training failed,
+    KeyboardInterrupt if it was stopped.
     """
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.v2.api.exceptions import TrainingFailedError
 
     workers = config.workers
     assert workers is not None
@@ -33,7 +35,10 @@ def train_in_workers(config: TuneConfig, source: str) -> None:
         _check_fits(ray.cluster_resources(), workers.count, workers.cpus, workers.gpus)
         TorchTrainer(
             _worker,
-            train_loop_config={"config": resolved.model_dump()},
+            train_loop_config={
+                "config": resolved.model_dump(exclude_unset=True),
+                "asked": config.model_dump(exclude_unset=True),
+            },
             torch_config=TorchConfig(backend="nccl" if workers.gpus else "gloo"),
             scaling_config=ScalingConfig(
                 num_workers=workers.count,
@@ -46,6 +51,11 @@ def train_in_workers(config: TuneConfig, source: str) -> None:
                 failure_config=FailureConfig(max_failures=3),
             ),
         ).fit()
+    except SystemExit:  # Ray Train's own way to end after an interrupt
+        raise KeyboardInterrupt from None
+    except (TrainingFailedError, ray.exceptions.RayError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise RuntimeError(lines[-1] if lines else type(error).__name__) from error
     finally:
         if ours:
             ray.shutdown()
@@ -54,7 +64,7 @@ def train_in_workers(config: TuneConfig, source: str) -> None:
 def _worker(options: dict[str, Any]) -> None:
     from pipeline.tune import train
 
-    train(TuneConfig.model_validate(options["config"]))
+    train(TuneConfig.model_validate(options["config"]), asked=TuneConfig.model_validate(options["asked"]))
 
 
 def _absolute(config: TuneConfig) -> TuneConfig:

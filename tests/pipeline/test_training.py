@@ -16,7 +16,7 @@ from torch.distributions import Categorical, kl_divergence
 from actors.engine.decoder import Decoder
 from actors.engine.schedule import ScheduleSpec
 from pipeline.config_tuning import LossConfig
-from pipeline.training import Teacher, response_logits, summed_loss
+from pipeline.training import LengthGroups, Teacher, response_logits, summed_loss
 from pipeline.training_data import IGNORED, Batch, collate
 
 
@@ -72,6 +72,26 @@ def test_a_teacher_answers_alone() -> None:
 
     Teacher(decoder, alone).logits(batch)
     assert entered == [True]
+
+
+def test_a_teacher_that_is_the_student_in_training_does_not_drop_out() -> None:
+    model = tiny_model("gpt2")
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    decoder, batch = Decoder(model.train()), Batch(**collate(pairs(seed=4)))
+    first, second = (Teacher(decoder).logits(batch) for _ in range(2))
+    torch.testing.assert_close(first, second)
+    assert model.training
+
+
+def test_groups_of_like_lengths_are_the_same_after_a_resume() -> None:
+    lengths = [(7 * row) % 50 for row in range(200)]
+    orders = [list(LengthGroups(lengths, 10, lambda seed=seed: seed)) for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0]) == list(range(200))
+    spread = [max(group) - min(group) for group in zip(*[iter([lengths[row] for row in orders[0]])] * 10, strict=True)]
+    assert sum(spread) / len(spread) < 10
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-neox"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ def test_a_run_that_was_cut_off_goes_on(recipe: dict[str, Any]) -> None:
     [
         ("data", "train", "none.parquet", "none.parquet: cannot be read as Parquet"),
         ("data", "prompt", "question", r"train.parquet: no column 'question'; it has prompt, reference"),
-        ("data", "max_tokens", 4, "no pair within max_tokens = 4 tokens"),
+        ("data", "max_tokens", 4, "no pair within 4 tokens"),
         ("schedule", "speedups", [0.5], "speedup = 0.5: must be at least 1"),
         ("schedule", "keep_order", [0, 1], "keep_order has 2 entries for 4 layers"),
     ],
@@ -188,6 +189,39 @@ def test_accumulated_micro_batches_are_one_batch(recipe: dict[str, Any], tmp_pat
         for parts in (1, 4)
     ]
     assert curves[1] == pytest.approx(curves[0], rel=2e-3)
+
+
+def test_a_finished_run_is_left_as_it_is(recipe: dict[str, Any], tmp_path: Path) -> None:
+    run(recipe)
+    record = tmp_path / "out" / "tune.json"
+    written = record.stat().st_mtime_ns
+    run(recipe)
+    assert record.stat().st_mtime_ns == written
+    table = pq.read_table(tmp_path / "train.parquet")
+    pq.write_table(table.slice(1), tmp_path / "train.parquet")
+    with pytest.raises(ValueError, match="another recipe, or of files that have changed"):
+        run(recipe)
+    shutil.rmtree(tmp_path / "out" / "_training")
+    with pytest.raises(ValueError, match="holds a checkpoint already"):
+        run(recipe)
+
+
+def test_a_checkpoint_cut_off_in_writing_is_passed_by(recipe: dict[str, Any], tmp_path: Path) -> None:
+    run(recipe, max_steps=6)
+    torn = tmp_path / "out" / "_training" / "checkpoint-9"
+    torn.mkdir()
+    (torn / "model.safetensors").write_bytes(b"torn")
+    assert run(recipe)["resumed_at_step"] == 6
+
+
+def test_what_a_recipe_leaves_out_is_as_the_start_has_it(recipe: dict[str, Any], tmp_path: Path) -> None:
+    run({**recipe, "schedule": {"speedups": [2], "keep_order": "even", "decay": "cosine"}})
+    further = {**recipe, "model": {"path": str(tmp_path / "out")}, "output": str(tmp_path / "further")}
+    run({**further, "schedule": {"speedups": [2], "decay": "linear"}}, max_steps=1)
+    spec = inspect(tmp_path / "further").spec
+    assert spec is not None and (spec.keep_order, spec.decay) == ("even", "linear")
+    with pytest.raises(ValueError, match="would be written over"):
+        run({**further, "output": str(tmp_path / "out")})
 
 
 def test_low_rank_adapters_merge_into_a_plain_checkpoint(recipe: dict[str, Any], start: Path, tmp_path: Path) -> None:
@@ -236,15 +270,16 @@ def test_token_ids_and_cut_off_responses(recipe: dict[str, Any], start: Path, tm
     prompts = tokenizer(texts)["input_ids"]
     path = parquet(tmp_path / "ids.parquet", prompt=prompts, response=ids, ended=[True, False])
     data = TuneDataConfig.model_validate({"train": path, "dev": path, "ended": "ended"})
-    rows = encode(tokenizer, read_pairs(data, [path], "response"), 256)
+    rows = encode(tokenizer, read_pairs(data, [path], "response"), 256, 300)
     assert [row["input_ids"] for row in rows] == [
         [*prompts[0], *ids[0], tokenizer.eos_token_id],
         [*prompts[1], *ids[1]],
     ]
     plain = parquet(tmp_path / "plain.parquet", prompt=texts, response=texts)
-    assert (
-        encode(tokenizer, read_pairs(data.model_copy(update={"ended": None}), [plain], "response"), 256)[0] == rows[0]
-    )
+    text = read_pairs(data.model_copy(update={"ended": None}), [plain], "response")
+    assert encode(tokenizer, text, 256, 300)[0] == rows[0]
+    with pytest.raises(ValueError, match="pair 0: a token id lies outside the model's vocabulary of 5"):
+        encode(tokenizer, text, 256, 5)
     columns = {"train_reference": "response", "dev_reference": "response", "ended": "ended"}
     run({**recipe, "model": {"path": str(start)}, "data": {"train": path, "dev": path, **columns}})
 
@@ -306,11 +341,16 @@ def test_a_dev_set_of_one_pair_is_refused(recipe: dict[str, Any], tmp_path: Path
         tune(TuneConfig.model_validate({**recipe, "data": {**recipe["data"], "dev": path}}), "recipe.yaml")
 
 
-def test_two_workers_learn_as_one(recipe: dict[str, Any], own_ray: None, tmp_path: Path) -> None:
+def test_two_workers_learn_as_one(
+    recipe: dict[str, Any], own_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     alone = run(recipe, bf16=False)
-    both = run({**recipe, "output": str(tmp_path / "both"), "workers": {"count": 2}}, bf16=False)
+    monkeypatch.chdir(tmp_path)
+    both = run({**recipe, "output": "both", "workers": {"count": 2}}, bf16=False)
     assert both["steps"] == alone["steps"] == 12
     # the same pairs in another order
     assert both["dev_loss"] == pytest.approx(alone["dev_loss"], rel=0.03)
+    assert both["config"]["output"] == "both"
+    assert run({**recipe, "output": "both", "workers": {"count": 2}}, bf16=False) == both  # finished
     with pytest.raises(ValueError, match="workers: 64 × 1 CPU asked for"):
         run({**recipe, "output": str(tmp_path / "many"), "workers": {"count": 64}}, batch_size=64)
