@@ -239,6 +239,7 @@ def evaluate(
 
     from pipeline.config_evaluate import EvalConfig
     from pipeline.config_file import load_config
+    from pipeline.storage import STORE_ERRORS
 
     console = Console(soft_wrap=True)
     try:
@@ -251,6 +252,9 @@ def evaluate(
 
         disable_progress_bar()
         if search is not None:
+            unused = [name for name in ("compare", "beside") if getattr(config, name)]
+            if unused:
+                typer.echo(f"--search tries schedules of model alone: {' and '.join(unused)} not used", err=True)
             outcome = search_schedule(config, str(recipe), parse_goal(search))
             print_search(console, outcome, ", ".join(config.data.path))
             if outcome.file is None:
@@ -263,8 +267,14 @@ def evaluate(
         if verbose:
             logging.exception("bad configuration or input")
         raise _stop(BAD_CONFIG, str(error)) from None
-    except OSError as error:
+    except STORE_ERRORS as error:
         raise _stop(FAILED, f"failed: {error}") from None
+    except RuntimeError as error:
+        import torch
+
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise _stop(FAILED, "out of memory: lower max_batch") from None
     except KeyboardInterrupt:
         raise _stop(INTERRUPTED, "interrupted; nothing is kept, the same command begins anew") from None
     print_tables(console, evaluation)

@@ -48,6 +48,9 @@ class EvalConfig(Section):
         None, description="labels, or a .json file with a list of them, one of which answers each row"
     )
     max_batch: int = Field(64, ge=1, description="rows a batch at most")
+    cache_bytes: int | None = Field(
+        None, ge=1, description="bytes of key/value cache of one batch; default 1 GiB on CPU, 8 GiB on a GPU"
+    )
     threads: int | None = Field(None, ge=1, description="torch threads; default all cores")
     runs: int = Field(1, ge=1, description="times each line is timed; the median is shown")
     bootstrap: BootstrapConfig = Field(default_factory=BootstrapConfig)
@@ -62,10 +65,10 @@ class EvalConfig(Section):
         for name in DEPTH_KEYS:
             if getattr(self.schedule, name) is not None:
                 raise ValueError(f"schedule.{name}: the depths are measured at every one of speedups; leave it out")
-        taken = {"reference model", *(f"{one:g}x" for one in (1.0, *self.speedups))}
-        for name in self.beside:
-            if not name.strip() or name in taken:
-                raise ValueError(f"beside: {name!r} is the name of another line; choose one of its own")
+        shown: dict[str, float] = {}
+        for speedup in (1.0, *self.speedups):
+            if shown.setdefault(f"{speedup:g}", speedup) != speedup:
+                raise ValueError(f"speedups: {shown[f'{speedup:g}']} and {speedup} are both shown as {speedup:g}x")
         if self.learned_order is not None and self.compare is None:
             raise ValueError("learned_order is one of the comparisons: give compare too")
         if self.choices is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.generator import Answer
-from pipeline.evaluation import Evaluation, Line, Score
+from pipeline.evaluation import Evaluation, Line, Score, slug
 from pipeline.evaluation_data import EvalRow
 from pipeline.metrics import METRICS
 
@@ -38,12 +38,28 @@ def flat(evaluation: Evaluation) -> list[dict[str, Any]]:
 def write_table(evaluation: Evaluation) -> None:
     """`table.json` and `table.parquet` in the output folder."""
     rows = flat(evaluation)
-    (evaluation.output / "table.json").write_text(json.dumps(rows, indent=2) + "\n")
-    pq.write_table(pa.Table.from_pylist(rows), evaluation.output / "table.parquet")
+    write_json(evaluation.output / "table.json", [{key: _finite(value) for key, value in row.items()} for row in rows])
+    table = pa.Table.from_pylist(rows)
+    fields = [one.with_type(pa.float64()) if pa.types.is_null(one.type) else one for one in table.schema]
+    pq.write_table(table.cast(pa.schema(fields)), evaluation.output / "table.parquet")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Indented; NaN and infinity, which JSON does not know, are an error."""
+    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_answers(output: Path, rows: Sequence[EvalRow], answers: Mapping[str, Sequence[Answer]]) -> None:
-    """`answers-<line>.parquet` for each line: prompt, answer, its length, references if there are any."""
+    """`answers-<line>.parquet` for each line: prompt, answer, its length, references if there are any.
+
+    Those of an earlier run go: its lines need not be these.
+    """
+    for stale in output.glob("answers-*.parquet"):
+        stale.unlink()
     prompts = [row.prompt for row in rows]
     if any(isinstance(one, str) for one in prompts):  # files of both kinds: ids as text
         prompts = [one if isinstance(one, str) else json.dumps(one) for one in prompts]
@@ -57,11 +73,6 @@ def write_answers(output: Path, rows: Sequence[EvalRow], answers: Mapping[str, S
         if rows[0].references:
             columns["references"] = [list(row.references) for row in rows]
         pq.write_table(pa.table(columns), output / f"answers-{slug(name)}.parquet")
-
-
-def slug(name: str) -> str:
-    """A line's name as part of a file name."""
-    return re.sub(r"[^\w.]+", "-", name).strip("-")
 
 
 def print_tables(console: Console, evaluation: Evaluation) -> None:
@@ -88,8 +99,8 @@ def _main_table(evaluation: Evaluation) -> Table:
         score = line.scores[evaluation.metric]
         table.add_row(
             line.name,
-            f"{line.layer_ratio:.2f}x",
-            f"{line.mean_depth:.1f}",
+            "-" if line.layer_ratio is None else f"{line.layer_ratio:.2f}x",
+            "-" if line.mean_depth is None else f"{line.mean_depth:.1f}",
             f"{line.wall_clock:.2f}x",
             f"{line.decode_wall_clock:.2f}x",
             f"{line.seconds:.3g}" if line.seconds < 100 else f"{line.seconds:,.0f}",

@@ -10,31 +10,36 @@ the same rows in the same batches, whole and for decode alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+import torch
 from rich.console import Console
 
-from actors.engine.schedule import Schedule, ScheduleSpec
+from actors.engine.schedule import ScheduleSpec
 from actors.generator import Generator
 from pipeline.bootstrap import paired_scores
 from pipeline.config_evaluate import EvalConfig
-from pipeline.eval_table import write_answers, write_table
+from pipeline.eval_table import write_answers, write_json, write_table
 from pipeline.evaluation import Evaluation, Line, Score
 from pipeline.importance import learned_order
 from pipeline.plot import write_plot
 from pipeline.row_statistics import metrics_of, row_statistics
-from pipeline.subject import Subject, prepare
+from pipeline.subject import REFERENCE, Subject, prepare
 from pipeline.timing import Run, answer, common_batch, time_in_turn
 from pipeline.variants import Variant, comparisons, speeds
 
 __all__ = ["Evaluation", "Line", "Score", "evaluate"]
 
+OTHERS = ("reference", "model")  # groups of lines of other models, whose layers are not those of ours
 LEARNED_ROWS = 64  # prompts that a learned keep order follows from
-REFERENCE = "reference model"  # its line, at full depth
 
 
 def evaluate(config: EvalConfig, source: str) -> Evaluation:
     """Answer the rows at every speed, score and time them; write tables, plot and answers into `config.output`.
+
+    And `evaluate.json`: what made them.
 
     Raises ValueError of one line for bad input, before a model is loaded.
     """
@@ -51,11 +56,12 @@ def evaluate(config: EvalConfig, source: str) -> Evaluation:
     planned += [Variant(name, "model", ScheduleSpec(), None) for name in beside]
     lines |= {name: (other, other.schedule) for name, other in beside.items()}
 
-    runs = time_in_turn(lines, subject.prompts, config.runs)
-    statistics = row_statistics(subject, lines, runs, full_depth, metrics_of(subject))
-    scores = paired_scores(statistics, full_depth, config.bootstrap)
+    runs = time_in_turn(lines, subject.prompts, config.runs, full_depth, config.model.compile)
+    with Console(stderr=True).status(f"scoring {len(lines)} lines of {len(subject.rows):,} answers"):
+        statistics = row_statistics(subject, lines, runs, full_depth, metrics_of(subject))
+        scores = paired_scores(statistics, full_depth, config.bootstrap)
     evaluation = Evaluation(
-        lines=[_line(one, runs[one.name], runs["1x"], lines[one.name][1], scores[one.name]) for one in planned],
+        lines=[_line(one, runs[one.name], runs["1x"], scores[one.name]) for one in planned],
         output=Path(config.output),
         rows=len(subject.rows),
         batch=generator.max_batch,
@@ -63,10 +69,10 @@ def evaluate(config: EvalConfig, source: str) -> Evaluation:
         full_depth=full_depth,
         confidence=config.bootstrap.confidence,
     )
-    evaluation.output.mkdir(parents=True, exist_ok=True)
     write_answers(evaluation.output, subject.rows, {name: run.answers for name, run in runs.items()})
     write_table(evaluation)
     write_plot(evaluation)
+    write_json(evaluation.output / "evaluate.json", _made_by(config, generator))
     return evaluation
 
 
@@ -76,7 +82,7 @@ def load(subject: Subject) -> tuple[Generator, Generator | None, dict[str, Gener
     reference = None if subject.reference is None else subject.load(subject.reference)
     beside = {name: subject.load(found) for name, found in subject.beside.items()}
     everyone = [generator, *([] if reference is None else [reference]), *beside.values()]
-    batch = min(common_batch(one, subject.prompts) for one in everyone)
+    batch = min(common_batch(one, subject.prompts, subject.new_tokens) for one in everyone)
     for one in everyone:
         one.max_batch = batch
     return generator, reference, beside
@@ -102,16 +108,29 @@ def _compared(subject: Subject, generator: Generator, planned: Sequence[Variant]
     return others if paper.spec.build(layers).to_dict() in known else [paper, *others]
 
 
-def _line(variant: Variant, run: Run, base: Run, schedule: Schedule, scores: Mapping[str, Score]) -> Line:
+def _made_by(config: EvalConfig, generator: Generator) -> dict[str, Any]:
+    """What the numbers hang on, beside the files that the configuration names."""
+    return {
+        "config": config.model_dump(mode="json"),
+        "cache_bytes": generator.cache_bytes,
+        "version": version("skipdecode"),
+        "device": generator.device_name(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _line(variant: Variant, run: Run, base: Run, scores: Mapping[str, Score]) -> Line:
     """base: 1x, whose seconds the wall clocks are against."""
     stats = run.stats
+    own = variant.group not in OTHERS
     seconds, decode = run.median_seconds, run.median_decode_seconds
     return Line(
         name=variant.name,
         group=variant.group,
         nominal=variant.nominal,
-        layer_ratio=stats.full_layer_steps / stats.layer_steps if stats.layer_steps else 1.0,
-        mean_depth=stats.layer_steps / stats.decode_steps if stats.decode_steps else float(schedule.num_layers),
+        layer_ratio=stats.full_layer_steps / stats.layer_steps if stats.layer_steps and own else None,
+        mean_depth=stats.layer_steps / stats.decode_steps if stats.decode_steps else None,
         seconds=seconds,
         decode_seconds=decode,
         tokens_per_second=stats.generated_tokens / seconds,

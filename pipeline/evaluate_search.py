@@ -70,7 +70,7 @@ def search_schedule(config: EvalConfig, source: str, goal: Goal) -> Outcome:
 
     Raises ValueError of one line for bad input, before a model is loaded.
     """
-    subject = prepare(config.model_copy(update={"beside": {}}), source)
+    subject = prepare(config.model_copy(update=dict.fromkeys(("compare", "learned_order")) | {"beside": {}}), source)
     known, metric = metrics_of(subject), goal.metric or subject.metric
     if metric not in known:
         raise ValueError(f"{source}: --search metric={metric}: not for these rows, which allow {', '.join(known)}")
@@ -118,7 +118,6 @@ def print_search(console: Console, outcome: Outcome, data: str) -> None:
 
 
 def _write(found: Result[Score], num_layers: int, output: Path) -> Path | None:
-    output.mkdir(parents=True, exist_ok=True)
     (output / SCHEDULE_FILE).unlink(missing_ok=True)  # of a search before
     if found.best is None:
         return None

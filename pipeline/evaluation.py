@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +11,9 @@ from pathlib import Path
 class Score:
     """One metric of one line, with bootstrap intervals over rows.
 
-    value in [low, high]: of the line itself. loss in [loss_low, loss_high]: paired difference from full depth,
-    positive where the line is worse, whichever direction of the metric is the better one.
+    value: of the line itself, over the rows as they are; low, high: percentiles of the resampled values, between
+    which it need not lie. loss, loss_low, loss_high: likewise, of the paired difference from full depth, positive
+    where the line is worse, whichever direction of the metric is the better one.
     """
 
     value: float
@@ -26,8 +28,9 @@ class Score:
 class Line:
     """One schedule, measured.
 
-    nominal: the speed asked for. layer_ratio: layers of full depth over layers run, over all decode steps.
-    mean_depth: layers a decode step. seconds, decode_seconds: medians over the runs, of the whole run and of its
+    nominal: the speed asked for. layer_ratio: layers of full depth over layers run, over all decode steps; None for
+    another model than the one whose speeds these are. mean_depth: layers a decode step. Both are None where no
+    answer had a decode step. seconds, decode_seconds: medians over the runs, of the whole run and of its
     decode steps alone. tokens_per_second: generated, whole run. wall_clock, decode_wall_clock: 1x's seconds over
     the line's. cache_bytes: of the largest batch. scores: by the metric's name.
     """
@@ -35,8 +38,8 @@ class Line:
     name: str
     group: str
     nominal: float | None
-    layer_ratio: float
-    mean_depth: float
+    layer_ratio: float | None
+    mean_depth: float | None
     seconds: float
     decode_seconds: float
     tokens_per_second: float
@@ -61,3 +64,8 @@ class Evaluation:
     metric: str
     full_depth: str
     confidence: float
+
+
+def slug(name: str) -> str:
+    """A line's name as part of a file name."""
+    return re.sub(r"[^\w.]+", "-", name).strip("-")

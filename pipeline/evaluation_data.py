@@ -31,7 +31,7 @@ def read_rows(data: EvalDataConfig, choices: Sequence[str] | None) -> list[EvalR
     known = None if choices is None else {normal(label) for label in choices}
     rows: list[EvalRow] = []
     for path in data.path:
-        prompts, given = _columns(path, data)
+        prompts, given = _columns(path, data, None if data.limit is None else data.limit - len(rows))
         for number, (prompt, one) in enumerate(zip(prompts, given, strict=True)):
             place = f"{path}: row {number}"
             references = tuple(one) if isinstance(one, list) else (one,)
@@ -63,12 +63,12 @@ def normal(text: str) -> str:
     return text.strip().lower()
 
 
-def _columns(path: str, data: EvalDataConfig) -> tuple[list[Any], list[Any]]:
+def _columns(path: str, data: EvalDataConfig, limit: int | None) -> tuple[list[Any], list[Any]]:
     if data.references is None:
-        [prompts] = read_columns(path, (data.prompt,))
+        [prompts] = read_columns(path, (data.prompt,), limit)
         return prompts, [()] * len(prompts)
     try:
-        prompts, references = read_columns(path, (data.prompt, data.references))
+        prompts, references = read_columns(path, (data.prompt, data.references), limit)
     except ValueError as error:
         if f"no column {data.references!r}" in str(error):
             raise ValueError(

@@ -22,6 +22,7 @@ from pipeline.evaluation_data import normal
 log = logging.getLogger(__name__)
 Array = npt.NDArray[np.float64]
 ORDER = 4  # longest n-gram of BLEU
+SHORT = 1024  # characters of a pair of texts whose ROUGE-L is remembered: 64 MiB of ASCII at most
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,16 @@ def _scorer() -> RougeScorer:
     return RougeScorer(["rougeL"])
 
 
-@lru_cache(2**18)  # answers of different speeds are often the same
+@lru_cache(2**16)  # answers of different speeds are often the same
+def _short_rouge_l(reference: str, text: str) -> float:
+    return _rouge_l_of(reference, text)
+
+
 def _rouge_l(reference: str, text: str) -> float:
     if reference == text:
         return 1.0
+    return (_short_rouge_l if len(reference) + len(text) <= SHORT else _rouge_l_of)(reference, text)
+
+
+def _rouge_l_of(reference: str, text: str) -> float:
     return float(_scorer().score(reference, text)["rougeL"].fmeasure)

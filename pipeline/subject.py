@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
 
 from actors.engine.choices import ChoiceTrie
 from actors.engine.loading import load_tokenizer
@@ -12,22 +17,25 @@ from actors.generator import Generator, Prompt
 from pipeline.checkpoints import Located, fetch, locate
 from pipeline.choices import longest, tokenize_labels
 from pipeline.config_evaluate import EvalConfig
+from pipeline.evaluation import slug
 from pipeline.evaluation_data import EvalRow, read_rows
 from pipeline.variants import comparisons, speeds
 
-CACHE_BYTES = 2**30
+REFERENCE = "reference model"  # its line, at full depth
 
 
 @dataclass(frozen=True)
 class Subject:
     """What is evaluated.
 
-    prompts: token ids of each row, by the model's tokenizer. spec: the checkpoint's schedule, the file's on top.
+    prompts: token ids of each row, by the model's tokenizer. new_tokens: of an answer at most. spec: the
+    checkpoint's schedule, the file's on top.
     """
 
     config: EvalConfig
     rows: list[EvalRow]
     prompts: list[Prompt]
+    new_tokens: int
     model: Located
     reference: Located | None
     beside: dict[str, Located]
@@ -66,85 +74,138 @@ class Subject:
             device=config.model.device,
             compile=config.model.compile,
             threads=config.threads,
-            cache_bytes=CACHE_BYTES,
+            cache_bytes=_cache_bytes(config),
             max_batch=config.max_batch,
         )
 
 
 def prepare(config: EvalConfig, source: str) -> Subject:
-    """Read the rows and look at the checkpoints. ValueError of one line for what does not fit; loads no model."""
+    """Make the output folder, read the rows and look at the checkpoints.
+
+    ValueError of one line for what does not fit; loads no model.
+    """
+    _make_output(config.output, source)
     rows = read_rows(config.data, config.choices)
     model = locate(config.model, config.storage)
     checkpoint = model.checkpoint
     spec = (checkpoint.spec or ScheduleSpec()).overridden(config.schedule.changes())
+    planned = speeds(spec, [1.0, *config.speedups])
     try:
-        for one in speeds(spec, [1.0, *config.speedups]):
+        for one in planned:
             one.spec.build(checkpoint.num_layers)
     except ValueError as error:
         raise ValueError(f"{source}: schedule: {error}") from None
     if config.compare is not None:
         try:
-            comparisons(
-                spec, checkpoint.num_layers, config.compare, config.sampling.max_new_tokens, config.learned_order
-            )
+            order = config.learned_order or list(range(checkpoint.num_layers))  # not yet learned: any will do
+            planned += comparisons(spec, checkpoint.num_layers, config.compare, config.sampling.max_new_tokens, order)
         except ValueError as error:
             raise ValueError(f"{source}: compare: {error}") from None
-    prompts = _tokenized(rows, model, config, source)
-    reference = None
-    if config.reference_model is not None:
-        reference = _other("reference_model", config.reference_model, model, prompts, rows, config, source)
-    beside = {
-        name: _other(f"beside.{name}", path, model, prompts, rows, config, source)
-        for name, path in config.beside.items()
-    }
-    return Subject(config, rows, prompts, model, reference, beside, spec)
+    _check_names(config.beside, [REFERENCE, *(one.name for one in planned)], source)
+    trie = _trie(model, config, source)
+    room = 1 if trie is None else trie.most_tokens
+    prompts = _tokenized(rows, model, room)
+
+    def other(key: str, path: str) -> Located:
+        found = _other(key, path, model, config, source)
+        _check_room(rows, prompts, found, room, key)
+        return found
+
+    return Subject(
+        config=config,
+        rows=rows,
+        prompts=prompts,
+        new_tokens=config.sampling.max_new_tokens if trie is None else trie.most_tokens,
+        model=model,
+        reference=None if config.reference_model is None else other("reference_model", config.reference_model),
+        beside={name: other(f"beside.{name}", path) for name, path in config.beside.items()},
+        spec=spec,
+    )
 
 
-def _other(
-    key: str,
-    path: str,
-    model: Located,
-    prompts: Sequence[Prompt],
-    rows: Sequence[EvalRow],
-    config: EvalConfig,
-    source: str,
-) -> Located:
-    """A further checkpoint that is to answer the same token ids; ValueError names `key` if it cannot."""
+def _cache_bytes(config: EvalConfig) -> int:
+    """The budget of one batch, where the file gives none that of a job's only actor."""
+    device = config.model.device
+    if config.cache_bytes is not None:
+        return config.cache_bytes
+    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+        return 8 * 2**30
+    return min(2**30, psutil.virtual_memory().total // 4)
+
+
+def _make_output(output: str, source: str) -> None:
+    """ValueError if it cannot be a folder that files are written into."""
+    if "://" in output:
+        raise ValueError(f"{source}: output: {output}: evaluate writes into a local folder; copy it from there")
+    folder = Path(output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"{source}: output: {output}: there is a file of that name; give a folder") from None
+    except OSError as error:
+        raise ValueError(f"{source}: output: {output}: cannot be made: {error.strerror}") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{source}: output: {output}: not writable")
+
+
+def _check_names(beside: Iterable[str], planned: Iterable[str], source: str) -> None:
+    """ValueError if two lines would share a name, or the file that their answers go into."""
+    taken = {slug(name): name for name in planned}
+    for name in beside:
+        file = slug(name)
+        if not file:
+            raise ValueError(f"{source}: beside: {name!r} leaves nothing to name a file by; use letters or digits")
+        if file in taken:
+            raise ValueError(f"{source}: beside: {name!r} is the name of another line, {taken[file]!r}; choose its own")
+        taken[file] = name
+
+
+def _other(key: str, path: str, model: Located, config: EvalConfig, source: str) -> Located:
+    """A further checkpoint that is to answer the same token ids; ValueError names `key` if it has no such."""
     found = locate(config.model.model_copy(update={"path": path}), config.storage)
     if load_tokenizer(found.checkpoint.path).get_vocab() != load_tokenizer(model.checkpoint.path).get_vocab():
         raise ValueError(
             f"{source}: {key}: {path} has another tokenizer than {config.model.path}; answers can only be held "
             "against each other token by token if the vocabulary is the same"
         )
-    context = found.checkpoint.context_length
-    for row, prompt in zip(rows, prompts, strict=True):
-        if len(prompt.ids) >= context:
-            raise ValueError(
-                f"{row.place}: prompt of {len(prompt.ids)} tokens leaves no room in {key}'s context of {context}"
-            )
     return found
 
 
-def _tokenized(rows: Sequence[EvalRow], model: Located, config: EvalConfig, source: str) -> list[Prompt]:
-    """The rows' token ids; ValueError names a row, or a choice, that the model cannot take."""
+def _trie(model: Located, config: EvalConfig, source: str) -> ChoiceTrie | None:
+    """The labels as the model's tokens, None without choices; ValueError if they cannot be told apart."""
+    if config.choices is None:
+        return None
     tokenizer = load_tokenizer(model.checkpoint.path)
-    vocabulary, context = model.checkpoint.config.vocab_size, model.checkpoint.context_length
-    room = 1
-    if config.choices is not None:
-        ids = tokenize_labels(tokenizer, config.choices)
-        try:
-            room = longest(config.choices, ids)
-            ChoiceTrie([ids[label] for label in config.choices], tokenizer.eos_token_id)
-        except ValueError as error:
-            raise ValueError(f"{source}: {error}") from None
+    ids = tokenize_labels(tokenizer, config.choices)
+    try:
+        longest(config.choices, ids)  # refuses by the label's text, where the trie knows but its number
+        return ChoiceTrie([ids[label] for label in config.choices], tokenizer.eos_token_id)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+
+
+def _tokenized(rows: Sequence[EvalRow], model: Located, room: int) -> list[Prompt]:
+    """The rows' token ids; ValueError names a row that the model cannot take with `room` tokens behind it."""
+    tokenizer = load_tokenizer(model.checkpoint.path)
+    vocabulary = model.checkpoint.config.vocab_size
     texts = [row.prompt for row in rows if isinstance(row.prompt, str)]
     encoded = iter(tokenizer(texts, verbose=False)["input_ids"] if texts else [])
     prompts = []
     for row in rows:
         tokens = next(encoded) if isinstance(row.prompt, str) else row.prompt
-        if len(tokens) + room > context:
-            raise ValueError(f"{row.place}: prompt of {len(tokens)} tokens leaves no room in a context of {context}")
-        if max(tokens, default=0) >= vocabulary:
+        if not tokens:
+            raise ValueError(f"{row.place}: the tokenizer finds no token in this prompt; leave the row out")
+        if max(tokens) >= vocabulary:
             raise ValueError(f"{row.place}: token {max(tokens)} lies outside the model's vocabulary of {vocabulary}")
         prompts.append(Prompt(tokens, row.path, row.number))
+    _check_room(rows, prompts, model, room)
     return prompts
+
+
+def _check_room(rows: Sequence[EvalRow], prompts: Sequence[Prompt], found: Located, room: int, whose: str = "") -> None:
+    """ValueError names a row whose prompt leaves fewer than `room` tokens of the context. whose: of another model."""
+    context = found.checkpoint.context_length
+    for row, prompt in zip(rows, prompts, strict=True):
+        if len(prompt.ids) + room > context:
+            of = f"{whose}'s context" if whose else "a context"
+            raise ValueError(f"{row.place}: prompt of {len(prompt.ids)} tokens leaves no room in {of} of {context}")

@@ -6,7 +6,7 @@ import copy
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.progress import track
@@ -21,10 +21,10 @@ from actors.generator import Answer, Generator, Prompt
 class Run:
     """What a line answered, and how long it took. seconds, decode_seconds: one entry for each timed round."""
 
-    answers: list[Answer] = field(default_factory=list)
-    stats: EngineStats = field(default_factory=EngineStats)
-    seconds: list[float] = field(default_factory=list)
-    decode_seconds: list[float] = field(default_factory=list)
+    answers: list[Answer]
+    stats: EngineStats
+    seconds: list[float]
+    decode_seconds: list[float]
 
     @property
     def texts(self) -> list[str]:
@@ -50,24 +50,28 @@ def at_schedule(generator: Generator, schedule: Schedule) -> Generator:
     return other
 
 
-def common_batch(generator: Generator, prompts: Sequence[Prompt]) -> int:
+def common_batch(generator: Generator, prompts: Sequence[Prompt], new_tokens: int) -> int:
     """Rows a batch at most, so that full depth, which needs the most cache, cuts the rows as every schedule does.
 
-    generator: at full depth. ValueError names a row whose cache alone is over the budget.
+    generator: at full depth. new_tokens: of an answer at most, where the context has room. ValueError names a row
+    whose cache alone is over the budget.
     """
     engine = generator.engine
-    longest = max(range(len(prompts)), key=lambda row: len(prompts[row].ids))
-    new = generator.sampling.max_new_tokens
-    if generator.choices is not None:
-        new = max(len(generator.tokenizer(one, add_special_tokens=False)["input_ids"]) for one in generator.choices) + 1
-    length = len(prompts[longest].ids)
-    needed = engine.row_bytes(length, max(1, min(new, engine.decoder.context_length - length)))
-    if needed > generator.cache_bytes:
+    longest = max(prompts, key=lambda one: len(one.ids))
+    length, shortest = len(longest.ids), min(len(one.ids) for one in prompts)
+    context = engine.decoder.context_length
+
+    def needed(prompt_tokens: int) -> int:
+        """Bytes of a row beside the longest prompt, its answer filling the room that its own prompt leaves."""
+        return engine.row_bytes(length, max(1, min(new_tokens, context - prompt_tokens)))
+
+    if needed(length) > generator.cache_bytes:
         raise ValueError(
-            f"{prompts[longest].source}: row {prompts[longest].row}: needs {needed} bytes of cache at full depth, "
-            f"the budget is {generator.cache_bytes}"
+            f"{longest.source}: row {longest.row}: needs {needed(length)} bytes of cache at full depth, "
+            f"the budget is {generator.cache_bytes}; raise cache_bytes"
         )
-    return min(generator.max_batch, generator.cache_bytes // needed)
+    fitting = generator.cache_bytes // max(1, needed(shortest))  # an answer of one token keeps no cache
+    return max(1, min(generator.max_batch, fitting))
 
 
 def answer(generator: Generator, schedule: Schedule, prompts: Sequence[Prompt]) -> Run:
@@ -84,27 +88,35 @@ def answer(generator: Generator, schedule: Schedule, prompts: Sequence[Prompt]) 
 
 
 def time_in_turn(
-    lines: Mapping[str, tuple[Generator, Schedule]], prompts: Sequence[Prompt], rounds: int
+    lines: Mapping[str, tuple[Generator, Schedule]],
+    prompts: Sequence[Prompt],
+    rounds: int,
+    full_depth: str,
+    compiled: bool = False,
 ) -> dict[str, Run]:
     """Answer all rows under every line, `rounds` times: one line after the other, so that a drift hits all.
 
-    Of several rounds one more is run, the first, which only warms up; before a single one, two rows do. Answers
-    and counts are the last round's.
+    Before them every line warms up: on its largest batch, or in a whole round where there are several, on a GPU
+    and with `compiled` layers, for each new shape costs time there. Answers and counts are the last round's; of
+    token ids only those of the line `full_depth` are kept.
     """
-    runs = {name: Run() for name in lines}
-    warm_up = rounds > 1
+    warm_up = int(rounds > 1 or compiled or any(one.device.type == "cuda" for one, _ in lines.values()))
+    if not warm_up:
+        longest = sorted(prompts, key=lambda one: -len(one.ids))
+        for generator, schedule in lines.values():
+            answer(generator, schedule, longest[: generator.max_batch])
+    whole: dict[str, list[float]] = {name: [] for name in lines}
+    decode: dict[str, list[float]] = {name: [] for name in lines}
+    runs: dict[str, Run] = {}
     turns = [(number, name) for number in range(rounds + warm_up) for name in lines]
     console = Console(stderr=True)
-    if not warm_up:
-        for generator, schedule in lines.values():
-            answer(generator, schedule, prompts[:2])
     for number, name in track(turns, "answering", console=console, transient=True, disable=not console.is_terminal):
-        generator, schedule = lines[name]
-        found = answer(generator, schedule, prompts)
-        if number >= warm_up:
-            found.seconds = [*runs[name].seconds, *found.seconds]
-            found.decode_seconds = [*runs[name].decode_seconds, *found.decode_seconds]
-        else:
-            found.seconds, found.decode_seconds = [], []
-        runs[name] = found
+        found = answer(*lines[name], prompts)
+        if number < warm_up:
+            continue
+        whole[name] += found.seconds
+        decode[name] += found.decode_seconds
+        if name != full_depth:
+            found.answers = [replace(one, token_ids=None) for one in found.answers]
+        runs[name] = Run(found.answers, found.stats, whole[name], decode[name])
     return runs

@@ -12,7 +12,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
+from botocore.exceptions import EndpointConnectionError
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
@@ -20,8 +22,9 @@ from actors.engine.loading import inspect, load_tokenizer
 from pipeline import evaluate_search
 from pipeline.cli import app
 from pipeline.config_evaluate import EvalConfig
-from pipeline.eval_table import print_tables
+from pipeline.eval_table import print_tables, write_table
 from pipeline.evaluate import evaluate
+from pipeline.evaluation import Evaluation, Line, Score
 from pipeline.new_model import train_tokenizer
 from pipeline.training_data import Pair
 
@@ -56,9 +59,12 @@ def run(recipe: dict[str, Any], tmp_path: Path, *options: str) -> Result:
 
 def test_quality_and_the_three_speeds(recipe: dict[str, Any], tmp_path: Path) -> None:
     recipe["data"]["limit"] = 2
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("answers-9x.parquet", "notes.txt"):
+        (out / name).write_text("of an earlier run")
     result = run(recipe, tmp_path)
     assert result.exit_code == 0, result.output
-    out = tmp_path / "out"
     one, two = json.loads((out / "table.json").read_text())
     assert (one["name"], one["nominal"], one["layer_ratio"], one["wall_clock"]) == ("1x", 1, 1, 1)
     assert (one["rows"], one["batch"]) == (2, 64)
@@ -74,7 +80,11 @@ def test_quality_and_the_three_speeds(recipe: dict[str, Any], tmp_path: Path) ->
     answers = pq.read_table(out / "answers-2x.parquet")
     assert answers.num_rows == 2
     assert answers["references"].to_pylist()[0] == [ROWS[0], "x y"]
-    assert {"plot.png", "plot.svg"} <= {path.name for path in out.iterdir()}
+    written = {"answers-1x.parquet", "answers-2x.parquet", "evaluate.json", "plot.png", "plot.svg"}
+    assert {path.name for path in out.iterdir()} == {*written, "table.json", "table.parquet", "notes.txt"}
+    made_by = json.loads((out / "evaluate.json").read_text())
+    assert EvalConfig.model_validate(made_by["config"]) == EvalConfig.model_validate(recipe)
+    assert (made_by["device"].split()[0], made_by["threads"]) == ("cpu", 1) and made_by["version"] and made_by["torch"]
     assert all(len(text) <= 120 for text in result.output.splitlines())
     assert "BLEU" in result.output and "token KL nats" in result.output
 
@@ -126,16 +136,35 @@ def test_a_reference_model_is_what_lines_are_held_against(
     assert found.full_depth == "reference model"
     assert [line.scores for line in found.lines[1:]] == [line.scores for line in alone.lines]
     assert found.lines[1].wall_clock == 1
+    assert (found.lines[0].layer_ratio, found.lines[0].mean_depth, found.lines[1].layer_ratio) == (None, 4, 1)
 
 
 def test_other_checkpoints_stand_beside_at_full_depth(recipe: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint, tmp_path / "twin")
     found = evaluate(EvalConfig.model_validate({**recipe, "beside": {"a twin": str(tmp_path / "twin")}}), "eval.yaml")
     twin = found.lines[-1]
-    assert (twin.name, twin.group, twin.nominal, twin.mean_depth) == ("a twin", "model", None, 4)
+    assert (twin.name, twin.group, twin.nominal, twin.layer_ratio) == ("a twin", "model", None, None)
+    assert twin.mean_depth == 4  # its own layers are no measure of ours, and so no ratio
     assert twin.scores["agreement_exact"].value == 100 and twin.scores["bleu"] == found.lines[0].scores["bleu"]
-    with pytest.raises(ValueError, match="'2x' is the name of another line"):
-        EvalConfig.model_validate({**recipe, "beside": {"2x": "somewhere"}})
+
+
+def test_without_decode_steps_there_is_no_depth(recipe: dict[str, Any], tmp_path: Path) -> None:
+    recipe["sampling"]["max_new_tokens"] = 1
+    result = run(recipe, tmp_path)
+    assert result.exit_code == 0, result.output
+    for line in json.loads((tmp_path / "out" / "table.json").read_text()):
+        assert line["layer_ratio"] is None and line["mean_depth"] is None
+    schema = pq.read_schema(tmp_path / "out" / "table.parquet")
+    assert (schema.field("layer_ratio").type, schema.field("mean_depth").type) == (pa.float64(), pa.float64())
+    assert re.search(r"^1x +- +- +1.00x", result.output, re.MULTILINE)
+
+
+def test_what_json_has_no_number_for_is_null(tmp_path: Path) -> None:
+    score = Score(float("inf"), 1.0, float("inf"), float("nan"), 0.0, 0.0)
+    line = Line("1x", "speed", 1.0, 1.0, 4.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1, {"perplexity": score})
+    write_table(Evaluation([line], tmp_path, 2, 64, "perplexity", "1x", 0.95))
+    [row] = json.loads((tmp_path / "table.json").read_text(), parse_constant=pytest.fail)
+    assert (row["perplexity"], row["perplexity_low"], row["perplexity_loss"]) == (None, 1, None)
 
 
 def test_labels_from_a_file(recipe: dict[str, Any], tmp_path: Path) -> None:
@@ -148,14 +177,12 @@ def test_labels_from_a_file(recipe: dict[str, Any], tmp_path: Path) -> None:
             EvalConfig.model_validate({**recipe, "choices": str(labels)})
 
 
-def test_batches_are_those_that_fit_at_full_depth(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_are_those_that_fit_at_full_depth(recipe: dict[str, Any]) -> None:
     """Skipping layers saves cache; the rows are cut alike all the same."""
-    monkeypatch.setattr("pipeline.subject.CACHE_BYTES", 40_000)
-    found = evaluate(EvalConfig.model_validate(recipe), "eval.yaml")
+    found = evaluate(EvalConfig.model_validate({**recipe, "cache_bytes": 40_000}), "eval.yaml")
     assert 1 <= found.batch < 4
-    monkeypatch.setattr("pipeline.subject.CACHE_BYTES", 1000)
     with pytest.raises(ValueError, match=r"eval.parquet: row \d: needs \d+ bytes of cache at full depth"):
-        evaluate(EvalConfig.model_validate(recipe), "eval.yaml")
+        evaluate(EvalConfig.model_validate({**recipe, "cache_bytes": 1000}), "eval.yaml")
 
 
 def test_search_writes_the_cheapest_schedule_within_the_tolerance(
@@ -171,7 +198,9 @@ def test_search_writes_the_cheapest_schedule_within_the_tolerance(
     shutil.copy(file, copy)
     spec = inspect(copy).spec  # what a job would read
     assert spec is not None and spec.build(4).mean_depth(12) == 2  # anything is within 1000 BLEU: the shallowest
+    recipe |= {"compare": 2, "beside": {"2x": "nowhere"}}
     result = run(recipe, tmp_path, "--search", "metric=agreement_exact,tolerance=0")
+    assert "--search tries schedules of model alone: compare and beside not used\n" in result.stderr
     assert result.exit_code == 1
     assert "no schedule stays within" in result.output
     assert not file.exists()
@@ -212,6 +241,17 @@ BAD = [
     ({"sampling": {"temperature": 1.0, "n": 2}}, "sampling.n: one answer a row is scored"),
     ({"sampling": {"logprobs": 2}}, "sampling.logprobs: evaluate writes none"),
     ({"compare": 1}, "compare: input should be greater than 1"),
+    ({"speedups": [2, 2.0000001]}, r"speedups: 2.0 and 2.0000001 are both shown as 2x"),
+    ({"data": {"path": "s3://bucket/eval.parquet"}}, "s3://bucket/eval.parquet: tune and evaluate read local files"),
+    ({"output": "s3://bucket/out"}, "output: s3://bucket/out: evaluate writes into a local folder"),
+    ({"output": "eval.parquet"}, "output: eval.parquet: there is a file of that name"),
+    ({"output": "eval.parquet/out"}, "output: eval.parquet/out: there is a file of that name"),
+    ({"output": "/proc/self/out"}, "output: /proc/self/out: cannot be made"),
+    ({"beside": {"2x": "other"}}, "beside: '2x' is the name of another line, '2x'"),
+    ({"beside": {"reference/model": "other"}}, "'reference/model' is the name of another line, 'reference model'"),
+    ({"beside": {"a b": "other", "a/b": "other"}}, "beside: 'a/b' is the name of another line, 'a b'"),
+    ({"beside": {" / ": "other"}}, "beside: ' / ' leaves nothing to name a file by"),
+    ({"compare": 2, "beside": {"2x learned order": "other"}}, "'2x learned order' is the name of another line"),
 ]
 
 
@@ -249,3 +289,40 @@ def test_refused_in_one_line_before_a_model_is_loaded(
     assert result.exit_code == 2, result.output
     assert result.stderr.count("\n") == 1
     assert re.search(message, result.stderr), result.stderr
+
+
+def test_a_prompt_without_tokens_is_refused_before_a_model_is_loaded(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tokens(texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[] if "delta" in text else [4] for text in texts]}
+
+    monkeypatch.setattr("pipeline.subject.load_tokenizer", lambda path: tokens)
+    monkeypatch.setattr("pipeline.subject.Generator", lambda *args, **kwargs: pytest.fail("a model was loaded"))
+    result = run(recipe, tmp_path)
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"skipdecode: {tmp_path}/eval.parquet: row 1: the tokenizer finds no token in this prompt; leave the row out\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            EndpointConnectionError(endpoint_url="http://s3"),
+            'failed: Could not connect to the endpoint URL: "http://s3"',
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried\nto"), "out of memory: lower max_batch"),
+    ],
+    ids=["store", "memory"],
+)
+def test_what_fails_later_is_one_line_and_exit_1(
+    error: Exception, message: str, recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("pipeline.evaluate.evaluate", fail)
+    result = run(recipe, tmp_path)
+    assert (result.exit_code, result.stderr) == (1, f"skipdecode: {message}\n")
