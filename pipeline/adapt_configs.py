@@ -80,10 +80,11 @@ def schedule_shape(config: JobConfig, stored: ScheduleSpec | None) -> dict[str, 
     Raises ValueError for what tune has no key for.
     """
     changes = {key: value for key, value in config.schedule.changes().items() if key in KEPT}
-    spec = (stored or ScheduleSpec()).overridden(changes)
+    start = stored or ScheduleSpec()
+    spec = start.overridden(changes)
     for key, decay in NOT_TRAINED_FOR.items():
-        if spec.decay == decay and getattr(spec, key) != getattr(ScheduleSpec(), key):
-            raise ValueError(f"schedule.{key}: adapt trains for {getattr(ScheduleSpec(), key)} alone; leave it out")
+        if spec.decay == decay and getattr(spec, key) != getattr(start, key):
+            raise ValueError(f"schedule.{key}: adapt trains for {getattr(start, key)} alone; leave it out")
     return {key: value for key, value in spec.to_dict().items() if key in KEPT and key not in NOT_TRAINED_FOR}
 
 

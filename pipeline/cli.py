@@ -185,6 +185,10 @@ def adapt(
     except torch.OutOfMemoryError as error:
         advice = "lower adapt.training.batch_size or actors.max_batch; the same command goes on from the last stage"
         raise _stop(FAILED, f"failed: {str(error).partition('. ')[0]}; {advice}") from None
+    except RuntimeError as error:
+        if verbose:
+            logging.exception("adaptation failed")
+        raise _stop(FAILED, f"failed: {_cause(error)}; the same command goes on from the last stage") from None
     print_adapted(Console(soft_wrap=True, stderr=as_json), adapted)
     if as_json:
         typer.echo(json.dumps(to_dict(adapted)))

@@ -17,6 +17,7 @@ from adapt_parts import END, ROWS, Fakes, Run, command_over, values, write_input
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.engine.schedule import ScheduleSpec
 from pipeline import adapt as adaptation
 from pipeline import adapt_configs as configs
 from pipeline.adapt_configs import job_text
@@ -251,6 +252,8 @@ def test_what_the_decay_does_not_use_does_not_matter(
     config = JobConfig.model_validate(job)
     with pytest.raises(ValueError, match=said) if said else nullcontext():
         assert configs.schedule_shape(config, None)["decay"] == changes.get("decay", "linear")
+    if changes.get("decay") in ("power", "step"):  # a checkpoint that has it already is trained for it
+        assert configs.schedule_shape(config, ScheduleSpec(**changes))
 
 
 # beside the command
