@@ -179,6 +179,8 @@ def adapt(
     try:
         with _job_errors(job, "the adaptation", "the same command", "goes on from the last stage", verbose):
             adapted = adaptation.adapt(config, values, str(job), verbose=verbose)
+    except typer.Exit:  # a RuntimeError too
+        raise
     except ImportError as error:  # of tune's or evaluate's, which are imported when their stage begins
         missing = f"{error.name or error} is not installed: pip install -c constraints.txt -e '.[tune,eval]'"
         raise _stop(BAD_CONFIG, missing) from None
