@@ -9,32 +9,34 @@ Each stage leaves what it made in one folder; the same command again skips those
 
 from __future__ import annotations
 
-import hashlib
+import gc
+import logging
+import os
 import sys
-from collections.abc import Mapping
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from actors.engine.schedule_file import load_spec
 from pipeline import adapt_configs as configs
 from pipeline import job as jobs
-from pipeline.adapt_choice import BreakEven, Measured, Quality, choose, nearest
-from pipeline.adapt_pairs import to_dict, write_pairs
+from pipeline.adapt_choice import BreakEven, Measured, Quality, choose, nearest, side_by_side
+from pipeline.adapt_pairs import check_metric, write_pairs
 from pipeline.adapt_record import Record
-from pipeline.adapt_sample import draw, layout, write_sample
-from pipeline.checkpoints import Located, fetch, locate
-from pipeline.columns import check_columns
-from pipeline.config import JobConfig
+from pipeline.adapt_sample import draw, write_sample
+from pipeline.adapt_task import Task, look_through, on_cluster
+from pipeline.checkpoints import fetch
+from pipeline.config import ActorsConfig, JobConfig
 from pipeline.config_adapt import TOLERANCES
 from pipeline.lease import interruptible, leased
-from pipeline.manifest import check_apart
-from pipeline.prepare import check_spec, prompt_spec
-from pipeline.source import Files, InputFile, list_files
+from pipeline.prepare import prompt_spec
 from pipeline.storage import LocalFolder
 
+log = logging.getLogger(__name__)
 STAGES = ("sample", "answers", "tune", "before", "after")
 
 
@@ -59,25 +61,6 @@ class Adapted:
     job_file: Path | None
 
 
-@dataclass(frozen=True)
-class _Task:
-    """One adaptation, looked through and ready to begin. settings: what each stage hangs on."""
-
-    config: JobConfig
-    source: str
-    folder: Path
-    located: Located
-    files: list[InputFile]
-    schema: Any
-    shape: dict[str, Any]
-    settings: dict[str, dict[str, Any]]
-
-    @property
-    def rows(self) -> int:
-        """Of the job's input."""
-        return sum(file.rows for file in self.files)
-
-
 def adapt(config: JobConfig, values: Mapping[str, Any], source: str, *, verbose: bool = False) -> Adapted:
     """Adapt the job's checkpoint to its own rows and choose a speed; see the head of this file.
 
@@ -88,7 +71,7 @@ def adapt(config: JobConfig, values: Mapping[str, Any], source: str, *, verbose:
     config = config.model_copy(update={"adapt": configs.options(config)})
     folder = configs.output_folder(config)
     stored = Record(folder, STAGES)
-    task = _look_through(config, source, folder, stored)
+    task = look_through(config, source, folder, stored)
     stored.check(task.settings)
     with interruptible(), leased(LocalFolder(str(folder), folder)):
         record = Record(folder, STAGES)  # anew: until now another run may have held the folder
@@ -96,82 +79,37 @@ def adapt(config: JobConfig, values: Mapping[str, Any], source: str, *, verbose:
         return _adapt(task, values, record, verbose)
 
 
-def _look_through(config: JobConfig, source: str, folder: Path, record: Record) -> _Task:
-    """All that can be wrong without a model."""
-    given = configs.options(config)
-    if config.input.choices is not None:
-        raise ValueError("input.choices: adapt cannot evaluate rows with labels of their own; give the job's choices")
-    configs.check_installed(config)
-    check_columns(config)
-    listed = list_files(config.input.path, config.storage)
-    check_apart(config, listed, "adapt.output", str(folder))
-    files, schema = layout(config, listed)
-    rows = sum(file.rows for file in files)
-    if rows <= given.held_out:
-        raise ValueError(
-            f"{config.input.path[0]}: {rows} rows leave none to train on beside adapt.held_out = {given.held_out}"
-        )
-    stored = record.settings("sample")
-    located = locate(config.model, config.storage, stored["model"] if stored else None)
-    check_spec(prompt_spec(config, located, 0.0))
-    shape = configs.schedule_shape(config, located.checkpoint.spec)
-    configs.tune_config(config, shape, ".", 4, folder, source)  # options of tune's are looked at now
-    for speedup in given.speedups:
-        located.checkpoint.schedule({"horizon": 2, **shape, "speedup": speedup})
-    return _Task(config, source, folder, located, files, schema, shape, _settings(config, located, shape, listed))
-
-
-def _settings(
-    config: JobConfig, located: Located, shape: Mapping[str, Any], listed: Files
-) -> dict[str, dict[str, Any]]:
-    """What each stage hangs on, beside those before it. The metric and the tolerance can be changed at any time."""
-    inputs = hashlib.sha256(repr(sorted(listed.items())).encode())
-    options = configs.options(config).model_dump()
-
-    def chosen(*names: str) -> dict[str, Any]:
-        return {"adapt": {name: options[name] for name in names}}
-
-    return {
-        "sample": {
-            "input": {**config.input.model_dump(exclude={"since", "changed"}), "files": inputs.hexdigest()},
-            "model": {**config.model.model_dump(exclude={"path", "cache"}), **located.identity()},
-            "sampling": config.sampling.model_dump(exclude={"n"}),
-            "choices": config.choices,
-            "version": version("skipdecode"),
-            **chosen("rows", "held_out", "references", "seed"),
-        },
-        "answers": {},
-        "tune": {"schedule": dict(shape), **chosen("speedups", "max_tokens", "loss", "lora", "training")},
-        "before": chosen("runs"),
-        "after": chosen("runs"),
-    }
-
-
-def _adapt(task: _Task, values: Mapping[str, Any], record: Record, verbose: bool) -> Adapted:
+def _adapt(task: Task, values: Mapping[str, Any], record: Record, verbose: bool) -> Adapted:
     config, folder = task.config, task.folder
 
     def run(stage: str, files: list[str], work: Any) -> dict[str, Any]:
         return record.run(stage, task.settings[stage], files, work)
 
     sampled = run("sample", [configs.SAMPLE], lambda: _sample(task))
-    pairs = run("answers", [configs.TRAIN, configs.HELD_OUT], lambda: _answer(task, sampled["held_out"], verbose))
-    run("tune", [f"{configs.CHECKPOINT}/tune.json"], lambda: _tune(task, pairs["longest"]))
-    before = _measured(run("before", [], lambda: _evaluate(task, None)))
-    after = _measured(run("after", [], lambda: _evaluate(task, config.model.path)))
+    if sampled["inputs"] != task.inputs:
+        log.warning("%s: not as when the sample was drawn; what is new is not sampled", ", ".join(config.input.path))
+    answered = run("answers", [configs.TRAIN, configs.HELD_OUT], lambda: _answer(task, sampled["held_out"], verbose))
+    counts, metric = answered["counts"], configs.metric(config)
+    if config.choices is None:
+        check_metric(folder, metric)
+    run("tune", [f"{configs.CHECKPOINT}/tune.json"], lambda: _tune(task, counts["longest"]))
+    actors = {name: getattr(config.actors, name) or answered["actors"][name] for name in ("threads", "cache_bytes")}
+    before = _measured(run("before", [], lambda: _evaluate(task, tuned=False, actors=actors)))
+    after = _measured(run("after", [], lambda: _evaluate(task, tuned=True, actors=actors)))
 
-    metric = configs.metric(config)
-    for lines in (before, after):
-        if metric not in lines[0].scores:
-            raise ValueError(f"adapt.metric: {metric} is not measured on these rows; {', '.join(lines[0].scores)} are")
     tolerance = configs.options(config).tolerance or TOLERANCES[metric]
     chosen = choose(metric, tolerance, after)
-    counts = {"job": task.rows, "drawn": sampled["drawn"], "unreadable": sampled["unreadable"], **pairs}
     seconds = {stage: record.seconds[stage] for stage in STAGES}
     break_even, job_file = None, folder / configs.JOB_FILE
     job_file.unlink(missing_ok=True)  # of another tolerance
     if chosen is not None:
-        original = next(line for line in after if line.nominal is None)
-        break_even = BreakEven(sum(seconds.values()), original.seconds, chosen.seconds, task.rows)
+        break_even = BreakEven(
+            cost=sum(seconds[stage] for stage in STAGES if stage != "before"),  # which is for the table alone
+            full=next(line.seconds for line in after if line.nominal is None),
+            fast=chosen.seconds,
+            rows=task.rows,
+            actors=_side_by_side(config.actors, actors["threads"]),
+        )
         _write_job(task, values, chosen, metric, tolerance, job_file)
     return Adapted(
         folder=folder,
@@ -181,87 +119,106 @@ def _adapt(task: _Task, values: Mapping[str, Any], record: Record, verbose: bool
         after=after,
         chosen=chosen,
         nearest=nearest(metric, after),
-        counts=counts,
+        counts={"job": task.rows, "drawn": sampled["drawn"], "unreadable": sampled["unreadable"], **counts},
         seconds=seconds,
         break_even=break_even,
         job_file=None if chosen is None else job_file,
     )
 
 
-def _sample(task: _Task) -> dict[str, Any]:
+def _sample(task: Task) -> dict[str, Any]:
     given = configs.options(task.config)
     drawn = draw(task.rows, given.rows, given.seed)
     readable = write_sample(task.config, task.files, task.schema, drawn, task.folder / configs.SAMPLE)
     return {
+        "inputs": task.inputs,
         "drawn": len(drawn),
         "unreadable": readable.count(False),
         "held_out": readable[: given.held_out].count(True),
     }
 
 
-def _answer(task: _Task, held_out: int, verbose: bool) -> dict[str, Any]:
+def _answer(task: Task, held_out: int, verbose: bool) -> dict[str, Any]:
     """Answer the sample by the job's own pipeline, and write what tune and evaluate read."""
-    job = configs.full_depth_job(task.config, task.folder)
-    outcome = jobs.run(job, verbose=verbose)
-    spec = prompt_spec(job, task.located, outcome.manifest.batching.planned)
-    return to_dict(write_pairs(task.folder, spec, held_out, configs.options(task.config).references))
+    job = configs.full_depth_job(task.config, task.located, task.folder)
+    batching = jobs.run(job, verbose=verbose).manifest.batching
+    spec = prompt_spec(job, task.located, batching.planned)
+    references = configs.options(task.config).references
+    pairs = write_pairs(task.folder, spec, held_out, references, task.config.choices)
+    return {"counts": asdict(pairs), "actors": {"threads": batching.threads, "cache_bytes": batching.cache_bytes}}
 
 
-def _tune(task: _Task, longest: int) -> dict[str, Any]:
+def _tune(task: Task, longest: int) -> dict[str, Any]:
     from pipeline.tune import tune  # torch, only after Ray has been shut down
 
     model = str(fetch(task.located.source))
     recipe = configs.tune_config(task.config, task.shape, model, longest, task.folder, task.source)
-    with redirect_stdout(sys.stderr):  # losses are progress; what we print ourselves is the result
+    with memory_given_back(), redirect_stdout(sys.stderr):  # losses are progress; what we print is the result
         return {"checkpoint": str(tune(recipe, task.source))}
 
 
-def _evaluate(task: _Task, reference: str | None) -> dict[str, Any]:
-    """Evaluate the job's checkpoint, or with a reference the tuned one against it, at every speed."""
+def _evaluate(task: Task, *, tuned: bool, actors: Mapping[str, int]) -> dict[str, Any]:
+    """Evaluate the job's checkpoint, or the tuned one against it, at every speed, as one actor of the job would run.
+
+    actors: threads and bytes of cache of one. The job's checkpoint is timed once: its times enter no choice.
+    """
     from pipeline import evaluate as evaluation
     from pipeline.config_evaluate import EvalConfig
     from pipeline.config_file import validated
 
-    tuned = task.folder / configs.CHECKPOINT
-    spec = load_spec(tuned, task.located.checkpoint.num_layers)
+    checkpoint = task.folder / configs.CHECKPOINT
+    spec = load_spec(checkpoint, task.located.checkpoint.num_layers)
     assert spec is not None, "tune writes one"
     shape = {key: value for key, value in spec.to_dict().items() if key in configs.KEPT}
-    model = task.config.model.path if reference is None else str(tuned)
-    output = task.folder / (configs.BEFORE if reference is None else configs.AFTER)
-    values = configs.eval_values(task.config, shape, model, reference, output, task.folder)
+    original = str(fetch(task.located.source))  # a name on the hub may mean another commit by now
+    values = configs.eval_values(
+        task.config,
+        shape,
+        str(checkpoint) if tuned else original,
+        original if tuned else None,
+        task.folder / (configs.AFTER if tuned else configs.BEFORE),
+        task.folder,
+    ) | {"runs": configs.options(task.config).runs if tuned else 1, **actors}
     evaluate: Any = evaluation.evaluate
-    found = evaluate(validated(EvalConfig, values, f"{task.source}: adapt"), task.source)
+    with memory_given_back():
+        found = evaluate(validated(EvalConfig, values, f"{task.source}: adapt"), task.source)
     lines = [line for line in found.lines if line.group == "speed" or line.name == found.full_depth]
     return {
         "lines": [
-            {
-                "nominal": line.nominal,
-                "layer_ratio": line.layer_ratio,
-                "seconds": line.seconds / found.rows,
-                "scores": {
-                    name: asdict(Quality(score.value, score.loss, score.loss_high))
-                    for name, score in line.scores.items()
-                },
-            }
+            Measured(
+                line.nominal,
+                line.layer_ratio,
+                line.seconds / found.rows,
+                {name: Quality(one.value, one.loss, one.loss_high) for name, one in line.scores.items()},
+            ).to_dict()
             for line in lines
         ]
     }
 
 
 def _measured(stage: Mapping[str, Any]) -> list[Measured]:
-    return [
-        Measured(
-            line["nominal"],
-            line["layer_ratio"],
-            line["seconds"],
-            {name: Quality(**score) for name, score in line["scores"].items()},
-        )
-        for line in stage["lines"]
-    ]
+    return [Measured.from_dict(line) for line in stage["lines"]]
+
+
+@contextmanager
+def memory_given_back() -> Iterator[None]:
+    """Free at the end what a stage held: a trainer is a reference cycle, which only the collector sees."""
+    try:
+        yield
+    finally:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _side_by_side(actors: ActorsConfig, threads: int) -> float:
+    if on_cluster():
+        return side_by_side(actors.most, actors.gpus, threads, None, None)
+    return side_by_side(actors.most, actors.gpus, threads, os.cpu_count() or 1, torch.cuda.device_count())
 
 
 def _write_job(
-    task: _Task, values: Mapping[str, Any], chosen: Measured, metric: str, tolerance: float, path: Path
+    task: Task, values: Mapping[str, Any], chosen: Measured, metric: str, tolerance: float, path: Path
 ) -> None:
     assert chosen.nominal is not None
     comment = [
@@ -270,5 +227,5 @@ def _write_job(
         f"{chosen.scores[metric].loss_high:.3g} of {tolerance:g}, over held-out rows of its own input.",
         f"It answers every row, those of {task.folder / configs.SAMPLE} too. skipdecode run {path}",
     ]
-    model = configs.tuned_path(task.config, task.folder)
+    model = configs.tuned_path(task.config, task.located, task.folder)
     path.write_text(configs.job_text(values, model, chosen.nominal, comment))

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -23,14 +24,23 @@ class Quality:
 class Measured:
     """A checkpoint at one speed over the held-out rows.
 
-    nominal: None for the job's own checkpoint at full depth. seconds: of one row, whole wall clock. scores: by the
-    metric's name, in its unit.
+    nominal: None for the job's own checkpoint at full depth, whose layer_ratio may be None. seconds: of one row, whole
+    wall clock. scores: by the metric's name, in its unit.
     """
 
     nominal: float | None
-    layer_ratio: float
+    layer_ratio: float | None
     seconds: float
     scores: Mapping[str, Quality]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Measured:
+        """What `to_dict` gave."""
+        return cls(**{**values, "scores": {name: Quality(**score) for name, score in values["scores"].items()}})
 
 
 def choose(metric: str, tolerance: float, lines: Sequence[Measured]) -> Measured | None:
@@ -39,7 +49,7 @@ def choose(metric: str, tolerance: float, lines: Sequence[Measured]) -> Measured
     None if there is none; a nominal 1 is no speed-up.
     """
     within = [line for line in _candidates(lines) if line.scores[metric].loss_high <= tolerance]
-    return min(within, key=lambda line: (line.seconds, -line.layer_ratio), default=None)
+    return min(within, key=lambda line: (line.seconds, -(line.layer_ratio or 1.0)), default=None)
 
 
 def nearest(metric: str, lines: Sequence[Measured]) -> Measured:
@@ -51,24 +61,40 @@ def _candidates(lines: Sequence[Measured]) -> list[Measured]:
     return [line for line in lines if line.nominal is not None and line.nominal > 1]
 
 
+def side_by_side(actors: int, gpus: float, threads: int, cores: int | None, devices: int | None) -> float:
+    """How many actors' work gets done at once: those that find hardware of their own; the others take turns.
+
+    actors: at most, each with `gpus` GPUs and `threads` threads. cores, devices: CPU cores and GPUs of the machine;
+    None: of a cluster, taken to have room for all.
+    """
+    if gpus:
+        own = actors * min(gpus, 1.0)  # actors that share a GPU take turns on it
+        room = own if devices is None else devices / max(gpus, 1.0)
+    else:
+        own = float(actors)
+        room = own if cores is None else cores / threads
+    return max(1.0, min(own, room))
+
+
 @dataclass(frozen=True)
 class BreakEven:
-    """What adaptation costs and saves, in seconds of one actor on the hardware that did both.
+    """What adaptation costs and saves, in seconds.
 
-    cost: of the adaptation. full, fast: of one row at full depth without it, and at the chosen speed with it.
-    rows: that the job has.
+    cost: wall clock of the adaptation. full, fast: of one row at full depth without it, and at the chosen speed with
+    it, by one actor. rows: that the job has. actors: that answer side by side, each as fast as that one.
     """
 
     cost: float
     full: float
     fast: float
     rows: int
+    actors: float = 1.0
 
     @property
     def at_rows(self) -> int | None:
         """Rows from which adaptation has paid for itself; None if a row saves nothing."""
         saved = self.full - self.fast
-        return math.ceil(self.cost / saved) if saved > 0 else None
+        return math.ceil(self.cost * self.actors / saved) if saved > 0 else None
 
     @property
     def pays(self) -> bool:
@@ -78,18 +104,18 @@ class BreakEven:
     @property
     def without(self) -> float:
         """Seconds of the job without adaptation."""
-        return self.rows * self.full
+        return self.rows * self.full / self.actors
 
     @property
     def saved(self) -> float:
         """Seconds that this job saves, the cost of adaptation taken off; below 0 it loses."""
-        return self.without - self.rows * self.fast - self.cost
+        return self.without - self.rows * self.fast / self.actors - self.cost
 
     def sentences(self, speed: str) -> list[str]:
         """The account, for people."""
         lines = [
-            f"adaptation took {_duration(self.cost)}; a row takes {_duration(self.full)} at full depth without it and "
-            f"{_duration(self.fast)} at {speed} with it"
+            f"adaptation took {_duration(self.cost)}, the evaluation before it not counted; a row takes one actor "
+            f"{_duration(self.full)} at full depth without it and {_duration(self.fast)} at {speed} with it"
         ]
         job = f"this job has {self.rows:,} rows"
         if self.at_rows is None:
@@ -102,7 +128,10 @@ class BreakEven:
                 f"break-even: {self.at_rows:,} rows; {job}: {_duration(self.without)} become "
                 f"{_duration(self.without - self.saved)}, adaptation included: {percent:.0f}% saved"
             )
-        lines.append("(one actor on the hardware of this machine throughout: other hardware has another break-even)")
+        lines.append(
+            f"(assumed: {self.actors:.3g} actor{'s' * (self.actors != 1)} at work side by side, each on hardware of "
+            "its own that is as fast as the one measured on this machine)"
+        )
         return lines
 
 

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from actors.engine.schedule import ScheduleSpec
+from pipeline.checkpoints import Located
 from pipeline.config import JobConfig, ScheduleConfig
 from pipeline.config_adapt import LOSS, TRAINING, AdaptConfig
 from pipeline.config_file import dump_values, validated
 from pipeline.config_tuning import TuneConfig
 
 KEPT = ("horizon", "decay", "power", "steps", "warmup", "keep_order", "prompt")  # of the schedule, all but how deep
-NOT_TRAINED_FOR = ("power", "steps")
+NOT_TRAINED_FOR = {"power": "power", "steps": "step"}  # key -> the decay that it shapes
 SAMPLE, ANSWERS, TRAIN, HELD_OUT = "sample.parquet", "full-depth", "train.parquet", "held-out.parquet"
 CHECKPOINT, BEFORE, AFTER, JOB_FILE = "checkpoint", "before", "after", "job.yaml"
 
@@ -45,8 +46,9 @@ def check_installed(config: JobConfig) -> None:
         raise ValueError(f"{missing[0]} is not installed: pip install -c constraints.txt -e '.[tune,eval]'")
 
 
-def full_depth_job(config: JobConfig, folder: Path) -> JobConfig:
+def full_depth_job(config: JobConfig, located: Located, folder: Path) -> JobConfig:
     """The same job over the sample, every token through all layers, one answer a row, ids by row number."""
+    folder = folder.resolve()  # workers on other nodes have other working directories
     given = config.input.model_copy(
         update={"path": [str(folder / SAMPLE)], "id": None, "since": None, "changed": "error"}
     )
@@ -57,11 +59,19 @@ def full_depth_job(config: JobConfig, folder: Path) -> JobConfig:
         update={
             "input": given,
             "output": output,
+            "model": config.model.model_copy(update={"path": pinned_path(config, located)}),
             "schedule": ScheduleConfig(speedup=1.0),
             "sampling": config.sampling.model_copy(update={"n": 1}),
             "adapt": None,
         }
     )
+
+
+def pinned_path(config: JobConfig, located: Located) -> str:
+    """The job's checkpoint as every node finds it; on the hub the commit that was located, whatever comes later."""
+    if isinstance(located.source, str) or located.source.commit is None:
+        return config.model.path
+    return f"{config.model.path.partition('@')[0]}@{located.source.commit}"
 
 
 def schedule_shape(config: JobConfig, stored: ScheduleSpec | None) -> dict[str, Any]:
@@ -70,10 +80,11 @@ def schedule_shape(config: JobConfig, stored: ScheduleSpec | None) -> dict[str, 
     Raises ValueError for what tune has no key for.
     """
     changes = {key: value for key, value in config.schedule.changes().items() if key in KEPT}
-    spec = (stored or ScheduleSpec()).overridden(changes)
-    for key in NOT_TRAINED_FOR:
-        if getattr(spec, key) != getattr(ScheduleSpec(), key):
-            raise ValueError(f"schedule.{key}: adapt trains for {getattr(ScheduleSpec(), key)} alone; leave it out")
+    start = stored or ScheduleSpec()
+    spec = start.overridden(changes)
+    for key, decay in NOT_TRAINED_FOR.items():
+        if spec.decay == decay and getattr(spec, key) != getattr(start, key):
+            raise ValueError(f"schedule.{key}: adapt trains for {getattr(start, key)} alone; leave it out")
     return {key: value for key, value in spec.to_dict().items() if key in KEPT and key not in NOT_TRAINED_FOR}
 
 
@@ -106,7 +117,7 @@ def eval_values(
     """Evaluate's recipe, over the held-out rows, greedy: what a temperature draws differs without any loss.
 
     reference: checkpoint whose full depth losses are against; None: the model's own. A row's own sampling does not
-    come into it.
+    come into it. How often it is timed, threads and cache are not in it.
     """
     given = options(config)
     greedy = {"temperature": 0.0, "n": 1, "logprobs": None}
@@ -124,16 +135,15 @@ def eval_values(
         "sampling": {**config.sampling.model_dump(), **greedy},
         "choices": None if config.choices is None else list(config.choices),
         "max_batch": config.actors.max_batch,
-        "threads": config.actors.threads,
-        "runs": given.runs,
         "storage": config.storage.model_dump(),
     }
 
 
-def tuned_path(config: JobConfig, folder: Path) -> str:
-    """The tuned checkpoint as the job file names it: absolute where the user's own was, else as `folder` is."""
+def tuned_path(config: JobConfig, located: Located, folder: Path) -> str:
+    """The tuned checkpoint as the job file names it: relative only where the user's own is a relative folder."""
     path = folder / CHECKPOINT
-    return str(path.resolve() if Path(config.model.path).is_absolute() else path)
+    relative = isinstance(located.source, str) and not Path(config.model.path).is_absolute()
+    return str(path if relative else path.resolve())
 
 
 def job_text(values: Mapping[str, Any], model: str, speedup: float, comment: Sequence[str]) -> str:

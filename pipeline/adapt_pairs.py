@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.adapt_configs import ANSWERS, HELD_OUT, SAMPLE, TRAIN
+from pipeline.config_adapt import OF_TEXTS
+from pipeline.evaluation_data import normal
 from pipeline.prepare import ERROR, PROMPT_IDS, PromptSpec, prepare_table, tokenizer_of
 
 SCHEMA = pa.schema(
@@ -26,14 +28,19 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Pairs:
-    """Rows written, and rows of the sample left out: with an error, with nothing in the answer or in the
-    references. longest: tokens of the longest pair, its end token counted."""
+    """Rows written, and rows of the sample left out.
+
+    errors, empty: with an error, with nothing in the answer. unreferenced: held-out ones without a reference, with
+    choices without one that is a label. repeated: training ones with the prompt of a held-out one, whose score
+    would be of what was learned by heart. longest: tokens of the longest pair, its end token counted.
+    """
 
     train: int
     held_out: int
     errors: int
     empty: int
     unreferenced: int
+    repeated: int
     longest: int
 
 
@@ -46,11 +53,13 @@ def split_end(tokens: Sequence[int], end: int | None) -> tuple[list[int], bool]:
     return list(tokens[:-1] if ended else tokens), ended
 
 
-def write_pairs(folder: Path, spec: PromptSpec, held_out: int, references: str | None) -> Pairs:
+def write_pairs(
+    folder: Path, spec: PromptSpec, held_out: int, references: str | None, choices: Sequence[str] | None
+) -> Pairs:
     """Join the sample's first `held_out` rows, and the rest, with their answers; write both files.
 
-    spec: of the job that has answered them. references: column of the sample. Raises ValueError if too few rows
-    are left.
+    spec: of the job that has answered them. references: column of the sample. choices: what a reference must be one
+    of. Raises ValueError if too few rows are left.
     """
     sample = pq.read_table(folder / SAMPLE)
     prepared = prepare_table(sample, spec)
@@ -58,7 +67,9 @@ def write_pairs(folder: Path, spec: PromptSpec, held_out: int, references: str |
     end = tokenizer_of(spec.checkpoint).eos_token_id
     given: list[Any] = sample[references].to_pylist() if references is not None else [None] * sample.num_rows
     kept: dict[str, list[dict[str, Any]]] = {TRAIN: [], HELD_OUT: []}
-    errors = empty = unreferenced = 0
+    labels = None if choices is None else {normal(label) for label in choices}
+    evaluated: set[tuple[int, ...]] = set()  # prompts of held-out rows, which come first
+    errors = empty = unreferenced = repeated = 0
     for row, (prompt, error) in enumerate(
         zip(prepared[PROMPT_IDS].to_pylist(), prepared[ERROR].to_pylist(), strict=True)
     ):
@@ -67,13 +78,16 @@ def write_pairs(folder: Path, spec: PromptSpec, held_out: int, references: str |
             errors += 1
             continue
         response, ended = split_end(answer["token_ids"], end)
-        one = given[row]
-        right = [text for text in (one if isinstance(one, list) else [one]) if text]
+        right = _right(given[row], labels)
         if not response:
             empty += 1
         elif references is not None and row < held_out and not right:
             unreferenced += 1
+        elif row >= held_out and tuple(prompt) in evaluated:
+            repeated += 1
         else:
+            if row < held_out:
+                evaluated.add(tuple(prompt))
             kept[HELD_OUT if row < held_out else TRAIN].append(
                 {
                     "prompt": prompt,
@@ -87,8 +101,8 @@ def write_pairs(folder: Path, spec: PromptSpec, held_out: int, references: str |
         if len(kept[name]) < least:
             raise ValueError(
                 f"{folder}: {len(kept[name])} rows left {what}: of {sample.num_rows} answered at full depth {errors} "
-                f"have an error, {empty} are empty, {unreferenced} have no reference; raise adapt.rows, or look into "
-                f"{folder / ANSWERS}"
+                f"have an error, {empty} are empty, {unreferenced} have no reference, {repeated} have a held-out row's "
+                f"prompt; raise adapt.rows, or look into {folder / ANSWERS}"
             )
     for name, rows in kept.items():
         temporary = folder / f"{name}.tmp"
@@ -97,12 +111,25 @@ def write_pairs(folder: Path, spec: PromptSpec, held_out: int, references: str |
     longest = max(
         len(row["prompt"]) + len(row["response"]) + int(row["ended"]) for rows in kept.values() for row in rows
     )
-    return Pairs(len(kept[TRAIN]), len(kept[HELD_OUT]), errors, empty, unreferenced, longest)
+    return Pairs(len(kept[TRAIN]), len(kept[HELD_OUT]), errors, empty, unreferenced, repeated, longest)
 
 
-def to_dict(pairs: Pairs) -> dict[str, Any]:
-    """For the record."""
-    return asdict(pairs)
+def check_metric(folder: Path, metric: str) -> None:
+    """ValueError if the held-out references are labels, one word each, and `metric` is one of texts."""
+    if metric not in OF_TEXTS:
+        return
+    rows = pq.read_table(folder / HELD_OUT, columns=["references"])["references"].to_pylist()
+    if all(len(text.split()) == 1 for row in rows for text in row):
+        raise ValueError(
+            f"adapt.metric: {metric} is not for labels, and every reference of the {len(rows)} held-out rows is one "
+            "word; take exact_match"
+        )
+
+
+def _right(given: Any, labels: Collection[str] | None) -> list[str]:
+    """The references of a row that it can be scored by: text, with labels one of them."""
+    texts = [text for text in (given if isinstance(given, list) else [given]) if text and text.strip()]
+    return texts if labels is None else [text for text in texts if normal(text) in labels]
 
 
 def _answers(folder: Path) -> dict[int, dict[str, Any]]:

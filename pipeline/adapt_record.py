@@ -12,7 +12,7 @@ from pipeline.manifest import difference
 from pipeline.storage import LocalFolder
 
 RECORD = "adapt.json"
-FORMAT = 1
+FORMAT = 2
 
 
 class Record:

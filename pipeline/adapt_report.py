@@ -20,7 +20,8 @@ def print_adapted(console: Console, adapted: Adapted) -> None:
     console.print(
         f"{counts['drawn']:,} of {counts['job']:,} rows drawn: {counts['train']:,} trained on, {counts['held_out']:,} "
         f"held out; left out: {counts['unreadable'] + counts['errors']:,} with an error, {counts['empty']:,} with an "
-        f"empty answer, {counts['unreferenced']:,} without a reference",
+        f"empty answer, {counts['unreferenced']:,} without a reference, {counts['repeated']:,} with a held-out row's "
+        "prompt",
         highlight=False,
     )
     console.print(_table(adapted))
@@ -77,7 +78,7 @@ def _table(adapted: Adapted) -> Table:
         score = line.scores[adapted.metric]
         table.add_row(
             _speed(line) + (" *" if line == adapted.chosen else ""),
-            f"{line.layer_ratio:.2f}x",
+            "" if line.layer_ratio is None else f"{line.layer_ratio:.2f}x",
             f"{full.seconds / line.seconds:.2f}x",
             f"{score.value:.4g}",
             f"{before[line.nominal].scores[adapted.metric].value:.4g}",

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from pipeline.config import JobConfig
 from pipeline.manifest import read_footers
 from pipeline.prepare import ERROR
-from pipeline.schema import conform
+from pipeline.schema import conform, is_text
 from pipeline.source import Files, InputFile, Shard, from_ipc, read_shards, to_ipc
 
 
@@ -30,7 +30,13 @@ def layout(config: JobConfig, listed: Files) -> tuple[list[InputFile], pa.Schema
     assert config.adapt is not None
     keep = [] if config.adapt.references is None else [config.adapt.references]
     output = config.output.model_copy(update={"keep": keep})
-    return read_footers(config.model_copy(update={"output": output}), listed)
+    files, schema = read_footers(config.model_copy(update={"output": output}), listed)
+    for name in keep:
+        kind = schema.field(name).type
+        is_list = isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
+        if not is_text(kind.value_type if is_list else kind):
+            raise ValueError(f"adapt.references: column {name!r} is {kind}; it must be string, or a list of strings")
+    return files, schema
 
 
 def write_sample(

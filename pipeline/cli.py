@@ -170,13 +170,27 @@ def adapt(
         config = validated(JobConfig, values, str(job))
     except ValueError as error:
         raise _stop(BAD_CONFIG, str(error)) from None
+    import torch
     from rich.console import Console
 
     from pipeline import adapt as adaptation
     from pipeline.adapt_report import print_adapted, to_dict, too_tight
 
-    with _job_errors(job, "the adaptation", "the same command", "goes on from the last stage", verbose):
-        adapted = adaptation.adapt(config, values, str(job), verbose=verbose)
+    try:
+        with _job_errors(job, "the adaptation", "the same command", "goes on from the last stage", verbose):
+            adapted = adaptation.adapt(config, values, str(job), verbose=verbose)
+    except typer.Exit:  # a RuntimeError too
+        raise
+    except ImportError as error:  # of tune's or evaluate's, which are imported when their stage begins
+        missing = f"{error.name or error} is not installed: pip install -c constraints.txt -e '.[tune,eval]'"
+        raise _stop(BAD_CONFIG, missing) from None
+    except torch.OutOfMemoryError as error:
+        advice = "lower adapt.training.batch_size or actors.max_batch; the same command goes on from the last stage"
+        raise _stop(FAILED, f"failed: {str(error).partition('. ')[0]}; {advice}") from None
+    except RuntimeError as error:
+        if verbose:
+            logging.exception("adaptation failed")
+        raise _stop(FAILED, f"failed: {_cause(error)}; the same command goes on from the last stage") from None
     print_adapted(Console(soft_wrap=True, stderr=as_json), adapted)
     if as_json:
         typer.echo(json.dumps(to_dict(adapted)))

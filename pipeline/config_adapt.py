@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 from pipeline.config_section import Section
 
 Metric = Literal["agreement_rouge_l", "agreement_exact", "token_kl", "bleu", "rouge_l", "exact_match"]
-OF_REFERENCES = ("bleu", "rouge_l", "exact_match")
+OF_TEXTS = ("bleu", "rouge_l")  # not of labels
+OF_REFERENCES = (*OF_TEXTS, "exact_match")
 # what may be lost where the file does not say: points of 100, token_kl in nats
 TOLERANCES = {
     "agreement_rouge_l": 10.0,
@@ -36,7 +37,11 @@ class AdaptConfig(Section):
 
     rows: int = Field(2000, ge=3, description="input rows answered at full depth, held-out ones included")
     held_out: int = Field(200, ge=2, description="of these, rows that are evaluated and not trained on")
-    output: str | None = Field(None, description="local folder; default output.path with -adapt behind it")
+    output: str | None = Field(
+        None,
+        description="local folder; default output.path with -adapt behind it; on a cluster it must be given, and lie "
+        "on a file system that all nodes share",
+    )
     speedups: list[float] = Field([1, 2, 3, 4, 5], min_length=1, description="nominal, each trained and evaluated")
     metric: Metric | None = Field(
         None,
@@ -62,7 +67,7 @@ class AdaptConfig(Section):
         default_factory=dict,
         description="keys of tune's training; default 3 epochs, 16 rows a step, learning rate 1e-4, 20 warm-up steps",
     )
-    runs: int = Field(2, ge=1, description="times each speed is timed; the median counts")
+    runs: int = Field(2, ge=1, description="times each speed of the tuned checkpoint is timed; the median counts")
 
     @model_validator(mode="after")
     def _fits_together(self) -> AdaptConfig:

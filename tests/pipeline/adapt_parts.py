@@ -1,0 +1,150 @@
+"""What tests of `skipdecode adapt` share: inputs, a job, and stand-ins for the pipeline, tune and evaluate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from pipeline import adapt as adaptation
+from pipeline import adapt_configs as configs
+from pipeline.cli import app
+from pipeline.config import JobConfig
+from pipeline.config_file import dump_values
+from pipeline.lease import Interrupted
+
+ROWS = 30
+END = 2  # of the tiny checkpoint
+WORDS = ["alpha", "bravo", "charlie", "delta"]
+
+
+def write_inputs(folder: Path) -> Path:
+    """Three files, 30 rows, in row groups of 4; row 7 has no prompt, row 11 two references, row 12 none."""
+    folder.mkdir()
+    prompts: list[str | None] = [f"{WORDS[row % 4]} {row}" for row in range(ROWS)]
+    prompts[7] = None
+    references = [[f"answer {row}"] * (1 + (row == 11)) for row in range(ROWS)]
+    references[12] = []
+    for number, (first, end) in enumerate(((0, 13), (13, 14), (14, ROWS))):
+        table = pa.table(
+            {
+                "key": pa.array(range(first, end), pa.int16()),
+                "q": prompts[first:end],
+                "right": references[first:end],
+                "unused": ["x"] * (end - first),
+            }
+        )
+        pq.write_table(table, folder / f"in-{number}.parquet", row_group_size=4)
+    return folder
+
+
+def values(inputs: Path | str, answers: Path, checkpoint: Path, **adapt: Any) -> dict[str, Any]:
+    return {
+        "input": {"path": str(inputs), "id": "key", "template": "say {{ q }}"},
+        "output": {"path": str(answers), "keep": ["key"]},
+        "model": {"path": str(checkpoint), "dtype": "float32"},
+        "schedule": {"speedup": 2, "horizon": 6},
+        "sampling": {"max_new_tokens": 8, "stop": ["1e5"]},
+        "adapt": {"rows": 20, "held_out": 6, "speedups": [1, 2, 3], **adapt},
+    }
+
+
+class Fakes:
+    """Stands in for the pipeline, tune and evaluate. Row r of the sample: r % 5 tokens of answer, of every fourth
+    one cut off; `fail` names a stage that is interrupted."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.folder, self.calls, self.fail, self.empty = folder, [], "", False
+        self.error: Exception | None = None
+        self.losses: dict[float, float] = {1.0: 0.0, 2.0: 3.0, 3.0: 8.0}
+        patch.setattr(adaptation.jobs, "run", self.run)
+        patch.setattr(adaptation, "_tune", self.tune)
+        patch.setattr(adaptation, "_evaluate", self.evaluate)
+
+    calls: list[str]
+
+    def note(self, stage: str) -> None:
+        self.calls.append(stage)
+        if stage == self.fail:
+            raise Interrupted("SIGTERM")
+
+    def run(self, config: JobConfig, *, verbose: bool) -> Any:
+        self.note("answers")
+        self.job = config
+        sample = pq.read_table(config.input.path[0])
+        rows = []
+        for row, prompt in enumerate(sample["q"].to_pylist()):
+            tokens = [] if self.empty else [5 + row] * (row % 5)
+            rows.append(
+                {
+                    "id": f"sample.parquet:{row}",
+                    "sample_index": 0,
+                    "generated_text": "x" * len(tokens),
+                    "token_ids": tokens if row % 4 == 3 else [*tokens, END],
+                    "error": "prompt is null" if prompt is None else None,
+                }
+            )
+        schema = pa.schema(
+            [
+                ("id", pa.string()),
+                ("sample_index", pa.int32()),
+                ("generated_text", pa.string()),
+                ("token_ids", pa.list_(pa.int32())),
+                ("error", pa.string()),
+            ]
+        )
+        out = Path(config.output.path)
+        out.mkdir(exist_ok=True)
+        for part, first in enumerate(range(0, len(rows), 7)):
+            pq.write_table(pa.Table.from_pylist(rows[first : first + 7], schema), out / f"part-{part:06d}.parquet")
+        batching = SimpleNamespace(planned=0.0, threads=3, cache_bytes=2**20)
+        return SimpleNamespace(manifest=SimpleNamespace(batching=batching))
+
+    def tune(self, task: Any, longest: int) -> dict[str, Any]:
+        self.note("tune")
+        self.longest = longest
+        if self.error is not None:
+            raise self.error
+        configs.tune_config(task.config, task.shape, str(task.located.source), longest, task.folder, task.source)
+        (task.folder / "checkpoint").mkdir(exist_ok=True)
+        (task.folder / "checkpoint" / "tune.json").write_text("{}")
+        return {}
+
+    def evaluate(self, task: Any, *, tuned: bool, actors: dict[str, int]) -> dict[str, Any]:
+        self.note("after" if tuned else "before")
+        self.actors = actors
+        lines = [self.line(None, 0.0, 0.1)] if tuned else []
+        for nominal, loss in self.losses.items():
+            lines.append(self.line(nominal, loss + 40 * (not tuned), 0.1 / nominal))
+        return {"lines": lines}
+
+    @staticmethod
+    def line(nominal: float | None, loss: float, seconds: float) -> dict[str, Any]:
+        scores = {
+            name: {"value": 100 - loss, "loss": loss, "loss_high": loss + 1}
+            for name in ("agreement_rouge_l", "agreement_exact", "exact_match")
+        }
+        return {"nominal": nominal, "layer_ratio": nominal, "seconds": seconds, "scores": scores}
+
+
+Run = Callable[..., Result]
+
+
+def command_over(folder: Path, checkpoint: Path) -> Run:
+    """The command over inputs in `folder`, with options, and keys of `adapt` and of the job."""
+    inputs = write_inputs(folder / "in")
+
+    def run(*options: str, job: dict[str, Any] | None = None, **adapt: Any) -> Result:
+        file = folder / "job.yaml"
+        given = {**values(inputs, folder / "out", checkpoint, **adapt), **(job or {})}
+        file.write_text(dump_values(given))
+        return CliRunner().invoke(app, ["adapt", str(file), *options])
+
+    return run

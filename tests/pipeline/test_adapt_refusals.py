@@ -1,0 +1,181 @@
+"""What `skipdecode adapt` refuses, in one line each, and when."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from adapt_parts import ROWS, Fakes, Run, command_over
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
+    return Fakes(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def command(tmp_path: Path, checkpoint: Path) -> Run:
+    return command_over(tmp_path, checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("adapt", "job", "named"),
+    [
+        ({"seed": 1}, {}, "adapt.seed"),
+        ({"rows": 19}, {}, "adapt.rows"),
+        ({"training": {"epochs": 1.0}}, {}, "adapt.training.epochs"),
+        ({"speedups": [1, 2]}, {}, "adapt.speedups"),
+        ({"runs": 1}, {}, "adapt.runs"),
+        ({}, {"output": {"path": "OUT", "strip": False}}, "output.strip"),
+        ({}, {"shared_prefix": False}, "shared_prefix"),
+        ({}, {"shard_rows": 3, "shard_bytes": 99}, "shard_bytes, shard_rows"),
+        ({}, {"actors": {"max_batch": 3, "threads": 1}}, "actors.max_batch, actors.threads"),
+        ({}, {"actors": {"cache_bytes": 9}}, "actors.cache_bytes"),
+        ({}, {"sampling": {"max_new_tokens": 9}}, "sampling.max_new_tokens, sampling.stop"),
+        ({}, {"schedule": {"decay": "cosine"}}, "schedule.decay"),
+    ],
+)
+def test_other_settings_are_refused_by_name(
+    tmp_path: Path, fakes: Fakes, command: Run, adapt: dict[str, Any], job: dict[str, Any], named: str
+) -> None:
+    assert command().exit_code == 0
+    if "output" in job:
+        job = {"output": {**job["output"], "path": str(tmp_path / "out")}}
+    result = command(job=job, **adapt)
+    assert result.exit_code == 2
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1 and f"differs in {named}; remove the folder, or choose another adapt.output" in lines[0]
+
+
+def test_options_of_a_stage_not_done_may_still_change(fakes: Fakes, command: Run) -> None:
+    fakes.fail = "tune"
+    assert command().exit_code == 4
+    fakes.fail = ""
+    assert command(training={"epochs": 1.0}).exit_code == 0
+    assert fakes.calls == ["answers", "tune", "tune", "before", "after"]
+
+
+def test_input_that_has_grown_is_told_and_not_sampled(
+    tmp_path: Path, fakes: Fakes, command: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert command().exit_code == 0 and not caplog.messages
+    sample = (tmp_path / "out-adapt" / "sample.parquet").read_bytes()
+    pq.write_table(pa.table({"key": pa.array([99], pa.int16()), "q": ["more"]}), tmp_path / "in" / "more.parquet")
+    result = command("--json", tolerance=4.0)
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["counts"]["job"] == ROWS + 1
+    assert [one.partition(": ")[2] for one in caplog.messages] == [
+        "not as when the sample was drawn; what is new is not sampled"
+    ]
+    assert (tmp_path / "out-adapt" / "sample.parquet").read_bytes() == sample
+    assert fakes.calls == ["answers", "tune", "before", "after"]
+
+
+@pytest.mark.parametrize(
+    ("adapt", "job", "said"),
+    [
+        ({"rows": 6}, {}, "adapt: rows = 6 leaves none to train on beside held_out = 6"),
+        ({"rows": 99, "held_out": 30}, {}, "30 rows leave none to train on beside adapt.held_out = 30"),
+        ({"references": "wrong"}, {}, "no column 'wrong'; it has key, q, right, unused"),
+        ({"metric": "bleu"}, {}, "adapt: metric: bleu needs references"),
+        ({"output": "s3://bucket/x"}, {}, "adapt.output: s3://bucket/x is not local"),
+        ({}, {"output": {"path": "s3://bucket/x"}}, "adapt.output: s3://bucket/x-adapt is not local"),
+        ({"speedups": [1]}, {}, "speedups must be 1 or above, and one of them above 1"),
+        ({"speedup": [1]}, {}, "unknown key adapt.speedup; did you mean speedups?"),
+        ({"training": {"epoch": 1.0}}, {}, "adapt: unknown key training.epoch; did you mean epochs?"),
+        ({"training": {"early_stopping": 2}}, {}, "training.early_stopping would choose by the held-out rows"),
+        ({"lora": {"rank": 2}}, {}, "adapt: lora.targets is missing"),
+        ({"lora": {"merge": False, "targets": ["q_proj"]}}, {}, "lora.merge: the job needs a whole checkpoint"),
+        ({"loss": {"distillation": 0.0}}, {}, "there is nothing to learn from"),
+        ({}, {"schedule": {"decay": "power", "power": 3.0}}, "schedule.power: adapt trains for 2.0 alone"),
+        ({"references": "key"}, {}, "adapt.references: column 'key' is int16; it must be string, or a list"),
+        (
+            {"metric": "rouge_l", "references": "right"},
+            {"choices": ["yes", "no"], "sampling": {}},
+            "adapt.metric: rouge_l is not for labels; with choices take exact_match",
+        ),
+        ({}, {"model": {"path": "/none"}}, "/none: no such checkpoint folder"),
+    ],
+)
+def test_what_is_wrong_is_one_line_before_a_model_is_loaded(
+    tmp_path: Path, fakes: Fakes, command: Run, adapt: dict[str, Any], job: dict[str, Any], said: str
+) -> None:
+    result = command(job=job, **adapt)
+    assert result.exit_code == 2, result.output
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1 and said in lines[0], result.stderr
+    assert lines[0].count("job.yaml: ") == 1
+    assert fakes.calls == [] and not (tmp_path / "out-adapt").exists()
+
+
+def test_the_folder_must_not_lie_in_the_input(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+    result = command(output=str(tmp_path / "in" / "adapt"))
+    assert result.exit_code == 2
+    assert "adapt.output: " in result.stderr and "lies in the input folder" in result.stderr
+
+
+def test_too_few_rows_left_is_told_before_training(fakes: Fakes, command: Run) -> None:
+    fakes.empty = True
+    result = command()
+    assert (result.exit_code, fakes.calls) == (2, ["answers"])
+    assert "out-adapt: 0 rows left to evaluate: of 20 answered at full depth" in result.stderr
+
+
+@pytest.mark.parametrize("place", ["out", "out/adapt", ".", "checkpoint", "checkpoint/adapt"])
+def test_the_folder_must_not_share_with_output_or_checkpoint(
+    tmp_path: Path, checkpoint: Path, fakes: Fakes, command: Run, place: str
+) -> None:
+    shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    inputs = tmp_path.parent / f"{tmp_path.name}-in"
+    (tmp_path / "in").rename(inputs)
+    model = {"path": str(tmp_path / "checkpoint"), "dtype": "float32"}
+    job = {"input": {"path": str(inputs), "prompt": "q"}, "model": model}
+    result = command(job=job, output=str(tmp_path / place))
+    lines = result.stderr.strip().splitlines()
+    assert (result.exit_code, len(lines), fakes.calls) == (2, 1, [])
+    assert "lie in each other; choose another folder" in lines[0]
+
+
+def test_on_a_cluster_the_folder_must_be_named(
+    tmp_path: Path, fakes: Fakes, command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    result = command()
+    lines = result.stderr.strip().splitlines()
+    assert (result.exit_code, len(lines), fakes.calls) == (2, 1, [])
+    assert "adapt.output: the cluster's nodes must all read and write" in lines[0]
+    assert command(output=str(tmp_path / "shared")).exit_code == 0
+    assert Path(fakes.job.input.path[0]).is_absolute() and Path(fakes.job.output.path).is_absolute()
+
+
+def test_references_of_one_word_are_labels_and_that_is_told_before_training(fakes: Fakes, command: Run) -> None:
+    result = command(references="unused", metric="bleu")
+    assert (result.exit_code, fakes.calls) == (2, ["answers"])
+    assert "adapt.metric: bleu is not for labels, and every reference of the " in result.stderr
+    assert command(references="unused", metric="exact_match", tolerance=20).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ImportError("no", name="peft"), 2, "peft is not installed: pip install -c constraints.txt -e '.[tune,eval]'"),
+        (RuntimeError("a worker\nended"), 1, "failed: ended; the same command goes on from the last stage"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. And\nmore."),
+            1,
+            "failed: CUDA out of memory; lower adapt.training.batch_size or actors.max_batch; the same command goes on",
+        ),
+    ],
+)
+def test_what_a_stage_lacks_is_one_line(fakes: Fakes, command: Run, error: Exception, code: int, said: str) -> None:
+    fakes.error = error
+    result = command()
+    lines = result.stderr.strip().splitlines()
+    assert (result.exit_code, len(lines)) == (code, 1)
+    assert said in lines[0]
