@@ -25,7 +25,7 @@ bench: .venv/installed-dev
 	.venv/bin/python tests/benchmarks/training_step.py
 
 # The README's tables, from nothing but the data sets beside the repository; each trains for half an hour to two hours.
-evidence-e2e: work/evidence/full-depth/tune.json
+evidence-e2e: work/evidence/full-depth-2/tune.json
 	.venv/bin/skipdecode evaluate configs/demo/evaluate-test.yaml
 	.venv/bin/skipdecode evaluate configs/evidence/evaluate-e2e.yaml
 
@@ -46,6 +46,8 @@ work/demo-full-depth/tune.json: | .venv/installed-dev
 	.venv/bin/skipdecode tune configs/demo/tune-1-full-depth.yaml
 
 work/evidence/full-depth/tune.json work/evidence/compare/tune.json: work/demo-full-depth/tune.json
+
+work/evidence/full-depth-2/tune.json: work/evidence/full-depth/tune.json
 
 work/evidence/half/tune.json: work/evidence/halves/pairs.parquet
 
