@@ -11,7 +11,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import ray
 
 from actors.engine.loading import load_tokenizer
 from actors.engine.types import SamplingParams
@@ -156,13 +155,17 @@ def test_what_would_spoil_every_row_is_refused(checkpoint: Path, chat_checkpoint
     assert said == "input: the chat template refuses system or examples: TemplateError: no system role"
 
 
-def test_a_job_without_a_chat_template_ends_before_ray(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_job_without_a_chat_template_ends_before_ray(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr("pipeline.job._ray", started.append)
     pq.write_table(pa.table({"m": [USER]}), tmp_path / "a.parquet")
     values = {"model": {"path": str(checkpoint)}, "output": {"path": str(tmp_path / "out")}}
     config = JobConfig.model_validate({"input": {"path": str(tmp_path / "a.parquet"), "messages": "m"}, **values})
     with pytest.raises(ValueError, match="the tokenizer has no chat template"):
         run(config)
-    assert not ray.is_initialized() and not (tmp_path / "out").exists()
+    assert not started and not (tmp_path / "out").exists()
 
 
 def test_everything_a_job_says_reaches_the_rows_of_another_process(chat_checkpoint: Path) -> None:
