@@ -13,7 +13,7 @@ from torch import nn
 from actors.engine.decoder import Decoder
 from actors.engine.schedule import Schedule
 from pipeline.training import response_logits
-from pipeline.training_data import IGNORED, Batch, collate
+from pipeline.training_data import IGNORED, Batch
 
 log = logging.getLogger(__name__)
 Row = tuple[Sequence[int], Sequence[int]]  # token ids of prompt and response
@@ -60,14 +60,9 @@ def _batches(decoder: Decoder, rows: Sequence[Row]) -> list[Batch]:
     if not pairs:
         raise ValueError("no row with a prompt and a response to learn a keep order from")
     pairs.sort(key=lambda pair: len(pair["input_ids"]))
-    batches = []
-    for start in range(0, len(pairs), ROWS_PER_PASS):
-        fields = collate(pairs[start : start + ROWS_PER_PASS])
-        moved: dict[str, Any] = {
-            key: value.to(decoder.device) if torch.is_tensor(value) else value for key, value in fields.items()
-        }
-        batches.append(Batch(**moved))
-    return batches
+    return [
+        Batch.of(pairs[start : start + ROWS_PER_PASS], decoder.device) for start in range(0, len(pairs), ROWS_PER_PASS)
+    ]
 
 
 @torch.no_grad()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from actors.engine.decoder import Decoder
 from actors.engine.schedule import Schedule
 from pipeline.metrics import Array
 from pipeline.training import response_logits
-from pipeline.training_data import IGNORED, Batch, collate
+from pipeline.training_data import IGNORED, Batch
 
 LOGITS_AT_ONCE = 2**25  # numbers of one batch's logits, and of its attention mask; 128 MiB in fp32
 
@@ -89,7 +88,4 @@ def _batches(pairs: Sequence[Pair], max_rows: int, vocab_size: int) -> Iterator[
 
 def _batch(pairs: Sequence[Pair], device: torch.device) -> Batch:
     given = [{"input_ids": [*prompt, *response], "prompt_tokens": len(prompt)} for prompt, response in pairs]
-    fields: dict[str, Any] = {
-        name: value.to(device) if isinstance(value, Tensor) else value for name, value in collate(given).items()
-    }
-    return Batch(**fields)
+    return Batch.of(given, device)

@@ -43,6 +43,13 @@ class Batch:
     labels: Tensor
     prompt_columns: int
 
+    @classmethod
+    def of(cls, pairs: Sequence[Mapping[str, Any]], device: torch.device) -> Batch:
+        """The padded batch of some pairs, see `collate`, on a device."""
+        values: dict[str, Any] = collate(pairs)
+        moved: dict[str, Any] = {key: one.to(device) if isinstance(one, Tensor) else one for key, one in values.items()}
+        return cls(**moved)
+
 
 def collate(pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Pairs of `input_ids` (prompt then response) and `prompt_tokens` -> the fields of one padded `Batch`."""

@@ -25,7 +25,7 @@ from actors.engine.decoder import Decoder
 from actors.engine.loading import inspect
 from pipeline.config_tuning import LossConfig
 from pipeline.training import response_logits, summed_loss
-from pipeline.training_data import Batch, collate
+from pipeline.training_data import Batch
 
 ROOT = Path(__file__).parents[2]
 SPEEDS = (1.0, 2.0, 3.0, 4.0, 5.0)
@@ -38,8 +38,7 @@ def batch_of(pairs: int, prompt: int, response: int, vocabulary: int, device: to
     for _ in range(pairs):
         lengths = [rng.randint(length * 9 // 10, length) for length in (prompt, response)]
         rows.append({"input_ids": rng.choices(range(4, vocabulary), k=sum(lengths)), "prompt_tokens": lengths[0]})
-    values: dict[str, Any] = collate(rows)
-    return Batch(**{key: one.to(device) if isinstance(one, torch.Tensor) else one for key, one in values.items()})
+    return Batch.of(rows, device)
 
 
 def main() -> None:
