@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from pipeline import tune_state
 from pipeline.config_tuning import TuneConfig
 
 
@@ -47,7 +48,7 @@ def train_in_workers(config: TuneConfig) -> None:
             ),
             run_config=RunConfig(
                 name="ray",
-                storage_path=str(Path(resolved.output) / "_training"),
+                storage_path=str(tune_state.folder(resolved)),
                 failure_config=FailureConfig(max_failures=3),
             ),
         ).fit()
