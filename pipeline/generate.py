@@ -103,14 +103,17 @@ class ShardGenerator:
     """Callable class for Ray Data: answers whole shards with one Generator.
 
     generator: its constructor's arguments, the checkpoint as `fetch` takes it. prefix: token ids with which the
-    job's prompts begin.
+    job's prompts begin. tally: a `Tally` actor that is asked before each shard; without one all are answered.
     """
 
-    def __init__(self, generator: Mapping[str, Any], part: PartSpec, prefix: Sequence[int] = ()) -> None:
+    def __init__(
+        self, generator: Mapping[str, Any], part: PartSpec, prefix: Sequence[int] = (), tally: Any = None
+    ) -> None:
         logging.getLogger("transformers").setLevel(logging.ERROR)
         self.generator = Generator(**{**generator, "checkpoint": str(fetch(generator["checkpoint"]))})
         self.part = part
         self.prefix = prefix
+        self.tally = tally
         tags = ("fingerprint",)
         self.counters = {
             name: Counter(f"skipdecode_{name}", description=text, tag_keys=tags)
@@ -124,20 +127,23 @@ class ShardGenerator:
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Shards with columns shard, url, first_row, rows, prepare_seconds -> shard, part, stats."""
-        parts, stats = [], []
-        for place in range(len(batch["shard"])):
+        shards, parts, stats = [], [], []
+        for place, shard in enumerate(batch["shard"].tolist()):
+            if self.tally is not None and not ray.get(self.tally.begin.remote(shard)):
+                continue
             part, one = self._shard(
-                int(batch["shard"][place]),
+                shard,
                 str(batch["url"][place]),
                 int(batch["first_row"][place]),
                 from_ipc(batch["rows"][place]),
                 float(batch["prepare_seconds"][place]),
             )
+            shards.append(shard)
             parts.append(part)
             stats.append(json.dumps(asdict(one)))
         column = np.empty(len(parts), dtype=object)
         column[:] = parts
-        return {"shard": np.asarray(batch["shard"]), "part": column, "stats": np.array(stats, dtype=object)}
+        return {"shard": np.array(shards, dtype=np.int64), "part": column, "stats": np.array(stats, dtype=object)}
 
     def _shard(
         self, shard: int, url: str, first_row: int, rows: pa.Table, prepare_seconds: float

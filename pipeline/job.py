@@ -33,13 +33,14 @@ from pipeline.ledger import holds_ledger
 from pipeline.manifest import Manifest
 from pipeline.memory import tell_memory
 from pipeline.prepare import check_spec, prepare, prompt_spec
-from pipeline.progress import Progress, Tally
+from pipeline.progress import Progress
 from pipeline.report import Outcome, complete, finish, seal
 from pipeline.scheduled import Job, Scheduled, run_scheduled
 from pipeline.sink import PART, CommitSink, clear, clear_temporaries, committed
 from pipeline.source import Files, Shard, ShardSource, list_files
 from pipeline.stats import Totals
 from pipeline.storage import Folder, open_folder, probe_create
+from pipeline.tally import Tally
 
 log = logging.getLogger(__name__)
 STAGE_CPUS = 0.5  # a slot of the read, prepare and write tasks beside the actors; each new worker costs imports
@@ -205,7 +206,7 @@ def _flow(config: JobConfig, located: Located, schedule: Schedule, manifest: Man
     }
     tally = ray.remote(num_cpus=0)(Tally).remote()
     source = ShardSource(left, manifest.files, manifest.schema, config.storage, READ_TASK_ROWS, READ_TASK_BYTES)
-    sink = CommitSink(config.output.path, config.storage, left, manifest.fingerprint, tally)
+    sink = CommitSink(config.output.path, config.storage, manifest.fingerprint, tally)
     shards = ray.data.read_datasource(source, num_cpus=STAGE_CPUS).repartition(target_num_rows_per_block=1)
     prepared = shards.map_batches(
         prepare, fn_kwargs={"spec": prompt}, batch_size=1, batch_format="numpy", num_cpus=STAGE_CPUS
@@ -215,7 +216,7 @@ def _flow(config: JobConfig, located: Located, schedule: Schedule, manifest: Man
         warnings.simplefilter("ignore", ray.util.annotations.RayDeprecationWarning)
         answered = prepared.map_batches(
             ShardGenerator,
-            fn_constructor_kwargs={"generator": generator, "part": part, "prefix": batching.prefix},
+            fn_constructor_kwargs={"generator": generator, "part": part, "prefix": batching.prefix, "tally": tally},
             compute=_pool(actors),
             batch_size=1,
             batch_format="numpy",

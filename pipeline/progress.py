@@ -19,22 +19,6 @@ PLAIN_SECONDS = 10.0
 LIVE_SECONDS = 0.5
 
 
-class Tally:
-    """A Ray actor: counts of the shards committed in this run. The sink adds, the driver reads."""
-
-    def __init__(self) -> None:
-        self.counts = (0, 0, 0, 0)
-
-    def add(self, rows: int, errors: int, tokens: int) -> None:
-        """One more shard is committed."""
-        shards, all_rows, all_errors, all_tokens = self.counts
-        self.counts = (shards + 1, all_rows + rows, all_errors + errors, all_tokens + tokens)
-
-    def read(self) -> tuple[int, int, int, int]:
-        """Shards, rows, errors and generated tokens so far."""
-        return self.counts
-
-
 def progress_line(
     counts: tuple[int, int, int, int], seconds: float, shards: int, rows: int, done_shards: int, done_rows: int
 ) -> str:

@@ -138,21 +138,19 @@ def _stats_of_part(folder: Folder, shard: Shard, data: bytes, fingerprint: str) 
 
 
 class CommitSink(Datasink[None]):
-    """Ray Data sink: commits each shard of each block. `progress` is an actor that is told of each one."""
+    """Ray Data sink: commits each shard of each block. tally: a `Tally` actor that is told of each one."""
 
-    def __init__(
-        self, url: str, storage: StorageConfig, shards: Iterable[Shard], fingerprint: str, progress: Any
-    ) -> None:
+    def __init__(self, url: str, storage: StorageConfig, fingerprint: str, tally: Any) -> None:
         self.url = url
         self.storage = storage
-        self.shards = {shard.index: shard for shard in shards}
         self.fingerprint = fingerprint
-        self.progress = progress
+        self.tally = tally
 
     def write(self, blocks: Iterable[Block], ctx: Any) -> None:
         folder = open_folder(self.url, self.storage)
         for block in blocks:
             for row in BlockAccessor.for_block(block).to_arrow().to_pylist():
                 stats = ShardStats.from_record(json.loads(row["stats"]))
-                if commit(folder, self.shards[row["shard"]], row["part"], stats, self.fingerprint):
-                    self.progress.add.remote(stats.rows, stats.errors, stats.generated_tokens)
+                shard = Shard(stats.shard, "", 0, stats.rows)  # where it came from is not asked here
+                first = commit(folder, shard, row["part"], stats, self.fingerprint)
+                self.tally.ended.remote(stats.shard, first, stats.rows, stats.errors, stats.generated_tokens)

@@ -226,17 +226,17 @@ def test_what_killed_processes_left_is_removed(local: Folder) -> None:
 
 
 class Told:
-    """Stands for the progress actor."""
+    """Stands for the tally actor."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[int, int, int]] = []
+        self.told: list[tuple[int, bool, int, int, int]] = []
 
     @property
-    def add(self) -> Told:
+    def ended(self) -> Told:
         return self
 
-    def remote(self, rows: int, errors: int, tokens: int) -> None:
-        self.told.append((rows, errors, tokens))
+    def remote(self, shard: int, first: bool, rows: int, errors: int, tokens: int) -> None:
+        self.told.append((shard, first, rows, errors, tokens))
 
 
 def blocks(shards: list[Shard]) -> Iterator[pa.Table]:
@@ -247,13 +247,14 @@ def blocks(shards: list[Shard]) -> Iterator[pa.Table]:
 
 def test_the_sink_commits_each_shard_and_tells_of_it_once(local: Folder) -> None:
     told = Told()
-    sink = CommitSink(local.url, StorageConfig(), SHARDS, FINGERPRINT, told)
+    sink = CommitSink(local.url, StorageConfig(), FINGERPRINT, told)
     sink.write([pa.concat_tables(blocks(SHARDS[:2]))], None)
     sink.write(blocks(SHARDS[1:]), None)
     assert committed(local, SHARDS, FINGERPRINT) == {0, 1, 2}
-    assert told.told == [
-        (stats.rows, stats.errors, stats.generated_tokens) for stats in [part_stats(shard) for shard in SHARDS]
-    ]
+    assert [(shard, first) for shard, first, *_ in told.told] == [(0, True), (1, True), (1, False), (2, True)]
+    for shard, _, *counts in told.told:
+        stats = part_stats(SHARDS[shard])
+        assert counts == [stats.rows, stats.errors, stats.generated_tokens]
 
 
 def read(data: bytes) -> pa.Table:

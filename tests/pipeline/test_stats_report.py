@@ -21,12 +21,13 @@ from pipeline.config import StorageConfig
 from pipeline.generate import ShardGenerator
 from pipeline.manifest import Batching, Manifest
 from pipeline.prepare import CHOICES, ERROR, PROMPT_IDS, SAMPLING
-from pipeline.progress import Tally, progress_line
+from pipeline.progress import progress_line
 from pipeline.report import STATS, SUCCESS, SUMMARY, RowsMissing, finish, first_rows, print_report, write_report
 from pipeline.sink import commit, part_name, read_records, record_name
 from pipeline.source import Shard, to_ipc
 from pipeline.stats import ShardStats, add_up, duplicate_ids, to_table
 from pipeline.storage import Folder, open_folder
+from pipeline.tally import Tally
 
 SHARDS = [Shard(0, "in/a.parquet", 0, 4), Shard(1, "in/a.parquet", 4, 5), Shard(2, "in/b.parquet", 0, 1)]
 MANIFEST = Manifest(
@@ -278,6 +279,10 @@ def test_a_line_of_progress_before_the_first_shard_and_after_the_last() -> None:
 def test_the_tally_adds() -> None:
     tally = Tally()
     assert tally.read() == (0, 0, 0, 0)
-    tally.add(10, 1, 100)
-    tally.add(5, 0, 50)
+    assert tally.begin(0) and tally.begin(1) and tally.begin(2)
+    tally.ended(0, True, 10, 1, 100)
+    tally.ended(1, True, 5, 0, 50)
+    tally.ended(1, False, 5, 0, 50)  # a second attempt adds nothing
     assert tally.read() == (2, 15, 1, 150)
+    assert tally.stop() == {2}
+    assert not tally.begin(3) and tally.stop() == {2}

@@ -1,0 +1,37 @@
+"""What the processes of one run tell each other: an actor on the driver's node. Imports no ray."""
+
+from __future__ import annotations
+
+
+class Tally:
+    """A Ray actor: shards at work and shards committed in this run.
+
+    The generate stage begins a shard, the sink ends it, the driver reads and may stop the run.
+    """
+
+    def __init__(self) -> None:
+        self.counts = (0, 0, 0, 0)
+        self.at_work: set[int] = set()
+        self.stopped = False
+
+    def begin(self, shard: int) -> bool:
+        """An actor is about to answer this shard; False if it should not, because the run is being stopped."""
+        if not self.stopped:
+            self.at_work.add(shard)
+        return not self.stopped
+
+    def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int) -> None:
+        """A shard is committed; first: by this attempt, whose numbers these are."""
+        self.at_work.discard(shard)
+        if first:
+            shards, all_rows, all_errors, all_tokens = self.counts
+            self.counts = (shards + 1, all_rows + rows, all_errors + errors, all_tokens + tokens)
+
+    def stop(self) -> set[int]:
+        """No shard is begun from now on; returns those that are at work."""
+        self.stopped = True
+        return self.at_work
+
+    def read(self) -> tuple[int, int, int, int]:
+        """Shards, rows, errors and generated tokens so far."""
+        return self.counts
