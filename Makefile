@@ -9,7 +9,7 @@ demo: .venv/installed
 	@.venv/bin/skipdecode run configs/demo.yaml --show 5
 
 test: .venv/installed-dev
-	.venv/bin/python -m pytest --cov --durations=10
+	.venv/bin/python -m pytest -n 2 --dist loadgroup --cov --durations=10
 
 test-slow: .venv/installed-dev
 	.venv/bin/python -m pytest -m slow

@@ -19,6 +19,7 @@ from ray._private.runtime_env.packaging import create_package
 
 from pipeline.config import JobConfig
 
+pytestmark = pytest.mark.ray
 HEAD_CPUS = 3
 PROGRESS = re.compile(r"\d+/\d+ shards  [\d,]+/[\d,]+ rows  [\d,.]+ rows/s  [\d,]+ tokens/s")
 

@@ -20,7 +20,10 @@ E2E = ROOT.parent / "shared" / "data" / "e2e"
 CHECKPOINT = ROOT / "configs" / "demo" / "checkpoint"
 ROWS = 547 + 504
 
-pytestmark = pytest.mark.skipif(not E2E.is_dir(), reason=f"the E2E data set is not at {E2E}")
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(not E2E.is_dir(), reason=f"the E2E data set is not at {E2E}"),
+]
 
 
 def job(output: Path | str, **changes: Any) -> JobConfig:

@@ -25,6 +25,7 @@ from pipeline.generate import ANSWER_FIELDS
 from pipeline.job import check_placement
 from pipeline.storage import open_folder
 
+pytestmark = pytest.mark.ray
 WORDS = ["alpha", "bravo", "charlie", "delta", "echo", "foxtrot", "golf", "hotel", "india", "juliet"]
 ROWS = 90
 TWO = {"cpu [0]", "cpu [1]"}
