@@ -24,6 +24,7 @@ from pipeline.parallel import in_parallel
 
 log = logging.getLogger(__name__)
 CONFLICT_TRIES = 5
+BULK = 1000  # objects that S3 removes in one call
 STORE_ERRORS = (OSError, BotoCoreError)  # what a disk or an object store may raise; s3fs makes most of it OSErrors
 
 
@@ -52,7 +53,7 @@ class Folder(Protocol):
         ...
 
     def remove_all(self, names: Sequence[str]) -> None:
-        """Remove files, in few requests; those that are not there are passed over."""
+        """Remove files, many in one call where the store can; nothing happens for those that are not there."""
         ...
 
     def exists(self, name: str) -> bool:
@@ -186,7 +187,7 @@ class ObjectFolder:
     path: str
 
     def read(self, name: str) -> bytes:
-        data: bytes = self.fs.cat_file(f"{self.path}/{name}")
+        data: bytes = self.fs.cat_file(f"{self.path}/{name}", max_concurrency=1)  # more ask for the size first
         return data
 
     def create(self, name: str, data: bytes) -> bool:
@@ -215,13 +216,13 @@ class ObjectFolder:
             self.fs.rm_file(f"{self.path}/{name}")
 
     def remove_all(self, names: Sequence[str]) -> None:
-        bucket, _, key = self.path.partition("/")
-        prefix = f"{key}/" if key else ""
-        for first in range(0, len(names), 1000):  # the most that one request may name
-            keys = [{"Key": prefix + name} for name in names[first : first + 1000]]
-            answer = self.fs.call_s3("delete_objects", Bucket=bucket, Delete={"Objects": keys, "Quiet": True})
+        bucket, _, prefix = self.path.partition("/")
+        keys = [f"{prefix}/{name}".removeprefix("/") for name in names]
+        for first in range(0, len(keys), BULK):
+            objects = [{"Key": key} for key in keys[first : first + BULK]]
+            answer = self.fs.call_s3("delete_objects", Bucket=bucket, Delete={"Objects": objects, "Quiet": True})
             for error in answer.get("Errors", []):
-                raise OSError(f"{bucket}/{error.get('Key')}: not removed: {error.get('Code')} {error.get('Message')}")
+                raise OSError(f"s3://{bucket}/{error['Key']}: cannot be removed: {error['Code']}")
 
     def exists(self, name: str) -> bool:
         return bool(self.fs.exists(f"{self.path}/{name}"))
