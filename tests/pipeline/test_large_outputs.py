@@ -91,7 +91,7 @@ def plan(inputs: Path, output: Path, checkpoint: Path, files: int, shards: int) 
     assert again.fingerprint == manifest.fingerprint and sum(map(len, tasks)) == shards
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / GIB
     seconds = time.monotonic() - began
-    print(f"\nplan of {shards:,} in {files:,} files: {planned_in:.1f} s; with reading it {seconds:.1f} s, {peak:.2f} GiB")
+    print(f"\nplan of {shards:,} shards: {planned_in:.1f} s; with reading it {seconds:.1f} s, {peak:.2f} GiB")
     assert planned_in < 60 and peak < 2
 
 
