@@ -110,6 +110,17 @@ def test_records_are_rolled_up_beside_the_job(folder: Folder, monkeypatch: pytes
     assert_whole(folder)
 
 
+def test_no_record_is_away_while_it_is_rolled_up(one_at_a_time: None) -> None:
+    root = MemoryFolder()
+    commit_all(root)
+    before = read_records(root, FINGERPRINT)
+    rolling = Stepped(lambda gate: roll_up(MemoryFolder(root.files, root.prefix, gate), FINGERPRINT, 1))
+    while not rolling.ended:
+        rolling.step(1)
+        assert read_records(root, FINGERPRINT).equals(before)
+    assert rolling.error is None and root.names(COMMITS) == []
+
+
 def test_a_part_that_is_gone_is_taken_out_of_its_segment(folder: Folder) -> None:
     commit_all(folder)
     roll_up(folder, FINGERPRINT, 1)
