@@ -77,11 +77,14 @@ def check_part(folder: Folder, shard: Shard, data: bytes, fingerprint: str) -> S
     try:
         parquet = pq.ParquetFile(io.BytesIO(data), page_checksum_verification=True)
         table = parquet.read()
+        if data[:4] != b"PAR1":  # which pyarrow does not look at and other readers do
+            raise ValueError("no Parquet magic at its beginning")
         metadata = parquet.schema_arrow.metadata or {}
         ours = metadata.get(b"skipdecode.fingerprint") == fingerprint.encode()
         stats = ShardStats.of_part(shard.index, table, int(metadata[b"skipdecode.num_layers"])) if ours else None
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{name}: damaged ({' '.join(str(error).split())}); delete it and run again") from None
+        said = "".join(one if one.isprintable() else "?" for one in " ".join(str(error).split()))
+        raise ValueError(f"{name}: damaged ({said}); delete it and run again") from None
     if stats is None:
         raise ValueError(f"{name}: written by another job; move it away, or start anew with --overwrite")
     if metadata.get(b"skipdecode.shard") != str(shard.index).encode() or stats.rows != shard.rows:
