@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -48,6 +49,12 @@ class Command:
             assert self.process.poll() is None, self.process.communicate()[1]
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+def assert_released(output: Path) -> None:
+    """The last run has given its lease back."""
+    (term,) = (output / "_job" / "lease").iterdir()
+    assert json.loads(term.read_text())["released"]
 
 
 def rays() -> set[int]:

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from click.testing import Result
+from command import assert_released
 from parts import part, part_stats
 from typer.testing import CliRunner
 
@@ -20,7 +21,8 @@ from pipeline import job as jobs
 from pipeline import ledger as ledgers
 from pipeline.cli import app
 from pipeline.config import JobConfig, StorageConfig
-from pipeline.lease import Interrupted, Lease
+from pipeline.interrupt import Interrupted
+from pipeline.lease import Lease
 from pipeline.sink import commit
 from pipeline.source import Shard
 from pipeline.storage import open_folder
@@ -156,7 +158,7 @@ def test_a_failed_run_is_finished_by_the_next_which_then_takes_what_is_new(inbox
         (2, False, 3, 3),
     ]
     assert inbox.states() == ["success", "success"] and len(inbox.answered()) == 9
-    assert not list(inbox.root.rglob("lease.json"))
+    assert_released(inbox.root)
 
 
 def test_a_job_that_changed_after_an_interrupt_gives_the_run_up(
