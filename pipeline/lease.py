@@ -84,7 +84,7 @@ class Lease:
     beat, watch: seconds between beats, and for which a counter that stands still is watched.
     """
 
-    def __init__(self, folder: Folder, *, beat: float = BEAT_SECONDS, watch: float = WATCH_SECONDS) -> None:
+    def __init__(self, folder: Folder, *, beat: float, watch: float) -> None:
         self.folder = folder
         self.beat = beat
         self.watch = watch
@@ -216,7 +216,7 @@ def leased(folder: Folder) -> Iterator[None]:
         lost = True
         interrupt_at_once()
 
-    lease = Lease(folder)
+    lease = Lease(folder, beat=BEAT_SECONDS, watch=WATCH_SECONDS)
     lease.acquire(on_lost)
     try:
         yield

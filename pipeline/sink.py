@@ -100,8 +100,9 @@ def clear(folder: Folder) -> None:
             folder.remove(name)
     for name in folder.names(COMMITS):
         folder.remove(f"{COMMITS}/{name}")
-    for name in folder.names("_job"):  # not those of the lease, which lie in a folder below
-        folder.remove(f"_job/{name}")
+    for name in folder.names("_job"):
+        if name != "lease.json":
+            folder.remove(f"_job/{name}")
 
 
 def clear_temporaries(folder: Folder) -> None:

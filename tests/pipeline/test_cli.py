@@ -111,7 +111,7 @@ def test_a_lease_that_is_held_is_exit_5(tmp_path: Path, job: dict[str, Any], mon
     from pipeline.storage import open_folder
 
     monkeypatch.setattr(lease, "BEAT_SECONDS", 0.1)
-    other = lease.Lease(open_folder(job["output"]["path"], StorageConfig()), beat=0.1)
+    other = lease.Lease(open_folder(job["output"]["path"], StorageConfig()), beat=0.1, watch=1)
     other.acquire(lambda: None)
     try:
         file = tmp_path / "job.yaml"

@@ -140,7 +140,7 @@ def test_a_signal_while_clearing_up_is_ignored() -> None:
 
 
 def test_a_lost_lease_is_given_no_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases.Lease.__init__, "__kwdefaults__", {"beat": 0.05, "watch": 1})
+    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.05)
     folder, work = open_folder(str(tmp_path), StorageConfig()), Work(2, 60)
     began = time.monotonic()
 
