@@ -23,11 +23,13 @@ def parts(output: Path) -> dict[str, bytes]:
 class Command:
     """`skipdecode run` of a job, as a user starts it, in a process group of its own."""
 
+    arguments: tuple[str, ...] = ("-m", "pipeline", "run")
+
     def __init__(self, folder: Path, job: JobConfig, *options: str) -> None:
         self.file = folder / "job.yaml"
         self.file.write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "pipeline", "run", str(self.file), *options],
+            [sys.executable, *self.arguments, str(self.file), *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
