@@ -231,7 +231,12 @@ def _flow(config: JobConfig, located: Located, schedule: Schedule, manifest: Man
         Progress(tally, len(manifest.shards), manifest.rows, shards_done, rows_done),
         graceful(config.grace_seconds, lambda: _ask(tally.stop), lambda: _ask(tally.left)) as grace,
     ):
-        answered.write_datasink(sink, ray_remote_args={"num_cpus": STAGE_CPUS})
+        try:
+            answered.write_datasink(sink, ray_remote_args={"num_cpus": STAGE_CPUS})
+        except ray.exceptions.RayError:
+            if grace.signal is None:
+                raise
+            raise Interrupted(grace.signal) from None  # whoever stops a whole group of processes stops Ray's too
     if grace.signal is not None:
         folder = open_folder(config.output.path, config.storage)
         if len(committed(folder, manifest.shards, manifest.fingerprint)) < len(manifest.shards):
@@ -241,7 +246,7 @@ def _flow(config: JobConfig, located: Located, schedule: Schedule, manifest: Man
 def _ask(method: Any) -> set[int]:
     """What a tally answers; nothing if it does not answer."""
     try:
-        answer: set[int] = ray.get(method.remote(), timeout=2)
+        answer: set[int] = ray.get(method.remote(), timeout=5)
     except (ray.exceptions.RayError, TimeoutError):
         return set()
     return answer

@@ -276,7 +276,7 @@ def test_a_killed_run_started_again_is_as_if_undisturbed(
     assert_no_new_rays(before)
 
 
-@pytest.mark.parametrize("grace", [20, 0])
+@pytest.mark.parametrize("grace", [20, pytest.param(0, marks=pytest.mark.slow)])
 def test_sigterm_is_exit_4_and_what_is_in_flight_is_finished_or_dropped(
     undisturbed: tuple[Path, jobs.Outcome], inputs: Path, checkpoint: Path, tmp_path: Path, grace: float
 ) -> None:
