@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import shutil
 import sys
@@ -68,7 +69,7 @@ def store(kind: str, folder: Path) -> Iterator[tuple[str, StorageConfig]]:
 
 def start_ray() -> None:
     ray.shutdown()
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
 
 
 def show_ray() -> None:

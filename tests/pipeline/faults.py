@@ -6,6 +6,7 @@ what has become of the rows.
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import signal
@@ -84,7 +85,7 @@ class Killer:
                 return
         self._ended.wait(self.moment.seconds)
         while not (self._ended.is_set() or self._killed()):
-            self._ended.wait(0.01)
+            self._ended.wait(0.03)
 
     def _killed(self) -> bool:
         """Whether one of the victims is no more; there may be none yet."""
@@ -156,8 +157,10 @@ class TwoNodes:
     def __init__(self) -> None:
         node: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 150 * 2**20}
         self.node = node
-        self.cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-        ray.init(address=self.cluster.address, log_to_driver=False, logging_level="ERROR")
+        found_dead = {"health_check_period_ms": 1000, "health_check_failure_threshold": 5}  # else it takes 20 s
+        head = {**node, "include_dashboard": False, "_system_config": found_dead}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        ray.init(address=self.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         self.driver = {one.pid for one in raylets()}
 
     def second(self) -> list[psutil.Process]:
