@@ -188,7 +188,7 @@ def kill_driver(bench: Bench, seed: int) -> Trial:
     file = bench.folder / "job.yaml"
     file.write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))
     began, mark = time.monotonic(), uuid.uuid4().hex
-    said = bench.folder / "driver.log"
+    said = bench.folder / f"driver-{seed}.log"
     first = _start([str(ROOT / "tests" / "pipeline" / "slowed.py"), "run", str(file)], mark, said)
 
     def kill(process: psutil.Process) -> None:
@@ -218,7 +218,7 @@ def kill_driver(bench: Bench, seed: int) -> Trial:
 
 def _start(command: list[str], mark: str, said: Path) -> subprocess.Popen[bytes]:
     """In a process group of its own, whose members, and all below them, carry the mark in their environment."""
-    with said.open("wb") as log:
+    with said.open("ab") as log:
         return subprocess.Popen(
             [sys.executable, *command],
             stdout=log,
