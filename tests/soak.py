@@ -73,10 +73,12 @@ def start_ray() -> None:
 
 
 def show_ray() -> None:
-    """What Ray knows and did last, after a job that hung or failed."""
-    if ray.is_initialized():
-        print(f"  nodes {ray.nodes()}\n  free {ray.available_resources()}", file=sys.stderr)
-    for log in sorted(Path("/tmp/ray/session_latest/logs/ray-data").glob("*.log"), key=os.path.getmtime)[-1:]:
+    """What the Ray of this process knows and did last, after a job that hung or failed."""
+    if not ray.is_initialized():
+        return
+    print(f"  nodes {ray.nodes()}\n  free {ray.available_resources()}", file=sys.stderr)
+    logs = Path(ray._private.worker._global_node.get_logs_dir_path(), "ray-data")
+    for log in sorted(logs.glob("*.log"), key=os.path.getmtime)[-1:]:
         print("\n".join(f"  {line}" for line in log.read_text().splitlines()[-40:]), file=sys.stderr)
 
 
