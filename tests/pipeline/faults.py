@@ -147,6 +147,12 @@ def _disturbed(bench: Bench, trial: Trial, moment: Moment, victims: Callable[[],
     except (ray.exceptions.RayError, RowsMissing, ValueError, Hung) as error:
         trial.problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         trial.recovered = "not"
+        try:
+            with time_limit(TRIAL_SECONDS):
+                jobs.run(job)  # what it asks of its user
+            trial.recovered = "rerun"
+        except (ray.exceptions.RayError, RowsMissing, ValueError, Hung) as again:
+            trial.problem += f"; again: {type(again).__name__}: {' '.join(str(again).split())[:300]}"
     trial.seconds = round(time.monotonic() - began, 2)
     return bench.look(job, trial)
 
