@@ -83,7 +83,7 @@ def show_ray() -> None:
 
 
 def soak(bench: Bench, fault: str, wanted: int, seed: int, deadline: float) -> list[Trial]:
-    """Trials of one fault until `wanted` of them have hit; fewer if time or tries run out."""
+    """Trials of one fault until `wanted` of them have hit; fewer, but one, if time or tries run out."""
     trials: list[Trial] = []
     with ExitStack() as stack:
         nodes = None
@@ -99,7 +99,7 @@ def soak(bench: Bench, fault: str, wanted: int, seed: int, deadline: float) -> l
                 stack.callback(ray.shutdown)
             bench.learn()
         for number in range(TRIES * wanted):
-            if sum(trial.hit for trial in trials) == wanted or time.monotonic() > deadline:
+            if sum(trial.hit for trial in trials) == wanted or (trials and time.monotonic() > deadline):
                 break
             if nodes is not None:
                 trial = nodes.kill_node(bench, seed + number)
