@@ -100,7 +100,7 @@ class Killer:
             self.kill(victim)
         except (psutil.NoSuchProcess, ProcessLookupError):
             return False
-        self.trial.hit, self.trial.victim = True, said
+        self.trial.hit, self.trial.victim = True, said[:100]
         self.trial.at_parts = sum(bool(PART.fullmatch(name)) for name in names)
         self.trial.at_seconds = round(time.monotonic() - self.began, 2)
         return True
@@ -108,7 +108,7 @@ class Killer:
 
 def title(process: psutil.Process) -> str:
     try:
-        return " ".join(process.cmdline())[:60]
+        return " ".join(process.cmdline()).strip()
     except psutil.Error:
         return ""
 
