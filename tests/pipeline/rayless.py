@@ -1,0 +1,29 @@
+"""A whole run but for Ray and the model: plan, lease, commits, report and seal are real, the parts are made up."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+from parts import part, part_stats
+
+from pipeline import job as jobs
+from pipeline.config import JobConfig
+from pipeline.manifest import Manifest
+from pipeline.sink import commit
+from pipeline.source import Shard
+from pipeline.storage import open_folder
+
+
+def run(values: dict[str, Any]) -> None:
+    """Run a job, given as JobConfig's values, in a process that does nothing else afterwards."""
+    jobs._ray = lambda *given: nullcontext()  # type: ignore[assignment]
+    jobs._flow = _flow  # type: ignore[assignment]
+    jobs.run(JobConfig.model_validate(values))
+
+
+def _flow(config: JobConfig, located: Any, schedule: Any, manifest: Manifest, left: list[Shard], *more: Any) -> None:
+    folder = open_folder(config.output.path, config.storage)
+    for shard in left:
+        data = part(shard, fingerprint=manifest.fingerprint)
+        commit(folder, shard, data, part_stats(shard), manifest.fingerprint)
