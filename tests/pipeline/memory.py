@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -43,6 +43,10 @@ class MemoryFolder:
     def remove(self, name: str) -> None:
         self.gate()
         self.files.pop(f"{self.prefix}/{name}", None)
+
+    def remove_all(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.remove(name)
 
     def names(self, subfolder: str = "") -> list[str]:
         self.gate()

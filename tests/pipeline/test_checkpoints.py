@@ -293,7 +293,7 @@ def test_buckets_that_cannot_be_read_are_one_line(
 ) -> None:
     assert "no such bucket or file" in refusal("s3://nobody-has-this/model", s3)
     assert "no such" in refusal("s3://bucket/nothing/here", s3)
-    closed = StorageConfig(endpoint_url="http://127.0.0.1:9", retries=0)
+    closed = StorageConfig(endpoint_url="http://127.0.0.1:9", retry_seconds=0)
     assert "cannot be read" in refusal("s3://bucket/model", closed)
     client_of(s3).put_object(Bucket="bucket", Key="odd/README.md", Body=b"x")
     assert refusal("s3://bucket/odd", s3) == "s3://bucket/odd: not a checkpoint: no config.json"

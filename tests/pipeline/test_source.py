@@ -129,7 +129,7 @@ def test_a_missing_bucket_and_an_unknown_scheme_are_named(s3: StorageConfig) -> 
 
 
 def test_a_store_that_cannot_be_reached_is_one_line(s3: StorageConfig) -> None:
-    nowhere = StorageConfig(endpoint_url="http://127.0.0.1:1", retries=0)
+    nowhere = StorageConfig(endpoint_url="http://127.0.0.1:1", retry_seconds=0)
     assert refusal(["s3://bucket/in"], nowhere).startswith("s3://bucket/in: cannot be listed: ")
 
 

@@ -17,14 +17,14 @@ from pipeline.storage import Folder, LocalFolder, ObjectFolder, filesystem, open
 LOCAL = StorageConfig()
 
 
-@pytest.fixture(params=["local", "s3"])
+@pytest.fixture(params=["local", "s3", pytest.param("ceph", marks=pytest.mark.ceph)])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
     """An output folder that does not exist yet."""
     if request.param == "local":
         found = open_folder(str(tmp_path / "deep" / "out"), LOCAL)
         assert isinstance(found, LocalFolder)
         return found
-    found = open_folder(f"s3://bucket/{uuid.uuid4().hex}/out/", request.getfixturevalue("s3"))
+    found = open_folder(f"s3://bucket/{uuid.uuid4().hex}/out/", request.getfixturevalue(request.param))
     assert isinstance(found, ObjectFolder)
     return found
 
@@ -40,6 +40,7 @@ def test_a_file_is_created_once(folder: Folder) -> None:
     assert folder.create("a/b.json", b"first")
     assert not folder.create("a/b.json", b"second")
     assert folder.read("a/b.json") == b"first"
+    folder.remove("a/b.json")
     folder.remove("a/b.json")
     assert folder.names("a") == []
     assert folder.create("a/b.json", b"third") and folder.read("a/b.json") == b"third"
@@ -76,6 +77,14 @@ def test_of_many_at_once_one_wins(folder: Folder) -> None:
         assert len(won) == 1
         assert folder.read(name) == str(won[0]).encode() * 1000
     assert folder.names() == ["part-0", "part-1", "part-2"]
+
+
+def test_many_are_removed_at_once(folder: Folder) -> None:
+    for name in ("a/0", "a/1", "a/2", "b"):
+        folder.replace(name, b"x")
+    folder.remove_all([f"a/{number}" for number in (0, 2, *range(3, 1500))])
+    assert folder.names("a") == ["1"] and folder.names() == ["b"]
+    folder.remove_all([])
 
 
 def test_replace_writes_over(folder: Folder) -> None:
