@@ -195,8 +195,8 @@ class ObjectFolder:
         for first in range(0, len(keys), BULK):
             objects = [{"Key": key} for key in keys[first : first + BULK]]
             answer = self.fs.call_s3("delete_objects", Bucket=bucket, Delete={"Objects": objects, "Quiet": True})
-            for error in answer.get("Errors", []):
-                raise OSError(f"s3://{bucket}/{error['Key']}: cannot be removed: {error['Code']}")
+            for error in answer.get("Errors", []):  # the call is not tried again for these: one by one, they are
+                self.remove(error["Key"].removeprefix(f"{prefix}/"))
 
     def names(self, subfolder: str = "") -> list[str]:
         try:
