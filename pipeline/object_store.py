@@ -12,6 +12,7 @@ import logging
 import random
 import re
 import time
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,6 +41,7 @@ NO_CREDENTIALS = (
     boto.SSOError,
 )
 STORE_FAILURES = (OSError, boto.BotoCoreError, boto.ClientError, ResponseParserError, aiohttp.ClientError)
+WRITER = "writer"  # metadata of an object made by a conditional put: which one
 SILENT_SECONDS = 5.0  # of trying before anybody is told, and once a minute then
 TELL_SECONDS = 60.0
 
@@ -66,6 +68,8 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
 
     async def _call_s3(self, method: str, *settings: Any, **kwargs: Any) -> Any:
         url = "s3://" + "/".join(filter(None, (kwargs.get("Bucket"), kwargs.get("Key") or kwargs.get("Prefix"))))
+        if "IfNoneMatch" in kwargs:
+            kwargs["Metadata"] = {WRITER: uuid.uuid4().hex}
         began = time.monotonic()
         for attempt in itertools.count():
             try:
@@ -79,8 +83,8 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
                 ) from None
             except STORE_FAILURES as error:
                 if _code(error) == "PreconditionFailed" and "IfNoneMatch" in kwargs:
-                    if attempt and await self._holds(kwargs):
-                        return {}  # an earlier try had written it, and its answer was lost
+                    if await self._wrote(kwargs):
+                        return {}  # an earlier try did it and its answer was lost; aiohttp may try again unasked
                     raise FileExistsError(f"{url}: is there already") from None
                 wait = self._wait(attempt, began)
                 if not _passing(error):
@@ -103,13 +107,13 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
         wait = random.uniform(0, self.retry_seconds * min(2.0 ** min(attempt, 10) / 600, 1 / 15))
         return wait if time.monotonic() + wait < began + self.retry_seconds else None
 
-    async def _holds(self, put: Mapping[str, Any]) -> bool:
-        """Whether the object is what a put would have made it."""
+    async def _wrote(self, put: Mapping[str, Any]) -> bool:
+        """Whether the object is the one that this very put has made."""
         try:
-            answer = await self._call_s3("get_object", Bucket=put["Bucket"], Key=put["Key"])
+            head = await self._call_s3("head_object", Bucket=put["Bucket"], Key=put["Key"])
         except FileNotFoundError:
             return False
-        return bool(await answer["Body"].read() == put["Body"])
+        return bool(head["Metadata"].get(WRITER) == put["Metadata"][WRITER])
 
 
 class _Held:
