@@ -188,7 +188,7 @@ def _told(url: str, method: str, error: Exception) -> Exception:
         return PermissionError(f"{url}: access refused ({code}): set this machine's clock, it differs from the store's")
     if isinstance(error, PermissionError) or code in REFUSED_CODES or (method.startswith("head_") and code == "400"):
         if code in ("AccessDenied", "InvalidObjectState"):  # these say what is missing
-            return PermissionError(f"{url}: access refused ({code}): {_flat(error)}")
+            return PermissionError(f"{url}: access refused: {_flat(error)}")
         return PermissionError(f"{url}: access refused ({code}): renew the credentials")
     if code == "NoSuchBucket":
         return OSError(f"s3://{url.split('/')[2]}: no such bucket")
@@ -197,5 +197,6 @@ def _told(url: str, method: str, error: Exception) -> Exception:
 
 def _flat(error: BaseException) -> str:
     """What went wrong, on one short line."""
-    code, text = _code(error), " ".join(str(error).split())[:200]
-    return f"{code}: {text}" if code and code not in text else text or type(error).__name__
+    said = _response(error).get("Error", {})
+    text = f"{said.get('Code')}: {said.get('Message')}" if said else str(error)
+    return " ".join(text.split())[:200] or type(error).__name__

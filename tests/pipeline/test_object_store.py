@@ -185,7 +185,7 @@ def test_no_layer_multiplies_the_tries_of_another(proxy: Proxy) -> None:
     ("answer", "words"),
     [
         (EXPIRED, r"access refused \((ExpiredToken|400)\): renew the credentials"),
-        (DENIED, r"access refused \((AccessDenied|403)\): "),
+        (DENIED, r"access refused(: AccessDenied: Access Denied| \(403\): renew the credentials)$"),
         (refusal(403, "InvalidAccessKeyId"), r"access refused \((InvalidAccessKeyId|403)\): renew the credentials"),
         (refusal(403, "SignatureDoesNotMatch"), r"access refused \((SignatureDoesNotMatch|403)\): renew the cred"),
         (refusal(403, "RequestTimeTooSkewed"), r"access refused \((RequestTimeTooSkewed\): set this.*clock|403\): )"),
