@@ -88,6 +88,8 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
                     raise FileExistsError(f"{url}: is there already") from None
                 wait = self._wait(attempt, began)
                 if not _passing(error):
+                    if method == "head_object" and _code(error) in ("400", "403"):  # without a body to say why
+                        await self._call_s3("get_object", Bucket=kwargs["Bucket"], Key=kwargs["Key"], Range="bytes=0-0")
                     raise _told(url, method, error) from None
                 if wait is None:
                     raise OSError(

@@ -184,11 +184,11 @@ def test_no_layer_multiplies_the_tries_of_another(proxy: Proxy) -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (EXPIRED, r"access refused \((ExpiredToken|400)\): renew the credentials"),
-        (DENIED, r"access refused(: AccessDenied: Access Denied| \(403\): renew the credentials)$"),
-        (refusal(403, "InvalidAccessKeyId"), r"access refused \((InvalidAccessKeyId|403)\): renew the credentials"),
-        (refusal(403, "SignatureDoesNotMatch"), r"access refused \((SignatureDoesNotMatch|403)\): renew the cred"),
-        (refusal(403, "RequestTimeTooSkewed"), r"access refused \((RequestTimeTooSkewed\): set this.*clock|403\): )"),
+        (EXPIRED, r"access refused \(ExpiredToken\): renew the credentials"),
+        (DENIED, r"access refused: AccessDenied: Access Denied$"),
+        (refusal(403, "InvalidAccessKeyId"), r"access refused \(InvalidAccessKeyId\): renew the credentials"),
+        (refusal(403, "SignatureDoesNotMatch"), r"access refused \(SignatureDoesNotMatch\): renew the cred"),
+        (refusal(403, "RequestTimeTooSkewed"), r"access refused \(RequestTimeTooSkewed\): set this machine's clock"),
     ],
     ids=lambda value: label(value) if isinstance(value, bytes) else "",
 )
@@ -211,7 +211,7 @@ def test_refused_access_is_one_line_at_once(proxy: Proxy, answer: bytes, words: 
         with pytest.raises(PermissionError, match=words) as caught:
             operation()
         assert (
-            str(caught.value).startswith("s3://bucket") and len(proxy.requests) <= 2
+            str(caught.value).startswith("s3://bucket") and len(proxy.requests) <= 3
         )  # boto looks for the region after a HEAD of 400
         assert "test" not in str(caught.value)
 
