@@ -34,7 +34,8 @@ from pipeline.manifest import Manifest
 from pipeline.memory import tell_memory
 from pipeline.prepare import check_spec, prepare, prompt_spec
 from pipeline.progress import Progress
-from pipeline.report import Outcome, complete, finish, seal
+from pipeline.records import RollUp
+from pipeline.report import SUCCESS, Outcome, complete, finish, seal
 from pipeline.scheduled import Job, Scheduled, run_scheduled
 from pipeline.sink import PART, CommitSink, clear, clear_temporaries, committed
 from pipeline.source import Files, Shard, ShardSource, list_files
@@ -86,7 +87,7 @@ def _run(config: JobConfig, limit: int | None, overwrite: bool, verbose: bool) -
     if stored is not None and stored.fingerprint != manifest.fingerprint:
         names = ", ".join(manifests.difference(stored.identity, manifest.identity))
         raise ValueError(f"{folder.url}: holds another job, which differs in {names}; --overwrite replaces it")
-    finished = stored is not None and "_SUCCESS" in folder.names()
+    finished = stored is not None and folder.exists(SUCCESS)
     if finished and len(committed(folder, manifest.shards, manifest.fingerprint)) == len(manifest.shards):
         return Outcome(manifest, finish(folder, manifest), 0, time.monotonic() - began)
     tell_memory(located, config.model, config.actors, manifest.batching)
@@ -146,7 +147,7 @@ def _answer(
     if done and left:
         log.warning("resuming: %d of %d shards are committed already", len(done), len(manifest.shards))
     if left:
-        with _ray(config.actors, verbose):
+        with _ray(config.actors, verbose), RollUp(folder, manifest.fingerprint):
             _flow(config, located, schedule, manifest, left)
     return complete(folder, manifest), sum(shard.rows for shard in left)
 
@@ -161,7 +162,7 @@ def _locate(config: JobConfig, stored: Manifest | None) -> tuple[Located, Schedu
 
 def _load_stored(folder: Folder) -> Manifest | None:
     stored = manifests.load(folder)
-    if stored is None and any(name.endswith(".parquet") for name in folder.names()):
+    if stored is None and any(name.endswith(".parquet") for name in folder.first_names()):
         raise ValueError(
             f"{folder.url}: holds Parquet files of no job known here; choose another folder, or --overwrite"
         )

@@ -46,7 +46,7 @@ class InputFile:
         return sum(self.group_rows)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Shard:
     """Rows first_row ... first_row + rows - 1 of a file; `index` numbers the shards of the job."""
 
@@ -70,7 +70,7 @@ def list_files(
         prefix = "" if isinstance(fs, LocalFileSystem) else "s3://"
         try:
             if glob.has_magic(inside):
-                entries = {name: fs.info(name) for name in fs.glob(inside)}
+                entries = fs.glob(inside, detail=True)
                 wanted = f"{path}: matches no file"
             elif fs.isdir(inside):
                 entries = {
@@ -106,9 +106,16 @@ def _version(entry: dict[str, Any], fs: fsspec.AbstractFileSystem, name: str) ->
     return str(entry.get("ETag") or entry.get("LastModified")).strip('"')
 
 
-def read_footer(url: str, size: int, version: str, storage: StorageConfig) -> tuple[InputFile, pa.Schema]:
-    """The file's pinned facts and its schema. ValueError names a file that is not readable Parquet."""
-    fs, path = filesystem(url, storage)
+def read_footer(
+    url: str, size: int, version: str, storage: StorageConfig, fs: fsspec.AbstractFileSystem | None = None
+) -> tuple[InputFile, pa.Schema]:
+    """The file's pinned facts and its schema. ValueError names a file that is not readable Parquet.
+
+    fs: one for many files, as each thread would make an S3 client of its own.
+    """
+    path = url.removeprefix("s3://")
+    if fs is None:
+        fs, path = filesystem(url, storage)
     try:
         with fs.open(path, "rb") as file:
             parquet = pq.ParquetFile(file)

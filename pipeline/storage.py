@@ -9,6 +9,8 @@ import logging
 import os
 import time
 import uuid
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,9 +20,11 @@ from botocore.exceptions import BotoCoreError
 from fsspec.implementations.local import LocalFileSystem
 
 from pipeline.config import StorageConfig
+from pipeline.parallel import in_parallel
 
 log = logging.getLogger(__name__)
 CONFLICT_TRIES = 5
+BULK = 1000  # objects that S3 removes in one call
 STORE_ERRORS = (OSError, BotoCoreError)  # what a disk or an object store may raise; s3fs makes most of it OSErrors
 
 
@@ -48,8 +52,24 @@ class Folder(Protocol):
         """Remove a file; nothing happens if there is none."""
         ...
 
+    def remove_all(self, names: Sequence[str]) -> None:
+        """Remove files, many in one call where the store can; nothing happens for those that are not there."""
+        ...
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such a file."""
+        ...
+
     def names(self, subfolder: str = "") -> list[str]:
         """Names of the files directly in a subfolder, sorted; none if there is no such folder."""
+        ...
+
+    def first_names(self) -> Iterator[str]:
+        """Names of the files directly in the folder, in order, asked for as they are taken."""
+        ...
+
+    def sizes(self, stems: Collection[str], after: str) -> dict[str, int]:
+        """Name -> bytes of the files directly in the folder that begin with one of `stems` or sort after `after`."""
         ...
 
 
@@ -110,12 +130,31 @@ class LocalFolder:
     def remove(self, name: str) -> None:
         (self.path / name).unlink(missing_ok=True)
 
+    def remove_all(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.remove(name)
+
+    def exists(self, name: str) -> bool:
+        return (self.path / name).is_file()
+
     def names(self, subfolder: str = "") -> list[str]:
         folder = self.path / subfolder
         if not folder.is_dir():
             return []
         with os.scandir(folder) as entries:
             return sorted(entry.name for entry in entries if entry.is_file())
+
+    def first_names(self) -> Iterator[str]:
+        yield from self.names()
+
+    def sizes(self, stems: Collection[str], after: str) -> dict[str, int]:
+        lengths = {len(stem) for stem in stems}
+        found: dict[str, int] = {}
+        for name in self.names():
+            if name > after or any(name[:length] in stems for length in lengths):
+                with suppress(FileNotFoundError):
+                    found[name] = (self.path / name).stat().st_size
+        return found
 
     def _write(self, name: str, data: bytes) -> Path:
         """A temporary file on the same filesystem, written to the disk."""
@@ -148,7 +187,7 @@ class ObjectFolder:
     path: str
 
     def read(self, name: str) -> bytes:
-        data: bytes = self.fs.cat_file(f"{self.path}/{name}")
+        data: bytes = self.fs.cat_file(f"{self.path}/{name}", max_concurrency=1)  # more ask for the size first
         return data
 
     def create(self, name: str, data: bytes) -> bool:
@@ -176,13 +215,48 @@ class ObjectFolder:
         if self.fs.exists(f"{self.path}/{name}"):
             self.fs.rm_file(f"{self.path}/{name}")
 
+    def remove_all(self, names: Sequence[str]) -> None:
+        bucket, _, prefix = self.path.partition("/")
+        keys = [f"{prefix}/{name}".removeprefix("/") for name in names]
+        for first in range(0, len(keys), BULK):
+            objects = [{"Key": key} for key in keys[first : first + BULK]]
+            answer = self.fs.call_s3("delete_objects", Bucket=bucket, Delete={"Objects": objects, "Quiet": True})
+            for error in answer.get("Errors", []):
+                raise OSError(f"s3://{bucket}/{error['Key']}: cannot be removed: {error['Code']}")
+
+    def exists(self, name: str) -> bool:
+        return bool(self.fs.exists(f"{self.path}/{name}"))
+
     def names(self, subfolder: str = "") -> list[str]:
-        try:
-            entries = self.fs.ls(f"{self.path}/{subfolder}".rstrip("/"), detail=True)
-        except FileNotFoundError:
-            return []
-        names = (entry["name"].rsplit("/", 1)[-1] for entry in entries if entry["type"] == "file")
-        return sorted(name for name in names if name)  # without the marker that makes an empty folder
+        return [name for name, _ in self._listed(subfolder)]
+
+    def first_names(self) -> Iterator[str]:
+        return (name for name, _ in self._listed())
+
+    def sizes(self, stems: Collection[str], after: str) -> dict[str, int]:
+        asked = [{"stem": stem} for stem in stems] + [{"after": after}]
+        # a request for a thousand names: side by side, as each waits for the one before it otherwise
+        pages = in_parallel(lambda one: list(self._listed(**one)), asked)
+        return {name: size for page in pages for name, size in page}
+
+    def _listed(self, subfolder: str = "", stem: str = "", after: str = "") -> Iterator[tuple[str, int]]:
+        """Names and sizes directly in a subfolder, those that begin with `stem` and sort after `after`."""
+        bucket, _, key = f"{self.path}/{subfolder}".rstrip("/").partition("/")
+        prefix = f"{key}/" if key else ""
+        asked = {"Bucket": bucket, "Prefix": prefix + stem, "Delimiter": "/"}
+        if after:
+            asked["StartAfter"] = prefix + after
+        while True:
+            try:
+                page = self.fs.call_s3("list_objects_v2", **asked)
+            except FileNotFoundError:
+                return
+            for entry in page.get("Contents", []):
+                if entry["Key"] != prefix:  # the marker that makes an empty folder
+                    yield entry["Key"][len(prefix) :], entry["Size"]
+            if not page.get("IsTruncated"):
+                return
+            asked["ContinuationToken"] = page["NextContinuationToken"]
 
 
 def probe_create(folder: Folder) -> bool:
