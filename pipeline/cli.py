@@ -120,7 +120,8 @@ def _job_errors(job: Path, output: str, again: str, goes_on: str, verbose: bool)
     """What a job may raise, as one line and the exit status that says of which kind it is."""
     import ray
 
-    from pipeline.lease import Interrupted, LeaseHeld, LeaseLost
+    from pipeline.interrupt import Interrupted
+    from pipeline.lease import LeaseHeld, LeaseLost
     from pipeline.ledger import Overtaken
     from pipeline.report import RowsMissing
     from pipeline.storage import STORE_ERRORS

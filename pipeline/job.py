@@ -28,7 +28,8 @@ from pipeline.checkpoints import Located, locate
 from pipeline.columns import check_columns, optional_columns
 from pipeline.config import ActorsConfig, JobConfig
 from pipeline.generate import PartSpec, ShardGenerator
-from pipeline.lease import interruptible, leased
+from pipeline.interrupt import Interrupted, graceful, interruptible, shielded
+from pipeline.lease import leased
 from pipeline.ledger import holds_ledger
 from pipeline.manifest import Manifest
 from pipeline.memory import tell_memory
@@ -227,8 +228,29 @@ def _flow(config: JobConfig, located: Located, schedule: Schedule, manifest: Man
             max_task_retries=config.attempts - 1,
         )
     shards_done, rows_done = len(manifest.shards) - len(left), manifest.rows - sum(shard.rows for shard in left)
-    with Progress(tally, len(manifest.shards), manifest.rows, shards_done, rows_done):
-        answered.write_datasink(sink, ray_remote_args={"num_cpus": STAGE_CPUS})
+    with (
+        Progress(tally, len(manifest.shards), manifest.rows, shards_done, rows_done),
+        graceful(config.grace_seconds, lambda: _ask(tally.stop), lambda: _ask(tally.left)) as grace,
+    ):
+        try:
+            answered.write_datasink(sink, ray_remote_args={"num_cpus": STAGE_CPUS})
+        except ray.exceptions.RayError:
+            if grace.signal is None:
+                raise
+            raise Interrupted(grace.signal) from None  # whoever stops a whole group of processes stops Ray's too
+    if grace.signal is not None:
+        folder = open_folder(config.output.path, config.storage)
+        if len(committed(folder, manifest.shards, manifest.fingerprint)) < len(manifest.shards):
+            raise Interrupted(grace.signal)
+
+
+def _ask(method: Any) -> set[int]:
+    """What a tally answers; nothing if it does not answer."""
+    try:
+        answer: set[int] = ray.get(method.remote(), timeout=5)
+    except (ray.exceptions.RayError, TimeoutError):
+        return set()
+    return answer
 
 
 def _pool(actors: ActorsConfig) -> ActorPoolStrategy:
@@ -260,7 +282,7 @@ def _ray(actors: ActorsConfig, verbose: bool) -> Iterator[None]:
                 "_node_ip_address": "127.0.0.1",
             }
         on_sigterm = signal.getsignal(signal.SIGTERM)  # ray.init puts a handler of its own in its place
-        with nullcontext() if verbose else _held_back_stderr():
+        with _start_up(), nullcontext() if verbose else _held_back_stderr():
             ray.init(**settings)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)
@@ -276,7 +298,21 @@ def _ray(actors: ActorsConfig, verbose: bool) -> Iterator[None]:
         yield
     finally:
         if began_here:
-            ray.shutdown()
+            with shielded():
+                ray.shutdown()
+
+
+@contextmanager
+def _start_up() -> Iterator[None]:
+    """What Ray raises when it does not start is no error of Ray's own kind: RaySystemError; Interrupted on SIGTERM."""
+    try:
+        yield
+    except SystemExit:  # Ray's own handler of SIGTERM
+        raise Interrupted("SIGTERM") from None
+    except BaseException as error:
+        if type(error) not in (Exception, RuntimeError):
+            raise
+        raise ray.exceptions.RaySystemError(f"Ray did not start: {' '.join(str(error).split())}") from error
 
 
 @contextmanager

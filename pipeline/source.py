@@ -182,6 +182,30 @@ def read_shards(shards: Sequence[Shard], columns: Sequence[str], storage: Storag
             yield pa.Table.from_batches(pieces)
 
 
+def read_pinned(
+    shards: Sequence[Shard], file: InputFile, columns: Sequence[str], storage: StorageConfig
+) -> Iterator[pa.Table]:
+    """`read_shards` of a file that must be, at every table, as it is pinned; ValueError names it if it is not."""
+    try:
+        for table in read_shards(shards, columns, storage):
+            _check_version(file, storage)
+            yield table
+    except (*STORE_ERRORS, pa.ArrowException, AssertionError, RuntimeError):
+        _check_version(file, storage)  # then that is why
+        raise
+
+
+def _check_version(file: InputFile, storage: StorageConfig) -> None:
+    fs, path = filesystem(file.url, storage)
+    try:
+        entry = fs.info(path)
+        same = (int(entry["size"]), _version(entry, fs, path)) == (file.size, file.version)
+    except FileNotFoundError:
+        raise ValueError(f"{file.url}: gone since the job began") from None
+    if not same:
+        raise ValueError(f"{file.url}: changed since the job began")
+
+
 def to_ipc(table: pa.Table) -> bytes:
     """A table as one Arrow IPC stream."""
     sink = pa.BufferOutputStream()
@@ -249,6 +273,7 @@ class ShardSource(Datasource):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tasks = read_units(shards, files, task_rows, task_bytes)
+        self.files = {file.url: file for file in files}
         self.schema = schema
         self.storage = storage
 
@@ -261,8 +286,10 @@ class ShardSource(Datasource):
         schema, storage = self.schema, self.storage
 
         def task(shards: list[Shard]) -> ReadTask:
+            file = self.files[shards[0].url]
+
             def read() -> Iterator[pa.Table]:
-                for shard, table in zip(shards, read_shards(shards, schema.names, storage), strict=True):
+                for shard, table in zip(shards, read_pinned(shards, file, schema.names, storage), strict=True):
                     yield pa.table(
                         {
                             "shard": pa.array([shard.index], pa.int64()),

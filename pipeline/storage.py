@@ -162,10 +162,14 @@ class LocalFolder:
         folder = self.path / "_job" / "tmp"
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / f"{Path(name).name}.{uuid.uuid4().hex}"
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with open(temporary, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:  # a full disk would stay full of halves; and does not say which
+            temporary.unlink(missing_ok=True)
+            raise OSError(error.errno, error.strerror, str(self.path / name)) from error
         return temporary
 
 

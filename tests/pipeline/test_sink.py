@@ -213,11 +213,18 @@ def test_records_come_by_shard(local: Folder) -> None:
 
 def test_clear_removes_a_job_and_nothing_else(folder: Folder) -> None:
     commit_all(folder)
-    for name in ("_SUCCESS", "_job/job.json", "_job/plan.parquet", "_job/lease.json", "notes.txt", "other.parquet"):
+    for name in (
+        "_SUCCESS",
+        "_job/job.json",
+        "_job/plan.parquet",
+        "_job/lease/000001.json",
+        "notes.txt",
+        "other.parquet",
+    ):
         folder.replace(name, b"x")
     clear(folder)
     assert folder.names() == ["notes.txt", "other.parquet"]
-    assert folder.names("_job") == ["lease.json"] and folder.names(COMMITS) == []
+    assert folder.names("_job") == folder.names(COMMITS) == [] and folder.names("_job/lease") == ["000001.json"]
     assert committed(folder, SHARDS, FINGERPRINT) == set()
 
 
