@@ -21,6 +21,7 @@ from typing import Any
 
 import ray
 from ray.data import ActorPoolStrategy, DataContext
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.engine.schedule import Schedule
 from pipeline import manifest as manifests
@@ -206,7 +207,8 @@ def _flow(config: JobConfig, located: Located, schedule: Schedule, manifest: Man
         "cache_bytes": batching.cache_bytes,
         "max_batch": batching.max_batch,
     }
-    tally = ray.remote(num_cpus=0)(Tally).remote()
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    tally = ray.remote(num_cpus=0)(Tally).options(scheduling_strategy=here).remote()  # dies with the driver only
     source = ShardSource(left, manifest.files, manifest.schema, config.storage, READ_TASK_ROWS, READ_TASK_BYTES)
     sink = CommitSink(config.output.path, config.storage, manifest.fingerprint, tally)
     shards = ray.data.read_datasource(source, num_cpus=STAGE_CPUS).repartition(target_num_rows_per_block=1)
