@@ -32,7 +32,8 @@ from pipeline.adapt_task import Task, look_through, on_cluster
 from pipeline.checkpoints import fetch
 from pipeline.config import ActorsConfig, JobConfig
 from pipeline.config_adapt import TOLERANCES
-from pipeline.lease import interruptible, leased
+from pipeline.interrupt import interruptible
+from pipeline.lease import leased
 from pipeline.prepare import prompt_spec
 from pipeline.storage import LocalFolder
 

@@ -120,7 +120,8 @@ def _job_errors(job: Path, output: str, again: str, goes_on: str, verbose: bool)
     """What a job may raise, as one line and the exit status that says of which kind it is."""
     import ray
 
-    from pipeline.lease import Interrupted, LeaseHeld, LeaseLost
+    from pipeline.interrupt import Interrupted
+    from pipeline.lease import LeaseHeld, LeaseLost
     from pipeline.ledger import Overtaken
     from pipeline.report import RowsMissing
     from pipeline.storage import STORE_ERRORS
@@ -301,6 +302,14 @@ def report(
         str, typer.Argument(metavar="OUTPUT_URI", help="A job's output folder, or the root of scheduled runs.")
     ],
     endpoint_url: Annotated[str | None, typer.Option(help="S3 endpoint.")] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Instead: read every part, and print a line for each that is not what was committed "
+            "(digest, rows, job); exit 1 if any.",
+        ),
+    ] = False,
 ) -> None:
     """Rebuild a job's statistics and summary from its commit records, finished or not, and print them.
 
@@ -313,19 +322,29 @@ def report(
     from pipeline.config import StorageConfig
     from pipeline.ledger import holds_ledger, print_ledger
     from pipeline.ledger import read as read_ledger
+    from pipeline.records import read_records
     from pipeline.report import print_report, write_report
-    from pipeline.sink import read_records
     from pipeline.storage import STORE_ERRORS, open_folder
+    from pipeline.verify import verify
 
     try:
         folder = open_folder(output, StorageConfig(endpoint_url=endpoint_url))
-        if holds_ledger(folder):
+        if holds_ledger(folder) and not check:
             print_ledger(Console(soft_wrap=True), read_ledger(folder))
             return
         manifest = manifests.load(folder)
         if manifest is None:
             raise ValueError(f"{output}: no job here (no _job/job.json)")
-        records = read_records(folder)
+        if check:
+            bad = 0
+            for line in verify(folder, manifest):
+                typer.echo(line)
+                bad += 1
+            if bad:
+                raise _stop(FAILED, f"{output}: {bad:,} files are not as they were committed")
+            typer.echo(f"{output}: every part is as it was committed")
+            return
+        records = read_records(folder, manifest.fingerprint)
         print_report(Console(soft_wrap=True), manifest, records, write_report(folder, manifest, records))
     except ValueError as error:
         raise _stop(BAD_CONFIG, str(error)) from None

@@ -65,7 +65,7 @@ def part_bytes(table: pa.Table, spec: PartSpec, shard: int) -> bytes:
     }
     sink = pa.BufferOutputStream()
     whole = table.replace_schema_metadata(metadata).combine_chunks()  # pages do not depend on how it was read
-    pq.write_table(whole, sink, compression="zstd")
+    pq.write_table(whole, sink, compression="zstd", write_page_checksum=True)
     data: bytes = sink.getvalue().to_pybytes()
     return data
 

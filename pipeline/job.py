@@ -21,6 +21,7 @@ from typing import Any
 
 import ray
 from ray.data import ActorPoolStrategy, DataContext
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.engine.schedule import Schedule
 from pipeline import manifest as manifests
@@ -28,13 +29,15 @@ from pipeline.checkpoints import Located, locate
 from pipeline.columns import check_columns, optional_columns
 from pipeline.config import ActorsConfig, JobConfig
 from pipeline.generate import PartSpec, ShardGenerator
-from pipeline.lease import interruptible, leased
+from pipeline.interrupt import Interrupted, graceful, interruptible, shielded
+from pipeline.lease import leased
 from pipeline.ledger import holds_ledger
 from pipeline.manifest import Manifest
 from pipeline.memory import tell_memory
 from pipeline.prepare import check_spec, prepare, prompt_spec
 from pipeline.progress import Progress
-from pipeline.report import Outcome, complete, finish, seal
+from pipeline.records import RollUp
+from pipeline.report import SUCCESS, Outcome, complete, finish, seal
 from pipeline.scheduled import Job, Scheduled, run_scheduled
 from pipeline.sink import PART, CommitSink, clear, clear_temporaries, committed
 from pipeline.source import Files, Shard, ShardSource, list_files
@@ -86,7 +89,7 @@ def _run(config: JobConfig, limit: int | None, overwrite: bool, verbose: bool) -
     if stored is not None and stored.fingerprint != manifest.fingerprint:
         names = ", ".join(manifests.difference(stored.identity, manifest.identity))
         raise ValueError(f"{folder.url}: holds another job, which differs in {names}; --overwrite replaces it")
-    finished = stored is not None and "_SUCCESS" in folder.names()
+    finished = stored is not None and folder.exists(SUCCESS)
     if finished and len(committed(folder, manifest.shards, manifest.fingerprint)) == len(manifest.shards):
         return Outcome(manifest, finish(folder, manifest), 0, time.monotonic() - began)
     tell_memory(located, config.model, config.actors, manifest.batching)
@@ -146,7 +149,7 @@ def _answer(
     if done and left:
         log.warning("resuming: %d of %d shards are committed already", len(done), len(manifest.shards))
     if left:
-        with _ray(config.actors, verbose):
+        with _ray(config.actors, verbose), RollUp(folder, manifest.fingerprint):
             _flow(config, located, schedule, manifest, left)
     return complete(folder, manifest), sum(shard.rows for shard in left)
 
@@ -161,7 +164,7 @@ def _locate(config: JobConfig, stored: Manifest | None) -> tuple[Located, Schedu
 
 def _load_stored(folder: Folder) -> Manifest | None:
     stored = manifests.load(folder)
-    if stored is None and any(name.endswith(".parquet") for name in folder.names()):
+    if stored is None and any(name.endswith(".parquet") for name in folder.first_names()):
         raise ValueError(
             f"{folder.url}: holds Parquet files of no job known here; choose another folder, or --overwrite"
         )
@@ -204,7 +207,8 @@ def _flow(config: JobConfig, located: Located, schedule: Schedule, manifest: Man
         "cache_bytes": batching.cache_bytes,
         "max_batch": batching.max_batch,
     }
-    tally = ray.remote(num_cpus=0)(Tally).remote()
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    tally = ray.remote(num_cpus=0)(Tally).options(scheduling_strategy=here).remote()  # dies with the driver only
     source = ShardSource(left, manifest.files, manifest.schema, config.storage, READ_TASK_ROWS, READ_TASK_BYTES)
     sink = CommitSink(config.output.path, config.storage, manifest.fingerprint, tally)
     shards = ray.data.read_datasource(source, num_cpus=STAGE_CPUS).repartition(target_num_rows_per_block=1)
@@ -226,8 +230,29 @@ def _flow(config: JobConfig, located: Located, schedule: Schedule, manifest: Man
             max_task_retries=config.attempts - 1,
         )
     shards_done, rows_done = len(manifest.shards) - len(left), manifest.rows - sum(shard.rows for shard in left)
-    with Progress(tally, len(manifest.shards), manifest.rows, shards_done, rows_done):
-        answered.write_datasink(sink, ray_remote_args={"num_cpus": STAGE_CPUS})
+    with (
+        Progress(tally, len(manifest.shards), manifest.rows, shards_done, rows_done),
+        graceful(config.grace_seconds, lambda: _ask(tally.stop), lambda: _ask(tally.left)) as grace,
+    ):
+        try:
+            answered.write_datasink(sink, ray_remote_args={"num_cpus": STAGE_CPUS})
+        except ray.exceptions.RayError:
+            if grace.signal is None:
+                raise
+            raise Interrupted(grace.signal) from None  # whoever stops a whole group of processes stops Ray's too
+    if grace.signal is not None:
+        folder = open_folder(config.output.path, config.storage)
+        if len(committed(folder, manifest.shards, manifest.fingerprint)) < len(manifest.shards):
+            raise Interrupted(grace.signal)
+
+
+def _ask(method: Any) -> set[int]:
+    """What a tally answers; nothing if it does not answer."""
+    try:
+        answer: set[int] = ray.get(method.remote(), timeout=5)
+    except (ray.exceptions.RayError, TimeoutError):
+        return set()
+    return answer
 
 
 def _pool(actors: ActorsConfig) -> ActorPoolStrategy:
@@ -259,7 +284,7 @@ def _ray(actors: ActorsConfig, verbose: bool) -> Iterator[None]:
                 "_node_ip_address": "127.0.0.1",
             }
         on_sigterm = signal.getsignal(signal.SIGTERM)  # ray.init puts a handler of its own in its place
-        with nullcontext() if verbose else _held_back_stderr():
+        with _start_up(), nullcontext() if verbose else _held_back_stderr():
             ray.init(**settings)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)
@@ -275,7 +300,21 @@ def _ray(actors: ActorsConfig, verbose: bool) -> Iterator[None]:
         yield
     finally:
         if began_here:
-            ray.shutdown()
+            with shielded():
+                ray.shutdown()
+
+
+@contextmanager
+def _start_up() -> Iterator[None]:
+    """What Ray raises when it does not start is no error of Ray's own kind: RaySystemError; Interrupted on SIGTERM."""
+    try:
+        yield
+    except SystemExit:  # Ray's own handler of SIGTERM
+        raise Interrupted("SIGTERM") from None
+    except BaseException as error:
+        if type(error) not in (Exception, RuntimeError):
+            raise
+        raise ray.exceptions.RaySystemError(f"Ray did not start: {' '.join(str(error).split())}") from error
 
 
 @contextmanager

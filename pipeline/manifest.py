@@ -27,6 +27,7 @@ from actors.engine.schedule import Schedule
 from pipeline.checkpoints import Located
 from pipeline.columns import check_type, needed_columns
 from pipeline.config import JobConfig
+from pipeline.parallel import in_parallel
 from pipeline.prefix import sampled_prefix
 from pipeline.prepare import prompt_spec
 from pipeline.schema import one_schema, plain
@@ -129,8 +130,9 @@ def difference(stored: Mapping[str, Any], now: Mapping[str, Any], path: str = ""
 
 def save(folder: Folder, manifest: Manifest) -> None:
     """Write the manifest; `job.json` last, so that it vouches for the rest."""
-    folder.replace(INPUTS, _parquet([asdict(file) for file in manifest.files], _FILES))
-    folder.replace(PLAN, _parquet([asdict(shard) for shard in manifest.shards], _SHARDS))
+    folder.replace(INPUTS, _parquet(pa.Table.from_pylist([asdict(file) for file in manifest.files], schema=_FILES)))
+    columns = {name: [getattr(shard, name) for shard in manifest.shards] for name in _SHARDS.names}
+    folder.replace(PLAN, _parquet(pa.table(columns, schema=_SHARDS)))
     folder.replace(SCHEMA, manifest.schema.serialize().to_pybytes())
     values = {
         "format": FORMAT,
@@ -155,7 +157,7 @@ def load(folder: Folder) -> Manifest | None:
             InputFile(row["url"], row["size"], row["version"], tuple(row["group_rows"]), tuple(row["group_bytes"]))
             for row in pq.read_table(io.BytesIO(folder.read(INPUTS))).to_pylist()
         ]
-        shards = [Shard(**row) for row in pq.read_table(io.BytesIO(folder.read(PLAN))).to_pylist()]
+        shards = _shards(pq.read_table(io.BytesIO(folder.read(PLAN)), schema=_SHARDS))
         schema = pa.ipc.read_schema(pa.py_buffer(folder.read(SCHEMA)))
         batching = Batching(**{**values["batching"], "prefix": tuple(values["batching"]["prefix"])})
         return Manifest(values["fingerprint"], values["identity"], batching, files, shards, schema)
@@ -167,11 +169,14 @@ def load(folder: Folder) -> Manifest | None:
 
 def read_footers(config: JobConfig, listed: Files) -> tuple[list[InputFile], pa.Schema]:
     """Every file as it is pinned, and one schema of the needed columns for all. ValueError as for `plan_job`."""
-    files: list[InputFile] = []
-    schemas: dict[str, pa.Schema] = {}
-    for url, (size, file_version) in listed.items():
-        file, schemas[url] = read_footer(url, size, file_version, config.storage)
-        files.append(file)
+    stores = {remote: filesystem(url, config.storage)[0] for url in listed for remote in [url.startswith("s3://")]}
+
+    def footer(url: str) -> tuple[InputFile, pa.Schema]:
+        return read_footer(url, *listed[url], config.storage, stores[url.startswith("s3://")])
+
+    read = list(in_parallel(footer, listed))
+    files = [file for file, _ in read]
+    schemas = {file.url: schema for file, schema in read}
     schema = one_schema(needed_columns(config), schemas)
     for url, one in schemas.items():
         for name in schema.names:
@@ -278,8 +283,16 @@ _FILES = pa.schema(
 _SHARDS = pa.schema([("index", pa.int64()), ("url", pa.string()), ("first_row", pa.int64()), ("rows", pa.int64())])
 
 
-def _parquet(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> bytes:
+def _shards(table: pa.Table) -> list[Shard]:
+    """Shards of a plan; those of one file hold one string, its URL."""
+    urls: dict[str, str] = {}
+    indices, files, firsts, rows = (table[name].to_pylist() for name in ("index", "url", "first_row", "rows"))
+    shared = [urls.setdefault(url, url) for url in files]
+    return [Shard(*values) for values in zip(indices, shared, firsts, rows, strict=True)]
+
+
+def _parquet(table: pa.Table) -> bytes:
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), sink)
+    pq.write_table(table, sink)
     data: bytes = sink.getvalue().to_pybytes()
     return data

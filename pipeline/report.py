@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.manifest import Manifest
-from pipeline.sink import PART, part_name, read_records
-from pipeline.stats import ShardStats, Totals, add_up, to_table
+from pipeline.records import forget, record_name
+from pipeline.sink import part_name, settled
+from pipeline.stats import STATS_SCHEMA, ShardStats, Totals, add_up
 from pipeline.storage import Folder
 
 STATS, SUMMARY, SUCCESS = "_job/stats.parquet", "_job/summary.json", "_SUCCESS"
@@ -49,30 +49,40 @@ def seal(folder: Folder) -> None:
 
 
 def complete(folder: Folder, manifest: Manifest) -> Totals:
-    """Check that every planned row is committed once, then write statistics and summary."""
-    planned = {part_name(shard.index) for shard in manifest.shards}
-    parts = {name for name in folder.names() if PART.fullmatch(name)}
-    if parts - planned:
-        raise RowsMissing(f"{sorted(parts - planned)[0]} belongs to no shard of this job: delete it")
-    if planned - parts:
-        raise RowsMissing(f"{sorted(planned - parts)[0]} was committed and is gone")
-    records = read_records(folder)
-    by_shard = {stats.shard: stats for stats in records}
-    for shard in manifest.shards:
-        if shard.index not in by_shard:
-            raise RowsMissing(f"shard {shard.index} has no commit record")
-        if by_shard[shard.index].rows != shard.rows:
-            raise RowsMissing(f"shard {shard.index} has {by_shard[shard.index].rows} rows, {shard.rows} were planned")
-    if len(records) != len(manifest.shards):
-        raise RowsMissing(f"{len(records)} commit records for {len(manifest.shards)} shards")
+    """Check that every planned row is committed once, then write statistics and summary.
+
+    RowsMissing says what is wrong. What is believed no more is forgotten, so that the next run looks at it anew.
+    """
+    records, sizes = settled(folder, manifest.shards, manifest.fingerprint)
+    planned = {shard.index: shard.rows for shard in manifest.shards}
+    recorded = dict(zip(records["shard"].to_pylist(), records["rows"].to_pylist(), strict=True))
+    for shard in sorted(sizes.keys() - planned.keys()):
+        raise RowsMissing(f"{part_name(shard)} belongs to no shard of this job: delete it")
+    for shard in sorted(recorded.keys() - planned.keys()):
+        raise RowsMissing(f"{record_name(shard)} belongs to no shard of this job: delete it")
+    wrong = [
+        shard
+        for shard, size in zip(records["shard"].to_pylist(), records["bytes"].to_pylist(), strict=True)
+        if sizes.get(shard) != size or recorded[shard] != planned[shard]
+    ]
+    if wrong:
+        folder.remove(SUCCESS)
+        forget(folder, wrong, manifest.fingerprint)
+        first, others = part_name(wrong[0]), f" (and {len(wrong) - 1:,} others)" if len(wrong) > 1 else ""
+        if wrong[0] not in sizes:
+            raise RowsMissing(f"{first}{others} was committed and is gone: run the same command again to answer it")
+        raise RowsMissing(f"{first}{others} is not what was committed: delete it, then run the same command again")
+    for shard in sorted(planned.keys() - recorded.keys()):
+        raise RowsMissing(f"{part_name(shard)} is missing: run the same command again to answer it")
     return write_report(folder, manifest, records)
 
 
-def write_report(folder: Folder, manifest: Manifest, records: Sequence[ShardStats]) -> Totals:
+def write_report(folder: Folder, manifest: Manifest, records: pa.Table) -> Totals:
     """Statistics of all commit records, whether the job is finished or not."""
-    totals = add_up(records)
+    shards = records.select(STATS_SCHEMA.names).cast(STATS_SCHEMA)
+    totals = add_up(shards)
     sink = pa.BufferOutputStream()
-    pq.write_table(to_table(records), sink)
+    pq.write_table(shards, sink)
     folder.replace(STATS, sink.getvalue().to_pybytes())
     folder.replace(SUMMARY, (json.dumps(summary(folder, manifest, totals), indent=2) + "\n").encode())
     return totals
@@ -91,10 +101,11 @@ def summary(folder: Folder, manifest: Manifest, totals: Totals) -> dict[str, Any
     }
 
 
-def print_report(console: Console, manifest: Manifest, records: Sequence[ShardStats], totals: Totals) -> None:
+def print_report(console: Console, manifest: Manifest, shards: pa.Table, totals: Totals) -> None:
     """The table of shards, the slowest ones if they are many, and the totals."""
-    shown = sorted(records, key=lambda one: -one.generate_seconds)[:SHOWN_SHARDS]
-    title = "Shards" if len(shown) == len(records) else f"The {len(shown)} slowest of {len(records)} shards"
+    slowest = shards.sort_by([("generate_seconds", "descending"), ("shard", "ascending")]).slice(0, SHOWN_SHARDS)
+    shown = [ShardStats(**row) for row in slowest.select(STATS_SCHEMA.names).to_pylist()]
+    title = "Shards" if len(shown) == totals.shards else f"The {len(shown)} slowest of {totals.shards} shards"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for name in (
         "shard",
@@ -158,7 +169,8 @@ def print_outcome(console: Console, folder: Folder, outcome: Outcome, show: int)
     if show:
         console.print()
     if outcome.fresh_rows:
-        print_report(console, outcome.manifest, read_records(folder), outcome.totals)
+        shards = pq.read_table(io.BytesIO(folder.read(STATS)))
+        print_report(console, outcome.manifest, shards, outcome.totals)
         rate = outcome.fresh_rows / outcome.seconds
         console.print(
             f"{outcome.fresh_rows:,} rows in {outcome.seconds:.1f} s with start-up, {rate:,.1f} rows/s", highlight=False

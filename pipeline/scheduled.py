@@ -189,6 +189,6 @@ def _answer(root: Folder, run: Run, folder: Folder, manifest: Manifest, job: Job
 
 def _seal(folder: Folder) -> None:
     """Write the `_SUCCESS` of a run that died just before it, unless its folder has been removed since."""
-    if SUCCESS not in folder.names():
+    if not folder.exists(SUCCESS):
         with suppress(FileNotFoundError):
             seal(folder)

@@ -12,8 +12,8 @@ import json
 import logging
 import re
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -22,21 +22,30 @@ from ray.data import Datasink
 from ray.data.block import Block, BlockAccessor
 
 from pipeline.config import StorageConfig
+from pipeline.parallel import in_parallel
+from pipeline.records import (
+    COMMITS,
+    SEGMENTS,
+    Record,
+    encode,
+    joined,
+    loose_records,
+    read_loose,
+    read_segments,
+    record_name,
+    records_table,
+)
 from pipeline.source import Shard
-from pipeline.stats import ShardStats, input_rows
+from pipeline.stats import ShardStats
 from pipeline.storage import Folder, open_folder
 
 log = logging.getLogger(__name__)
-COMMITS = "_job/commits"
+PARTS_AT_ONCE = 8  # of those that are read whole
 PART = re.compile(r"part-\d{6,}\.parquet")
 
 
 def part_name(shard: int) -> str:
     return f"part-{shard:06d}.parquet"
-
-
-def record_name(shard: int) -> str:
-    return f"{COMMITS}/{shard:06d}.json"
 
 
 def commit(folder: Folder, shard: Shard, data: bytes, stats: ShardStats, fingerprint: str) -> bool:
@@ -48,93 +57,119 @@ def commit(folder: Folder, shard: Shard, data: bytes, stats: ShardStats, fingerp
     first = folder.create(part_name(shard.index), data)
     if first:
         stats = replace(stats, commit_seconds=time.perf_counter() - began)
-        folder.create(record_name(shard.index), _record(data, stats))
+        folder.create(record_name(shard.index), encode(data, stats, fingerprint))
     else:
         adopt(folder, shard, fingerprint)
     return first
 
 
-def adopt(folder: Folder, shard: Shard, fingerprint: str) -> None:
+def adopt(folder: Folder, shard: Shard, fingerprint: str) -> Record:
     """Check a part that is there and make its record, if it has none, from what the part itself tells."""
     data = folder.read(part_name(shard.index))
-    folder.create(record_name(shard.index), _record(data, _stats_of_part(folder, shard, data, fingerprint)))
+    stats = check_part(folder, shard, data, fingerprint)
+    folder.create(record_name(shard.index), encode(data, stats, fingerprint))
+    return Record(hashlib.sha256(data).hexdigest(), len(data), stats)
+
+
+def check_part(folder: Folder, shard: Shard, data: bytes, fingerprint: str) -> ShardStats:
+    """What a part tells of itself. ValueError if it is damaged, another job's, or does not hold the shard."""
+    name = f"{folder.url}/{part_name(shard.index)}"
+    try:
+        parquet = pq.ParquetFile(io.BytesIO(data), page_checksum_verification=True)
+        table = parquet.read()
+        metadata = parquet.schema_arrow.metadata or {}
+        ours = metadata.get(b"skipdecode.fingerprint") == fingerprint.encode()
+        stats = ShardStats.of_part(shard.index, table, int(metadata[b"skipdecode.num_layers"])) if ours else None
+    except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{name}: damaged ({' '.join(str(error).split())}); delete it and run again") from None
+    if stats is None:
+        raise ValueError(f"{name}: written by another job; move it away, or start anew with --overwrite")
+    if metadata.get(b"skipdecode.shard") != str(shard.index).encode() or stats.rows != shard.rows:
+        raise ValueError(f"{name}: does not hold shard {shard.index} ({shard.rows} rows); delete it and run again")
+    return stats
 
 
 def committed(folder: Folder, shards: Iterable[Shard], fingerprint: str) -> set[int]:
     """Indices of the shards that are committed, after parts without a record have been adopted.
 
-    Raises ValueError for a part that is not this job's.
+    A record in a segment is believed; `settled` looks at every part. Raises ValueError for a part that is not
+    this job's.
     """
-    listed = {shard.index: shard for shard in shards}
-    records = set(folder.names(COMMITS))  # before the parts: a part comes first, so none is missed for its record
-    parts = set(folder.names())
-    done = {index for index in listed if part_name(index) in parts}
-    for index in sorted(done):
-        if f"{index:06d}.json" not in records:
-            log.warning("%s had no commit record: checked and adopted", part_name(index))
-            adopt(folder, listed[index], fingerprint)
-    for index in sorted(set(listed) - done):
-        if f"{index:06d}.json" in records:
-            log.warning("%s is gone although it was committed: its shard is run again", part_name(index))
-            folder.remove(record_name(index))
-    return done
+    planned = {shard.index: shard for shard in shards}
+    loose = set(loose_records(folder))  # before the parts: a part comes first, so none is missed for its record
+    segments, damaged = read_segments(folder, fingerprint)
+    _drop_segments(folder, damaged)
+    rolled = {shard for table in segments.values() for shard in table["shard"].to_pylist()} & planned.keys()
+    last = max(rolled | loose, default=-1)
+    unsure = [index for index in planned.keys() - rolled if index <= last]
+    parts = part_sizes(folder, unsure, last).keys() & (planned.keys() - rolled)
+    _adopt_all(folder, [planned[index] for index in sorted(parts - loose)], fingerprint)
+    gone = sorted((loose & planned.keys()) - rolled - parts)
+    for index in gone:
+        log.warning("%s is gone although it was committed: its shard is run again", part_name(index))
+    folder.remove_all([record_name(index) for index in gone])
+    return rolled | parts
 
 
-def read_records(folder: Folder) -> list[ShardStats]:
-    """Statistics of all commit records, by shard. ValueError names a record that cannot be read."""
-    found = []
-    for name in folder.names(COMMITS):
-        try:
-            found.append(ShardStats.from_record(json.loads(folder.read(f"{COMMITS}/{name}"))["stats"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{folder.url}/{COMMITS}/{name}: not a commit record ({type(error).__name__}); delete it and run again"
-            ) from None
-    return sorted(found, key=lambda stats: stats.shard)
+def settled(folder: Folder, shards: Iterable[Shard], fingerprint: str) -> tuple[pa.Table, dict[int, int]]:
+    """The records of all committed shards, by shard, and every part's size in bytes.
+
+    Records that are damaged, or missing beside their part, are made again. Raises ValueError for a part that is
+    not this job's.
+    """
+    planned = {shard.index: shard for shard in shards}
+    loose, damaged = read_loose(folder, loose_records(folder), fingerprint)  # before segments that may take them
+    segments, broken = read_segments(folder, fingerprint)
+    _drop_segments(folder, broken)
+    sound = [one for one in loose if _fits(one, planned.get(one.stats.shard))]
+    damaged += [one.stats.shard for one in loose if not _fits(one, planned.get(one.stats.shard))]
+    for index in damaged:
+        log.warning("%s/%s: damaged and removed", folder.url, record_name(index))
+    folder.remove_all([record_name(index) for index in damaged])
+    parts = part_sizes(folder, planned, max(planned, default=-1))
+    table = joined([records_table(sound), *segments.values()])
+    missing = sorted(parts.keys() & planned.keys() - set(table["shard"].to_pylist()))
+    adopted = _adopt_all(folder, [planned[index] for index in missing], fingerprint)
+    return joined([table, records_table(adopted)]), parts
+
+
+def _fits(record: Record, shard: Shard | None) -> bool:
+    return shard is None or record.stats.rows == shard.rows
+
+
+def part_sizes(folder: Folder, shards: Iterable[int], last: int) -> dict[int, int]:
+    """Size in bytes, by shard, of the parts of these shards, and of all whose name comes after the last shard's."""
+    stems = {part_name(index)[: -len("000.parquet")] for index in shards}
+    found = folder.sizes(stems, after=part_name(last) if last >= 0 else "")
+    return {int(name[5:-8]): size for name, size in found.items() if PART.fullmatch(name)}
+
+
+def _adopt_all(folder: Folder, shards: Sequence[Shard], fingerprint: str) -> list[Record]:
+    """Adopt parts that have no record; each is held in memory whole, so few at once."""
+    if shards:
+        others = f" and {len(shards) - 1:,} others" if len(shards) > 1 else ""
+        log.warning("%s%s had no commit record: checked and adopted", part_name(shards[0].index), others)
+    return list(in_parallel(lambda shard: adopt(folder, shard, fingerprint), shards, PARTS_AT_ONCE))
+
+
+def _drop_segments(folder: Folder, names: Sequence[str]) -> None:
+    for name in names:
+        log.warning("%s/%s/%s: damaged and removed; what it held is made again", folder.url, SEGMENTS, name)
+    folder.remove_all([f"{SEGMENTS}/{name}" for name in names])
 
 
 def clear(folder: Folder) -> None:
     """Remove what an earlier job left in an output folder: parts first, what vouches for them last."""
-    for name in folder.names():
-        if name == "_SUCCESS" or PART.fullmatch(name):
-            folder.remove(name)
-    for name in folder.names(COMMITS):
-        folder.remove(f"{COMMITS}/{name}")
-    for name in folder.names("_job"):
-        if name != "lease.json":
-            folder.remove(f"_job/{name}")
+    folder.remove_all([name for name in folder.names() if name == "_SUCCESS" or PART.fullmatch(name)])
+    for subfolder in (COMMITS, SEGMENTS):
+        folder.remove_all([f"{subfolder}/{name}" for name in folder.names(subfolder)])
+    folder.remove_all([f"_job/{name}" for name in folder.names("_job") if name != "lease.json"])
 
 
 def clear_temporaries(folder: Folder) -> None:
     """Remove what killed processes left half-written."""
     for name in folder.names("_job/tmp"):
         folder.remove(f"_job/tmp/{name}")
-
-
-def _record(data: bytes, stats: ShardStats) -> bytes:
-    values = {
-        "shard": stats.shard,
-        "sha256": hashlib.sha256(data).hexdigest(),
-        "bytes": len(data),
-        "rows": stats.rows,
-        "stats": asdict(stats),
-    }
-    return (json.dumps(values, indent=1) + "\n").encode()
-
-
-def _stats_of_part(folder: Folder, shard: Shard, data: bytes, fingerprint: str) -> ShardStats:
-    name = f"{folder.url}/{part_name(shard.index)}"
-    try:
-        parquet = pq.ParquetFile(io.BytesIO(data))
-        table = parquet.read()
-    except (OSError, pa.ArrowException) as error:
-        raise ValueError(f"{name}: damaged ({' '.join(str(error).split())}); delete it and run again") from None
-    metadata = parquet.schema_arrow.metadata or {}
-    if metadata.get(b"skipdecode.fingerprint", b"").decode() != fingerprint:
-        raise ValueError(f"{name}: written by another job; move it away, or start anew with --overwrite")
-    if metadata.get(b"skipdecode.shard") != str(shard.index).encode() or input_rows(table) != shard.rows:
-        raise ValueError(f"{name}: does not hold shard {shard.index} ({shard.rows} rows); delete it and run again")
-    return ShardStats.of_part(shard.index, table, int(metadata[b"skipdecode.num_layers"]))
 
 
 class CommitSink(Datasink[None]):

@@ -46,7 +46,7 @@ class InputFile:
         return sum(self.group_rows)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Shard:
     """Rows first_row ... first_row + rows - 1 of a file; `index` numbers the shards of the job."""
 
@@ -70,7 +70,7 @@ def list_files(
         prefix = "" if isinstance(fs, LocalFileSystem) else "s3://"
         try:
             if glob.has_magic(inside):
-                entries = {name: fs.info(name) for name in fs.glob(inside)}
+                entries = fs.glob(inside, detail=True)
                 wanted = f"{path}: matches no file"
             elif fs.isdir(inside):
                 entries = {
@@ -106,9 +106,16 @@ def _version(entry: dict[str, Any], fs: fsspec.AbstractFileSystem, name: str) ->
     return str(entry.get("ETag") or entry.get("LastModified")).strip('"')
 
 
-def read_footer(url: str, size: int, version: str, storage: StorageConfig) -> tuple[InputFile, pa.Schema]:
-    """The file's pinned facts and its schema. ValueError names a file that is not readable Parquet."""
-    fs, path = filesystem(url, storage)
+def read_footer(
+    url: str, size: int, version: str, storage: StorageConfig, fs: fsspec.AbstractFileSystem | None = None
+) -> tuple[InputFile, pa.Schema]:
+    """The file's pinned facts and its schema. ValueError names a file that is not readable Parquet.
+
+    fs: one for many files, as each thread would make an S3 client of its own.
+    """
+    path = url.removeprefix("s3://")
+    if fs is None:
+        fs, path = filesystem(url, storage)
     try:
         with fs.open(path, "rb") as file:
             parquet = pq.ParquetFile(file)
@@ -173,6 +180,30 @@ def read_shards(shards: Sequence[Shard], columns: Sequence[str], storage: Storag
                 pieces.append(batch.slice(row - first, end - row))
                 row += pieces[-1].num_rows
             yield pa.Table.from_batches(pieces)
+
+
+def read_pinned(
+    shards: Sequence[Shard], file: InputFile, columns: Sequence[str], storage: StorageConfig
+) -> Iterator[pa.Table]:
+    """`read_shards` of a file that must be, at every table, as it is pinned; ValueError names it if it is not."""
+    try:
+        for table in read_shards(shards, columns, storage):
+            _check_version(file, storage)
+            yield table
+    except (*STORE_ERRORS, pa.ArrowException, AssertionError, RuntimeError):
+        _check_version(file, storage)  # then that is why
+        raise
+
+
+def _check_version(file: InputFile, storage: StorageConfig) -> None:
+    fs, path = filesystem(file.url, storage)
+    try:
+        entry = fs.info(path)
+        same = (int(entry["size"]), _version(entry, fs, path)) == (file.size, file.version)
+    except FileNotFoundError:
+        raise ValueError(f"{file.url}: gone since the job began") from None
+    if not same:
+        raise ValueError(f"{file.url}: changed since the job began")
 
 
 def to_ipc(table: pa.Table) -> bytes:
@@ -242,6 +273,7 @@ class ShardSource(Datasource):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tasks = read_units(shards, files, task_rows, task_bytes)
+        self.files = {file.url: file for file in files}
         self.schema = schema
         self.storage = storage
 
@@ -254,8 +286,10 @@ class ShardSource(Datasource):
         schema, storage = self.schema, self.storage
 
         def task(shards: list[Shard]) -> ReadTask:
+            file = self.files[shards[0].url]
+
             def read() -> Iterator[pa.Table]:
-                for shard, table in zip(shards, read_shards(shards, schema.names, storage), strict=True):
+                for shard, table in zip(shards, read_pinned(shards, file, schema.names, storage), strict=True):
                     yield pa.table(
                         {
                             "shard": pa.array([shard.index], pa.int64()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -51,7 +52,13 @@ class ShardStats:
 
     @classmethod
     def from_record(cls, values: dict[str, Any]) -> ShardStats:
-        """From a commit record; KeyError or TypeError if it is not one."""
+        """From a commit record; KeyError, TypeError or ValueError if it is not one."""
+        for one in fields(cls):
+            kind, value = str(one.type), values[one.name]
+            if type(value).__name__ not in (("int", "float") if kind == "float" else (kind,)):
+                raise TypeError(f"{one.name} is no {kind}")
+            if kind in ("int", "float") and not (0 <= value < 2**63 and math.isfinite(value)):
+                raise ValueError(f"{one.name} is out of range")
         return cls(**{one.name: values[one.name] for one in fields(cls)})
 
     @classmethod
@@ -143,28 +150,25 @@ class Totals:
         }
 
 
-def add_up(shards: Iterable[ShardStats]) -> Totals:
-    """Totals over shards."""
-    listed = list(shards)
-    values: dict[str, Any] = {
-        "shards": len(listed),
-        "padding_tokens": round(sum(shard.padding_fraction * shard.padded_prompt_tokens for shard in listed)),
-    }
+def add_up(shards: pa.Table) -> Totals:
+    """Totals over shards, one a row as in `STATS_SCHEMA`."""
+    padding = pc.multiply(shards["padding_fraction"], pc.cast(shards["padded_prompt_tokens"], pa.float64()))
+    values: dict[str, Any] = {"shards": shards.num_rows, "padding_tokens": round(pc.sum(padding).as_py() or 0.0)}
     for one in fields(ShardStats):
         if one.metadata["how"] != "none":
-            numbers = [getattr(shard, one.name) for shard in listed]
-            values[one.name] = max(numbers, default=0) if one.metadata["how"] == "max" else sum(numbers)
+            total = pc.max(shards[one.name]) if one.metadata["how"] == "max" else pc.sum(shards[one.name])
+            values[one.name] = total.as_py() or 0
     return Totals(**values)
 
 
+_TYPES = {"int": pa.int64(), "float": pa.float64(), "str": pa.string(), "bool": pa.bool_()}
+STATS_SCHEMA = pa.schema(
+    [pa.field(one.name, _TYPES[str(one.type)], metadata={"unit": one.metadata["unit"]}) for one in fields(ShardStats)]
+)
+
+
 def to_table(shards: Iterable[ShardStats]) -> pa.Table:
-    """One row a shard, by index, as in `_job/stats.parquet`; units are in the columns' metadata."""
-    types = {"int": pa.int64(), "float": pa.float64(), "str": pa.string(), "bool": pa.bool_()}
-    schema = pa.schema(
-        [
-            pa.field(one.name, types[str(one.type)], metadata={"unit": one.metadata["unit"]})
-            for one in fields(ShardStats)
-        ]
-    )
-    ordered = sorted(shards, key=lambda shard: shard.shard)
-    return pa.Table.from_pylist([asdict(shard) for shard in ordered], schema=schema)
+    """One row a shard, in their order; units are in the columns' metadata."""
+    listed = list(shards)
+    columns = {one.name: [getattr(shard, one.name) for shard in listed] for one in fields(ShardStats)}
+    return pa.table(columns, schema=STATS_SCHEMA)

@@ -9,7 +9,7 @@ import errno
 import logging
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from botocore.exceptions import BotoCoreError
 from fsspec.implementations.local import LocalFileSystem
 
 from pipeline.config import StorageConfig
+from pipeline.parallel import in_parallel
 
 log = logging.getLogger(__name__)
 CONDITION_REFUSED = (errno.ENOSYS, errno.EINVAL)  # what s3fs makes of NotImplemented, InvalidArgument, InvalidRequest
@@ -55,8 +56,20 @@ class Folder(Protocol):
         """Remove files, many in one call where the store can; nothing happens for those that are not there."""
         ...
 
+    def exists(self, name: str) -> bool:
+        """Whether there is such a file."""
+        ...
+
     def names(self, subfolder: str = "") -> list[str]:
         """Names of the files directly in a subfolder, sorted; none if there is no such folder."""
+        ...
+
+    def first_names(self) -> Iterator[str]:
+        """Names of the files directly in the folder, in order, asked for as they are taken."""
+        ...
+
+    def sizes(self, stems: Collection[str], after: str) -> dict[str, int]:
+        """Name -> bytes of the files directly in the folder that begin with one of `stems` or sort after `after`."""
         ...
 
 
@@ -121,6 +134,9 @@ class LocalFolder:
         for name in names:
             self.remove(name)
 
+    def exists(self, name: str) -> bool:
+        return (self.path / name).is_file()
+
     def names(self, subfolder: str = "") -> list[str]:
         folder = self.path / subfolder
         if not folder.is_dir():
@@ -128,16 +144,32 @@ class LocalFolder:
         with os.scandir(folder) as entries:
             return sorted(entry.name for entry in entries if entry.is_file())
 
+    def first_names(self) -> Iterator[str]:
+        yield from self.names()
+
+    def sizes(self, stems: Collection[str], after: str) -> dict[str, int]:
+        lengths = {len(stem) for stem in stems}
+        found: dict[str, int] = {}
+        for name in self.names():
+            if name > after or any(name[:length] in stems for length in lengths):
+                with suppress(FileNotFoundError):
+                    found[name] = (self.path / name).stat().st_size
+        return found
+
     def _write(self, name: str, data: bytes) -> Path:
         """A temporary file on the same filesystem, written to the disk."""
         (self.path / name).parent.mkdir(parents=True, exist_ok=True)
         folder = self.path / "_job" / "tmp"
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / f"{Path(name).name}.{uuid.uuid4().hex}"
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with open(temporary, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:  # a full disk would stay full of halves; and does not say which
+            temporary.unlink(missing_ok=True)
+            raise OSError(error.errno, error.strerror, str(self.path / name)) from error
         return temporary
 
 
@@ -198,13 +230,39 @@ class ObjectFolder:
             for error in answer.get("Errors", []):  # the call is not tried again for these: one by one, they are
                 self.remove(error["Key"].removeprefix(f"{prefix}/"))
 
+    def exists(self, name: str) -> bool:
+        return bool(self.fs.exists(f"{self.path}/{name}"))
+
     def names(self, subfolder: str = "") -> list[str]:
-        try:
-            entries = self.fs.ls(f"{self.path}/{subfolder}".rstrip("/"), detail=True)
-        except FileNotFoundError:
-            return []
-        names = (entry["name"].rsplit("/", 1)[-1] for entry in entries if entry["type"] == "file")
-        return sorted(name for name in names if name)  # without the marker that makes an empty folder
+        return [name for name, _ in self._listed(subfolder)]
+
+    def first_names(self) -> Iterator[str]:
+        return (name for name, _ in self._listed())
+
+    def sizes(self, stems: Collection[str], after: str) -> dict[str, int]:
+        asked = [{"stem": stem} for stem in stems] + [{"after": after}]
+        # a request for a thousand names: side by side, as each waits for the one before it otherwise
+        pages = in_parallel(lambda one: list(self._listed(**one)), asked)
+        return {name: size for page in pages for name, size in page}
+
+    def _listed(self, subfolder: str = "", stem: str = "", after: str = "") -> Iterator[tuple[str, int]]:
+        """Names and sizes directly in a subfolder, those that begin with `stem` and sort after `after`."""
+        bucket, _, key = f"{self.path}/{subfolder}".rstrip("/").partition("/")
+        prefix = f"{key}/" if key else ""
+        asked = {"Bucket": bucket, "Prefix": prefix + stem, "Delimiter": "/"}
+        if after:
+            asked["StartAfter"] = prefix + after
+        while True:
+            try:
+                page = self.fs.call_s3("list_objects_v2", **asked)
+            except FileNotFoundError:
+                return
+            for entry in page.get("Contents", []):
+                if entry["Key"] != prefix:  # the marker that makes an empty folder
+                    yield entry["Key"][len(prefix) :], entry["Size"]
+            if not page.get("IsTruncated"):
+                return
+            asked["ContinuationToken"] = page["NextContinuationToken"]
 
 
 def probe_create(folder: Folder) -> bool:

@@ -32,6 +32,10 @@ class Tally:
         self.stopped = True
         return self.at_work
 
+    def left(self) -> set[int]:
+        """Shards at work."""
+        return self.at_work
+
     def read(self) -> tuple[int, int, int, int]:
         """Shards, rows, errors and generated tokens so far."""
         return self.counts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import re
 import stat
@@ -18,6 +19,7 @@ import yaml
 from infra_files import INFRA, document, documents, parse_run
 from jsonschema import Draft202012Validator
 from jsonschema import ValidationError as SchemaError
+from ray.dashboard.modules.job import job_supervisor
 from referencing import Registry, Resource
 
 from pipeline.config import JobConfig
@@ -25,6 +27,7 @@ from pipeline.config_file import load_config
 
 CRON, RAYJOB, NAME = "kubernetes-labelling-cronjob.yaml", "kuberay-rayjob.yaml", "skipdecode-labelling"
 KUBERNETES = "1.33"
+SHUTDOWN_SECONDS = 10  # of Ray and the lease, after the grace
 
 
 @cache
@@ -88,6 +91,14 @@ def test_the_rayjob_has_a_token_and_goes_on_after_a_lost_cluster() -> None:
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert all(one["securityContext"]["allowPrivilegeEscalation"] is False for one in pod["containers"])
     assert cluster["rayVersion"] in (INFRA.parent / "constraints.txt").read_text().split("ray==")[1].splitlines()[0]
+
+
+def test_a_stopped_job_has_time_for_its_grace_and_for_ray_to_end() -> None:
+    needed = load_config(JobConfig, INFRA / "labelling-job.yaml").grace_seconds + SHUTDOWN_SECONDS
+    pod = document(RAYJOB, "RayJob")["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    env = {one["name"]: one["value"] for one in pod["containers"][0]["env"]}
+    assert pod["terminationGracePeriodSeconds"] > int(env["RAY_JOB_STOP_WAIT_TIME_S"]) >= needed
+    assert "RAY_JOB_STOP_WAIT_TIME_S" in inspect.getsource(job_supervisor)
 
 
 def test_the_rayjob_runs_a_job_file_that_is_mounted() -> None:

@@ -11,6 +11,8 @@ from infra_files import documents, parse_ray
 from jsonschema import ValidationError
 from ray.autoscaler._private.util import prepare_config, validate_config
 
+from pipeline.config import JobConfig
+
 
 def cluster() -> dict[str, Any]:
     (found,) = documents("aws-cluster.yaml")
@@ -67,6 +69,8 @@ def test_nothing_is_open_and_every_node_has_the_token() -> None:
         assert node["node_config"]["SubnetIds"]
         assert node["node_config"]["MetadataOptions"]["HttpTokens"] == "required"
     assert "--env=RAY_AUTH_MODE=token" in config["docker"]["run_options"]
+    (stop,) = (one for one in config["docker"]["run_options"] if "RAY_JOB_STOP_WAIT_TIME_S" in one)
+    assert int(stop.partition("TIME_S=")[2]) >= JobConfig.model_fields["grace_seconds"].default + 10
     assert config["file_mounts"] == {"~/.ray/auth_token": "~/.ray/auth_token"}
     assert not [option for option in config["docker"]["run_options"] if "publish" in option or option == "-p"]
 

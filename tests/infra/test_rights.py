@@ -92,9 +92,9 @@ def test_every_call_of_a_job_is_allowed(calls: list[tuple[str, str]]) -> None:
     assert folder.names() == []
     assert probe_create(folder)
     assert folder.create("part-000000.parquet", b"x" * 2**21)
-    folder.replace("_job/lease.json", b"{}")
-    assert folder.read("_job/lease.json") == b"{}"
-    folder.remove("_job/lease.json")
+    folder.replace("_job/lease/000001.json", b"{}")
+    assert folder.read("_job/lease/000001.json") == b"{}"
+    folder.remove("_job/lease/000001.json")
     assert folder.names() == ["part-000000.parquet"]
     print(sorted(set(calls)))
     assert {name for name, _ in calls} <= set(NEEDS)

@@ -18,7 +18,7 @@ from pipeline import adapt_configs as configs
 from pipeline.cli import app
 from pipeline.config import JobConfig
 from pipeline.config_file import dump_values
-from pipeline.lease import Interrupted
+from pipeline.interrupt import Interrupted
 
 ROWS = 30
 END = 2  # of the tiny checkpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -22,11 +23,13 @@ def parts(output: Path) -> dict[str, bytes]:
 class Command:
     """`skipdecode run` of a job, as a user starts it, in a process group of its own."""
 
+    arguments: tuple[str, ...] = ("-m", "pipeline", "run")
+
     def __init__(self, folder: Path, job: JobConfig, *options: str) -> None:
         self.file = folder / "job.yaml"
         self.file.write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "pipeline", "run", str(self.file), *options],
+            [sys.executable, *self.arguments, str(self.file), *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -48,6 +51,12 @@ class Command:
             assert self.process.poll() is None, self.process.communicate()[1]
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+def assert_released(output: Path) -> None:
+    """The last run has given its lease back."""
+    (term,) = (output / "_job" / "lease").iterdir()
+    assert json.loads(term.read_text())["released"]
 
 
 def rays() -> set[int]:

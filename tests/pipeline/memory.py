@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 
@@ -47,6 +47,17 @@ class MemoryFolder:
     def remove_all(self, names: Sequence[str]) -> None:
         for name in names:
             self.remove(name)
+
+    def exists(self, name: str) -> bool:
+        self.gate()
+        return f"{self.prefix}/{name}" in self.files
+
+    def first_names(self) -> Iterator[str]:
+        yield from self.names()
+
+    def sizes(self, stems: Collection[str], after: str) -> dict[str, int]:
+        asked = [name for name in self.names() if name > after or name.startswith(tuple(stems))]
+        return {name: len(self.files[f"{self.prefix}/{name}"]) for name in asked}
 
     def names(self, subfolder: str = "") -> list[str]:
         self.gate()

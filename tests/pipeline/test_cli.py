@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from command import assert_released
 from typer.testing import CliRunner
 
 from pipeline.cli import _cause, app
@@ -111,7 +112,7 @@ def test_a_lease_that_is_held_is_exit_5(tmp_path: Path, job: dict[str, Any], mon
     from pipeline.storage import open_folder
 
     monkeypatch.setattr(lease, "BEAT_SECONDS", 0.1)
-    other = lease.Lease(open_folder(job["output"]["path"], StorageConfig()), beat=0.1)
+    other = lease.Lease(open_folder(job["output"]["path"], StorageConfig()), beat=0.1, watch=1)
     other.acquire(lambda: None)
     try:
         file = tmp_path / "job.yaml"
@@ -122,6 +123,34 @@ def test_a_lease_that_is_held_is_exit_5(tmp_path: Path, job: dict[str, Any], mon
     assert result.exit_code == 5
     assert "another run holds" in result.stderr
     assert f"process {other.holder.pid} on {other.holder.host}, since 20" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (Exception("The current node timed out\nduring startup."), 1, "failed: System error: Ray did not start: The c"),
+        (RuntimeError("Failed to start GCS"), 1, "failed: System error: Ray did not start: Failed to start GCS; the s"),
+        (TimeoutError("Timed out after 30 seconds"), 1, "failed: Timed out after 30 seconds; the same command goes on"),
+        (ConnectionError("no Ray instance at 1.2.3.4"), 1, "failed: no Ray instance at 1.2.3.4; the same command"),
+        (SystemExit(15), 4, "interrupted (SIGTERM); the same command finishes the job"),  # from Ray's own handler
+    ],
+)
+def test_a_ray_that_does_not_start_is_one_line(
+    tmp_path: Path, job: dict[str, Any], monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, line: str
+) -> None:
+    import ray
+
+    def fail(**settings: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", fail)
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job))
+    result = CliRunner().invoke(app, ["run", str(file)])
+    assert (result.exit_code, result.exception.__class__) == (code, SystemExit)
+    assert result.stderr.splitlines()[-1].startswith(f"skipdecode: {line}")
+    assert_released(tmp_path / "out")
 
 
 def test_the_cause_of_a_failed_task_is_what_went_wrong_and_not_advice_on_retries() -> None:

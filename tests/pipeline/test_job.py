@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -13,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from command import Command, assert_no_new_rays, parts, rays
+from command import Command, assert_no_new_rays, assert_released, parts, rays
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -275,18 +276,34 @@ def test_a_killed_run_started_again_is_as_if_undisturbed(
     assert_no_new_rays(before)
 
 
-def test_sigterm_is_exit_4_and_leaves_what_can_be_resumed(inputs: Path, checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("grace", [20, pytest.param(0, marks=pytest.mark.slow)])
+def test_sigterm_is_exit_4_and_what_is_in_flight_is_finished_or_dropped(
+    undisturbed: tuple[Path, jobs.Outcome], inputs: Path, checkpoint: Path, tmp_path: Path, grace: float
+) -> None:
+    whole, _ = undisturbed
     output = tmp_path / "out"
     before = rays()
-    run = Command(tmp_path, config(inputs, output, checkpoint))
+    run = Command(tmp_path, config(inputs, output, checkpoint, grace_seconds=grace))
     run.wait_for_parts(output, 2)
     run.process.send_signal(signal.SIGTERM)
+    early = len(parts(output))
     code, _, err = run.end()
     assert code == 4, err
     assert "the same command finishes the job" in err.splitlines()[-1]
-    assert not (output / "_job" / "lease.json").exists()
+    assert_released(output)
     assert not (output / "_SUCCESS").exists()
+    assert len(parts(output)) < len(parts(whole))
+    stopping = re.search(r"^stopping: (\d) shards in flight are given up to 20 s", err, re.MULTILINE)
+    if grace == 0:
+        assert stopping is None
+    elif stopping is not None:  # else none was at work in that moment
+        assert len(parts(output)) >= early + int(stopping[1]) - 1  # which may be committed and counted a little later
+        assert len(list((output / "_job" / "commits").iterdir())) == len(parts(output))
     assert_no_new_rays(before)
+    if grace:
+        assert Command(tmp_path, config(inputs, output, checkpoint)).end()[0] == 0
+        assert parts(output) == parts(whole)
+        assert_released(output)
 
 
 def invoke(folder: Path, job: JobConfig) -> Any:
@@ -315,5 +332,5 @@ def test_missing_weights_fail_the_job_in_one_line(
     assert result.exit_code == 1
     last = result.stderr.strip().splitlines()[-1]
     assert last.startswith("skipdecode: failed: ")
-    assert not (tmp_path / "out" / "_job" / "lease.json").exists()
+    assert_released(tmp_path / "out")
     assert not list((tmp_path / "out").glob("part-*"))

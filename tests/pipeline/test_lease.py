@@ -14,12 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from pipeline.config import StorageConfig
-from pipeline.lease import LEASE, Holder, Lease, LeaseHeld
+from pipeline.lease import FORMER, TERMS, Holder, Lease, LeaseHeld, process_started
 from pipeline.storage import Folder, open_folder
 
 BEAT, WATCH = 0.05, 0.4
@@ -38,12 +39,17 @@ def lease(folder: Folder) -> Lease:
     return Lease(folder, beat=BEAT, watch=WATCH)
 
 
+def last(folder: Folder) -> str:
+    return f"{TERMS}/{max(folder.names(TERMS), default='000001.json')}"
+
+
 def held(folder: Folder) -> Holder:
-    return Holder(**json.loads(folder.read(LEASE)))
+    return Holder(**json.loads(folder.read(last(folder))))
 
 
 def write(folder: Folder, holder: Holder) -> None:
-    folder.replace(LEASE, json.dumps(asdict(holder)).encode())
+    """What a holder in the last term would have written."""
+    folder.replace(last(folder), json.dumps(asdict(holder)).encode())
 
 
 def foreign(folder: Folder) -> Holder:
@@ -95,14 +101,18 @@ def test_a_lease_is_taken_kept_and_given_back(folder: Folder) -> None:
     mine.acquire(never)
     found = held(folder)
     assert (found.pid, found.nonce, found.counter) == (os.getpid(), mine.holder.nonce, 0)
-    assert found.process_start == psutil.Process().create_time()
+    since_boot = psutil.Process().create_time() - psutil.boot_time()
+    assert found.started / os.sysconf("SC_CLK_TCK") == pytest.approx(since_boot, abs=2)
     until(lambda: held(folder).counter >= 3)
     assert replace(held(folder), counter=0) == found
     mine.release()
-    assert folder.names("_job") == []
+    given_back = held(folder)
+    assert given_back.released
     time.sleep(3 * BEAT)
-    assert folder.names("_job") == []
+    assert held(folder) == given_back
     assert took_over(folder) < WATCH
+    assert folder.names(TERMS) == ["000002.json"]
+    assert folder.names("_job") == folder.names("_job/tmp") == []
 
 
 @pytest.mark.parametrize("store", ["s3", pytest.param("ceph", marks=pytest.mark.ceph)])
@@ -114,7 +124,8 @@ def test_a_bucket_can_be_leased(store: str, request: pytest.FixtureRequest) -> N
     with pytest.raises(LeaseHeld):
         lease(bucket).acquire(never)
     mine.release()
-    assert bucket.names("_job") == []
+    assert took_over(bucket) < WATCH
+    assert bucket.names(TERMS) == ["000002.json"]
 
 
 def test_a_process_that_is_no_more_is_replaced_at_once(folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
@@ -128,13 +139,63 @@ def test_a_process_that_is_no_more_is_replaced_at_once(folder: Folder, caplog: p
 
 def test_a_pid_that_another_process_has_now_is_dead(folder: Folder) -> None:
     mine = lease(folder).holder
-    write(folder, replace(mine, process_start=mine.process_start - 1000, nonce="n"))
+    write(folder, replace(mine, started=mine.started - 1000, nonce="n"))
     assert took_over(folder) < WATCH / 2
 
 
-def test_a_holder_of_an_earlier_boot_is_dead(folder: Folder) -> None:
-    write(folder, replace(lease(folder).holder, boot_id="earlier", nonce="n"))
+@pytest.mark.parametrize("changes", [{"boot_id": "b"}, {"pids": "pid:[1]"}, {"host": "h"}, {"started": -1}])
+def test_a_pid_says_nothing_of_another_machine_or_container(folder: Folder, changes: dict[str, Any]) -> None:
+    """Names of hosts are not unique, and containers may share one: such a holder is watched like any other."""
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    child.wait()
+    write(folder, replace(lease(folder).holder, **{"pid": child.pid, "nonce": "n", **changes}))
+    assert WATCH <= took_over(folder) < WATCH + 2
+
+
+def test_a_process_that_waits_to_be_reaped_is_dead(folder: Folder) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE)
+    write(folder, replace(lease(folder).holder, pid=child.pid, nonce="n"))
     assert took_over(folder) < WATCH / 2
+    child.wait()
+
+
+def test_setting_the_clock_does_not_make_a_living_holder_look_dead(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """psutil adds the time of boot, which moves with the wall clock; ticks after boot do not."""
+    first = lease(folder)
+    first.acquire(never)
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: 1.0)
+    monkeypatch.setattr(time, "time", lambda: 86_400.0)
+    assert not held(folder).is_dead_here(lease(folder).holder)
+    with pytest.raises(LeaseHeld):
+        lease(folder).acquire(never)
+    first.release()
+
+
+@pytest.mark.parametrize("days", [-400, 400])
+def test_clocks_that_differ_by_days_do_not_matter(folder: Folder, days: int) -> None:
+    """Neither a living holder is taken over, nor a dead one waited for any longer."""
+    theirs = replace(foreign(folder), since=time.time() + days * 86_400)
+    with beating(folder, theirs), pytest.raises(LeaseHeld):
+        lease(folder).acquire(never)
+    assert WATCH <= took_over(folder) < WATCH + 2
+
+
+def test_a_lease_of_the_former_kind_is_watched_and_taken_over(folder: Folder) -> None:
+    mine = lease(folder).holder
+    former = {"host": mine.host, "boot_id": mine.boot_id, "pid": mine.pid, "process_start": 1.5, "nonce": "n"}
+    for counter in (0, 1):
+        folder.replace(FORMER, json.dumps({**former, "since": 1_700_000_000.0, "counter": counter}).encode())
+        if counter == 0:
+            stop = threading.Timer(WATCH / 4, lambda: folder.replace(FORMER, folder.read(FORMER)[:-2] + b"7}"))
+            stop.start()
+            with pytest.raises(LeaseHeld, match=f"process {mine.pid} on {mine.host}, since 2023-11-14 22:13:20 UTC"):
+                lease(folder).acquire(never)
+            stop.join()
+    assert WATCH <= took_over(folder) < WATCH + 2
+    assert folder.names("_job") == []
 
 
 def test_a_host_that_stands_still_is_taken_over_after_the_watch(folder: Folder) -> None:
@@ -143,8 +204,8 @@ def test_a_host_that_stands_still_is_taken_over_after_the_watch(folder: Folder) 
 
 
 def test_a_lease_that_says_nothing_is_watched_too(folder: Folder) -> None:
-    for text in (b"", b"{", b"[]", b'{"host": 1}', b'"x"'):
-        folder.replace(LEASE, text)
+    for text in (b"{", b"[]", b'{"since": 1e300}', b'{"pid": "x"}', b"\xff"):
+        folder.replace(last(folder), text)
         assert WATCH <= took_over(folder) < WATCH + 2
 
 
@@ -172,7 +233,7 @@ def test_a_second_run_of_this_host_waits_for_no_dead_one(folder: Folder) -> None
 
 def test_a_lease_given_back_under_watch_is_taken(folder: Folder) -> None:
     write(folder, foreign(folder))
-    timer = threading.Timer(WATCH / 4, lambda: folder.remove(LEASE))
+    timer = threading.Timer(WATCH / 4, lambda: write(folder, replace(foreign(folder), released=True)))
     timer.start()
     assert took_over(folder) < WATCH
     timer.join()
@@ -182,23 +243,24 @@ def test_who_lost_the_lease_is_told_once(folder: Folder) -> None:
     told: list[int] = []
     mine = lease(folder)
     mine.acquire(lambda: told.append(1))
-    thief = replace(mine.holder, nonce="thief")
-    write(folder, thief)
+    own, thief = last(folder), replace(mine.holder, nonce="thief")
+    folder.create(f"{TERMS}/000002.json", json.dumps(asdict(thief)).encode())
     until(lambda: told)
+    before = folder.read(own)
     time.sleep(4 * BEAT)
     assert told == [1]
     mine.release()
-    assert held(folder) == thief
+    assert held(folder) == thief and folder.read(own) == before
 
 
 def test_a_lease_that_was_removed_is_lost(folder: Folder) -> None:
     told: list[int] = []
     mine = lease(folder)
     mine.acquire(lambda: told.append(1))
-    folder.remove(LEASE)
+    folder.remove(last(folder))
     until(lambda: told)
     mine.release()
-    assert folder.names("_job") == []
+    assert folder.names(TERMS) == []
 
 
 def test_a_store_that_fails_for_a_while_costs_nothing(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,19 +280,57 @@ def test_a_store_that_fails_for_a_while_costs_nothing(folder: Folder, monkeypatc
     mine.release()
 
 
-def test_of_many_at_once_one_keeps_it(folder: Folder) -> None:
-    """All see the same dead holder. One may remove the lease that another has just made; that one is told."""
-    write(folder, replace(lease(folder).holder, boot_id="earlier", nonce="n"))
+def test_who_comes_back_to_the_store_looks_before_it_beats(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of reach for longer than the watch: another has taken over, and what it wrote stays."""
+    told: list[int] = []
+    mine = lease(folder)
+    mine.acquire(lambda: told.append(1))
+    own, reachable = last(folder), type(folder).names
+
+    def fail(self: Folder, subfolder: str = "") -> list[str]:
+        if threading.current_thread().name == "lease":
+            raise OSError("out of order")
+        return reachable(self, subfolder)
+
+    other = Lease(folder, beat=60, watch=WATCH)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(folder), "names", fail)
+        time.sleep(2 * BEAT)
+        other.acquire(never)
+        assert not told
+    until(lambda: told)
+    assert own != last(folder)
+    assert held(folder).nonce == other.holder.nonce and not folder.names("_job/tmp")
+    mine.release()
+    assert held(folder) == other.holder
+    other.release()
+
+
+def test_a_creation_whose_answer_was_lost_is_ours(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store repeats the put and hears that the file is there: it is our own."""
+    create = type(folder).create
+
+    def repeated(self: Folder, name: str, data: bytes) -> bool:
+        return create(self, name, data) and create(self, name, data)
+
+    monkeypatch.setattr(type(folder), "create", repeated)
+    assert took_over(folder) < WATCH
+
+
+def test_of_many_at_once_one_gets_it(folder: Folder) -> None:
+    """All see the same dead holder."""
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    child.wait()
+    write(folder, replace(lease(folder).holder, pid=child.pid, nonce="n"))
     start = threading.Barrier(4)
     got: list[Lease] = []
     refused: list[Lease] = []
-    lost: list[Lease] = []
 
     def go() -> None:
         mine = lease(folder)
         start.wait()
         try:
-            mine.acquire(lambda: lost.append(mine))
+            mine.acquire(never)
         except LeaseHeld:
             refused.append(mine)
         else:
@@ -241,8 +341,15 @@ def test_of_many_at_once_one_keeps_it(folder: Folder) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(got) + len(refused) == 4
-    until(lambda: [mine.holder.nonce for mine in got if mine not in lost] == [held(folder).nonce])
-    for mine in got:
-        mine.release()
-    assert folder.names("_job") == []
+    assert (len(got), len(refused)) == (1, 3)
+    assert held(folder).nonce == got[0].holder.nonce
+    got[0].release()
+
+
+def test_when_a_process_began() -> None:
+    assert process_started(os.getpid()) == process_started(os.getpid())
+    child = subprocess.Popen(["sleep", "9"])
+    assert (process_started(child.pid) or 0) >= (process_started(os.getpid()) or 0) > 0
+    child.kill()
+    child.wait()
+    assert process_started(child.pid) == -1

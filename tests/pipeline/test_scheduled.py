@@ -20,7 +20,7 @@ from pipeline.manifest import Batching, Manifest, NoRows
 from pipeline.report import SUMMARY
 from pipeline.scheduled import Job, Scheduled, run_scheduled
 from pipeline.source import Files, InputFile
-from pipeline.stats import Totals, add_up
+from pipeline.stats import Totals, add_up, to_table
 from pipeline.storage import Folder
 
 BATCHING = Batching(10, 10, 10, 10, 1)
@@ -53,7 +53,7 @@ class World:
         def answer(folder: Folder, manifest: Manifest) -> tuple[Totals, int]:
             fresh = [folder.create(_answer_name(file.url), manifest.fingerprint.encode()) for file in manifest.files]
             folder.replace(SUMMARY, b"{}")
-            return add_up([]), sum(fresh)
+            return add_up(to_table([])), sum(fresh)
 
         job = Job(lambda may_be_empty: dict(self.inputs), root.sub, plan, answer)
         return run_scheduled(root, job, changed, overwrite)

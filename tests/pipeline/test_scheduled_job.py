@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from click.testing import Result
+from command import assert_released
 from parts import part, part_stats
 from typer.testing import CliRunner
 
@@ -20,7 +21,8 @@ from pipeline import job as jobs
 from pipeline import ledger as ledgers
 from pipeline.cli import app
 from pipeline.config import JobConfig, StorageConfig
-from pipeline.lease import Interrupted, Lease
+from pipeline.interrupt import Interrupted
+from pipeline.lease import Lease
 from pipeline.sink import commit
 from pipeline.source import Shard
 from pipeline.storage import open_folder
@@ -126,7 +128,7 @@ def test_each_run_takes_what_came_since_and_says_so(inbox: Inbox, flow: Any) -> 
     assert f"answers: {inbox.root / folders[1]}/part-*.parquet" in result.stdout
     assert pq.read_table(inbox.root / folders[1]).num_rows == 1
 
-    before = sorted(inbox.root.rglob("*"))
+    before = sorted(path for path in inbox.root.rglob("*") if path.parent.name != "lease")
     last = ledgers.read(open_folder(str(inbox.root), LOCAL)).runs[1]
     result = inbox.run()
     assert result.exit_code == 0 and result.stdout == f"nothing new since run 2 of {last.began} ({last.folder})\n"
@@ -134,7 +136,7 @@ def test_each_run_takes_what_came_since_and_says_so(inbox: Inbox, flow: Any) -> 
     for path in inbox.files.iterdir():
         path.unlink()  # archived, all of it
     assert inbox.json()["runs"] == []
-    assert sorted(inbox.root.rglob("*")) == before
+    assert sorted(path for path in inbox.root.rglob("*") if path.parent.name != "lease") == before
 
     shown = CliRunner().invoke(app, ["report", str(inbox.root)])
     assert shown.exit_code == 0 and "3 files and 9 rows answered in 2 runs" in shown.stdout
@@ -156,7 +158,7 @@ def test_a_failed_run_is_finished_by_the_next_which_then_takes_what_is_new(inbox
         (2, False, 3, 3),
     ]
     assert inbox.states() == ["success", "success"] and len(inbox.answered()) == 9
-    assert not list(inbox.root.rglob("lease.json"))
+    assert_released(inbox.root)
 
 
 def test_a_job_that_changed_after_an_interrupt_gives_the_run_up(
@@ -233,7 +235,7 @@ def test_plain_jobs_and_scheduled_runs_do_not_share_a_folder(inbox: Inbox, flow:
 
 def test_a_run_while_another_is_at_work_is_exit_5(inbox: Inbox, flow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     inbox.add("a")
-    other = Lease(open_folder(str(inbox.root), LOCAL), beat=0.1)
+    other = Lease(open_folder(str(inbox.root), LOCAL), beat=0.1, watch=1)
     other.acquire(lambda: None)
     try:
         result = inbox.run()

@@ -18,8 +18,8 @@ from parts import FINGERPRINT, LAYERS, fake_answers, part, part_spec, part_stats
 
 from pipeline.config import StorageConfig
 from pipeline.generate import OPTIONAL_FIELDS, part_table
+from pipeline.records import COMMITS, read_records, record_name
 from pipeline.sink import (
-    COMMITS,
     CommitSink,
     adopt,
     clear,
@@ -27,8 +27,6 @@ from pipeline.sink import (
     commit,
     committed,
     part_name,
-    read_records,
-    record_name,
 )
 from pipeline.source import Shard
 from pipeline.stats import ShardStats
@@ -62,6 +60,11 @@ def local(tmp_path: Path) -> Folder:
     return open_folder(str(tmp_path / "out"), StorageConfig())
 
 
+def records(folder: Folder) -> list[ShardStats]:
+    table = read_records(folder, FINGERPRINT)
+    return [ShardStats(**row) for row in table.drop_columns(["sha256", "bytes"]).to_pylist()]
+
+
 def commit_all(folder: Folder) -> None:
     for shard in SHARDS:
         assert commit(folder, shard, part(shard), part_stats(shard), FINGERPRINT)
@@ -76,7 +79,7 @@ def test_a_part_and_then_its_record(folder: Folder) -> None:
     record = json.loads(folder.read(record_name(1)))
     assert record["sha256"] == hashlib.sha256(data).hexdigest()
     assert (record["shard"], record["bytes"], record["rows"]) == (1, len(data), 5)
-    (stats,) = read_records(folder)
+    (stats,) = records(folder)
     assert stats.commit_seconds > 0
     assert replace(stats, commit_seconds=0.0) == part_stats(SHARDS[1])
 
@@ -111,7 +114,7 @@ def test_a_later_attempt_makes_the_record_that_a_crash_left_out(folder: Folder) 
     assert not commit(folder, SHARDS[0], second, part_stats(SHARDS[0], attempt=2), FINGERPRINT)
     assert folder.read(part_name(0)) == first
     assert json.loads(folder.read(record_name(0)))["sha256"] == hashlib.sha256(first).hexdigest()
-    assert read_records(folder)[0].adopted
+    assert records(folder)[0].adopted
 
 
 @pytest.mark.parametrize("shard", SHARDS, ids=["errors", "more", "one-row"])
@@ -120,7 +123,7 @@ def test_an_adopted_part_counts_the_same(local: Folder, shard: Shard, caplog: py
     with caplog.at_level(logging.WARNING):
         assert committed(local, SHARDS, FINGERPRINT) == {shard.index}
     assert f"{part_name(shard.index)} had no commit record" in caplog.text
-    (stats,) = read_records(local)
+    (stats,) = records(local)
     known = part_stats(shard)
     assert {name: getattr(stats, name) for name in COUNTS} == {name: getattr(known, name) for name in COUNTS}
     assert stats.adopted
@@ -133,7 +136,7 @@ def test_committed_are_the_parts_that_are_there(folder: Folder) -> None:
     commit_all(folder)
     assert committed(folder, SHARDS, FINGERPRINT) == {0, 1, 2}
     assert committed(folder, SHARDS[1:], FINGERPRINT) == {1, 2}
-    assert not any(stats.adopted for stats in read_records(folder))
+    assert not any(stats.adopted for stats in records(folder))
 
 
 def test_a_record_without_its_part_is_an_open_shard(folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
@@ -196,25 +199,32 @@ def test_a_damaged_page_is_noticed(local: Folder) -> None:
 def test_a_damaged_record_is_named(local: Folder, text: bytes) -> None:
     commit_all(local)
     local.replace(record_name(1), text)
-    with pytest.raises(ValueError, match="not a commit record") as caught:
-        read_records(local)
+    with pytest.raises(ValueError, match="damaged; run the job again") as caught:
+        records(local)
     assert str(caught.value).startswith(f"{local.url}/{record_name(1)}: ") and "\n" not in str(caught.value)
 
 
 def test_records_come_by_shard(local: Folder) -> None:
-    assert read_records(local) == []
+    assert records(local) == []
     for shard in reversed(SHARDS):
         commit(local, shard, part(shard), part_stats(shard), FINGERPRINT)
-    assert [stats.shard for stats in read_records(local)] == [0, 1, 2]
+    assert [stats.shard for stats in records(local)] == [0, 1, 2]
 
 
 def test_clear_removes_a_job_and_nothing_else(folder: Folder) -> None:
     commit_all(folder)
-    for name in ("_SUCCESS", "_job/job.json", "_job/plan.parquet", "_job/lease.json", "notes.txt", "other.parquet"):
+    for name in (
+        "_SUCCESS",
+        "_job/job.json",
+        "_job/plan.parquet",
+        "_job/lease/000001.json",
+        "notes.txt",
+        "other.parquet",
+    ):
         folder.replace(name, b"x")
     clear(folder)
     assert folder.names() == ["notes.txt", "other.parquet"]
-    assert folder.names("_job") == ["lease.json"] and folder.names(COMMITS) == []
+    assert folder.names("_job") == folder.names(COMMITS) == [] and folder.names("_job/lease") == ["000001.json"]
     assert committed(folder, SHARDS, FINGERPRINT) == set()
 
 

@@ -22,8 +22,9 @@ from pipeline.generate import ShardGenerator
 from pipeline.manifest import Batching, Manifest
 from pipeline.prepare import CHOICES, ERROR, PROMPT_IDS, SAMPLING
 from pipeline.progress import progress_line
+from pipeline.records import read_records, record_name
 from pipeline.report import STATS, SUCCESS, SUMMARY, RowsMissing, finish, first_rows, print_report, write_report
-from pipeline.sink import commit, part_name, read_records, record_name
+from pipeline.sink import commit, committed, part_name
 from pipeline.source import Shard, to_ipc
 from pipeline.stats import ShardStats, add_up, duplicate_ids, to_table
 from pipeline.storage import Folder, open_folder
@@ -63,7 +64,7 @@ def folder(tmp_path: Path) -> Folder:
 @given(st.lists(ANY_STATS, max_size=6))
 @settings(deadline=None)
 def test_totals_are_sums_and_maxima(shards: list[ShardStats]) -> None:
-    totals = add_up(iter(shards))
+    totals = add_up(to_table(shards))
     assert totals.shards == len(shards)
     for name in ("rows", "errors", "duplicate_ids", "prompt_tokens", "generated_tokens", "batches", "decode_steps"):
         assert getattr(totals, name) == sum(getattr(shard, name) for shard in shards)
@@ -82,7 +83,7 @@ def test_totals_are_sums_and_maxima(shards: list[ShardStats]) -> None:
 @given(st.lists(ANY_STATS, max_size=5), st.lists(ANY_STATS, max_size=5))
 @settings(deadline=None)
 def test_the_order_of_shards_does_not_matter(one: list[ShardStats], other: list[ShardStats]) -> None:
-    assert add_up([*one, *other]).to_dict() == pytest.approx(add_up([*other, *one]).to_dict())
+    assert add_up(to_table([*one, *other])).to_dict() == pytest.approx(add_up(to_table([*other, *one])).to_dict())
 
 
 @given(ANY_STATS)
@@ -103,14 +104,14 @@ def test_padding_is_weighed_by_what_was_computed() -> None:
         part_stats(SHARDS[0], padding_fraction=0.5, padded_prompt_tokens=100),
         part_stats(SHARDS[1], padding_fraction=0.0, padded_prompt_tokens=300),
     ]
-    assert add_up(shards).padding_fraction == 0.125
+    assert add_up(to_table(shards)).padding_fraction == 0.125
 
 
 @given(st.lists(ANY_STATS, max_size=5, unique_by=lambda shard: shard.shard))
 @settings(deadline=None)
 def test_a_table_has_a_row_a_shard_and_units(shards: list[ShardStats]) -> None:
     table = to_table(shards)
-    assert table.to_pylist() == [asdict(shard) for shard in sorted(shards, key=lambda shard: shard.shard)]
+    assert table.to_pylist() == [asdict(shard) for shard in shards]
     assert table.column_names == [one.name for one in fields(ShardStats)]
     for one in table.schema:
         assert one.metadata[b"unit"], one.name
@@ -205,57 +206,81 @@ def test_a_finished_job_says_so(folder: Folder) -> None:
 
 
 def test_rows_that_are_missing_are_no_success(folder: Folder) -> None:
-    record = json.loads(folder.read(record_name(1)))
-    folder.remove(record_name(1))
-    with pytest.raises(RowsMissing, match=r"^shard 1 has no commit record$"):
+    data = folder.read(part_name(1))
+    folder.replace(SUCCESS, b"{}")
+    folder.remove(part_name(1))
+    again = r"^part-000001.parquet was committed and is gone: run the same command again to answer it$"
+    with pytest.raises(RowsMissing, match=again):
         finish(folder, MANIFEST)
-    record["stats"]["rows"] = 4
-    folder.replace(record_name(1), json.dumps(record).encode())
-    with pytest.raises(RowsMissing, match=r"^shard 1 has 4 rows, 5 were planned$"):
+    assert committed(folder, SHARDS, FINGERPRINT) == {0, 2}
+    with pytest.raises(RowsMissing, match=r"^part-000001.parquet is missing: run the same command again"):
         finish(folder, MANIFEST)
-    record["stats"]["rows"] = 5
-    folder.replace(record_name(1), json.dumps(record).encode())
-    folder.replace(record_name(3), json.dumps({**record, "stats": {**record["stats"], "shard": 3}}).encode())
-    with pytest.raises(RowsMissing, match=r"^4 commit records for 3 shards$"):
+    folder.create("part-000003.parquet", data)
+    with pytest.raises(RowsMissing, match=r"^part-000003.parquet belongs to no shard of this job: delete it$"):
         finish(folder, MANIFEST)
+    folder.remove("part-000003.parquet")
     assert SUCCESS not in folder.names() and "summary.json" not in folder.names("_job")
-    folder.remove(record_name(3))
+    folder.create(part_name(1), data)
     assert finish(folder, MANIFEST).rows == 10
 
 
-def test_two_records_of_one_shard_are_no_success(folder: Folder) -> None:
-    folder.replace(record_name(9), folder.read(record_name(1)))
-    with pytest.raises(RowsMissing):
+def test_a_part_of_another_size_is_believed_no_more(folder: Folder) -> None:
+    data = folder.read(part_name(1))
+    folder.replace(part_name(1), data[:-1])
+    with pytest.raises(RowsMissing, match=r"^part-000001.parquet is not what was committed: delete it"):
+        finish(folder, MANIFEST)
+    with pytest.raises(ValueError, match=r"part-000001.parquet: damaged .*; delete it and run again"):
+        committed(folder, SHARDS, FINGERPRINT)
+    folder.remove(part_name(1))
+    assert committed(folder, SHARDS, FINGERPRINT) == {0, 2}
+
+
+def test_a_lost_record_is_made_again(folder: Folder) -> None:
+    record = json.loads(folder.read(record_name(1)))
+    record["stats"]["rows"] = record["rows"] = 4
+    del record["check"]
+    for damage in (b"{", json.dumps(record).encode(), folder.read(record_name(2))):
+        folder.replace(record_name(1), damage)
+        assert finish(folder, MANIFEST).rows == 10
+        assert read_records(folder, FINGERPRINT)["adopted"].to_pylist() == [False, True, False]
+
+
+def test_a_record_of_no_shard_is_no_success(folder: Folder) -> None:
+    record = json.loads(folder.read(record_name(1)))
+    values = {**record, "shard": 9, "stats": {**record["stats"], "shard": 9}}
+    del values["check"]
+    folder.replace(record_name(9), json.dumps(values).encode())
+    with pytest.raises(RowsMissing, match=r"^_job/commits/000009.json belongs to no shard of this job: delete it$"):
         finish(folder, MANIFEST)
 
 
 def test_a_report_of_a_job_under_way(folder: Folder) -> None:
     folder.remove(part_name(2))
     folder.remove(record_name(2))
-    totals = write_report(folder, MANIFEST, read_records(folder))
+    totals = write_report(folder, MANIFEST, read_records(folder, FINGERPRINT))
     assert (totals.shards, totals.rows) == (2, 9) and SUCCESS not in folder.names()
     assert json.loads(folder.read(SUMMARY))["planned_rows"] == 10
 
 
-def printed(records: list[ShardStats]) -> str:
+def printed(shards: pa.Table) -> str:
     console = Console(file=io.StringIO(), width=200)
-    print_report(console, MANIFEST, records, add_up(records))
+    print_report(console, MANIFEST, shards, add_up(shards))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
 def test_the_report_can_be_read(folder: Folder) -> None:
-    text = printed(read_records(folder))
+    text = printed(read_records(folder, FINGERPRINT))
     assert "10 rows in 3 shards, 2 with an error" in text
     assert f"mean depth 3.00 of {LAYERS}, layer ratio 1.33x" in text
     assert "2 rows share their id" in text
     none = [replace(part_stats(SHARDS[2]), duplicate_ids=0)]
-    assert "no decode steps" in printed(none) and "share their id" not in printed(none)
+    assert "no decode steps" in printed(to_table(none)) and "share their id" not in printed(to_table(none))
 
 
 def test_of_many_shards_the_slowest_are_shown() -> None:
     records = [part_stats(Shard(index, "u", 0, 3), generate_seconds=float(index)) for index in range(30)]
-    lines = printed(records).splitlines()
+    lines = printed(to_table(records)).splitlines()
     assert lines[0].strip() == "The 20 slowest of 30 shards"
     assert [line.split()[0] for line in lines[2:22]] == [str(index) for index in range(10, 30)]
 

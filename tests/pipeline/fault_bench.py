@@ -1,0 +1,170 @@
+"""A small job, its parts when nobody disturbs it, and what another run of it has left of every row."""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import io
+import signal
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from slowed import Slowness, slowed
+from tiny import tiny_checkpoint
+
+from pipeline import job as jobs
+from pipeline.config import JobConfig, StorageConfig
+from pipeline.sink import PART
+from pipeline.storage import Folder, open_folder
+
+WORDS = ["alpha", "bravo", "charlie", "delta", "echo", "foxtrot", "golf", "hotel"]
+ROWS, SHARDS = 60, 12
+TRIAL_SECONDS = 120.0
+
+
+class Hung(Exception):
+    """The job took longer than a trial may."""
+
+
+@dataclass
+class Trial:
+    """What became of one job. hit: a process was killed before the job's end. at_parts, at_seconds: when.
+
+    recovered: by itself, by rerun, or not at all. problem: what else went wrong, in words.
+    """
+
+    fault: str
+    seed: int
+    hit: bool = False
+    at_parts: int = -1
+    at_seconds: float = -1.0
+    victim: str = ""
+    lost: int = 0
+    repeated: int = 0
+    identical: bool = False
+    recovered: str = "itself"
+    seconds: float = 0.0
+    problem: str = ""
+    output: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not (self.lost or self.repeated or self.problem) and self.identical
+
+
+@dataclass
+class Bench:
+    """A job of 60 rows in 12 shards, some of them bad. root: URL below which every trial has its output."""
+
+    folder: Path
+    root: str
+    storage: StorageConfig
+    undisturbed: dict[str, str] = field(default_factory=dict)
+    start_seconds: float = 8.0
+
+    def __post_init__(self) -> None:
+        tiny_checkpoint(self.folder / "checkpoint")
+        prompts: list[str | None] = [" ".join(WORDS[row % 7 : row % 7 + 1 + row % 4]) for row in range(ROWS)]
+        prompts[17], prompts[50] = None, "alpha " * 200
+        (self.folder / "in").mkdir()
+        for number, (first, end) in enumerate(((0, 35), (35, ROWS))):
+            ids = [f"row-{row}" for row in range(first, end)]
+            table = pa.table({"id": ids, "prompt": prompts[first:end]})
+            pq.write_table(table, self.folder / "in" / f"in-{number}.parquet")
+
+    def job(self) -> JobConfig:
+        """With an output of its own."""
+        return JobConfig.model_validate(
+            {
+                "input": {"path": str(self.folder / "in"), "id": "id"},
+                "output": {"path": f"{self.root}/{uuid.uuid4().hex[:8]}", "token_ids": True},
+                "model": {"path": str(self.folder / "checkpoint"), "dtype": "float32", "device": "cpu"},
+                "sampling": {"max_new_tokens": 12, "temperature": 1.0, "top_p": 0.9, "seed": 5},
+                "actors": {"count": 2, "cpus": 0.5, "threads": 1, "max_batch": 4},
+                "shard_rows": ROWS // SHARDS,
+                "max_row_errors": 0.1,
+                "storage": self.storage.model_dump(),
+            }
+        )
+
+    def output(self, job: JobConfig) -> Folder:
+        return open_folder(job.output.path, job.storage)
+
+    def learn(self) -> None:
+        """The undisturbed parts, from a job in this process, and how long it takes to start."""
+        job = self.job()
+        began, first = time.monotonic(), 0.0
+        done = threading.Event()
+
+        def watch() -> None:
+            nonlocal first
+            while not parts(self.output(job)) and not done.wait(0.1):
+                pass
+            first = time.monotonic() - began
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            with slowed(Slowness()), time_limit(TRIAL_SECONDS):
+                jobs.run(job)
+        finally:
+            done.set()
+            watcher.join()
+        self.start_seconds = first
+        self.undisturbed = digests(self.output(job))
+        assert len(self.undisturbed) == SHARDS
+
+    def look(self, job: JobConfig, trial: Trial) -> Trial:
+        """The trial with what its output holds."""
+        output = self.output(job)
+        rows = Counter(
+            one for name in parts(output) for one in pq.read_table(io.BytesIO(output.read(name)))["id"].to_pylist()
+        )
+        wanted = {f"row-{row}" for row in range(ROWS)}
+        problem = trial.problem
+        if not problem and "_SUCCESS" not in output.names():
+            problem = "no _SUCCESS"
+        if not problem and len(output.names("_job/commits")) != SHARDS:
+            problem = f"{len(output.names('_job/commits'))} commit records"
+        return replace(
+            trial,
+            lost=len(wanted - set(rows)),
+            repeated=sum(count - 1 for count in rows.values()) + len(set(rows) - wanted),
+            identical=digests(output) == self.undisturbed,
+            problem=problem,
+            output=job.output.path,
+        )
+
+
+def parts(folder: Folder) -> list[str]:
+    return [name for name in folder.names() if PART.fullmatch(name)]
+
+
+def digests(folder: Folder) -> dict[str, str]:
+    return {name: hashlib.sha256(folder.read(name)).hexdigest() for name in parts(folder)}
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Hung, raised in the main thread, after so long; all threads are shown on stderr first."""
+
+    def on_alarm(number: int, frame: FrameType | None) -> None:
+        faulthandler.dump_traceback(all_threads=True)
+        raise Hung(f"hung: not done after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,254 @@
+"""SIGKILL in the middle of a job: who is killed and when follows from a seed; then every row is looked for.
+
+`kill_worker`, `TwoNodes.kill_node` and `kill_driver` run the bench's job once each, kill a process of it, and say
+what has become of the rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+import yaml
+from fault_bench import SHARDS, TRIAL_SECONDS, Bench, Hung, Trial, parts, time_limit
+from ray.cluster_utils import Cluster
+from slowed import Slowness, slowed
+
+from pipeline import job as jobs
+from pipeline.report import RowsMissing
+from pipeline.sink import PART
+from pipeline.storage import Folder
+
+ROOT = Path(__file__).parents[2]
+TITLES = {"actor": "ShardGenerator", "prepare": "(prepare)", "write": "Write"}  # of Ray's worker processes
+SLOWNESS = {"prepare": Slowness(prepare=0.6, answer=0.0, commit=0.0), "write": Slowness(commit=0.6)}
+MARK = "SKIPDECODE_TEST_MARK"
+LEFT_SECONDS = 30.0  # after which nothing that a killed driver had started may be alive
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When to kill: so many parts are committed, and then so many seconds more. pick: of several victims."""
+
+    parts: int
+    seconds: float
+    pick: float
+
+    @classmethod
+    def draw(cls, chance: random.Random, start: float) -> Moment:
+        """From the start-up to the end of a job. start: seconds before the first part, about."""
+        phase = chance.random()
+        parts = 0 if phase < 0.25 else chance.randint(1, SHARDS - 1) if phase < 0.75 else SHARDS - chance.randint(0, 2)
+        return cls(parts, chance.uniform(0, 0.4 if parts else start), chance.random())
+
+
+class Killer:
+    """From `with` to its end, waits for the moment and kills one of the victims, then. Fills in the trial."""
+
+    def __init__(
+        self,
+        trial: Trial,
+        moment: Moment,
+        output: Folder,
+        victims: Callable[[], list[psutil.Process]],
+        kill: Callable[[psutil.Process], None] = psutil.Process.kill,
+    ) -> None:
+        self.trial, self.moment, self.output, self.victims, self.kill = trial, moment, output, victims, kill
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="killer", daemon=True)
+
+    def __enter__(self) -> Killer:
+        self.began = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while len(parts(self.output)) < self.moment.parts:
+            if self._ended.wait(0.05):
+                return
+        self._ended.wait(self.moment.seconds)
+        while not (self._ended.is_set() or self._killed()):
+            self._ended.wait(0.03)
+
+    def _killed(self) -> bool:
+        """Whether one of the victims is no more; there may be none yet."""
+        victims = self.victims()
+        if not victims:
+            return False
+        victim = victims[int(self.moment.pick * len(victims))]
+        names, said = self.output.names(), title(victim)
+        if "_SUCCESS" in names:
+            return True  # too late: the trial does not count
+        try:
+            self.kill(victim)
+        except (psutil.NoSuchProcess, ProcessLookupError):
+            return False
+        self.trial.hit, self.trial.victim = True, said
+        self.trial.at_parts = sum(bool(PART.fullmatch(name)) for name in names)
+        self.trial.at_seconds = round(time.monotonic() - self.began, 2)
+        return True
+
+
+def title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())[:60]
+    except psutil.Error:
+        return ""
+
+
+def raylets() -> list[psutil.Process]:
+    """Those that this process has started."""
+    return [one for one in psutil.Process().children(recursive=True) if one.name() == "raylet"]
+
+
+def workers(part_of_title: str) -> list[psutil.Process]:
+    """Ray's worker processes below this process, by their titles."""
+    below = [worker for raylet in raylets() for worker in raylet.children()]
+    return [one for one in below if (said := title(one)).startswith("ray::") and part_of_title in said]
+
+
+def kill_worker(bench: Bench, fault: str, seed: int) -> Trial:
+    """A worker process of one stage: actor, prepare or write. Needs a Ray in this process."""
+    chance = random.Random(f"{fault} {seed}")
+    moment = Moment.draw(chance, bench.start_seconds)
+    if fault == "prepare":  # all is prepared long before the end
+        moment = Moment(0, chance.uniform(0, 2 * bench.start_seconds), chance.random())
+    return _disturbed(bench, Trial(fault, seed), moment, lambda: workers(TITLES[fault]))
+
+
+def _disturbed(bench: Bench, trial: Trial, moment: Moment, victims: Callable[[], list[psutil.Process]]) -> Trial:
+    """The job in this process while a victim is killed; if it fails, once more."""
+    job = bench.job()
+    began = time.monotonic()
+    try:
+        with (
+            slowed(SLOWNESS.get(trial.fault, Slowness())),
+            time_limit(TRIAL_SECONDS),
+            Killer(trial, moment, bench.output(job), victims),
+        ):
+            jobs.run(job)
+    except (ray.exceptions.RayError, RowsMissing, ValueError, Hung) as error:
+        trial.problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        trial.recovered = "not"
+    trial.seconds = round(time.monotonic() - began, 2)
+    return bench.look(job, trial)
+
+
+class TwoNodes:
+    """A cluster of the driver's node and one more, which is replaced after it has been killed."""
+
+    def __init__(self) -> None:
+        node: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 150 * 2**20}
+        self.node = node
+        found_dead = {"health_check_period_ms": 1000, "health_check_failure_threshold": 5}  # else it takes 20 s
+        head = {**node, "include_dashboard": False, "_system_config": found_dead}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        ray.init(address=self.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        self.driver = {one.pid for one in raylets()}
+
+    def second(self) -> list[psutil.Process]:
+        """The second node's raylet, if it lives."""
+        return [one for one in raylets() if one.pid not in self.driver and one.status() != psutil.STATUS_ZOMBIE]
+
+    def kill_node(self, bench: Bench, seed: int) -> Trial:
+        """The second node's raylet; its workers die with it."""
+        for dead in list(self.cluster.worker_nodes):
+            self.cluster.remove_node(dead, allow_graceful=False)
+        self.cluster.add_node(**self.node)
+        moment = Moment.draw(random.Random(f"raylet {seed}"), bench.start_seconds)
+        return _disturbed(bench, Trial("raylet", seed), moment, self.second)
+
+    def close(self) -> None:
+        ray.shutdown()
+        self.cluster.shutdown()
+
+
+def kill_driver(bench: Bench, seed: int) -> Trial:
+    """The command: its whole process group if the seed is even, else the driver alone; then the same again."""
+    chance = random.Random(f"driver {seed}")
+    moment = Moment.draw(chance, 1.5 * bench.start_seconds)
+    trial, job = Trial("driver", seed, recovered="rerun"), bench.job()
+    file = bench.folder / "job.yaml"
+    file.write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))
+    began, mark = time.monotonic(), uuid.uuid4().hex
+    said = bench.folder / f"driver-{seed}.log"
+    first = _start([str(ROOT / "tests" / "pipeline" / "slowed.py"), "run", str(file)], mark, said)
+
+    def kill(process: psutil.Process) -> None:
+        if seed % 2:
+            process.kill()
+        else:
+            os.killpg(process.pid, signal.SIGKILL)
+
+    def alive() -> list[psutil.Process]:
+        return [psutil.Process(first.pid)] if first.poll() is None else []
+
+    try:
+        with Killer(trial, moment, bench.output(job), alive, kill):
+            first.wait(TRIAL_SECONDS)
+        trial.victim = "driver alone" if seed % 2 else "process group"
+        again = _start(["-m", "pipeline", "run", str(file)], mark, said)
+        if again.wait(TRIAL_SECONDS) != 0:
+            trial.problem = f"the rerun's exit is {again.returncode}: {' '.join(said.read_text().split())[-300:]}"
+    except subprocess.TimeoutExpired:
+        trial.problem = f"hung: not done after {TRIAL_SECONDS:.0f} s"
+    trial.seconds = round(time.monotonic() - began, 2)
+    left = _end(mark, 0 if trial.problem else LEFT_SECONDS)
+    if left and not trial.problem:
+        trial.problem = f"alive {LEFT_SECONDS:.0f} s after the rerun: {', '.join(left)[:200]}"
+    return bench.look(job, trial)
+
+
+def _start(command: list[str], mark: str, said: Path) -> subprocess.Popen[bytes]:
+    """In a process group of its own, whose members, and all below them, carry the mark in their environment."""
+    with said.open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, *command],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", MARK: mark},
+        )
+
+
+def _end(mark: str, patience: float) -> list[str]:
+    """Waits for all processes that carry the mark to end, then kills the rest: their titles."""
+    deadline = time.monotonic() + patience
+    while (left := _marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    titles = [title(one) for one in left]
+    for one in left:
+        try:
+            one.kill()
+        except psutil.NoSuchProcess:
+            continue
+    return titles
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    found = []
+    for one in psutil.process_iter():
+        try:
+            if one.status() != psutil.STATUS_ZOMBIE and one.environ().get(MARK) == mark:
+                found.append(one)
+        except psutil.Error:
+            continue
+    return found

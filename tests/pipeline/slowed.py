@@ -1,0 +1,100 @@
+"""Jobs whose stages take their time, so that a kill can hit them; the answers stay the same.
+
+    python tests/pipeline/slowed.py run job.yaml
+
+is `skipdecode run job.yaml` so slowed.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline import job as jobs
+from pipeline.cli import main
+
+
+@dataclass(frozen=True)
+class Slowness:
+    """Seconds that each shard takes longer: to prepare, to answer, and between its part and its record."""
+
+    prepare: float = 0.05
+    answer: float = 0.3
+    commit: float = 0.1
+
+
+@contextmanager
+def slowed(by: Slowness) -> Iterator[None]:
+    """The jobs that this process starts from now on are slow. What is put in place is pickled whole: workers
+    need not find this file."""
+    kept = {name: getattr(jobs, name) for name in ("prepare", "ShardGenerator", "CommitSink")}
+    jobs.prepare = _prepare(by.prepare)  # type: ignore[attr-defined]
+    jobs.ShardGenerator = _shard_generator(by.answer)  # type: ignore[attr-defined]
+    jobs.CommitSink = _commit_sink(by.commit)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(jobs, name, value)
+
+
+def _prepare(seconds: float) -> Any:
+    original = jobs.prepare  # type: ignore[attr-defined]
+
+    @functools.wraps(original)
+    def prepare(*arguments: Any, **named: Any) -> Any:
+        time.sleep(seconds / 2)
+        prepared = original(*arguments, **named)
+        time.sleep(seconds / 2)
+        return prepared
+
+    prepare.__module__ = "__main__"  # else it would be pickled by its name, which leads to the original
+    return prepare
+
+
+def _shard_generator(seconds: float) -> Any:
+    class ShardGenerator(jobs.ShardGenerator):  # type: ignore[name-defined, misc]
+        def __call__(self, *arguments: Any, **named: Any) -> Any:
+            time.sleep(seconds / 2)
+            answered = super().__call__(*arguments, **named)
+            time.sleep(seconds / 2)
+            return answered
+
+    return ShardGenerator
+
+
+def _commit_sink(seconds: float) -> Any:
+    class SlowFolder:
+        def __init__(self, folder: Any) -> None:
+            self.folder = folder
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.folder, name)
+
+        def create(self, name: str, data: bytes) -> bool:
+            created: bool = self.folder.create(name, data)
+            if name.endswith(".parquet"):
+                time.sleep(seconds)
+            return created
+
+    class CommitSink(jobs.CommitSink):  # type: ignore[name-defined, misc]
+        def write(self, blocks: Any, ctx: Any) -> None:
+            from pipeline import sink
+
+            original = sink.open_folder
+            sink.open_folder = lambda url, storage: SlowFolder(original(url, storage))  # type: ignore[assignment]
+            try:
+                super().write(blocks, ctx)
+            finally:
+                sink.open_folder = original
+
+    return CommitSink
+
+
+if __name__ == "__main__":
+    with slowed(Slowness()):
+        main()
