@@ -20,7 +20,7 @@ from pipeline.config import JobConfig, StorageConfig
 from pipeline.storage import Folder, open_folder
 
 pytestmark = pytest.mark.ray
-ROWS = 60
+ROWS = 40
 
 
 def fill(storage: StorageConfig, checkpoint: Path) -> str:
