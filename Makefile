@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow lint bench soak clean evidence-e2e evidence-dense evidence-orders evidence-labels evidence-adapt
+.PHONY: demo test test-slow test-ceph lint bench soak clean evidence-e2e evidence-dense evidence-orders evidence-labels evidence-adapt
 
 demo: .venv/installed
 	@.venv/bin/python -m pipeline.demo work/demo/prompts
@@ -13,6 +13,11 @@ test: .venv/installed-dev
 
 test-slow: .venv/installed-dev
 	.venv/bin/python -m pytest -m slow
+
+# Needs root, on Debian.
+test-ceph: .venv/installed-dev
+	apt-get install --yes --no-install-recommends ceph-mon ceph-osd radosgw
+	.venv/bin/python -m pytest -m ceph
 
 lint: .venv/installed-dev
 	.venv/bin/ruff check .

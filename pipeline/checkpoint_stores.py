@@ -131,9 +131,9 @@ class BucketStore:
         try:
             yield
         except FileNotFoundError:
-            raise ValueError(f"{self.url}: no checkpoint here: no such bucket or file") from None
-        except PermissionError as error:
-            raise ValueError(f"{self.url}: no access, look at the AWS credentials: {_flat(error)}") from None
+            raise ValueError(f"{self.url}: no checkpoint here: no such file") from None
+        except PermissionError as error:  # it names the URL
+            raise ValueError(_flat(error)) from None
         except STORE_ERRORS as error:
             raise ValueError(f"{self.url}: cannot be read: {_flat(error)}") from None
 

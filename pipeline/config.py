@@ -229,7 +229,9 @@ class ActorsConfig(Section):
 class StorageConfig(Section):
     endpoint_url: str | None = Field(None, description="S3 endpoint; credentials only from the usual AWS places")
     region: str | None = Field(None, description="S3 region")
-    retries: int = Field(8, ge=0, description="attempts of one S3 call after the first")
+    retry_seconds: float = Field(
+        300, ge=0, description="seconds for which a failing S3 call is tried again, with growing waits; 0 is one try"
+    )
 
 
 class JobConfig(Section):

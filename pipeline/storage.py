@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
-import time
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
@@ -23,7 +23,7 @@ from pipeline.config import StorageConfig
 from pipeline.parallel import in_parallel
 
 log = logging.getLogger(__name__)
-CONFLICT_TRIES = 5
+CONDITION_REFUSED = (errno.ENOSYS, errno.EINVAL)  # what s3fs makes of NotImplemented, InvalidArgument, InvalidRequest
 BULK = 1000  # objects that S3 removes in one call
 STORE_ERRORS = (OSError, BotoCoreError)  # what a disk or an object store may raise; s3fs makes most of it OSErrors
 
@@ -85,11 +85,11 @@ def filesystem(url: str, storage: StorageConfig) -> tuple[fsspec.AbstractFileSys
         client["endpoint_url"] = storage.endpoint_url
     if storage.region:
         client["region_name"] = storage.region
-    import s3fs
+    from pipeline.object_store import PatientS3FileSystem
 
-    fs = s3fs.S3FileSystem(
+    fs = PatientS3FileSystem(
+        retry_seconds=storage.retry_seconds,
         client_kwargs=client,
-        config_kwargs={"retries": {"max_attempts": storage.retries + 1, "mode": "standard"}},
         use_listings_cache=False,  # another process may have written since
     )
     return fs, url.removeprefix("s3://").rstrip("/")
@@ -184,7 +184,7 @@ def _sync_folder(path: Path) -> None:
 
 @dataclass(frozen=True)
 class ObjectFolder:
-    """A prefix in an S3 bucket, through s3fs."""
+    """A prefix in an S3 bucket, through `PatientS3FileSystem`."""
 
     url: str
     fs: Any
@@ -195,28 +195,30 @@ class ObjectFolder:
         return data
 
     def create(self, name: str, data: bytes) -> bool:
-        # one put, however large: a multipart completion may ignore the condition
-        chunk = max(len(data), 2**20)
-        for attempt in range(CONFLICT_TRIES):
+        if self.fs.conditional_puts:
             try:
-                self.fs.pipe_file(f"{self.path}/{name}", data, mode="create", chunksize=chunk)
+                self._put(name, data, mode="create")
                 return True
             except FileExistsError:
                 return False
             except OSError as error:
-                if "PreconditionFailed" in str(error) or "pre-conditions" in str(error):
-                    return False
-                conflict = "ConditionalRequestConflict" in str(error)  # two at once: S3 says try again
-                if not conflict or attempt == CONFLICT_TRIES - 1:
+                if error.errno not in CONDITION_REFUSED:
                     raise
-            time.sleep(0.1 * 2**attempt)
-        raise AssertionError("the last try returns or raises")
+                self.fs.conditional_puts = False  # if the error means something else, the plain put meets it again
+        if self.fs.exists(f"{self.path}/{name}"):
+            return False
+        self._put(name, data)
+        return True
 
     def replace(self, name: str, data: bytes) -> None:
-        self.fs.pipe_file(f"{self.path}/{name}", data)
+        self._put(name, data)
+
+    def _put(self, name: str, data: bytes, **options: str) -> None:
+        # one put, however large: a multipart completion may ignore the condition, and parts of a killed run stay
+        self.fs.pipe_file(f"{self.path}/{name}", data, chunksize=max(len(data), 2**20), **options)
 
     def remove(self, name: str) -> None:
-        if self.fs.exists(f"{self.path}/{name}"):
+        with suppress(FileNotFoundError):  # some stores say so
             self.fs.rm_file(f"{self.path}/{name}")
 
     def remove_all(self, names: Sequence[str]) -> None:
@@ -225,8 +227,8 @@ class ObjectFolder:
         for first in range(0, len(keys), BULK):
             objects = [{"Key": key} for key in keys[first : first + BULK]]
             answer = self.fs.call_s3("delete_objects", Bucket=bucket, Delete={"Objects": objects, "Quiet": True})
-            for error in answer.get("Errors", []):
-                raise OSError(f"s3://{bucket}/{error['Key']}: cannot be removed: {error['Code']}")
+            for error in answer.get("Errors", []):  # the call is not tried again for these: one by one, they are
+                self.remove(error["Key"].removeprefix(f"{prefix}/"))
 
     def exists(self, name: str) -> bool:
         return bool(self.fs.exists(f"{self.path}/{name}"))
@@ -267,8 +269,11 @@ def probe_create(folder: Folder) -> bool:
     """Whether the store keeps `create` from writing over a file; a warning, and False, if it does not."""
     name = f"_job/probe-{uuid.uuid4().hex}"
     try:
-        if folder.create(name, b"1") and not folder.create(name, b"2"):
+        kept = folder.create(name, b"1") and not folder.create(name, b"2")
+        if kept and not (isinstance(folder, ObjectFolder) and not folder.fs.conditional_puts):
             return True
+        if isinstance(folder, ObjectFolder):
+            folder.fs.conditional_puts = False
         log.warning(
             "%s: this store ignores conditional puts: two runs at once could write the same part twice", folder.url
         )

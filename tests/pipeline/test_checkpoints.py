@@ -291,9 +291,9 @@ def test_weights_that_are_cut_short_in_the_bucket_are_known_before_loading(
 def test_buckets_that_cannot_be_read_are_one_line(
     checkpoint: Path, s3: StorageConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "no such bucket or file" in refusal("s3://nobody-has-this/model", s3)
+    assert "s3://nobody-has-this: no such bucket" in refusal("s3://nobody-has-this/model", s3)
     assert "no such" in refusal("s3://bucket/nothing/here", s3)
-    closed = StorageConfig(endpoint_url="http://127.0.0.1:9", retries=0)
+    closed = StorageConfig(endpoint_url="http://127.0.0.1:9", retry_seconds=0)
     assert "cannot be read" in refusal("s3://bucket/model", closed)
     client_of(s3).put_object(Bucket="bucket", Key="odd/README.md", Body=b"x")
     assert refusal("s3://bucket/odd", s3) == "s3://bucket/odd: not a checkpoint: no config.json"

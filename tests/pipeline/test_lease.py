@@ -115,8 +115,9 @@ def test_a_lease_is_taken_kept_and_given_back(folder: Folder) -> None:
     assert folder.names("_job") == folder.names("_job/tmp") == []
 
 
-def test_a_bucket_can_be_leased(s3: StorageConfig) -> None:
-    bucket = open_folder(f"s3://bucket/{uuid.uuid4().hex}", s3)
+@pytest.mark.parametrize("store", ["s3", pytest.param("ceph", marks=pytest.mark.ceph)])
+def test_a_bucket_can_be_leased(store: str, request: pytest.FixtureRequest) -> None:
+    bucket = open_folder(f"s3://bucket/{uuid.uuid4().hex}", request.getfixturevalue(store))
     mine = lease(bucket)
     mine.acquire(never)
     until(lambda: held(bucket).counter >= 2)

@@ -22,14 +22,14 @@ from pipeline.source import InputFile
 from pipeline.storage import Folder, open_folder
 
 
-@pytest.fixture(params=["memory", "local", "s3"])
+@pytest.fixture(params=["memory", "local", "s3", pytest.param("ceph", marks=pytest.mark.ceph)])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
     """A root that does not exist yet."""
     if request.param == "memory":
         return MemoryFolder()
     if request.param == "local":
         return open_folder(str(tmp_path / "root"), StorageConfig())
-    return open_folder(f"s3://bucket/{uuid.uuid4().hex}/root", request.getfixturevalue("s3"))
+    return open_folder(f"s3://bucket/{uuid.uuid4().hex}/root", request.getfixturevalue(request.param))
 
 
 def manifest(*urls: str, size: int = 7, version: str = "1") -> Manifest:

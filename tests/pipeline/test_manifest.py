@@ -165,7 +165,7 @@ def test_a_plan_of_which_a_part_is_gone_is_named(inputs: Path, checkpoint: Path,
     [
         {"actors": {"count": 3, "cpus": 2, "threads": 2, "max_batch": 5, "cache_bytes": 1000}},
         {"actors": {"min": 1, "max": 4, "gpus": 1}},
-        {"storage": {"region": "eu-west-1", "retries": 2}},
+        {"storage": {"region": "eu-west-1", "retry_seconds": 2}},
         {"output": {"path": "elsewhere"}},
         {"max_row_errors": 0.5, "attempts": 1},
         {"shard_rows": 3},

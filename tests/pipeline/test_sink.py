@@ -48,11 +48,11 @@ COUNTS = [
 ]
 
 
-@pytest.fixture(params=["local", "s3"])
+@pytest.fixture(params=["local", "s3", pytest.param("ceph", marks=pytest.mark.ceph)])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
     if request.param == "local":
         return open_folder(str(tmp_path / "out"), StorageConfig())
-    return open_folder(f"s3://bucket/{uuid.uuid4().hex}", request.getfixturevalue("s3"))
+    return open_folder(f"s3://bucket/{uuid.uuid4().hex}", request.getfixturevalue(request.param))
 
 
 @pytest.fixture

@@ -124,12 +124,13 @@ def test_paths_that_match_nothing_are_named(place: tuple[str, StorageConfig]) ->
 
 
 def test_a_missing_bucket_and_an_unknown_scheme_are_named(s3: StorageConfig) -> None:
-    assert refusal(["s3://no-such-bucket/in"], s3) == "s3://no-such-bucket/in: no such file or folder"
+    named = "s3://no-such-bucket/in: cannot be listed: s3://no-such-bucket: no such bucket"
+    assert refusal(["s3://no-such-bucket/in"], s3) == named
     assert refusal(["gs://bucket/in"]).startswith("gs://bucket/in: storage gs:// is not supported")
 
 
 def test_a_store_that_cannot_be_reached_is_one_line(s3: StorageConfig) -> None:
-    nowhere = StorageConfig(endpoint_url="http://127.0.0.1:1", retries=0)
+    nowhere = StorageConfig(endpoint_url="http://127.0.0.1:1", retry_seconds=0)
     assert refusal(["s3://bucket/in"], nowhere).startswith("s3://bucket/in: cannot be listed: ")
 
 

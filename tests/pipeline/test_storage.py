@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 import uuid
 from pathlib import Path
@@ -17,14 +19,14 @@ from pipeline.storage import Folder, LocalFolder, ObjectFolder, filesystem, open
 LOCAL = StorageConfig()
 
 
-@pytest.fixture(params=["local", "s3"])
+@pytest.fixture(params=["local", "s3", pytest.param("ceph", marks=pytest.mark.ceph)])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
     """An output folder that does not exist yet."""
     if request.param == "local":
         found = open_folder(str(tmp_path / "deep" / "out"), LOCAL)
         assert isinstance(found, LocalFolder)
         return found
-    found = open_folder(f"s3://bucket/{uuid.uuid4().hex}/out/", request.getfixturevalue("s3"))
+    found = open_folder(f"s3://bucket/{uuid.uuid4().hex}/out/", request.getfixturevalue(request.param))
     assert isinstance(found, ObjectFolder)
     return found
 
@@ -40,6 +42,7 @@ def test_a_file_is_created_once(folder: Folder) -> None:
     assert folder.create("a/b.json", b"first")
     assert not folder.create("a/b.json", b"second")
     assert folder.read("a/b.json") == b"first"
+    folder.remove("a/b.json")
     folder.remove("a/b.json")
     assert folder.names("a") == []
     assert folder.create("a/b.json", b"third") and folder.read("a/b.json") == b"third"
@@ -78,10 +81,51 @@ def test_of_many_at_once_one_wins(folder: Folder) -> None:
     assert folder.names() == ["part-0", "part-1", "part-2"]
 
 
+def test_many_are_removed_at_once(folder: Folder) -> None:
+    for name in ("a/0", "a/1", "a/2", "b"):
+        folder.replace(name, b"x")
+    folder.remove_all([f"a/{number}" for number in (0, 2, *range(3, 1500))])
+    assert folder.names("a") == ["1"] and folder.names() == ["b"]
+    folder.remove_all([])
+
+
+CREATOR = """
+import os, sys
+from pipeline.config import StorageConfig
+from pipeline.storage import open_folder
+folder = open_folder(sys.argv[1], StorageConfig(endpoint_url=sys.argv[2]))
+folder.names()  # connected
+print("ready", flush=True)
+sys.stdin.readline()
+print(*(number for number in range(20) if folder.create(f"part-{number}", str(os.getpid()).encode() * 10_000)))
+"""
+
+
+@pytest.mark.parametrize("store", ["s3", pytest.param("ceph", marks=pytest.mark.ceph)])
+def test_of_many_processes_one_wins(store: str, request: pytest.FixtureRequest) -> None:
+    storage = request.getfixturevalue(store)
+    folder = open_folder(f"s3://bucket/{uuid.uuid4().hex}", storage)
+    arguments = [sys.executable, "-c", CREATOR, folder.url, storage.endpoint_url]
+    creators = [subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    for creator in creators:
+        assert creator.stdout is not None and creator.stdout.readline() == "ready\n"
+    for creator in creators:
+        assert creator.stdin is not None
+        creator.stdin.write("go\n")
+        creator.stdin.flush()
+    won = [(number, creator.pid) for creator in creators for number in map(int, creator.communicate()[0].split())]
+    assert sorted(number for number, _ in won) == list(range(20))
+    for number, pid in won:
+        assert folder.read(f"part-{number}") == str(pid).encode() * 10_000
+
+
 def test_replace_writes_over(folder: Folder) -> None:
+    large = b"0123456789abcdef" * (12 * 2**20 // 16)
     folder.replace("_job/job.json", b"one")
     folder.replace("_job/job.json", b"two")
     assert folder.read("_job/job.json") == b"two" and folder.names("_job") == ["job.json"]
+    folder.replace("_job/plan.parquet", large)
+    assert folder.read("_job/plan.parquet") == large
 
 
 def test_names_are_the_files_of_one_folder(folder: Folder) -> None:
