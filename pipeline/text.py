@@ -12,6 +12,10 @@ def is_unicode(text: str) -> bool:
     return True
 
 
+LINE = 1000  # characters: an error may hold all of what it complains about
+
+
 def one_line(error: BaseException) -> str:
-    """Type and text of an error, without line breaks."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    """Type and text of an error, without line breaks, and no longer than a reader takes."""
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return text if len(text) <= LINE else f"{text[:LINE]}…"
