@@ -23,6 +23,12 @@ def one_line(error: BaseException) -> str:
     return text if len(text) <= LINE else f"{text[:LINE]}…"
 
 
+def printable(name: object) -> str:
+    """A name that comes with the data, as a message may show it: on one line."""
+    text = str(name)
+    return text if text.isprintable() else repr(text)
+
+
 _IN_URL = re.compile(r"(\w://)[^/\s'\"]*@")
 
 
