@@ -40,12 +40,12 @@ def check_columns(config: JobConfig) -> None:
             raise ValueError(f"input: column {printable(name)} has a name that the job uses itself; rename it")
     for name in config.output.keep:
         if config.output.keep.count(name) > 1:
-            raise ValueError(f"output.keep: {name} is there twice; leave one out")
+            raise ValueError(f"output.keep: {printable(name)} is there twice; leave one out")
     answers = {field.name for field in [*ANSWER_FIELDS, *OPTIONAL_FIELDS.values()]}
     for name in config.output.keep:
         if name in answers or name in ADDED:
             raise ValueError(
-                f"output.keep: {name} is the name of an answer's column; leave it out or rename the input's"
+                f"output.keep: {printable(name)} is the name of an answer's column; leave it out or rename the input's"
             )
         if name == "id" and config.input.id != "id":
             raise ValueError("output.keep: id is made by the job; set input.id: id to carry the input's along")
