@@ -29,7 +29,8 @@ def printable(name: object) -> str:
     return text if text.isprintable() else repr(text)
 
 
-_IN_URL = re.compile(r"(\w://)[^/\s'\"]*@")
+# "..." is what PyYAML puts where it cuts a line: it may cut off the scheme
+_IN_URL = re.compile(r"(\w://|\.\.\. )[^/\s'\"]*@")
 
 
 def without_secrets(text: str) -> str:
