@@ -30,6 +30,7 @@ from pipeline.config import ActorsConfig, JobConfig
 from pipeline.generate import PartSpec, ShardGenerator
 from pipeline.lease import interruptible, leased
 from pipeline.ledger import holds_ledger
+from pipeline.loopback import LOOPBACK, on_loopback
 from pipeline.manifest import Manifest
 from pipeline.memory import tell_memory
 from pipeline.prepare import check_spec, prepare, prompt_spec
@@ -252,14 +253,12 @@ def _ray(actors: ActorsConfig, verbose: bool) -> Iterator[None]:
         settings: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
         if own:
             settings |= {
-                "address": "local",
+                **LOOPBACK,
                 "num_cpus": max(2, os.cpu_count() or 1),
                 "object_store_memory": OBJECT_STORE_BYTES,
-                "include_dashboard": False,
-                "_node_ip_address": "127.0.0.1",
             }
         on_sigterm = signal.getsignal(signal.SIGTERM)  # ray.init puts a handler of its own in its place
-        with nullcontext() if verbose else _held_back_stderr():
+        with nullcontext() if verbose else _held_back_stderr(), on_loopback() if own else nullcontext():
             ray.init(**settings)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)
