@@ -219,7 +219,7 @@ def through(config: JobConfig, checkpoint: Path) -> list[tuple[str, int, int, pa
     return done
 
 
-@settings(max_examples=40, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@settings(max_examples=100, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 @given(job=uses())
 def test_every_row_of_any_parquet_comes_out_once_or_the_job_is_refused(
     checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, job: tuple[list[pa.Table], dict[str, Any]]
