@@ -119,10 +119,11 @@ def column(kind: pa.DataType, values: list[Any]) -> pa.Array | None:
 @st.composite
 def tables(draw: st.DrawFn) -> pa.Table:
     rows = draw(st.integers(0, 5))
-    names = draw(st.lists(NAMES, max_size=4))
+    usual = draw(st.integers(0, 3)) > 0  # else most jobs would be refused
+    names = ["prompt", "id", *draw(st.lists(NAMES, max_size=2))] if usual else draw(st.lists(NAMES, max_size=4))
     columns, kept = [], []
     for name in names:
-        kind = draw(st.just(pa.string()) | KINDS)
+        kind = pa.string() if usual and name == "prompt" else draw(st.just(pa.string()) | KINDS)
         storage = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
         made = column(kind, [draw(values_of(storage)) for _ in range(rows)])
         if made is None:
