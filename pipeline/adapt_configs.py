@@ -11,8 +11,9 @@ from actors.engine.schedule import ScheduleSpec
 from pipeline.checkpoints import Located
 from pipeline.config import JobConfig, ScheduleConfig
 from pipeline.config_adapt import LOSS, TRAINING, AdaptConfig
-from pipeline.config_file import dump_values, validated
+from pipeline.config_file import validated
 from pipeline.config_tuning import TuneConfig
+from pipeline.yaml_file import dump
 
 KEPT = ("horizon", "decay", "power", "steps", "warmup", "keep_order", "prompt")  # of the schedule, all but how deep
 NOT_TRAINED_FOR = {"power": "power", "steps": "step"}  # key -> the decay that it shapes
@@ -154,4 +155,4 @@ def job_text(values: Mapping[str, Any], model: str, speedup: float, comment: Seq
         "schedule": {"speedup": speedup},
     }
     head = "".join(f"# {' '.join(line.split())}\n" for line in comment)
-    return head + dump_values(job)
+    return head + dump(job)

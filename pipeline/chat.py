@@ -10,11 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jinja2
-from transformers.utils.chat_template_utils import _compile_jinja_template
+from transformers.utils import chat_template_utils
 
+from pipeline.sandbox import BoundedSandbox, OutOfBounds, bounded
 from pipeline.templates import TEMPLATE_ERRORS
 from pipeline.text import one_line
 
+# the library takes no environment from its callers; it compiles every chat template, of a checkpoint's making, in this
+chat_template_utils.ImmutableSandboxedEnvironment = BoundedSandbox  # type: ignore[attr-defined]
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -33,23 +36,32 @@ class Chat:
     now: float = 0.0
 
 
-def _stop_clock(tokenizer: Any, now: float) -> None:
-    """Chat templates may ask for the date: they get that of `now`. The library takes no function from its callers."""
-    template = _compile_jinja_template(tokenizer.get_chat_template())
-    template.environment.globals["strftime_now"] = lambda form: time.strftime(form, time.gmtime(now))
+def _apply(tokenizer: Any, chat: Chat, messages: list[Mapping[str, Any]]) -> str:
+    """The chat template over messages, within the bounds of `sandbox`; raises what it raises."""
+
+    def apply() -> Any:
+        template = chat_template_utils._compile_jinja_template(tokenizer.get_chat_template())
+        template.environment.globals["strftime_now"] = lambda form: _clock(form, chat.now)
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **chat.values)
+
+    text = bounded(apply)
+    assert isinstance(text, str)
+    return text
+
+
+def _clock(form: str, now: float) -> str:
+    """Chat templates may ask for the date: they get that of the job."""
+    return time.strftime(str(form)[:1000], time.gmtime(now))
 
 
 def render_chat(tokenizer: Any, chat: Chat, messages: Sequence[Mapping[str, Any]]) -> str:
     """The prompt up to where the answer begins. ValueError of one line if the chat template refuses it."""
     try:
-        _stop_clock(tokenizer, chat.now)
-        text = tokenizer.apply_chat_template(
-            conversation(chat, messages), tokenize=False, add_generation_prompt=True, **chat.values
-        )
+        return _apply(tokenizer, chat, conversation(chat, messages))
+    except OutOfBounds as error:
+        raise ValueError(f"chat template: {error}") from None
     except TEMPLATE_ERRORS as error:
         raise ValueError(f"chat template: {one_line(error)}") from None
-    assert isinstance(text, str)
-    return text
 
 
 def conversation(chat: Chat, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -129,9 +141,13 @@ def check_chat(tokenizer: Any, chat: Chat, path: object) -> None:
         raise ValueError(f"{path}: the tokenizer has no chat template, which messages and chats need") from None
     trial = conversation(chat, [{"role": "user", "content": "?"}])
     try:
-        tokenizer.apply_chat_template(trial, tokenize=False, add_generation_prompt=True, **chat.values)
+        _apply(tokenizer, chat, trial)
+    except OutOfBounds as error:
+        raise ValueError(f"{path}: the chat template {error}") from None
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"{path}: the chat template does not parse: {one_line(error)}") from None
+    except SyntaxError as error:
+        raise ValueError(f"{path}: the chat template cannot be compiled: {one_line(error)}") from None
     except TEMPLATE_ERRORS as error:
         if chat.system is not None or chat.examples:
             raise ValueError(f"input: the chat template refuses system or examples: {one_line(error)}") from None

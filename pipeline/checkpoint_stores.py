@@ -70,6 +70,11 @@ class BucketStore:
         ]
         if not found:
             raise ValueError(f"{self.url}: no checkpoint here: no such folder in the bucket")
+        for file in found:
+            if os.path.basename(file.name) != file.name:  # it will be a file's name on every node
+                raise ValueError(
+                    f"{self.url}: the bucket lists {file.name!r} as a file in it, which no folder can hold"
+                )
         return sorted(found, key=lambda file: file.name)
 
     def sizes(self, file: RemoteFile) -> dict[str, int]:

@@ -15,6 +15,8 @@ from typing import Annotated
 
 import typer
 
+from pipeline.text import without_secrets
+
 app = typer.Typer(
     name="skipdecode",
     help="Answer a Parquet full of prompts with fewer layers a token: SkipDecode bulk generation on Ray.",
@@ -48,7 +50,7 @@ def _setup(verbose: bool) -> None:
 
 
 def _stop(code: int, message: str) -> typer.Exit:
-    typer.echo(f"skipdecode: {' '.join(message.split())}", err=True)
+    typer.echo(f"skipdecode: {without_secrets(' '.join(message.split()))}", err=True)
     return typer.Exit(code)
 
 
@@ -320,6 +322,7 @@ def report(
 
     from pipeline import manifest as manifests
     from pipeline.config import StorageConfig
+    from pipeline.config_file import validated
     from pipeline.ledger import holds_ledger, print_ledger
     from pipeline.ledger import read as read_ledger
     from pipeline.records import read_records
@@ -328,7 +331,7 @@ def report(
     from pipeline.verify import verify
 
     try:
-        folder = open_folder(output, StorageConfig(endpoint_url=endpoint_url))
+        folder = open_folder(output, validated(StorageConfig, {"endpoint_url": endpoint_url}, "--endpoint-url"))
         if holds_ledger(folder) and not check:
             print_ledger(Console(soft_wrap=True), read_ledger(folder))
             return

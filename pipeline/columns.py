@@ -8,6 +8,7 @@ from pipeline.config import JobConfig
 from pipeline.generate import ANSWER_FIELDS, OPTIONAL_FIELDS
 from pipeline.prepare import ADDED, read_names
 from pipeline.schema import is_text
+from pipeline.text import printable
 
 
 def needed_columns(config: JobConfig) -> list[str]:
@@ -36,15 +37,15 @@ def check_columns(config: JobConfig) -> None:
     """ValueError if columns carried along would collide with the answers' own."""
     for name in needed_columns(config):
         if name in ADDED and name not in config.output.keep:
-            raise ValueError(f"input: column {name} has a name that the job uses itself; rename it")
+            raise ValueError(f"input: column {printable(name)} has a name that the job uses itself; rename it")
     for name in config.output.keep:
         if config.output.keep.count(name) > 1:
-            raise ValueError(f"output.keep: {name} is there twice; leave one out")
+            raise ValueError(f"output.keep: {printable(name)} is there twice; leave one out")
     answers = {field.name for field in [*ANSWER_FIELDS, *OPTIONAL_FIELDS.values()]}
     for name in config.output.keep:
         if name in answers or name in ADDED:
             raise ValueError(
-                f"output.keep: {name} is the name of an answer's column; leave it out or rename the input's"
+                f"output.keep: {printable(name)} is the name of an answer's column; leave it out or rename the input's"
             )
         if name == "id" and config.input.id != "id":
             raise ValueError("output.keep: id is made by the job; set input.id: id to carry the input's along")
@@ -64,11 +65,13 @@ def check_type(config: JobConfig, name: str, kind: pa.DataType, url: str) -> Non
         (given.choices, _is_list(kind) and is_text(kind.value_type), "choices must be a list of strings"),
     ):
         if name == column and not fits:
-            raise ValueError(f"{url}: column {name!r} is {kind}; {wanted}")
+            raise ValueError(f"{url}: column {name!r} is {printable(kind)}; {wanted}")
     if name == given.id and pa.types.is_nested(kind):
-        raise ValueError(f"{url}: column {name!r} is {kind}; an id must be one plain value")
+        raise ValueError(f"{url}: column {name!r} is {printable(kind)}; an id must be one plain value")
     if name == given.prompt_column and given.is_chat and _is_ids(kind):
-        raise ValueError(f"{url}: column {name!r} is {kind}; token ids go into no chat: leave out chat and system")
+        raise ValueError(
+            f"{url}: column {name!r} is {printable(kind)}; token ids go into no chat: leave out chat and system"
+        )
 
 
 def _is_list(kind: pa.DataType) -> bool:

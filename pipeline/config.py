@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from actors.engine.types import SamplingParams
 from pipeline.choices import check_compatible, check_labels, labels_given
 from pipeline.config_adapt import AdaptConfig
+from pipeline.config_section import Place
 from pipeline.config_section import Section as Section
 
 Decay = Literal["linear", "cosine", "power", "step", "constant"]
@@ -45,7 +46,7 @@ def _sampling_columns(value: Any) -> Any:
     raise ValueError("must name a struct column, or give columns as {parameter: column}")
 
 
-Paths = Annotated[list[str], BeforeValidator(_one_or_many), Field(min_length=1)]
+Paths = Annotated[list[Place], BeforeValidator(_one_or_many), Field(min_length=1)]
 
 
 Labels = Annotated[tuple[str, ...], BeforeValidator(labels_given), Field(min_length=1)]
@@ -124,7 +125,7 @@ class InputConfig(Section):
 
 
 class OutputConfig(Section):
-    path: str = Field(description="folder for the answers; local or s3://")
+    path: Place = Field(description="folder for the answers; local or s3://")
     keep: list[str] = Field(default_factory=list, description="input columns carried along, beside id")
     strip: bool = Field(True, description="take white space off both ends of the text")
     token_ids: bool = Field(False, description="write a column with the generated token ids")
@@ -132,8 +133,8 @@ class OutputConfig(Section):
 
 
 class ModelConfig(Section):
-    path: str = Field(description="checkpoint: local folder, s3:// folder, or owner/name@revision on the hub")
-    cache: str | None = Field(
+    path: Place = Field(description="checkpoint: local folder, s3:// folder, or owner/name@revision on the hub")
+    cache: Place | None = Field(
         None,
         description="folder on each node for fetched checkpoints; default $SKIPDECODE_CACHE, else ~/.cache/skipdecode",
     )
@@ -227,7 +228,7 @@ class ActorsConfig(Section):
 
 
 class StorageConfig(Section):
-    endpoint_url: str | None = Field(None, description="S3 endpoint; credentials only from the usual AWS places")
+    endpoint_url: Place | None = Field(None, description="S3 endpoint; credentials only from the usual AWS places")
     region: str | None = Field(None, description="S3 region")
     retry_seconds: float = Field(
         300, ge=0, description="seconds for which a failing S3 call is tried again, with growing waits; 0 is one try"

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config_section import Section
+from pipeline.config_section import Place, Section
 
 Metric = Literal["agreement_rouge_l", "agreement_exact", "token_kl", "bleu", "rouge_l", "exact_match"]
 OF_TEXTS = ("bleu", "rouge_l")  # not of labels
@@ -37,7 +37,7 @@ class AdaptConfig(Section):
 
     rows: int = Field(2000, ge=3, description="input rows answered at full depth, held-out ones included")
     held_out: int = Field(200, ge=2, description="of these, rows that are evaluated and not trained on")
-    output: str | None = Field(
+    output: Place | None = Field(
         None,
         description="local folder; default output.path with -adapt behind it; on a cluster it must be given, and lie "
         "on a file system that all nodes share",

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from pipeline.choices import check_compatible, check_labels
 from pipeline.config import Labels, ModelConfig, Paths, SamplingConfig, ScheduleConfig, Section, StorageConfig
+from pipeline.config_section import Place
 
 DEPTH_KEYS = ("speedup", "max_depth", "min_depth", "depths")
 
@@ -28,13 +29,13 @@ class BootstrapConfig(Section):
 class EvalConfig(Section):
     data: EvalDataConfig
     model: ModelConfig
-    reference_model: str | None = Field(
+    reference_model: Place | None = Field(
         None, description="checkpoint whose full depth is what all lines are held against; null: model at 1x"
     )
     beside: dict[str, str] = Field(
         default_factory=dict, description="further checkpoints of the same tokenizer, at full depth, by their names"
     )
-    output: str = Field(description="folder for the tables, the plot and the answers")
+    output: Place = Field(description="folder for the tables, the plot and the answers")
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="all but how deep")
     speedups: list[float] = Field([1, 2, 3, 4, 5], min_length=1, description="nominal, each evaluated; 1 always is")
     compare: float | None = Field(

@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 takes 1e-5 and 1.5e5 for text, as nobody means them."""
-
+from pipeline.text import without_secrets
+from pipeline.yaml_file import parse
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Puts in quotes what `_Loader` would take for a number."""
-
-
-for _kind in (_Loader, _Dumper):
-    _kind.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-    )
 
 
 def load_config(kind: type[ConfigT], path: str | Path, changes: Sequence[str] = ()) -> ConfigT:
@@ -45,26 +31,17 @@ def validated(kind: type[ConfigT], values: dict[str, Any], source: str) -> Confi
         raise ValueError(f"{source}: {_first_problem(kind, error)}") from None
 
 
-def dump_values(values: dict[str, Any]) -> str:
-    """YAML that `load_values` reads back as the same values."""
-    for readable in (True, False):  # a few characters do not survive unless all are escaped
-        text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=readable, width=120)
-        if yaml.load(text, Loader=_Loader) == values:
-            break
-    return text
-
-
 def load_values(path: str | Path, changes: Sequence[str] = ()) -> dict[str, Any]:
     """The keys and values of a YAML file with ``a.b=value`` changes, not validated; ValueError of one line."""
     path = Path(path)
     try:
-        values = yaml.load(path.read_text(), Loader=_Loader)
+        values = parse(path.read_text())
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: must hold keys and values, such as `input:` and `output:`")
     for change in changes:
@@ -76,16 +53,16 @@ def _apply(values: dict[str, Any], change: str) -> None:
     dotted, equals, text = change.partition("=")
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
-        raise ValueError(f"--set {change}: must look like section.key=value")
+        raise ValueError(f"--set {without_secrets(change)}: must look like section.key=value")
     try:
-        value = yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError):
+        value = parse(text)
+    except ValueError:
         value = text
     node = values
     for key in keys[:-1]:
         below = node.setdefault(key, {})
         if not isinstance(below, dict):
-            raise ValueError(f"--set {change}: {key} is not a section")
+            raise ValueError(f"--set {without_secrets(change)}: {key} is not a section")
         node = below
     node[keys[-1]] = value
 
@@ -105,8 +82,14 @@ def _first_problem(kind: type[BaseModel], error: ValidationError) -> str:
         return f"{key} is missing; give it a value{more}"
     message = problem["msg"].removeprefix("Value error, ")
     given = problem.get("input")
-    shown = f", not {given!r}" if isinstance(given, str | int | float | bool | None) else ""
+    shown = f", not {_shown(given)}" if isinstance(given, str | int | float | bool | None) else ""
     return f"{key}: {message[0].lower()}{message[1:]}{shown}{more}" if key else f"{message}{more}"
+
+
+def _shown(given: Any) -> str:
+    """A value as its refusal may show it: without secrets, and not all of a long one."""
+    text = without_secrets(repr(given) if not isinstance(given, int) or given.bit_length() < 256 else "a huge number")
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def _section(kind: type[BaseModel], where: Sequence[str]) -> type[BaseModel]:

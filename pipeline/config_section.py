@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
+
+from pipeline.text import without_secrets
 
 
 class Section(BaseModel):
     """A part of a file: unknown keys are refused, and so are values of another type (a whole number is a float)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fits_into_64_bits(cls, values: Any) -> Any:
+        for name, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, int) and abs(value) >= 2**63:
+                raise ValueError(f"{name} must be below 2^63")
+        return values
+
+
+def _place(value: str) -> str:
+    if without_secrets(value) != value:
+        raise ValueError("holds a user or password, which would be written down; give them by the environment")
+    if "\0" in value:
+        raise ValueError("holds a null character")
+    return value
+
+
+Place = Annotated[str, AfterValidator(_place)]  # a path or URL; it is written to the output, so it holds no secret

@@ -8,10 +8,11 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from pipeline.config import Decay, KeepOrder, Labels, Paths, ScheduleConfig, Section
+from pipeline.config_section import Place
 
 
 class TuneModelConfig(Section):
-    path: str | None = Field(None, description="checkpoint folder to start from")
+    path: Place | None = Field(None, description="checkpoint folder to start from")
     new: dict[str, Any] | None = Field(
         None, description="from scratch: model_type and the keys of its Hugging Face config, but vocab_size"
     )
@@ -68,7 +69,7 @@ class LossConfig(Section):
     references: float = Field(1.0, ge=0, description="cross-entropy on the responses given")
     distillation: float = Field(0.0, ge=0, description="KL divergence from the teacher at full depth")
     temperature: float = Field(1.0, gt=0, description="softens both sides of the divergence")
-    teacher: str | None = Field(
+    teacher: Place | None = Field(
         None, description="checkpoint folder with the same tokenizer; default the start weights, frozen"
     )
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="of the cross-entropy, spread over the vocabulary")
@@ -124,7 +125,7 @@ class WorkersConfig(Section):
 class TuneConfig(Section):
     model: TuneModelConfig
     data: TuneDataConfig
-    output: str = Field(description="folder for the tuned checkpoint; resumable state in its _training folder")
+    output: Place = Field(description="folder for the tuned checkpoint; resumable state in its _training folder")
     schedule: TuneScheduleConfig = Field(default_factory=TuneScheduleConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
     lora: LoraConfig | None = Field(None, description="train low-rank adapters instead of all weights")

@@ -32,6 +32,7 @@ from pipeline.generate import PartSpec, ShardGenerator
 from pipeline.interrupt import Interrupted, graceful, interruptible, shielded
 from pipeline.lease import leased
 from pipeline.ledger import holds_ledger
+from pipeline.loopback import LOOPBACK, on_loopback
 from pipeline.manifest import Manifest
 from pipeline.memory import tell_memory
 from pipeline.prepare import check_spec, prepare, prompt_spec
@@ -277,14 +278,13 @@ def _ray(actors: ActorsConfig, verbose: bool) -> Iterator[None]:
         settings: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
         if own:
             settings |= {
-                "address": "local",
+                **LOOPBACK,
                 "num_cpus": max(2, os.cpu_count() or 1),
                 "object_store_memory": OBJECT_STORE_BYTES,
-                "include_dashboard": False,
-                "_node_ip_address": "127.0.0.1",
             }
         on_sigterm = signal.getsignal(signal.SIGTERM)  # ray.init puts a handler of its own in its place
-        with _start_up(), nullcontext() if verbose else _held_back_stderr():
+        loopback = on_loopback() if own else nullcontext()
+        with _start_up(), nullcontext() if verbose else _held_back_stderr(), loopback:
             ray.init(**settings)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)

@@ -13,6 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import types
 
+from pipeline.text import printable
+
 ERROR = "__error"  # what is wrong with a row, null if nothing; no input column is called so
 _UNITS = ("s", "ms", "us", "ns")
 _SIGNED = (pa.int8(), pa.int16(), pa.int32(), pa.int64())
@@ -33,14 +35,17 @@ def one_schema(columns: Sequence[str], files: Mapping[str, pa.Schema]) -> pa.Sch
             here = _column(name, url, schema)
             both = common(kind, plain(here))
             if both is None:
-                raise ValueError(f"{url}: column {name!r} is {here}, but {kind} in {where}")
+                raise ValueError(f"{url}: column {name!r} is {printable(here)}, but {printable(kind)} in {where}")
             if both != kind:
                 kind, where = both, url
         field = pa.field(name, _settled(kind))
         for url, schema in files.items():
             here = _column(name, url, schema)
             if not _holds(here, field):
-                raise ValueError(f"{url}: column {name!r} is {here}, which cannot be read and written as {field.type}")
+                shown = printable(here), printable(field.type)
+                raise ValueError(
+                    f"{url}: column {name!r} is {shown[0]}, which cannot be read and written as {shown[1]}"
+                )
         fields.append(field)
     return pa.schema(fields)
 
@@ -48,7 +53,7 @@ def one_schema(columns: Sequence[str], files: Mapping[str, pa.Schema]) -> pa.Sch
 def _column(name: str, url: str, schema: pa.Schema) -> pa.DataType:
     places = schema.get_all_field_indices(name)
     if not places:
-        raise ValueError(f"{url}: no column {name!r}; it has {', '.join(schema.names)}")
+        raise ValueError(f"{url}: no column {name!r}; it has {', '.join(map(printable, schema.names))}")
     if len(places) > 1:
         raise ValueError(f"{url}: column {name!r} is there {len(places)} times; rename all but one")
     return schema.field(places[0]).type
@@ -246,8 +251,8 @@ def _alone(values: pa.Array, row: int, field: pa.Field) -> tuple[pa.Array, str |
     except pa.ArrowInvalid as error:
         if is_text(field.type):
             text = _storage(value).cast(pa.binary())[0].as_py().decode(errors="replace")
-            return pa.array([text], field.type), f"column {field.name}: not UTF-8"
-        return pa.nulls(1, field.type), f"column {field.name}: {' '.join(str(error).split())}"
+            return pa.array([text], field.type), f"column {printable(field.name)}: not UTF-8"
+        return pa.nulls(1, field.type), f"column {printable(field.name)}: {' '.join(str(error).split())}"
 
 
 def _storage(value: pa.Array) -> pa.Array:

@@ -154,7 +154,20 @@ def cut_shards(files: Iterable[InputFile], shard_rows: int, shard_bytes: int) ->
 
 
 def read_shards(shards: Sequence[Shard], columns: Sequence[str], storage: StorageConfig) -> Iterator[pa.Table]:
-    """Tables of shards of one file, in order. A row group is read once, in batches, and no further than needed."""
+    """Tables of shards of one file, in order. A row group is read once, in batches, and no further than needed.
+
+    Raises OSError of one line that names a file that is damaged, or holds fewer rows than it says.
+    """
+    try:
+        yield from _tables(shards, columns, storage)
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, pa.ArrowException) or type(error) is OSError:  # else it says more than that
+            text = " ".join(str(error).split())
+            raise OSError(f"{shards[0].url}: cannot be read, damaged or cut short: {text}") from None
+        raise
+
+
+def _tables(shards: Sequence[Shard], columns: Sequence[str], storage: StorageConfig) -> Iterator[pa.Table]:
     fs, path = filesystem(shards[0].url, storage)
     with fs.open(path, "rb") as file:
         footer = pq.read_metadata(file)
@@ -169,14 +182,15 @@ def read_shards(shards: Sequence[Shard], columns: Sequence[str], storage: Storag
             pieces, row, end = [], shard.first_row, shard.first_row + shard.rows
             while row < end:
                 number = bisect_right(starts, row) - 1
-                assert number < len(groups), f"{shard.url} is shorter than its footer said"
+                if number >= len(groups):
+                    raise OSError("fewer rows than when the job was planned")
                 if number != opened:
                     width = max(groups[number].total_byte_size // groups[number].num_rows, 1)
                     rows = max(1, min(BATCH_ROWS, BATCH_BYTES // width))
                     batches = parquet.iter_batches(rows, row_groups=[number], columns=list(columns))
-                    opened, first, batch = number, starts[number], next(batches)
+                    opened, first, batch = number, starts[number], _next(batches)
                 while first + batch.num_rows <= row:
-                    first, batch = first + batch.num_rows, next(batches)
+                    first, batch = first + batch.num_rows, _next(batches)
                 pieces.append(batch.slice(row - first, end - row))
                 row += pieces[-1].num_rows
             yield pa.Table.from_batches(pieces)
@@ -204,6 +218,13 @@ def _check_version(file: InputFile, storage: StorageConfig) -> None:
         raise ValueError(f"{file.url}: gone since the job began") from None
     if not same:
         raise ValueError(f"{file.url}: changed since the job began")
+
+
+def _next(batches: Iterator[pa.RecordBatch]) -> pa.RecordBatch:
+    batch = next(batches, None)
+    if batch is None:
+        raise OSError("fewer rows than its footer says")
+    return batch
 
 
 def to_ipc(table: pa.Table) -> bytes:

@@ -8,8 +8,8 @@ from typing import Any
 
 import jinja2
 import jinja2.meta
-import jinja2.sandbox
 
+from pipeline.sandbox import BoundedSandbox, OutOfBounds, bounded
 from pipeline.text import one_line
 
 # what an expression over a row's values may raise
@@ -24,8 +24,11 @@ TEMPLATE_ERRORS = (
     ValueError,
 )
 
+# what Python says of a template that parses: nested too deeply, a lone surrogate
+NOT_COMPILED = (SyntaxError, RecursionError, MemoryError, ValueError, OverflowError)
 
-class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+
+class _Environment(BoundedSandbox):
     """``meta.items`` is the struct's field of that name, if it has one, and not the method.
 
     Names that a column may have as well, and all that draws at random, are left out: the same row must always
@@ -35,7 +38,6 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.globals = {"range": self.globals["range"]}
-        del self.filters["random"]
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if isinstance(obj, Mapping) and attribute in obj:
@@ -48,9 +50,11 @@ def compile_template(text: str) -> jinja2.Template:
     """A sandboxed template that refuses undefined columns and nested fields. ValueError if it does not parse."""
     environment = _Environment(undefined=jinja2.StrictUndefined, autoescape=False, finalize=_no_null)
     try:
-        return environment.from_string(text)
+        return bounded(lambda: environment.from_string(text))
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"line {error.lineno}: {error.message}") from None
+    except NOT_COMPILED as error:
+        raise ValueError(f"cannot be compiled: {one_line(error)}") from None
 
 
 def _no_null(value: Any) -> Any:
@@ -69,6 +73,8 @@ def template_columns(text: str) -> list[str]:
 def render(text: str, row: Mapping[str, Any]) -> str:
     """The template over one row. ValueError says in one line why it fails."""
     try:
-        return compile_template(text).render(row)
+        return bounded(lambda: compile_template(text).render(row))
+    except OutOfBounds as error:
+        raise ValueError(f"template: {error}") from None
     except TEMPLATE_ERRORS as error:
         raise ValueError(f"template: {one_line(error)}") from None

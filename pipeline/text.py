@@ -1,6 +1,8 @@
-"""What text from rows and the errors about it must be like: valid Unicode, one line."""
+"""What text from rows and messages about it must be like: valid Unicode, one line, no secrets."""
 
 from __future__ import annotations
+
+import re
 
 
 def is_unicode(text: str) -> bool:
@@ -12,6 +14,25 @@ def is_unicode(text: str) -> bool:
     return True
 
 
+LINE = 1000  # characters: an error may hold all of what it complains about
+
+
 def one_line(error: BaseException) -> str:
-    """Type and text of an error, without line breaks."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    """Type and text of an error, without line breaks, and no longer than a reader takes."""
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return text if len(text) <= LINE else f"{text[:LINE]}…"
+
+
+def printable(name: object) -> str:
+    """A name that comes with the data, as a message may show it: on one line."""
+    text = str(name)
+    return text if text.isprintable() else repr(text)
+
+
+# "..." is what PyYAML puts where it cuts a line: it may cut off the scheme
+_IN_URL = re.compile(r"(\w://|\.\.\. )[^/\s'\"]*@")
+
+
+def without_secrets(text: str) -> str:
+    """A message whose URLs have stars in place of user and password."""
+    return _IN_URL.sub(r"\1***@", text)

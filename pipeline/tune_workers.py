@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,18 @@ def train_in_workers(config: TuneConfig) -> None:
     from ray.train.torch import TorchConfig, TorchTrainer
     from ray.train.v2.api.exceptions import TrainingFailedError
 
+    from pipeline.loopback import LOOPBACK, on_loopback
+
     workers = config.workers
     assert workers is not None
     resolved = _absolute(config)
     ours = not ray.is_initialized()
     if ours:
-        settings: dict[str, Any] = {"address": workers.address or "local", "logging_level": logging.ERROR}
+        settings: dict[str, Any] = {"address": workers.address, "logging_level": logging.ERROR}
         if workers.address is None:
-            settings |= {"num_cpus": math.ceil(workers.cpus * workers.count), "include_dashboard": False}
-        ray.init(**settings)
+            settings |= {**LOOPBACK, "num_cpus": math.ceil(workers.cpus * workers.count)}
+        with on_loopback() if workers.address is None else nullcontext():
+            ray.init(**settings)
     try:
         _check_fits(ray.cluster_resources(), workers.count, workers.cpus, workers.gpus)
         TorchTrainer(

@@ -55,17 +55,17 @@ def inspect(path: str | Path, names: Collection[str] | None = None) -> Checkpoin
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such checkpoint folder")
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        base = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
+        base = _read_object(folder / "adapter_config.json").get("base_model_name_or_path")
         raise ValueError(f"{folder}: LoRA adapters of {base}; tune with lora.merge: true for a checkpoint that runs")
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder}: not a checkpoint: no config.json")
-    try:
-        kind = json.loads((folder / "config.json").read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{folder / 'config.json'}: not JSON: {error}") from None
+    kind = _read_object(folder / "config.json")
     weight_files(folder, names_in(folder) if names is None else names)
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise ValueError(f"{folder}: no tokenizer ({' or '.join(TOKENIZERS)})")
+    for name in TOKENIZERS:
+        if (folder / name).is_file():
+            _read_object(folder / name)
     if "auto_map" in kind:
         raise ValueError(f"{folder}: wants to run code of its own (auto_map), which is never done")
     try:
@@ -75,6 +75,17 @@ def inspect(path: str | Path, names: Collection[str] | None = None) -> Checkpoin
         raise ValueError(f"{folder}: {str(error).splitlines()[0]}") from None
     spec = load_spec(folder, config.num_hidden_layers)
     return Checkpoint(folder, config, spec, config.num_hidden_layers, context_length(config))
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A file's JSON object; ValueError of one line if it holds anything else."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: holds no JSON object, but {type(found).__name__}")
+    return found
 
 
 def memory_needed(checkpoint: Checkpoint, dtype: str, cache_bytes: int, sizes: Mapping[str, int] | None = None) -> Need:

@@ -87,3 +87,19 @@ def test_clusters_use_these_images_and_their_user() -> None:
     images = [docker["head_image"], docker["worker_image"], *(pod["containers"][0]["image"] for pod in pods)]
     assert [image.rsplit(":", 1)[1] for image in images] == [f"{version}-cpu", f"{version}-cuda"] * 2
     assert {pod["securityContext"]["runAsUser"] for pod in pods} == {1000}
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_ray_in_an_image_asks_for_a_token(name: str) -> None:
+    """Unless a cluster file says otherwise, and none does: whoever reaches Ray's ports runs code."""
+    settings = " ".join(text for keyword, text in instructions(name) if keyword == "ENV").split()
+    assert "RAY_AUTH_MODE=token" in settings
+    assert not [one for one in settings if one.startswith("RAY_AUTH_TOKEN")]  # a token in an image is everybody's
+
+
+def test_no_file_of_a_cluster_turns_tokens_off_or_holds_one() -> None:
+    for path in INFRA.iterdir():
+        if path.is_file():
+            text = path.read_text()
+            assert not re.search(r"RAY_AUTH_MODE\W+(?!token)\w", text.replace("RAY_AUTH_MODE=token", "")), path.name
+            assert not re.search(r"RAY_AUTH_TOKEN\s*[=:]\s*\w", text), path.name

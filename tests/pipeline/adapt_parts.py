@@ -17,8 +17,8 @@ from pipeline import adapt as adaptation
 from pipeline import adapt_configs as configs
 from pipeline.cli import app
 from pipeline.config import JobConfig
-from pipeline.config_file import dump_values
 from pipeline.interrupt import Interrupted
+from pipeline.yaml_file import dump
 
 ROWS = 30
 END = 2  # of the tiny checkpoint
@@ -144,7 +144,7 @@ def command_over(folder: Path, checkpoint: Path) -> Run:
     def run(*options: str, job: dict[str, Any] | None = None, **adapt: Any) -> Result:
         file = folder / "job.yaml"
         given = {**values(inputs, folder / "out", checkpoint, **adapt), **(job or {})}
-        file.write_text(dump_values(given))
+        file.write_text(dump(given))
         return CliRunner().invoke(app, ["adapt", str(file), *options])
 
     return run
