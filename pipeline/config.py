@@ -249,7 +249,11 @@ class JobConfig(Section):
     shard_rows: int | None = Field(None, ge=1, description="rows; default min(4096, ceil(rows ÷ (4 × most actors)))")
     shard_bytes: int = Field(64 * 2**20, ge=1, description="uncompressed bytes of input a shard")
     max_row_errors: float = Field(0.01, ge=0, le=1, description="share of rows; above it the job exits 3")
-    attempts: int = Field(3, ge=1, description="starts of one actor process, and tries of a task whose process died")
+    attempts: int = Field(
+        3,
+        ge=1,
+        description="deaths of its process after which a batch is halved, a row alone an error, a load given up",
+    )
     adapt: AdaptConfig | None = Field(None, description="how `skipdecode adapt` proceeds; `run` does not read it")
 
     @model_validator(mode="after")

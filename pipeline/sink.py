@@ -22,6 +22,7 @@ from ray.data import Datasink
 from ray.data.block import Block, BlockAccessor
 
 from pipeline.config import StorageConfig
+from pipeline.flight import clear_flights, marker_name
 from pipeline.source import Shard
 from pipeline.stats import ShardStats, input_rows
 from pipeline.storage import Folder, open_folder
@@ -100,6 +101,7 @@ def clear(folder: Folder) -> None:
             folder.remove(name)
     for name in folder.names(COMMITS):
         folder.remove(f"{COMMITS}/{name}")
+    clear_flights(folder)
     for name in folder.names("_job"):
         if name != "lease.json":
             folder.remove(f"_job/{name}")
@@ -153,4 +155,5 @@ class CommitSink(Datasink[None]):
                 stats = ShardStats.from_record(json.loads(row["stats"]))
                 shard = Shard(stats.shard, "", 0, stats.rows)  # where it came from is not asked here
                 first = commit(folder, shard, row["part"], stats, self.fingerprint)
+                folder.remove(marker_name(stats.shard))
                 self.tally.ended.remote(stats.shard, first, stats.rows, stats.errors, stats.generated_tokens)
