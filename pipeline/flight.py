@@ -67,7 +67,8 @@ class Record:
                 halved = group.halved
                 deaths = 1 + (group.deaths if len(rows) > 1 or len(group.rows) == 1 else 0)
                 rest = tuple(row for row in group.rows if row not in rows)
-                kept += [replace(group, rows=rest)] if rest else []
+                if rest:  # one row that is left has not yet died alone
+                    kept.append(replace(group, rows=rest, deaths=group.deaths if len(rest) > 1 else 0))
             else:
                 kept.append(group)
         if len(at_work) == 1:
