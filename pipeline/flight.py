@@ -97,6 +97,10 @@ class Record:
         return cls(str(values["run"]), tuple(groups), given_up, in_flight, int(values["outside"]))
 
 
+def _times(count: int) -> str:
+    return f"{count} time{'' if count == 1 else 's'}"
+
+
 def _rows(values: Sequence[int]) -> Rows:
     return tuple(int(row) for row in values)
 
@@ -130,7 +134,7 @@ class Flights:
         self.folder.replace(name, record.encode())
         if record.outside >= self.attempts:
             raise ShardLost(
-                f"shard {shard}: its process died {record.outside} times with no row in flight, while it was begun "
+                f"shard {shard}: its process died {_times(record.outside)} with no row in flight, while it was begun "
                 "or its part was made: look at the node's memory and its kernel's log"
             )
         return Flight(self, shard, rows, record)
@@ -161,7 +165,7 @@ class Flight:
     def errors(self) -> dict[int, str]:
         """Rows that are given up, and what they are told."""
         return {
-            row: f"the process died {deaths} times while it answered this row"
+            row: f"the process died {_times(deaths)} while it worked on this row alone"
             for row, deaths in sorted(self.record.given_up.items())
         }
 

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -221,22 +222,26 @@ def _flow(config: JobConfig, located: Located, schedule: Schedule, manifest: Man
         batch_format="numpy",
         num_cpus=STAGE_CPUS,
     )
-    # Ray Data starts a dead process and its task again without an end: the flights and the tally see to that
-    answered = prepared.map_batches(
-        ShardGenerator,
-        fn_constructor_kwargs={
-            "generator": generator,
-            "part": part,
-            "prefix": batching.prefix,
-            "tally": tally,
-            "flights": flights,
-        },
-        compute=_pool(actors),
-        batch_size=1,
-        batch_format="numpy",
-        num_cpus=actor_cpus(actors),
-        num_gpus=actors.gpus or None,
-    )
+    with warnings.catch_warnings():
+        # without an end, because flights and tally see to that; said, because Ray Data else fuses prepare with it
+        warnings.simplefilter("ignore", ray.util.annotations.RayDeprecationWarning)
+        answered = prepared.map_batches(
+            ShardGenerator,
+            fn_constructor_kwargs={
+                "generator": generator,
+                "part": part,
+                "prefix": batching.prefix,
+                "tally": tally,
+                "flights": flights,
+            },
+            compute=_pool(actors),
+            batch_size=1,
+            batch_format="numpy",
+            num_cpus=actor_cpus(actors),
+            num_gpus=actors.gpus or None,
+            max_restarts=-1,
+            max_task_retries=-1,
+        )
     shards_done, rows_done = len(manifest.shards) - len(left), manifest.rows - sum(shard.rows for shard in left)
     with Progress(tally, len(manifest.shards), manifest.rows, shards_done, rows_done):
         answered.write_datasink(sink, ray_remote_args={"num_cpus": STAGE_CPUS})

@@ -29,7 +29,7 @@ def deadly_ray() -> Any:
     ray.shutdown()
 
     def start(hook: Callable[[], None], **environment: str) -> None:
-        folder = str(Path(killers.__file__).parent)
+        folder = Path(killers.__file__).parent  # and the project: the hook comes before the driver's own paths
         ray.init(
             address="local",
             num_cpus=2,
@@ -37,7 +37,7 @@ def deadly_ray() -> Any:
             log_to_driver=False,
             runtime_env={
                 "worker_process_setup_hook": hook,
-                "env_vars": {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1", **environment},
+                "env_vars": {"PYTHONPATH": f"{folder}:{folder.parents[1]}", "OMP_NUM_THREADS": "1", **environment},
             },
         )
 
@@ -61,9 +61,9 @@ def job(checkpoint: Path, tmp_path: Path) -> JobConfig:
             "output": {"path": str(tmp_path / "out"), "token_ids": True},
             "model": {"path": str(checkpoint), "dtype": "float32", "device": "cpu"},
             "sampling": {"max_new_tokens": 6, "temperature": 1.0, "seed": 3},
-            "actors": {"count": 1, "threads": 1, "max_batch": 8},
+            "actors": {"count": 1, "threads": 1, "max_batch": 4},
             "shard_rows": SHARD_ROWS,
-            "attempts": 2,
+            "attempts": 1,
             "max_row_errors": 0.1,
         }
     )
@@ -83,7 +83,7 @@ def undisturbed(job: JobConfig, folder: Path) -> list[dict[str, Any]]:
     from pipeline.prepare import prepare_table, prompt_spec
 
     sampling = job.sampling.model_dump(exclude={"seed"})
-    generator = Generator(job.model.path, sampling=sampling, seed=3, dtype="float32", threads=1, max_batch=8)
+    generator = Generator(job.model.path, sampling=sampling, seed=3, dtype="float32", threads=1, max_batch=4)
     table = pq.read_table(folder / "in.parquet")
     spec = prompt_spec(job, locate(job.model, job.storage, None), time.time())
     found = generator.answer(prompts(prepare_table(table, spec), str(folder / "in.parquet"), 0))
@@ -106,7 +106,7 @@ def test_a_row_that_kills_its_process_is_found(
     for place, (row, right) in enumerate(zip(rows, want, strict=True)):
         if place == POISON:
             assert (row["finish_reason"], row["generated_text"]) == ("error", None)
-            assert row["error"] == "the process died 2 times while it answered this row"
+            assert row["error"] == "the process died 1 time while it worked on this row alone"
         else:
             assert row["error"] is None
             assert {name: row[name] for name in right} == right
@@ -124,5 +124,5 @@ def test_an_actor_that_dies_while_it_loads_ends_the_job_in_one_line(
     assert result.exit_code == 1
     last = result.stderr.strip().splitlines()[-1]
     assert last.startswith("skipdecode: failed: ")
-    assert "an actor died 2 times while it loaded the model" in last
-    assert len((tmp_path / "loads").read_text().splitlines()) == 2
+    assert "an actor died while it loaded the model, attempt 1 of 1" in last
+    assert len((tmp_path / "loads").read_text().splitlines()) == 1
