@@ -122,8 +122,8 @@ class ShardGenerator:
             starts = ray.get(tally.loading.remote(_actor()))
             if starts > flights.attempts:
                 raise RuntimeError(
-                    f"an actor died while it loaded the model, attempt {starts - 1} of {flights.attempts}: look at the node's memory and its "
-                    "kernel's log, or lower actors.count"
+                    f"an actor died while it loaded the model, attempt {starts - 1} of {flights.attempts}: look at "
+                    "the node's memory and its kernel's log, or lower actors.count"
                 )
         self.generator = Generator(**{**generator, "checkpoint": str(fetch(generator["checkpoint"]))})
         self.part = part
