@@ -53,7 +53,7 @@ def llama() -> Decoder:
     return Decoder(tiny_model("llama"))
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     numbers=st.integers(1, 200),
     rows=st.integers(1, 12),
