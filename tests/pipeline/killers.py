@@ -1,4 +1,4 @@
-"""Rows that kill the process that works on them, for Ray's `worker_process_setup_hook`: only tests can reach it."""
+"""Stages with rows, or a load, that kill the process; they take the place of a job's own stages, in tests only."""
 
 from __future__ import annotations
 
@@ -8,52 +8,61 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline import prepare as prepares
+from pipeline.generate import ShardGenerator
+from pipeline.prepare_stage import prepare
+
 KILLER = "killer"  # a word of the row's prompt
+DEADLY_TOKENS = 9  # length of the row's prompt
+LOADS = "loads"  # a file beside the checkpoint that gets a line with each load
 
 
-def _die() -> None:
+def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def in_generate() -> None:
-    """A row dies as soon as a batch with it is admitted, or answered alone."""
-    from actors.engine.engine import Engine
-    from actors.engine.types import Request
+class DeadlyGenerate(ShardGenerator):
+    """Dies as soon as a batch with the row is admitted."""
 
-    admit = Engine.admit
+    def __init__(self, *rest: Any, **named: Any) -> None:
+        super().__init__(*rest, **named)
+        engine = self.generator.engine
+        admit = engine.admit
 
-    def deadly(self: Engine, requests: Sequence[Request], prefix: Sequence[int] = ()) -> list[int]:
-        if any(len(request.prompt_ids) == DEADLY_TOKENS for request in requests):
-            _die()
-        return admit(self, requests, prefix)
+        def deadly(requests: Sequence[Any], prefix: Sequence[int] = ()) -> list[int]:
+            if any(len(request.prompt_ids) == DEADLY_TOKENS for request in requests):
+                die()
+            return admit(requests, prefix)
 
-    Engine.admit = deadly  # type: ignore[method-assign]
-
-
-DEADLY_TOKENS = 9
+        engine.admit = deadly  # type: ignore[method-assign]
 
 
-def in_prepare() -> None:
-    """A row dies as it is tokenized."""
-    from pipeline import prepare
+class DeadlyLoad(ShardGenerator):
+    """Dies while it loads its model."""
 
-    tokenize = prepare.tokenize
+    def __init__(self, generator: Any, *rest: Any, **named: Any) -> None:
+        from actors import generator as generators
+
+        def deadly(checkpoint: str) -> Any:
+            with (Path(checkpoint).parent / LOADS).open("a") as file:
+                file.write(f"{os.getpid()}\n")
+            die()
+
+        generators.inspect = deadly  # type: ignore[assignment]
+        super().__init__(generator, *rest, **named)
+
+
+def deadly_prepare(*rest: Any, **named: Any) -> dict[str, Any]:
+    """Dies when the row is tokenized."""
+    whole = prepares.tokenize
 
     def deadly(texts: Sequence[str], spec: Any) -> Any:
         if any(KILLER in text for text in texts):
-            _die()
-        return tokenize(texts, spec)
+            die()
+        return whole(texts, spec)
 
-    prepare.tokenize = deadly
-
-
-def in_loading() -> None:
-    """An actor dies while it loads its model; each time it adds a line to the file that LOADS names."""
-    from actors import generator
-
-    def deadly(checkpoint: str) -> Any:
-        with Path(os.environ["LOADS"]).open("a") as file:
-            file.write(f"{os.getpid()}\n")
-        _die()
-
-    generator.inspect = deadly  # type: ignore[assignment]
+    prepares.tokenize = deadly
+    try:
+        return prepare(*rest, **named)
+    finally:
+        prepares.tokenize = whole

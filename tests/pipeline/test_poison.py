@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +22,7 @@ from pipeline.config import JobConfig
 ROWS, SHARD_ROWS, POISON = 24, 16, 11
 
 
-@pytest.fixture
-def deadly_ray() -> Any:
-    """Starts a Ray whose workers have one of `killers` in them."""
-    ray.shutdown()
-
-    def start(hook: Callable[[], None], **environment: str) -> None:
-        folder = Path(killers.__file__).parent  # and the project: the hook comes before the driver's own paths
-        ray.init(
-            address="local",
-            num_cpus=2,
-            include_dashboard=False,
-            log_to_driver=False,
-            runtime_env={
-                "worker_process_setup_hook": hook,
-                "env_vars": {"PYTHONPATH": f"{folder}:{folder.parents[1]}", "OMP_NUM_THREADS": "1", **environment},
-            },
-        )
-
-    yield start
-    ray.shutdown()
+ray.cloudpickle.register_pickle_by_value(killers)  # workers cannot import what lies beside the tests
 
 
 @pytest.fixture
@@ -91,15 +71,18 @@ def undisturbed(job: JobConfig, folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "hook",
-    [killers.in_generate, pytest.param(killers.in_prepare, marks=pytest.mark.slow)],
+    ("stage", "deadly"),
+    [
+        ("ShardGenerator", killers.DeadlyGenerate),
+        pytest.param("prepare", killers.deadly_prepare, marks=pytest.mark.slow),
+    ],
     ids=["generate", "prepare"],
 )
 def test_a_row_that_kills_its_process_is_found(
-    hook: Callable[[], None], deadly_ray: Callable[..., None], job: JobConfig, tmp_path: Path
+    own_ray: None, stage: str, deadly: Any, job: JobConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     want = undisturbed(job, tmp_path)
-    deadly_ray(hook)
+    monkeypatch.setattr(jobs, stage, deadly)
     outcome = jobs.run(job)
     assert (outcome.totals.rows, outcome.totals.errors) == (ROWS, 1)
     rows = answers(job)
@@ -115,9 +98,11 @@ def test_a_row_that_kills_its_process_is_found(
 
 @pytest.mark.slow
 def test_an_actor_that_dies_while_it_loads_ends_the_job_in_one_line(
-    deadly_ray: Callable[..., None], job: JobConfig, tmp_path: Path
+    ray_to_be_left: None, job: JobConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    deadly_ray(killers.in_loading, LOADS=str(tmp_path / "loads"))
+    loads = Path(job.model.path).parent / killers.LOADS
+    loads.unlink(missing_ok=True)
+    monkeypatch.setattr(jobs, "ShardGenerator", killers.DeadlyLoad)
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))
     result = CliRunner().invoke(app, ["run", str(file)])
@@ -125,4 +110,4 @@ def test_an_actor_that_dies_while_it_loads_ends_the_job_in_one_line(
     last = result.stderr.strip().splitlines()[-1]
     assert last.startswith("skipdecode: failed: ")
     assert "an actor died while it loaded the model, attempt 1 of 1" in last
-    assert len((tmp_path / "loads").read_text().splitlines()) == 1
+    assert len(loads.read_text().splitlines()) == 1
