@@ -12,7 +12,7 @@ import os
 import resource
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -170,10 +170,16 @@ class Generator:
             error = f"prompt cannot be read: {' '.join(str(problem).split())}"
         return Prompt(ids, f"prompt:{ids}", 0, error)
 
-    def answer(self, prompts: Sequence[Prompt], prefix: Sequence[int] = ()) -> list[Answer]:
+    def answer(
+        self,
+        prompts: Sequence[Prompt],
+        prefix: Sequence[int] = (),
+        on_batch: Callable[[Sequence[int]], None] | None = None,
+    ) -> list[Answer]:
         """Answer rows, each `n` times, in their order; rows that come with an error are passed by.
 
-        prefix: token ids with which most of them begin; computed once.
+        prefix: token ids with which most of them begin; computed once. on_batch: told the rows of each batch before
+        it runs, and none when all have run.
         """
         requests: list[Request] = []
         owners: list[int] = []
@@ -186,12 +192,22 @@ class Generator:
                 continue
             requests += wanted
             owners += [row] * len(wanted)
+
+        def tell(places: Sequence[int]) -> None:
+            if on_batch is not None:
+                on_batch(sorted({owners[place] for place in places}))
+
         done = self.engine.generate(
-            requests, budget_bytes=self.cache_bytes, max_rows=self.max_batch, prefix=list(prefix)
+            requests, budget_bytes=self.cache_bytes, max_rows=self.max_batch, prefix=list(prefix), on_batch=tell
         )
+        tell(())
+        # one sample that does not fit the memory makes its row a bad one, which has a single answer
+        errors |= {row: one.error for row, one in zip(owners, done, strict=True) if one.error is not None}
         answers = [_bad(row, len(prompts[row].ids), error) for row, error in errors.items()]
         samples: Counter[int] = Counter()
         for row, request, completion in zip(owners, requests, done, strict=True):
+            if row in errors:
+                continue
             count = len(completion.token_ids)
             answers.append(
                 Answer(

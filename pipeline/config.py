@@ -255,7 +255,11 @@ class JobConfig(Section):
     grace_seconds: float = Field(
         20, ge=0, description="after SIGTERM or SIGINT, for shards in flight to be finished; 0 drops them"
     )
-    attempts: int = Field(3, ge=1, description="starts of one actor process, and tries of a task whose process died")
+    attempts: int = Field(
+        3,
+        ge=1,
+        description="deaths of its process after which a batch is halved, a row alone an error, a load given up",
+    )
     adapt: AdaptConfig | None = Field(None, description="how `skipdecode adapt` proceeds; `run` does not read it")
 
     @model_validator(mode="after")

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from ray.util.metrics import Counter
 
 from actors.generator import Answer, Generator, Prompt
 from pipeline.checkpoints import fetch
+from pipeline.flight import Flights
 from pipeline.prepare import CHOICES, ERROR, PROMPT_IDS, SAMPLING
 from pipeline.source import from_ipc
 from pipeline.stats import ShardStats, duplicate_ids
@@ -104,16 +105,33 @@ class ShardGenerator:
 
     generator: its constructor's arguments, the checkpoint as `fetch` takes it. prefix: token ids with which the
     job's prompts begin. tally: a `Tally` actor that is asked before each shard; without one all are answered.
+    flights: of the run; without them a row that kills this process kills it for ever. Raises RuntimeError if this
+    actor has died too often while it loaded.
     """
 
     def __init__(
-        self, generator: Mapping[str, Any], part: PartSpec, prefix: Sequence[int] = (), tally: Any = None
+        self,
+        generator: Mapping[str, Any],
+        part: PartSpec,
+        prefix: Sequence[int] = (),
+        tally: Any = None,
+        flights: Flights | None = None,
     ) -> None:
         logging.getLogger("transformers").setLevel(logging.ERROR)
+        if tally is not None and flights is not None:
+            starts = ray.get(tally.loading.remote(_actor()))
+            if starts > flights.attempts:
+                raise RuntimeError(
+                    f"an actor died while it loaded the model, attempt {starts - 1} of {flights.attempts}: look at "
+                    "the node's memory and its kernel's log, or lower actors.count"
+                )
         self.generator = Generator(**{**generator, "checkpoint": str(fetch(generator["checkpoint"]))})
         self.part = part
         self.prefix = prefix
         self.tally = tally
+        self.flights = flights
+        if tally is not None:
+            tally.loaded.remote(_actor())
         tags = ("fingerprint",)
         self.counters = {
             name: Counter(f"skipdecode_{name}", description=text, tag_keys=tags)
@@ -149,7 +167,7 @@ class ShardGenerator:
         self, shard: int, url: str, first_row: int, rows: pa.Table, prepare_seconds: float
     ) -> tuple[bytes, ShardStats]:
         started, began = time.time(), time.perf_counter()
-        answers = self.generator.answer(prompts(rows, url, first_row), self.prefix)
+        answers = self._answers(shard, prompts(rows, url, first_row))
         table = part_table(rows, answers, self.part, url, first_row)
         data = part_bytes(table, self.part, shard)
         seconds = time.perf_counter() - began
@@ -186,6 +204,7 @@ class ShardGenerator:
             full_layer_steps=engine.full_layer_steps,
             padded_prompt_tokens=engine.padded_prompt_tokens,
             cache_bytes=engine.cache_bytes,
+            out_of_memory=engine.out_of_memory,
             peak_memory_bytes=self.generator.peak_memory_bytes(),
             started=started,
             finished=time.time(),
@@ -194,6 +213,30 @@ class ShardGenerator:
             attempt=_attempt(),
             adopted=False,
         )
+
+    def _answers(self, shard: int, wanted: list[Prompt]) -> list[Answer]:
+        """Answers to a shard's rows, in their order; after a death group by group, each batch written down before."""
+        if self.flights is None:
+            return self.generator.answer(wanted, self.prefix)
+        flight = self.flights.begin(shard, len(wanted))
+        if not flight.careful:
+            return self.generator.answer(wanted, self.prefix)
+        errors = flight.errors
+        answers: list[Answer] = []
+        for group in [tuple(errors), *flight.groups]:
+
+            def enter(places: Sequence[int], group: tuple[int, ...] = group) -> None:
+                flight.enter([group[place] for place in places])
+
+            rows = [replace(wanted[row], error=errors.get(row, wanted[row].error)) for row in group]
+            answers += [replace(one, row=group[one.row]) for one in self.generator.answer(rows, self.prefix, enter)]
+        return sorted(answers, key=lambda one: (one.row, one.sample_index))
+
+
+def _actor() -> str | None:
+    """Id of the actor that this process is, the same after a restart."""
+    actor: str | None = ray.get_runtime_context().get_actor_id()
+    return actor
 
 
 def _share(part: float, whole: float) -> float:

@@ -14,9 +14,11 @@ import signal
 import tempfile
 import threading
 import time
+import uuid
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -28,6 +30,7 @@ from pipeline import manifest as manifests
 from pipeline.checkpoints import Located, locate
 from pipeline.columns import check_columns, optional_columns
 from pipeline.config import ActorsConfig, JobConfig
+from pipeline.flight import Flights, clear_flights
 from pipeline.generate import PartSpec, ShardGenerator
 from pipeline.interrupt import Interrupted, graceful, interruptible, shielded
 from pipeline.lease import leased
@@ -35,7 +38,8 @@ from pipeline.ledger import holds_ledger
 from pipeline.loopback import LOOPBACK, on_loopback
 from pipeline.manifest import Manifest
 from pipeline.memory import tell_memory
-from pipeline.prepare import check_spec, prepare, prompt_spec
+from pipeline.prepare import check_spec, prompt_spec
+from pipeline.prepare_stage import prepare
 from pipeline.progress import Progress
 from pipeline.records import RollUp
 from pipeline.report import SUCCESS, Outcome, complete, finish, seal
@@ -213,22 +217,35 @@ def _flow(config: JobConfig, located: Located, schedule: Schedule, manifest: Man
     source = ShardSource(left, manifest.files, manifest.schema, config.storage, READ_TASK_ROWS, READ_TASK_BYTES)
     sink = CommitSink(config.output.path, config.storage, manifest.fingerprint, tally)
     shards = ray.data.read_datasource(source, num_cpus=STAGE_CPUS).repartition(target_num_rows_per_block=1)
+    folder = open_folder(config.output.path, config.storage)
+    clear_flights(folder, but={shard.index for shard in left})
+    flights = Flights(folder, uuid.uuid4().hex, config.attempts)
     prepared = shards.map_batches(
-        prepare, fn_kwargs={"spec": prompt}, batch_size=1, batch_format="numpy", num_cpus=STAGE_CPUS
+        prepare,
+        fn_kwargs={"spec": prompt, "flights": replace(flights, stage=".prepare")},
+        batch_size=1,
+        batch_format="numpy",
+        num_cpus=STAGE_CPUS,
     )
     with warnings.catch_warnings():
-        # Ray restarts a dying actor for ever unless told otherwise, and has no other way yet to be told
+        # without an end, because flights and tally see to that; said, because Ray Data else fuses prepare with it
         warnings.simplefilter("ignore", ray.util.annotations.RayDeprecationWarning)
         answered = prepared.map_batches(
             ShardGenerator,
-            fn_constructor_kwargs={"generator": generator, "part": part, "prefix": batching.prefix, "tally": tally},
+            fn_constructor_kwargs={
+                "generator": generator,
+                "part": part,
+                "prefix": batching.prefix,
+                "tally": tally,
+                "flights": flights,
+            },
             compute=_pool(actors),
             batch_size=1,
             batch_format="numpy",
             num_cpus=actor_cpus(actors),
             num_gpus=actors.gpus or None,
-            max_restarts=config.attempts - 1,
-            max_task_retries=config.attempts - 1,
+            max_restarts=-1,
+            max_task_retries=-1,
         )
     shards_done, rows_done = len(manifest.shards) - len(left), manifest.rows - sum(shard.rows for shard in left)
     with (

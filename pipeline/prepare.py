@@ -6,13 +6,11 @@ A row that cannot be answered keeps its place, with the reason in `error`; it ne
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from actors.engine.choices import ChoiceTrie
@@ -24,7 +22,6 @@ from pipeline.checkpoints import Located, RemoteCheckpoint, fetch
 from pipeline.choices import check_compatible, check_labels, longest, tokenize_labels
 from pipeline.config import JobConfig
 from pipeline.row_sampling import own_sampling, read_overrides
-from pipeline.source import from_ipc, to_ipc
 from pipeline.templates import render, template_columns
 from pipeline.text import is_unicode, one_line
 
@@ -122,24 +119,6 @@ def read_names(
     return list(dict.fromkeys(name for name in [*prompt, *own, choices] if name is not None))
 
 
-def prepare(batch: Mapping[str, Any], spec: PromptSpec) -> dict[str, Any]:
-    """Ray Data stage over whole shards: adds the columns of `ADDED` to their rows, and the seconds it took."""
-    began = time.perf_counter()
-    tables = [prepare_table(from_ipc(rows), spec) for rows in batch["rows"]]
-    seconds = (time.perf_counter() - began) / max(len(tables), 1)
-    return {
-        **{name: batch[name] for name in ("shard", "url", "first_row")},
-        "rows": _binary([to_ipc(table) for table in tables]),
-        "prepare_seconds": np.full(len(tables), seconds),
-    }
-
-
-def _binary(values: Sequence[bytes]) -> np.ndarray:
-    column = np.empty(len(values), dtype=object)
-    column[:] = values
-    return column
-
-
 @dataclass
 class _Row:
     """What a row has come to so far; `error` ends it."""
@@ -210,6 +189,20 @@ def tokenize(texts: Sequence[str], spec: PromptSpec) -> Iterator[list[int]]:
                 list(texts[first:end]), add_special_tokens=special, return_attention_mask=False, verbose=False
             )["input_ids"]
             first, size = end, 0
+
+
+def given_up(table: pa.Table, errors: Sequence[str]) -> pa.Table:
+    """As `prepare_table`, for rows that are not looked at: each has an error."""
+    table, _ = schema.split_errors(table)
+    added: dict[str, list[Any]] = {
+        PROMPT_IDS: [[]] * table.num_rows,
+        ERROR: list(errors),
+        SAMPLING: [None] * table.num_rows,
+        CHOICES: [None] * table.num_rows,
+    }
+    for name, kind in ADDED.items():
+        table = table.append_column(name, pa.array(added[name], kind))
+    return table
 
 
 def _label_ids(spec: PromptSpec, labels: Sequence[str]) -> dict[str, tuple[int, ...]]:

@@ -154,6 +154,12 @@ def print_report(console: Console, manifest: Manifest, shards: pa.Table, totals:
         console.print(
             f"{shared} were not computed again: beginnings, prompts and samples that rows share", highlight=False
         )
+    if totals.out_of_memory:
+        console.print(
+            f"memory ran out in {totals.out_of_memory:,} batches, which were halved: a lower actors.cache_bytes or "
+            "max_new_tokens saves the time",
+            highlight=False,
+        )
     if totals.duplicate_ids:
         console.print(f"warning: {totals.duplicate_ids:,} rows share their id with another row of their shard")
 

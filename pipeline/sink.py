@@ -22,6 +22,7 @@ from ray.data import Datasink
 from ray.data.block import Block, BlockAccessor
 
 from pipeline.config import StorageConfig
+from pipeline.flight import clear_flights, marker_name
 from pipeline.parallel import in_parallel
 from pipeline.records import (
     COMMITS,
@@ -166,6 +167,7 @@ def clear(folder: Folder) -> None:
     folder.remove_all([name for name in folder.names() if name == "_SUCCESS" or PART.fullmatch(name)])
     for subfolder in (COMMITS, SEGMENTS):
         folder.remove_all([f"{subfolder}/{name}" for name in folder.names(subfolder)])
+    clear_flights(folder)
     folder.remove_all([f"_job/{name}" for name in folder.names("_job") if name != "lease.json"])
 
 
@@ -191,4 +193,5 @@ class CommitSink(Datasink[None]):
                 stats = ShardStats.from_record(json.loads(row["stats"]))
                 shard = Shard(stats.shard, "", 0, stats.rows)  # where it came from is not asked here
                 first = commit(folder, shard, row["part"], stats, self.fingerprint)
+                folder.remove(marker_name(stats.shard))
                 self.tally.ended.remote(stats.shard, first, stats.rows, stats.errors, stats.generated_tokens)

@@ -13,6 +13,16 @@ class Tally:
         self.counts = (0, 0, 0, 0)
         self.at_work: set[int] = set()
         self.stopped = False
+        self.starts: dict[str | None, int] = {}
+
+    def loading(self, actor: str | None) -> int:
+        """An actor is about to load its model; returns how often it has begun to since it last had one."""
+        self.starts[actor] = self.starts.get(actor, 0) + 1
+        return self.starts[actor]
+
+    def loaded(self, actor: str | None) -> None:
+        """An actor has loaded its model."""
+        self.starts.pop(actor, None)
 
     def begin(self, shard: int) -> bool:
         """An actor is about to answer this shard; False if it should not, because the run is being stopped."""

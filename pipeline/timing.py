@@ -75,7 +75,7 @@ def common_batch(generator: Generator, prompts: Sequence[Prompt], new_tokens: in
 
 
 def answer(generator: Generator, schedule: Schedule, prompts: Sequence[Prompt]) -> Run:
-    """Answer all rows once. ValueError names a row that cannot be answered."""
+    """Answer all rows once. ValueError names a row that cannot be answered, or says that memory ran out."""
     fresh = at_schedule(generator, schedule)  # no buffers of a run before, of its own or another line's
     began = time.perf_counter()
     answers = fresh.answer(prompts)
@@ -84,6 +84,8 @@ def answer(generator: Generator, schedule: Schedule, prompts: Sequence[Prompt]) 
     if bad is not None:
         raise ValueError(f"{prompts[bad.row].source}: row {prompts[bad.row].row}: {bad.error}")
     stats = fresh.take_stats()
+    if stats.out_of_memory:  # its time would be that of other batches
+        raise ValueError(f"memory ran out in {stats.out_of_memory} batches, nothing can be timed: lower max_batch")
     return Run(answers, stats, [seconds], [stats.decode_seconds])
 
 

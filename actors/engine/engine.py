@@ -15,8 +15,8 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -24,6 +24,7 @@ from actors.engine.batching import plan_batches
 from actors.engine.cache import PrefixKeys, SkipCache, cache_bytes_per_row, compaction
 from actors.engine.choices import Node
 from actors.engine.decoder import Decoder
+from actors.engine.out_of_memory import alone_error, free_memory, is_out_of_memory
 from actors.engine.sampling import RowSampling, sample
 from actors.engine.schedule import Schedule
 from actors.engine.types import Completion, EngineStats, FinishReason, Request, SamplingParams, TokenLogprob
@@ -114,16 +115,25 @@ class Engine:
         return stats
 
     def generate(
-        self, requests: Sequence[Request], *, budget_bytes: int, max_rows: int, prefix: Sequence[int] = ()
+        self,
+        requests: Sequence[Request],
+        *,
+        budget_bytes: int,
+        max_rows: int,
+        prefix: Sequence[int] = (),
+        on_batch: Callable[[Sequence[int]], None] | None = None,
     ) -> list[Completion]:
         """Answer all requests, in lock-step batches; completions in the order of the requests.
 
         budget_bytes: cache of one batch. prefix: token ids with which most prompts begin; computed once, and
-        again only for another one. Raises ValueError for a request that cannot be run.
+        again only for another one. on_batch: told the places of each batch's requests before it runs. A batch that
+        runs out of memory is halved; a request that does alone ends with an error. Raises ValueError for a request
+        that cannot be run.
         """
         completions: dict[int, Completion] = {}
         shared = [row for row, request in enumerate(requests) if _begins_with(request.prompt_ids, prefix)]
         others = sorted(set(range(len(requests))) - set(shared))
+        too_large = math.inf  # bytes of the smallest batch that ran out of memory: none as large is tried again
         for group, start in ((shared, prefix), (others, ())):
             limits = [self.new_tokens_limit(requests[row]) for row in group]
             batches = plan_batches(
@@ -133,17 +143,57 @@ class Engine:
                 budget_bytes=budget_bytes,
                 max_rows=max_rows,
             )
-            for batch in batches:
+            left = batches[::-1]
+            while left:
+                batch = left.pop()
                 longest = max(len(requests[group[place]].prompt_ids) for place in batch)
-                self.open(len(batch), longest, max(limits[place] for place in batch))
-                tickets = dict(zip(self.admit([requests[group[place]] for place in batch], start), batch, strict=True))
-                ended = self.retire()
-                while self.rows:
-                    assert self.cache is not None
-                    self.cache.free(self.rows[-1].position)  # nobody is admitted any more
-                    ended += self.step()
-                completions.update((group[tickets[ticket]], completion) for ticket, completion in ended)
+                most_new = max(limits[place] for place in batch)
+                size = len(batch) * self.row_bytes(longest, most_new)
+                if len(batch) == 1 or size < too_large:
+                    if on_batch is not None:
+                        on_batch([group[place] for place in batch])
+                    ended = self._run_batch([requests[group[place]] for place in batch], longest, most_new, start)
+                    if ended is not None:
+                        completions.update((group[batch[row]], completion) for row, completion in ended.items())
+                        continue
+                    too_large = min(too_large, size)
+                if len(batch) == 1:
+                    error = alone_error(longest, most_new)
+                    completions[group[batch[0]]] = Completion((), FinishReason.ERROR, 0.0, error=error)
+                else:
+                    half = len(batch) // 2
+                    left += [batch[half:], batch[:half]]
         return [completions[row] for row in range(len(requests))]
+
+    def _run_batch(
+        self, requests: Sequence[Request], longest: int, most_new: int, prefix: Sequence[int]
+    ) -> dict[int, Completion] | None:
+        """One lock-step batch to its end: place -> completion; None, and no row in flight, if memory ran out.
+
+        What a batch that ran out had counted is taken back, but for its seconds.
+        """
+        before = replace(self.stats)
+        try:
+            self.open(len(requests), longest, most_new)
+            first = self.admit(requests, prefix)[0]
+            ended = self.retire()
+            while self.rows:
+                assert self.cache is not None
+                self.cache.free(self.rows[-1].position)  # nobody is admitted any more
+                ended += self.step()
+            return {ticket - first: completion for ticket, completion in ended}
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        self.rows, self.cache = [], None  # here the error is gone, and with its traceback the last of its tensors
+        free_memory()
+        self.stats = replace(
+            before,
+            prefill_seconds=self.stats.prefill_seconds,
+            decode_seconds=self.stats.decode_seconds,
+            out_of_memory=before.out_of_memory + 1,
+        )
+        return None
 
     def open(self, rows: int, prompt_slots: int, max_new_tokens: int) -> None:
         """Make room for `rows` rows at once, none with a longer prompt or more new tokens than said."""

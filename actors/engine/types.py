@@ -165,7 +165,7 @@ class Completion:
 
     cumulative_logprob: nats, under the model's own distribution, before penalties, temperature and top-*.
     logprobs: of each token, if asked for. choice: number of the label, choice_probability: its share among the
-    labels, token by token; None for a row that was free.
+    labels, token by token; None for a row that was free. error: why there is no answer; it has no tokens then.
     """
 
     token_ids: tuple[int, ...]
@@ -174,6 +174,7 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...] | None = None
     choice: int | None = None
     choice_probability: float | None = None
+    error: str | None = None
 
 
 @dataclass
@@ -192,3 +193,4 @@ class EngineStats:
     prefill_seconds: float = field(default=0.0, metadata={"unit": "s"})
     decode_seconds: float = field(default=0.0, metadata={"unit": "s"})
     cache_bytes: int = field(default=0, metadata={"unit": "bytes of the largest batch's cache"})
+    out_of_memory: int = field(default=0, metadata={"unit": "batches that memory ran out in: halved, or a row error"})

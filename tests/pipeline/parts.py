@@ -78,6 +78,7 @@ def part_stats(shard: Shard, **changes: Any) -> ShardStats:
         "padded_prompt_tokens": 80,
         "cache_bytes": 1000,
         "peak_memory_bytes": 5000,
+        "out_of_memory": 0,
         "started": 100.0,
         "finished": 104.0,
         "device": "cpu",

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from actors.engine.loading import load_tokenizer
 from actors.engine.types import SamplingParams
-from pipeline.prepare import ADDED, ERROR, PROMPT_IDS, PromptSpec, prepare, prepare_table, tokenizer_of
+from pipeline.prepare import ADDED, ERROR, PROMPT_IDS, PromptSpec, prepare_table, tokenizer_of
+from pipeline.prepare_stage import prepare
 from pipeline.source import from_ipc, to_ipc
 from pipeline.templates import compile_template, template_columns
 

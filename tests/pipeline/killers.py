@@ -1,0 +1,68 @@
+"""Stages with rows, or a load, that kill the process; they take the place of a job's own stages, in tests only."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline import prepare as prepares
+from pipeline.generate import ShardGenerator
+from pipeline.prepare_stage import prepare
+
+KILLER = "killer"  # a word of the row's prompt
+DEADLY_TOKENS = 9  # length of the row's prompt
+LOADS = "loads"  # a file beside the checkpoint that gets a line with each load
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DeadlyGenerate(ShardGenerator):
+    """Dies as soon as a batch with the row is admitted."""
+
+    def __init__(self, *rest: Any, **named: Any) -> None:
+        super().__init__(*rest, **named)
+        engine = self.generator.engine
+        admit = engine.admit
+
+        def deadly(requests: Sequence[Any], prefix: Sequence[int] = ()) -> list[int]:
+            if any(len(request.prompt_ids) == DEADLY_TOKENS for request in requests):
+                die()
+            return admit(requests, prefix)
+
+        engine.admit = deadly  # type: ignore[method-assign]
+
+
+class DeadlyLoad(ShardGenerator):
+    """Dies while it loads its model."""
+
+    def __init__(self, generator: Any, *rest: Any, **named: Any) -> None:
+        from actors import generator as generators
+
+        def deadly(checkpoint: str) -> Any:
+            with (Path(checkpoint).parent / LOADS).open("a") as file:
+                file.write(f"{os.getpid()}\n")
+            die()
+
+        generators.inspect = deadly  # type: ignore[assignment]
+        super().__init__(generator, *rest, **named)
+
+
+def deadly_prepare(*rest: Any, **named: Any) -> dict[str, Any]:
+    """Dies when the row is tokenized."""
+    whole = prepares.tokenize
+
+    def deadly(texts: Sequence[str], spec: Any) -> Any:
+        if any(KILLER in text for text in texts):
+            die()
+        return whole(texts, spec)
+
+    prepares.tokenize = deadly
+    try:
+        return prepare(*rest, **named)
+    finally:
+        prepares.tokenize = whole
