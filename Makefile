@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow lint bench clean evidence-e2e evidence-dense evidence-orders evidence-labels evidence-adapt
+.PHONY: demo test test-slow lint bench bench-scale clean evidence-e2e evidence-dense evidence-orders evidence-labels evidence-adapt
 
 demo: .venv/installed
 	@.venv/bin/python -m pipeline.demo work/demo/prompts
@@ -23,6 +23,10 @@ bench: .venv/installed-dev
 	.venv/bin/python tests/benchmarks/throughput.py
 	.venv/bin/python tests/benchmarks/features.py
 	.venv/bin/python tests/benchmarks/training_step.py
+
+# About ten minutes; infra/SCALE.md holds its figures.
+bench-scale: .venv/installed-dev
+	.venv/bin/python tests/benchmarks/scale.py
 
 # The README's tables, from nothing but the data sets beside the repository; each trains for half an hour to two hours.
 evidence-e2e: work/evidence/full-depth-2/tune.json
