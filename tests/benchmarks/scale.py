@@ -1,7 +1,7 @@
 """What the pipeline around the engine can do, and what it asks of driver, object store and planning.
 
     .venv/bin/python tests/benchmarks/scale.py [million|shards|nodes|plan ...] [--rows 1000000] [--files 200]
-        [--shards 5000] [--node-shards 64] [--plan-shards 250000]
+        [--shards 3000] [--node-shards 128] [--plan-shards 250000]
 
 million: short prompts through whole jobs with an engine that answers at once. shards: as many shards of one row
 each, for what a shard costs the driver. nodes: one node of two actors against two, with an engine that sleeps.
@@ -202,8 +202,8 @@ def main() -> None:
     parser.add_argument("modes", nargs="*", choices=[*MODES, []], default=[])
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--files", type=int, default=200)
-    parser.add_argument("--shards", type=int, default=5_000)
-    parser.add_argument("--node-shards", type=int, default=64)
+    parser.add_argument("--shards", type=int, default=3_000)
+    parser.add_argument("--node-shards", type=int, default=128)
     parser.add_argument("--plan-shards", type=int, default=250_000)
     options = parser.parse_args()
     modes = options.modes or list(MODES)
@@ -216,12 +216,16 @@ def main() -> None:
         return
     found: dict[str, Any] = {"cpus": os.cpu_count(), "python": sys.version.split()[0], "ray": ray.__version__}
     given = [word for word in sys.argv[1:] if word not in MODES]
+    failed = False
     for mode in modes:
         print(f"{mode} ...", file=sys.stderr, flush=True)
-        done = subprocess.run([sys.executable, __file__, mode, *given], stdout=subprocess.PIPE, text=True, check=True)
-        found |= json.loads(done.stdout.splitlines()[-1])
-        print(done.stdout.splitlines()[-1], file=sys.stderr, flush=True)
+        done = subprocess.run([sys.executable, __file__, mode, *given], stdout=subprocess.PIPE, text=True)
+        failed |= done.returncode != 0
+        if done.returncode == 0:
+            found |= json.loads(done.stdout.splitlines()[-1])
+            print(done.stdout.splitlines()[-1], file=sys.stderr, flush=True)
     print(json.dumps(found))
+    sys.exit(int(failed))
 
 
 if __name__ == "__main__":
