@@ -135,10 +135,11 @@ def nodes(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     write_inputs(folder / "inputs", options.node_shards * NODE_ROWS, 4)
     found: dict[str, Any] = {}
     for count in (1, 2):
-        cluster = Cluster()
+        node = {"num_cpus": 4, "num_gpus": NODE_ACTORS, "object_store_memory": job.OBJECT_STORE_BYTES // 2}
+        cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
         try:
-            for _ in range(count):
-                cluster.add_node(num_cpus=4, num_gpus=NODE_ACTORS, object_store_memory=job.OBJECT_STORE_BYTES // 2)
+            for _ in range(count - 1):
+                cluster.add_node(**node)
             ray.init(
                 address=cluster.address,
                 runtime_env={"worker_process_setup_hook": hook(NODE_SECONDS / NODE_ROWS)},
