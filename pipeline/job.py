@@ -36,7 +36,7 @@ from pipeline.prepare import check_spec, prepare, prompt_spec
 from pipeline.progress import Progress
 from pipeline.report import Outcome, complete, finish, seal
 from pipeline.scheduled import Job, Scheduled, run_scheduled
-from pipeline.sink import PART, CommitSink, clear, clear_temporaries, committed
+from pipeline.sink import PART, CommitSink, clear, clear_temporaries, commit_shards, committed
 from pipeline.source import Files, Shard, ShardSource, list_files
 from pipeline.stats import Totals
 from pipeline.storage import Folder, open_folder, probe_create
@@ -227,7 +227,11 @@ def _flow(config: JobConfig, located: Located, schedule: Schedule, manifest: Man
         )
     shards_done, rows_done = len(manifest.shards) - len(left), manifest.rows - sum(shard.rows for shard in left)
     with Progress(tally, len(manifest.shards), manifest.rows, shards_done, rows_done):
-        answered.write_datasink(sink, ray_remote_args={"num_cpus": STAGE_CPUS})
+        committed_now = answered.map_batches(
+            commit_shards, fn_kwargs={"sink": sink}, batch_size=1, batch_format="pyarrow", num_cpus=STAGE_CPUS
+        )
+        for _ in committed_now.iter_internal_ref_bundles():
+            pass  # write_datasink keeps a result of every shard, and all that led to it, until the last
 
 
 def _pool(actors: ActorsConfig) -> ActorPoolStrategy:
@@ -270,6 +274,7 @@ def _ray(actors: ActorsConfig, verbose: bool) -> Iterator[None]:
     context.enable_progress_bars = verbose
     context.print_on_execution_start = verbose
     context.execution_no_progress_timeout_s = -1  # a slow shard is not a dead one
+    context.raise_original_map_exception = True  # else an error's last line is that "UDF failed", not why
     try:
         check_placement(actors, ray.cluster_resources(), fixed=own)
         yield

@@ -154,3 +154,9 @@ class CommitSink(Datasink[None]):
                 shard = Shard(stats.shard, "", 0, stats.rows)  # where it came from is not asked here
                 first = commit(folder, shard, row["part"], stats, self.fingerprint)
                 self.tally.ended.remote(stats.shard, first, stats.rows, stats.errors, stats.generated_tokens)
+
+
+def commit_shards(batch: pa.Table, sink: CommitSink) -> pa.Table:
+    """Ray Data stage over finished shards: commits them through the sink and passes on their indices."""
+    sink.write([batch], None)
+    return batch.select(["shard"])

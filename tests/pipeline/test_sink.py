@@ -25,6 +25,7 @@ from pipeline.sink import (
     clear,
     clear_temporaries,
     commit,
+    commit_shards,
     committed,
     part_name,
     read_records,
@@ -255,6 +256,12 @@ def test_the_sink_commits_each_shard_and_tells_of_it_once(local: Folder) -> None
     for shard, _, *counts in told.told:
         stats = part_stats(SHARDS[shard])
         assert counts == [stats.rows, stats.errors, stats.generated_tokens]
+
+
+def test_the_stage_that_commits_passes_on_no_parts(local: Folder) -> None:
+    sink = CommitSink(local.url, StorageConfig(), FINGERPRINT, Told())
+    assert commit_shards(pa.concat_tables(blocks(SHARDS[:2])), sink).to_pydict() == {"shard": [0, 1]}
+    assert committed(local, SHARDS, FINGERPRINT) == {0, 1}
 
 
 def read(data: bytes) -> pa.Table:
