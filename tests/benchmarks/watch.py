@@ -72,7 +72,7 @@ class Watch:
             "driver_mib_by_quarter": [round(one / MIB) for one in quarters],
             "driver_mib_peak": round(max(one.driver for one in self.samples) / MIB),
             "store_mib_size": round(self.store_size / MIB),
-            "store_mib_peak": round(max(one.store for one in self.samples) / MIB),
+            "store_mib_peak": round(max(one.store for one in self.samples) / MIB, 1),
             "spilled_mib": round(max(one.spilled for one in self.samples) / MIB, 1),
             "cpu_seconds": {
                 kind: round(inside[-1].cpu[kind] - inside[0].cpu.get(kind, 0.0), 1) for kind in inside[-1].cpu
