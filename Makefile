@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow test-ceph lint bench soak clean evidence-e2e evidence-dense evidence-orders evidence-labels evidence-adapt
+.PHONY: demo test test-slow test-ceph lint bench bench-scale soak clean evidence-e2e evidence-dense evidence-orders evidence-labels evidence-adapt
 
 demo: .venv/installed
 	@.venv/bin/python -m pipeline.demo work/demo/prompts
@@ -28,6 +28,10 @@ bench: .venv/installed-dev
 	.venv/bin/python tests/benchmarks/throughput.py
 	.venv/bin/python tests/benchmarks/features.py
 	.venv/bin/python tests/benchmarks/training_step.py
+
+# About ten minutes; infra/SCALE.md holds its figures.
+bench-scale: .venv/installed-dev
+	.venv/bin/python tests/benchmarks/scale.py
 
 # At least 30 kills of each kind; OPTIONS="--store moto --minutes 20" and so on.
 soak: .venv/installed-dev

@@ -9,20 +9,14 @@ Everything that can be wrong is looked at before Ray starts and before a model i
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import tempfile
-import threading
 import time
 import uuid
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.data import ActorPoolStrategy, DataContext
+from ray.data import ActorPoolStrategy
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.engine.schedule import Schedule
@@ -32,19 +26,19 @@ from pipeline.columns import check_columns, optional_columns
 from pipeline.config import ActorsConfig, JobConfig
 from pipeline.flight import Flights, clear_flights
 from pipeline.generate import PartSpec, ShardGenerator
-from pipeline.interrupt import Interrupted, graceful, interruptible, shielded
+from pipeline.interrupt import Interrupted, graceful, interruptible
 from pipeline.lease import leased
 from pipeline.ledger import holds_ledger
-from pipeline.loopback import LOOPBACK, on_loopback
 from pipeline.manifest import Manifest
 from pipeline.memory import tell_memory
 from pipeline.prepare import check_spec, prompt_spec
 from pipeline.prepare_stage import prepare
 from pipeline.progress import Progress
+from pipeline.ray_session import actor_cpus, ray_session
 from pipeline.records import RollUp
 from pipeline.report import SUCCESS, Outcome, complete, finish, seal
 from pipeline.scheduled import Job, Scheduled, run_scheduled
-from pipeline.sink import PART, CommitSink, clear, clear_temporaries, committed
+from pipeline.sink import PART, clear, clear_temporaries, commit_shards, committed
 from pipeline.source import Files, Shard, ShardSource, list_files
 from pipeline.stats import Totals
 from pipeline.storage import Folder, open_folder, probe_create
@@ -52,8 +46,6 @@ from pipeline.tally import Tally
 
 log = logging.getLogger(__name__)
 STAGE_CPUS = 0.5  # a slot of the read, prepare and write tasks beside the actors; each new worker costs imports
-SLOT_CPUS = 1.0  # the largest slot that a task beside the actors needs: repartition takes one CPU, whatever we say
-OBJECT_STORE_BYTES = 2**30
 READ_TASK_ROWS, READ_TASK_BYTES = 50_000, 512 * 2**20  # a read task at most, or one row group
 
 
@@ -154,7 +146,7 @@ def _answer(
     if done and left:
         log.warning("resuming: %d of %d shards are committed already", len(done), len(manifest.shards))
     if left:
-        with _ray(config.actors, verbose), RollUp(folder, manifest.fingerprint):
+        with ray_session(config.actors, verbose), RollUp(folder, manifest.fingerprint):
             _flow(config, located, schedule, manifest, left)
     return complete(folder, manifest), sum(shard.rows for shard in left)
 
@@ -215,7 +207,6 @@ def _flow(config: JobConfig, located: Located, schedule: Schedule, manifest: Man
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     tally = ray.remote(num_cpus=0)(Tally).options(scheduling_strategy=here).remote()  # dies with the driver only
     source = ShardSource(left, manifest.files, manifest.schema, config.storage, READ_TASK_ROWS, READ_TASK_BYTES)
-    sink = CommitSink(config.output.path, config.storage, manifest.fingerprint, tally)
     shards = ray.data.read_datasource(source, num_cpus=STAGE_CPUS).repartition(target_num_rows_per_block=1)
     folder = open_folder(config.output.path, config.storage)
     clear_flights(folder, but={shard.index for shard in left})
@@ -248,12 +239,20 @@ def _flow(config: JobConfig, located: Located, schedule: Schedule, manifest: Man
             max_task_retries=-1,
         )
     shards_done, rows_done = len(manifest.shards) - len(left), manifest.rows - sum(shard.rows for shard in left)
+    committed_now = answered.map_batches(
+        commit_shards,
+        fn_kwargs={"folder": folder, "fingerprint": manifest.fingerprint, "tally": tally},
+        batch_size=1,
+        batch_format="pyarrow",
+        num_cpus=STAGE_CPUS,
+    )
     with (
         Progress(tally, len(manifest.shards), manifest.rows, shards_done, rows_done),
         graceful(config.grace_seconds, lambda: _ask(tally.stop), lambda: _ask(tally.left)) as grace,
     ):
         try:
-            answered.write_datasink(sink, ray_remote_args={"num_cpus": STAGE_CPUS})
+            for _ in committed_now.iter_internal_ref_bundles():
+                pass  # write_datasink keeps a result of every shard, and all that led to it, until the last
         except ray.exceptions.RayError:
             if grace.signal is None:
                 raise
@@ -277,100 +276,3 @@ def _pool(actors: ActorsConfig) -> ActorPoolStrategy:
     if actors.min is not None:
         return ActorPoolStrategy(min_size=actors.min, max_size=actors.max, max_tasks_in_flight_per_actor=2)
     return ActorPoolStrategy(size=actors.most, max_tasks_in_flight_per_actor=2)
-
-
-def actor_cpus(actors: ActorsConfig) -> float:
-    """Logical CPUs that an actor takes: on CPU half a one, so that reads and writes always find a slot."""
-    return actors.cpus if actors.cpus is not None else (1.0 if actors.gpus else 0.5)
-
-
-@contextmanager
-def _ray(actors: ActorsConfig, verbose: bool) -> Iterator[None]:
-    """A Ray of our own, or the cluster that RAY_ADDRESS names; ValueError if the actors can never be placed."""
-    own = not (ray.is_initialized() or os.environ.get("RAY_ADDRESS"))
-    began_here = not ray.is_initialized()
-    level = logging.INFO if verbose else logging.ERROR
-    logging.getLogger("ray").setLevel(level)
-    if began_here:
-        settings: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
-        if own:
-            settings |= {
-                **LOOPBACK,
-                "num_cpus": max(2, os.cpu_count() or 1),
-                "object_store_memory": OBJECT_STORE_BYTES,
-            }
-        on_sigterm = signal.getsignal(signal.SIGTERM)  # ray.init puts a handler of its own in its place
-        loopback = on_loopback() if own else nullcontext()
-        with _start_up(), nullcontext() if verbose else _held_back_stderr(), loopback:
-            ray.init(**settings)
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, on_sigterm)
-    for handler in logging.getLogger("ray.data").handlers:
-        if isinstance(handler, logging.StreamHandler) and type(handler).__module__.startswith("ray."):
-            handler.setLevel(level)  # not those that whoever called us has put there
-    context = DataContext.get_current()
-    context.enable_progress_bars = verbose
-    context.print_on_execution_start = verbose
-    context.execution_no_progress_timeout_s = -1  # a slow shard is not a dead one
-    try:
-        check_placement(actors, ray.cluster_resources(), fixed=own)
-        yield
-    finally:
-        if began_here:
-            with shielded():
-                ray.shutdown()
-
-
-@contextmanager
-def _start_up() -> Iterator[None]:
-    """What Ray raises when it does not start is no error of Ray's own kind: RaySystemError; Interrupted on SIGTERM."""
-    try:
-        yield
-    except SystemExit:  # Ray's own handler of SIGTERM
-        raise Interrupted("SIGTERM") from None
-    except BaseException as error:
-        if type(error) not in (Exception, RuntimeError):
-            raise
-        raise ray.exceptions.RaySystemError(f"Ray did not start: {' '.join(str(error).split())}") from error
-
-
-@contextmanager
-def _held_back_stderr() -> Iterator[None]:
-    """Ray's C++ greets on file descriptor 2, whatever its log level; shown only if an error follows."""
-    kept = os.dup(2)
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
-        try:
-            yield
-        except BaseException:
-            held.seek(0)
-            os.write(kept, held.read())
-            raise
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-
-
-def check_placement(actors: ActorsConfig, resources: dict[str, float], *, fixed: bool) -> None:
-    """ValueError if the least number of actors cannot be placed with a slot left for reads and writes.
-
-    fixed: nothing can be added to `resources`; a cluster that may still grow only gets a warning.
-    """
-    least = actors.min or actors.most
-    problems = []
-    cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
-    if least * actor_cpus(actors) + SLOT_CPUS > cpus:
-        problems.append(
-            f"{least} actors of {actor_cpus(actors):g} CPUs leave no slot for reads and writes on {cpus:g} CPUs: "
-            "lower actors.count or actors.cpus"
-        )
-    per_gpu = int(1 / actors.gpus) if 0 < actors.gpus < 1 else 0
-    room = gpus * per_gpu if per_gpu else (gpus // actors.gpus if actors.gpus else least)
-    if room < least:
-        problems.append(
-            f"{least} actors of {actors.gpus:g} GPUs do not fit on {gpus:g} GPUs: lower actors.count or actors.gpus"
-        )
-    if problems and fixed:
-        raise ValueError(f"actors: {problems[0]}")
-    for problem in problems:
-        log.warning("waiting for the cluster to grow: %s", problem)

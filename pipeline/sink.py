@@ -18,10 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from ray.data import Datasink
-from ray.data.block import Block, BlockAccessor
 
-from pipeline.config import StorageConfig
 from pipeline.flight import clear_flights, marker_name
 from pipeline.parallel import in_parallel
 from pipeline.records import (
@@ -38,7 +35,7 @@ from pipeline.records import (
 )
 from pipeline.source import Shard
 from pipeline.stats import ShardStats
-from pipeline.storage import Folder, open_folder
+from pipeline.storage import Folder
 
 log = logging.getLogger(__name__)
 PARTS_AT_ONCE = 8  # of those that are read whole
@@ -177,21 +174,15 @@ def clear_temporaries(folder: Folder) -> None:
         folder.remove(f"_job/tmp/{name}")
 
 
-class CommitSink(Datasink[None]):
-    """Ray Data sink: commits each shard of each block. tally: a `Tally` actor that is told of each one."""
+def commit_shards(batch: pa.Table, folder: Folder, fingerprint: str, tally: Any) -> pa.Table:
+    """Ray Data stage over finished shards, columns part and stats: commits each and passes on its index.
 
-    def __init__(self, url: str, storage: StorageConfig, fingerprint: str, tally: Any) -> None:
-        self.url = url
-        self.storage = storage
-        self.fingerprint = fingerprint
-        self.tally = tally
-
-    def write(self, blocks: Iterable[Block], ctx: Any) -> None:
-        folder = open_folder(self.url, self.storage)
-        for block in blocks:
-            for row in BlockAccessor.for_block(block).to_arrow().to_pylist():
-                stats = ShardStats.from_record(json.loads(row["stats"]))
-                shard = Shard(stats.shard, "", 0, stats.rows)  # where it came from is not asked here
-                first = commit(folder, shard, row["part"], stats, self.fingerprint)
-                folder.remove(marker_name(stats.shard))
-                self.tally.ended.remote(stats.shard, first, stats.rows, stats.errors, stats.generated_tokens)
+    tally: a `Tally` actor that is told of each one.
+    """
+    for row in batch.select(["part", "stats"]).to_pylist():
+        stats = ShardStats.from_record(json.loads(row["stats"]))
+        shard = Shard(stats.shard, "", 0, stats.rows)  # where it came from is not asked here
+        first = commit(folder, shard, row["part"], stats, fingerprint)
+        folder.remove(marker_name(stats.shard))
+        tally.ended.remote(stats.shard, first, stats.rows, stats.errors, stats.generated_tokens)
+    return batch.select(["shard"])

@@ -31,10 +31,10 @@ class Slowness:
 def slowed(by: Slowness) -> Iterator[None]:
     """The jobs that this process starts from now on are slow. What is put in place is pickled whole: workers
     need not find this file."""
-    kept = {name: getattr(jobs, name) for name in ("prepare", "ShardGenerator", "CommitSink")}
+    kept = {name: getattr(jobs, name) for name in ("prepare", "ShardGenerator", "commit_shards")}
     jobs.prepare = _prepare(by.prepare)  # type: ignore[attr-defined]
     jobs.ShardGenerator = _shard_generator(by.answer)  # type: ignore[attr-defined]
-    jobs.CommitSink = _commit_sink(by.commit)  # type: ignore[attr-defined]
+    jobs.commit_shards = _commit_shards(by.commit)  # type: ignore[attr-defined]
     try:
         yield
     finally:
@@ -67,7 +67,7 @@ def _shard_generator(seconds: float) -> Any:
     return ShardGenerator
 
 
-def _commit_sink(seconds: float) -> Any:
+def _commit_shards(seconds: float) -> Any:
     class SlowFolder:
         def __init__(self, folder: Any) -> None:
             self.folder = folder
@@ -81,18 +81,13 @@ def _commit_sink(seconds: float) -> Any:
                 time.sleep(seconds)
             return created
 
-    class CommitSink(jobs.CommitSink):  # type: ignore[name-defined, misc]
-        def write(self, blocks: Any, ctx: Any) -> None:
-            from pipeline import sink
+    original = jobs.commit_shards  # type: ignore[attr-defined]
 
-            original = sink.open_folder
-            sink.open_folder = lambda url, storage: SlowFolder(original(url, storage))  # type: ignore[assignment]
-            try:
-                super().write(blocks, ctx)
-            finally:
-                sink.open_folder = original
+    def commit_shards(batch: Any, folder: Any, fingerprint: str, tally: Any) -> Any:
+        return original(batch, SlowFolder(folder), fingerprint, tally)
 
-    return CommitSink
+    commit_shards.__module__ = "__main__"  # as above
+    return commit_shards
 
 
 if __name__ == "__main__":

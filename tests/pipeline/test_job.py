@@ -23,7 +23,7 @@ from pipeline import job as jobs
 from pipeline.cli import app
 from pipeline.config import JobConfig, StorageConfig
 from pipeline.generate import ANSWER_FIELDS
-from pipeline.job import check_placement
+from pipeline.ray_session import check_placement
 from pipeline.storage import open_folder
 
 pytestmark = pytest.mark.ray

@@ -99,7 +99,7 @@ def flow(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None, BaseException
 
         monkeypatch.setattr(jobs, "_flow", answer)
 
-    monkeypatch.setattr(jobs, "_ray", lambda actors, verbose: nullcontext())
+    monkeypatch.setattr(jobs, "ray_session", lambda actors, verbose: nullcontext())
     behave()
     return behave
 

@@ -7,7 +7,6 @@ import io
 import json
 import logging
 import uuid
-from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -17,14 +16,15 @@ import pytest
 from parts import FINGERPRINT, LAYERS, fake_answers, part, part_spec, part_stats
 
 from pipeline.config import StorageConfig
+from pipeline.flight import FLIGHT, marker_name
 from pipeline.generate import OPTIONAL_FIELDS, part_table
 from pipeline.records import COMMITS, read_records, record_name
 from pipeline.sink import (
-    CommitSink,
     adopt,
     clear,
     clear_temporaries,
     commit,
+    commit_shards,
     committed,
     part_name,
 )
@@ -249,18 +249,19 @@ class Told:
         self.told.append((shard, first, rows, errors, tokens))
 
 
-def blocks(shards: list[Shard]) -> Iterator[pa.Table]:
-    for shard in shards:
-        stats = json.dumps(asdict(part_stats(shard)))
-        yield pa.table({"shard": [shard.index], "part": pa.array([part(shard)], pa.large_binary()), "stats": [stats]})
+def finished(shards: list[Shard]) -> pa.Table:
+    stats = [json.dumps(asdict(part_stats(shard))) for shard in shards]
+    parts = pa.array([part(shard) for shard in shards], pa.large_binary())
+    return pa.table({"shard": [shard.index for shard in shards], "part": parts, "stats": stats})
 
 
-def test_the_sink_commits_each_shard_and_tells_of_it_once(local: Folder) -> None:
+def test_the_stage_commits_each_shard_tells_of_it_and_passes_on_no_parts(local: Folder) -> None:
     told = Told()
-    sink = CommitSink(local.url, StorageConfig(), FINGERPRINT, told)
-    sink.write([pa.concat_tables(blocks(SHARDS[:2]))], None)
-    sink.write(blocks(SHARDS[1:]), None)
+    local.create(marker_name(1), b"{}")
+    assert commit_shards(finished(SHARDS[:2]), local, FINGERPRINT, told).to_pydict() == {"shard": [0, 1]}
+    commit_shards(finished(SHARDS[1:]), local, FINGERPRINT, told)
     assert committed(local, SHARDS, FINGERPRINT) == {0, 1, 2}
+    assert local.names(FLIGHT) == []
     assert [(shard, first) for shard, first, *_ in told.told] == [(0, True), (1, True), (1, False), (2, True)]
     for shard, _, *counts in told.told:
         stats = part_stats(SHARDS[shard])

@@ -1,0 +1,73 @@
+"""An engine that answers without a model, put in the real one's place in Ray's worker processes.
+
+Ray runs `worker_process_setup_hook` in every worker as it starts; all else of the pipeline stays as it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from actors.engine.types import EngineStats
+from actors.generator import Answer, Generator, Prompt
+
+TOKENS = [5, 6, 7, 8]
+TEXT = "a cheap pub near the river"
+
+
+class FakeGenerator(Generator):
+    """Answers every row with the same few tokens. seconds_a_row: sleep, as long as a GPU would be busy."""
+
+    seconds_a_row = 0.0
+
+    def __init__(self, checkpoint: str, **settings: Any) -> None:
+        self.taken = EngineStats()
+
+    def answer(self, prompts: Sequence[Prompt], *rest: Any, **more: Any) -> list[Answer]:
+        """The rows' answers, in their order; a row that comes with an error has an answer that says so."""
+        time.sleep(self.seconds_a_row * len(prompts))
+        self.taken.batches += 1
+        self.taken.generated_tokens += len(TOKENS) * len(prompts)
+        return [
+            Answer(
+                row=row,
+                sample_index=0,
+                generated_text=TEXT,
+                finish_reason="stop",
+                prompt_tokens=len(prompt.ids),
+                generated_tokens=len(TOKENS),
+                mean_depth=4.0,
+                error=prompt.error,
+                token_ids=TOKENS,
+                cumulative_logprob=None,
+                logprobs=None,
+                choice_probability=None,
+            )
+            for row, prompt in enumerate(prompts)
+        ]
+
+    def take_stats(self) -> EngineStats:
+        """Counts since the last call."""
+        taken, self.taken = self.taken, EngineStats()
+        return taken
+
+    def peak_memory_bytes(self) -> int:
+        """No model, no memory."""
+        return 0
+
+    def device_name(self) -> str:
+        """For the statistics."""
+        return "fake"
+
+
+def hook(seconds_a_row: float) -> Callable[[], None]:
+    """A `worker_process_setup_hook` that puts the fake in place."""
+
+    def put_in_place() -> None:
+        import pipeline.generate
+
+        FakeGenerator.seconds_a_row = seconds_a_row
+        pipeline.generate.Generator = FakeGenerator  # type: ignore[misc]
+
+    return put_in_place

@@ -1,0 +1,234 @@
+"""What the pipeline around the engine can do, and what it asks of driver, object store and planning.
+
+    .venv/bin/python tests/benchmarks/scale.py [million|shards|nodes|plan ...] [--rows 1000000] [--files 200]
+        [--shards 3000] [--node-shards 128] [--plan-shards 250000]
+
+million: short prompts through whole jobs with an engine that answers at once. shards: as many shards of one row
+each, for what a shard costs the driver. nodes: one node of two actors against two, with an engine that sleeps.
+plan: the read tasks of a job as large as 10^9 rows, which are made and put into the store but not run.
+Each runs in a process of its own, on a Ray with the settings of `skipdecode run`. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+sys.path.append(str(ROOT / "tests"))
+os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests/benchmarks'}"  # of Ray's workers: their hook runs before all else
+
+import psutil  # noqa: E402
+import pyarrow as pa  # noqa: E402
+import pyarrow.compute as pc  # noqa: E402
+import pyarrow.parquet as pq  # noqa: E402
+import ray  # noqa: E402
+from fake_engine import hook  # noqa: E402
+from ray.cluster_utils import Cluster  # noqa: E402
+from ray.data import DataContext  # noqa: E402
+from tiny import tiny_checkpoint  # noqa: E402
+from watch import MIB, Watch  # noqa: E402
+
+from pipeline import job  # noqa: E402
+from pipeline.config import JobConfig, StorageConfig  # noqa: E402
+from pipeline.ray_session import OBJECT_STORE_BYTES, ray_session  # noqa: E402
+from pipeline.source import InputFile, ShardSource, cut_shards  # noqa: E402
+
+MODES = ("million", "shards", "nodes", "plan")
+NODE_ACTORS = 2
+NODE_SECONDS = 1.0  # that the sleeping engine takes for a shard
+NODE_ROWS = 50  # a shard
+PLACES = ("Alimentum", "The Eagle", "Zizzi", "The Cricketers", "Cotto", "Browns Cambridge")
+
+
+def write_inputs(folder: Path, rows: int, files: int) -> Path:
+    """Seeded short prompts with an id, in `files` Parquet files of equal size."""
+    folder.mkdir()
+    draw = random.Random(17)
+    each = rows // files
+    for number in range(files):
+        ids = range(number * each, (number + 1) * each)
+        prompts = [f"name[{draw.choice(PLACES)}], area[{draw.randrange(1000)}]" for _ in ids]
+        pq.write_table(pa.table({"id": pa.array(ids, pa.int64()), "prompt": prompts}), folder / f"{number:05d}.parquet")
+    return folder
+
+
+def config(folder: Path, actors: dict[str, Any], **more: Any) -> JobConfig:
+    """The job of a folder with inputs and checkpoint; its output goes to the same folder."""
+    values = {
+        "input": {"path": str(folder / "inputs"), "id": "id"},
+        "output": {"path": str(folder / "answers")},
+        "model": {"path": str(folder / "checkpoint"), "dtype": "float32"},
+        "sampling": {"max_new_tokens": 8},
+        "actors": actors,
+        **more,
+    }
+    return JobConfig.model_validate(values)
+
+
+def run_job(one: JobConfig, **changes: Any) -> dict[str, Any]:
+    """Runs a job with the fake engine and tells what it came to. changes: of the settings that the job gives Ray."""
+    began = time.time()
+    with Watch() as watch, patch.object(ray, "init", changed(ray.init, changes)):
+        outcome = job.run(one)
+    seconds = time.time() - began
+    stats = pq.read_table(Path(one.output.path, "_job/stats.parquet"))
+    first, last = pc.min(stats["started"]).as_py(), pc.max(stats["finished"]).as_py()
+    rows, shards = outcome.totals.rows, outcome.totals.shards
+    seen = watch.between(first, last)
+    assert outcome.totals.errors == 0 and outcome.totals.answers == rows
+    return {
+        "rows": rows,
+        "shards": shards,
+        "seconds": round(seconds, 1),
+        "rows_per_second": round(rows / seconds, 1),
+        "before_first_shard_seconds": round(first - began, 1),
+        "steady_seconds": round(last - first, 1),
+        "steady_rows_per_second": round(rows / (last - first), 1),
+        "steady_shards_per_second": round(shards / (last - first), 1),
+        "after_last_shard_seconds": round(began + seconds - last, 1),
+        "stage_seconds": {
+            name: round(getattr(outcome.totals, f"{name}_seconds"), 1) for name in ("prepare", "generate", "commit")
+        },
+        "driver_cpu_ms_a_shard": round(1e3 * seen["cpu_seconds"]["driver"] / shards, 2),
+        **seen,
+    }
+
+
+def changed(init: Callable[..., Any], changes: Mapping[str, Any]) -> Callable[..., Any]:
+    """`ray.init` with an engine in its workers that answers at once."""
+
+    def changed_init(**settings: Any) -> Any:
+        return init(**{"runtime_env": {"worker_process_setup_hook": hook(0.0)}, **settings, **changes})
+
+    return changed_init
+
+
+def million(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """`--rows` short prompts in `--files` files, one actor."""
+    write_inputs(folder / "inputs", options.rows, options.files)
+    return run_job(config(folder, {"count": 1}))
+
+
+def shards(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """`--shards` shards of one row each: what a shard costs, whatever is in it. CPUs are pretended, so that it is
+    not the number of slots that holds the driver back; a driver's round of 0.1 s gives an actor two shards."""
+    write_inputs(folder / "inputs", options.shards, max(1, options.shards // 500))
+    figures = run_job(config(folder, {"count": 4}, shard_rows=1), num_cpus=8)
+    quarters = figures["driver_mib_by_quarter"]
+    grown = (quarters[4] - quarters[1]) * MIB
+    return {**figures, "driver_bytes_a_shard": round(grown / (0.75 * figures["shards"]))}
+
+
+def nodes(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """As many shards for one node as for two, each with as many actors on GPUs that are pretended."""
+    write_inputs(folder / "inputs", options.node_shards * NODE_ROWS, 4)
+    found: dict[str, Any] = {}
+    for count in (1, 2):
+        node = {"num_cpus": 4, "num_gpus": NODE_ACTORS, "object_store_memory": OBJECT_STORE_BYTES // 2}
+        cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+        try:
+            for _ in range(count - 1):
+                cluster.add_node(**node)
+            ray.init(
+                address=cluster.address,
+                runtime_env={"worker_process_setup_hook": hook(NODE_SECONDS / NODE_ROWS)},
+                log_to_driver=False,
+            )
+            DataContext.get_current().wait_for_min_actors_s = 120  # start-up is not what is compared
+            actors = {"count": NODE_ACTORS * count, "gpus": 1}
+            one = config(folder, actors, shard_rows=NODE_ROWS)
+            one = one.model_copy(update={"output": one.output.model_copy(update={"path": str(folder / f"on-{count}")})})
+            found[f"on_{count}"] = run_job(one)
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+    for name in ("rows_per_second", "steady_rows_per_second"):
+        found[f"ratio_{name}"] = round(found["on_2"][name] / found["on_1"][name], 3)
+    return found
+
+
+def plan(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Read tasks of `--plan-shards` shards of 4,000 rows, in files of 1,000,000 rows and groups of 100,000."""
+    process = psutil.Process()
+    before = process.memory_info().rss
+    rows = options.plan_shards * 4_000
+    files = [
+        InputFile(f"s3://bucket/prompts/{number:06d}.parquet", 10**8, "0" * 32, (100_000,) * 10, (10**7,) * 10)
+        for number in range(max(1, rows // 1_000_000))
+    ]
+    figures: dict[str, Any] = {"rows": rows, "files": len(files)}
+    began = time.perf_counter()
+    listed = cut_shards(files, 4_000, 64 * MIB)
+    figures["cut_seconds"] = round(time.perf_counter() - began, 2)
+    figures["shards"] = len(listed)
+    figures["shards_mib"] = round((process.memory_info().rss - before) / MIB)
+    began = time.perf_counter()
+    schema = pa.schema([("id", pa.int64()), ("prompt", pa.string())])
+    source = ShardSource(listed, files, schema, StorageConfig(), job.READ_TASK_ROWS, job.READ_TASK_BYTES)
+    figures["units_seconds"] = round(time.perf_counter() - began, 2)
+    figures["read_tasks"] = len(source.tasks)
+    began = time.perf_counter()
+    tasks = source.get_read_tasks(-1)
+    figures["get_read_tasks_seconds"] = round(time.perf_counter() - began, 2)
+    figures["plan_mib"] = round((process.memory_info().rss - before) / MIB)
+    sizes = [len(ray.cloudpickle.dumps(task)) for task in tasks[:: max(1, len(tasks) // 100)]]
+    figures["pickled_bytes_a_task"] = round(sum(sizes) / len(sizes))
+    with Watch() as watch, ray_session(config(folder, {"count": 1}).actors, False):
+        before = process.memory_info().rss
+        began = time.perf_counter()
+        held = [ray.put(task) for task in tasks]  # as Ray Data does before it runs the first
+        figures["put_seconds"] = round(time.perf_counter() - began, 2)
+        figures["put_mib_driver"] = round((process.memory_info().rss - before) / MIB)
+        time.sleep(3)
+        assert held
+    figures["put_mib_store"] = round(max(one.store for one in watch.samples) / MIB)
+    figures["spilled_mib"] = round(max(one.spilled for one in watch.samples) / MIB, 1)
+    return figures
+
+
+def main() -> None:
+    """Each mode in a process of its own, for clean figures of memory."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("modes", nargs="*", choices=[*MODES, []], default=[])
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--files", type=int, default=200)
+    parser.add_argument("--shards", type=int, default=3_000)
+    parser.add_argument("--node-shards", type=int, default=128)
+    parser.add_argument("--plan-shards", type=int, default=250_000)
+    options = parser.parse_args()
+    modes = options.modes or list(MODES)
+    if len(modes) == 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        with tempfile.TemporaryDirectory(prefix="scale-") as name:
+            tiny_checkpoint(Path(name) / "checkpoint")
+            figures = {"million": million, "shards": shards, "nodes": nodes, "plan": plan}[modes[0]]
+            print(json.dumps({modes[0]: figures(options, Path(name))}))
+        return
+    found: dict[str, Any] = {"cpus": os.cpu_count(), "python": sys.version.split()[0], "ray": ray.__version__}
+    given = [word for word in sys.argv[1:] if word not in MODES]
+    failed = False
+    for mode in modes:
+        print(f"{mode} ...", file=sys.stderr, flush=True)
+        done = subprocess.run([sys.executable, __file__, mode, *given], stdout=subprocess.PIPE, text=True)
+        failed |= done.returncode != 0
+        if done.returncode == 0:
+            found |= json.loads(done.stdout.splitlines()[-1])
+            print(done.stdout.splitlines()[-1], file=sys.stderr, flush=True)
+    print(json.dumps(found))
+    sys.exit(int(failed))
+
+
+if __name__ == "__main__":
+    main()
