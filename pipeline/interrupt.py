@@ -73,26 +73,37 @@ class Grace:
                 return
             except Empty:
                 at_work = self.at_work()
-        os.kill(os.getpid(), signal.SIGTERM)
+        while not _raised:  # a signal that comes just before a call that waits does not end it
+            os.kill(os.getpid(), signal.SIGTERM)
+            try:
+                self._asked.get(timeout=POLL_SECONDS)
+                return
+            except Empty:
+                continue
 
 
 _grace: Grace | None = None  # as signals are, of the whole process
 _shielded = False
+_raised = False  # `Interrupted` is on its way
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
     """SIGTERM and SIGINT become `Interrupted` in the main thread."""
+    global _raised
 
     def stop(number: int, frame: FrameType | None) -> None:
+        global _raised
         name = signal.Signals(number).name
         if _shielded:
             return
         if _grace is not None and _grace.signal is None:
             _grace.ask(name)
             return
+        _raised = True
         raise Interrupted(name if _grace is None or _grace.signal is None else _grace.signal)
 
+    _raised = False
     try:
         before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     except ValueError:  # not the main thread: whoever called us handles signals
@@ -136,4 +147,6 @@ def interrupt_at_once() -> None:
     """Raise `Interrupted` in the main thread, from another one, without grace."""
     if _grace is not None and _grace.signal is None:
         _grace.signal = signal.SIGTERM.name
-    os.kill(os.getpid(), signal.SIGTERM)
+    while not (_raised or _shielded):  # see above
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(POLL_SECONDS)

@@ -6,6 +6,7 @@ import torch
 torch.set_num_threads(1)  # tiny tensors: a second thread only waits, and two busy ones get in each other's way
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """For xdist: all that starts a Ray is one group, else a file is one. Two Rays that start at once on two cores
     outlast the 30 s that Ray gives itself."""

@@ -21,6 +21,7 @@ SOAK = Path(__file__).parents[1] / "soak.py"
 FAULTS = ["actor", "prepare", "raylet", "driver"]
 
 
+@pytest.mark.ray
 def test_whoever_is_killed_every_row_is_answered_once() -> None:
     """In a process of its own: its Ray must not meet the other tests'."""
     done = subprocess.run(

@@ -120,6 +120,7 @@ def test_an_output_that_may_not_be_written_is_one_line_at_once(
     assert str(disk.path) in said[-1] and "Traceback" not in result.stderr
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_a_job_that_fills_the_disk_is_finished_once_there_is_space(tmp_path: Path, disk: Disk, job: JobConfig) -> None:
     """Three runs of the command, on a Ray of their own."""

@@ -96,6 +96,7 @@ def test_a_row_that_kills_its_process_is_found(
     assert list((tmp_path / "out" / "_job" / "flight").iterdir()) == []
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_an_actor_that_dies_while_it_loads_ends_the_job_in_one_line(
     ray_to_be_left: None, job: JobConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -85,6 +85,7 @@ def listening(process: int) -> set[tuple[str, str]]:
     return found
 
 
+@pytest.mark.ray
 def test_a_job_tells_no_secret_and_listens_to_this_machine_alone(
     checkpoint: Path, s3: StorageConfig, tmp_path: Path, ray_folder: Path
 ) -> None:
@@ -105,6 +106,7 @@ def test_a_job_tells_no_secret_and_listens_to_this_machine_alone(
     assert_no_secret(s3, "good", ray_folder, out, err)
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_a_job_that_fails_tells_no_secret(
     checkpoint: Path, s3: StorageConfig, tmp_path: Path, ray_folder: Path

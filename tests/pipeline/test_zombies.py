@@ -161,6 +161,7 @@ def asleep() -> Iterator[list[psutil.Process]]:
             process.kill()
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_a_whole_run_that_wakes_up_after_it_was_replaced_changes_nothing(
     tmp_path: Path, checkpoint: Path, asleep: list[psutil.Process]
