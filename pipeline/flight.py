@@ -18,11 +18,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pipeline.storage import Folder
 
 FLIGHT = "_job/flight"
+STAGES = ("prepare", "generate")
 Rows = tuple[int, ...]
 
 
-def marker_name(shard: int, stage: str = "") -> str:
-    return f"{FLIGHT}/{shard:06d}{stage}.json"
+def marker_name(shard: int, stage: str) -> str:
+    return f"{FLIGHT}/{shard:06d}.{stage}.json"
 
 
 class ShardLost(Exception):
@@ -110,13 +111,13 @@ class Flights:
     """The markers of a run in its output folder.
 
     run: names the run; what another one has left counts no death, for its processes ended with it. attempts:
-    deaths that a batch, a row alone, or a shard outside of batches is given. stage: ending of the markers' names.
+    deaths that a batch, a row alone, or a shard outside of batches is given. stage: one of `STAGES`.
     """
 
     folder: Folder
     run: str
     attempts: int
-    stage: str = ""
+    stage: str
 
     def begin(self, shard: int, rows: int) -> Flight:
         """An attempt at a shard of `rows` rows begins. ShardLost if too many have died outside of any batch."""
@@ -134,14 +135,10 @@ class Flights:
         self.folder.replace(name, record.encode())
         if record.outside >= self.attempts:
             raise ShardLost(
-                f"shard {shard}: its process died {_times(record.outside)} with no row in flight, while it was begun "
-                "or its part was made: look at the node's memory and its kernel's log"
+                f"shard {shard}: its process died, or its answers were lost with their node, {_times(record.outside)} "
+                "with no row in flight: look at the nodes' memory and their kernels' logs"
             )
         return Flight(self, shard, rows, record)
-
-    def end(self, shard: int) -> None:
-        """The shard is safe: its marker goes."""
-        self.folder.remove(marker_name(shard, self.stage))
 
 
 class Flight:
@@ -174,6 +171,11 @@ class Flight:
         if self.careful:
             self.record = replace(self.record, in_flight=tuple(sorted(rows)))
             self.flights.folder.replace(marker_name(self.shard, self.flights.stage), self.record.encode())
+
+
+def end_flights(folder: Folder, shard: int) -> None:
+    """The shard is committed: its markers go."""
+    folder.remove_all([marker_name(shard, stage) for stage in STAGES])
 
 
 def clear_flights(folder: Folder, but: Collection[int] = ()) -> None:

@@ -19,7 +19,7 @@ from ray.util.metrics import Counter
 
 from actors.generator import Answer, Generator, Prompt
 from pipeline.checkpoints import fetch
-from pipeline.flight import Flights
+from pipeline.flight import Flight, Flights
 from pipeline.prepare import CHOICES, ERROR, PROMPT_IDS, SAMPLING
 from pipeline.source import from_ipc
 from pipeline.stats import ShardStats, duplicate_ids
@@ -167,7 +167,8 @@ class ShardGenerator:
         self, shard: int, url: str, first_row: int, rows: pa.Table, prepare_seconds: float
     ) -> tuple[bytes, ShardStats]:
         started, began = time.time(), time.perf_counter()
-        answers = self._answers(shard, prompts(rows, url, first_row))
+        flight = None if self.flights is None else self.flights.begin(shard, rows.num_rows)  # before all that may kill
+        answers = self._answers(flight, prompts(rows, url, first_row))
         table = part_table(rows, answers, self.part, url, first_row)
         data = part_bytes(table, self.part, shard)
         seconds = time.perf_counter() - began
@@ -214,16 +215,13 @@ class ShardGenerator:
             adopted=False,
         )
 
-    def _answers(self, shard: int, wanted: list[Prompt]) -> list[Answer]:
+    def _answers(self, flight: Flight | None, wanted: list[Prompt]) -> list[Answer]:
         """Answers to a shard's rows, in their order; after a death group by group, each batch written down before."""
-        if self.flights is None:
-            return self.generator.answer(wanted, self.prefix)
-        flight = self.flights.begin(shard, len(wanted))
-        if not flight.careful:
+        if flight is None or not flight.careful:
             return self.generator.answer(wanted, self.prefix)
         errors = flight.errors
         answers: list[Answer] = []
-        for group in [tuple(errors), *flight.groups]:
+        for group in filter(None, [tuple(errors), *flight.groups]):
 
             def enter(places: Sequence[int], group: tuple[int, ...] = group) -> None:
                 flight.enter([group[place] for place in places])

@@ -1,6 +1,6 @@
 """What SIGTERM and SIGINT do: `Interrupted` in the main thread, at once or after a grace for what is at work.
 
-signal ──> Interrupted                                         outside of `grace`
+signal ──> Interrupted                                         outside of `graceful`
 signal ──> nothing new is begun ──> idle, or time is up ──> Interrupted      inside
                     signal again ──> Interrupted
 """
@@ -58,7 +58,7 @@ class Grace:
     def _wait(self) -> None:
         if self._asked.get() is None:
             return
-        at_work = self.stop()
+        raised, at_work = _raised, self.stop()
         if at_work:
             print(
                 f"stopping: {len(at_work)} shards in flight are given up to {self.seconds:g} s; "
@@ -73,7 +73,7 @@ class Grace:
                 return
             except Empty:
                 at_work = self.at_work()
-        while not _raised:  # a signal that comes just before a call that waits does not end it
+        while not raised.is_set():  # a signal that comes just before a call that waits does not end it
             os.kill(os.getpid(), signal.SIGTERM)
             try:
                 self._asked.get(timeout=POLL_SECONDS)
@@ -84,26 +84,28 @@ class Grace:
 
 _grace: Grace | None = None  # as signals are, of the whole process
 _shielded = False
-_raised = False  # `Interrupted` is on its way
+_missed = ""  # the signal that came while shielded
+_raised = threading.Event()  # `Interrupted` is on its way, or nobody waits for it any more
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
     """SIGTERM and SIGINT become `Interrupted` in the main thread."""
     global _raised
+    _raised = raised = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:
-        global _raised
+        global _missed
         name = signal.Signals(number).name
         if _shielded:
+            _missed = name
             return
         if _grace is not None and _grace.signal is None:
             _grace.ask(name)
             return
-        _raised = True
+        raised.set()
         raise Interrupted(name if _grace is None or _grace.signal is None else _grace.signal)
 
-    _raised = False
     try:
         before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     except ValueError:  # not the main thread: whoever called us handles signals
@@ -113,6 +115,7 @@ def interruptible() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        raised.set()
 
 
 @contextmanager
@@ -134,19 +137,23 @@ def graceful(seconds: float, stop: Callable[[], set[int]], at_work: Callable[[],
 
 @contextmanager
 def shielded() -> Iterator[None]:
-    """Clearing up that a further signal must not cut short: it is ignored."""
-    global _shielded
-    _shielded = True
+    """Clearing up that a signal must not cut short: `Interrupted` comes at its end."""
+    global _shielded, _missed
+    _shielded, _missed = True, ""
     try:
         yield
     finally:
         _shielded = False
+    if _missed:
+        raise Interrupted(_missed)
 
 
 def interrupt_at_once() -> None:
     """Raise `Interrupted` in the main thread, from another one, without grace."""
     if _grace is not None and _grace.signal is None:
         _grace.signal = signal.SIGTERM.name
-    while not (_raised or _shielded):  # see above
+    raised = _raised
+    while not raised.is_set():  # see above
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(POLL_SECONDS)
+        if _shielded or raised.wait(POLL_SECONDS):
+            return

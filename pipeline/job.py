@@ -12,8 +12,7 @@ import logging
 import time
 import uuid
 import warnings
-from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.data import ActorPoolStrategy
@@ -24,7 +23,7 @@ from pipeline import manifest as manifests
 from pipeline.checkpoints import Located, locate
 from pipeline.columns import check_columns, optional_columns
 from pipeline.config import ActorsConfig, JobConfig
-from pipeline.flight import Flights, clear_flights
+from pipeline.flight import STAGES, Flights, clear_flights
 from pipeline.generate import PartSpec, ShardGenerator
 from pipeline.interrupt import Interrupted, graceful, interruptible
 from pipeline.lease import leased
@@ -36,7 +35,7 @@ from pipeline.prepare_stage import prepare
 from pipeline.progress import Progress
 from pipeline.ray_session import actor_cpus, ray_session
 from pipeline.records import RollUp
-from pipeline.report import SUCCESS, Outcome, complete, finish, seal
+from pipeline.report import SUCCESS, Outcome, complete, seal
 from pipeline.scheduled import Job, Scheduled, run_scheduled
 from pipeline.sink import PART, clear, clear_temporaries, commit_shards, committed
 from pipeline.source import Files, Shard, ShardSource, list_files
@@ -46,6 +45,8 @@ from pipeline.tally import Tally
 
 log = logging.getLogger(__name__)
 STAGE_CPUS = 0.5  # a slot of the read, prepare and write tasks beside the actors; each new worker costs imports
+TASK_RETRIES = 20  # of a task whose process died, or whose result was lost with its node
+WATCHED_RETRIES = 1000  # of one that `Flights` keeps count of
 READ_TASK_ROWS, READ_TASK_BYTES = 50_000, 512 * 2**20  # a read task at most, or one row group
 
 
@@ -86,17 +87,14 @@ def _run(config: JobConfig, limit: int | None, overwrite: bool, verbose: bool) -
     if stored is not None and stored.fingerprint != manifest.fingerprint:
         names = ", ".join(manifests.difference(stored.identity, manifest.identity))
         raise ValueError(f"{folder.url}: holds another job, which differs in {names}; --overwrite replaces it")
-    finished = stored is not None and folder.exists(SUCCESS)
-    if finished and len(committed(folder, manifest.shards, manifest.fingerprint)) == len(manifest.shards):
-        return Outcome(manifest, finish(folder, manifest), 0, time.monotonic() - began)
-    tell_memory(located, config.model, config.actors, manifest.batching)
+    if stored is None or not folder.exists(SUCCESS):
+        tell_memory(located, config.model, config.actors, manifest.batching)
     with leased(folder):
         clear_temporaries(folder)
         _check_unchanged(folder, stored, overwrite)
         if overwrite:
             clear(folder)
         if stored is None:
-            probe_create(folder)
             manifests.save(folder, manifest)
         totals, fresh_rows = _answer(config, located, schedule, manifest, verbose)
         seal(folder)
@@ -146,8 +144,10 @@ def _answer(
     if done and left:
         log.warning("resuming: %d of %d shards are committed already", len(done), len(manifest.shards))
     if left:
+        folder.remove(SUCCESS)  # of a finished job that has lost parts since
+        folder = probe_create(folder)
         with ray_session(config.actors, verbose), RollUp(folder, manifest.fingerprint):
-            _flow(config, located, schedule, manifest, left)
+            _flow(config, located, schedule, manifest, folder, left)
     return complete(folder, manifest), sum(shard.rows for shard in left)
 
 
@@ -179,8 +179,10 @@ def _check_unchanged(folder: Folder, stored: Manifest | None, overwrite: bool) -
             raise ValueError(f"{folder.url}: {foreign[0]} is no part of a job; --overwrite leaves it, so move it away")
 
 
-def _flow(config: JobConfig, located: Located, schedule: Schedule, manifest: Manifest, left: list[Shard]) -> None:
-    """source -> prepare -> generate -> sink, for the shards that are left."""
+def _flow(
+    config: JobConfig, located: Located, schedule: Schedule, manifest: Manifest, folder: Folder, left: list[Shard]
+) -> None:
+    """source -> prepare -> generate -> commit, for the shards that are left. Interrupted after a signal."""
     actors, batching = config.actors, manifest.batching
     prompt = prompt_spec(config, located, batching.planned)
     part = PartSpec(
@@ -207,19 +209,22 @@ def _flow(config: JobConfig, located: Located, schedule: Schedule, manifest: Man
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     tally = ray.remote(num_cpus=0)(Tally).options(scheduling_strategy=here).remote()  # dies with the driver only
     source = ShardSource(left, manifest.files, manifest.schema, config.storage, READ_TASK_ROWS, READ_TASK_BYTES)
-    shards = ray.data.read_datasource(source, num_cpus=STAGE_CPUS).repartition(target_num_rows_per_block=1)
-    folder = open_folder(config.output.path, config.storage)
+    shards = ray.data.read_datasource(
+        source, num_cpus=STAGE_CPUS, ray_remote_args={"max_retries": TASK_RETRIES}
+    ).repartition(target_num_rows_per_block=1)
     clear_flights(folder, but={shard.index for shard in left})
-    flights = Flights(folder, uuid.uuid4().hex, config.attempts)
+    run = uuid.uuid4().hex
+    preparing, generating = (Flights(folder, run, config.attempts, stage) for stage in STAGES)
     prepared = shards.map_batches(
         prepare,
-        fn_kwargs={"spec": prompt, "flights": replace(flights, stage=".prepare")},
+        fn_kwargs={"spec": prompt, "flights": preparing},
         batch_size=1,
         batch_format="numpy",
         num_cpus=STAGE_CPUS,
+        max_retries=WATCHED_RETRIES,
     )
     with warnings.catch_warnings():
-        # without an end, because flights and tally see to that; said, because Ray Data else fuses prepare with it
+        # Ray Data has no other way yet to bound these; and stages of equal settings would become one
         warnings.simplefilter("ignore", ray.util.annotations.RayDeprecationWarning)
         answered = prepared.map_batches(
             ShardGenerator,
@@ -228,39 +233,41 @@ def _flow(config: JobConfig, located: Located, schedule: Schedule, manifest: Man
                 "part": part,
                 "prefix": batching.prefix,
                 "tally": tally,
-                "flights": flights,
+                "flights": generating,
             },
             compute=_pool(actors),
             batch_size=1,
             batch_format="numpy",
             num_cpus=actor_cpus(actors),
             num_gpus=actors.gpus or None,
-            max_restarts=-1,
-            max_task_retries=-1,
+            max_restarts=-1,  # the tally counts those that die while they load
+            max_task_retries=WATCHED_RETRIES,
         )
     shards_done, rows_done = len(manifest.shards) - len(left), manifest.rows - sum(shard.rows for shard in left)
-    committed_now = answered.map_batches(
+    # write_datasink would keep a result of every shard, and all that led to it, until the last
+    commits = answered.map_batches(
         commit_shards,
         fn_kwargs={"folder": folder, "fingerprint": manifest.fingerprint, "tally": tally},
         batch_size=1,
         batch_format="pyarrow",
         num_cpus=STAGE_CPUS,
+        max_retries=TASK_RETRIES,
     )
     with (
         Progress(tally, len(manifest.shards), manifest.rows, shards_done, rows_done),
-        graceful(config.grace_seconds, lambda: _ask(tally.stop), lambda: _ask(tally.left)) as grace,
+        graceful(config.grace_seconds, lambda: _ask(tally.stop), lambda: _ask(tally.working)) as grace,
     ):
         try:
-            for _ in committed_now.iter_internal_ref_bundles():
-                pass  # write_datasink keeps a result of every shard, and all that led to it, until the last
+            for _ in commits.iter_internal_ref_bundles():
+                pass
         except ray.exceptions.RayError:
             if grace.signal is None:
                 raise
             raise Interrupted(grace.signal) from None  # whoever stops a whole group of processes stops Ray's too
-    if grace.signal is not None:
-        folder = open_folder(config.output.path, config.storage)
-        if len(committed(folder, manifest.shards, manifest.fingerprint)) < len(manifest.shards):
-            raise Interrupted(grace.signal)
+        finally:
+            ray.kill(cast(Any, tally))
+    if grace.signal is not None:  # shards were passed by
+        raise Interrupted(grace.signal)
 
 
 def _ask(method: Any) -> set[int]:

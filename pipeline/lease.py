@@ -24,7 +24,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -111,7 +111,9 @@ class Lease:
         """Give the lease back, if it is still ours."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(timeout=self.beat)
+            if self._thread.is_alive():
+                raise OSError("the store has not answered the last beat")
         self.give_back()
 
     def take(self) -> None:
@@ -220,12 +222,14 @@ def leased(folder: Folder) -> Iterator[None]:
     lease.acquire(on_lost)
     try:
         yield
+        if lost:
+            raise Interrupted("the lease is lost")
     except Interrupted:
         if lost:
             raise LeaseLost(f"{folder.url}: another run has taken over") from None
         raise
     finally:
-        with shielded():
+        with suppress(Interrupted), shielded():  # too late to stop
             _release(lease)
 
 

@@ -36,9 +36,7 @@ def _prepare_shard(shard: int, table: pa.Table, spec: PromptSpec, flights: Fligh
     if flights is None:
         return prepare_table(table, spec)
     flight = flights.begin(shard, table.num_rows)
-    prepared = prepare_carefully(table, spec, flight) if flight.careful else prepare_table(table, spec)
-    flights.end(shard)  # what is made here is lost with its node, and then looked for anew
-    return prepared
+    return prepare_carefully(table, spec, flight) if flight.careful else prepare_table(table, spec)
 
 
 def prepare_carefully(table: pa.Table, spec: PromptSpec, flight: Flight) -> pa.Table:

@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.flight import clear_flights, marker_name
+from pipeline.flight import clear_flights, end_flights
 from pipeline.parallel import in_parallel
 from pipeline.records import (
     COMMITS,
@@ -155,7 +155,9 @@ def _adopt_all(folder: Folder, shards: Sequence[Shard], fingerprint: str) -> lis
 
 def _drop_segments(folder: Folder, names: Sequence[str]) -> None:
     for name in names:
-        log.warning("%s/%s/%s: damaged and removed; what it held is made again", folder.url, SEGMENTS, name)
+        log.warning(
+            "%s/%s/%s: damaged or another job's, removed; what it held is made again", folder.url, SEGMENTS, name
+        )
     folder.remove_all([f"{SEGMENTS}/{name}" for name in names])
 
 
@@ -165,7 +167,7 @@ def clear(folder: Folder) -> None:
     for subfolder in (COMMITS, SEGMENTS):
         folder.remove_all([f"{subfolder}/{name}" for name in folder.names(subfolder)])
     clear_flights(folder)
-    folder.remove_all([f"_job/{name}" for name in folder.names("_job") if name != "lease.json"])
+    folder.remove_all([f"_job/{name}" for name in folder.names("_job")])
 
 
 def clear_temporaries(folder: Folder) -> None:
@@ -183,6 +185,6 @@ def commit_shards(batch: pa.Table, folder: Folder, fingerprint: str, tally: Any)
         stats = ShardStats.from_record(json.loads(row["stats"]))
         shard = Shard(stats.shard, "", 0, stats.rows)  # where it came from is not asked here
         first = commit(folder, shard, row["part"], stats, fingerprint)
-        folder.remove(marker_name(stats.shard))
+        end_flights(folder, stats.shard)
         tally.ended.remote(stats.shard, first, stats.rows, stats.errors, stats.generated_tokens)
     return batch.select(["shard"])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 
 class Tally:
-    """A Ray actor: shards at work and shards committed in this run.
+    """A Ray actor: shards at work, shards committed and models being loaded in this run.
 
-    The generate stage begins a shard, the sink ends it, the driver reads and may stop the run.
+    The generate stage begins a shard, the commit stage ends it, the driver reads and may stop the run.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,9 @@ class Tally:
 
     def begin(self, shard: int) -> bool:
         """An actor is about to answer this shard; False if it should not, because the run is being stopped."""
-        if not self.stopped:
+        if self.stopped:
+            self.at_work.discard(shard)  # whose first attempt has died
+        else:
             self.at_work.add(shard)
         return not self.stopped
 
@@ -42,7 +44,7 @@ class Tally:
         self.stopped = True
         return self.at_work
 
-    def left(self) -> set[int]:
+    def working(self) -> set[int]:
         """Shards at work."""
         return self.at_work
 

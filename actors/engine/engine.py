@@ -185,8 +185,9 @@ class Engine:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-        self.rows, self.cache = [], None  # here the error is gone, and with its traceback the last of its tensors
-        free_memory()
+        finally:
+            self.rows, self.cache = [], None
+        free_memory()  # here the error is gone, and with its traceback the last of its tensors
         self.stats = replace(
             before,
             prefill_seconds=self.stats.prefill_seconds,

@@ -61,7 +61,7 @@ def test_prepare_gives_up_only_the_rows_that_kill(spec: PromptSpec, monkeypatch:
         return tokenize(texts, spec)
 
     monkeypatch.setattr(prepares, "tokenize", deadly)
-    flights = Flights(Memory(), "run", 2, ".prepare")
+    flights = Flights(Memory(), "run", 2, "prepare")
     deaths = 0
     while True:
         try:
@@ -76,7 +76,7 @@ def test_prepare_gives_up_only_the_rows_that_kill(spec: PromptSpec, monkeypatch:
     for row in got.take(sorted(POISON)).to_pylist():
         assert [row[name] for name in ADDED if name != ERROR] == [[], None, None]
         assert row[ERROR] == GIVEN_UP
-    assert flights.folder.names("_job/flight") == []
+    assert flights.folder.names("_job/flight") == ["000003.prepare.json"]  # until the shard is committed
 
 
 @pytest.mark.parametrize("samples", [1, 2])
@@ -104,7 +104,7 @@ def test_generate_gives_up_only_the_rows_that_kill(
         return admit(self, requests, prefix)
 
     monkeypatch.setattr(Engine, "admit", deadly)
-    flights = Flights(Memory(), "run", 2)
+    flights = Flights(Memory(), "run", 2, "generate")
     deaths = 0
     while True:
         actor = ShardGenerator(settings, part, flights=flights)
@@ -120,4 +120,4 @@ def test_generate_gives_up_only_the_rows_that_kill(
     bad = [row for row in got.to_pylist() if row["id"] in names]
     assert [row["id"] for row in bad] == names
     assert {row["error"] for row in bad} == {GIVEN_UP}
-    assert flights.folder.names("_job/flight") == ["000003.json"]  # until the sink has committed the part
+    assert flights.folder.names("_job/flight") == ["000003.generate.json"]  # until the sink has committed the part

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.flight import FLIGHT, Flight, Flights, Record, ShardLost, Suspects, clear_flights
+from pipeline.flight import FLIGHT, Flight, Flights, Record, ShardLost, Suspects, clear_flights, end_flights
 from pipeline.storage import LocalFolder
 
 
@@ -38,6 +39,10 @@ class Memory:
 
     def remove(self, name: str) -> None:
         self.files.pop(name, None)
+
+    def remove_all(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.remove(name)
 
     def names(self, subfolder: str = "") -> list[str]:
         return sorted(name.removeprefix(f"{subfolder}/") for name in self.files if name.startswith(f"{subfolder}/"))
@@ -75,7 +80,7 @@ def test_only_rows_that_kill_are_given_up(
     rows: int, poison: set[int], attempts: int, batch: int, chance: float, seed: int
 ) -> None:
     rng, poison = random.Random(seed), {row for row in poison if row < rows}
-    flights = Flights(Memory(), "run", attempts)
+    flights = Flights(Memory(), "run", attempts, "generate")
     deaths = others = 0
     alone = dict.fromkeys(range(rows), 0)
     while True:
@@ -96,24 +101,24 @@ def test_only_rows_that_kill_are_given_up(
     assert poison <= given_up
     assert all(alone[row] >= attempts for row in given_up)  # a healthy row only if it died as often, alone
     assert given_up == poison or chance
-    flights.end(0)
+    end_flights(flights.folder, 0)
     assert flights.folder.names(FLIGHT) == []
 
 
 @given(rows=st.integers(1, 300), seed=st.integers(0, 99))
 def test_an_attempt_that_lives_writes_once(rows: int, seed: int) -> None:
     folder = Memory()
-    flight = Flights(folder, "run", 3).begin(7, rows)
+    flight = Flights(folder, "run", 3, "generate").begin(7, rows)
     assert not flight.careful and flight.groups == [tuple(range(rows))] and flight.errors == {}
     attempt(flight, set(), 0.0, 8, random.Random(seed))
     assert folder.writes == 1
-    assert folder.names(FLIGHT) == ["000007.json"]
+    assert folder.names(FLIGHT) == ["000007.generate.json"]
 
 
 @pytest.mark.parametrize("attempts", [1, 2, 3])
 def test_deaths_outside_of_batches_fail_the_shard(attempts: int) -> None:
     """Between batches, before the first, while the part is made: no row is to blame, so the job must end."""
-    flights = Flights(Memory(), "run", attempts)
+    flights = Flights(Memory(), "run", attempts, "generate")
     assert not flights.begin(12, 5).careful  # the first death, of which nothing is known
     for _ in range(attempts):
         assert flights.begin(12, 5).careful
@@ -123,39 +128,39 @@ def test_deaths_outside_of_batches_fail_the_shard(attempts: int) -> None:
 
 def test_a_marker_of_another_run_counts_no_death_but_keeps_what_was_found() -> None:
     folder = Memory()
-    first = Flights(folder, "first", 2)
+    first = Flights(folder, "first", 2, "generate")
     first.begin(0, 8)
     for _ in range(2):
         first.begin(0, 8).enter([2, 3, 4, 5])
     flight = first.begin(0, 8)
     assert flight.groups == [(2, 3), (4, 5), (0, 1, 6, 7)]
     flight.enter([2, 3])
-    later = Flights(folder, "second", 2).begin(0, 8)
+    later = Flights(folder, "second", 2, "generate").begin(0, 8)
     assert later.careful and later.groups == flight.groups
-    folder.remove("_job/flight/000000.json")
+    folder.remove("_job/flight/000000.generate.json")
     first.begin(0, 8)
     for run in ("second", "third", "fourth"):  # drivers that die, one after the other
-        assert not Flights(folder, run, 1).begin(0, 8).careful
+        assert not Flights(folder, run, 1, "generate").begin(0, 8).careful
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"{}", b"null", b'{"run": "run", "suspects": 3}'])
 def test_a_damaged_marker_is_made_anew(data: bytes) -> None:
     folder = Memory()
-    folder.replace(f"{FLIGHT}/000003.json", data)
-    flight = Flights(folder, "run", 2).begin(3, 4)
+    folder.replace(f"{FLIGHT}/000003.generate.json", data)
+    flight = Flights(folder, "run", 2, "generate").begin(3, 4)
     assert flight.careful and flight.groups == [(0, 1, 2, 3)]
-    assert Record.decode(folder.read(f"{FLIGHT}/000003.json"), 4).run == "run"
+    assert Record.decode(folder.read(f"{FLIGHT}/000003.generate.json"), 4).run == "run"
     wrong = Record("run", (Suspects((1, 9)),), in_flight=())
-    folder.replace(f"{FLIGHT}/000003.json", wrong.encode())  # of a shard of other rows
-    assert Flights(folder, "run", 2).begin(3, 4).groups == [(0, 1, 2, 3)]
+    folder.replace(f"{FLIGHT}/000003.generate.json", wrong.encode())  # of a shard of other rows
+    assert Flights(folder, "run", 2, "generate").begin(3, 4).groups == [(0, 1, 2, 3)]
 
 
 def test_markers_of_shards_that_are_done_go(tmp_path: Path) -> None:
     folder = LocalFolder(str(tmp_path), tmp_path)
     for shard in (0, 3, 1_000_000):
-        Flights(folder, "run", 2).begin(shard, 4)
-        Flights(folder, "run", 2, ".prepare").begin(shard, 4)
+        Flights(folder, "run", 2, "generate").begin(shard, 4)
+        Flights(folder, "run", 2, "prepare").begin(shard, 4)
     clear_flights(folder, but={3})
-    assert folder.names(FLIGHT) == ["000003.json", "000003.prepare.json"]
-    Flights(folder, "run", 2, ".prepare").end(3)
-    assert folder.names(FLIGHT) == ["000003.json"]
+    assert folder.names(FLIGHT) == ["000003.generate.json", "000003.prepare.json"]
+    end_flights(folder, 3)
+    assert folder.names(FLIGHT) == []

@@ -37,9 +37,9 @@ class Work:
         return set(self.tally.stop())
 
     def left(self) -> set[int]:
-        for shard in list(self.tally.left())[: int((time.monotonic() - self.began) / self.seconds)]:
+        for shard in list(self.tally.working())[: int((time.monotonic() - self.began) / self.seconds)]:
             self.tally.ended(shard, True, 1, 0, 1)
-        return set(self.tally.left())
+        return set(self.tally.working())
 
 
 def send(number: int = signal.SIGTERM) -> None:
@@ -130,13 +130,30 @@ def test_work_that_ends_by_itself_is_told_of_the_signal() -> None:
         send_and_wait()
 
 
-def test_a_signal_while_clearing_up_is_ignored() -> None:
+def test_a_signal_while_clearing_up_waits_for_its_end() -> None:
+    cleared = False
     with interruptible():
-        with shielded():
+        with pytest.raises(Interrupted), shielded():
             send()
             time.sleep(0.1)
-        with pytest.raises(Interrupted):
-            send_and_wait()
+            cleared = True
+        assert cleared
+        with shielded():  # nothing is left over
+            pass
+
+
+def test_a_lease_lost_while_clearing_up_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a run that slept for minutes would go on to report on another's folder."""
+    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.05)
+    folder = open_folder(str(tmp_path), StorageConfig())
+
+    def run() -> None:
+        with leased(folder), shielded():
+            folder.create(f"{TERMS}/000002.json", folder.read(f"{TERMS}/000001.json"))
+            time.sleep(0.5)
+
+    with interruptible(), pytest.raises(LeaseLost):
+        run()
 
 
 def test_a_lost_lease_is_given_no_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

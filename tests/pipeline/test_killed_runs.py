@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import random
@@ -69,5 +70,6 @@ def test_killed_at_any_moment_the_same_run_finishes(bench: Bench, processes: For
         assert trial.identical and not trial.problem, trial  # its rows' ids are made up
         output = bench.output(job)
         assert output.names("_job/tmp") == []
-        assert "lease.json" not in output.names("_job")
+        [term] = output.names("_job/lease")
+        assert json.loads(output.read(f"_job/lease/{term}"))["released"]
     assert unfinished > TRIALS

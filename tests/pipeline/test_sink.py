@@ -257,7 +257,7 @@ def finished(shards: list[Shard]) -> pa.Table:
 
 def test_the_stage_commits_each_shard_tells_of_it_and_passes_on_no_parts(local: Folder) -> None:
     told = Told()
-    local.create(marker_name(1), b"{}")
+    local.create(marker_name(1, "generate"), b"{}")
     assert commit_shards(finished(SHARDS[:2]), local, FINGERPRINT, told).to_pydict() == {"shard": [0, 1]}
     commit_shards(finished(SHARDS[1:]), local, FINGERPRINT, told)
     assert committed(local, SHARDS, FINGERPRINT) == {0, 1, 2}

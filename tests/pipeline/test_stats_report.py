@@ -311,3 +311,4 @@ def test_the_tally_adds() -> None:
     assert tally.read() == (2, 15, 1, 150)
     assert tally.stop() == {2}
     assert not tally.begin(3) and tally.stop() == {2}
+    assert not tally.begin(2) and tally.working() == set()  # its actor had died
