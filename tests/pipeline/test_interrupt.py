@@ -131,12 +131,17 @@ def test_work_that_ends_by_itself_is_told_of_the_signal() -> None:
 
 
 def test_a_signal_while_clearing_up_waits_for_its_end() -> None:
-    cleared = False
-    with interruptible():
-        with pytest.raises(Interrupted), shielded():
+    cleared = []
+
+    def clear_up() -> None:
+        with shielded():
             send()
             time.sleep(0.1)
-            cleared = True
+            cleared.append(1)
+
+    with interruptible():
+        with pytest.raises(Interrupted):
+            clear_up()
         assert cleared
         with shielded():  # nothing is left over
             pass
