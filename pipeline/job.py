@@ -209,23 +209,23 @@ def _flow(
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     tally = ray.remote(num_cpus=0)(Tally).options(scheduling_strategy=here).remote()  # dies with the driver only
     source = ShardSource(left, manifest.files, manifest.schema, config.storage, READ_TASK_ROWS, READ_TASK_BYTES)
-    shards = ray.data.read_datasource(
-        source, num_cpus=STAGE_CPUS, ray_remote_args={"max_retries": TASK_RETRIES}
-    ).repartition(target_num_rows_per_block=1)
     clear_flights(folder, but={shard.index for shard in left})
     run = uuid.uuid4().hex
     preparing, generating = (Flights(folder, run, config.attempts, stage) for stage in STAGES)
-    prepared = shards.map_batches(
-        prepare,
-        fn_kwargs={"spec": prompt, "flights": preparing},
-        batch_size=1,
-        batch_format="numpy",
-        num_cpus=STAGE_CPUS,
-        max_retries=WATCHED_RETRIES,
-    )
     with warnings.catch_warnings():
-        # Ray Data has no other way yet to bound these; and stages of equal settings would become one
+        # Ray Data tries what has died again for ever unless told otherwise, and has no other way yet to be told
         warnings.simplefilter("ignore", ray.util.annotations.RayDeprecationWarning)
+        shards = ray.data.read_datasource(
+            source, num_cpus=STAGE_CPUS, ray_remote_args={"max_retries": TASK_RETRIES}
+        ).repartition(target_num_rows_per_block=1)
+        prepared = shards.map_batches(
+            prepare,
+            fn_kwargs={"spec": prompt, "flights": preparing},
+            batch_size=1,
+            batch_format="numpy",
+            num_cpus=STAGE_CPUS,
+            max_retries=WATCHED_RETRIES,
+        )
         answered = prepared.map_batches(
             ShardGenerator,
             fn_constructor_kwargs={
@@ -243,16 +243,16 @@ def _flow(
             max_restarts=-1,  # the tally counts those that die while they load
             max_task_retries=WATCHED_RETRIES,
         )
+        # write_datasink would keep a result of every shard, and all that led to it, until the last
+        commits = answered.map_batches(
+            commit_shards,
+            fn_kwargs={"folder": folder, "fingerprint": manifest.fingerprint, "tally": tally},
+            batch_size=1,
+            batch_format="pyarrow",
+            num_cpus=STAGE_CPUS,
+            max_retries=TASK_RETRIES,
+        )
     shards_done, rows_done = len(manifest.shards) - len(left), manifest.rows - sum(shard.rows for shard in left)
-    # write_datasink would keep a result of every shard, and all that led to it, until the last
-    commits = answered.map_batches(
-        commit_shards,
-        fn_kwargs={"folder": folder, "fingerprint": manifest.fingerprint, "tally": tally},
-        batch_size=1,
-        batch_format="pyarrow",
-        num_cpus=STAGE_CPUS,
-        max_retries=TASK_RETRIES,
-    )
     with (
         Progress(tally, len(manifest.shards), manifest.rows, shards_done, rows_done),
         graceful(config.grace_seconds, lambda: _ask(tally.stop), lambda: _ask(tally.working)) as grace,

@@ -122,7 +122,9 @@ def test_deaths_outside_of_batches_fail_the_shard(attempts: int) -> None:
     assert not flights.begin(12, 5).careful  # the first death, of which nothing is known
     for _ in range(attempts):
         assert flights.begin(12, 5).careful
-    with pytest.raises(ShardLost, match=rf"^shard 12: its process died, or .*, {attempts} times? with no row in flight"):
+    with pytest.raises(
+        ShardLost, match=rf"^shard 12: its process died, or .*, {attempts} times? with no row in flight"
+    ):
         flights.begin(12, 5)
 
 
