@@ -126,7 +126,8 @@ def test_attempts_that_wake_up_after_their_shard_was_committed_change_nothing(
     )
     assert zombies.stdout is not None
     asleep.append(psutil.Process(zombies.pid))
-    asleep += [psutil.Process(int(zombies.stdout.readline())) for _ in cases]
+    for _ in cases:
+        asleep.append(psutil.Process(int(zombies.stdout.readline())))
     before = []
     for zombie, (folder, where, _, _) in zip(asleep[1:], cases, strict=True):
         wait_until_stopped(zombie)
