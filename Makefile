@@ -16,7 +16,8 @@ test-slow: .venv/installed-dev
 
 # Needs root, on Debian.
 test-ceph: .venv/installed-dev
-	apt-get install --yes --no-install-recommends ceph-mon ceph-osd radosgw
+	command -v radosgw >/dev/null || \
+		(apt-get update && apt-get install --yes --no-install-recommends ceph-common ceph-mon ceph-osd radosgw)
 	.venv/bin/python -m pytest -m ceph
 
 lint: .venv/installed-dev

@@ -1,6 +1,6 @@
 #!/bin/sh
 # A throw-away Ceph object gateway on loopback, for tests: one monitor, one OSD that holds its data in memory, one
-# RADOS Gateway. Needs Debian's ceph-mon, ceph-osd and radosgw (make test-ceph installs them); no systemd, no root.
+# RADOS Gateway. Needs Debian's ceph-common, ceph-mon, ceph-osd and radosgw (make test-ceph); no systemd, no root.
 #
 #   infra/ceph.sh start FOLDER [ACCESS_KEY SECRET_KEY]
 #       makes FOLDER, starts the daemons, prints endpoint and credentials, random if not given, as shell exports
@@ -18,13 +18,14 @@ random() { od -An -N"$1" -tx1 /dev/urandom | tr -d ' \n'; }
 free_port() { python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
 
 start() {
-    for program in ceph-mon ceph-osd radosgw radosgw-admin monmaptool; do
-        command -v $program >/dev/null || die "$program is not installed: apt-get install ceph-mon ceph-osd radosgw"
+    for program in ceph ceph-mon ceph-osd radosgw radosgw-admin monmaptool; do
+        command -v $program >/dev/null || die "$program is not installed: make test-ceph"
     done
     [ ! -e "$1" ] || die "$1 is there already; give a folder to be made"
     mkdir -p "$1"
     folder=$(cd "$1" && pwd)
-    trap 'for log in "$folder"/*.log; do tail -n 5 "$log" >&2; done; stop "$folder"; die "did not start"' EXIT
+    trap 'tail -n 5 "$folder"/*.log >&2 || true; stop "$folder"; die "did not start"' EXIT
+    trap 'exit 1' INT TERM  # dash runs no EXIT trap when a signal ends it
     fsid=$(cat /proc/sys/kernel/random/uuid)
     mon=$(free_port)
     gateway=$(free_port)
@@ -71,7 +72,7 @@ END
     monmaptool --create --fsid "$fsid" --addv a "[v2:127.0.0.1:$mon]" "$folder/monmap" >/dev/null
     ceph-mon $conf -i a --mkfs --monmap "$folder/monmap" >&2
     ceph-mon $conf -i a >&2
-    ceph-osd $conf -i "$(ceph $conf osd create)" --mkfs >&2
+    ceph-osd $conf -i "$(ceph $conf --connect-timeout 60 osd create)" --mkfs >&2
     ceph-osd $conf -i 0 >&2
     radosgw $conf -n client.rgw >&2
     access=${2:-test$(random 8)}
@@ -85,7 +86,7 @@ END
         [ $tries -lt 120 ] || exit 1
         sleep 0.5
     done
-    trap - EXIT
+    trap - EXIT INT TERM
     echo "export AWS_ENDPOINT_URL=http://127.0.0.1:$gateway"
     echo "export AWS_ACCESS_KEY_ID=$access"
     echo "export AWS_SECRET_ACCESS_KEY=$secret"

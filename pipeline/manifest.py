@@ -169,12 +169,7 @@ def load(folder: Folder) -> Manifest | None:
 
 def read_footers(config: JobConfig, listed: Files) -> tuple[list[InputFile], pa.Schema]:
     """Every file as it is pinned, and one schema of the needed columns for all. ValueError as for `plan_job`."""
-    stores = {remote: filesystem(url, config.storage)[0] for url in listed for remote in [url.startswith("s3://")]}
-
-    def footer(url: str) -> tuple[InputFile, pa.Schema]:
-        return read_footer(url, *listed[url], config.storage, stores[url.startswith("s3://")])
-
-    read = list(in_parallel(footer, listed))
+    read = list(in_parallel(lambda url: read_footer(url, *listed[url], config.storage), listed))
     files = [file for file, _ in read]
     schemas = {file.url: schema for file, schema in read}
     schema = one_schema(needed_columns(config), schemas)

@@ -106,16 +106,9 @@ def _version(entry: dict[str, Any], fs: fsspec.AbstractFileSystem, name: str) ->
     return str(entry.get("ETag") or entry.get("LastModified")).strip('"')
 
 
-def read_footer(
-    url: str, size: int, version: str, storage: StorageConfig, fs: fsspec.AbstractFileSystem | None = None
-) -> tuple[InputFile, pa.Schema]:
-    """The file's pinned facts and its schema. ValueError names a file that is not readable Parquet.
-
-    fs: one for many files, as each thread would make an S3 client of its own.
-    """
-    path = url.removeprefix("s3://")
-    if fs is None:
-        fs, path = filesystem(url, storage)
+def read_footer(url: str, size: int, version: str, storage: StorageConfig) -> tuple[InputFile, pa.Schema]:
+    """The file's pinned facts and its schema. ValueError names a file that is not readable Parquet."""
+    fs, path = filesystem(url, storage)
     try:
         with fs.open(path, "rb") as file:
             parquet = pq.ParquetFile(file)
@@ -161,7 +154,7 @@ def read_shards(shards: Sequence[Shard], columns: Sequence[str], storage: Storag
     try:
         yield from _tables(shards, columns, storage)
     except (pa.ArrowException, OSError) as error:
-        if isinstance(error, pa.ArrowException) or type(error) is OSError:  # else it says more than that
+        if isinstance(error, pa.ArrowException) or type(error) is OSError:  # other kinds, StoreFailed, say more
             text = " ".join(str(error).split())
             raise OSError(f"{shards[0].url}: cannot be read, damaged or cut short: {text}") from None
         raise

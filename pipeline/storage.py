@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,9 +20,9 @@ from fsspec.implementations.local import LocalFileSystem
 
 from pipeline.config import StorageConfig
 from pipeline.parallel import in_parallel
+from pipeline.store_errors import ConditionRefused
 
 log = logging.getLogger(__name__)
-CONDITION_REFUSED = (errno.ENOSYS, errno.EINVAL)  # what s3fs makes of NotImplemented, InvalidArgument, InvalidRequest
 BULK = 1000  # objects that S3 removes in one call
 STORE_ERRORS = (OSError, BotoCoreError)  # what a disk or an object store may raise; s3fs makes most of it OSErrors
 
@@ -184,31 +183,34 @@ def _sync_folder(path: Path) -> None:
 
 @dataclass(frozen=True)
 class ObjectFolder:
-    """A prefix in an S3 bucket, through `PatientS3FileSystem`."""
+    """A prefix in an S3 bucket, through `PatientS3FileSystem`. conditional: the store heeds conditional puts."""
 
     url: str
     fs: Any
     path: str
+    conditional: bool = True
 
     def read(self, name: str) -> bytes:
         data: bytes = self.fs.cat_file(f"{self.path}/{name}", max_concurrency=1)  # more ask for the size first
         return data
 
     def create(self, name: str, data: bytes) -> bool:
-        if self.fs.conditional_puts:
-            try:
-                self._put(name, data, mode="create")
-                return True
-            except FileExistsError:
-                return False
-            except OSError as error:
-                if error.errno not in CONDITION_REFUSED:
-                    raise
-                self.fs.conditional_puts = False  # if the error means something else, the plain put meets it again
+        if self.conditional:
+            # if a refusal means something else, the plain put meets it again
+            with suppress(ConditionRefused):
+                return self.put_if_absent(name, data)
         if self.fs.exists(f"{self.path}/{name}"):
             return False
         self._put(name, data)
         return True
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        """`create` by the store's own condition alone; ConditionRefused if it has none."""
+        try:
+            self._put(name, data, mode="create")
+            return True
+        except FileExistsError:
+            return False
 
     def replace(self, name: str, data: bytes) -> None:
         self._put(name, data)
@@ -265,18 +267,17 @@ class ObjectFolder:
             asked["ContinuationToken"] = page["NextContinuationToken"]
 
 
-def probe_create(folder: Folder) -> bool:
-    """Whether the store keeps `create` from writing over a file; a warning, and False, if it does not."""
+def probe_create(folder: Folder) -> Folder:
+    """The folder to go on with: the same, or after a warning, if the store may let `create` write over a file, one
+    that looks before it writes.
+    """
     name = f"_job/probe-{uuid.uuid4().hex}"
+    create = folder.put_if_absent if isinstance(folder, ObjectFolder) else folder.create
     try:
-        kept = folder.create(name, b"1") and not folder.create(name, b"2")
-        if kept and not (isinstance(folder, ObjectFolder) and not folder.fs.conditional_puts):
-            return True
-        if isinstance(folder, ObjectFolder):
-            folder.fs.conditional_puts = False
-        log.warning(
-            "%s: this store ignores conditional puts: two runs at once could write the same part twice", folder.url
-        )
-        return False
+        with suppress(ConditionRefused):
+            if create(name, b"1") and not create(name, b"2"):
+                return folder
     finally:
         folder.remove(name)
+    log.warning("%s: this store ignores conditional puts: two runs at once could write the same part twice", folder.url)
+    return replace(folder, conditional=False) if isinstance(folder, ObjectFolder) else folder

@@ -90,7 +90,7 @@ def test_every_call_of_a_job_is_allowed(calls: list[tuple[str, str]]) -> None:
     assert sum(table.num_rows for table in read_shards(cut_shards([file], 1, 2**20), ["prompt"], storage)) == 2
     folder = open_folder("s3://example-bucket/answers/run-1", storage)
     assert folder.names() == []
-    assert probe_create(folder)
+    assert probe_create(folder) is folder
     assert folder.create("part-000000.parquet", b"x" * 2**21)
     folder.replace("_job/lease/000001.json", b"{}")
     assert folder.read("_job/lease/000001.json") == b"{}"

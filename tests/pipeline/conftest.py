@@ -59,18 +59,21 @@ def ceph(s3: StorageConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     if shutil.which("radosgw") is None:
         pytest.skip("Ceph's radosgw is not installed: make test-ceph")
     folder = tmp_path_factory.mktemp("ceph") / "gateway"
-    started = subprocess.run(
-        [CEPH_SCRIPT, "start", folder, os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=180,
-    )
-    exports = dict(line.removeprefix("export ").split("=", 1) for line in started.stdout.splitlines())
-    url = exports["AWS_ENDPOINT_URL"]
-    boto3.client("s3", endpoint_url=url).create_bucket(Bucket="bucket")
-    yield StorageConfig(endpoint_url=url)
-    subprocess.run([CEPH_SCRIPT, "stop", folder], check=True, timeout=60)
+    try:
+        started = subprocess.run(
+            [CEPH_SCRIPT, "start", folder, os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            timeout=180,
+        )
+        exports = dict(line.removeprefix("export ").split("=", 1) for line in started.stdout.splitlines())
+        url = exports["AWS_ENDPOINT_URL"]
+        boto3.client("s3", endpoint_url=url).create_bucket(Bucket="bucket")
+        yield StorageConfig(endpoint_url=url)
+    finally:
+        if folder.exists():
+            subprocess.run([CEPH_SCRIPT, "stop", folder], check=True, timeout=60)
 
 
 @pytest.fixture(scope="session")

@@ -183,7 +183,8 @@ def fault_proxy(upstream: str) -> Iterator[Proxy]:
 
     server = Server(("127.0.0.1", 0), Handler)
     proxy = Proxy(f"http://127.0.0.1:{server.server_address[1]}")
-    thread = threading.Thread(target=server.serve_forever, name="fault proxy", daemon=True)
+    poll = {"poll_interval": 0.02}  # seconds that the end takes
+    thread = threading.Thread(target=server.serve_forever, kwargs=poll, name="fault proxy", daemon=True)
     thread.start()
     try:
         yield proxy

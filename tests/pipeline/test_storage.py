@@ -158,7 +158,7 @@ def test_a_create_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
 
 def test_both_stores_heed_the_condition(folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert probe_create(folder)
+        assert probe_create(folder) is folder
     assert not caplog.records and folder.names("_job") == []
 
 
@@ -173,7 +173,7 @@ class Forgetful(LocalFolder):
 def test_a_store_that_ignores_conditions_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = Forgetful(str(tmp_path), tmp_path)
     with caplog.at_level(logging.WARNING):
-        assert not probe_create(folder)
+        assert probe_create(folder) is folder
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert str(tmp_path) in caplog.text and "ignores conditional puts" in caplog.text
     assert folder.names("_job") == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -83,9 +82,9 @@ CASES = [
 ]
 
 
-def wait_until_stopped(pid: int) -> None:
+def wait_until_stopped(process: psutil.Process) -> None:
     deadline = time.monotonic() + 60
-    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+    while process.status() != psutil.STATUS_STOPPED:
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -100,8 +99,18 @@ def contents(folder: Folder) -> dict[str, Any]:
     return {name: (folder.read(name), fs.info(f"{folder.path}/{name}")["LastModified"]) for name in names}  # type: ignore[attr-defined]
 
 
+@pytest.fixture
+def asleep() -> Iterator[list[psutil.Process]]:
+    """Processes that are killed at the end, whatever happens."""
+    found: list[psutil.Process] = []
+    yield found
+    for process in found:
+        if process.is_running():
+            process.kill()
+
+
 def test_attempts_that_wake_up_after_their_shard_was_committed_change_nothing(
-    tmp_path: Path, s3: StorageConfig
+    tmp_path: Path, s3: StorageConfig, asleep: list[psutil.Process]
 ) -> None:
     cases: list[tuple[Folder, str, str, Path]] = []
     for number, (store, where, says) in enumerate(CASES):
@@ -116,10 +125,12 @@ def test_attempts_that_wake_up_after_their_shard_was_committed_change_nothing(
         text=True,
     )
     assert zombies.stdout is not None
-    pids = [int(zombies.stdout.readline()) for _ in cases]
+    asleep.append(psutil.Process(zombies.pid))
+    for _ in cases:
+        asleep.append(psutil.Process(int(zombies.stdout.readline())))
     before = []
-    for pid, (folder, where, _, _) in zip(pids, cases, strict=True):
-        wait_until_stopped(pid)
+    for zombie, (folder, where, _, _) in zip(asleep[1:], cases, strict=True):
+        wait_until_stopped(zombie)
         if isinstance(folder, LocalFolder):
             clear_temporaries(folder)  # as the next run does
         first = commit(folder, SHARD, part(SHARD), part_stats(SHARD, node="alive"), FINGERPRINT)
@@ -128,8 +139,8 @@ def test_attempts_that_wake_up_after_their_shard_was_committed_change_nothing(
         before.append(contents(folder))
         assert len(before[-1]) == 3
     time.sleep(1.1)  # the store's times are whole seconds
-    for pid in pids:
-        os.kill(pid, signal.SIGCONT)
+    for zombie in asleep[1:]:
+        zombie.resume()
     assert zombies.wait(timeout=60) == 0
     for (folder, where, says, result), was in zip(cases, before, strict=True):
         assert (where, result.read_text()) == (where, says)
@@ -149,16 +160,6 @@ class WatchingCommand(Command):
     """The command with a lease that is taken over after five seconds."""
 
     arguments = ("-c", RUN)
-
-
-@pytest.fixture
-def asleep() -> Iterator[list[psutil.Process]]:
-    """Processes that are killed at the end, whatever happens."""
-    found: list[psutil.Process] = []
-    yield found
-    for process in found:
-        if process.is_running():
-            process.kill()
 
 
 @pytest.mark.ray
