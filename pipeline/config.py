@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from actors.engine.types import SamplingParams
 from pipeline.choices import check_compatible, check_labels, labels_given
 from pipeline.config_adapt import AdaptConfig
-from pipeline.config_section import Place
+from pipeline.config_section import Endpoint, Place
 from pipeline.config_section import Section as Section
 
 Decay = Literal["linear", "cosine", "power", "step", "constant"]
@@ -228,7 +228,7 @@ class ActorsConfig(Section):
 
 
 class StorageConfig(Section):
-    endpoint_url: Place | None = Field(None, description="S3 endpoint; credentials only from the usual AWS places")
+    endpoint_url: Endpoint | None = Field(None, description="S3 endpoint; credentials only from the usual AWS places")
     region: str | None = Field(None, description="S3 region")
     retry_seconds: float = Field(
         300, ge=0, description="seconds for which a failing S3 call is tried again, with growing waits; 0 is one try"

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from pipeline.config_section import SECRET
 from pipeline.text import without_secrets
 from pipeline.yaml_file import parse
 
@@ -82,7 +83,8 @@ def _first_problem(kind: type[BaseModel], error: ValidationError) -> str:
         return f"{key} is missing; give it a value{more}"
     message = problem["msg"].removeprefix("Value error, ")
     given = problem.get("input")
-    shown = f", not {_shown(given)}" if isinstance(given, str | int | float | bool | None) else ""
+    is_shown = isinstance(given, str | int | float | bool | None) and problem["type"] != SECRET
+    shown = f", not {_shown(given)}" if is_shown else ""
     return f"{key}: {message[0].lower()}{message[1:]}{shown}{more}" if key else f"{message}{more}"
 
 

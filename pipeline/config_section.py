@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
 
 from pipeline.text import without_secrets
 
@@ -23,12 +24,30 @@ class Section(BaseModel):
         return values
 
 
+SECRET = "secret"  # the type of a problem whose value is not to be shown
+
+
+def _holds_secret() -> PydanticCustomError:
+    return PydanticCustomError(
+        SECRET, "holds a user or password, which would be written down; give them by the environment"
+    )
+
+
 def _place(value: str) -> str:
     if without_secrets(value) != value:
-        raise ValueError("holds a user or password, which would be written down; give them by the environment")
+        raise _holds_secret()
     if "\0" in value:
         raise ValueError("holds a null character")
     return value
 
 
 Place = Annotated[str, AfterValidator(_place)]  # a path or URL; it is written to the output, so it holds no secret
+
+
+def _endpoint(value: str) -> str:
+    if "@" in value:  # whatever stands before it
+        raise _holds_secret()
+    return value
+
+
+Endpoint = Annotated[Place, AfterValidator(_endpoint)]  # a server's URL

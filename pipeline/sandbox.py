@@ -11,7 +11,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -20,20 +20,23 @@ from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from pipeline.template_fields import filled
+from pipeline.template_held import Held
 from pipeline.template_sizes import (
     CHARACTERS,
-    ESTIMATES,
+    FILTERS,
     INTEGER_BITS,
+    METHODS,
     TooLarge,
-    formatted,
+    measure,
+    printed,
     refuse_above,
     repeated,
     too_large,
-    weigh,
 )
 
 SECONDS = 5.0  # processor seconds of one row's template: another process's load must not fail a row
-WORK = 2**28  # characters of all values that one row's template makes on its way
+HELD = 2**29  # bytes of all values that one row's template holds at a time
 _POLL_SECONDS = 0.1
 
 T = TypeVar("T")
@@ -49,41 +52,62 @@ class OutOfTime(BaseException):
 
 @dataclass(eq=False)
 class _Run:
-    """A template at work. made: characters so far. ended: the watchdog has sent `OutOfTime`."""
+    """A template at work."""
 
-    made: int = 0
-    ended: bool = False
+    held: Held = field(default_factory=Held)
 
 
 _lock = threading.Lock()
-_running: dict[int, _Run] = {}  # thread -> its run
-_watching = False
+_running: dict[int, _Run] = {}  # thread -> its run; changed, and looked through, under the lock
+_watchdog: threading.Thread | None = None
 
 
 def bounded(action: Callable[[], T]) -> T:
     """The action's value. OutOfBounds if its templates take too long or make too much."""
-    global _watching
-    thread, run = threading.get_ident(), _Run()
+    global _watchdog
+    thread = threading.get_ident()
     if thread in _running:  # compiled within the run of the first row
         return action()
     with _lock:
-        _running[thread] = run
-        if not _watching:
-            _watching = True
-            threading.Thread(target=_watch, name="template-watchdog", daemon=True).start()
+        _running[thread] = _Run()
+        if _watchdog is None or not _watchdog.is_alive():  # a forked process has none
+            _watchdog = threading.Thread(target=_watch, name="template-watchdog", daemon=True)
+            _watchdog.start()
     try:
         try:
             return action()
         finally:
-            with _lock:
-                _running.pop(thread, None)
-            if run.ended:
-                time.sleep(0.01)  # an end that was sent too late comes here, and not in somebody else's code
+            _end(thread)
     except OutOfTime:
-        _running.pop(thread, None)
+        _end(thread)
         raise OutOfBounds(f"takes more than {SECONDS:g} seconds") from None
     except TooLarge as error:
         raise OutOfBounds(str(error)) from None
+
+
+def _end(thread: int) -> None:
+    """Nothing is sent to the thread any more; what was sent too late is taken back, or comes here."""
+    while True:
+        try:
+            with _lock:
+                _running.pop(thread, None)
+                _send(thread, None)
+            return
+        except OutOfTime:
+            continue
+
+
+def _send(thread: int, error: type[BaseException] | None) -> None:
+    """None takes back what has not yet been raised."""
+    given = None if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), given)
+
+
+def _worked(thread: int) -> float:
+    """Processor seconds of a thread; those of the clock where a thread has none (macOS)."""
+    if hasattr(time, "pthread_getcpuclockid"):
+        return time.clock_gettime(time.pthread_getcpuclockid(thread))
+    return time.monotonic()
 
 
 def _watch() -> None:
@@ -93,13 +117,13 @@ def _watch() -> None:
         time.sleep(_POLL_SECONDS)
         with _lock:
             for thread, run in _running.items():
-                worked = time.clock_gettime(time.pthread_getcpuclockid(thread))
+                worked = _worked(thread)
                 before, began = seen.get(thread, (None, 0.0))
                 if before is not run:
                     seen[thread] = run, worked
                 elif worked - began > SECONDS:
-                    run.ended = True
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(OutOfTime))
+                    seen[thread] = run, worked  # again after as long: a destructor may have swallowed it
+                    _send(thread, OutOfTime)
 
 
 class _Generator(CodeGenerator):
@@ -124,6 +148,12 @@ class _Generator(CodeGenerator):
     def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802
         self._kept(super().visit_Dict, node, frame, [half for pair in node.items for half in (pair.key, pair.value)])
 
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
+        if isinstance(node.arg, nodes.Slice):  # the library writes Python's own, without the environment
+            self._kept(super().visit_Getitem, node, frame, [node.node])
+        else:
+            super().visit_Getitem(node, frame)
+
     def _kept(self, visit: Callable[[Any, Frame], None], node: Any, frame: Frame, items: list[Any]) -> None:
         if all(isinstance(item, nodes.Const) for item in items):
             visit(node, frame)
@@ -134,7 +164,7 @@ class _Generator(CodeGenerator):
 
 
 class BoundedSandbox(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox, whose values have bounds: `CHARACTERS` each, `WORK` in all."""
+    """jinja2's sandbox, whose values have bounds: `CHARACTERS` each, `HELD` at a time."""
 
     code_generator_class = _Generator
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
@@ -157,7 +187,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
     def keep(self, value: T) -> T:
         """The value, if it is within the bounds; TooLarge if it is not."""
-        _charge(weigh(value))
+        _charge(value)
         return value
 
     def concat(self, pieces: Iterable[str]) -> str:
@@ -168,8 +198,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
             if size > CHARACTERS:
                 raise too_large()
             found.append(piece)
-        _charge(size)
-        return "".join(found)
+        return self.keep("".join(found))
 
     def text(self, values: tuple[Any, ...]) -> str:
         """`a ~ b`."""
@@ -182,44 +211,48 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
             if isinstance(left, int) and isinstance(right, int) and left.bit_length() * max(right, 0) > INTEGER_BITS:
                 raise too_large()
         elif operator == "%" and isinstance(left, str | bytes):
-            refuse_above(CHARACTERS, formatted(left, right))
+            refuse_above(CHARACTERS, printed(left, right))
         return self.keep(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        name = getattr(__obj, "__name__", None)
-        if name in ESTIMATES:
-            method = getattr(__obj, "__wrapped__", __obj)  # the sandbox's own, around a text's format
-            refuse_above(CHARACTERS, ESTIMATES[name](getattr(method, "__self__", None), *args, *kwargs.values()))
+        name, owner = getattr(__obj, "__name__", None), getattr(__obj, "__self__", None)
+        if name in METHODS and isinstance(owner, str | bytes | int):
+            if name == "join":
+                args = _with_length(args, 0)
+            refuse_above(CHARACTERS, METHODS[name](owner, *args, **kwargs))
         return __self.keep(super().call(__context, __obj, *args, **kwargs))
 
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        return None if super().wrap_str_format(value) is None else filled(self, value)
 
-def _charge(size: int) -> None:
-    refuse_above(CHARACTERS, size)
+
+def _charge(value: Any) -> None:
+    characters, size = measure(value)
+    refuse_above(CHARACTERS, characters)
     run = _running.get(threading.get_ident())
-    if run is not None:
-        run.made += size
-        if run.made > WORK:
-            raise TooLarge(f"makes more than {WORK:,} characters on its way")
+    if run is not None and run.held.add(value, size) > HELD:
+        raise TooLarge(f"makes more than {HELD:,} bytes at a time")
+
+
+def _with_length(args: tuple[Any, ...], place: int) -> tuple[Any, ...]:
+    """The arguments, with a list in place of an iterator."""
+    if len(args) <= place or hasattr(args[place], "__len__"):
+        return args
+    return (*args[:place], list(args[place]), *args[place + 1 :])
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    estimate = ESTIMATES.get(name)
+    estimate = FILTERS.get(name)
     context = 1 if hasattr(function, "jinja_pass_arg") else 0  # arguments that the library puts in front
 
     @wraps(function)
     def within(*args: Any, **kwargs: Any) -> Any:
         if estimate is not None:
-            given = list(args)
-            if name == "join" and not hasattr(given[context], "__len__"):
-                given[context] = list(given[context])
-                args = tuple(given)
-            values = [*given[context:], *kwargs.values()]
-            if name == "join":  # as the method: what lies between comes first
-                between = kwargs.get("d", given[context + 1] if len(given) > context + 1 else "")
-                values = [between, given[context]]
-            refuse_above(CHARACTERS, estimate(*values))
+            if name == "join":
+                args = _with_length(args, context)
+            refuse_above(CHARACTERS, estimate(*args[context:], **kwargs))
         found = function(*args, **kwargs)
-        _charge(weigh(found))
+        _charge(found)
         return found
 
     return within

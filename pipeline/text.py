@@ -29,10 +29,11 @@ def printable(name: object) -> str:
     return text if text.isprintable() else repr(text)
 
 
-# "..." is what PyYAML puts where it cuts a line: it may cut off the scheme
-_IN_URL = re.compile(r"(\w://|\.\.\. )[^/\s'\"]*@")
+# a password may hold "/"; "..." is what PyYAML puts where it cuts a line: it may cut off the scheme, or the host
+_END = r"(?:@|(?= \.\.\.))"
+_IN_URL = re.compile(rf"(\w://(?=[^/:\s'\"]*:)|\.\.\. )[^\s'\"]*{_END}|(\w://)[^/\s'\"]*{_END}")
 
 
 def without_secrets(text: str) -> str:
     """A message whose URLs have stars in place of user and password."""
-    return _IN_URL.sub(r"\1***@", text)
+    return _IN_URL.sub(r"\1\2***@", text)

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from pipeline.cli import app
 from pipeline.config import JobConfig, StorageConfig
 from pipeline.storage import filesystem
+from pipeline.text import without_secrets
 
 SECRETS = {
     "AWS_SECRET_ACCESS_KEY": "planted-aws-secret-key",
@@ -126,6 +127,11 @@ def test_a_job_that_fails_tells_no_secret(
     "change",
     [
         f"storage.endpoint_url=http://user:{PASSWORD}@127.0.0.1:9",
+        f"storage.endpoint_url=http://KEY:ab/{PASSWORD}@minio:9000",
+        f"storage.endpoint_url=http://KEY:{PASSWORD}/cd@minio:9000",
+        f"storage.endpoint_url=KEY:{PASSWORD}@minio:9000",
+        f"storage.endpoint_url=http://{PASSWORD}/cd@minio",
+        f"input.path=s3://user:{PASSWORD}/x@bucket/in",
         f"input.path=s3://user:{PASSWORD}@bucket/in",
         f"input.path=[a, 's3://user:{PASSWORD}@bucket/in']",
         f"output.path=s3://user:{PASSWORD}@bucket/out",
@@ -149,11 +155,24 @@ def test_a_password_in_a_place_is_refused_and_not_repeated(tmp_path: Path, chang
 
 def test_a_password_in_broken_yaml_or_in_reports_options_is_not_repeated(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
-    url = f"http://user:{PASSWORD}@host"
-    for text in (f"storage: {{endpoint_url: {url}, x: [}}", f"storage: *{url}", f"a: {url}\na: {url}\n"):
-        file.write_text(text)
-        result = CliRunner().invoke(app, ["run", str(file)])
-        assert result.exit_code == 2 and PASSWORD not in result.output, result.output
+    for url in (f"http://user:{PASSWORD}@host", f"http://user:ab/{PASSWORD}/cd@host"):
+        for text in (f"storage: {{endpoint_url: {url}, x: [}}", f"storage: *{url}", f"a: {url}\na: {url}\n"):
+            file.write_text(text)
+            result = CliRunner().invoke(app, ["run", str(file)])
+            assert result.exit_code == 2 and PASSWORD not in result.output, result.output
     result = CliRunner().invoke(app, ["report", f"s3://user:{PASSWORD}@b/c", "--endpoint-url", url])
     assert result.exit_code == 2 and PASSWORD not in result.output
     assert "--endpoint-url: endpoint_url: holds a user or password" in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("http://KEY:ab/cd@minio:9000 is not there", "http://***@minio:9000 is not there"),
+        ("http://key@host/x, s3://a:b@c/d@e", "http://***@host/x, s3://***@e"),
+        ("http://host:9000/x is not there; ask a@b", "http://host:9000/x is not there; ask a@b"),
+        ("s3://bucket/name@revision", "s3://bucket/name@revision"),
+    ],
+)
+def test_messages_show_no_password(text: str, shown: str) -> None:
+    assert without_secrets(text) == shown
