@@ -70,7 +70,7 @@ class Proxy:
     script: Script = lambda request: None
     requests: list[Request] = field(default_factory=list)
     done: Counter[tuple[str, str | bytes]] = field(default_factory=Counter)
-    delay: float = 0.05
+    delay: float = 0.02
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def decide(self, method: str, target: str, conditional: bool) -> Fault:

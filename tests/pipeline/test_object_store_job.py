@@ -23,12 +23,12 @@ pytestmark = pytest.mark.ray
 ROWS = 40
 
 
-def fill(storage: StorageConfig, checkpoint: Path) -> str:
+def fill(storage: StorageConfig, checkpoint: Path, count: int = ROWS) -> str:
     """URL of a new folder in the bucket with inputs and a checkpoint."""
     root = f"s3://bucket/{uuid.uuid4().hex}"
     folder = open_folder(root, storage)
     for number in range(2):
-        rows = range(number * ROWS // 2, (number + 1) * ROWS // 2)
+        rows = range(number * count // 2, (number + 1) * count // 2)
         sink = pa.BufferOutputStream()
         pq.write_table(pa.table({"id": [f"r{row}" for row in rows], "prompt": [f"name[{row}]" for row in rows]}), sink)
         folder.replace(f"in/{number}.parquet", sink.getvalue().to_pybytes())
@@ -64,12 +64,12 @@ def proxy(s3: StorageConfig) -> Iterator[Proxy]:
 def test_a_job_over_a_failing_store_writes_the_same_bytes(
     own_ray: None, proxy: Proxy, s3: StorageConfig, checkpoint: Path, tmp_path: Path
 ) -> None:
-    root = fill(s3, checkpoint)
-    assert jobs.run(config(root, tmp_path / "out", s3, tmp_path / "a")).totals.rows == ROWS
+    root = fill(s3, checkpoint, 20)  # four shards
+    assert jobs.run(config(root, tmp_path / "out", s3, tmp_path / "a", max_new_tokens=4)).totals.rows == 20
     proxy.script = mixed(seed=7, share=0.15)
-    storage = StorageConfig(endpoint_url=proxy.url, retry_seconds=20)
-    outcome = jobs.run(config(root, f"{root}/out", storage, tmp_path / "b"))
-    assert outcome.totals.rows == ROWS and outcome.totals.errors == 0
+    storage = StorageConfig(endpoint_url=proxy.url, retry_seconds=8)
+    outcome = jobs.run(config(root, f"{root}/out", storage, tmp_path / "b", max_new_tokens=4))
+    assert outcome.totals.rows == 20 and outcome.totals.errors == 0
     assert parts_of(open_folder(f"{root}/out", s3)) == parts(tmp_path / "out")
     assert sum(count for (_, fault), count in proxy.done.items() if fault != DELAY) >= 10
     assert open_folder(f"{root}/out", s3).names("_job/tmp") == []
