@@ -11,7 +11,8 @@ import jinja2
 from markupsafe import Markup
 
 CHARACTERS = 2**23  # of any one value: a context of a million tokens is half of that
-ITEM = 16  # characters that an item of a list counts for, unless it is one of many texts
+ITEM = 24  # characters that a list or a mapping counts for, beside what lies in it
+LEAF = 4  # and what is no text, at least
 INTEGER_BITS = 2**16
 _FLOAT = 310  # digits of the largest
 _SMALL = 4000  # the largest power of ten, of digits to round to
@@ -34,21 +35,23 @@ def measure(value: Any) -> tuple[int, int]:
         one = left.pop()
         memory += getsizeof(one)
         if isinstance(one, str | bytes):
-            characters += len(one)
+            characters += max(1, len(one))
         elif isinstance(one, int):
             refuse_above(INTEGER_BITS, one.bit_length())
-            characters += one.bit_length() // 3
+            characters += max(LEAF, one.bit_length() // 3)
         elif isinstance(one, _FLAT):
             if len(one) > ITEM and set(map(type, one)) <= _TEXTS:  # a document's words: they pass without a loop
                 characters += max(len(one), sum(map(len, one)))
                 memory += sum(map(getsizeof, one))
             else:
-                characters += ITEM * len(one)
+                characters += ITEM
                 left += one
         elif isinstance(one, Mapping):
-            characters += ITEM * len(one)
+            characters += ITEM
             left += one.keys()
             left += one.values()
+        else:
+            characters += LEAF
         refuse_above(CHARACTERS, characters)
     return characters, memory
 
@@ -165,7 +168,7 @@ def _translated(text: Any, table: Any = (), *_: Any, **__: Any) -> int:
     pairs = table.items() if isinstance(table, Mapping) else enumerate(table) if isinstance(table, list | tuple) else ()
     for key, new in pairs:
         if isinstance(new, str) and isinstance(key, int) and 0 <= key < 0x110000:
-            size += text.count(chr(key)) * len(new)
+            size += text.count(chr(key)) * (len(new) - 1)
     return size
 
 
@@ -181,7 +184,7 @@ def _replaced(text: Any, old: Any = "", new: Any = "", count: Any = None) -> int
     found: int = text.count(old)
     if isinstance(count, int) and count >= 0:
         found = min(found, count)
-    return len(text) + found * len(new if isinstance(new, bytes) else str(new))
+    return len(text) + found * (len(new if isinstance(new, bytes) else str(new)) - len(old))
 
 
 def _join_filter(items: Any, d: Any = "", attribute: Any = None) -> int:

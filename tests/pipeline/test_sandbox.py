@@ -106,9 +106,8 @@ def test_a_row_that_takes_too_long_is_an_error_and_the_others_are_answered(
 def test_a_system_that_has_no_clock_of_threads_ends_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(time, "pthread_getcpuclockid")
     monkeypatch.setattr(sandbox, "SECONDS", 0.2)
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"^template: takes more than 0.2 seconds$"):
-            render(FOREVER, {})
+    with pytest.raises(ValueError, match=r"^template: takes more than 0.2 seconds$"):
+        render(FOREVER, {})
 
 
 def test_an_end_that_comes_too_late_stays_within(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,6 +161,8 @@ SANE: list[tuple[str, dict[str, Any], str]] = [
     ("{{ d.split()[:100] | join(' ') }}", {"d": DOC}, "word " * 99 + "word"),
     ("{{ d.split() | map('upper') | list | length }}", {"d": DOC[:250_000]}, "50000"),
     ("{{ d.splitlines() | length }}", {"d": "a\n" * 900_000}, "900000"),
+    ("{{ d.split() | batch(3) | list | length }}", {"d": DOC}, "166667"),
+    ("{{ (d ~ d ~ d) | replace('w', 'W') | length }}", {"d": DOC}, "7500000"),
     ("{{ d.translate({119: 'vv'}) | length }}", {"d": DOC}, "3000000"),
     ("{{ d | indent(4) | length }}", {"d": "ab\n" * 900_000}, str(900_000 * 7 - 4)),
     ("{{ (d | wordwrap(79, wrapstring='\n    ')).count('\n') > 9999 }}", {"d": DOC[:500_000]}, "False"),
@@ -204,8 +205,7 @@ def test_what_has_gone_does_not_count() -> None:
     holder = [kept.pop() for _ in range(10)]
     held.add(holder, 2**26)
     del holder, text
-    held.add(bytes(2**26), 2**26)
-    assert held.add("", 0) == 0 or held.add(bytes(2**26 + 1), 2**26 + 1) < 2**28
+    assert held.add(bytes(SWEEP + 1), SWEEP + 1) == SWEEP + 1
 
 
 @pytest.mark.parametrize(
