@@ -72,8 +72,9 @@ def run_scheduled(root: Folder, job: Job, changed: str, overwrite: bool) -> Sche
     answering raises.
     """
     finished: list[FinishedRun] = []
-    root = probe_create(root)
     ledger = ledgers.read(root)
+    if not ledger.runs:
+        root = probe_create(root)
     last = ledger.last
     if last is not None and last.state == "unfinished":
         resumed = _resume(root, last, job, overwrite)
