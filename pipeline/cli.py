@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pipeline.text import without_secrets
+from pipeline.cli_errors import BAD_CONFIG, FAILED, INTERRUPTED, ROW_ERRORS, cause, job_errors, stop
 
 app = typer.Typer(
     name="skipdecode",
@@ -26,8 +23,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-OK, FAILED, BAD_CONFIG, ROW_ERRORS, INTERRUPTED, LEASE = 0, 1, 2, 3, 4, 5
-RETRY_ADVICE = re.compile(r"Failed to .+ after \d+/\d+ attempts")
 
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change a key of the file. Repeatable.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show Ray's own messages and tracebacks.")]
@@ -47,11 +42,6 @@ def _setup(verbose: bool) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not verbose:
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-
-
-def _stop(code: int, message: str) -> typer.Exit:
-    typer.echo(f"skipdecode: {without_secrets(' '.join(message.split()))}", err=True)
-    return typer.Exit(code)
 
 
 @app.command()
@@ -74,7 +64,7 @@ def run(
     try:
         config = load_config(JobConfig, job, changes or [])
     except ValueError as error:
-        raise _stop(BAD_CONFIG, str(error)) from None
+        raise stop(BAD_CONFIG, str(error)) from None
     from rich.console import Console
 
     from pipeline import job as jobs
@@ -83,7 +73,7 @@ def run(
     from pipeline.storage import open_folder
 
     again = "the same command without --overwrite" if overwrite else "the same command"
-    with _job_errors(job, config.output.path, again, "goes on from the committed shards", verbose):
+    with job_errors(job, config.output.path, again, "goes on from the committed shards", verbose):
         if config.input.since:
             scheduled = jobs.run_since(config, limit=limit, overwrite=overwrite, verbose=verbose)
             done = [(one.folder, one.outcome) for one in scheduled.finished]
@@ -110,47 +100,11 @@ def run(
         judged = last_errors(last)
     for errors, rows in judged:
         if errors > config.max_row_errors * rows:
-            raise _stop(
+            raise stop(
                 ROW_ERRORS,
                 f"{errors:,} of {rows:,} rows have an error, more than max_row_errors = "
                 f"{config.max_row_errors:g}; their `error` column says why",
             )
-
-
-@contextmanager
-def _job_errors(job: Path, output: str, again: str, goes_on: str, verbose: bool) -> Iterator[None]:
-    """What a job may raise, as one line and the exit status that says of which kind it is."""
-    import ray
-
-    from pipeline.interrupt import Interrupted
-    from pipeline.lease import LeaseHeld, LeaseLost
-    from pipeline.ledger import Overtaken
-    from pipeline.report import RowsMissing
-    from pipeline.storage import STORE_ERRORS
-
-    try:
-        yield
-    except Interrupted as error:
-        raise _stop(INTERRUPTED, f"interrupted ({error}); {again} finishes the job") from None
-    except (LeaseHeld, LeaseLost, Overtaken) as error:
-        raise _stop(LEASE, f"another run holds {output}: {error}") from None
-    # before ValueError: Ray's error of a task is also an instance of what the task raised
-    except (RowsMissing, ray.exceptions.RayError, *STORE_ERRORS) as error:
-        if verbose:
-            logging.exception("job failed")
-        raise _stop(FAILED, f"failed: {_cause(error)}; {again} {goes_on}") from None
-    except ValueError as error:
-        if verbose:
-            logging.exception("bad configuration or input")
-        raise _stop(BAD_CONFIG, f"{job}: {error}".replace(f"{job}: {job}: ", f"{job}: ")) from None
-
-
-def _cause(error: BaseException) -> str:
-    """The last line of an error that Ray may have wrapped, without the advice on retries that Ray Data adds."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    advice = [number for number, line in enumerate(lines) if RETRY_ADVICE.match(line)]
-    lines = lines[: advice[0]] or lines if advice else lines
-    return lines[-1] if lines else type(error).__name__
 
 
 @app.command()
@@ -172,7 +126,7 @@ def adapt(
         values = load_values(job, changes or [])
         config = validated(JobConfig, values, str(job))
     except ValueError as error:
-        raise _stop(BAD_CONFIG, str(error)) from None
+        raise stop(BAD_CONFIG, str(error)) from None
     import torch
     from rich.console import Console
 
@@ -180,25 +134,25 @@ def adapt(
     from pipeline.adapt_report import print_adapted, to_dict, too_tight
 
     try:
-        with _job_errors(job, "the adaptation", "the same command", "goes on from the last stage", verbose):
+        with job_errors(job, "the adaptation", "the same command", "goes on from the last stage", verbose):
             adapted = adaptation.adapt(config, values, str(job), verbose=verbose)
     except typer.Exit:  # a RuntimeError too
         raise
     except ImportError as error:  # of tune's or evaluate's, which are imported when their stage begins
         missing = f"{error.name or error} is not installed: pip install -c constraints.txt -e '.[tune,eval]'"
-        raise _stop(BAD_CONFIG, missing) from None
+        raise stop(BAD_CONFIG, missing) from None
     except torch.OutOfMemoryError as error:
         advice = "lower adapt.training.batch_size or actors.max_batch; the same command goes on from the last stage"
-        raise _stop(FAILED, f"failed: {str(error).partition('. ')[0]}; {advice}") from None
+        raise stop(FAILED, f"failed: {str(error).partition('. ')[0]}; {advice}") from None
     except RuntimeError as error:
         if verbose:
             logging.exception("adaptation failed")
-        raise _stop(FAILED, f"failed: {_cause(error)}; the same command goes on from the last stage") from None
+        raise stop(FAILED, f"failed: {cause(error)}; the same command goes on from the last stage") from None
     print_adapted(Console(soft_wrap=True, stderr=as_json), adapted)
     if as_json:
         typer.echo(json.dumps(to_dict(adapted)))
     if adapted.chosen is None:
-        raise _stop(FAILED, too_tight(adapted))
+        raise stop(FAILED, too_tight(adapted))
 
 
 @app.command()
@@ -222,17 +176,17 @@ def tune(
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         folder = train(config, str(recipe))
     except ImportError as error:
-        raise _stop(BAD_CONFIG, f"{error.name} is not installed: pip install -c constraints.txt -e '.[tune]'") from None
+        raise stop(BAD_CONFIG, f"{error.name} is not installed: pip install -c constraints.txt -e '.[tune]'") from None
     except ValueError as error:
         if verbose:
             logging.exception("bad configuration or input")
-        raise _stop(BAD_CONFIG, f"{recipe}: {error}".replace(f"{recipe}: {recipe}: ", f"{recipe}: ")) from None
+        raise stop(BAD_CONFIG, f"{recipe}: {error}".replace(f"{recipe}: {recipe}: ", f"{recipe}: ")) from None
     except (OSError, RuntimeError) as error:  # such as out of memory, or a worker's end
         if verbose:
             logging.exception("training failed")
-        raise _stop(FAILED, f"failed: {_cause(error)}; the same command goes on from the last saved step") from None
+        raise stop(FAILED, f"failed: {cause(error)}; the same command goes on from the last saved step") from None
     except KeyboardInterrupt:
-        raise _stop(INTERRUPTED, "interrupted; the same command goes on from the last saved step") from None
+        raise stop(INTERRUPTED, "interrupted; the same command goes on from the last saved step") from None
     typer.echo(f"checkpoint: {folder}")
 
 
@@ -275,25 +229,25 @@ def evaluate(
             outcome = search_schedule(config, str(recipe), parse_goal(search))
             print_search(console, outcome, ", ".join(config.data.path))
             if outcome.file is None:
-                raise _stop(FAILED, f"no schedule stays within {search}")
+                raise stop(FAILED, f"no schedule stays within {search}")
             return
         evaluation = measure(config, str(recipe))
     except ImportError as error:
-        raise _stop(BAD_CONFIG, f"{error.name} is not installed: pip install -c constraints.txt -e '.[eval]'") from None
+        raise stop(BAD_CONFIG, f"{error.name} is not installed: pip install -c constraints.txt -e '.[eval]'") from None
     except ValueError as error:
         if verbose:
             logging.exception("bad configuration or input")
-        raise _stop(BAD_CONFIG, str(error)) from None
+        raise stop(BAD_CONFIG, str(error)) from None
     except STORE_ERRORS as error:
-        raise _stop(FAILED, f"failed: {error}") from None
+        raise stop(FAILED, f"failed: {error}") from None
     except RuntimeError as error:
         import torch
 
         if not isinstance(error, torch.OutOfMemoryError):
             raise
-        raise _stop(FAILED, "out of memory: lower max_batch") from None
+        raise stop(FAILED, "out of memory: lower max_batch") from None
     except KeyboardInterrupt:
-        raise _stop(INTERRUPTED, "interrupted; nothing is kept, the same command begins anew") from None
+        raise stop(INTERRUPTED, "interrupted; nothing is kept, the same command begins anew") from None
     print_tables(console, evaluation)
     typer.echo(f"tables, plot and answers: {config.output}")
 
@@ -344,15 +298,15 @@ def report(
                 typer.echo(line)
                 bad += 1
             if bad:
-                raise _stop(FAILED, f"{output}: {bad:,} files are not as they were committed")
+                raise stop(FAILED, f"{output}: {bad:,} files are not as they were committed")
             typer.echo(f"{output}: every part is as it was committed")
             return
         records = read_records(folder, manifest.fingerprint)
         print_report(Console(soft_wrap=True), manifest, records, write_report(folder, manifest, records))
     except ValueError as error:
-        raise _stop(BAD_CONFIG, str(error)) from None
+        raise stop(BAD_CONFIG, str(error)) from None
     except STORE_ERRORS as error:
-        raise _stop(FAILED, f"failed: {error}") from None
+        raise stop(FAILED, f"failed: {error}") from None
 
 
 def main() -> None:

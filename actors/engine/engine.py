@@ -16,50 +16,18 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
 from actors.engine.batching import plan_batches
 from actors.engine.cache import PrefixKeys, SkipCache, cache_bytes_per_row, compaction
-from actors.engine.choices import Node
 from actors.engine.decoder import Decoder
 from actors.engine.out_of_memory import alone_error, free_memory, is_out_of_memory
+from actors.engine.row import Row
 from actors.engine.sampling import RowSampling, sample
 from actors.engine.schedule import Schedule
-from actors.engine.types import Completion, EngineStats, FinishReason, Request, SamplingParams, TokenLogprob
-
-
-@dataclass
-class Row:
-    """A row in flight. limit: most new tokens. stop_ids: tokens that end it. position: t of the token that the next
-    step takes as input. node: how far a row that is bound to choices has come."""
-
-    request: Request
-    ticket: int
-    limit: int
-    sampling: RowSampling
-    stop_ids: frozenset[int]
-    node: Node | None = None
-    position: int = -1
-    tokens: list[int] = field(default_factory=list)
-    logprob: float = 0.0
-    choice_logprob: float = 0.0
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    choice: int | None = None
-    finish: FinishReason | None = None
-
-    def completion(self) -> Completion:
-        """The answer of a row that has ended."""
-        assert self.finish is not None
-        return Completion(
-            tuple(self.tokens),
-            self.finish,
-            self.logprob,
-            tuple(self.logprobs) if self.request.sampling.logprobs is not None else None,
-            self.choice,
-            None if self.choice is None else math.exp(self.choice_logprob),
-        )
+from actors.engine.types import Completion, EngineStats, FinishReason, Request, SamplingParams
 
 
 class Engine:
@@ -350,26 +318,7 @@ class Engine:
                 row.logprobs.append(drawn.top[place])
             if row.node is not None:
                 row.choice_logprob += drawn.choice_logprobs[place]
-            row.finish = self._finish(row)
-
-    def _finish(self, row: Row) -> FinishReason | None:
-        """Why the row's last token ends it, None if it does not; moves a row that is bound to choices on."""
-        request, token, count = row.request, row.tokens[-1], len(row.tokens)
-        if row.node is not None:
-            assert request.choices is not None
-            row.node, row.choice = request.choices.follow(row.node, token)
-            if row.choice is not None:
-                row.sampling.allowed = None
-                return FinishReason.STOP
-            row.sampling.allowed = request.choices.allowed(row.node)
-            return None
-        if count >= request.sampling.min_new_tokens:
-            row.sampling.barred = ()
-            if token in row.stop_ids:
-                return FinishReason.STOP
-            if request.ending is not None and request.ending.ended(row.tokens):
-                return FinishReason.STOP
-        return FinishReason.LENGTH if count >= row.limit else None
+            row.finish = row.reason_to_end()
 
 
 def _begins_with(prompt: Sequence[int], prefix: Sequence[int]) -> bool:

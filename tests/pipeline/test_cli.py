@@ -15,7 +15,8 @@ import yaml
 from command import assert_released
 from typer.testing import CliRunner
 
-from pipeline.cli import _cause, app
+from pipeline.cli import app
+from pipeline.cli_errors import cause
 
 
 @pytest.fixture
@@ -162,7 +163,7 @@ def test_the_cause_of_a_failed_task_is_what_went_wrong_and_not_advice_on_retries
             error, description="run it", attempts=1, max_attempts=3, total_backoff_s=0.0, exception_str=""
         )
     assert str(error).splitlines()[-1].startswith("To change retry attempts")
-    assert _cause(error) == "ValueError: weights are missing"
+    assert cause(error) == "ValueError: weights are missing"
 
 
 def test_help_is_quick_to_import_and_names_the_commands() -> None:
