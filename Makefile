@@ -1,15 +1,23 @@
 # Needs Python 3.11 or newer with venv, and make.
 PYTHON ?= python3
+# what CI has time for; those with a Ray run beside the others, in one process
+QUICK = not slow and not ceph
 PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow test-ceph lint bench bench-scale soak clean evidence-e2e evidence-dense evidence-orders evidence-labels evidence-adapt
+.PHONY: demo test coverage test-slow test-ceph lint bench bench-scale soak clean evidence-e2e evidence-dense evidence-orders evidence-labels evidence-adapt
 
 demo: .venv/installed
 	@.venv/bin/python -m pipeline.demo work/demo/prompts
 	@.venv/bin/skipdecode run configs/demo.yaml --show 5
 
 test: .venv/installed-dev
-	.venv/bin/python -m pytest -n 2 --dist loadgroup --cov --durations=10
+	@mkdir -p work
+	@.venv/bin/python -m pytest --durations=10 -m "not ray and $(QUICK)" >work/test.log 2>&1 & rest=$$!; \
+	.venv/bin/python -m pytest --durations=10 -m "ray and $(QUICK)"; rays=$$?; \
+	wait $$rest; rest=$$?; cat work/test.log; exit $$((rays + rest))
+
+coverage: .venv/installed-dev
+	.venv/bin/python -m pytest --cov
 
 test-slow: .venv/installed-dev
 	.venv/bin/python -m pytest -m slow
