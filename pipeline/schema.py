@@ -238,7 +238,10 @@ def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 def _cast(values: pa.Array, kind: pa.DataType) -> pa.Array:
     """ArrowInvalid if one of the values does not fit."""
-    cast = values.cast(kind)
+    try:
+        cast = values.cast(kind)
+    except pa.ArrowIndexError:  # Arrow looks nulls up too, and in an empty dictionary there is nothing
+        cast = pa.array(values.to_pylist(), kind)
     cast.validate(full=True)
     return cast
 

@@ -20,12 +20,12 @@ from typer.testing import CliRunner
 from pipeline import job as jobs
 from pipeline import ledger as ledgers
 from pipeline.cli import app
-from pipeline.config import JobConfig, StorageConfig
+from pipeline.config import StorageConfig
 from pipeline.interrupt import Interrupted
 from pipeline.lease import Lease
 from pipeline.sink import commit
 from pipeline.source import Shard
-from pipeline.storage import open_folder
+from pipeline.storage import Folder, open_folder
 
 LOCAL = StorageConfig()
 
@@ -87,8 +87,9 @@ def flow(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None, BaseException
     """Parts without a model, from each run on; from then on it stops after `count` shards with `error`."""
 
     def behave(count: int | None = None, error: BaseException | None = None) -> None:
-        def answer(config: JobConfig, checkpoint: Any, schedule: Any, manifest: Any, left: list[Shard]) -> None:
-            folder = open_folder(config.output.path, config.storage)
+        def answer(
+            config: Any, checkpoint: Any, schedule: Any, manifest: Any, folder: Folder, left: list[Shard]
+        ) -> None:
             for shard in left[:count]:
                 table = pq.read_table(shard.url).slice(shard.first_row, shard.rows)
                 assert table.num_rows == shard.rows

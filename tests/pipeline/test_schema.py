@@ -266,3 +266,10 @@ def test_columns_that_do_not_go_together_are_refused_in_one_line() -> None:
 def test_a_table_of_another_origin_has_no_errors() -> None:
     table = pa.table({"x": [Decimal("1.5")]})
     assert split_errors(table) == (table, [None])
+
+
+def test_a_null_of_an_empty_dictionary_is_a_null() -> None:
+    words = pa.dictionary(pa.int8(), pa.string())
+    table = pa.table({"x": pa.array([None], pa.struct([("a", words)]))})
+    found = conform(table, pa.schema([("x", pa.struct([("a", pa.string())]))]))
+    assert found["x"].to_pylist() == [None] and found[ERROR].to_pylist() == [None]

@@ -45,7 +45,7 @@ def test_a_decay_keeps_its_shape(layers: int, speedup: float, horizon: int) -> N
         if got.depths[0] < layers and got.depths[-1] > 2:
             plain = ScheduleSpec(max_depth=high, min_depth=low, horizon=horizon, decay=decay, power=power).build(layers)
             moved = [got.depth(t) - plain.depth(t) for t in range(horizon)]
-            assert max(moved) - min(moved) <= 1
+            assert max(moved) - min(moved) <= 2  # moved by a whole layer, halves round to the even side of both
 
 
 def test_the_comparisons_of_a_model_of_24_layers() -> None:
