@@ -250,6 +250,7 @@ def test_placement_is_checked_before_it_can_hang() -> None:
     check_placement(actors(min=1, max=9, gpus=1), {"CPU": 4.0, "GPU": 1.0}, fixed=True)
 
 
+@pytest.mark.slow  # test_faults.py kills a driver in every run of the suite
 def test_a_killed_run_started_again_is_as_if_undisturbed(
     undisturbed: tuple[Path, jobs.Outcome], inputs: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
