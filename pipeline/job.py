@@ -141,6 +141,7 @@ def _answer(
     folder = open_folder(config.output.path, config.storage)
     done = committed(folder, manifest.shards, manifest.fingerprint)
     left = [shard for shard in manifest.shards if shard.index not in done]
+    clear_flights(folder, but={shard.index for shard in left})
     if done and left:
         log.warning("resuming: %d of %d shards are committed already", len(done), len(manifest.shards))
     if left:
@@ -209,7 +210,6 @@ def _flow(
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     tally = ray.remote(num_cpus=0)(Tally).options(scheduling_strategy=here).remote()  # dies with the driver only
     source = ShardSource(left, manifest.files, manifest.schema, config.storage, READ_TASK_ROWS, READ_TASK_BYTES)
-    clear_flights(folder, but={shard.index for shard in left})
     run = uuid.uuid4().hex
     preparing, generating = (Flights(folder, run, config.attempts, stage) for stage in STAGES)
     with warnings.catch_warnings():

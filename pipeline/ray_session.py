@@ -51,7 +51,8 @@ def ray_session(actors: ActorsConfig, verbose: bool) -> Iterator[None]:
             signal.signal(signal.SIGTERM, on_sigterm)
     for handler in logging.getLogger("ray.data").handlers:
         if isinstance(handler, logging.StreamHandler) and type(handler).__module__.startswith("ray."):
-            handler.setLevel(level)  # not those that whoever called us has put there
+            # not those that whoever called us has put there; what ends the job is told by the job itself, in one line
+            handler.setLevel(level if verbose else logging.CRITICAL)
     context = DataContext.get_current()
     context.enable_progress_bars = verbose
     context.print_on_execution_start = verbose
