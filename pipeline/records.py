@@ -199,6 +199,7 @@ class RollUp:
     def __init__(self, folder: Folder, fingerprint: str) -> None:
         self.folder = folder
         self.fingerprint = fingerprint
+        self._failed = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="roll-up", daemon=True)
 
@@ -209,12 +210,15 @@ class RollUp:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._failed = kind is not None
         self._stop.set()
         self._thread.join()
 
     def _watch(self) -> None:
         while True:
-            last = self._stop.is_set()  # once more after the end
+            last = self._stop.is_set()  # once more after a good end
+            if last and self._failed:
+                return
             try:
                 roll_up(self.folder, self.fingerprint)
             except STORE_ERRORS as error:  # the store may come back; what was not rolled up lies there still
