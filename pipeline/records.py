@@ -147,13 +147,22 @@ def joined(tables: Iterable[pa.Table]) -> pa.Table:
     return table.filter(pa.array(np.append(True, shards[1:] != shards[:-1])[: len(shards)]))
 
 
-def read_records(folder: Folder, fingerprint: str) -> pa.Table:
-    """All records, one row a shard, by shard. ValueError names a file that cannot be read."""
+def sound_records(folder: Folder, fingerprint: str) -> tuple[pa.Table, list[str]]:
+    """All records that can be read, one row a shard, by shard; and a line for each file that cannot."""
     loose, damaged = read_loose(folder, loose_records(folder), fingerprint)  # before the segments that may take them
     segments, broken = read_segments(folder, fingerprint)
-    for name in [record_name(shard) for shard in damaged] + [f"{SEGMENTS}/{name}" for name in broken]:
-        raise ValueError(f"{folder.url}/{name}: damaged; run the job again, which makes it anew from its parts")
-    return joined([records_table(loose), *segments.values()])
+    names = [record_name(shard) for shard in damaged] + [f"{SEGMENTS}/{name}" for name in broken]
+    return joined([records_table(loose), *segments.values()]), [
+        f"{folder.url}/{name}: damaged; run the job again, which makes it anew from its parts" for name in names
+    ]
+
+
+def read_records(folder: Folder, fingerprint: str) -> pa.Table:
+    """All records, one row a shard, by shard. ValueError names a file that cannot be read."""
+    records, problems = sound_records(folder, fingerprint)
+    if problems:
+        raise ValueError(problems[0])
+    return records
 
 
 def write_segment(folder: Folder, table: pa.Table, fingerprint: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from pipeline.manifest import Manifest
 from pipeline.parallel import in_parallel
-from pipeline.records import SEGMENTS, joined, loose_records, read_loose, read_segments, record_name, records_table
+from pipeline.records import sound_records
 from pipeline.report import SUCCESS
 from pipeline.sink import PARTS_AT_ONCE, check_part, part_name, part_sizes
 from pipeline.storage import Folder
@@ -15,11 +15,8 @@ from pipeline.storage import Folder
 
 def verify(folder: Folder, manifest: Manifest) -> Iterator[str]:
     """A line for each file that is not what was committed; none if all are. Changes nothing."""
-    loose, damaged = read_loose(folder, loose_records(folder), manifest.fingerprint)
-    segments, broken = read_segments(folder, manifest.fingerprint)
-    for name in [record_name(shard) for shard in damaged] + [f"{SEGMENTS}/{name}" for name in broken]:
-        yield f"{folder.url}/{name}: damaged; run the job again, which makes it anew from its parts"
-    records = joined([records_table(loose), *segments.values()])
+    records, problems = sound_records(folder, manifest.fingerprint)
+    yield from problems
     digests = dict(zip(records["shard"].to_pylist(), records["sha256"].to_pylist(), strict=True))
     planned = {shard.index: shard for shard in manifest.shards}
     parts = part_sizes(folder, planned, max(planned, default=-1))
