@@ -36,13 +36,6 @@ class Outcome:
     seconds: float
 
 
-def finish(folder: Folder, manifest: Manifest) -> Totals:
-    """Check that every planned row is committed once, then write statistics, summary and `_SUCCESS`."""
-    totals = complete(folder, manifest)
-    seal(folder)
-    return totals
-
-
 def seal(folder: Folder) -> None:
     """Write `_SUCCESS`, after `complete`."""
     folder.replace(SUCCESS, folder.read(SUMMARY))

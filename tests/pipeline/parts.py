@@ -8,8 +8,11 @@ import pyarrow as pa
 
 from actors.generator import Answer
 from pipeline.generate import PartSpec, part_bytes, part_table
+from pipeline.manifest import Batching, Manifest
+from pipeline.report import complete, seal
 from pipeline.source import Shard
-from pipeline.stats import ShardStats
+from pipeline.stats import ShardStats, Totals
+from pipeline.storage import Folder
 
 LAYERS = 4
 FINGERPRINT = "f" * 64
@@ -87,3 +90,16 @@ def part_stats(shard: Shard, **changes: Any) -> ShardStats:
         "adopted": False,
     }
     return ShardStats(**{**values, **changes})
+
+
+def manifest_of(shards: list[Shard]) -> Manifest:
+    """Of a job of these shards."""
+    identity = {"schedule": {"speedup": 2.0, "num_layers": LAYERS}}
+    return Manifest(FINGERPRINT, identity, Batching(5, 1, 1, 1, 1), [], shards, pa.schema([]))
+
+
+def finish(folder: Folder, manifest: Manifest) -> Totals:
+    """The end of a job whose shards are committed."""
+    totals = complete(folder, manifest)
+    seal(folder)
+    return totals

@@ -9,36 +9,27 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from memory import MemoryFolder, Stepped
-from parts import FINGERPRINT, LAYERS, part, part_stats
+from parts import FINGERPRINT, finish, manifest_of, part, part_stats
 from typer.testing import CliRunner
 
 from pipeline import manifest as manifests
 from pipeline import records, sink
 from pipeline.cli import app
 from pipeline.config import StorageConfig
-from pipeline.manifest import Batching, Manifest
 from pipeline.parallel import in_parallel
 from pipeline.records import COMMITS, RECORDS_SCHEMA, SEGMENTS, RollUp, read_records, roll_up, write_segment
-from pipeline.report import SUCCESS, RowsMissing, complete, finish
+from pipeline.report import SUCCESS, RowsMissing, complete
 from pipeline.sink import commit, committed, part_name
 from pipeline.source import Shard
 from pipeline.storage import Folder, open_folder
 from pipeline.verify import verify
 
 SHARDS = [Shard(index, "in/a.parquet", 5 * index, 2 + index % 3) for index in range(6)]
-MANIFEST = Manifest(
-    FINGERPRINT,
-    {"schedule": {"speedup": 2.0, "num_layers": LAYERS}},
-    Batching(5, 1, 1, 1, 1),
-    [],
-    SHARDS,
-    pa.schema([]),
-)
+MANIFEST = manifest_of(SHARDS)
 PARTS = [part(shard) for shard in SHARDS]
 ROWS, TOKENS = MANIFEST.rows, sum(part_stats(shard).generated_tokens for shard in SHARDS)
 

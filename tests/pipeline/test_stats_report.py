@@ -14,16 +14,15 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parts import FINGERPRINT, LAYERS, part, part_spec, part_stats
+from parts import FINGERPRINT, LAYERS, finish, manifest_of, part, part_spec, part_stats
 from rich.console import Console
 
 from pipeline.config import StorageConfig
 from pipeline.generate import ShardGenerator
-from pipeline.manifest import Batching, Manifest
 from pipeline.prepare import CHOICES, ERROR, PROMPT_IDS, SAMPLING
 from pipeline.progress import progress_line
 from pipeline.records import read_records, record_name
-from pipeline.report import STATS, SUCCESS, SUMMARY, RowsMissing, finish, first_rows, print_report, write_report
+from pipeline.report import STATS, SUCCESS, SUMMARY, RowsMissing, first_rows, print_report, write_report
 from pipeline.sink import commit, committed, part_name
 from pipeline.source import Shard, to_ipc
 from pipeline.stats import ShardStats, add_up, duplicate_ids, to_table
@@ -31,14 +30,7 @@ from pipeline.storage import Folder, open_folder
 from pipeline.tally import Tally
 
 SHARDS = [Shard(0, "in/a.parquet", 0, 4), Shard(1, "in/a.parquet", 4, 5), Shard(2, "in/b.parquet", 0, 1)]
-MANIFEST = Manifest(
-    FINGERPRINT,
-    {"schedule": {"speedup": 2.0, "num_layers": LAYERS}},
-    Batching(5, 1, 1, 1, 1),
-    [],
-    SHARDS,
-    pa.schema([]),
-)
+MANIFEST = manifest_of(SHARDS)
 KINDS: dict[str, st.SearchStrategy[Any]] = {
     "int": st.integers(0, 10**9),
     "float": st.floats(0, 1e6),
