@@ -9,8 +9,8 @@ alone and the highest is never removed, so a holder that sleeps through its own 
 middle of a beat, changes nothing for who came after it.
 
 Of a holder on another machine we know only whether its counter moves, seen over our own monotonic clock: clocks
-that differ or are set do not matter. The lease saves work; it is the conditional creation of parts that keeps two
-runs from harming each other.
+that differ or are set do not matter. One that wakes up just while it is being replaced works on until its next beat.
+The lease saves work; it is the conditional creation of parts that keeps two runs from harming each other.
 """
 
 from __future__ import annotations

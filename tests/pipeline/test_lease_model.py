@@ -18,6 +18,7 @@ from pipeline import lease as leases
 from pipeline.lease import TERMS, Lease, LeaseHeld
 
 BEAT, WATCH = 1.0, 6.0
+LATE = WATCH - 1e-6  # sums of steps of the clock are rounded
 
 
 @dataclass
@@ -28,6 +29,8 @@ class World:
     store: dict[str, bytes] = field(default_factory=dict)
     written: dict[str, float] = field(default_factory=dict)  # nonce -> when its holder wrote last
     gaps: dict[str, float] = field(default_factory=dict)  # nonce -> longest time between two of its writes
+    began: dict[str, int] = field(default_factory=dict)  # nonce -> the step in which its term was created
+    steps: int = 0
     now: Run | None = None  # the one whose step it is
 
     def sleep(self, seconds: float) -> None:
@@ -56,7 +59,9 @@ class Noted(MemoryFolder):
     def create(self, name: str, data: bytes) -> bool:
         done = super().create(name, data)
         if done:
-            self.world.wrote(json.loads(data)["nonce"])
+            nonce = json.loads(data)["nonce"]
+            self.world.wrote(nonce)
+            self.world.began[nonce] = self.world.steps
         return done
 
     def replace(self, name: str, data: bytes) -> None:
@@ -72,8 +77,8 @@ class Run:
         self.beats = beats
         self.sleeps_until = self.paused_until = 0.0
         self.nonce = ""
+        self.term = self.looked = 0  # looked: the step in which the last beat that it has ended began
         self.believes = self.got = self.refused = self.lost = False
-        self.sure = True  # it looked after it had last been late
         world.now = self
         self.stepped = Stepped(self._work)
 
@@ -89,24 +94,20 @@ class Run:
             self.refused = True
             return
         self.believes = self.got = True
+        self.term = lease.term
         for _ in range(self.beats):
             self.world.sleep(BEAT)
-            before = self.world.written[self.nonce]
+            looking = self.world.steps
             if not lease.renew():
                 self.believes, self.lost = False, True
                 return
-            self.sure = self.world.written[self.nonce] - before < WATCH
+            self.looked = looking
         self.believes = False
         lease.give_back()
 
     @property
-    def holds(self) -> bool:
-        """It believes so, and has not been silent for so long that it may have been taken for dead."""
-        return self.believes and self.sure and self.world.silence(self.nonce) < WATCH
-
-    @property
     def was_late(self) -> bool:
-        return max(self.world.gaps[self.nonce], self.world.silence(self.nonce)) >= WATCH
+        return max(self.world.gaps[self.nonce], self.world.silence(self.nonce)) >= LATE
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -128,6 +129,7 @@ def simulate(world: World, seed: int, runs: int, steps: int) -> list[Run]:
     world.store.clear()
     world.written.clear()
     world.gaps.clear()
+    world.began.clear()
     world.clock = 0.0
     everyone: list[Run] = []
     pauses, deaths = chance.choice([0.0, 0.02, 0.2]), chance.choice([0.0, 0.01])
@@ -150,9 +152,13 @@ def simulate(world: World, seed: int, runs: int, steps: int) -> list[Run]:
             run.believes = False
         else:
             world.now = run
+            world.steps += 1
             run.stepped.step(1)
         assert run.stepped.error is None or run.stepped.ended
-        assert sum(one.holds for one in everyone) <= 1
+        for first, later in itertools.permutations([one for one in everyone if one.believes], 2):
+            # two may believe that they hold it if the first was taken for dead; its next beat tells it
+            if first.term <= later.term:
+                assert first.was_late and first.looked < world.began[later.nonce]
         # who beats in time never loses it, whatever those do who slept
         assert all(one.was_late for one in everyone if one.lost)
     return everyone
