@@ -5,8 +5,11 @@ Ray runs `worker_process_setup_hook` in every worker as it starts; all else of t
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from actors.engine.types import EngineStats
@@ -16,13 +19,32 @@ TOKENS = [5, 6, 7, 8]
 TEXT = "a cheap pub near the river"
 
 
+@dataclass(frozen=True)
+class StartingLine:
+    """Where engines that have loaded wait in a folder for all others, so that a job's start-up is not compared."""
+
+    folder: Path
+    engines: int
+
+    def wait(self) -> None:
+        """AssertionError if the others do not come within two minutes."""
+        (self.folder / str(os.getpid())).touch()
+        end = time.monotonic() + 120
+        while len(list(self.folder.iterdir())) < self.engines:
+            assert time.monotonic() < end, "not all engines have started"
+            time.sleep(0.05)
+
+
 class FakeGenerator(Generator):
     """Answers every row with the same few tokens. seconds_a_row: sleep, as long as a GPU would be busy."""
 
     seconds_a_row = 0.0
+    line: StartingLine | None = None
 
     def __init__(self, checkpoint: str, **settings: Any) -> None:
         self.taken = EngineStats()
+        if self.line:
+            self.line.wait()
 
     def answer(self, prompts: Sequence[Prompt], *rest: Any, **more: Any) -> list[Answer]:
         """The rows' answers, in their order; a row that comes with an error has an answer that says so."""
@@ -61,13 +83,13 @@ class FakeGenerator(Generator):
         return "fake"
 
 
-def hook(seconds_a_row: float) -> Callable[[], None]:
+def hook(seconds_a_row: float, line: StartingLine | None = None) -> Callable[[], None]:
     """A `worker_process_setup_hook` that puts the fake in place."""
 
     def put_in_place() -> None:
         import pipeline.generate
 
-        FakeGenerator.seconds_a_row = seconds_a_row
+        FakeGenerator.seconds_a_row, FakeGenerator.line = seconds_a_row, line
         pipeline.generate.Generator = FakeGenerator  # type: ignore[misc]
 
     return put_in_place

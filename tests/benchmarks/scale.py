@@ -34,9 +34,8 @@ import pyarrow as pa  # noqa: E402
 import pyarrow.compute as pc  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 import ray  # noqa: E402
-from fake_engine import hook  # noqa: E402
+from fake_engine import StartingLine, hook  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
-from ray.data import DataContext  # noqa: E402
 from tiny import tiny_checkpoint  # noqa: E402
 from watch import MIB, Watch  # noqa: E402
 
@@ -132,10 +131,13 @@ def shards(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def nodes(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """As many shards for one node as for two, each with as many actors on GPUs that are pretended."""
+    """As many shards for one node as for two, each with as many actors on GPUs that are pretended; they start
+    together, so that the start-up of processes on this machine's cores is not what is compared."""
     write_inputs(folder / "inputs", options.node_shards * NODE_ROWS, 4)
     found: dict[str, Any] = {}
     for count in (1, 2):
+        line = StartingLine(folder / f"line-{count}", NODE_ACTORS * count)
+        line.folder.mkdir()
         node = {"num_cpus": 4, "num_gpus": NODE_ACTORS, "object_store_memory": OBJECT_STORE_BYTES // 2}
         cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
         try:
@@ -143,10 +145,9 @@ def nodes(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 cluster.add_node(**node)
             ray.init(
                 address=cluster.address,
-                runtime_env={"worker_process_setup_hook": hook(NODE_SECONDS / NODE_ROWS)},
+                runtime_env={"worker_process_setup_hook": hook(NODE_SECONDS / NODE_ROWS, line)},
                 log_to_driver=False,
             )
-            DataContext.get_current().wait_for_min_actors_s = 120  # start-up is not what is compared
             actors = {"count": NODE_ACTORS * count, "gpus": 1}
             one = config(folder, actors, shard_rows=NODE_ROWS)
             one = one.model_copy(update={"output": one.output.model_copy(update={"path": str(folder / f"on-{count}")})})
