@@ -141,6 +141,8 @@ def main() -> None:
     faults = asked.faults.split(",")
     if unknown := set(faults) - set(FAULTS):
         parser.error(f"no such fault: {', '.join(sorted(unknown))}")
+    if asked.trials < 1:
+        parser.error("--trials: at least 1")
     deadline = time.monotonic() + 60 * asked.minutes
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     with store(asked.store, folder) as (root, storage):
