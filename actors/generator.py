@@ -112,6 +112,8 @@ class Generator:
         decoder = load_decoder(checkpoint, getattr(torch, dtype), self.device)
         if compile:
             decoder.compile()
+        else:
+            decoder.prepare_for_cpu()
         self.tokenizer = load_tokenizer(checkpoint)
         self.engine = Engine(decoder, self.schedule, stop_ids(decoder, self.tokenizer))
         self.special_ids = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from models import CONTEXT, LAYERS, MODELS, VOCAB
 from oracle import oracle, oracle_logits
 
+from actors.engine import packing
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.schedule import Schedule, ScheduleSpec
@@ -209,11 +210,16 @@ def test_layers_counted_are_layers_run(decoder: Decoder, monkeypatch: pytest.Mon
 
 
 @thoroughly
-def test_bf16_logits_stay_near_the_fp32_oracle(decoder: Decoder) -> None:
+@pytest.mark.parametrize("prepared", [False, True])
+def test_bf16_logits_stay_near_the_fp32_oracle(decoder: Decoder, prepared: bool) -> None:
     """At every depth: cached bf16 against uncached fp32, teacher-forced along the bf16 tokens."""
     schedule = ScheduleSpec(max_depth=6, min_depth=2, horizon=8).build(LAYERS)
     rows = [Request(row.prompt_ids, SamplingParams(max_new_tokens=12)) for row in requests(4, seed=9)]
     half = Decoder(copy.deepcopy(decoder.model).to(torch.bfloat16))
+    half.model.config._attn_implementation = half.family.attention
+    if prepared:
+        half.prepare_for_cpu()
+        assert packing.can_pack(half.dtype, half.device) == isinstance(half.head, packing.PackedLinear)
     seen: list[torch.Tensor] = []
     plain = half.step
 
