@@ -74,7 +74,8 @@ class Generator:
     sampling: fields of SamplingParams. choices: labels; every answer is one of them. strip: take white space
     off both ends of a text. dtype: float32, bfloat16 or float16. device: auto, cpu or cuda. threads: torch
     threads on CPU. cache_bytes: key/value cache of one batch. max_batch: rows of one batch. compile:
-    torch.compile the layers. Raises ValueError of one line if these do not fit.
+    torch.compile the layers. logprobs: tell answers' cumulative_logprob, which takes time. Raises ValueError of
+    one line if these do not fit.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Generator:
         cache_bytes: int = 2**30,
         max_batch: int = 64,
         compile: bool = False,
+        logprobs: bool = True,
         seed: int = 0,
         prompt_column: str = "prompt",
     ) -> None:
@@ -106,7 +108,7 @@ class Generator:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)
-        needed = memory_needed(found, dtype, cache_bytes)
+        needed = memory_needed(found, dtype, cache_bytes, on_gpu=self.device.type == "cuda")
         if self.device.type == "cuda":
             check_free(needed, *torch.cuda.mem_get_info(self.device))
         decoder = load_decoder(checkpoint, getattr(torch, dtype), self.device)
@@ -115,7 +117,7 @@ class Generator:
         else:
             decoder.prepare_for_cpu()
         self.tokenizer = load_tokenizer(checkpoint)
-        self.engine = Engine(decoder, self.schedule, stop_ids(decoder, self.tokenizer))
+        self.engine = Engine(decoder, self.schedule, stop_ids(decoder, self.tokenizer), logprobs=logprobs)
         self.special_ids = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
         self.strip = strip
         self.cache_bytes = cache_bytes

@@ -34,11 +34,18 @@ class Engine:
     """Generates with one decoder and one schedule.
 
     stop_ids: tokens that end a row. compact_every: steps after which ended rows give up their place; in
-    between they ride along. Raises ValueError if the schedule is for another number of layers.
+    between they ride along. logprobs: whether completions tell their cumulative_logprob. Raises ValueError if the
+    schedule is for another number of layers.
     """
 
     def __init__(
-        self, decoder: Decoder, schedule: Schedule, stop_ids: Collection[int], *, compact_every: int = 1
+        self,
+        decoder: Decoder,
+        schedule: Schedule,
+        stop_ids: Collection[int],
+        *,
+        compact_every: int = 1,
+        logprobs: bool = True,
     ) -> None:
         if schedule.num_layers != decoder.num_layers:
             raise ValueError(f"schedule for {schedule.num_layers} layers, model has {decoder.num_layers}")
@@ -46,6 +53,7 @@ class Engine:
         self.schedule = schedule
         self.stop_ids = frozenset(stop_ids)
         self.compact_every = compact_every
+        self.logprobs = logprobs
         self.stats = EngineStats()
         self.rows: list[Row] = []
         self.cache: SkipCache | None = None
@@ -284,7 +292,7 @@ class Engine:
             self.cache.move(*zip(*moved, strict=True))
         self.rows = [self.rows[row] for row in order]
         self.stats.generated_tokens += sum(len(row.tokens) for row in ended)
-        return [(row.ticket, row.completion()) for row in ended]
+        return [(row.ticket, row.completion(self.logprobs)) for row in ended]
 
     def _begin(self, request: Request) -> Row:
         """A row before its first token."""
@@ -306,7 +314,7 @@ class Engine:
 
     def _draw(self, rows: Sequence[Row], logits: torch.Tensor) -> None:
         """Draw the token behind each row's input and see whether it ends the row."""
-        drawn = sample(logits, [row.sampling for row in rows])
+        drawn = sample(logits, [row.sampling for row in rows], logprobs=self.logprobs)
         for place, row in enumerate(rows):
             row.position += 1
             if row.finish is not None:

@@ -163,14 +163,15 @@ class TokenLogprob:
 class Completion:
     """One row's answer. token_ids ends with the stop token if that ended it.
 
-    cumulative_logprob: nats, under the model's own distribution, before penalties, temperature and top-*.
+    cumulative_logprob: nats, under the model's own distribution, before penalties, temperature and top-*; None if
+    the engine was not asked for it.
     logprobs: of each token, if asked for. choice: number of the label, choice_probability: its share among the
     labels, token by token; None for a row that was free. error: why there is no answer; it has no tokens then.
     """
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    cumulative_logprob: float
+    cumulative_logprob: float | None
     logprobs: tuple[TokenLogprob, ...] | None = None
     choice: int | None = None
     choice_probability: float | None = None
