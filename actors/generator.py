@@ -73,9 +73,9 @@ class Generator:
     checkpoint: folder. schedule: keys of a job's `schedule` section, on top of what the checkpoint stores.
     sampling: fields of SamplingParams. choices: labels; every answer is one of them. strip: take white space
     off both ends of a text. dtype: float32, bfloat16 or float16. device: auto, cpu or cuda. threads: torch
-    threads on CPU. cache_bytes: key/value cache of one batch. max_batch: rows of one batch. compile:
-    torch.compile the layers. logprobs: tell answers' cumulative_logprob, which takes time. Raises ValueError of
-    one line if these do not fit.
+    threads on CPU. cache_bytes: key/value cache of the rows in flight. max_batch: of them. scheduler: lock_step, or
+    refill: rows that have ended are replaced at once. compile: torch.compile the layers. logprobs: tell answers'
+    cumulative_logprob, which takes time. Raises ValueError of one line if these do not fit.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class Generator:
         threads: int | None = None,
         cache_bytes: int = 2**30,
         max_batch: int = 64,
+        scheduler: str = "lock_step",
         compile: bool = False,
         logprobs: bool = True,
         seed: int = 0,
@@ -122,6 +123,7 @@ class Generator:
         self.strip = strip
         self.cache_bytes = cache_bytes
         self.max_batch = max_batch
+        self.scheduler = scheduler
         self.seed = seed
         self.prompt_column = prompt_column
         self._tries: dict[tuple[str, ...], ChoiceTrie] = {}
@@ -186,6 +188,8 @@ class Generator:
         prefix: token ids with which most of them begin; computed once. on_batch: told the rows of each batch before
         it runs, and none when all have run.
         """
+        from actors.engine.scheduler import generate
+
         requests: list[Request] = []
         owners: list[int] = []
         errors: dict[int, str] = {}
@@ -202,8 +206,14 @@ class Generator:
             if on_batch is not None:
                 on_batch(sorted({owners[place] for place in places}))
 
-        done = self.engine.generate(
-            requests, budget_bytes=self.cache_bytes, max_rows=self.max_batch, prefix=list(prefix), on_batch=tell
+        done = generate(
+            self.engine,
+            requests,
+            budget_bytes=self.cache_bytes,
+            max_rows=self.max_batch,
+            prefix=list(prefix),
+            scheduler=self.scheduler,
+            on_batch=tell,
         )
         tell(())
         # one sample that does not fit the memory makes its row a bad one, which has a single answer

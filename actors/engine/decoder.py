@@ -80,6 +80,7 @@ class Decoder:
         if packing.can_pack(self.dtype, self.device):
             for block in self.blocks:
                 packing.pack_linears(block)
+                packing.give_memory_back()
             shared = self.head.weight is self.model.get_input_embeddings().weight
             self.head = packing.PackedLinear(self.head.weight.detach(), self.head.bias)
             if not shared:

@@ -6,6 +6,8 @@ at 8 nearly half. Packed once, the same product costs the same arithmetic and no
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -37,6 +39,13 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
         and torch.backends.mkldnn.is_available()
         and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
+
+
+def give_memory_back() -> None:
+    """To the system: packed weights do not fit the holes that freed ones leave in the C library's heap."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+    if trim is not None:
+        trim(0)
 
 
 def pack_linears(module: nn.Module) -> None:

@@ -18,6 +18,7 @@ from actors.engine import packing
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.schedule import Schedule, ScheduleSpec
+from actors.engine.scheduler import generate
 from actors.engine.types import Completion, FinishReason, Request, SamplingParams
 
 STOP = {2, 5, 9, 33}
@@ -64,7 +65,7 @@ def requests(count: int, seed: int, *, sampled: bool = False, most_new: int = 14
 
 
 def answer(engine: Engine, rows: Sequence[Request], max_rows: int = 64) -> list[Completion]:
-    return engine.generate(rows, budget_bytes=2**40, max_rows=max_rows)
+    return generate(engine, rows, budget_bytes=2**40, max_rows=max_rows)
 
 
 def test_full_depth_equals_generate(decoder: Decoder) -> None:
