@@ -210,6 +210,11 @@ class ActorsConfig(Section):
         None, ge=1, description="bytes of key/value cache of one batch; default 1 GiB on CPU, 8 GiB a GPU"
     )
     max_batch: int = Field(64, ge=1, description="rows a batch at most")
+    scheduler: Literal["lock_step", "refill"] | None = Field(
+        None,
+        description="lock_step: all rows of a batch begin together; refill: a row that has ended is replaced at once, "
+        "for answers some of which are many times as long as most; default lock_step",
+    )
 
     @model_validator(mode="after")
     def _fixed_or_range(self) -> ActorsConfig:
