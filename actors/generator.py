@@ -74,8 +74,8 @@ class Generator:
     sampling: fields of SamplingParams. choices: labels; every answer is one of them. strip: take white space
     off both ends of a text. dtype: float32, bfloat16 or float16. device: auto, cpu or cuda. threads: torch
     threads on CPU. cache_bytes: key/value cache of the rows in flight. max_batch: of them. scheduler: lock_step, or
-    refill: rows that have ended are replaced at once. compile: torch.compile the layers. logprobs: tell answers'
-    cumulative_logprob, which takes time. Raises ValueError of one line if these do not fit.
+    refill: rows that have ended are replaced at once. compile: torch.compile the layers. cumulative_logprob:
+    tell it, which takes time. Raises ValueError of one line if these do not fit.
     """
 
     def __init__(
@@ -93,14 +93,17 @@ class Generator:
         max_batch: int = 64,
         scheduler: str = "lock_step",
         compile: bool = False,
-        logprobs: bool = True,
+        cumulative_logprob: bool = True,
         seed: int = 0,
         prompt_column: str = "prompt",
     ) -> None:
         import torch
 
         from actors.engine.engine import Engine
+        from actors.engine.scheduler import SCHEDULERS
 
+        if scheduler not in SCHEDULERS:
+            raise ValueError(f"scheduler = {scheduler!r}: must be one of {', '.join(SCHEDULERS)}")
         if threads is not None:
             torch.set_num_threads(threads)
         found = inspect(checkpoint)
@@ -118,7 +121,8 @@ class Generator:
         else:
             decoder.prepare_for_cpu()
         self.tokenizer = load_tokenizer(checkpoint)
-        self.engine = Engine(decoder, self.schedule, stop_ids(decoder, self.tokenizer), logprobs=logprobs)
+        ends = stop_ids(decoder, self.tokenizer)
+        self.engine = Engine(decoder, self.schedule, ends, cumulative_logprob=cumulative_logprob)
         self.special_ids = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
         self.strip = strip
         self.cache_bytes = cache_bytes
@@ -185,8 +189,8 @@ class Generator:
     ) -> list[Answer]:
         """Answer rows, each `n` times, in their order; rows that come with an error are passed by.
 
-        prefix: token ids with which most of them begin; computed once. on_batch: told the rows of each batch before
-        it runs, and none when all have run.
+        prefix: token ids with which most of them begin; computed once. on_batch: told the rows that may be in flight
+        until it is told again, before they are, and none when all have run.
         """
         from actors.engine.scheduler import generate
 

@@ -203,7 +203,7 @@ def _flow(
         "dtype": config.model.dtype,
         "device": config.model.device,
         "compile": config.model.compile,
-        "logprobs": config.output.cumulative_logprob,
+        "cumulative_logprob": config.output.cumulative_logprob,
         "threads": batching.threads,
         "cache_bytes": batching.cache_bytes,
         "max_batch": batching.max_batch,

@@ -120,7 +120,7 @@ def test_sampled_answers_do_not_hang_on_how_rows_are_cut(sampled: Generator, cut
 
 def test_neither_the_scheduler_nor_unwanted_logprobs_change_an_answer(checkpoint: Path, sampled: Generator) -> None:
     sampling = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0}
-    other = make(checkpoint, sampling=sampling, max_batch=3, scheduler="refill", logprobs=False)
+    other = make(checkpoint, sampling=sampling, max_batch=3, scheduler="refill", cumulative_logprob=False)
     prompts = [*PROMPTS, None, *PROMPTS]
     assert answers(other, prompts) == answers(sampled, prompts)
     assert other.take_stats().batches < sampled.take_stats().batches

@@ -1,6 +1,6 @@
 """Attention of one new token a row over a contiguous cache, for CPUs; anything else is the library's own.
 
-`scaled_dot_product_attention` takes ten times as long there at query length 1 in bfloat16 as reading keys and values
+In bfloat16 `scaled_dot_product_attention` takes ten times as long there at query length 1 as reading keys and values
 does; two batched products come close to that, if their operands lie in one piece (what does not is copied first).
 Shapes: B rows, Q query heads, H key/value heads, G = Q / H, S new tokens, K keys, D head size.
 """
@@ -28,8 +28,9 @@ def attend(
     scaling: float | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """query [B, Q, S, D], key and value [B, H, K, D], mask bool [B or 1, 1, S, K] or None -> [B, S, Q, D]."""
-    if query.shape[2] != 1 or dropout or torch.is_grad_enabled():
+    """query [B, Q, S, D], key and value [B, H, K, D], mask [B or 1, 1, S, K] or None -> [B, S, Q, D]."""
+    added = attention_mask is not None and attention_mask.dtype != torch.bool
+    if query.shape[2] != 1 or dropout or added or torch.is_grad_enabled():
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **settings
         )
@@ -37,10 +38,12 @@ def attend(
     rows, heads, keys, size = key.shape
     group = query.shape[1] // heads
     scale = size**-0.5 if scaling is None else scaling
-    scores = torch.bmm(
-        (query * scale).reshape(rows * heads, group, size), key.reshape(rows * heads, keys, size).transpose(1, 2)
-    )
+    before = query.dtype == torch.float16  # whose range unscaled scores may leave; the others lose digits by it
+    queries = (query * scale if before else query).reshape(rows * heads, group, size)
+    scores = torch.bmm(queries, key.reshape(rows * heads, keys, size).transpose(1, 2))
     weights = scores.view(rows, heads, group, keys).float()
+    if not before:
+        weights *= scale
     if attention_mask is not None:
         weights = weights.masked_fill_(~attention_mask, -torch.inf)
     weights = weights.softmax(dim=-1).to(value.dtype).view(rows * heads, group, keys)

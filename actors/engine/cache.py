@@ -4,8 +4,8 @@ Because depth never rises, layer l runs for the first n_l generated tokens of a 
 buffer has P + n_l slots (P: the longest prompt), none at all if n_l = 0, and the slot of a token is its
 place in the row. Buffers are allocated once; nothing is ever concatenated.
 
-On a CPU a step reads keys and values that lie in one piece, so a buffer shows only its first slots, and shows more,
-and is laid out anew, every GROWTH steps: reading a few slots too many costs less than a copy of all at every step.
+On a CPU a step reads keys and values that lie in one piece, so a buffer shows only its first slots, and is laid out
+anew, with more of them, every GROWTH steps: reading a few slots too many costs less than a copy of all at every step.
 Shapes: R rows of capacity, B live rows, H key/value heads, D head size, K slots attended to.
 """
 
@@ -33,7 +33,7 @@ def cache_bytes_per_row(
     return sum(cache_slots(schedule, prompt_slots, max_new_tokens)) * kv_heads * head_dim * 2 * itemsize
 
 
-GROWTH = 32  # slots; on a CPU
+GROWTH = 32  # slots
 
 
 class Buffer:
@@ -53,13 +53,14 @@ class Buffer:
         return self._numbers.nbytes
 
     def show(self, width: int) -> None:
-        """Show so many slots at least."""
-        if width <= self.shown.shape[2]:
+        """Show so many slots; what lies behind them is lost."""
+        kept = min(width, self.shown.shape[2])
+        if width == self.shown.shape[2]:
             return
-        old = self.shown.clone()
+        old = self.shown[:, :, :kept].clone()
         self.shown = self._view(width)
-        self.shown[:, :, old.shape[2] :] = 0
-        self.shown[:, :, : old.shape[2]] = old
+        self.shown[:, :, kept:] = 0
+        self.shown[:, :, :kept] = old
 
     def _view(self, width: int) -> Tensor:
         rows, heads, size = self._shape
@@ -88,8 +89,8 @@ class SkipCache:
     """Buffers of [R, H, P + n_l, D] of keys and of values for every layer that decode runs.
 
     windows: of each layer, how many keys a token sees, its own counted; None is all. Older keys stay in their
-    slots, but are not read. Rows lie oldest first. A pass is announced by `begin_prefill` or `begin_step`; then
-    the model's attention layers call `update`.
+    slots, but are not read. grows: a step's keys and values lie in one piece. Rows lie oldest first. A pass is
+    announced by `begin_prefill` or `begin_step`; then the model's attention layers call `update`.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class SkipCache:
         dtype: torch.dtype,
         device: torch.device,
         windows: Sequence[int | None] | None = None,
+        grows: bool = False,
     ) -> None:
         self.capacity = rows
         self.prompt_slots = prompt_slots
@@ -112,9 +114,9 @@ class SkipCache:
         self.uses = [schedule.uses(layer, max_new_tokens) for layer in range(schedule.num_layers)]
         self.windows = [None] * schedule.num_layers if windows is None else list(windows)
         self._most = max(self.slots)
-        self._grows = device.type == "cpu"
-        # slots attended to, in every layer that has so many
-        self._width = self._rounded(prompt_slots + 1) if self._grows else self._most
+        self._grows = grows
+        self._least = self._rounded(prompt_slots + 1) if grows else self._most
+        self._width = self._least  # slots attended to, in every layer that has so many
 
         def buffer(slots: int) -> Buffer:
             return Buffer(rows, kv_heads, slots, min(slots, self._width), head_dim, dtype, device)
@@ -122,6 +124,7 @@ class SkipCache:
         self.buffers: list[tuple[Buffer, Buffer] | None] = [
             (buffer(slots), buffer(slots)) if slots else None for slots in self.slots
         ]
+        self._used = [0] * schedule.num_layers  # places that have held a row
         self._first = 0  # row at which the announced prefill begins
         self._sources: list[int] = []  # prompt of each of its rows
         self._prefix: PrefixKeys | None = None
@@ -147,7 +150,10 @@ class SkipCache:
         slots = torch.tensor(places, device=device)
         self._index = (torch.arange(len(places), device=device), slots)
         shortest, longest = min(places) + 1, max(places) + 1
-        self._width = max(self._width, self._rounded(longest)) if self._grows else longest
+        if not self._grows:
+            self._width = longest
+        elif longest > self._width or 2 * longest <= self._width:  # the longest row may be gone
+            self._width = max(self._least, self._rounded(longest))
         for window in set(self.windows):
             first = 0 if window is None else max(0, shortest - window)
             mask = None  # where no row is shorter, all see every slot from the first up to the width
@@ -179,6 +185,9 @@ class SkipCache:
                 for buffer, new in zip(buffers, (keys, values), strict=True):
                     end = self._first + len(self._sources)
                     buffer.shown[self._first : end, :, : new.shape[2]] = new if alone else new[self._sources]
+                    # what a row before left behind is masked, but no weight of 0 removes a NaN
+                    buffer.shown[self._first : min(end, self._used[layer_idx]), :, new.shape[2] :] = 0
+                self._used[layer_idx] = max(self._used[layer_idx], end)
             return keys, values
         assert buffers is not None, f"layer {layer_idx} is run past its last use"
         row, slot = self._index[0][-rows:], self._index[1][-rows:]
@@ -186,7 +195,8 @@ class SkipCache:
         first, _ = self._seen[self.windows[layer_idx]]
         live = len(self._index[0])
         for buffer, new in zip(buffers, (keys, values), strict=True):
-            buffer.show(width)
+            if self._grows:
+                buffer.show(width)
             buffer.shown[row, :, slot] = new[:, :, 0]
         keys, values = (buffer.shown[live - rows : live, :, first:width] for buffer in buffers)
         return keys, values

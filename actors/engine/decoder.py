@@ -67,6 +67,7 @@ class Decoder:
         self.vocab_size: int = config.vocab_size
         self.logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
         self.head = model.get_output_embeddings()
+        self.contiguous_keys = False  # whether attention wants a step's keys and values in one piece
         self._adds_masks = config._attn_implementation == "eager"
         self.device: torch.device = next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype
@@ -77,6 +78,7 @@ class Decoder:
             return
         if self.model.config._attn_implementation == "sdpa":
             self.model.config._attn_implementation = attention.NAME
+            self.contiguous_keys = True
         if packing.can_pack(self.dtype, self.device):
             for block in self.blocks:
                 packing.pack_linears(block)

@@ -31,8 +31,8 @@ class Engine:
     """Generates with one decoder and one schedule.
 
     stop_ids: tokens that end a row. compact_every: steps after which ended rows give up their place; in
-    between they ride along. logprobs: whether completions tell their cumulative_logprob. Raises ValueError if the
-    schedule is for another number of layers.
+    between they ride along. cumulative_logprob: whether completions tell theirs. Raises ValueError if the schedule is
+    for another number of layers.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Engine:
         stop_ids: Collection[int],
         *,
         compact_every: int = 1,
-        logprobs: bool = True,
+        cumulative_logprob: bool = True,
     ) -> None:
         if schedule.num_layers != decoder.num_layers:
             raise ValueError(f"schedule for {schedule.num_layers} layers, model has {decoder.num_layers}")
@@ -50,7 +50,7 @@ class Engine:
         self.schedule = schedule
         self.stop_ids = frozenset(stop_ids)
         self.compact_every = compact_every
-        self.logprobs = logprobs
+        self.cumulative_logprob = cumulative_logprob
         self.stats = EngineStats()
         self.rows: list[Row] = []
         self.cache: SkipCache | None = None
@@ -102,6 +102,7 @@ class Engine:
             dtype=decoder.dtype,
             device=decoder.device,
             windows=decoder.windows,
+            grows=decoder.contiguous_keys,
         )
         self.stats.batches += 1
         self.stats.cache_bytes = max(self.stats.cache_bytes, self.cache.bytes)
@@ -164,7 +165,12 @@ class Engine:
         return self._prefix[1]
 
     def close(self) -> None:
-        """Let all rows in flight and their memory go."""
+        """Let rows in flight and their memory go; what their steps have counted is taken back."""
+        for row in self.rows:
+            steps = len(row.tokens) - 1
+            self.stats.decode_steps -= steps
+            self.stats.layer_steps -= self.schedule.layer_steps(steps)
+            self.stats.full_layer_steps -= self.schedule.num_layers * steps
         self.rows, self.cache = [], None
 
     @torch.inference_mode()
@@ -190,13 +196,13 @@ class Engine:
             [len(rows) - bisect_right(depths, rank) for rank in self.schedule.ranks],
             cache,
         )
-        for row, depth in zip(rows, depths, strict=True):
-            live = row.finish is None
+        alive = [row.finish is None for row in rows]
+        self._draw(rows, logits)
+        for live, depth in zip(alive, depths, strict=True):  # a step that ran out of memory counts nothing
             self.stats.decode_steps += live
             self.stats.idle_row_steps += not live
             self.stats.layer_steps += depth * live
             self.stats.full_layer_steps += self.schedule.num_layers * live
-        self._draw(rows, logits)
         ended = self.retire()
         self.stats.decode_seconds += time.perf_counter() - began
         return ended
@@ -216,7 +222,7 @@ class Engine:
             self.cache.move(*zip(*moved, strict=True))
         self.rows = [self.rows[row] for row in order]
         self.stats.generated_tokens += sum(len(row.tokens) for row in ended)
-        return [(row.ticket, row.completion(self.logprobs)) for row in ended]
+        return [(row.ticket, row.completion(self.cumulative_logprob)) for row in ended]
 
     def _begin(self, request: Request) -> Row:
         """A row before its first token."""
@@ -238,7 +244,7 @@ class Engine:
 
     def _draw(self, rows: Sequence[Row], logits: torch.Tensor) -> None:
         """Draw the token behind each row's input and see whether it ends the row."""
-        drawn = sample(logits, [row.sampling for row in rows], logprobs=self.logprobs)
+        drawn = sample(logits, [row.sampling for row in rows], logprobs=self.cumulative_logprob)
         for place, row in enumerate(rows):
             row.position += 1
             if row.finish is not None:

@@ -93,7 +93,8 @@ def memory_needed(
 ) -> Need:
     """What an actor will need for the checkpoint; ValueError of one line if its weights are not whole.
 
-    sizes: numbers of every tensor; None: read from the headers in the folder. on_gpu: or else on a CPU.
+    sizes: numbers of every tensor; None: read from the headers in the folder. on_gpu: or else on a CPU, which is taken
+    to be one that packs weights in bfloat16.
     """
     config = checkpoint.config
     sizes = folder_sizes(checkpoint.path) if sizes is None else sizes

@@ -44,8 +44,9 @@ def generate(
 
     budget_bytes: cache of the rows in flight. max_rows: of them. prefix: token ids with which most prompts begin;
     computed once, and again only for another one. scheduler: one of SCHEDULERS. on_batch: told the places of all
-    requests that may be in flight before they are. What runs out of memory is run again with half as many rows; a
-    request that does alone ends with an error. Raises ValueError for a request that cannot be run.
+    requests that may be in flight until it is told again, before memory is taken for them. Where memory runs out,
+    what has not ended runs again with half as many rows; a request that does so alone ends with an error. Raises
+    ValueError for a request that cannot be run.
     """
     assert scheduler in SCHEDULERS
     completions: dict[int, Completion] = {}
@@ -71,15 +72,18 @@ def generate(
             longest, most_new = max(lengths[row] for row in run.rows), max(limits[row] for row in run.rows)
             size = run.capacity * engine.row_bytes(longest, most_new)
             if run.capacity == 1 or size < too_large:
-                ended = _run(engine, requests, run, longest, most_new, start, on_batch)
-                if ended is not None:
-                    completions |= ended
+                done = _run(engine, requests, run, longest, most_new, start, on_batch)
+                completions |= done
+                if len(done) == len(run.rows):
                     continue
                 too_large = min(too_large, size)
+                if len(run.rows) == 1:
+                    error = alone_error(longest, most_new)
+                    score = 0.0 if engine.cumulative_logprob else None
+                    completions[run.rows[0]] = Completion((), FinishReason.ERROR, score, error=error)
+                    continue
+                run = Run([row for row in run.rows if row not in done], run.capacity)
             left += _smaller(run)[::-1]
-            if len(run.rows) == 1:
-                error = alone_error(longest, most_new)
-                completions[run.rows[0]] = Completion((), FinishReason.ERROR, 0.0, error=error)
     return [completions[row] for row in range(len(requests))]
 
 
@@ -90,27 +94,37 @@ def _merge(
     row_bytes: Callable[[int, int], int],
     budget_bytes: int,
 ) -> list[Run]:
-    """Batches of similar prompts, longest first, as fewer and longer runs that are refilled."""
+    """Batches of similar prompts, longest first, as fewer and longer runs that are refilled.
+
+    All places of a run are as large as its longest prompt and its most new tokens ask for: a batch that would cost
+    the others half their places stays apart.
+    """
     merged: list[Run] = []
+    most_new = 0
     for run in runs:
-        before = merged[-1] if merged else run
-        rows = run.rows if before is run else before.rows + run.rows
-        row = row_bytes(lengths[rows[0]], max(limits[row] for row in rows))  # places are alike: longest, most
-        if before is run or row > budget_bytes or lengths[rows[0]] > SPREAD * lengths[run.rows[0]]:
-            merged.append(run)
-        else:
-            fit = budget_bytes // row if row else len(rows)
-            merged[-1] = Run(rows, min(fit, max(before.capacity, run.capacity)))
+        new = max(limits[row] for row in run.rows)
+        if merged:
+            longest, most = lengths[merged[-1].rows[0]], max(new, most_new)
+            wanted = max(merged[-1].capacity, run.capacity)
+            row = row_bytes(longest, most)
+            fit = budget_bytes // row if row else wanted
+            if longest <= SPREAD * lengths[run.rows[0]] and 2 * fit >= wanted:
+                merged[-1].rows.extend(run.rows)
+                merged[-1] = Run(merged[-1].rows, max(1, min(fit, wanted)))
+                most_new = most
+                continue
+        merged.append(Run(list(run.rows), run.capacity))
+        most_new = new
     return merged
 
 
 def _smaller(run: Run) -> list[Run]:
-    """The same rows with half as many in flight; a batch in two halves, a single row not at all."""
-    if run.capacity == len(run.rows):
-        half = len(run.rows) // 2
-        return [Run(rows, len(rows)) for rows in (run.rows[:half], run.rows[half:])] if half else []
+    """The same rows with half as many in flight at most; a batch in two halves."""
     if run.capacity == 1:
         return [Run([row], 1) for row in run.rows]
+    if run.capacity >= len(run.rows):
+        half = (len(run.rows) + 1) // 2
+        return [Run(rows, len(rows)) for rows in (run.rows[:half], run.rows[half:]) if rows]
     return [replace(run, capacity=run.capacity // 2)]
 
 
@@ -122,27 +136,29 @@ def _run(
     most_new: int,
     prefix: Sequence[int],
     on_batch: Callable[[Sequence[int]], None] | None,
-) -> dict[int, Completion] | None:
-    """One run to its end: place -> completion; None, and no row in flight, if memory ran out.
-
-    What a run that ran out had counted is taken back, but for its seconds.
-    """
-    before = replace(engine.stats)
+) -> dict[int, Completion]:
+    """One run to its end, or until memory runs out: place -> completion of the rows that have ended."""
     tickets: dict[int, int] = {}
     done: dict[int, Completion] = {}
-    told = next_row = 0
+    next_row = told = 0
+
+    def tell(end: int) -> None:
+        nonlocal told
+        told = end
+        if on_batch is not None:
+            on_batch(sorted({tickets[row.ticket] for row in engine.rows} | set(run.rows[next_row:told])))
+
+    tell(min(run.capacity, len(run.rows)))  # before memory is taken: that alone may kill the process
     try:
         engine.open(run.capacity, longest, most_new)
         while len(done) < len(run.rows):
             room = run.capacity - len(engine.rows)
             if next_row < len(run.rows) and (not engine.rows or room >= math.ceil(run.capacity / REFILL_SHARE)):
                 newcomers = run.rows[next_row : next_row + room]
-                next_row += len(newcomers)
-                if on_batch is not None and next_row > told:
-                    flying = {tickets[row.ticket] for row in engine.rows}
-                    told = min(len(run.rows), next_row - len(newcomers) + run.capacity)
-                    on_batch(sorted({*flying, *run.rows[next_row - len(newcomers) : told]}))
+                if next_row + len(newcomers) > told:
+                    tell(min(next_row + run.capacity, len(run.rows)))
                 admitted = engine.admit([requests[row] for row in newcomers], prefix)
+                next_row += len(newcomers)
                 tickets.update(zip(admitted, newcomers, strict=True))
                 ended = engine.retire()
             else:
@@ -155,13 +171,8 @@ def _run(
     finally:
         engine.close()
     free_memory()  # here the error is gone, and with its traceback the last of its tensors
-    engine.stats = replace(
-        before,
-        prefill_seconds=engine.stats.prefill_seconds,
-        decode_seconds=engine.stats.decode_seconds,
-        out_of_memory=before.out_of_memory + 1,
-    )
-    return None
+    engine.stats.out_of_memory += 1
+    return done
 
 
 def _begins_with(prompt: Sequence[int], prefix: Sequence[int]) -> bool:

@@ -53,7 +53,7 @@ class Ours:
         """Lengths are known to nobody beforehand. The horizon is the workload's median length."""
         horizon = max(2, sorted(workload.new)[len(workload.new) // 2])
         schedule = ScheduleSpec(speedup=speedup, horizon=horizon).build(self.decoder.num_layers)
-        engine = Engine(self.decoder, schedule, (), logprobs=False)
+        engine = Engine(self.decoder, schedule, (), cumulative_logprob=False)
         sampling = SamplingParams(max_new_tokens=workload.limit, ignore_eos=True)
         requests = [
             Request(ids, sampling, key=row, ending=Forced(new))

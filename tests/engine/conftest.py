@@ -9,7 +9,7 @@ from actors.engine import cache
 from actors.engine.decoder import Decoder
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def caches_grow_often() -> Iterator[None]:
     """As they do behind the first 32 slots."""
     with pytest.MonkeyPatch.context() as patch:

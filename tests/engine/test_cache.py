@@ -77,8 +77,8 @@ def test_moving_rows_takes_their_keys_along() -> None:
     assert stored == ([3, 2], [-3, -2])
 
 
-@given(st.lists(st.integers(0, 11), min_size=1, max_size=5), st.integers(1, 14), st.integers(0, 11))
-def test_a_step_sees_the_window_before_its_own_place(places: list[int], window: int, filled: int) -> None:
+@given(st.lists(st.integers(0, 11), min_size=1, max_size=5), st.integers(1, 14), st.integers(0, 11), st.booleans())
+def test_a_step_sees_the_window_before_its_own_place(places: list[int], window: int, filled: int, grows: bool) -> None:
     """Keys hold their slot's number, so that what is returned tells which slots a row attends to."""
     schedule = ScheduleSpec().build(2)
     cache = SkipCache(
@@ -91,6 +91,7 @@ def test_a_step_sees_the_window_before_its_own_place(places: list[int], window: 
         dtype=torch.float32,
         device=torch.device("cpu"),
         windows=[None, window],
+        grows=grows,
     )
     for place in range(max(filled, *places) + 1):  # a step may come after longer ones
         cache.begin_step([place] * 5, torch.device("cpu"))

@@ -62,16 +62,25 @@ def test_no_linear_layer_of_a_family_is_left(family: str) -> None:
     beyond=st.integers(0, 3),
     scaling=st.sampled_from([None, 0.3]),
     masked=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 99),
 )
 @torch.inference_mode()
 def test_attention_of_one_token_is_the_librarys(
-    rows: int, heads: int, group: int, keys: int, beyond: int, scaling: float | None, masked: bool, seed: int
+    rows: int,
+    heads: int,
+    group: int,
+    keys: int,
+    beyond: int,
+    scaling: float | None,
+    masked: bool,
+    dtype: torch.dtype,
+    seed: int,
 ) -> None:
-    """Also over a slice of a longer cache."""
+    """Also over a slice of a longer cache; in half precision near to what float32 makes of the same numbers."""
     torch.manual_seed(seed)
-    query = torch.randn(rows, heads * group, 1, 8)
-    key, value = (torch.randn(rows, heads, keys + beyond, 8)[:, :, :keys] for _ in range(2))
+    query = torch.randn(rows, heads * group, 1, 8).to(dtype)
+    key, value = (torch.randn(rows, heads, keys + beyond, 8).to(dtype)[:, :, :keys] for _ in range(2))
     mask = None
     if masked:
         mask = torch.rand(rows, 1, 1, keys) < 0.5
@@ -79,9 +88,10 @@ def test_attention_of_one_token_is_the_librarys(
     module = nn.Module()
     module.num_key_value_groups, module.is_causal = group, True  # type: ignore[assignment]
     got, _ = attend(module, query, key, value, mask, scaling=scaling)
-    repeated = [one.repeat_interleave(group, dim=1) for one in (key, value)]
-    want = nn.functional.scaled_dot_product_attention(query, *repeated, attn_mask=mask, scale=scaling)
-    torch.testing.assert_close(got, want.transpose(1, 2), rtol=1e-4, atol=1e-5)
+    repeated = [one.float().repeat_interleave(group, dim=1) for one in (key, value)]
+    want = nn.functional.scaled_dot_product_attention(query.float(), *repeated, attn_mask=mask, scale=scaling)
+    error = 1e-5 if dtype == torch.float32 else 2**-6
+    torch.testing.assert_close(got.float(), want.transpose(1, 2), rtol=10 * error, atol=error)
 
 
 @torch.inference_mode()
@@ -93,4 +103,16 @@ def test_what_a_masked_slot_holds_is_not_seen() -> None:
     want, _ = attend(nn.Module(), query, key[:, :, :2], key[:, :, :2], None)
     key[:, :, 2:] = 1e4
     got, _ = attend(nn.Module(), query, key, key, mask)
+    torch.testing.assert_close(got, want)
+
+
+@torch.inference_mode()
+def test_an_added_mask_is_left_to_the_library() -> None:
+    """As training's passes give it, also over one column."""
+    module = nn.Module()
+    module.num_key_value_groups, module.is_causal = 1, True  # type: ignore[assignment]
+    query, key = torch.randn(2, 1, 1, 8), torch.randn(2, 1, 3, 8)
+    seen = torch.tensor([True, True, False]).view(1, 1, 1, 3).expand(2, -1, -1, -1)
+    added = torch.zeros(2, 1, 1, 3).masked_fill(~seen, torch.finfo(torch.float32).min)
+    (got, _), (want, _) = (attend(module, query, key, key, mask) for mask in (added, seen))
     torch.testing.assert_close(got, want)

@@ -93,8 +93,12 @@ def test_full_depth_equals_generate_in_one_padded_batch(decoder: Decoder) -> Non
 
 
 @every_case
-def test_cached_batches_equal_the_oracle(decoder: Decoder, spec: int) -> None:
-    """Greedy rows and sampled ones, side by side."""
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_cached_batches_equal_the_oracle(
+    decoder: Decoder, spec: int, contiguous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy rows and sampled ones, side by side; the cache laid out as on a CPU, and as on a GPU."""
+    monkeypatch.setattr(decoder, "contiguous_keys", contiguous)
     schedule = SPECS[spec].build(LAYERS)
     rows = requests(5, seed=3) + requests(5, seed=3, sampled=True)
     answers = answer(Engine(decoder, schedule, STOP), rows, max_rows=5)

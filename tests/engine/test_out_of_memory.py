@@ -88,7 +88,7 @@ def test_answers_are_those_of_a_machine_with_room(
     ran = [batch for batch in told if len(batch) == 1 or got[batch[0]].error is None]
     assert {row for batch in ran for row in batch} == set(range(len(wanted)))
     if scheduler == "lock_step":
-        assert stats.batches + stats.out_of_memory == len(told)
+        assert stats.batches == len(told)
     again = generate(engine, wanted, **how)
     assert [one.token_ids for one in again] == [one.token_ids for one in got]  # the prefix that is held stays right
 
