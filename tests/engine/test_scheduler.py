@@ -193,23 +193,21 @@ def test_refill_equals_the_oracle_though_ended_rows_ride_along(decoder: Decoder,
 
 
 def test_a_row_that_overflows_leaves_nothing_to_its_successor(llama: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its keys are no numbers; the row that takes its place must not see them, masked or not."""
-    rows = [Request([5] * 3, SamplingParams(max_new_tokens=8), 0), *requests(7, seed=4)]
-    want = generate(Engine(llama, SCHEDULE, ()), rows, budget_bytes=2**40, max_rows=1)
-    plain = llama.step
+    """Its keys are no numbers; a row that takes its place must not be changed by them, though they are masked."""
+    monkeypatch.setattr(llama, "contiguous_keys", True)
+    sampling = SamplingParams(max_new_tokens=8)
+    rows = [Request([5] * 8, sampling, 0), *(Request([9 + row] * 5, sampling, row) for row in range(1, 6))]
+    want = [generate(Engine(llama, SCHEDULE, ()), [row], budget_bytes=2**40, max_rows=1)[0] for row in rows]
+    engine, plain = Engine(llama, SCHEDULE, ()), llama.step
 
-    def poisoned(ids: torch.Tensor, positions: torch.Tensor, per_layer: Sequence[int], cache: Any) -> torch.Tensor:
+    def overflowing(ids: torch.Tensor, positions: torch.Tensor, per_layer: Sequence[int], cache: Any) -> torch.Tensor:
         logits = plain(ids, positions, per_layer, cache)
-        for pair in filter(None, cache.buffers):
-            for buffer in pair:  # of the row in the first place, all but its prompt: only itself may see them
-                buffer.shown[0, :, 3:] = torch.nan if first_runs() else buffer.shown[0, :, 3:]
+        if engine.rows[0].request.key == 0:
+            for buffer in (one for pair in cache.buffers if pair for one in pair):
+                buffer.shown[0] = torch.nan
         return logits
 
-    engine = Engine(llama, SCHEDULE, ())
-
-    def first_runs() -> bool:
-        return bool(engine.rows) and engine.rows[0].request.key == 0
-
-    monkeypatch.setattr(llama, "step", poisoned)
+    monkeypatch.setattr(llama, "step", overflowing)
     got = generate(engine, rows, budget_bytes=2**40, max_rows=1, scheduler="refill")
+    assert engine.stats.batches == 1
     assert [one.token_ids for one in got[1:]] == [one.token_ids for one in want[1:]]
