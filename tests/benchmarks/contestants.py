@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import time
 from collections.abc import Sequence
@@ -12,9 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from physics import Counter, Part
-from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    AutoModelForCausalLM,
+    CompileConfig,
+    GenerationConfig,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from workloads import Forced, Workload
 
 from actors.engine.decoder import Decoder
@@ -24,7 +31,7 @@ from actors.engine.scheduler import generate
 from actors.engine.types import EngineStats, Request, SamplingParams
 
 HERE = Path(__file__).parent
-CACHE_BYTES = 2**31
+CACHE_BYTES = 2**32  # as vLLM has them
 
 
 @dataclass
@@ -43,10 +50,12 @@ class Ours:
     """The engine without pipeline around it, at any speed."""
 
     def __init__(self, checkpoint: Path, counter: Counter, max_rows: int) -> None:
-        self.decoder = load(checkpoint)
+        before = psutil.Process().memory_info().rss
+        self.decoder = Decoder(_model(checkpoint))
         self.counter = counter
         counter.watch(self.decoder)
         self.decoder.prepare_for_cpu()
+        self.model_bytes = psutil.Process().memory_info().rss - before
         self.max_rows = max_rows
 
     def answer(self, workload: Workload, speedup: float, scheduler: str) -> Timing:
@@ -68,11 +77,6 @@ class Ours:
         return Timing(
             seconds, workload.generated, stats.prefill_seconds, stats.decode_seconds, stats, self.counter.take()
         )
-
-
-def load(checkpoint: Path) -> Decoder:
-    """In bfloat16, on the CPU."""
-    return Decoder(_model(checkpoint))
 
 
 def _model(checkpoint: Path) -> PreTrainedModel:
@@ -109,7 +113,11 @@ class Transformers:
 
     def _batches(self, workload: Workload) -> None:
         order = sorted(range(len(workload.new)), key=lambda row: -len(workload.prompts[row]))
-        static = {"cache_implementation": "static"} if self.kind == "static" else {}
+        static: dict[str, Any] = {}
+        if self.kind == "static":
+            compiled = CompileConfig()
+            compiled._compile_all_devices = True  # else not on a CPU
+            static = {"cache_implementation": "static", "compile_config": compiled}
         for first in range(0, len(order), self.max_rows):
             rows = order[first : first + self.max_rows]
             longest = max(len(workload.prompts[row]) for row in rows)
@@ -121,7 +129,7 @@ class Transformers:
             self.model.generate(
                 ids,
                 attention_mask=mask,
-                max_new_tokens=max(new),
+                max_new_tokens=workload.limit,
                 do_sample=False,
                 pad_token_id=1,
                 eos_token_id=None,
@@ -130,30 +138,37 @@ class Transformers:
             )
 
     def _continuous(self, workload: Workload) -> None:
-        from transformers import GenerationConfig
+        settings = GenerationConfig(max_new_tokens=workload.limit, do_sample=False, eos_token_id=-1)
+        with self.model.continuous_batching_context_manager(settings, persistent_manager=True) as manager:
+            for ids, new in zip(workload.prompts, workload.new, strict=True):
+                manager.add_request(ids, max_new_tokens=new)
+            made = 0
+            for _ in workload.prompts:
+                made += len(manager.get_result().generated_tokens)
+        assert made == workload.generated
 
-        for new in sorted(set(workload.new)):  # one length a call is all it takes
-            prompts = [ids for ids, count in zip(workload.prompts, workload.new, strict=True) if count == new]
-            self.model.generate_batch(
-                prompts,
-                generation_config=GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1),
-                progress_bar=False,
-            )
+
+class PeerEnded(Exception):
+    """A peer's process is no more; the message is the end of what it said."""
 
 
 class Peer:
     """A peer in a process of its own, which sleeps while others are timed."""
 
-    def __init__(self, python: str, script: str, checkpoint: Path, threads: int, **environment: str) -> None:
-        self.process = subprocess.Popen(
-            [python, str(HERE / script), str(checkpoint), str(threads)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=open(checkpoint.parent / f"{script}.log", "a"),  # noqa: SIM115
-            text=True,
-            env={**os.environ, **environment, "OMP_NUM_THREADS": str(threads)},
-        )
-        self.ready = self._reply()["ready"]
+    def __init__(
+        self, python: str, script: str, checkpoint: Path, threads: int, max_rows: int, **environment: str
+    ) -> None:
+        self.log = checkpoint.parent / f"{script}.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [python, str(HERE / script), str(checkpoint), str(threads), str(max_rows)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, **environment, "OMP_NUM_THREADS": str(threads)},
+            )
+        self.version = self._reply()["version"]
 
     def answer(self, workload: Workload) -> Timing:
         """As the peer itself counts its seconds."""
@@ -167,7 +182,7 @@ class Peer:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"a peer has ended: {self.process.args}")
+            raise PeerEnded(" | ".join(self.log.read_text(errors="replace").splitlines()[-3:]))
         reply: dict[str, Any] = json.loads(line)
         return reply
 
@@ -175,8 +190,3 @@ class Peer:
         """End it."""
         self.process.kill()
         self.process.wait()
-
-
-def peak_memory() -> int:
-    """Bytes of this process."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

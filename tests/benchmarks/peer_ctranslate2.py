@@ -26,11 +26,10 @@ def convert(checkpoint: str) -> str:
     return str(folder)
 
 
-def start(checkpoint: str, threads: int) -> Answer:
-    """Static batches of 32 rows of like length; a row's own length is forced by its batch's longest, the rest is cut.
-
-    CTranslate2 takes one length for a call, so that batches are made of rows sorted by their number of new tokens:
-    more than a user could do, who does not know it.
+def start(checkpoint: str, threads: int, max_rows: int) -> tuple[Answer, str]:
+    """Static batches. CTranslate2 takes one length for a call and stops no single row by it, so that each row is as
+    long as its batch's longest, and what is over is not counted: rows are sorted by their number of new tokens, which
+    no user knows, but a workload of a single batch pays for its longest row.
     """
     import ctranslate2
 
@@ -39,8 +38,8 @@ def start(checkpoint: str, threads: int) -> Answer:
 
     def answer(prompts: list[list[int]], new: list[int]) -> int:
         order = sorted(range(len(new)), key=lambda row: (new[row], len(prompts[row])))
-        for first in range(0, len(order), 32):
-            rows = order[first : first + 32]
+        for first in range(0, len(order), max_rows):
+            rows = order[first : first + max_rows]
             most = max(new[row] for row in rows)
             engine.generate_batch(
                 [[f"w{token}" for token in prompts[row]] for row in rows],
@@ -52,7 +51,7 @@ def start(checkpoint: str, threads: int) -> Answer:
             )
         return sum(new)
 
-    return answer
+    return answer, f"{ctranslate2.__version__} {kind}"
 
 
 if __name__ == "__main__":

@@ -14,16 +14,16 @@ from collections.abc import Callable
 Answer = Callable[[list[list[int]], list[int]], int]
 
 
-def serve(start: Callable[[str, int], Answer]) -> None:
-    """start: (checkpoint, threads) -> what answers prompts with so many new tokens each, and says how many it made.
+def serve(start: Callable[[str, int, int], tuple[Answer, str]]) -> None:
+    """start: (checkpoint, threads, most rows in flight) -> what answers prompts with so many new tokens each and says
+    how many it made, and the peer's version.
 
     What the peer itself prints goes to standard error.
     """
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    began = time.perf_counter()
-    answer = start(sys.argv[1], int(sys.argv[2]))
-    print(json.dumps({"ready": time.perf_counter() - began}), file=replies)
+    answer, version = start(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    print(json.dumps({"version": version}), file=replies)
     for line in sys.stdin:
         asked = json.loads(line)
         began = time.perf_counter()

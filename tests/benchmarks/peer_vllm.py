@@ -10,10 +10,11 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
 from peer_process import Answer, serve
 
 
-def start(checkpoint: str, threads: int) -> Answer:
+def start(checkpoint: str, threads: int, max_rows: int) -> tuple[Answer, str]:
     """vLLM's own continuous batching; prefix caching off, for the prompts come again in every round."""
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, range(threads)))
     import torch
+    import vllm
     from vllm import LLM, SamplingParams
 
     torch.set_num_threads(threads)
@@ -23,7 +24,7 @@ def start(checkpoint: str, threads: int) -> Answer:
         dtype="bfloat16",
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
-        max_num_seqs=256,
+        max_num_seqs=max_rows,
         seed=0,
     )
 
@@ -32,7 +33,7 @@ def start(checkpoint: str, threads: int) -> Answer:
         given = [{"prompt_token_ids": ids} for ids in prompts]
         return sum(len(one.outputs[0].token_ids) for one in engine.generate(given, wanted, use_tqdm=False))
 
-    return answer
+    return answer, vllm.__version__
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@
         [--runs 3] [--threads 2] [--schedulers lock_step] [--out FILE]
 
 Random weights at real shapes, bfloat16, greedy; every contestant answers the same prompts of random tokens with the
-same numbers of new tokens, in rounds taken in turn after one that only warms up; medians. Nobody knows a row's
-length beforehand but vLLM and CTranslate2, which have no other way to be told. Peers in Pythons of their own
+same numbers of new tokens, in rounds taken in turn after one that only warms up; medians. A row's length is known
+beforehand to vLLM, CTranslate2 and transformers' continuous batching, which have no other way to be told; of a whole
+workload the engine knows the median (its horizon) and, as transformers, the longest. Peers in Pythons of their own
 (`make peers`) are passed by, with a line, where they are not installed. The machine's ceilings are measured first.
 The last line is one JSON object.
 """
@@ -30,10 +31,12 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from contestants import Ours, Peer, Timing, Transformers, peak_memory  # noqa: E402
+from contestants import Ours, Peer, PeerEnded, Timing, Transformers  # noqa: E402
 from physics import Ceilings, Counter, least, measure  # noqa: E402
 from shapes import SHAPES, write  # noqa: E402
 from workloads import KINDS, Workload, available, make  # noqa: E402
+
+from actors.engine.scheduler import SCHEDULERS  # noqa: E402
 
 PEERS = ROOT / "work" / "peers"
 SCRIPTS = {
@@ -42,15 +45,20 @@ SCRIPTS = {
     "ctranslate2-int8": ("peer_ctranslate2.py", "ctranslate2", {"PEER_COMPUTE_TYPE": "int8"}),
 }
 LIBRARY = ("transformers", "static", "continuous")
-CONTEXT = {"demo": 256}  # of the others: as far as the workloads go
+CONTEXT = 2048  # as far as the workloads go
 
 
 def rounds(contestants: dict[str, Callable[[], Timing]], runs: int) -> dict[str, list[Timing]]:
     """Every contestant once a round, in turn; the first round is not kept."""
     seen: dict[str, list[Timing]] = {name: [] for name in contestants}
     for number in range(runs + 1):
-        for name, contestant in contestants.items():
-            timing = contestant()
+        for name, contestant in list(contestants.items()):
+            try:
+                timing = contestant()
+            except PeerEnded as error:
+                print(f"{name} has ended, passed by: {error}", file=sys.stderr)
+                del contestants[name], seen[name]
+                continue
             print(f"    {name:22s} {timing.tokens / timing.seconds:9,.0f} tokens/s", file=sys.stderr, flush=True)
             if number:
                 seen[name].append(timing)
@@ -116,8 +124,15 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def compare(shape: str, options: argparse.Namespace, ceilings: Ceilings, folder: Path) -> dict[str, Any]:
-    """One shape over all workloads."""
+def compare(
+    shape: str,
+    options: argparse.Namespace,
+    ceilings: Ceilings,
+    folder: Path,
+    results: dict[str, Any],
+    save: Callable[[], None],
+) -> None:
+    """One shape over all workloads; fills in `results` and saves them after each."""
     checkpoint = folder / shape
     config = write(shape, checkpoint)
     ours = Ours(checkpoint, Counter(ceilings), options.max_rows)
@@ -131,14 +146,18 @@ def compare(shape: str, options: argparse.Namespace, ceilings: Ceilings, folder:
         if not python.exists():
             print(f"{name} is not installed: make peers", file=sys.stderr)
             continue
-        others[name] = Peer(str(python), script, checkpoint, options.threads, **environment)
-    results: dict[str, Any] = {}
+        try:
+            others[name] = Peer(str(python), script, checkpoint, options.threads, options.max_rows, **environment)
+        except PeerEnded as error:
+            print(f"{name} did not start, passed by: {error}", file=sys.stderr)
+    results["model_bytes"] = ours.model_bytes
+    results["peers"] = {name: other.version for name, other in others.items() if isinstance(other, Peer)}
     try:
         for kind in options.workloads:
             if not available(kind):
                 print(f"{kind}: its data set is not there, passed by", file=sys.stderr)
                 continue
-            context = min(CONTEXT.get(shape, 2048), config.max_position_embeddings)
+            context = min(CONTEXT, config.max_position_embeddings)
             workload = make(kind, options.rows, config.vocab_size, context)
             contestants: dict[str, Callable[[], Timing]] = {
                 f"engine {speed:g}x {scheduler}": partial(ours.answer, workload, speed, scheduler)
@@ -151,12 +170,12 @@ def compare(shape: str, options: argparse.Namespace, ceilings: Ceilings, folder:
             print(title, file=sys.stderr, flush=True)
             found = figures(rounds(contestants, options.runs), workload)
             print(f"{title}\n{table(found)}\n", flush=True)
-            results[kind] = found
+            results["workloads"][kind] = found
+            save()
     finally:
         for other in others.values():
             if isinstance(other, Peer):
                 other.close()
-    return results
 
 
 def main() -> None:
@@ -175,7 +194,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the JSON there")
     options = parser.parse_args()
     options.peers = [name for name in options.peers if name]
-    for name, known in (("shapes", SHAPES), ("workloads", KINDS), ("peers", (*LIBRARY, *SCRIPTS))):
+    if 1.0 not in options.speeds:
+        parser.error("--speeds: 1 must be among them, for the others are told beside it")
+    known_names = {"shapes": SHAPES, "workloads": KINDS, "peers": (*LIBRARY, *SCRIPTS), "schedulers": SCHEDULERS}
+    for name, known in known_names.items():
         if unknown := set(getattr(options, name)) - set(known):
             parser.error(f"--{name}: {', '.join(sorted(unknown))}: known are {', '.join(known)}")
     torch.set_num_threads(options.threads)
@@ -191,13 +213,16 @@ def main() -> None:
     }
     print(f"ceilings: {ceilings.flops / 1e9:,.0f} GFLOP/s, {ceilings.bandwidth / 1e9:,.0f} GB/s; {facts}\n", flush=True)
     results: dict[str, Any] = {"facts": facts, "shapes": {}}
+
+    def save() -> None:
+        if options.out:
+            options.out.write_text(json.dumps(results, indent=1) + "\n")
+
     for shape in options.shapes:
+        results["shapes"][shape] = {"workloads": {}}
         with tempfile.TemporaryDirectory(prefix="speed-") as folder:
-            results["shapes"][shape] = compare(shape, options, ceilings, Path(folder))
+            compare(shape, options, ceilings, Path(folder), results["shapes"][shape], save)
         gc.collect()
-    results["peak_memory_bytes"] = peak_memory()
-    if options.out:
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
     print(json.dumps(results))
 
 

@@ -74,14 +74,12 @@ def available(kind: str) -> bool:
 
 
 def make(kind: str, rows: int, vocabulary: int, context: int) -> Workload:
-    """The workload of so many rows, the same at every call; no row is longer than the context."""
+    """The workload of so many rows, the same at every call; no prompt longer than half the context, no row than it."""
     chance = random.Random(f"{SEED} {kind}")
-    lengths = KINDS[kind](chance, rows)
-    limit = max(new for _, new in lengths)
-    prompts: list[list[int]] = []
-    for prompt, _ in lengths:
-        prompts.append([chance.randrange(4, vocabulary) for _ in range(min(prompt, context - limit))])
-    return Workload(kind, prompts, [new for _, new in lengths], limit)
+    lengths = [(min(prompt, context // 2), new) for prompt, new in KINDS[kind](chance, rows)]
+    new_tokens = [min(new, context - prompt) for prompt, new in lengths]
+    prompts = [[chance.randrange(4, vocabulary) for _ in range(prompt)] for prompt, _ in lengths]
+    return Workload(kind, prompts, new_tokens, max(new_tokens))
 
 
 class Forced:
