@@ -40,6 +40,7 @@ def write(shape: str, folder: Path) -> PretrainedConfig:
     """A checkpoint without a tokenizer, bfloat16, in `folder`; its config."""
     config: PretrainedConfig = SHAPES[shape]()
     config.dtype = torch.bfloat16
+    config.use_cache = True  # the demo's says no, and its generation config, which is not written here, yes
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.generation_config.eos_token_id = None
