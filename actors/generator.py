@@ -73,8 +73,9 @@ class Generator:
     checkpoint: folder. schedule: keys of a job's `schedule` section, on top of what the checkpoint stores.
     sampling: fields of SamplingParams. choices: labels; every answer is one of them. strip: take white space
     off both ends of a text. dtype: float32, bfloat16 or float16. device: auto, cpu or cuda. threads: torch
-    threads on CPU. cache_bytes: key/value cache of one batch. max_batch: rows of one batch. compile:
-    torch.compile the layers. Raises ValueError of one line if these do not fit.
+    threads on CPU. cache_bytes: key/value cache of the rows in flight. max_batch: of them. scheduler: lock_step, or
+    refill: rows that have ended are replaced at once. compile: torch.compile the layers. cumulative_logprob:
+    tell it, which takes time. Raises ValueError of one line if these do not fit.
     """
 
     def __init__(
@@ -90,14 +91,19 @@ class Generator:
         threads: int | None = None,
         cache_bytes: int = 2**30,
         max_batch: int = 64,
+        scheduler: str = "lock_step",
         compile: bool = False,
+        cumulative_logprob: bool = True,
         seed: int = 0,
         prompt_column: str = "prompt",
     ) -> None:
         import torch
 
         from actors.engine.engine import Engine
+        from actors.engine.scheduler import SCHEDULERS
 
+        if scheduler not in SCHEDULERS:
+            raise ValueError(f"scheduler = {scheduler!r}: must be one of {', '.join(SCHEDULERS)}")
         if threads is not None:
             torch.set_num_threads(threads)
         found = inspect(checkpoint)
@@ -106,18 +112,22 @@ class Generator:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)
-        needed = memory_needed(found, dtype, cache_bytes)
+        needed = memory_needed(found, dtype, cache_bytes, on_gpu=self.device.type == "cuda")
         if self.device.type == "cuda":
             check_free(needed, *torch.cuda.mem_get_info(self.device))
         decoder = load_decoder(checkpoint, getattr(torch, dtype), self.device)
         if compile:
             decoder.compile()
+        else:
+            decoder.prepare_for_cpu()
         self.tokenizer = load_tokenizer(checkpoint)
-        self.engine = Engine(decoder, self.schedule, stop_ids(decoder, self.tokenizer))
+        ends = stop_ids(decoder, self.tokenizer)
+        self.engine = Engine(decoder, self.schedule, ends, cumulative_logprob=cumulative_logprob)
         self.special_ids = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
         self.strip = strip
         self.cache_bytes = cache_bytes
         self.max_batch = max_batch
+        self.scheduler = scheduler
         self.seed = seed
         self.prompt_column = prompt_column
         self._tries: dict[tuple[str, ...], ChoiceTrie] = {}
@@ -179,9 +189,11 @@ class Generator:
     ) -> list[Answer]:
         """Answer rows, each `n` times, in their order; rows that come with an error are passed by.
 
-        prefix: token ids with which most of them begin; computed once. on_batch: told the rows of each batch before
-        it runs, and none when all have run.
+        prefix: token ids with which most of them begin; computed once. on_batch: told the rows that may be in flight
+        until it is told again, before they are, and none when all have run.
         """
+        from actors.engine.scheduler import generate
+
         requests: list[Request] = []
         owners: list[int] = []
         errors: dict[int, str] = {}
@@ -198,8 +210,14 @@ class Generator:
             if on_batch is not None:
                 on_batch(sorted({owners[place] for place in places}))
 
-        done = self.engine.generate(
-            requests, budget_bytes=self.cache_bytes, max_rows=self.max_batch, prefix=list(prefix), on_batch=tell
+        done = generate(
+            self.engine,
+            requests,
+            budget_bytes=self.cache_bytes,
+            max_rows=self.max_batch,
+            prefix=list(prefix),
+            scheduler=self.scheduler,
+            on_batch=tell,
         )
         tell(())
         # one sample that does not fit the memory makes its row a bad one, which has a single answer

@@ -207,9 +207,14 @@ class ActorsConfig(Section):
     cpus: float | None = Field(None, gt=0, description="logical CPUs an actor; default 0.5 on CPU, 1 with GPUs")
     threads: int | None = Field(None, ge=1, description="torch threads an actor; default cores ÷ actors on CPU")
     cache_bytes: int | None = Field(
-        None, ge=1, description="bytes of key/value cache of one batch; default 1 GiB on CPU, 8 GiB a GPU"
+        None, ge=1, description="bytes of key/value cache of the rows in flight; default 1 GiB on CPU, 8 GiB a GPU"
     )
-    max_batch: int = Field(64, ge=1, description="rows a batch at most")
+    max_batch: int = Field(64, ge=1, description="rows in flight at most")
+    scheduler: Literal["lock_step", "refill"] | None = Field(
+        None,
+        description="lock_step: all rows of a batch begin together; refill: a row that has ended is replaced at once, "
+        "for answers some of which are many times as long as most; default lock_step",
+    )
 
     @model_validator(mode="after")
     def _fixed_or_range(self) -> ActorsConfig:

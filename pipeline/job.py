@@ -203,9 +203,11 @@ def _flow(
         "dtype": config.model.dtype,
         "device": config.model.device,
         "compile": config.model.compile,
+        "cumulative_logprob": config.output.cumulative_logprob,
         "threads": batching.threads,
         "cache_bytes": batching.cache_bytes,
         "max_batch": batching.max_batch,
+        "scheduler": batching.scheduler,
     }
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     tally = ray.remote(num_cpus=0)(Tally).options(scheduling_strategy=here).remote()  # dies with the driver only

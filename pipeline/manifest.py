@@ -48,7 +48,7 @@ class Batching:
     """Values that shape batches, resolved when the job is first planned; bytes and rows.
 
     prefix: token ids that prompts begin with, computed once an actor; () for none. planned: when the job was,
-    seconds since 1970: what its chat template is told is now.
+    seconds since 1970: what its chat template is told is now. scheduler: of actors.engine.scheduler.
     """
 
     shard_rows: int
@@ -58,6 +58,7 @@ class Batching:
     threads: int
     prefix: tuple[int, ...] = ()
     planned: float = 0.0
+    scheduler: str = "lock_step"
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def plan_job(
     else:
         pinned, schema, batching, shards = stored.files, stored.schema, stored.batching, stored.shards
         check_pinned(pinned, listed)
-        for name in ("cache_bytes", "max_batch", "threads"):
+        for name in ("cache_bytes", "max_batch", "threads", "scheduler"):
             asked, planned = getattr(config.actors, name), getattr(batching, name)
             if asked not in (None, planned):
                 log.warning("actors.%s = %s is left aside: this job was planned with %s", name, asked, planned)
@@ -251,6 +252,7 @@ def _batching(config: JobConfig, rows: int) -> Batching:
         cache_bytes=actors.cache_bytes or cache,
         max_batch=actors.max_batch,
         threads=actors.threads or (1 if actors.gpus else max(1, cores // actors.most)),
+        scheduler=actors.scheduler or "lock_step",
     )
 
 

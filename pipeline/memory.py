@@ -24,9 +24,9 @@ def tell_memory(located: Located, model: ModelConfig, actors: ActorsConfig, batc
 
     An actor on a GPU looks at the free memory there itself, before it loads.
     """
-    need = memory_needed(located.checkpoint, model.dtype, batching.cache_bytes, located.sizes())
-    log.info("%s", describe(need, model.dtype, actors))
     on_gpu = actors.gpus > 0 and model.device != "cpu"
+    need = memory_needed(located.checkpoint, model.dtype, batching.cache_bytes, located.sizes(), on_gpu=on_gpu)
+    log.info("%s", describe(need, model.dtype, actors))
     if not on_gpu and not ray.is_initialized() and not os.environ.get("RAY_ADDRESS"):
         check_fits(need, actors, machine_memory())
 

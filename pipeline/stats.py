@@ -43,7 +43,7 @@ class ShardStats:
     padded_prompt_tokens: int = _unit("tokens computed in prefill, padding included")
     cache_bytes: int = _unit("bytes of the largest batch's cache", "max")
     peak_memory_bytes: int = _unit("bytes", "max")
-    out_of_memory: int = _unit("batches that memory ran out in: halved, or a row error")
+    out_of_memory: int = _unit("times that memory ran out: the rest ran again in fewer rows")
     started: float = _unit("s since 1970", "none")
     finished: float = _unit("s since 1970", "none")
     device: str = _unit("name", "none")

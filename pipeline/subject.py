@@ -76,6 +76,7 @@ class Subject:
             threads=config.threads,
             cache_bytes=_cache_bytes(config),
             max_batch=config.max_batch,
+            cumulative_logprob=False,  # as a job, unless it writes them
         )
 
 

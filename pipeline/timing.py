@@ -46,7 +46,8 @@ def at_schedule(generator: Generator, schedule: Schedule) -> Generator:
     """The same model, held once, under another schedule."""
     other = copy.copy(generator)
     other.schedule = schedule
-    other.engine = Engine(generator.engine.decoder, schedule, generator.engine.stop_ids)
+    engine = generator.engine
+    other.engine = Engine(engine.decoder, schedule, engine.stop_ids, cumulative_logprob=engine.cumulative_logprob)
     return other
 
 

@@ -118,6 +118,15 @@ def test_sampled_answers_do_not_hang_on_how_rows_are_cut(sampled: Generator, cut
     assert found == [whole[row] for row in order]
 
 
+def test_neither_the_scheduler_nor_unwanted_logprobs_change_an_answer(checkpoint: Path, sampled: Generator) -> None:
+    sampling = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0}
+    other = make(checkpoint, sampling=sampling, max_batch=3, scheduler="refill", cumulative_logprob=False)
+    prompts = [*PROMPTS, None, *PROMPTS]
+    assert answers(other, prompts) == answers(sampled, prompts)
+    assert other.take_stats().batches < sampled.take_stats().batches
+    assert np.isnan(other({"prompt": column(["a"])})["cumulative_logprob"]).all()
+
+
 def test_sampled_answers_follow_the_seed(checkpoint: Path, sampled: Generator) -> None:
     other = make(checkpoint, sampling={"max_new_tokens": NEW_TOKENS, "temperature": 1.0}, max_batch=3, seed=1)
     assert answers(sampled, list(PROMPTS)) == answers(sampled, list(PROMPTS))

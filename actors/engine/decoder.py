@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from actors.engine import attention, packing
 from actors.engine.families import Rotary, context_length, family_of
 
 
@@ -65,9 +66,27 @@ class Decoder:
         self.context_length = context_length(config)
         self.vocab_size: int = config.vocab_size
         self.logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.head = model.get_output_embeddings()
+        self.contiguous_keys = False  # whether attention wants a step's keys and values in one piece
         self._adds_masks = config._attn_implementation == "eager"
         self.device: torch.device = next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype
+
+    def prepare_for_cpu(self) -> None:
+        """Take attention and linear layers that are faster on CPUs; for good, and for inference alone."""
+        if self.device.type != "cpu":
+            return
+        if self.model.config._attn_implementation == "sdpa":
+            self.model.config._attn_implementation = attention.NAME
+            self.contiguous_keys = True
+        if packing.can_pack(self.dtype, self.device):
+            for block in self.blocks:
+                packing.pack_linears(block)
+                packing.give_memory_back()
+            shared = self.head.weight is self.model.get_input_embeddings().weight
+            self.head = packing.PackedLinear(self.head.weight.detach(), self.head.bias)
+            if not shared:
+                self.model.set_output_embeddings(self.head)  # lets the weight itself go
 
     def compile(self) -> None:
         """Compile every layer with torch.compile, for any batch size and length; needs a C++ compiler on CPU."""
@@ -115,7 +134,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and vocabulary head over [N, E] -> [N, V], capped if the family does so."""
-        output: Tensor = self.model.get_output_embeddings()(self.family.finish(self.model, hidden))
+        output: Tensor = self.head(self.family.finish(self.model, hidden))
         if self.logit_cap is not None:
             output = torch.tanh(output / self.logit_cap) * self.logit_cap
         return output

@@ -1,10 +1,11 @@
 """The engine: admit rows, step them one token further, retire those that have ended. Start reading here.
 
-    for batch in plan_batches(...):      # similar lengths, under a budget of cache bytes
-        admit(batch)                     # the prompts' own pass; it yields each row's first token
-        while rows in flight:
-            step()                       # one token a row, each row at its own depth; ended rows retire
+    open(...)                            # memory for so many rows of such lengths
+    admit(requests)                      # the prompts' own pass; it yields each row's first token
+    while rows in flight:
+        step()                           # one token a row, each row at its own depth; ended rows retire
 
+Which rows are admitted when is for `scheduler` to say.
 Rows lie oldest first. Depth never rises along a row, so the rows that a layer runs for are the youngest
 ones, one contiguous slice; the paper's lock-step batch is the case in which all rows have one age.
 Knows nothing of Ray, Parquet or text: token ids in, token ids out.
@@ -12,33 +13,36 @@ Knows nothing of Ray, Parquet or text: token ids in, token ids out.
 
 from __future__ import annotations
 
-import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
 
 import torch
 
-from actors.engine.batching import plan_batches
 from actors.engine.cache import PrefixKeys, SkipCache, cache_bytes_per_row, compaction
 from actors.engine.decoder import Decoder
-from actors.engine.out_of_memory import alone_error, free_memory, is_out_of_memory
 from actors.engine.row import Row
 from actors.engine.sampling import RowSampling, sample
 from actors.engine.schedule import Schedule
-from actors.engine.types import Completion, EngineStats, FinishReason, Request, SamplingParams
+from actors.engine.types import Completion, EngineStats, Request, SamplingParams
 
 
 class Engine:
     """Generates with one decoder and one schedule.
 
     stop_ids: tokens that end a row. compact_every: steps after which ended rows give up their place; in
-    between they ride along. Raises ValueError if the schedule is for another number of layers.
+    between they ride along. cumulative_logprob: whether completions tell theirs. Raises ValueError if the schedule is
+    for another number of layers.
     """
 
     def __init__(
-        self, decoder: Decoder, schedule: Schedule, stop_ids: Collection[int], *, compact_every: int = 1
+        self,
+        decoder: Decoder,
+        schedule: Schedule,
+        stop_ids: Collection[int],
+        *,
+        compact_every: int = 1,
+        cumulative_logprob: bool = True,
     ) -> None:
         if schedule.num_layers != decoder.num_layers:
             raise ValueError(f"schedule for {schedule.num_layers} layers, model has {decoder.num_layers}")
@@ -46,6 +50,7 @@ class Engine:
         self.schedule = schedule
         self.stop_ids = frozenset(stop_ids)
         self.compact_every = compact_every
+        self.cumulative_logprob = cumulative_logprob
         self.stats = EngineStats()
         self.rows: list[Row] = []
         self.cache: SkipCache | None = None
@@ -82,88 +87,6 @@ class Engine:
         stats, self.stats = self.stats, EngineStats()
         return stats
 
-    def generate(
-        self,
-        requests: Sequence[Request],
-        *,
-        budget_bytes: int,
-        max_rows: int,
-        prefix: Sequence[int] = (),
-        on_batch: Callable[[Sequence[int]], None] | None = None,
-    ) -> list[Completion]:
-        """Answer all requests, in lock-step batches; completions in the order of the requests.
-
-        budget_bytes: cache of one batch. prefix: token ids with which most prompts begin; computed once, and
-        again only for another one. on_batch: told the places of each batch's requests before it runs. A batch that
-        runs out of memory is halved; a request that does alone ends with an error. Raises ValueError for a request
-        that cannot be run.
-        """
-        completions: dict[int, Completion] = {}
-        shared = [row for row, request in enumerate(requests) if _begins_with(request.prompt_ids, prefix)]
-        others = sorted(set(range(len(requests))) - set(shared))
-        too_large = math.inf  # bytes of the smallest batch that ran out of memory: none as large is tried again
-        for group, start in ((shared, prefix), (others, ())):
-            limits = [self.new_tokens_limit(requests[row]) for row in group]
-            batches = plan_batches(
-                [len(requests[row].prompt_ids) for row in group],
-                limits,
-                row_bytes=self.row_bytes,
-                budget_bytes=budget_bytes,
-                max_rows=max_rows,
-            )
-            left = batches[::-1]
-            while left:
-                batch = left.pop()
-                longest = max(len(requests[group[place]].prompt_ids) for place in batch)
-                most_new = max(limits[place] for place in batch)
-                size = len(batch) * self.row_bytes(longest, most_new)
-                if len(batch) == 1 or size < too_large:
-                    if on_batch is not None:
-                        on_batch([group[place] for place in batch])
-                    ended = self._run_batch([requests[group[place]] for place in batch], longest, most_new, start)
-                    if ended is not None:
-                        completions.update((group[batch[row]], completion) for row, completion in ended.items())
-                        continue
-                    too_large = min(too_large, size)
-                if len(batch) == 1:
-                    error = alone_error(longest, most_new)
-                    completions[group[batch[0]]] = Completion((), FinishReason.ERROR, 0.0, error=error)
-                else:
-                    half = len(batch) // 2
-                    left += [batch[half:], batch[:half]]
-        return [completions[row] for row in range(len(requests))]
-
-    def _run_batch(
-        self, requests: Sequence[Request], longest: int, most_new: int, prefix: Sequence[int]
-    ) -> dict[int, Completion] | None:
-        """One lock-step batch to its end: place -> completion; None, and no row in flight, if memory ran out.
-
-        What a batch that ran out had counted is taken back, but for its seconds.
-        """
-        before = replace(self.stats)
-        try:
-            self.open(len(requests), longest, most_new)
-            first = self.admit(requests, prefix)[0]
-            ended = self.retire()
-            while self.rows:
-                assert self.cache is not None
-                self.cache.free(self.rows[-1].position)  # nobody is admitted any more
-                ended += self.step()
-            return {ticket - first: completion for ticket, completion in ended}
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-        finally:
-            self.rows, self.cache = [], None
-        free_memory()  # here the error is gone, and with its traceback the last of its tensors
-        self.stats = replace(
-            before,
-            prefill_seconds=self.stats.prefill_seconds,
-            decode_seconds=self.stats.decode_seconds,
-            out_of_memory=before.out_of_memory + 1,
-        )
-        return None
-
     def open(self, rows: int, prompt_slots: int, max_new_tokens: int) -> None:
         """Make room for `rows` rows at once, none with a longer prompt or more new tokens than said."""
         assert not self.rows, "rows are in flight"
@@ -179,6 +102,7 @@ class Engine:
             dtype=decoder.dtype,
             device=decoder.device,
             windows=decoder.windows,
+            grows=decoder.contiguous_keys,
         )
         self.stats.batches += 1
         self.stats.cache_bytes = max(self.stats.cache_bytes, self.cache.bytes)
@@ -240,12 +164,26 @@ class Engine:
             self.stats.padded_prompt_tokens += len(prefix)
         return self._prefix[1]
 
+    def close(self) -> None:
+        """Let rows in flight and their memory go; what their steps have counted is taken back."""
+        for row in self.rows:
+            steps = len(row.tokens) - 1
+            self.stats.decode_steps -= steps
+            self.stats.layer_steps -= self.schedule.layer_steps(steps)
+            self.stats.full_layer_steps -= self.schedule.num_layers * steps
+        self.rows, self.cache = [], None
+
     @torch.inference_mode()
-    def step(self) -> list[tuple[int, Completion]]:
-        """One token further for every row in flight; returns (ticket, completion) of the rows that ended."""
+    def step(self, *, last: bool = False) -> list[tuple[int, Completion]]:
+        """One token further for every row in flight; returns (ticket, completion) of the rows that ended.
+
+        last: nobody is admitted any more, so that layers which no row will run again give up their memory.
+        """
         began = time.perf_counter()
         cache, decoder, rows = self.cache, self.decoder, self.rows
         assert cache is not None and rows
+        if last:
+            cache.free(rows[-1].position)
         depths = [self.schedule.depth(row.position) for row in rows]
         assert depths == sorted(depths), "rows must lie oldest first"
         places = [len(row.request.prompt_ids) + row.position for row in rows]
@@ -258,13 +196,13 @@ class Engine:
             [len(rows) - bisect_right(depths, rank) for rank in self.schedule.ranks],
             cache,
         )
-        for row, depth in zip(rows, depths, strict=True):
-            live = row.finish is None
+        alive = [row.finish is None for row in rows]
+        self._draw(rows, logits)
+        for live, depth in zip(alive, depths, strict=True):  # a step that ran out of memory counts nothing
             self.stats.decode_steps += live
             self.stats.idle_row_steps += not live
             self.stats.layer_steps += depth * live
             self.stats.full_layer_steps += self.schedule.num_layers * live
-        self._draw(rows, logits)
         ended = self.retire()
         self.stats.decode_seconds += time.perf_counter() - began
         return ended
@@ -284,7 +222,7 @@ class Engine:
             self.cache.move(*zip(*moved, strict=True))
         self.rows = [self.rows[row] for row in order]
         self.stats.generated_tokens += sum(len(row.tokens) for row in ended)
-        return [(row.ticket, row.completion()) for row in ended]
+        return [(row.ticket, row.completion(self.cumulative_logprob)) for row in ended]
 
     def _begin(self, request: Request) -> Row:
         """A row before its first token."""
@@ -306,7 +244,7 @@ class Engine:
 
     def _draw(self, rows: Sequence[Row], logits: torch.Tensor) -> None:
         """Draw the token behind each row's input and see whether it ends the row."""
-        drawn = sample(logits, [row.sampling for row in rows])
+        drawn = sample(logits, [row.sampling for row in rows], logprobs=self.cumulative_logprob)
         for place, row in enumerate(rows):
             row.position += 1
             if row.finish is not None:
@@ -319,8 +257,3 @@ class Engine:
             if row.node is not None:
                 row.choice_logprob += drawn.choice_logprobs[place]
             row.finish = row.reason_to_end()
-
-
-def _begins_with(prompt: Sequence[int], prefix: Sequence[int]) -> bool:
-    """Whether a prompt begins with a prefix and has tokens of its own behind it."""
-    return 0 < len(prefix) < len(prompt) and list(prompt[: len(prefix)]) == list(prefix)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.engine.schedule import Schedule, ScheduleSpec
 from actors.engine.schedule_file import load_spec
-from actors.engine.weights import Need, folder_sizes, names_in, need, weight_files
+from actors.engine.weights import ITEM_BYTES, Need, folder_sizes, names_in, need, weight_files
 
 if TYPE_CHECKING:
     import torch
@@ -88,13 +88,22 @@ def _read_object(path: Path) -> dict[str, Any]:
     return found
 
 
-def memory_needed(checkpoint: Checkpoint, dtype: str, cache_bytes: int, sizes: Mapping[str, int] | None = None) -> Need:
+def memory_needed(
+    checkpoint: Checkpoint, dtype: str, cache_bytes: int, sizes: Mapping[str, int] | None = None, *, on_gpu: bool
+) -> Need:
     """What an actor will need for the checkpoint; ValueError of one line if its weights are not whole.
 
-    sizes: numbers of every tensor; None: read from the headers in the folder.
+    sizes: numbers of every tensor; None: read from the headers in the folder. on_gpu: or else on a CPU, which is taken
+    to be one that packs weights in bfloat16.
     """
+    config = checkpoint.config
     sizes = folder_sizes(checkpoint.path) if sizes is None else sizes
-    return need(sizes, tied=bool(checkpoint.config.tie_word_embeddings), dtype=dtype, cache_bytes=cache_bytes)
+    tied = bool(config.tie_word_embeddings)
+    found = need(sizes, tied=tied, dtype=dtype, cache_bytes=cache_bytes)
+    if tied and dtype == "bfloat16" and not on_gpu:  # the head is packed beside the embedding
+        head = config.vocab_size * (getattr(config, "word_embed_proj_dim", None) or config.hidden_size)
+        found = replace(found, weights=found.weights + head * ITEM_BYTES[dtype])
+    return found
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

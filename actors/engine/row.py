@@ -29,13 +29,13 @@ class Row:
     choice: int | None = None
     finish: FinishReason | None = None
 
-    def completion(self) -> Completion:
+    def completion(self, cumulative_logprob: bool) -> Completion:
         """The answer of a row that has ended."""
         assert self.finish is not None
         return Completion(
             tuple(self.tokens),
             self.finish,
-            self.logprob,
+            self.logprob if cumulative_logprob else None,
             tuple(self.logprobs) if self.request.sampling.logprobs is not None else None,
             self.choice,
             None if self.choice is None else math.exp(self.choice_logprob),

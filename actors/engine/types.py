@@ -163,14 +163,15 @@ class TokenLogprob:
 class Completion:
     """One row's answer. token_ids ends with the stop token if that ended it.
 
-    cumulative_logprob: nats, under the model's own distribution, before penalties, temperature and top-*.
+    cumulative_logprob: nats, under the model's own distribution, before penalties, temperature and top-*; None if
+    the engine was not asked for it.
     logprobs: of each token, if asked for. choice: number of the label, choice_probability: its share among the
     labels, token by token; None for a row that was free. error: why there is no answer; it has no tokens then.
     """
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    cumulative_logprob: float
+    cumulative_logprob: float | None
     logprobs: tuple[TokenLogprob, ...] | None = None
     choice: int | None = None
     choice_probability: float | None = None
@@ -181,7 +182,7 @@ class Completion:
 class EngineStats:
     """Counts over everything an engine has run since they were last taken."""
 
-    batches: int = field(default=0, metadata={"unit": "batches"})
+    batches: int = field(default=0, metadata={"unit": "batches, or runs of places that are refilled"})
     prompt_tokens: int = field(default=0, metadata={"unit": "tokens computed in prefill, padding left out"})
     shared_prompt_tokens: int = field(default=0, metadata={"unit": "prompt tokens that another row's pass served"})
     padded_prompt_tokens: int = field(default=0, metadata={"unit": "tokens computed in prefill, padding included"})
@@ -193,4 +194,6 @@ class EngineStats:
     prefill_seconds: float = field(default=0.0, metadata={"unit": "s"})
     decode_seconds: float = field(default=0.0, metadata={"unit": "s"})
     cache_bytes: int = field(default=0, metadata={"unit": "bytes of the largest batch's cache"})
-    out_of_memory: int = field(default=0, metadata={"unit": "batches that memory ran out in: halved, or a row error"})
+    out_of_memory: int = field(
+        default=0, metadata={"unit": "times that memory ran out: the rest ran again in fewer rows"}
+    )

@@ -18,6 +18,7 @@ from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.sampling import RowSampling, sample
 from actors.engine.schedule import Schedule, ScheduleSpec
+from actors.engine.scheduler import generate
 from actors.engine.types import FinishReason, Request, SamplingParams
 
 END = 2
@@ -56,8 +57,8 @@ def test_every_answer_is_a_label_with_its_probability(llama: Decoder) -> None:
     prompts = [[rng.randrange(3, 97) for _ in range(rng.randint(1, 12))] for _ in range(20)]
     free = Request([4, 5], SamplingParams(max_new_tokens=9))
     engine = Engine(llama, SCHEDULE, {END})
-    alone = engine.generate([free], budget_bytes=2**40, max_rows=1)[0]
-    *answers, last = engine.generate([*map(bound, prompts), free], budget_bytes=2**40, max_rows=8)
+    alone = generate(engine, [free], budget_bytes=2**40, max_rows=1)[0]
+    *answers, last = generate(engine, [*map(bound, prompts), free], budget_bytes=2**40, max_rows=8)
     assert last.token_ids == alone.token_ids and last.choice is None is last.choice_probability
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.choice is not None and answer.choice_probability is not None
@@ -70,8 +71,11 @@ def test_every_answer_is_a_label_with_its_probability(llama: Decoder) -> None:
 
 def test_labels_are_drawn_as_often_as_their_probability_says(llama: Decoder) -> None:
     prompt, draws = [7, 8, 9], 4000
-    answers = Engine(llama, SCHEDULE, {END}).generate(
-        [bound(prompt, key * 7919, temperature=2.0) for key in range(draws)], budget_bytes=2**40, max_rows=1000
+    answers = generate(
+        Engine(llama, SCHEDULE, {END}),
+        [bound(prompt, key * 7919, temperature=2.0) for key in range(draws)],
+        budget_bytes=2**40,
+        max_rows=1000,
     )
     seen = Counter(answer.choice for answer in answers)
     wanted = exact(llama, SCHEDULE, prompt, temperature=2.0)
@@ -81,14 +85,17 @@ def test_labels_are_drawn_as_often_as_their_probability_says(llama: Decoder) -> 
 
 
 def test_a_row_ends_where_one_label_alone_is_left(llama: Decoder) -> None:
-    answers = Engine(llama, SCHEDULE, {END}).generate(
-        [bound([key, 3], key, temperature=3.0) for key in range(3, 60)], budget_bytes=2**40, max_rows=64
+    answers = generate(
+        Engine(llama, SCHEDULE, {END}),
+        [bound([key, 3], key, temperature=3.0) for key in range(3, 60)],
+        budget_bytes=2**40,
+        max_rows=64,
     )
     lengths = {LABELS[answer.choice]: len(answer.token_ids) for answer in answers if answer.choice is not None}
     wanted = {(5, 6, 7): 3, (5, 6): 3, (5, 9): 2, (11,): 2, (11, 12, 13, 14): 2, (20, 21, 22): 1}
     assert lengths == {label: wanted[label] for label in lengths} and len(lengths) > 3
     single = Request([4], choices=ChoiceTrie([(8, 9)], END))
-    answer = Engine(llama, SCHEDULE, {END}).generate([single], budget_bytes=2**40, max_rows=1)[0]
+    answer = generate(Engine(llama, SCHEDULE, {END}), [single], budget_bytes=2**40, max_rows=1)[0]
     assert (answer.token_ids, answer.choice, answer.choice_probability) == ((8,), 0, 1.0)
 
 
@@ -149,5 +156,5 @@ def test_choices_that_do_not_fit_the_context_are_refused(llama: Decoder) -> None
 
 def test_a_bf16_model_answers_with_labels_too(llama: Decoder) -> None:
     half = Decoder(tiny_model("llama").to(torch.bfloat16))
-    answers = Engine(half, SCHEDULE, {END}).generate([bound([k]) for k in range(9)], budget_bytes=2**40, max_rows=4)
+    answers = generate(Engine(half, SCHEDULE, {END}), [bound([k]) for k in range(9)], budget_bytes=2**40, max_rows=4)
     assert all(answer.choice is not None for answer in answers)

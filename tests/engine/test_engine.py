@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from models import CONTEXT, LAYERS, MODELS, VOCAB
 from oracle import oracle, oracle_logits
 
+from actors.engine import packing
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.schedule import Schedule, ScheduleSpec
+from actors.engine.scheduler import generate
 from actors.engine.types import Completion, FinishReason, Request, SamplingParams
 
 STOP = {2, 5, 9, 33}
@@ -63,7 +65,7 @@ def requests(count: int, seed: int, *, sampled: bool = False, most_new: int = 14
 
 
 def answer(engine: Engine, rows: Sequence[Request], max_rows: int = 64) -> list[Completion]:
-    return engine.generate(rows, budget_bytes=2**40, max_rows=max_rows)
+    return generate(engine, rows, budget_bytes=2**40, max_rows=max_rows)
 
 
 def test_full_depth_equals_generate(decoder: Decoder) -> None:
@@ -91,8 +93,12 @@ def test_full_depth_equals_generate_in_one_padded_batch(decoder: Decoder) -> Non
 
 
 @every_case
-def test_cached_batches_equal_the_oracle(decoder: Decoder, spec: int) -> None:
-    """Greedy rows and sampled ones, side by side."""
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_cached_batches_equal_the_oracle(
+    decoder: Decoder, spec: int, contiguous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy rows and sampled ones, side by side; the cache laid out as on a CPU, and as on a GPU."""
+    monkeypatch.setattr(decoder, "contiguous_keys", contiguous)
     schedule = SPECS[spec].build(LAYERS)
     rows = requests(5, seed=3) + requests(5, seed=3, sampled=True)
     answers = answer(Engine(decoder, schedule, STOP), rows, max_rows=5)
@@ -209,11 +215,16 @@ def test_layers_counted_are_layers_run(decoder: Decoder, monkeypatch: pytest.Mon
 
 
 @thoroughly
-def test_bf16_logits_stay_near_the_fp32_oracle(decoder: Decoder) -> None:
+@pytest.mark.parametrize("prepared", [False, True])
+def test_bf16_logits_stay_near_the_fp32_oracle(decoder: Decoder, prepared: bool) -> None:
     """At every depth: cached bf16 against uncached fp32, teacher-forced along the bf16 tokens."""
     schedule = ScheduleSpec(max_depth=6, min_depth=2, horizon=8).build(LAYERS)
     rows = [Request(row.prompt_ids, SamplingParams(max_new_tokens=12)) for row in requests(4, seed=9)]
     half = Decoder(copy.deepcopy(decoder.model).to(torch.bfloat16))
+    half.model.config._attn_implementation = half.family.attention
+    if prepared:
+        half.prepare_for_cpu()
+        assert packing.can_pack(half.dtype, half.device) == isinstance(half.head, packing.PackedLinear)
     seen: list[torch.Tensor] = []
     plain = half.step
 

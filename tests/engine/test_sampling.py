@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -200,3 +201,15 @@ def test_logprobs_are_the_models_own() -> None:
     assert drawn.top[0].token == drawn.tokens[0] and [token for token, _ in drawn.top[0].top] == [0, 1, 2]
     torch.testing.assert_close(torch.tensor([value for _, value in drawn.top[0].top]), whole[:3])
     assert drawn.top[1].top == () and abs(drawn.top[1].logprob - whole[0].item()) < 1e-6
+
+
+@given(st.integers(0, 2**32), st.integers(2, 40))
+def test_greedy_takes_the_first_of_the_likeliest(seed: int, vocabulary: int) -> None:
+    """With bfloat16 logits ties are common; whether logprobs are asked for changes nothing."""
+    logits = torch.randint(-3, 4, (4, vocabulary), generator=torch.Generator().manual_seed(seed)).bfloat16()
+    rows = [RowSampling(SamplingParams(), row) for row in range(4)]
+    want = [values.index(max(values)) for values in logits.tolist()]
+    told, silent = (sample(logits, rows, logprobs=asked) for asked in (True, False))
+    assert told.tokens == silent.tokens == want
+    assert told.logprobs == pytest.approx(logits.float().log_softmax(-1)[range(4), want].tolist(), abs=1e-5)
+    assert all(math.isnan(one) for one in silent.logprobs)

@@ -13,6 +13,7 @@ from test_engine import SPECS, STOP
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.schedule import ScheduleSpec
+from actors.engine.scheduler import generate
 from actors.engine.types import Completion, Request, SamplingParams
 
 PREFIX = [(7 * place) % 90 + 3 for place in range(17)]
@@ -20,7 +21,7 @@ PREFIX = [(7 * place) % 90 + 3 for place in range(17)]
 
 def plain(decoder: Decoder, spec: ScheduleSpec, rows: list[Request]) -> list[Completion]:
     engine = Engine(decoder, spec.build(LAYERS), STOP)
-    return [engine.generate([row], budget_bytes=2**40, max_rows=1)[0] for row in rows]
+    return [generate(engine, [row], budget_bytes=2**40, max_rows=1)[0] for row in rows]
 
 
 def with_prefix(count: int, seed: int) -> list[Request]:
@@ -39,7 +40,7 @@ def with_prefix(count: int, seed: int) -> list[Request]:
 def test_a_shared_beginning_changes_no_token(decoder: Decoder, spec: ScheduleSpec) -> None:
     rows = with_prefix(13, seed=1)
     engine = Engine(decoder, spec.build(LAYERS), STOP)
-    got = engine.generate(rows, budget_bytes=2**40, max_rows=5, prefix=PREFIX)
+    got = generate(engine, rows, budget_bytes=2**40, max_rows=5, prefix=PREFIX)
     assert [one.token_ids for one in got] == [one.token_ids for one in plain(decoder, spec, rows)]
 
 
@@ -47,15 +48,15 @@ def test_a_beginning_is_computed_once() -> None:
     decoder = Decoder(tiny_model("llama"))
     engine = Engine(decoder, ScheduleSpec(speedup=2, horizon=6).build(LAYERS), STOP)
     rows = with_prefix(13, seed=2)
-    first = engine.generate(rows, budget_bytes=2**40, max_rows=5, prefix=PREFIX)
+    first = generate(engine, rows, budget_bytes=2**40, max_rows=5, prefix=PREFIX)
     sharing = [row for row in rows if list(row.prompt_ids[:17]) == PREFIX and len(row.prompt_ids) > 17]
     whole = sum(len(row.prompt_ids) for row in rows)
     stats = engine.take_stats()
     assert stats.shared_prompt_tokens == 17 * len(sharing)
     assert stats.prompt_tokens == whole - 17 * len(sharing) + 17
-    assert engine.generate(rows, budget_bytes=2**40, max_rows=5, prefix=PREFIX) == first
+    assert generate(engine, rows, budget_bytes=2**40, max_rows=5, prefix=PREFIX) == first
     assert engine.take_stats().prompt_tokens == whole - 17 * len(sharing)
-    other = engine.generate(rows, budget_bytes=2**40, max_rows=5, prefix=PREFIX[:9])
+    other = generate(engine, rows, budget_bytes=2**40, max_rows=5, prefix=PREFIX[:9])
     assert [one.token_ids for one in other] == [one.token_ids for one in first]
 
 
@@ -73,10 +74,10 @@ def test_samples_of_a_prompt_share_its_pass(decoder: Decoder, monkeypatch: pytes
     alone = plain(decoder, ScheduleSpec(speedup=2, horizon=6), rows)
     monkeypatch.setattr(decoder, "prefill", counting)
     engine = Engine(decoder, schedule, STOP)
-    got = engine.generate(rows, budget_bytes=2**40, max_rows=12)
+    got = generate(engine, rows, budget_bytes=2**40, max_rows=12)
     assert passes == [3]
     assert [one.token_ids for one in got] == [one.token_ids for one in alone]
     assert len({one.token_ids for one in got}) > 3
     assert (engine.stats.prompt_tokens, engine.stats.shared_prompt_tokens) == (6, 18)
-    got = Engine(decoder, schedule, STOP).generate(rows, budget_bytes=2**40, max_rows=5, prefix=[5])
+    got = generate(Engine(decoder, schedule, STOP), rows, budget_bytes=2**40, max_rows=5, prefix=[5])
     assert [one.token_ids for one in got] == [one.token_ids for one in alone]

@@ -9,6 +9,7 @@ from models import LAYERS, tiny_model
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.schedule import ScheduleSpec
+from actors.engine.scheduler import generate
 from actors.engine.stopping import StopStrings
 from actors.engine.types import FinishReason, Request, SamplingParams
 
@@ -61,14 +62,17 @@ def test_the_engine_ends_a_row_at_its_string() -> None:
     def text(tokens: list[int]) -> str:
         return "".join(chr(0x4E00 + token) for token in tokens)
 
-    whole = engine.generate(
-        [Request([row], SamplingParams(max_new_tokens=12)) for row in range(3, 9)], budget_bytes=2**40, max_rows=4
+    whole = generate(
+        engine,
+        [Request([row], SamplingParams(max_new_tokens=12)) for row in range(3, 9)],
+        budget_bytes=2**40,
+        max_rows=4,
     )
     stopped = [
         Request([row], SamplingParams(max_new_tokens=12), ending=StopStrings([text(list(one.token_ids[4:6]))], text))
         for row, one in zip(range(3, 9), whole, strict=True)
     ]
-    for before, after in zip(whole, engine.generate(stopped, budget_bytes=2**40, max_rows=4), strict=True):
+    for before, after in zip(whole, generate(engine, stopped, budget_bytes=2**40, max_rows=4), strict=True):
         pairs = [before.token_ids[place : place + 2] for place in range(5)]
         first = pairs.index(before.token_ids[4:6])
         assert after.token_ids == before.token_ids[: first + 2]

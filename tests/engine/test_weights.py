@@ -85,11 +85,13 @@ def test_the_need_is_what_the_loaded_model_holds(tmp_path: Path, family: str) ->
     """OPT's head is its embedding: once in memory, whether it is stored once or twice."""
     model = tiny_model(family)
     save_checkpoint(tmp_path, model, max_shard_size="20KB")
-    found = memory_needed(inspect(tmp_path), "bfloat16", 1000)
+    found = memory_needed(inspect(tmp_path), "bfloat16", 1000, on_gpu=True)
     loaded = load_decoder(tmp_path, torch.bfloat16, torch.device("cpu")).model
     held = sum(parameter.numel() for parameter in loaded.parameters())
     assert (found.parameters, found.weights) == (held, 2 * held)
     assert found.total == 2 * held + 1000 + ALLOWANCE
+    packed = memory_needed(inspect(tmp_path), "bfloat16", 1000, on_gpu=False).weights - found.weights
+    assert packed == (2 * 97 * 32 if family == "opt" else 0)
     if family == "opt":
         twice = {**folder_sizes(tmp_path), "lm_head.weight": 97 * 32}
         assert need(twice, tied=True, dtype="float32", cache_bytes=0).parameters == held
@@ -105,7 +107,7 @@ def test_shards_load_as_one_file_does(tmp_path: Path) -> None:
     shard = sorted(many.glob("*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(ValueError, match=rf"{shard.name}: .* bytes, but its header says .*: cut short or damaged"):
-        memory_needed(inspect(many), "float32", 0)
+        memory_needed(inspect(many), "float32", 0, on_gpu=False)
     shard.unlink()
     with pytest.raises(ValueError, match=rf"names {shard.name}, 1 of \d+ shards are missing"):
         inspect(many)
@@ -147,14 +149,15 @@ def test_weights_are_loaded_in_their_dtype_without_a_copy_between(tmp_path: Path
         vocab_size=97, hidden_size=512, intermediate_size=1024, num_hidden_layers=12, num_attention_heads=8
     )
     save_checkpoint(tmp_path, LlamaForCausalLM(config))
-    weights = memory_needed(inspect(tmp_path), "bfloat16", 0).weights
+    weights = memory_needed(inspect(tmp_path), "bfloat16", 0, on_gpu=True).weights
     assert weights > 40 * 2**20
     load_decoder(tmp_path, torch.bfloat16, torch.device("cpu"))  # imports, pools
     with own_memory() as sampled:
         threading.Event().wait(0.05)
         decoder = load_decoder(tmp_path, torch.bfloat16, torch.device("cpu"))
+        assert {(one.dtype, one.device.type) for one in decoder.model.parameters()} == {(torch.bfloat16, "cpu")}
+        decoder.prepare_for_cpu()
     assert decoder.dtype == torch.bfloat16
-    assert {(one.dtype, one.device.type) for one in decoder.model.parameters()} == {(torch.bfloat16, "cpu")}
     grown = max(sampled) - sampled[0]
     assert grown < 1.5 * weights, f"{grown / weights:.2f} times the weights"
 

@@ -103,10 +103,11 @@ def test_shards_are_a_quarter_of_an_actors_rows(
 
 
 def test_what_the_job_says_is_not_resolved(inputs: Path, checkpoint: Path) -> None:
-    actors = {"cache_bytes": 12_345, "max_batch": 7, "threads": 3}
+    actors = {"cache_bytes": 12_345, "max_batch": 7, "threads": 3, "scheduler": "refill"}
     batching = plan(job(inputs, checkpoint, shard_rows=4, shard_bytes=99_999, actors=actors)).batching
     assert (batching.shard_rows, batching.shard_bytes) == (4, 99_999)
     assert (batching.cache_bytes, batching.max_batch, batching.threads) == (12_345, 7, 3)
+    assert batching.scheduler == "refill"
 
 
 def test_a_plan_covers_the_files_in_order(inputs: Path, checkpoint: Path) -> None:
@@ -163,7 +164,7 @@ def test_a_plan_of_which_a_part_is_gone_is_named(inputs: Path, checkpoint: Path,
 @pytest.mark.parametrize(
     "sections",
     [
-        {"actors": {"count": 3, "cpus": 2, "threads": 2, "max_batch": 5, "cache_bytes": 1000}},
+        {"actors": {"count": 3, "cpus": 2, "threads": 2, "max_batch": 5, "cache_bytes": 1000, "scheduler": "refill"}},
         {"actors": {"min": 1, "max": 4, "gpus": 1}},
         {"storage": {"region": "eu-west-1", "retry_seconds": 2}},
         {"output": {"path": "elsewhere"}},
@@ -294,7 +295,7 @@ def test_newer_files_are_left_for_another_run(inputs: Path, checkpoint: Path, ca
 
 
 def test_a_resumed_job_keeps_its_batching(inputs: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    stored = plan(job(inputs, checkpoint, shard_rows=4, actors={"max_batch": 5, "threads": 1}))
+    stored = plan(job(inputs, checkpoint, shard_rows=4, actors={"max_batch": 5, "threads": 1, "scheduler": "refill"}))
     with caplog.at_level(logging.WARNING):
         again = plan(job(inputs, checkpoint, actors={"count": 4, "max_batch": 2, "threads": 1}), stored=stored)
     assert again == stored

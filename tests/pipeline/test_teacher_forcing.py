@@ -13,6 +13,7 @@ from oracle import oracle_logits
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.schedule import ScheduleSpec
+from actors.engine.scheduler import generate
 from actors.engine.types import Request, SamplingParams
 from pipeline import teacher_forcing
 from pipeline.teacher_forcing import Model, Pair, teacher_forced
@@ -58,7 +59,7 @@ def test_tokens_are_as_likely_as_the_engine_said_when_it_drew_them(spec: Schedul
     prompts = [prompt for prompt, _ in pairs(2)]
     sampling = SamplingParams(max_new_tokens=7, temperature=1.0)
     requests = [Request(prompt, sampling, key=row) for row, prompt in enumerate(prompts)]
-    done = Engine(decoder, schedule, {2}).generate(requests, budget_bytes=2**24, max_rows=4)
+    done = generate(Engine(decoder, schedule, {2}), requests, budget_bytes=2**24, max_rows=4)
     rows = [(prompt, one.token_ids) for prompt, one in zip(prompts, done, strict=True)]
     [found] = teacher_forced(Model(decoder, FULL), [Model(decoder, schedule)], rows, max_rows=4)
     np.testing.assert_allclose(found.nll, [-one.cumulative_logprob for one in done], rtol=1e-3, atol=1e-3)

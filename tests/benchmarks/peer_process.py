@@ -1,0 +1,31 @@
+"""The side of a peer that runs in a Python of its own: workloads come as lines of JSON, seconds go back.
+
+Imports nothing of this project and needs nothing but the standard library, for it runs where the peer is installed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+
+Answer = Callable[[list[list[int]], list[int]], int]
+
+
+def serve(start: Callable[[str, int, int], tuple[Answer, str]]) -> None:
+    """start: (checkpoint, threads, most rows in flight) -> what answers prompts with so many new tokens each and says
+    how many it made, and the peer's version.
+
+    What the peer itself prints goes to standard error.
+    """
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    answer, version = start(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    print(json.dumps({"version": version}), file=replies)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        began = time.perf_counter()
+        tokens = answer(asked["prompts"], asked["new"])
+        print(json.dumps({"seconds": time.perf_counter() - began, "tokens": tokens}), file=replies)

@@ -1,0 +1,48 @@
+"""Models of real shapes with random weights: speed does not ask what the weights are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig
+
+DEMO = Path(__file__).parents[2] / "configs/demo/checkpoint"
+
+
+def _opt(hidden: int, layers: int, heads: int, **more: Any) -> OPTConfig:
+    return OPTConfig(
+        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, ffn_dim=4 * hidden, **more
+    )
+
+
+SHAPES = {
+    "demo": lambda: AutoConfig.from_pretrained(DEMO),
+    "opt-125m": lambda: _opt(768, 12, 12),
+    "opt-350m": lambda: _opt(1024, 24, 16, word_embed_proj_dim=512, do_layer_norm_before=False),
+    "opt-1.3b": lambda: _opt(2048, 24, 32),
+    "llama-3.2-1b": lambda: LlamaConfig(
+        hidden_size=2048,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        intermediate_size=8192,
+        vocab_size=128_256,
+        tie_word_embeddings=True,
+        max_position_embeddings=8192,
+    ),
+}
+
+
+def write(shape: str, folder: Path) -> PretrainedConfig:
+    """A checkpoint without a tokenizer, bfloat16, in `folder`; its config."""
+    config: PretrainedConfig = SHAPES[shape]()
+    config.dtype = torch.bfloat16
+    config.use_cache = True  # the demo's says no, and its generation config, which is not written here, yes
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    return config
