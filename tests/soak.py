@@ -4,8 +4,9 @@
         [--minutes 60] [--seed 0]
 
 A trial counts if the kill hit a living process of an unfinished job. s3: the bucket skipdecode-soak at
-SKIPDECODE_TEST_S3_ENDPOINT, credentials from the usual AWS variables. The last line is one JSON object; exit 1 if
-a row was lost or repeated, a part differs, a job hung or failed, or the trials asked for were not reached.
+AWS_ENDPOINT_URL, credentials from the usual AWS variables, as `infra/ceph.sh start FOLDER` prints them. The last
+line is one JSON object; exit 1 if a row was lost or repeated, a part differs, a job hung or failed, or the trials
+asked for were not reached.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def store(kind: str, folder: Path) -> Iterator[tuple[str, StorageConfig]]:
         host, port = server.get_host_and_port()
         endpoint = f"http://{host}:{port}"
     else:
-        endpoint = os.environ["SKIPDECODE_TEST_S3_ENDPOINT"]
+        endpoint = os.environ["AWS_ENDPOINT_URL"]
     client = boto3.client("s3", endpoint_url=endpoint)
     if BUCKET not in [one["Name"] for one in client.list_buckets()["Buckets"]]:
         client.create_bucket(Bucket=BUCKET)
@@ -141,6 +142,8 @@ def main() -> None:
     faults = asked.faults.split(",")
     if unknown := set(faults) - set(FAULTS):
         parser.error(f"no such fault: {', '.join(sorted(unknown))}")
+    if asked.store == "s3" and "AWS_ENDPOINT_URL" not in os.environ:
+        parser.error("--store s3: set AWS_ENDPOINT_URL and credentials, as infra/ceph.sh start FOLDER prints them")
     if asked.trials < 1:
         parser.error("--trials: at least 1")
     deadline = time.monotonic() + 60 * asked.minutes
