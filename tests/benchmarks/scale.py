@@ -1,7 +1,7 @@
 """What the pipeline around the engine can do, and what it asks of driver, object store and planning.
 
     .venv/bin/python tests/benchmarks/scale.py [million|shards|nodes|plan ...] [--rows 1000000] [--files 200]
-        [--shards 3000] [--node-shards 128] [--plan-shards 250000]
+        [--shards 3000] [--node-shards 240] [--plan-shards 250000]
 
 million: short prompts through whole jobs with an engine that answers at once. shards: as many shards of one row
 each, for what a shard costs the driver. nodes: one node of two actors against two, with an engine that sleeps.
@@ -77,7 +77,10 @@ def config(folder: Path, actors: dict[str, Any], **more: Any) -> JobConfig:
 
 
 def run_job(one: JobConfig, **changes: Any) -> dict[str, Any]:
-    """Runs a job with the fake engine and tells what it came to. changes: of the settings that the job gives Ray."""
+    """Runs a job with the fake engine and tells what it came to. changes: of the settings that the job gives Ray.
+
+    steady: from the first shard's start to the last one's end. flowing: from the end of a tenth of all shards on.
+    """
     began = time.time()
     with Watch() as watch, patch.object(ray, "init", changed(ray.init, changes)):
         outcome = job.run(one)
@@ -85,6 +88,8 @@ def run_job(one: JobConfig, **changes: Any) -> dict[str, Any]:
     stats = pq.read_table(Path(one.output.path, "_job/stats.parquet"))
     first, last = pc.min(stats["started"]).as_py(), pc.max(stats["finished"]).as_py()
     rows, shards = outcome.totals.rows, outcome.totals.shards
+    ends = sorted(stats["finished"].to_pylist())
+    flowing = ends[len(ends) // 10 :]  # by then all workers of all stages have started
     seen = watch.between(first, last)
     assert outcome.totals.errors == 0 and outcome.totals.answers == rows
     return {
@@ -96,6 +101,7 @@ def run_job(one: JobConfig, **changes: Any) -> dict[str, Any]:
         "steady_seconds": round(last - first, 1),
         "steady_rows_per_second": round(rows / (last - first), 1),
         "steady_shards_per_second": round(shards / (last - first), 1),
+        "flowing_rows_per_second": round(rows / shards * (len(flowing) - 1) / (flowing[-1] - flowing[0]), 1),
         "after_last_shard_seconds": round(began + seconds - last, 1),
         "stage_seconds": {
             name: round(getattr(outcome.totals, f"{name}_seconds"), 1) for name in ("prepare", "generate", "commit")
@@ -155,7 +161,7 @@ def nodes(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         finally:
             ray.shutdown()
             cluster.shutdown()
-    for name in ("rows_per_second", "steady_rows_per_second"):
+    for name in ("rows_per_second", "steady_rows_per_second", "flowing_rows_per_second"):
         found[f"ratio_{name}"] = round(found["on_2"][name] / found["on_1"][name], 3)
     return found
 
@@ -206,7 +212,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--files", type=int, default=200)
     parser.add_argument("--shards", type=int, default=3_000)
-    parser.add_argument("--node-shards", type=int, default=128)
+    parser.add_argument("--node-shards", type=int, default=240)
     parser.add_argument("--plan-shards", type=int, default=250_000)
     options = parser.parse_args()
     modes = options.modes or list(MODES)
