@@ -74,7 +74,7 @@ def _start_up() -> Iterator[None]:
         yield
     except SystemExit:  # Ray's own handler of SIGTERM
         raise Interrupted("SIGTERM") from None
-    except BaseException as error:
+    except Exception as error:
         if type(error) not in (Exception, RuntimeError):
             raise
         raise ray.exceptions.RaySystemError(f"Ray did not start: {' '.join(str(error).split())}") from error

@@ -110,7 +110,7 @@ def _merge(
             fit = budget_bytes // row if row else wanted
             if longest <= SPREAD * lengths[run.rows[0]] and 2 * fit >= wanted:
                 merged[-1].rows.extend(run.rows)
-                merged[-1] = Run(merged[-1].rows, max(1, min(fit, wanted)))
+                merged[-1] = Run(merged[-1].rows, min(fit, wanted))
                 most_new = most
                 continue
         merged.append(Run(list(run.rows), run.capacity))
