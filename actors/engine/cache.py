@@ -3,9 +3,6 @@
 Because depth never rises, layer l runs for the first n_l generated tokens of a row and never again. Its
 buffer has P + n_l slots (P: the longest prompt), none at all if n_l = 0, and the slot of a token is its
 place in the row. Buffers are allocated once; nothing is ever concatenated.
-
-On a CPU a step reads keys and values that lie in one piece, so a buffer shows only its first slots, and is laid out
-anew, with more of them, every GROWTH steps: reading a few slots too many costs less than a copy of all at every step.
 Shapes: R rows of capacity, B live rows, H key/value heads, D head size, K slots attended to.
 """
 
@@ -17,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actors.engine.cpu import kernels
 from actors.engine.schedule import Schedule
 
 
@@ -31,40 +29,6 @@ def cache_bytes_per_row(
 ) -> int:
     """Bytes of keys and values that one row holds, exactly; `itemsize`: bytes a number."""
     return sum(cache_slots(schedule, prompt_slots, max_new_tokens)) * kv_heads * head_dim * 2 * itemsize
-
-
-GROWTH = 32  # slots
-
-
-class Buffer:
-    """Memory for [R, H, slots, D], of which the first slots are shown, in one piece: `shown` [R, H, W, D]."""
-
-    def __init__(
-        self, rows: int, heads: int, slots: int, width: int, size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        # zeros: a slot that is masked but was never written must not hold a NaN, which no weight of 0 removes
-        self._numbers = torch.zeros(rows * heads * slots * size, dtype=dtype, device=device)
-        self._shape = rows, heads, size
-        self.shown = self._view(width)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held, whatever is shown."""
-        return self._numbers.nbytes
-
-    def show(self, width: int) -> None:
-        """Show so many slots; what lies behind them is lost."""
-        kept = min(width, self.shown.shape[2])
-        if width == self.shown.shape[2]:
-            return
-        old = self.shown[:, :, :kept].clone()
-        self.shown = self._view(width)
-        self.shown[:, :, kept:] = 0
-        self.shown[:, :, :kept] = old
-
-    def _view(self, width: int) -> Tensor:
-        rows, heads, size = self._shape
-        return self._numbers[: rows * heads * width * size].view(rows, heads, width, size)
 
 
 class PrefixKeys:
@@ -89,7 +53,7 @@ class SkipCache:
     """Buffers of [R, H, P + n_l, D] of keys and of values for every layer that decode runs.
 
     windows: of each layer, how many keys a token sees, its own counted; None is all. Older keys stay in their
-    slots, but are not read. grows: a step's keys and values lie in one piece. Rows lie oldest first. A pass is
+    slots, but are not read. native: write steps by the CPU's kernel. Rows lie oldest first. A pass is
     announced by `begin_prefill` or `begin_step`; then the model's attention layers call `update`.
     """
 
@@ -105,7 +69,7 @@ class SkipCache:
         dtype: torch.dtype,
         device: torch.device,
         windows: Sequence[int | None] | None = None,
-        grows: bool = False,
+        native: bool = False,
     ) -> None:
         self.capacity = rows
         self.prompt_slots = prompt_slots
@@ -113,15 +77,14 @@ class SkipCache:
         self.slots = cache_slots(schedule, prompt_slots, max_new_tokens)
         self.uses = [schedule.uses(layer, max_new_tokens) for layer in range(schedule.num_layers)]
         self.windows = [None] * schedule.num_layers if windows is None else list(windows)
-        self._most = max(self.slots)
-        self._grows = grows
-        self._least = self._rounded(prompt_slots + 1) if grows else self._most
-        self._width = self._least  # slots attended to, in every layer that has so many
+        self._native = native
+        self._width = 0  # slots attended to, in every layer that has so many
 
-        def buffer(slots: int) -> Buffer:
-            return Buffer(rows, kv_heads, slots, min(slots, self._width), head_dim, dtype, device)
+        def buffer(slots: int) -> Tensor:
+            # zeros: a slot that is masked but was never written must not hold a NaN, which no weight of 0 removes
+            return torch.zeros(rows, kv_heads, slots, head_dim, dtype=dtype, device=device)
 
-        self.buffers: list[tuple[Buffer, Buffer] | None] = [
+        self.buffers: list[tuple[Tensor, Tensor] | None] = [
             (buffer(slots), buffer(slots)) if slots else None for slots in self.slots
         ]
         self._used = [0] * schedule.num_layers  # places that have held a row
@@ -150,10 +113,7 @@ class SkipCache:
         slots = torch.tensor(places, device=device)
         self._index = (torch.arange(len(places), device=device), slots)
         shortest, longest = min(places) + 1, max(places) + 1
-        if not self._grows:
-            self._width = longest
-        elif longest > self._width or 2 * longest <= self._width:  # the longest row may be gone
-            self._width = max(self._least, self._rounded(longest))
+        self._width = longest
         for window in set(self.windows):
             first = 0 if window is None else max(0, shortest - window)
             mask = None  # where no row is shorter, all see every slot from the first up to the width
@@ -163,9 +123,6 @@ class SkipCache:
                 if window is not None:
                     mask &= keys > place - window
             self._seen[window] = first, mask
-
-    def _rounded(self, slots: int) -> int:
-        return min(self._most, -(-slots // GROWTH) * GROWTH)
 
     def mask(self, layer: int, rows: int) -> Tensor | None:
         """Mask [rows, 1, 1, K] of the announced step for the `rows` youngest rows; None: all of K is seen."""
@@ -184,27 +141,31 @@ class SkipCache:
                 alone = self._sources == list(range(rows))
                 for buffer, new in zip(buffers, (keys, values), strict=True):
                     end = self._first + len(self._sources)
-                    buffer.shown[self._first : end, :, : new.shape[2]] = new if alone else new[self._sources]
-                    # what a row before left behind is masked, but no weight of 0 removes a NaN
-                    buffer.shown[self._first : min(end, self._used[layer_idx]), :, new.shape[2] :] = 0
+                    buffer[self._first : end, :, : new.shape[2]] = new if alone else new[self._sources]
+                    if not self._native:  # whose kernel does not read what is masked; no weight of 0 removes a NaN
+                        buffer[self._first : min(end, self._used[layer_idx]), :, new.shape[2] :] = 0
                 self._used[layer_idx] = max(self._used[layer_idx], end)
+                self._width = max(self._width, keys.shape[2])
             return keys, values
         assert buffers is not None, f"layer {layer_idx} is run past its last use"
-        row, slot = self._index[0][-rows:], self._index[1][-rows:]
+        slot = self._index[1][-rows:]
         width = min(self._width, self.slots[layer_idx])
         first, _ = self._seen[self.windows[layer_idx]]
         live = len(self._index[0])
-        for buffer, new in zip(buffers, (keys, values), strict=True):
-            if self._grows:
-                buffer.show(width)
-            buffer.shown[row, :, slot] = new[:, :, 0]
-        keys, values = (buffer.shown[live - rows : live, :, first:width] for buffer in buffers)
+        held = [buffer[live - rows : live] for buffer in buffers]
+        if self._native:
+            kernels.append(keys[:, :, 0], values[:, :, 0], held[0], held[1], slot)
+        else:
+            row = self._index[0][:rows]
+            for buffer, new in zip(held, (keys, values), strict=True):
+                buffer[row, :, slot] = new[:, :, 0]
+        keys, values = (buffer[:, :, first:width] for buffer in held)
         return keys, values
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy rows `sources` to `targets`, all at once."""
+        """Copy rows `sources` to `targets`, all at once, as far as any row was attended to."""
         for buffer in (one for pair in self.buffers if pair is not None for one in pair):
-            buffer.shown[torch.tensor(targets)] = buffer.shown[torch.tensor(sources)]
+            buffer[torch.tensor(targets), :, : self._width] = buffer[torch.tensor(sources), :, : self._width]
 
     def free(self, position: int) -> None:
         """Drop the layers that no row at `position` or later will run."""

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from actors.engine import attention, packing
+from actors.engine.cpu import attention, kernels, packing
+from actors.engine.cpu.layers import faster
 from actors.engine.families import Rotary, context_length, family_of
 
 
@@ -67,19 +68,26 @@ class Decoder:
         self.vocab_size: int = config.vocab_size
         self.logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
         self.head = model.get_output_embeddings()
-        self.contiguous_keys = False  # whether attention wants a step's keys and values in one piece
+        self.native = False  # whether steps run the CPU's kernels
         self._adds_masks = config._attn_implementation == "eager"
         self.device: torch.device = next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype
 
     def prepare_for_cpu(self) -> None:
-        """Take attention and linear layers that are faster on CPUs; for good, and for inference alone."""
+        """Take attention and layers that are faster on CPUs; for good, and for inference alone."""
         if self.device.type != "cpu":
             return
-        if self.model.config._attn_implementation == "sdpa":
+        packs = packing.can_pack(self.dtype, self.device)
+        can_attend = self.model.config._attn_implementation == "sdpa" and self.head_dim <= attention.LARGEST_HEAD
+        if can_attend and kernels.available(self.dtype, self.device):
+            self.native = True
             self.model.config._attn_implementation = attention.NAME
-            self.contiguous_keys = True
-        if packing.can_pack(self.dtype, self.device):
+            blocks = self.family.layers(self.model)
+            for number, block in enumerate(self.blocks):
+                if (taken := faster(block)) is not None:
+                    self.blocks[number] = blocks[number] = taken
+                    packing.give_memory_back()
+        if packs:
             for block in self.blocks:
                 packing.pack_linears(block)
                 packing.give_memory_back()

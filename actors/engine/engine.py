@@ -102,7 +102,7 @@ class Engine:
             dtype=decoder.dtype,
             device=decoder.device,
             windows=decoder.windows,
-            grows=decoder.contiguous_keys,
+            native=decoder.native,
         )
         self.stats.batches += 1
         self.stats.cache_bytes = max(self.stats.cache_bytes, self.cache.bytes)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actors.engine.cpu.packing import PackedLinear, can_pack
 from actors.engine.decoder import Decoder
-from actors.engine.packing import PackedLinear, can_pack
 
 
 @dataclass(frozen=True)

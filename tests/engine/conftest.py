@@ -1,25 +1,26 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from models import MODELS, tiny_model
 
-from actors.engine import cache
 from actors.engine.decoder import Decoder
 
 
-@pytest.fixture(scope="module", autouse=True)
-def caches_grow_often() -> Iterator[None]:
-    """As they do behind the first 32 slots."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache, "GROWTH", 3)
-        yield
-
-
 @pytest.fixture(scope="session", params=MODELS)
-def decoder(request: pytest.FixtureRequest) -> Decoder:
+def family(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="session")
+def decoder(family: str) -> Decoder:
     """As an actor on a CPU has it."""
-    decoder = Decoder(tiny_model(request.param))
+    decoder = Decoder(tiny_model(family))
     decoder.prepare_for_cpu()
     return decoder
+
+
+@pytest.fixture(scope="session")
+def library(family: str) -> Decoder:
+    """The same weights in the library's own layers, to hold `decoder` against."""
+    return Decoder(tiny_model(family))

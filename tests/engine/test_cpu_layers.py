@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import MODELS, tiny_model
 from torch import nn
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.pytorch_utils import Conv1D
 
-from actors.engine.attention import attend
+from actors.engine.cpu import kernels
+from actors.engine.cpu.attention import attend
+from actors.engine.cpu.packing import PackedLinear, can_pack, pack_linears
 from actors.engine.decoder import Decoder
-from actors.engine.packing import PackedLinear, can_pack, pack_linears
 
 BF16 = torch.bfloat16
 packs = pytest.mark.skipif(not can_pack(BF16, torch.device("cpu")), reason="no bfloat16 products on this CPU")
@@ -58,11 +63,12 @@ def test_no_linear_layer_of_a_family_is_left(family: str) -> None:
     rows=st.integers(1, 5),
     heads=st.integers(1, 3),
     group=st.integers(1, 3),
-    keys=st.integers(1, 20),
+    keys=st.integers(1, 50),
     beyond=st.integers(0, 3),
-    scaling=st.sampled_from([None, 0.3]),
+    size=st.sampled_from([1, 8, 32, 33, 64, 80, 128, 256]),
+    scaling=st.sampled_from([None, 0.1]),
     masked=st.booleans(),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 99),
 )
 @torch.inference_mode()
@@ -72,38 +78,31 @@ def test_attention_of_one_token_is_the_librarys(
     group: int,
     keys: int,
     beyond: int,
+    size: int,
     scaling: float | None,
     masked: bool,
     dtype: torch.dtype,
     seed: int,
 ) -> None:
-    """Also over a slice of a longer cache; in half precision near to what float32 makes of the same numbers."""
+    """Also over a slice of a longer cache, and whatever lies where a row does not look; in half precision near to what
+    float32 makes of the same numbers."""
     torch.manual_seed(seed)
-    query = torch.randn(rows, heads * group, 1, 8).to(dtype)
-    key, value = (torch.randn(rows, heads, keys + beyond, 8).to(dtype)[:, :, :keys] for _ in range(2))
+    query = torch.randn(rows, heads * group, 1, size).to(dtype)
+    key, value = (torch.randn(rows, heads, keys + beyond, size).to(dtype)[:, :, :keys] for _ in range(2))
     mask = None
-    if masked:
-        mask = torch.rand(rows, 1, 1, keys) < 0.5
-        mask[..., 0] = True  # every token sees itself at least
+    if masked:  # a window before each row's own token
+        last = torch.randint(keys, (rows, 1, 1, 1))
+        first = (last - torch.randint(keys, (rows, 1, 1, 1))).clamp(min=0)
+        mask = (first <= torch.arange(keys)) & (torch.arange(keys) <= last)
+        for one in (key, value):
+            one.masked_fill_(~mask[:, 0, 0, :, None].expand(one.shape[0], keys, size)[:, None], torch.nan)
     module = nn.Module()
     module.num_key_value_groups, module.is_causal = group, True  # type: ignore[assignment]
     got, _ = attend(module, query, key, value, mask, scaling=scaling)
-    repeated = [one.float().repeat_interleave(group, dim=1) for one in (key, value)]
+    repeated = [one.float().nan_to_num().repeat_interleave(group, dim=1) for one in (key, value)]
     want = nn.functional.scaled_dot_product_attention(query.float(), *repeated, attn_mask=mask, scale=scaling)
     error = 1e-5 if dtype == torch.float32 else 2**-6
     torch.testing.assert_close(got.float(), want.transpose(1, 2), rtol=10 * error, atol=error)
-
-
-@torch.inference_mode()
-def test_what_a_masked_slot_holds_is_not_seen() -> None:
-    """Slots are masked where a shorter row has not come to yet: whatever finite lies there."""
-    key = torch.randn(2, 1, 4, 8)
-    mask = torch.tensor([True, True, False, False]).view(1, 1, 1, 4).expand(2, -1, -1, -1)
-    query = torch.randn(2, 1, 1, 8)
-    want, _ = attend(nn.Module(), query, key[:, :, :2], key[:, :, :2], None)
-    key[:, :, 2:] = 1e4
-    got, _ = attend(nn.Module(), query, key, key, mask)
-    torch.testing.assert_close(got, want)
 
 
 @torch.inference_mode()
@@ -116,3 +115,95 @@ def test_an_added_mask_is_left_to_the_library() -> None:
     added = torch.zeros(2, 1, 1, 3).masked_fill(~seen, torch.finfo(torch.float32).min)
     (got, _), (want, _) = (attend(module, query, key, key, mask) for mask in (added, seen))
     torch.testing.assert_close(got, want)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 80),
+    size=st.integers(1, 300),
+    rms=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 99),
+)
+def test_norms_and_gates_are_the_librarys(rows: int, size: int, rms: bool, dtype: torch.dtype, seed: int) -> None:
+    torch.manual_seed(seed)
+    near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 2**-7}
+    hidden, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((rows, size), (size,), (size,)))
+    got = kernels.normalize(3 * hidden + 1, weight, None if rms else bias, 1e-5)
+    whole = (3 * hidden + 1).float()
+    if rms:
+        want = nn.functional.rms_norm(whole, (size,), weight.float(), 1e-5)
+    else:
+        want = nn.functional.layer_norm(whole, (size,), weight.float(), bias.float(), 1e-5)
+    torch.testing.assert_close(got.float(), want, **near)
+    both = torch.randn(rows, 2 * size).mul(20).to(dtype)
+    want = nn.functional.silu(both[:, :size].float()) * both[:, size:].float()
+    torch.testing.assert_close(kernels.gate(both).float(), want, **near)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    heads=st.integers(1, 4),
+    half=st.integers(1, 40),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 99),
+)
+def test_turns_and_writes_are_the_librarys(rows: int, heads: int, half: int, dtype: torch.dtype, seed: int) -> None:
+    """Of some heads among others, and of one slot a row among others."""
+    torch.manual_seed(seed)
+    size = 2 * half
+    states, (cosines, sines) = torch.randn(rows, heads + 3, size).to(dtype), torch.randn(2, rows, size).to(dtype)
+    turned = states.clone()
+    kernels.rotate(turned[:, :heads], cosines, sines)
+    assert torch.equal(turned[:, heads:], states[:, heads:])
+    wide = [one.float()[:, None] for one in (cosines, sines)]
+    want, _ = apply_rotary_pos_emb(states[:, :heads, None].float(), states[:, :1, None].float(), *wide)
+    near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 2**-6}
+    torch.testing.assert_close(turned[:, :heads].float(), want[:, :, 0], **near)
+    buffers = torch.randn(2, rows + 1, heads, 7, size).to(dtype)
+    written = buffers.clone()
+    slots = torch.randint(7, (rows,))
+    new = [states[:, first : first + heads] for first in (0, 1)]
+    kernels.append(*new, *written[:, 1:], slots)
+    for want, one in zip(buffers, new, strict=True):
+        want[1 + torch.arange(rows), :, slots] = one
+    assert torch.equal(written, buffers)
+
+
+@pytest.mark.parametrize("compiler", ["/nowhere/g++", "false", "sh"])
+def test_without_a_compiler_the_librarys_layers_are_run(
+    compiler: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """One line says so."""
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path))
+    kernels.library.cache_clear()
+    try:
+        decoder = Decoder(tiny_model("llama"))
+        decoder.prepare_for_cpu()
+        assert not decoder.native and type(decoder.blocks[0]).__name__ == "LlamaDecoderLayer"
+        (said,) = [record.getMessage() for record in caplog.records]
+        assert compiler in said and "\n" not in said
+    finally:
+        kernels.library.cache_clear()
+
+
+def test_the_library_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path))
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    first = kernels._built(compiler)
+    before = first.stat().st_mtime_ns
+    assert kernels._built(compiler) == first and first.stat().st_mtime_ns == before
+    assert [one.name for one in first.parent.iterdir()] == [first.name]
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_layers_of_ones_own_are_taken_where_there_are_some(family: str) -> None:
+    decoder = Decoder(tiny_model(family))
+    decoder.prepare_for_cpu()
+    own = family.startswith(("llama", "mistral", "qwen2", "opt"))
+    assert all((type(block).__module__ == "actors.engine.cpu.layers") == own for block in decoder.blocks)
+    assert list(decoder.family.layers(decoder.model)) == decoder.blocks

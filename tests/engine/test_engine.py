@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from models import CONTEXT, LAYERS, MODELS, VOCAB
 from oracle import oracle, oracle_logits
 
-from actors.engine import packing
+from actors.engine.cpu import packing
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.schedule import Schedule, ScheduleSpec
@@ -35,9 +35,9 @@ SPECS = [
 
 # what does not hang on the family is tried with these; the laws of the engine with all
 THOROUGH = ["llama", "opt-post-norm", "gemma3"]
-thoroughly = pytest.mark.parametrize("decoder", THOROUGH, indirect=True)
+thoroughly = pytest.mark.parametrize("family", THOROUGH, indirect=True)
 CASES = [(name, place) for name in MODELS for place in (range(len(SPECS)) if name in THOROUGH else (1, 3))]
-every_case = pytest.mark.parametrize(("decoder", "spec"), CASES, indirect=["decoder"])
+every_case = pytest.mark.parametrize(("family", "spec"), CASES, indirect=["family"])
 
 
 def requests(count: int, seed: int, *, sampled: bool = False, most_new: int = 14, longest: int = 20) -> list[Request]:
@@ -68,42 +68,39 @@ def answer(engine: Engine, rows: Sequence[Request], max_rows: int = 64) -> list[
     return generate(engine, rows, budget_bytes=2**40, max_rows=max_rows)
 
 
-def test_full_depth_equals_generate(decoder: Decoder) -> None:
+def test_full_depth_equals_generate(decoder: Decoder, library: Decoder) -> None:
     rows = requests(12, seed=1)
     answers = answer(Engine(decoder, ScheduleSpec().build(LAYERS), {2}), rows, max_rows=5)
     for row, got in zip(rows, answers, strict=True):
         prompt = torch.tensor([list(row.prompt_ids)])
-        want = decoder.model.generate(
+        want = library.model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=row.sampling.max_new_tokens, do_sample=False
         )
         assert list(got.token_ids) == want[0, prompt.shape[1] :].tolist()
         assert got.finish_reason == (FinishReason.STOP if got.token_ids[-1] == 2 else FinishReason.LENGTH)
 
 
-def test_full_depth_equals_generate_in_one_padded_batch(decoder: Decoder) -> None:
+def test_full_depth_equals_generate_in_one_padded_batch(decoder: Decoder, library: Decoder) -> None:
     """The library's own batch: prompts padded on the left, masked."""
     rows = [Request(row.prompt_ids, SamplingParams(max_new_tokens=12)) for row in requests(7, seed=2)]
     longest = max(len(row.prompt_ids) for row in rows)
     ids = torch.tensor([[0] * (longest - len(row.prompt_ids)) + list(row.prompt_ids) for row in rows])
     mask = torch.tensor([[0] * (longest - len(row.prompt_ids)) + [1] * len(row.prompt_ids) for row in rows])
-    want = decoder.model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)[:, longest:].tolist()
+    want = library.model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)[:, longest:].tolist()
     got = answer(Engine(decoder, ScheduleSpec().build(LAYERS), {2}), rows)
     for tokens, completion in zip(want, got, strict=True):
         assert tokens[: len(completion.token_ids)] == list(completion.token_ids)
 
 
 @every_case
-@pytest.mark.parametrize("contiguous", [True, False])
-def test_cached_batches_equal_the_oracle(
-    decoder: Decoder, spec: int, contiguous: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Greedy rows and sampled ones, side by side; the cache laid out as on a CPU, and as on a GPU."""
-    monkeypatch.setattr(decoder, "contiguous_keys", contiguous)
+@pytest.mark.parametrize("prepared", [True, False])
+def test_cached_batches_equal_the_oracle(decoder: Decoder, library: Decoder, spec: int, prepared: bool) -> None:
+    """Greedy rows and sampled ones, side by side; as on a CPU, and with the library's layers, as on a GPU."""
     schedule = SPECS[spec].build(LAYERS)
     rows = requests(5, seed=3) + requests(5, seed=3, sampled=True)
-    answers = answer(Engine(decoder, schedule, STOP), rows, max_rows=5)
+    answers = answer(Engine(decoder if prepared else library, schedule, STOP), rows, max_rows=5)
     for row, got in zip(rows, answers, strict=True):
-        assert list(got.token_ids) == oracle(decoder, schedule, row, STOP)
+        assert list(got.token_ids) == oracle(library, schedule, row, STOP)
 
 
 @st.composite
@@ -117,10 +114,10 @@ def any_schedule(draw: st.DrawFn) -> Schedule:
 @thoroughly
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(schedule=any_schedule(), seed=st.integers(0, 10**6))
-def test_any_schedule_equals_the_oracle(decoder: Decoder, schedule: Schedule, seed: int) -> None:
+def test_any_schedule_equals_the_oracle(decoder: Decoder, library: Decoder, schedule: Schedule, seed: int) -> None:
     rows = requests(4, seed=seed, sampled=True, most_new=10, longest=12)
     for row, got in zip(rows, answer(Engine(decoder, schedule, STOP), rows), strict=True):
-        assert list(got.token_ids) == oracle(decoder, schedule, row, STOP)
+        assert list(got.token_ids) == oracle(library, schedule, row, STOP)
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
@@ -163,22 +160,22 @@ def refill(engine: Engine, rows: Sequence[Request], places: int, rng: random.Ran
 
 
 @every_case
-def test_rows_admitted_in_mid_flight_equal_the_oracle(decoder: Decoder, spec: int) -> None:
+def test_rows_admitted_in_mid_flight_equal_the_oracle(decoder: Decoder, library: Decoder, spec: int) -> None:
     schedule = SPECS[spec].build(LAYERS)
     rows = requests(14, seed=6, sampled=True)
-    want = [oracle(decoder, schedule, row, STOP) for row in rows]
+    want = [oracle(library, schedule, row, STOP) for row in rows]
     for compact_every in (1, 3):
         engine = Engine(decoder, schedule, STOP, compact_every=compact_every)
         assert [list(one.token_ids) for one in refill(engine, rows, 5, random.Random(7))] == want
 
 
 @thoroughly
-def test_rows_end_at_the_context(decoder: Decoder) -> None:
+def test_rows_end_at_the_context(decoder: Decoder, library: Decoder) -> None:
     schedule = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
     rows = [Request([7] * (CONTEXT - left), SamplingParams(max_new_tokens=50)) for left in (1, 3, 8)]
     for left, row, got in zip((1, 3, 8), rows, answer(Engine(decoder, schedule, set()), rows), strict=True):
         assert len(got.token_ids) == left and got.finish_reason == FinishReason.LENGTH
-        assert list(got.token_ids) == oracle(decoder, schedule, row, set())
+        assert list(got.token_ids) == oracle(library, schedule, row, set())
 
 
 @thoroughly
@@ -216,12 +213,11 @@ def test_layers_counted_are_layers_run(decoder: Decoder, monkeypatch: pytest.Mon
 
 @thoroughly
 @pytest.mark.parametrize("prepared", [False, True])
-def test_bf16_logits_stay_near_the_fp32_oracle(decoder: Decoder, prepared: bool) -> None:
+def test_bf16_logits_stay_near_the_fp32_oracle(library: Decoder, prepared: bool) -> None:
     """At every depth: cached bf16 against uncached fp32, teacher-forced along the bf16 tokens."""
     schedule = ScheduleSpec(max_depth=6, min_depth=2, horizon=8).build(LAYERS)
     rows = [Request(row.prompt_ids, SamplingParams(max_new_tokens=12)) for row in requests(4, seed=9)]
-    half = Decoder(copy.deepcopy(decoder.model).to(torch.bfloat16))
-    half.model.config._attn_implementation = half.family.attention
+    half = Decoder(copy.deepcopy(library.model).to(torch.bfloat16))
     if prepared:
         half.prepare_for_cpu()
         assert packing.can_pack(half.dtype, half.device) == isinstance(half.head, packing.PackedLinear)
@@ -238,6 +234,6 @@ def test_bf16_logits_stay_near_the_fp32_oracle(decoder: Decoder, prepared: bool)
     for step, logits in enumerate(seen):
         for place, row in enumerate(order):
             tokens = list(answers[row].token_ids[: step + 1])
-            want = oracle_logits(decoder, schedule, list(rows[row].prompt_ids), tokens)
+            want = oracle_logits(library, schedule, list(rows[row].prompt_ids), tokens)
             error = (logits[place].float() - want).abs() / want.std()
             assert error.mean() < 0.15 and error.max() < 0.5

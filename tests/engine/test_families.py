@@ -49,9 +49,9 @@ def prefill(decoder: Decoder, store: Any, first: int, end: int) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def test_logits_are_the_librarys(decoder: Decoder) -> None:
+def test_logits_are_the_librarys(decoder: Decoder, library: Decoder) -> None:
     """A greedy token hides a cap or a scale of the logits; this does not."""
-    want = decoder.model(IDS).logits
+    want = library.model(IDS).logits
     for columns in (1, WINDOW, IDS.shape[1]):
         torch.testing.assert_close(prefill(decoder, Recorder(), 0, columns), want[:, columns - 1], rtol=1e-3, atol=2e-4)
 

@@ -24,13 +24,13 @@ SCHEDULE = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
 
 
 @every_case
-def test_refilled_places_equal_the_oracle(decoder: Decoder, spec: int) -> None:
+def test_refilled_places_equal_the_oracle(decoder: Decoder, library: Decoder, spec: int) -> None:
     schedule = SPECS[spec].build(LAYERS)
     rows = requests(12, seed=13) + requests(12, seed=14, sampled=True)
     engine = Engine(decoder, schedule, STOP)
     answers = generate(engine, rows, budget_bytes=2**40, max_rows=5, scheduler="refill")
     for row, got in zip(rows, answers, strict=True):
-        assert list(got.token_ids) == oracle(decoder, schedule, row, STOP)
+        assert list(got.token_ids) == oracle(library, schedule, row, STOP)
 
 
 class Watched(Engine):
@@ -183,18 +183,21 @@ def test_what_has_ended_is_kept_when_memory_runs_out(llama: Decoder, monkeypatch
 
 
 @every_case
-def test_refill_equals_the_oracle_though_ended_rows_ride_along(decoder: Decoder, spec: int) -> None:
+def test_refill_equals_the_oracle_though_ended_rows_ride_along(decoder: Decoder, library: Decoder, spec: int) -> None:
     schedule = SPECS[spec].build(LAYERS)
     rows = requests(9, seed=15, sampled=True)
     engine = Engine(decoder, schedule, STOP, compact_every=3)
     answers = generate(engine, rows, budget_bytes=2**40, max_rows=4, scheduler="refill")
     for row, got in zip(rows, answers, strict=True):
-        assert list(got.token_ids) == oracle(decoder, schedule, row, STOP)
+        assert list(got.token_ids) == oracle(library, schedule, row, STOP)
 
 
-def test_a_row_that_overflows_leaves_nothing_to_its_successor(llama: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_row_that_overflows_leaves_nothing_to_its_successor(prepared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its keys are no numbers; a row that takes its place must not be changed by them, though they are masked."""
-    monkeypatch.setattr(llama, "contiguous_keys", True)
+    llama = Decoder(tiny_model("llama"))
+    if prepared:
+        llama.prepare_for_cpu()
     sampling = SamplingParams(max_new_tokens=8)
     rows = [Request([5] * 8, sampling, 0), *(Request([9 + row] * 5, sampling, row) for row in range(1, 6))]
     want = [generate(Engine(llama, SCHEDULE, ()), [row], budget_bytes=2**40, max_rows=1)[0] for row in rows]
@@ -204,7 +207,7 @@ def test_a_row_that_overflows_leaves_nothing_to_its_successor(llama: Decoder, mo
         logits = plain(ids, positions, per_layer, cache)
         if engine.rows[0].request.key == 0:
             for buffer in (one for pair in cache.buffers if pair for one in pair):
-                buffer.shown[0] = torch.nan
+                buffer[0] = torch.nan
         return logits
 
     monkeypatch.setattr(llama, "step", overflowing)

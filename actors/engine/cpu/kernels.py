@@ -1,0 +1,170 @@
+"""Builds `kernels.cpp` with the machine's C++ compiler, once, and calls it on torch tensors.
+
+The library lies in the cache folder ($SKIPDECODE_CACHE, else ~/.cache/skipdecode) under a name that says its source,
+compiler and processor. It runs on torch's threads: both find the same OpenMP library. Without a compiler there is no
+library, and callers fall back on torch's own operations.
+Shapes: B rows, Q query heads, H key/value heads, K slots, D head size, E hidden size, I intermediate size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"),
+)
+BUILD_SECONDS = 300
+_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+_POINTERS = {"attend": 5, "append": 5, "rotate": 3, "normalize": 4, "gate": 2}
+_NUMBERS = {"attend": 13, "append": 7, "rotate": 5, "normalize": 2, "gate": 2}
+_FLOATS = ("attend", "normalize")
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The built library; None, and one warning, where it cannot be built."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        problem = "there is no C++ compiler (g++, clang++ or $CXX)"
+    else:
+        try:
+            return _declared(ctypes.CDLL(str(_built(compiler))))
+        except subprocess.CalledProcessError as error:
+            lines = [line for line in error.stderr.splitlines() if "error" in line] or [f"status {error.returncode}"]
+            problem = f"{compiler}: {lines[0]}"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            problem = " ".join(str(error).split())
+    logging.getLogger(__name__).warning("decode on this CPU takes about twice as long: %s", problem)
+    return None
+
+
+def available(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether there are kernels for these numbers here; the first call may take seconds, to build them."""
+    return device.type == "cpu" and dtype in _NAMES and library() is not None
+
+
+def _built(compiler: str) -> Path:
+    """The library's file; made where it is not there."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    identity = "\0".join((SOURCE.read_text(), version, *FLAGS, platform.machine(), _processor()))
+    folder = Path(os.environ.get("SKIPDECODE_CACHE") or Path.home() / ".cache" / "skipdecode") / "kernels"
+    path = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = Path(scratch) / path.name
+            command = [compiler, *FLAGS, str(SOURCE), "-o", str(made)]
+            subprocess.run(command, capture_output=True, text=True, check=True, timeout=BUILD_SECONDS)
+            made.replace(path)  # whole or not at all: another process may be building it too
+    return path
+
+
+def _processor() -> str:
+    """Model and instructions, which -march=native follows."""
+    told = Path("/proc/cpuinfo")
+    if not told.exists():
+        return platform.processor()
+    return "\n".join(sorted({line for line in told.read_text().splitlines() if line.startswith(("model", "flags"))}))
+
+
+def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
+    for name, pointers in _POINTERS.items():
+        kinds = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * _NUMBERS[name] + [ctypes.c_float] * (name in _FLOATS)
+        for dtype in _NAMES.values():
+            function = getattr(loaded, f"{name}_{dtype}")
+            function.argtypes, function.restype = kinds, None
+    return loaded
+
+
+@functools.cache
+def _kernel(name: str, dtype: torch.dtype) -> Callable[..., None]:
+    loaded = library()
+    assert loaded is not None, "available() comes first"
+    kernel: Callable[..., None] = getattr(loaded, f"{name}_{_NAMES[dtype]}")
+    return kernel
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, scale: float) -> Tensor:
+    """One token a row: query [B, Q, D] over keys and values [B, H, K, D] -> [B, Q, D].
+
+    seen: bool [B or 1, K], the slots that a row attends to, without gaps; None: all. Other slots are not read.
+    """
+    rows, heads, width, size = keys.shape
+    if query.stride(2) != 1 or query.stride(1) != size:
+        query = query.contiguous()
+    assert keys.stride(3) == values.stride(3) == 1 and (seen is None or seen.stride(-1) == 1 or width == 1)
+    output = torch.empty(rows, query.shape[1], size, dtype=query.dtype)
+    _kernel("attend", query.dtype)(
+        query.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        None if seen is None else seen.data_ptr(),
+        output.data_ptr(),
+        *(rows, heads, query.shape[1] // heads, width, size, query.stride(0)),
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        0 if seen is None or len(seen) == 1 else seen.stride(0),
+        scale,
+    )
+    return output
+
+
+def append(keys: Tensor, values: Tensor, key_buffer: Tensor, value_buffer: Tensor, slots: Tensor) -> None:
+    """Write one token a row, keys and values [B, H, D], to slots [B] int64 of buffers [B, H, K, D] of one layout."""
+    rows, heads, size = keys.shape
+    assert key_buffer.stride() == value_buffer.stride() and key_buffer.stride()[2:] == (size, 1)
+    keys, values = (one if one.stride()[1:] == (size, 1) else one.contiguous() for one in (keys, values))
+    _kernel("append", keys.dtype)(
+        keys.data_ptr(),
+        values.data_ptr(),
+        key_buffer.data_ptr(),
+        value_buffer.data_ptr(),
+        slots.data_ptr(),
+        *(rows, heads, size, keys.stride(0), values.stride(0), *key_buffer.stride()[:2]),
+    )
+
+
+def rotate(states: Tensor, cosines: Tensor, sines: Tensor) -> None:
+    """Turn states [B, heads, D] in place by cosines and sines [B, D], as transformers' `apply_rotary_pos_emb` does."""
+    rows, heads, size = states.shape
+    assert states.stride()[1:] == (size, 1) and cosines.stride() == sines.stride() and cosines.shape == (rows, size)
+    pointers = states.data_ptr(), cosines.data_ptr(), sines.data_ptr()
+    _kernel("rotate", states.dtype)(*pointers, rows, heads, size, states.stride(0), cosines.stride(0))
+
+
+def normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
+    """LayerNorm of hidden [..., E] with a bias [E], RMSNorm without one."""
+    size = hidden.shape[-1]
+    hidden = hidden.contiguous()
+    output = torch.empty_like(hidden)
+    _kernel("normalize", hidden.dtype)(
+        hidden.data_ptr(),
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        output.data_ptr(),
+        *(hidden.numel() // size, size, epsilon),
+    )
+    return output
+
+
+def gate(both: Tensor) -> Tensor:
+    """[gate, up] of [..., 2 I], contiguous -> silu(gate) * up of [..., I]."""
+    size = both.shape[-1] // 2
+    output = torch.empty(*both.shape[:-1], size, dtype=both.dtype)
+    _kernel("gate", both.dtype)(both.data_ptr(), output.data_ptr(), output.numel() // size, size)
+    return output

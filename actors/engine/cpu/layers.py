@@ -1,0 +1,139 @@
+"""Decoder layers of the families that are run most, with fewer and larger products and one pass for what lies between.
+
+Queries, keys and values are one product, and so are gate and up; norms, turns and gates are kernels; a residual is
+added by the product before it. What a layer computes is the library's layer, which the engine's tests hold it against.
+Shapes: B rows, S new tokens, N = B S, E hidden size, Q query heads, H key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
+from transformers.models.opt.modeling_opt import OPTDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+
+from actors.engine.cpu import kernels
+from actors.engine.cpu.attention import attend
+from actors.engine.cpu.packing import joined
+
+
+class Norm(nn.Module):
+    """LayerNorm, or RMSNorm where there is no bias."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, epsilon: float) -> None:
+        super().__init__()
+        self.weight, self.bias, self.epsilon = weight.detach(), None if bias is None else bias.detach(), epsilon
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[N, E] -> [N, E]."""
+        return kernels.normalize(hidden, self.weight, self.bias, self.epsilon)
+
+
+class _Attention(nn.Module):
+    """Self-attention between its norm and its residual."""
+
+    def __init__(self, attention: Any, output: nn.Linear, query_heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.qkv = joined([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.output = joined([output])
+        self.layer: int = attention.layer_idx
+        self.scaling: float = attention.scaling
+        self.query_heads, self.kv_heads, self.head_dim = query_heads, kv_heads, attention.head_dim
+        self.is_causal = True
+        self.num_key_value_groups = query_heads // kv_heads  # read by the library's attention
+
+    def forward(
+        self, hidden: Tensor, residual: Tensor, rows: int, rotary: Any, mask: Tensor | None, cache: Any
+    ) -> Tensor:
+        """hidden, residual [N, E] -> [N, E]; rotary: cosines and sines [B, S, D], or None."""
+        queries, keys = self.query_heads, self.query_heads + self.kv_heads
+        states = self.qkv(hidden).view(len(hidden), keys + self.kv_heads, self.head_dim)
+        if rotary is not None:
+            cosines, sines = (one.reshape(len(hidden), self.head_dim) for one in rotary)
+            kernels.rotate(states[:, :keys], cosines, sines)
+        by_row = states.view(rows, -1, keys + self.kv_heads, self.head_dim).transpose(1, 2)
+        query, key, value = by_row[:, :queries], by_row[:, queries:keys], by_row[:, keys:]
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer)
+        attended, _ = attend(self, query, key, value, mask, scaling=self.scaling)
+        output: Tensor = self.output(attended.reshape(len(hidden), -1), residual=residual)
+        return output
+
+
+class LlamaLayer(nn.Module):
+    """Norm, attention, norm, gated feed-forward: Llama, Mistral, Qwen2."""
+
+    def __init__(self, layer: Any) -> None:
+        """layer: a LlamaDecoderLayer or one of the same parts."""
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        heads = (
+            attention.q_proj.out_features // attention.head_dim,
+            attention.k_proj.out_features // attention.head_dim,
+        )
+        self.attention = _Attention(attention, attention.o_proj, *heads)
+        self.up = joined([mlp.gate_proj, mlp.up_proj])
+        self.down = joined([mlp.down_proj])
+        before, between = layer.input_layernorm, layer.post_attention_layernorm
+        self.attention_norm = Norm(before.weight, None, before.variance_epsilon)
+        self.mlp_norm = Norm(between.weight, None, between.variance_epsilon)
+
+    def forward(
+        self, hidden: Tensor, attention_mask: Tensor | None, position_embeddings: Any, past_key_values: Any, **more: Any
+    ) -> Tensor:
+        """[B, S, E] -> [B, S, E], called as the library's layer."""
+        flat: Tensor = hidden.reshape(-1, hidden.shape[-1])
+        normed = self.attention_norm(flat)
+        flat = self.attention(normed, flat, len(hidden), position_embeddings, attention_mask, past_key_values)
+        flat = self.down(kernels.gate(self.up(self.mlp_norm(flat))), residual=flat)
+        return flat.view(hidden.shape)
+
+
+class OptLayer(nn.Module):
+    """LayerNorm before or behind, attention, feed-forward: OPT."""
+
+    def __init__(self, layer: Any) -> None:
+        """layer: an OPTDecoderLayer."""
+        super().__init__()
+        attention = layer.self_attn
+        self.attention = _Attention(attention, attention.out_proj, attention.num_heads, attention.num_heads)
+        self.up, self.down = joined([layer.fc1]), joined([layer.fc2])
+        relu = isinstance(layer.activation_fn, nn.ReLU)
+        self.activation = "relu" if relu else "none"  # of the product itself
+        self.then = nn.Identity() if relu else layer.activation_fn
+        self.norm_first: bool = layer.do_layer_norm_before
+        first, second = layer.self_attn_layer_norm, layer.final_layer_norm
+        self.attention_norm = Norm(first.weight, first.bias, first.eps)
+        self.mlp_norm = Norm(second.weight, second.bias, second.eps)
+
+    def forward(
+        self, hidden: Tensor, attention_mask: Tensor | None, position_embeddings: Any, past_key_values: Any, **more: Any
+    ) -> Tensor:
+        """[B, S, E] -> [B, S, E], called as the library's layer."""
+        flat: Tensor = hidden.reshape(-1, hidden.shape[-1])
+        normed = self.attention_norm(flat) if self.norm_first else flat
+        flat = self.attention(normed, flat, len(hidden), None, attention_mask, past_key_values)
+        if not self.norm_first:
+            flat = self.attention_norm(flat)
+        normed = self.mlp_norm(flat) if self.norm_first else flat
+        wide = self.then(self.up(normed, activation=self.activation))
+        flat = self.down(wide, residual=flat)
+        if not self.norm_first:
+            flat = self.mlp_norm(flat)
+        return flat.view(hidden.shape)
+
+
+def faster(layer: nn.Module) -> LlamaLayer | OptLayer | None:
+    """The same layer as one of these; None where there is none for it. Its weights are copied."""
+    if type(layer) is OPTDecoderLayer and layer.self_attn_layer_norm.weight is not None:
+        return OptLayer(layer)
+    if type(layer) in (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer) and _is_silu(layer.mlp):
+        return LlamaLayer(layer)
+    return None
+
+
+def _is_silu(mlp: Any) -> bool:
+    return mlp.config.hidden_act in ("silu", "swish")
