@@ -51,7 +51,7 @@ class Ours:
 
     def __init__(self, checkpoint: Path, counter: Counter, max_rows: int) -> None:
         before = psutil.Process().memory_info().rss
-        self.decoder = Decoder(_model(checkpoint))
+        self.decoder = Decoder(load_model(checkpoint))
         self.counter = counter
         counter.watch(self.decoder)
         self.decoder.prepare_for_cpu()
@@ -79,7 +79,8 @@ class Ours:
         )
 
 
-def _model(checkpoint: Path) -> PreTrainedModel:
+def load_model(checkpoint: Path) -> PreTrainedModel:
+    """A checkpoint in bfloat16, for inference alone."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
     return model.eval().requires_grad_(False)
 
@@ -98,7 +99,7 @@ class Transformers:
     """`generate` in batches, longest prompts first; dynamic cache, static compiled, or its continuous batching."""
 
     def __init__(self, checkpoint: Path, kind: str, max_rows: int) -> None:
-        self.model = _model(checkpoint)
+        self.model = load_model(checkpoint)
         self.kind = kind
         self.max_rows = max_rows
 

@@ -34,7 +34,7 @@ import transformers  # noqa: E402
 from contestants import Ours, Peer, PeerEnded, Timing, Transformers  # noqa: E402
 from physics import Ceilings, Counter, least, measure  # noqa: E402
 from shapes import SHAPES, write  # noqa: E402
-from workloads import KINDS, Workload, available, make  # noqa: E402
+from workloads import CONTEXT, KINDS, Workload, available, make  # noqa: E402
 
 from actors.engine.scheduler import SCHEDULERS  # noqa: E402
 
@@ -45,7 +45,6 @@ SCRIPTS = {
     "ctranslate2-int8": ("peer_ctranslate2.py", "ctranslate2", {"PEER_COMPUTE_TYPE": "int8"}),
 }
 LIBRARY = ("transformers", "static", "continuous")
-CONTEXT = 2048  # as far as the workloads go
 
 
 def rounds(contestants: dict[str, Callable[[], Timing]], runs: int) -> dict[str, list[Timing]]:
