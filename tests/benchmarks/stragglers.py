@@ -19,10 +19,10 @@ Time lost, as a share of the time that a hypothetical engine takes; of prefill a
                 prefill x (1 - padded share) + decode x (1 - idle share) - seconds of retiring rows
     full rows   besides, always so many rows in flight as may be, none of another length than its neighbours: a token
                 at position p takes what it took in a batch of --max-rows rows, alike and all that long, run beside the
-                others, divided by the rows; a prompt token what it took where it took least, padding left out
+                others, divided by the rows; a prompt token what it took where it took least, padding taken out
 
-The second is one time for all ways. Runs are taken in turn after a batch of each that only warms up; medians. The last
-line is one JSON object.
+The second is one time for all ways. Runs are taken in turn after a batch that only warms up; medians. The last line is
+one JSON object.
 """
 
 from __future__ import annotations
@@ -84,22 +84,19 @@ class WatchedEngine(Engine):
 
 @dataclass
 class Measured:
-    """One run; steps: seconds of each."""
+    """One run, or the medians of several: seconds of all, of prefill, of decode, of retiring rows, of each step."""
 
     seconds: float
-    stats: EngineStats
+    prefill: float
+    decode: float
+    retire: float
     steps: list[float]
-    retire_seconds: float
-
-    @property
-    def passes(self) -> float:
-        """Seconds of prefill and decode."""
-        return self.stats.prefill_seconds + self.stats.decode_seconds
+    stats: EngineStats
 
     @property
     def unpadded_prefill(self) -> float:
         """Seconds of prefill that no padding took."""
-        return self.stats.prefill_seconds * self.stats.prompt_tokens / self.stats.padded_prompt_tokens
+        return self.prefill * self.stats.prompt_tokens / self.stats.padded_prompt_tokens
 
     @property
     def idle_share(self) -> float:
@@ -109,7 +106,20 @@ class Measured:
     @property
     def without_padding(self) -> float:
         """Seconds of prefill and decode of the first hypothetical engine."""
-        return self.unpadded_prefill + self.stats.decode_seconds * (1 - self.idle_share) - self.retire_seconds
+        return self.unpadded_prefill + self.decode * (1 - self.idle_share) - self.retire
+
+
+def medians(runs: Sequence[Measured]) -> Measured:
+    """Of each kind of seconds; counts are the same in all runs."""
+    middle = statistics.median
+    return Measured(
+        middle(one.seconds for one in runs),
+        middle(one.prefill for one in runs),
+        middle(one.decode for one in runs),
+        middle(one.retire for one in runs),
+        [middle(times) for times in zip(*(one.steps for one in runs), strict=True)],
+        runs[0].stats,
+    )
 
 
 @dataclass(frozen=True)
@@ -159,7 +169,9 @@ def run(decoder: Decoder, workload: Workload, speedup: float, horizon: int, way:
     stats = engine.take_stats()
     assert stats.generated_tokens == workload.generated
     assert way.order is None or stats.batches == -(-len(requests) // size), "a batch did not fit the cache"
-    return Measured(seconds, stats, engine.step_seconds, engine.retire_seconds)
+    return Measured(
+        seconds, stats.prefill_seconds, stats.decode_seconds, engine.retire_seconds, engine.step_seconds, stats
+    )
 
 
 def full_batch(workload: Workload, max_rows: int, vocabulary: int) -> Workload:
@@ -182,16 +194,16 @@ def figures(one: Measured, full_rows: float) -> dict[str, float]:
     stats = one.stats
     return {
         "seconds": one.seconds,
-        "prefill_seconds": stats.prefill_seconds,
-        "decode_seconds": stats.decode_seconds,
-        "retire_seconds": one.retire_seconds,
+        "prefill_seconds": one.prefill,
+        "decode_seconds": one.decode,
+        "retire_seconds": one.retire,
         "padded_share": 1 - stats.prompt_tokens / stats.padded_prompt_tokens,
         "idle_row_steps": stats.idle_row_steps,
         "idle_share": one.idle_share,
         "steps": len(one.steps),
         "mean_live_rows": stats.decode_steps / len(one.steps),
-        "lost_to_padding": one.passes / one.without_padding - 1,
-        "lost_to_full_rows": one.passes / full_rows - 1,
+        "lost_to_padding": (one.prefill + one.decode) / one.without_padding - 1,
+        "lost_to_full_rows": (one.prefill + one.decode) / full_rows - 1,
     }
 
 
@@ -203,25 +215,23 @@ def compare(decoder: Decoder, workload: Workload, speedup: float, options: argpa
     predicted = fit(workload.name, most_prompt).predict(texts)
     full = full_batch(workload, options.max_rows, decoder.vocab_size)
     tried = {name: (workload, way) for name, way in ways(workload, predicted).items()} | {"full": (full, Way())}
-    start = first_rows(workload, options.max_rows)
-    for way in ways(start, predicted[: options.max_rows]).values():
-        run(decoder, start, speedup, horizon, way, options.max_rows)
+    run(decoder, first_rows(workload, options.max_rows), speedup, horizon, Way(), options.max_rows)
     seen: dict[str, list[Measured]] = {name: [] for name in tried}
     for _ in range(options.runs):
         for name, (given, way) in tried.items():
             seen[name].append(run(decoder, given, speedup, horizon, way, options.max_rows))
             print(f"    {name:12s}{seen[name][-1].seconds:8.2f} s", file=sys.stderr, flush=True)
-    full_steps = [statistics.median(times) for times in zip(*(one.steps for one in seen.pop("full")), strict=True)]
+    typical = {name: medians(runs) for name, runs in seen.items()}
+    full_steps = typical.pop("full").steps
     decode = sum(seconds * sum(new - 1 > p for new in workload.new) for p, seconds in enumerate(full_steps))
-    middle = {name: sorted(runs, key=lambda one: one.seconds)[(len(runs) - 1) // 2] for name, runs in seen.items()}
-    full_rows = decode / options.max_rows + min(one.unpadded_prefill for one in middle.values())
+    full_rows = decode / options.max_rows + min(one.unpadded_prefill for one in typical.values())
     return {
         "horizon": horizon,
         "predictor_r2": explained(predicted, workload.new),
         "full_rows_seconds": full_rows,
         "ways": {
             name: figures(one, full_rows) | {"all_seconds": [run.seconds for run in seen[name]]}
-            for name, one in middle.items()
+            for name, one in typical.items()
         },
     }
 
