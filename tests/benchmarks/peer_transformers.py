@@ -95,7 +95,7 @@ def start(checkpoint: str, threads: int, max_rows: int) -> tuple[Answer, str]:
             return continuously(model, prompts, new, max_rows)
         return in_batches(model, prompts, new, max_rows, static=kind == "static")
 
-    return answer, f"{transformers.__version__} {kind}, torch.compile {'on' if kind == 'static' else 'off'}"
+    return answer, f"{transformers.__version__}, torch.compile {'on' if kind == 'static' else 'off'}"
 
 
 if __name__ == "__main__":

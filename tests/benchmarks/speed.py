@@ -21,6 +21,7 @@ import gc
 import json
 import os
 import platform
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable
@@ -181,6 +182,15 @@ def compare(
             other.close()
 
 
+def processor() -> str:
+    """Its name."""
+    known = Path("/proc/cpuinfo")
+    for line in known.read_text().splitlines() if known.exists() else ():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -203,14 +213,20 @@ def main() -> None:
     for name, known in known_names.items():
         if unknown := set(getattr(options, name)) - set(known):
             parser.error(f"--{name}: {', '.join(sorted(unknown))}: known are {', '.join(known)}")
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
     ceilings = measure(torch.bfloat16, torch.device("cpu"))
     facts = {
-        "machine": platform.processor() or platform.machine(),
+        "machine": processor(),
         "threads": options.threads,
+        "rows": options.rows,
+        "max_rows": options.max_rows,
+        "runs": options.runs,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "compile": "off; of peers see their versions",
+        "compile": "off",  # of peers see their versions
+        "command": shlex.join(["python", "tests/benchmarks/speed.py", *sys.argv[1:]]),
         "flops_per_second": ceilings.flops,
         "bytes_per_second": ceilings.bandwidth,
     }
