@@ -6,6 +6,7 @@ import json
 import os
 import select
 import subprocess
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,9 +103,10 @@ class Peer:
     def __init__(
         self, python: str, script: str, checkpoint: Path, threads: int, max_rows: int, **environment: str
     ) -> None:
-        self.log = checkpoint.parent / f"{'-'.join([script, *environment.values()])}.log"
         self.command = [python, str(HERE / script), str(checkpoint), str(threads), str(max_rows)]
         self.environment = {**os.environ, **environment, "OMP_NUM_THREADS": str(threads)}
+        with tempfile.NamedTemporaryFile(dir=checkpoint.parent, suffix=".log", delete=False) as log:
+            self.log = Path(log.name)
         self._start()
 
     def _start(self) -> None:
