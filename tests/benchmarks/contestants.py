@@ -1,27 +1,22 @@
-"""Who answers a workload: this engine at several speeds, `transformers`, and peers in processes of their own."""
+"""Who answers a workload: this engine at several speeds, and peers in processes of their own."""
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
+import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from peak_memory import forget_peak, peak_bytes
 from physics import Counter, Part
-from transformers import (
-    AutoModelForCausalLM,
-    CompileConfig,
-    GenerationConfig,
-    PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from workloads import Forced, Workload
 
 from actors.engine.decoder import Decoder
@@ -32,14 +27,17 @@ from actors.engine.types import EngineStats, Request, SamplingParams
 
 HERE = Path(__file__).parent
 CACHE_BYTES = 2**32  # as vLLM has them
+PEER_LIMIT = 3600  # seconds for one answer
 
 
 @dataclass
 class Timing:
-    """seconds: of the whole run; prefill and decode: where they can be told apart."""
+    """seconds: of the whole run; prefill and decode: where they can be told apart. peak_bytes: most memory resident
+    in the process that answered."""
 
     seconds: float
     tokens: int
+    peak_bytes: int
     prefill: float | None = None
     decode: float | None = None
     stats: EngineStats | None = None
@@ -51,7 +49,7 @@ class Ours:
 
     def __init__(self, checkpoint: Path, counter: Counter, max_rows: int) -> None:
         before = psutil.Process().memory_info().rss
-        self.decoder = Decoder(_model(checkpoint))
+        self.decoder = Decoder(load_model(checkpoint))
         self.counter = counter
         counter.watch(self.decoder)
         self.decoder.prepare_for_cpu()
@@ -69,122 +67,90 @@ class Ours:
             for row, (ids, new) in enumerate(zip(workload.prompts, workload.new, strict=True))
         ]
         self.counter.take()
+        forget_peak()
         began = time.perf_counter()
         done = generate(engine, requests, budget_bytes=CACHE_BYTES, max_rows=self.max_rows, scheduler=scheduler)
         seconds = time.perf_counter() - began
         assert [len(one.token_ids) for one in done] == workload.new
         stats = engine.take_stats()
         return Timing(
-            seconds, workload.generated, stats.prefill_seconds, stats.decode_seconds, stats, self.counter.take()
+            seconds,
+            workload.generated,
+            peak_bytes(),
+            stats.prefill_seconds,
+            stats.decode_seconds,
+            stats,
+            self.counter.take(),
         )
 
 
-def _model(checkpoint: Path) -> PreTrainedModel:
+def load_model(checkpoint: Path) -> PreTrainedModel:
+    """A checkpoint in bfloat16, for inference alone."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
     return model.eval().requires_grad_(False)
 
 
-class _Lengths(StoppingCriteria):
-    """Each row ends at its own length."""
-
-    def __init__(self, prompt: int, new: Sequence[int]) -> None:
-        self.ends = torch.tensor([prompt + count for count in new])
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
-        return self.ends <= input_ids.shape[1]
-
-
-class Transformers:
-    """`generate` in batches, longest prompts first; dynamic cache, static compiled, or its continuous batching."""
-
-    def __init__(self, checkpoint: Path, kind: str, max_rows: int) -> None:
-        self.model = _model(checkpoint)
-        self.kind = kind
-        self.max_rows = max_rows
-
-    def answer(self, workload: Workload) -> Timing:
-        """Greedy."""
-        began = time.perf_counter()
-        if self.kind == "continuous":
-            self._continuous(workload)
-        else:
-            self._batches(workload)
-        return Timing(time.perf_counter() - began, workload.generated)
-
-    def _batches(self, workload: Workload) -> None:
-        order = sorted(range(len(workload.new)), key=lambda row: -len(workload.prompts[row]))
-        static: dict[str, Any] = {}
-        if self.kind == "static":
-            compiled = CompileConfig()
-            compiled._compile_all_devices = True  # else not on a CPU
-            static = {"cache_implementation": "static", "compile_config": compiled}
-        for first in range(0, len(order), self.max_rows):
-            rows = order[first : first + self.max_rows]
-            longest = max(len(workload.prompts[row]) for row in rows)
-            ids = torch.tensor([[1] * (longest - len(workload.prompts[row])) + workload.prompts[row] for row in rows])
-            mask = torch.tensor(
-                [[0] * (longest - len(workload.prompts[row])) + [1] * len(workload.prompts[row]) for row in rows]
-            )
-            new = [workload.new[row] for row in rows]
-            self.model.generate(
-                ids,
-                attention_mask=mask,
-                max_new_tokens=workload.limit,
-                do_sample=False,
-                pad_token_id=1,
-                eos_token_id=None,
-                stopping_criteria=StoppingCriteriaList([_Lengths(longest, new)]),
-                **static,
-            )
-
-    def _continuous(self, workload: Workload) -> None:
-        settings = GenerationConfig(max_new_tokens=workload.limit, do_sample=False, eos_token_id=-1)
-        with self.model.continuous_batching_context_manager(settings, persistent_manager=True) as manager:
-            for ids, new in zip(workload.prompts, workload.new, strict=True):
-                manager.add_request(ids, max_new_tokens=new)
-            made = 0
-            for _ in workload.prompts:
-                made += len(manager.get_result().generated_tokens)
-        assert made == workload.generated
-
-
 class PeerEnded(Exception):
-    """A peer's process is no more; the message is the end of what it said."""
+    """A peer did not answer as it should; the message is the end of what it said."""
 
 
 class Peer:
-    """A peer in a process of its own, which sleeps while others are timed."""
+    """A peer in a process of its own, which sleeps while others are timed; started again if it has ended.
+
+    start_seconds: what it took to load, and to compile where it does so at start. Raises PeerEnded.
+    """
 
     def __init__(
         self, python: str, script: str, checkpoint: Path, threads: int, max_rows: int, **environment: str
     ) -> None:
-        self.log = checkpoint.parent / f"{script}.log"
+        self.command = [python, str(HERE / script), str(checkpoint), str(threads), str(max_rows)]
+        self.environment = {**os.environ, **environment, "OMP_NUM_THREADS": str(threads)}
+        with tempfile.NamedTemporaryFile(dir=checkpoint.parent, suffix=".log", delete=False) as log:
+            self.log = Path(log.name)
+        self._start()
+
+    def _start(self) -> None:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [python, str(HERE / script), str(checkpoint), str(threads), str(max_rows)],
+                self.command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={**os.environ, **environment, "OMP_NUM_THREADS": str(threads)},
+                env=self.environment,
             )
-        self.version = self._reply()["version"]
+        reply = self._reply()
+        self.version: str = reply["version"]
+        self.start_seconds: float = reply["seconds"]
 
     def answer(self, workload: Workload) -> Timing:
         """As the peer itself counts its seconds."""
+        if self.process.poll() is not None:
+            self._start()
         assert self.process.stdin is not None
-        print(json.dumps({"prompts": workload.prompts, "new": workload.new}), file=self.process.stdin, flush=True)
+        try:
+            print(json.dumps({"prompts": workload.prompts, "new": workload.new}), file=self.process.stdin, flush=True)
+        except BrokenPipeError:
+            raise self._ended() from None
         reply = self._reply()
-        assert reply["tokens"] == workload.generated, reply
-        return Timing(reply["seconds"], reply["tokens"])
+        if reply["tokens"] != workload.generated:
+            self.close()
+            raise PeerEnded(f"{reply['tokens']} tokens, {workload.generated} were asked for")
+        return Timing(reply["seconds"], reply["tokens"], reply["peak_bytes"])
 
     def _reply(self) -> dict[str, Any]:
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        readable, _, _ = select.select([self.process.stdout], [], [], PEER_LIMIT)
+        line = self.process.stdout.readline() if readable else ""
         if not line:
-            raise PeerEnded(" | ".join(self.log.read_text(errors="replace").splitlines()[-3:]))
+            raise self._ended("" if readable else f"no answer in {PEER_LIMIT} s")
         reply: dict[str, Any] = json.loads(line)
         return reply
+
+    def _ended(self, why: str = "") -> PeerEnded:
+        self.close()
+        said = self.log.read_text(errors="replace").splitlines()[-3:]
+        return PeerEnded(" | ".join([why, *said] if why else said))
 
     def close(self) -> None:
         """End it."""

@@ -51,7 +51,7 @@ def start(checkpoint: str, threads: int, max_rows: int) -> tuple[Answer, str]:
             )
         return sum(new)
 
-    return answer, f"{ctranslate2.__version__} {kind}"
+    return answer, ctranslate2.__version__
 
 
 if __name__ == "__main__":

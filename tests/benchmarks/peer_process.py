@@ -1,6 +1,6 @@
 """The side of a peer that runs in a Python of its own: workloads come as lines of JSON, seconds go back.
 
-Imports nothing of this project and needs nothing but the standard library, for it runs where the peer is installed.
+Imports nothing of the engine and needs nothing but the standard library, for it runs where the peer is installed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import os
 import sys
 import time
 from collections.abc import Callable
+
+from peak_memory import forget_peak, peak_bytes
 
 Answer = Callable[[list[list[int]], list[int]], int]
 
@@ -22,10 +24,13 @@ def serve(start: Callable[[str, int, int], tuple[Answer, str]]) -> None:
     """
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    began = time.perf_counter()
     answer, version = start(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
-    print(json.dumps({"version": version}), file=replies)
+    print(json.dumps({"version": version, "seconds": time.perf_counter() - began}), file=replies)
     for line in sys.stdin:
         asked = json.loads(line)
+        forget_peak()
         began = time.perf_counter()
         tokens = answer(asked["prompts"], asked["new"])
-        print(json.dumps({"seconds": time.perf_counter() - began, "tokens": tokens}), file=replies)
+        seconds = time.perf_counter() - began
+        print(json.dumps({"seconds": seconds, "tokens": tokens, "peak_bytes": peak_bytes()}), file=replies)

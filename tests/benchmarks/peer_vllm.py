@@ -33,7 +33,8 @@ def start(checkpoint: str, threads: int, max_rows: int) -> tuple[Answer, str]:
         given = [{"prompt_token_ids": ids} for ids in prompts]
         return sum(len(one.outputs[0].token_ids) for one in engine.generate(given, wanted, use_tqdm=False))
 
-    return answer, vllm.__version__
+    compilation = engine.llm_engine.vllm_config.compilation_config.mode
+    return answer, f"{vllm.__version__}, compilation mode {getattr(compilation, 'name', compilation)}"
 
 
 if __name__ == "__main__":

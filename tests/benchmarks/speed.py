@@ -8,7 +8,9 @@ Random weights at real shapes, bfloat16, greedy; every contestant answers the sa
 same numbers of new tokens, in rounds taken in turn after one that only warms up; medians. A row's length is known
 beforehand to vLLM, CTranslate2 and transformers' continuous batching, which have no other way to be told; of a whole
 workload the engine knows the median (its horizon) and, as transformers, the longest. Peers in Pythons of their own
-(`make peers`) are passed by, with a line, where they are not installed. The machine's ceilings are measured first.
+(`make peers`) are passed by, with a line, where they are not installed, and any peer where it fails. A warm-up's
+seconds are told apart, for what compiles does so then, and vLLM besides as it starts. Peak memory: most bytes resident
+during an answer, the whole process counted. The machine's ceilings are measured first.
 The last line is one JSON object.
 """
 
@@ -19,6 +21,7 @@ import gc
 import json
 import os
 import platform
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable
@@ -31,37 +34,37 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from contestants import Ours, Peer, PeerEnded, Timing, Transformers  # noqa: E402
+from contestants import Ours, Peer, PeerEnded, Timing  # noqa: E402
 from physics import Ceilings, Counter, least, measure  # noqa: E402
 from shapes import SHAPES, write  # noqa: E402
-from workloads import KINDS, Workload, available, make  # noqa: E402
+from workloads import CONTEXT, KINDS, Workload, available, make  # noqa: E402
 
 from actors.engine.scheduler import SCHEDULERS  # noqa: E402
 
-PEERS = ROOT / "work" / "peers"
-SCRIPTS = {
-    "vllm": ("peer_vllm.py", "vllm", {}),
-    "ctranslate2": ("peer_ctranslate2.py", "ctranslate2", {"PEER_COMPUTE_TYPE": "float32"}),
-    "ctranslate2-int8": ("peer_ctranslate2.py", "ctranslate2", {"PEER_COMPUTE_TYPE": "int8"}),
+INSTALLED = ROOT / "work" / "peers"
+PEERS: dict[str, tuple[str, Path, dict[str, str]]] = {  # script, Python, environment
+    "transformers": ("peer_transformers.py", Path(sys.executable), {"PEER_KIND": "dynamic"}),
+    "static": ("peer_transformers.py", Path(sys.executable), {"PEER_KIND": "static"}),
+    "continuous": ("peer_transformers.py", Path(sys.executable), {"PEER_KIND": "continuous"}),
+    "vllm": ("peer_vllm.py", INSTALLED / "vllm/bin/python", {}),
+    "ctranslate2": ("peer_ctranslate2.py", INSTALLED / "ctranslate2/bin/python", {"PEER_COMPUTE_TYPE": "float32"}),
+    "ctranslate2-int8": ("peer_ctranslate2.py", INSTALLED / "ctranslate2/bin/python", {"PEER_COMPUTE_TYPE": "int8"}),
 }
-LIBRARY = ("transformers", "static", "continuous")
-CONTEXT = 2048  # as far as the workloads go
 
 
 def rounds(contestants: dict[str, Callable[[], Timing]], runs: int) -> dict[str, list[Timing]]:
-    """Every contestant once a round, in turn; the first round is not kept."""
+    """Every contestant once a round, in turn; the first round's timing, kept first, is a warm-up."""
     seen: dict[str, list[Timing]] = {name: [] for name in contestants}
-    for number in range(runs + 1):
+    for _ in range(runs + 1):
         for name, contestant in list(contestants.items()):
             try:
                 timing = contestant()
             except PeerEnded as error:
-                print(f"{name} has ended, passed by: {error}", file=sys.stderr)
+                print(f"{name} did not answer, passed by: {error}", file=sys.stderr)
                 del contestants[name], seen[name]
                 continue
             print(f"    {name:22s} {timing.tokens / timing.seconds:9,.0f} tokens/s", file=sys.stderr, flush=True)
-            if number:
-                seen[name].append(timing)
+            seen[name].append(timing)
     return seen
 
 
@@ -74,15 +77,17 @@ def figures(seen: dict[str, list[Timing]], workload: Workload) -> dict[str, dict
     """What is told of each contestant."""
     found: dict[str, dict[str, Any]] = {}
     prompt_tokens = sum(len(ids) for ids in workload.prompts)
-    for name, timings in seen.items():
+    for name, (warm_up, *timings) in seen.items():
         one = median(timings)
         found[name] = {
             "tokens_per_second": one.tokens / one.seconds,
             "seconds": [timing.seconds for timing in timings],
+            "warm_up_seconds": warm_up.seconds,
+            "peak_memory_bytes": max(timing.peak_bytes for timing in timings),
         }
         if one.stats is None or one.parts is None or one.prefill is None or one.decode is None:
             continue
-        full = median(seen[f"engine 1x {name.split()[-1]}"])
+        full = median(seen[f"engine 1x {name.split()[-1]}"][1:])
         assert full.parts is not None and full.decode is not None
         decode_tokens = one.stats.decode_steps
         found[name] |= {
@@ -108,11 +113,13 @@ def figures(seen: dict[str, list[Timing]], workload: Workload) -> dict[str, dict
 def table(found: dict[str, dict[str, Any]]) -> str:
     """For people."""
     lines = [
-        f"  {'':24s}{'tokens/s':>9s}{'prefill/s':>11s}{'decode/s':>10s}{'layers':>8s}{'speed-up':>9s}{'ideal':>7s}"
-        f"{'of it':>7s}{'decode':>8s}{'ideal':>7s}{'of it':>7s}{'of ceiling':>11s}{'cache MiB':>10s}"
+        f"  {'':24s}{'tokens/s':>9s}{'warm-up':>10s}{'peak MiB':>9s}{'prefill/s':>11s}{'decode/s':>10s}{'layers':>8s}"
+        f"{'speed-up':>9s}{'ideal':>7s}{'of it':>7s}{'decode':>8s}{'ideal':>7s}{'of it':>7s}{'of ceiling':>11s}"
+        f"{'cache MiB':>10s}"
     ]
     for name, one in found.items():
-        line = f"  {name:24s}{one['tokens_per_second']:9,.0f}"
+        line = f"  {name:24s}{one['tokens_per_second']:9,.0f}{one['warm_up_seconds']:8.1f} s"
+        line += f"{one['peak_memory_bytes'] / 2**20:9,.0f}"
         if "speedup" in one:
             line += (
                 f"{one['prefill_tokens_per_second']:11,.0f}{one['decode_tokens_per_second']:10,.0f}"
@@ -136,13 +143,9 @@ def compare(
     checkpoint = folder / shape
     config = write(shape, checkpoint)
     ours = Ours(checkpoint, Counter(ceilings), options.max_rows)
-    others: dict[str, Any] = {}
+    others: dict[str, Peer] = {}
     for name in options.peers:
-        if name in LIBRARY:
-            others[name] = Transformers(checkpoint, name, options.max_rows)
-            continue
-        script, venv, environment = SCRIPTS[name]
-        python = PEERS / venv / "bin" / "python"
+        script, python, environment = PEERS[name]
         if not python.exists():
             print(f"{name} is not installed: make peers", file=sys.stderr)
             continue
@@ -151,7 +154,9 @@ def compare(
         except PeerEnded as error:
             print(f"{name} did not start, passed by: {error}", file=sys.stderr)
     results["model_bytes"] = ours.model_bytes
-    results["peers"] = {name: other.version for name, other in others.items() if isinstance(other, Peer)}
+    results["peers"] = {
+        name: {"version": other.version, "start_seconds": other.start_seconds} for name, other in others.items()
+    }
     try:
         for kind in options.workloads:
             if not available(kind):
@@ -174,8 +179,16 @@ def compare(
             save()
     finally:
         for other in others.values():
-            if isinstance(other, Peer):
-                other.close()
+            other.close()
+
+
+def processor() -> str:
+    """Its name."""
+    known = Path("/proc/cpuinfo")
+    for line in known.read_text().splitlines() if known.exists() else ():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def main() -> None:
@@ -196,18 +209,24 @@ def main() -> None:
     options.peers = [name for name in options.peers if name]
     if 1.0 not in options.speeds:
         parser.error("--speeds: 1 must be among them, for the others are told beside it")
-    known_names = {"shapes": SHAPES, "workloads": KINDS, "peers": (*LIBRARY, *SCRIPTS), "schedulers": SCHEDULERS}
+    known_names = {"shapes": SHAPES, "workloads": KINDS, "peers": PEERS, "schedulers": SCHEDULERS}
     for name, known in known_names.items():
         if unknown := set(getattr(options, name)) - set(known):
             parser.error(f"--{name}: {', '.join(sorted(unknown))}: known are {', '.join(known)}")
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
     ceilings = measure(torch.bfloat16, torch.device("cpu"))
     facts = {
-        "machine": platform.processor() or platform.machine(),
+        "machine": processor(),
         "threads": options.threads,
+        "rows": options.rows,
+        "max_rows": options.max_rows,
+        "runs": options.runs,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "compile": "off, but for transformers' static cache",
+        "compile": "off",  # of peers see their versions
+        "command": shlex.join(["python", "tests/benchmarks/speed.py", *sys.argv[1:]]),
         "flops_per_second": ceilings.flops,
         "bytes_per_second": ceilings.bandwidth,
     }

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 DATA = Path(__file__).parents[3] / "shared" / "data"
 TOKENS_A_WORD = 1.3  # of English text under common vocabularies; meaning representations have more
 SEED = 11
+CONTEXT = 2048  # tokens; as far as the workloads go
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,21 @@ def drawn(folder: str, most_prompt: int) -> Callable[[random.Random, int], list[
     """Rows of a data set's test split; lengths in words, taken as tokens."""
 
     def lengths(chance: random.Random, rows: int) -> list[tuple[int, int]]:
-        table = pq.read_table(DATA / folder / "test.parquet", columns=["prompt", "references"]).to_pylist()
-        found = []
-        for row in chance.choices(table, k=rows):
-            answer = chance.choice(row["references"])
-            words = len(row["prompt"].replace("[", " ").split()), len(answer.split())
-            prompt, new = (max(1, round(TOKENS_A_WORD * count)) for count in words)
-            found.append((min(prompt, most_prompt), new))
-        return found
+        pairs = draw(folder, chance, rows)
+        return [(min(tokens(prompt), most_prompt), tokens(answer)) for prompt, answer in pairs]
 
     return lengths
+
+
+def draw(folder: str, chance: random.Random, rows: int) -> list[tuple[str, str]]:
+    """Prompts of a data set's test split, each with one of its references."""
+    table = pq.read_table(DATA / folder / "test.parquet", columns=["prompt", "references"]).to_pylist()
+    return [(row["prompt"], chance.choice(row["references"])) for row in chance.choices(table, k=rows)]
+
+
+def tokens(text: str) -> int:
+    """About so many tokens has a text."""
+    return max(1, round(TOKENS_A_WORD * len(text.replace("[", " ").split())))
 
 
 def long_tailed(median: int, sigma: float) -> Callable[[random.Random, int], list[tuple[int, int]]]:
@@ -73,9 +79,14 @@ def available(kind: str) -> bool:
     return kind not in ("e2e", "qmsum") or (DATA / kind / "test.parquet").exists()
 
 
+def chance_of(kind: str) -> random.Random:
+    """What a workload is drawn with."""
+    return random.Random(f"{SEED} {kind}")
+
+
 def make(kind: str, rows: int, vocabulary: int, context: int) -> Workload:
     """The workload of so many rows, the same at every call; no prompt longer than half the context, no row than it."""
-    chance = random.Random(f"{SEED} {kind}")
+    chance = chance_of(kind)
     lengths = [(min(prompt, context // 2), new) for prompt, new in KINDS[kind](chance, rows)]
     new_tokens = [min(new, context - prompt) for prompt, new in lengths]
     prompts = [[chance.randrange(4, vocabulary) for _ in range(prompt)] for prompt, _ in lengths]
