@@ -1,6 +1,6 @@
 """What the pipeline costs on top of the bare engine, and whether its actor ever waits between shards.
 
-    .venv/bin/python tests/benchmarks/pipeline_overhead.py [--shards 3] [--rows 4096] [--batch 64] [--threads 2]
+    .venv/bin/python tests/benchmarks/pipeline_overhead.py [--shards 3] [--rows 4096] [--batch 64] [--threads 1]
         [--new 64] [--runs 1] [--picture work/benchmarks/pipeline.png]
 
 Demo checkpoint at 3x, greedy, bf16; shards of so many prompts of E2E (without the data set, of the demo), repeated as
@@ -8,6 +8,7 @@ needed. A job with one actor, from its first shard's start to its last one's end
 threads on the same shards in the same order, whose prompts are tokens already. Both in turn, medians.
 A machine's speed drifts between the two: beside the clocks' ratio stands one that drift does not reach, by what each
 spends outside prefill and decode; what the pipeline's processes take from the engine's threads is in the first alone.
+One thread by default: where the engine's threads take all cores, Ray's own processes hold up each of its steps.
 The last line is one JSON object.
 """
 
@@ -16,7 +17,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import platform
 import statistics
 import subprocess
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=3)
     parser.add_argument("--rows", type=int, default=4096, help="of a shard")
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--new", type=int, default=64, help="tokens at most")
     parser.add_argument("--runs", type=int, default=1, help="of each, in turn")
     parser.add_argument("--picture", type=Path, default=ROOT / "work/benchmarks/pipeline.png")
