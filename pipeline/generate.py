@@ -126,8 +126,8 @@ class ShardGenerator:
                     f"an actor died while it loaded the model, attempt {starts - 1} of {flights.attempts}: look at "
                     "the node's memory and its kernel's log, or lower actors.count"
                 )
-        # Ray calls from another thread than it constructs in. OpenMP keeps a pool of threads for each thread that
-        # calls it, and with two pools on a machine its threads sleep where they would spin: half the speed
+        # Ray calls from another thread than it constructs in, and OpenMP keeps a pool of threads for each thread that
+        # calls it: a model loaded in one and run in the other took twice the time with two torch threads
         self.thread = ThreadPoolExecutor(1, "generator")
         settings = {**generator, "checkpoint": str(fetch(generator["checkpoint"]))}
         self.generator = self.thread.submit(Generator, **settings).result()
