@@ -64,9 +64,11 @@ work/peers/ctranslate2/installed:
 	$(@D)/bin/pip install --quiet ctranslate2==4.8.5 torch==2.13.0 transformers==5.23.0 sentencepiece==0.2.3
 	touch $@
 
-# What the pipeline costs on top of the engine, what features cost, what a training step costs.
+# What the pipeline costs on top of the engine, start-up, a prefix of all prompts, features, a training step.
 bench-parts: .venv/installed-dev
-	.venv/bin/python tests/benchmarks/throughput.py
+	.venv/bin/python tests/benchmarks/pipeline_overhead.py
+	.venv/bin/python tests/benchmarks/startup.py
+	.venv/bin/python tests/benchmarks/prefix.py
 	.venv/bin/python tests/benchmarks/features.py
 	.venv/bin/python tests/benchmarks/training_step.py
 

@@ -7,7 +7,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -125,7 +126,11 @@ class ShardGenerator:
                     f"an actor died while it loaded the model, attempt {starts - 1} of {flights.attempts}: look at "
                     "the node's memory and its kernel's log, or lower actors.count"
                 )
-        self.generator = Generator(**{**generator, "checkpoint": str(fetch(generator["checkpoint"]))})
+        # Ray calls from another thread than it constructs in, and OpenMP keeps a pool of threads for each thread that
+        # calls it: a model loaded in one and run in the other took twice the time with two torch threads
+        self.thread = ThreadPoolExecutor(1, "generator")
+        settings = {**generator, "checkpoint": str(fetch(generator["checkpoint"]))}
+        self.generator = self.thread.submit(Generator, **settings).result()
         self.part = part
         self.prefix = prefix
         self.tally = tally
@@ -218,7 +223,7 @@ class ShardGenerator:
     def _answers(self, flight: Flight | None, wanted: list[Prompt]) -> list[Answer]:
         """Answers to a shard's rows, in their order; after a death group by group, each batch written down before."""
         if flight is None or not flight.careful:
-            return self.generator.answer(wanted, self.prefix)
+            return self._answer(wanted)
         errors = flight.errors
         answers: list[Answer] = []
         for group in filter(None, [tuple(errors), *flight.groups]):
@@ -227,8 +232,11 @@ class ShardGenerator:
                 flight.enter([group[place] for place in places])
 
             rows = [replace(wanted[row], error=errors.get(row, wanted[row].error)) for row in group]
-            answers += [replace(one, row=group[one.row]) for one in self.generator.answer(rows, self.prefix, enter)]
+            answers += [replace(one, row=group[one.row]) for one in self._answer(rows, enter)]
         return sorted(answers, key=lambda one: (one.row, one.sample_index))
+
+    def _answer(self, wanted: list[Prompt], on_batch: Callable[[Sequence[int]], None] | None = None) -> list[Answer]:
+        return self.thread.submit(self.generator.answer, wanted, self.prefix, on_batch).result()
 
 
 def _actor() -> str | None:
