@@ -81,8 +81,10 @@ class SkipCache:
         self._width = 0  # slots attended to, in every layer that has so many
 
         def buffer(slots: int) -> Tensor:
-            # zeros: a slot that is masked but was never written must not hold a NaN, which no weight of 0 removes
-            return torch.zeros(rows, kv_heads, slots, head_dim, dtype=dtype, device=device)
+            # zeros: a slot that is masked but was never written must not hold a NaN, which no weight of 0 removes;
+            # the kernel does not read it
+            make = torch.empty if native else torch.zeros
+            return make(rows, kv_heads, slots, head_dim, dtype=dtype, device=device)
 
         self.buffers: list[tuple[Tensor, Tensor] | None] = [
             (buffer(slots), buffer(slots)) if slots else None for slots in self.slots

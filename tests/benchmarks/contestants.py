@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -53,6 +54,7 @@ class Ours:
         self.counter = counter
         counter.watch(self.decoder)
         self.decoder.prepare_for_cpu()
+        gc.freeze()  # as the Generator does
         self.model_bytes = psutil.Process().memory_info().rss - before
         self.max_rows = max_rows
 

@@ -28,6 +28,7 @@ one JSON object.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -274,6 +275,7 @@ def main() -> None:
         config = write(options.shape, Path(folder))
         decoder = Decoder(load_model(Path(folder)))
     decoder.prepare_for_cpu()
+    gc.freeze()  # as the Generator does
     for kind in options.workloads:
         workload = make(kind, options.rows, config.vocab_size, min(CONTEXT, config.max_position_embeddings))
         results["workloads"][kind] = {}
