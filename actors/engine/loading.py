@@ -108,17 +108,6 @@ def memory_needed(
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The checkpoint's tokenizer."""
-    described, whole = (Path(path) / name for name in ("tokenizer_config.json", "tokenizer.json"))
-    if (
-        whole.is_file()
-        and described.is_file()
-        and _read_object(described).get("tokenizer_class") == "TokenizersBackend"
-    ):
-        from transformers import TokenizersBackend
-
-        # what AutoTokenizer comes to by way of the model's configuration, which takes seconds: it imports torch
-        plain: PreTrainedTokenizerBase = TokenizersBackend.from_pretrained(path, local_files_only=True)
-        return plain
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)

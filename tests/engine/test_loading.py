@@ -1,15 +1,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from models import LAYERS, tiny_model
 
-from actors.engine.loading import inspect, load_decoder, load_tokenizer
+from actors.engine.loading import inspect, load_decoder
 from actors.engine.schedule import ScheduleSpec
 from actors.engine.schedule_file import save_spec
 
@@ -70,15 +68,3 @@ def test_bad_checkpoints_are_refused_in_one_line(checkpoint: Path, tmp_path_fact
     refused("no safetensors weights .* pytorch_model.bin is a pickle")
     (checkpoint / "config.json").write_text("{")
     refused("not JSON")
-
-
-def test_a_tokenizer_is_what_the_library_would_load_and_comes_without_torch() -> None:
-    from transformers import AutoTokenizer
-
-    demo = "configs/demo/checkpoint"
-    ours, theirs = load_tokenizer(demo), AutoTokenizer.from_pretrained(demo, local_files_only=True)
-    text = "name[The Vaults], near[Café Adriatic] </s>"
-    assert type(ours) is type(theirs)
-    assert ours(text)["input_ids"] == theirs(text)["input_ids"]
-    code = f"import sys; from actors.engine.loading import load_tokenizer; load_tokenizer({demo!r})"
-    subprocess.run([sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules"], check=True)
