@@ -213,7 +213,8 @@ class ActorsConfig(Section):
     scheduler: Literal["lock_step", "refill"] | None = Field(
         None,
         description="lock_step: all rows of a batch begin together; refill: a row that has ended is replaced at once, "
-        "for answers some of which are many times as long as most; default lock_step",
+        "for answers some of which are many times as long as most; default as the job's limits suggest: lock_step "
+        "for choices, and where max_new_tokens is at most 3 horizons and max_batch above 16; else refill",
     )
 
     @model_validator(mode="after")

@@ -30,6 +30,7 @@ from pipeline.config import JobConfig
 from pipeline.parallel import in_parallel
 from pipeline.prefix import sampled_prefix
 from pipeline.prepare import prompt_spec
+from pipeline.scheduler_choice import chosen_scheduler
 from pipeline.schema import one_schema, plain
 from pipeline.source import Files, InputFile, Shard, cut_shards, list_files, read_footer
 from pipeline.storage import Folder, filesystem
@@ -98,7 +99,7 @@ def plan_job(
         rows = sum(file.rows for file in pinned)
         if rows == 0:
             raise NoRows(f"{config.input.path[0]}: no rows in {len(pinned)} files")
-        batching = _batching(config, min(rows, limit or rows))
+        batching = _batching(config, located, min(rows, limit or rows))
         shards = _limited(cut_shards(pinned, batching.shard_rows, batching.shard_bytes), limit)
         batching = replace(batching, planned=float(int(time.time())))
         if config.shared_prefix:
@@ -239,7 +240,7 @@ def _identity(
     }
 
 
-def _batching(config: JobConfig, rows: int) -> Batching:
+def _batching(config: JobConfig, located: Located, rows: int) -> Batching:
     actors = config.actors
     cores = os.cpu_count() or 1
     if actors.gpus:
@@ -252,7 +253,7 @@ def _batching(config: JobConfig, rows: int) -> Batching:
         cache_bytes=actors.cache_bytes or cache,
         max_batch=actors.max_batch,
         threads=actors.threads or (1 if actors.gpus else max(1, cores // actors.most)),
-        scheduler=actors.scheduler or "lock_step",
+        scheduler=chosen_scheduler(config, located.checkpoint),
     )
 
 

@@ -26,7 +26,8 @@ def tell_memory(located: Located, model: ModelConfig, actors: ActorsConfig, batc
     """
     on_gpu = actors.gpus > 0 and model.device != "cpu"
     need = memory_needed(located.checkpoint, model.dtype, batching.cache_bytes, located.sizes(), on_gpu=on_gpu)
-    log.info("%s", describe(need, model.dtype, actors))
+    plan = f"{batching.scheduler}, at most {batching.max_batch} rows in flight"
+    log.info("%s; %s", describe(need, model.dtype, actors), plan)
     if not on_gpu and not ray.is_initialized() and not os.environ.get("RAY_ADDRESS"):
         check_fits(need, actors, machine_memory())
 

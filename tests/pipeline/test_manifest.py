@@ -110,6 +110,29 @@ def test_what_the_job_says_is_not_resolved(inputs: Path, checkpoint: Path) -> No
     assert batching.scheduler == "refill"
 
 
+@pytest.mark.parametrize(
+    ("keys", "scheduler"),
+    [
+        ({"schedule": {"speedup": 2, "horizon": 10}, "sampling": {"max_new_tokens": 30}}, "lock_step"),
+        ({"schedule": {"speedup": 2, "horizon": 10}, "sampling": {"max_new_tokens": 31}}, "refill"),
+        ({"schedule": {"horizon": 10}, "sampling": {"max_new_tokens": 9}, "actors": {"max_batch": 16}}, "refill"),
+        (
+            {"schedule": {"speedup": 2, "horizon": 10}, "sampling": {"max_new_tokens": 50, "ignore_eos": True}},
+            "lock_step",
+        ),
+        ({"sampling": {"max_new_tokens": 50, "ignore_eos": True, "stop": ["."]}}, "refill"),
+        ({"sampling": {"max_new_tokens": 50}}, "refill"),
+        ({"sampling": {"max_new_tokens": 50}, "choices": ["a", "b"]}, "lock_step"),
+        ({"sampling": {"max_new_tokens": 50}, "actors": {"scheduler": "lock_step"}}, "lock_step"),
+    ],
+)
+def test_the_plan_chooses_a_scheduler(inputs: Path, checkpoint: Path, keys: dict[str, Any], scheduler: str) -> None:
+    first = plan(job(inputs, checkpoint, **keys))
+    assert first.batching.scheduler == scheduler
+    again = plan(job(inputs, checkpoint, **{**keys, "actors": {}}), stored=first)
+    assert again.batching.scheduler == scheduler
+
+
 def test_a_plan_covers_the_files_in_order(inputs: Path, checkpoint: Path) -> None:
     manifest = plan(job(inputs, checkpoint, shard_rows=4))
     assert [(Path(one.url).name, one.first_row, one.rows) for one in manifest.shards] == [

@@ -1,7 +1,8 @@
 """Decoder layers of the families that are run most, with fewer and larger products and one pass for what lies between.
 
 Queries, keys and values are one product, and so are gate and up; norms, turns and gates are kernels; a residual is
-added by the product before it. What a layer computes is the library's layer, which the engine's tests hold it against.
+added by the product before it. The parts are plain objects: calling a module takes longer than some of them do. What a
+layer computes is the library's layer, which the engine's tests hold it against.
 Shapes: B rows, S new tokens, N = B S, E hidden size, Q query heads, H key/value heads, D head size.
 """
 
@@ -20,23 +21,21 @@ from actors.engine.cpu.attention import attend
 from actors.engine.cpu.packing import joined
 
 
-class Norm(nn.Module):
+class Norm:
     """LayerNorm, or RMSNorm where there is no bias."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, epsilon: float) -> None:
-        super().__init__()
         self.weight, self.bias, self.epsilon = weight.detach(), None if bias is None else bias.detach(), epsilon
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor) -> Tensor:
         """[N, E] -> [N, E]."""
         return kernels.normalize(hidden, self.weight, self.bias, self.epsilon)
 
 
-class _Attention(nn.Module):
+class _Attention:
     """Self-attention between its norm and its residual."""
 
     def __init__(self, attention: Any, output: nn.Linear, query_heads: int, kv_heads: int) -> None:
-        super().__init__()
         self.qkv = joined([attention.q_proj, attention.k_proj, attention.v_proj])
         self.output = joined([output])
         self.layer: int = attention.layer_idx
@@ -45,7 +44,7 @@ class _Attention(nn.Module):
         self.is_causal = True
         self.num_key_value_groups = query_heads // kv_heads  # read by the library's attention
 
-    def forward(
+    def __call__(
         self, hidden: Tensor, residual: Tensor, rows: int, rotary: Any, mask: Tensor | None, cache: Any
     ) -> Tensor:
         """hidden, residual [N, E] -> [N, E]; rotary: cosines and sines [B, S, D], or None."""
@@ -59,8 +58,7 @@ class _Attention(nn.Module):
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
         attended, _ = attend(self, query, key, value, mask, scaling=self.scaling)
-        output: Tensor = self.output(attended.reshape(len(hidden), -1), residual=residual)
-        return output
+        return self.output(attended.reshape(len(hidden), -1), residual=residual)
 
 
 class LlamaLayer(nn.Module):

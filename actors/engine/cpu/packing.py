@@ -16,41 +16,50 @@ from transformers.pytorch_utils import Conv1D
 ROWS = 32  # for which the library chooses the order; others run as well with it
 
 
-class PlainLinear(nn.Module):
-    """x [..., I] -> activation(x W^T + b) + residual [..., O]. activation: none or relu."""
+class PlainProduct:
+    """x [N, I] -> activation(x W^T + b) + residual [N, O]. activation: none or relu."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """weight [O, I]."""
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.matrix = weight
-        self.bias = bias
+        self.weight, self.bias = weight, bias
 
-    def forward(self, hidden: Tensor, activation: str = "none", residual: Tensor | None = None) -> Tensor:
-        """[..., I] -> [..., O]; residual [..., O] goes with activation none."""
-        output = nn.functional.linear(hidden, self.matrix, self.bias)
+    def __call__(self, hidden: Tensor, activation: str = "none", residual: Tensor | None = None) -> Tensor:
+        """[N, I] -> [N, O]; a residual [N, O] goes with activation none."""
+        output = nn.functional.linear(hidden, self.weight, self.bias)
         if activation == "relu":
             output = output.relu_()
         return output if residual is None else output.add_(residual)
 
 
-class PackedLinear(nn.Module):
-    """The same in bfloat16, by a packed weight; a residual is added before the sum is rounded."""
+class PackedProduct:
+    """The same in bfloat16, of any leading shape, by a packed weight; a residual is added before the sum is rounded."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """weight [O, I]; it is copied, and may be let go."""
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
         self.bias = bias
 
-    def forward(self, hidden: Tensor, activation: str = "none", residual: Tensor | None = None) -> Tensor:
-        """[..., I] -> [..., O]; residual [..., O] goes with activation none."""
+    def __call__(self, hidden: Tensor, activation: str = "none", residual: Tensor | None = None) -> Tensor:
+        """[..., I] -> [..., O]; a residual [..., O] goes with activation none."""
         if residual is not None:
             added: Tensor = torch.ops.mkldnn._linear_pointwise.binary(hidden, residual, self.packed, self.bias, "add")
             return added
         output: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, self.packed, self.bias, activation, [], "")
         return output
+
+
+class PackedLinear(nn.Module):
+    """A packed product in the place of a library's linear layer: x [..., I] -> x W^T + b [..., O]."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """weight [O, I]; it is copied, and may be let go."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.product = PackedProduct(weight, bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., I] -> [..., O]."""
+        return self.product(hidden)
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -70,7 +79,7 @@ def give_memory_back() -> None:
         trim(0)
 
 
-def joined(layers: Sequence[nn.Linear]) -> PackedLinear | PlainLinear:
+def joined(layers: Sequence[nn.Linear]) -> PackedProduct | PlainProduct:
     """Layers over one input as one, whose outputs lie side by side; packed where that can be."""
     weight = torch.cat([layer.weight.detach() for layer in layers])
     bias = None
@@ -78,8 +87,7 @@ def joined(layers: Sequence[nn.Linear]) -> PackedLinear | PlainLinear:
         zeros = [torch.zeros(layer.out_features, dtype=weight.dtype) for layer in layers]
         parts = [zero if layer.bias is None else layer.bias for layer, zero in zip(layers, zeros, strict=True)]
         bias = torch.cat([part.detach() for part in parts])
-    kind = PackedLinear if can_pack(weight.dtype, weight.device) else PlainLinear
-    return kind(weight, bias)
+    return PackedProduct(weight, bias) if can_pack(weight.dtype, weight.device) else PlainProduct(weight, bias)
 
 
 def pack_linears(module: nn.Module) -> None:

@@ -1,0 +1,29 @@
+"""Which scheduler a job gets where it names none: what is known of its answers' lengths before there are any."""
+
+from __future__ import annotations
+
+from actors.engine.loading import Checkpoint
+from pipeline.config import JobConfig
+
+SPREAD = 3  # limit ÷ median up to which few answers are much longer than most
+FEW_ROWS = 16  # in flight, up to which a step takes about as long however many of them are left
+
+
+def chosen_scheduler(config: JobConfig, checkpoint: Checkpoint) -> str:
+    """`actors.scheduler`, else refill where answers may be of very different lengths or rows are few, else lock_step.
+
+    An answer can be as long as max_new_tokens lets it, and the median is the schedule's horizon where the checkpoint
+    was tuned. Labels, and answers that nothing ends before their limit, are of one length. Lengths alone tell which
+    one is faster: `tests/benchmarks/speed.py --schedulers lock_step,refill` measures it.
+    """
+    if config.actors.scheduler is not None:
+        return config.actors.scheduler
+    sampling = config.sampling
+    if config.choices is not None or config.input.choices is not None:
+        return "lock_step"
+    if sampling.ignore_eos and not sampling.stop and not sampling.stop_token_ids:
+        return "lock_step"
+    stored = None if checkpoint.spec is None else checkpoint.spec.horizon
+    median = config.schedule.horizon or stored
+    alike = median is not None and sampling.max_new_tokens <= SPREAD * median
+    return "lock_step" if alike and config.actors.max_batch > FEW_ROWS else "refill"
