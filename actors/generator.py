@@ -8,7 +8,6 @@ cut is a function of the rows given and the settings alone.
 
 from __future__ import annotations
 
-import gc
 import os
 import resource
 import sys
@@ -135,9 +134,6 @@ class Generator:
         self.choices = None if choices is None else tuple(choices)
         if self.choices is not None:
             self._trie(self.choices)
-        # what is loaded stays: a collection that walks over it each time takes a tenth of a small model's time
-        gc.collect()
-        gc.freeze()
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Columns of a batch, with a column of prompts -> the same columns and the answers' columns.

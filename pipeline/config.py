@@ -140,7 +140,9 @@ class ModelConfig(Section):
     )
     dtype: Dtype = Field("bfloat16", description="weights, activations and cache")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto is cuda where an actor sees a GPU")
-    compile: bool = Field(False, description="torch.compile the layers; needs a C++ compiler")
+    compile: bool = Field(
+        False, description="torch.compile the layers, on a CPU in place of the kernels; needs a C++ compiler"
+    )
 
 
 class ScheduleConfig(Section):
@@ -214,7 +216,7 @@ class ActorsConfig(Section):
         None,
         description="lock_step: all rows of a batch begin together; refill: a row that has ended is replaced at once, "
         "for answers some of which are many times as long as most; default as the job's limits suggest: lock_step "
-        "for choices, and where max_new_tokens is at most 3 horizons and max_batch above 16; else refill",
+        "for choices or ignore_eos, and where max_new_tokens is at most 3 horizons and max_batch above 16; else refill",
     )
 
     @model_validator(mode="after")

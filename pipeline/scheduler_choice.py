@@ -10,17 +10,19 @@ FEW_ROWS = 16  # in flight, up to which a step takes about as long however many 
 
 
 def chosen_scheduler(config: JobConfig, checkpoint: Checkpoint) -> str:
-    """`actors.scheduler`, else refill where answers may be of very different lengths or rows are few, else lock_step.
+    """`actors.scheduler`, else lock_step for answers that are alike, else refill.
 
-    An answer can be as long as max_new_tokens lets it, and the median is the schedule's horizon where the checkpoint
-    was tuned. Labels, and answers that nothing ends before their limit, are of one length. Lengths alone tell which
-    one is faster: `tests/benchmarks/speed.py --schedulers lock_step,refill` measures it.
+    Labels are alike, and answers that nothing ends before their limit. So are answers whose limit is at most SPREAD
+    times their median, which is the schedule's horizon, if more than FEW_ROWS are in flight; but limits that rows
+    bring themselves may be any. `tests/benchmarks/speed.py --schedulers lock_step,refill` measures which one is faster.
     """
     if config.actors.scheduler is not None:
         return config.actors.scheduler
-    sampling = config.sampling
-    if config.choices is not None or config.input.choices is not None:
+    if config.choices is not None:
         return "lock_step"
+    if config.input.sampling is not None:
+        return "refill"
+    sampling = config.sampling
     if sampling.ignore_eos and not sampling.stop and not sampling.stop_token_ids:
         return "lock_step"
     stored = None if checkpoint.spec is None else checkpoint.spec.horizon

@@ -45,7 +45,7 @@ class PrefixKeys:
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Keep keys and values [1, H, C, D]; they are all there is to attend to."""
-        self.layers[layer_idx] = (keys, values)
+        self.layers[layer_idx] = (keys.contiguous(), values.contiguous())  # not views that hold the queries too
         return keys, values
 
 
@@ -144,7 +144,7 @@ class SkipCache:
                 for buffer, new in zip(buffers, (keys, values), strict=True):
                     end = self._first + len(self._sources)
                     buffer[self._first : end, :, : new.shape[2]] = new if alone else new[self._sources]
-                    if not self._native:  # whose kernel does not read what is masked; no weight of 0 removes a NaN
+                    if not self._native:  # the library reads masked slots, and no weight of 0 removes a NaN
                         buffer[self._first : min(end, self._used[layer_idx]), :, new.shape[2] :] = 0
                 self._used[layer_idx] = max(self._used[layer_idx], end)
                 self._width = max(self._width, keys.shape[2])

@@ -78,13 +78,13 @@ class Decoder:
         if self.device.type != "cpu":
             return
         packs = packing.can_pack(self.dtype, self.device)
-        can_attend = self.model.config._attn_implementation == "sdpa" and self.head_dim <= attention.LARGEST_HEAD
+        can_attend = self.model.config._attn_implementation == "sdpa" and self.head_dim <= kernels.LARGEST_HEAD
         if can_attend and kernels.available(self.dtype, self.device):
             self.native = True
             self.model.config._attn_implementation = attention.NAME
             blocks = self.family.layers(self.model)
-            for number, block in enumerate(self.blocks):
-                if (taken := faster(block)) is not None:
+            for number in range(self.num_layers):  # no name holds the old layer when its memory is given back
+                if (taken := faster(self.blocks[number])) is not None:
                     self.blocks[number] = blocks[number] = taken
                     packing.give_memory_back()
         if packs:

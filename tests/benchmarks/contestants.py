@@ -54,7 +54,7 @@ class Ours:
         self.counter = counter
         counter.watch(self.decoder)
         self.decoder.prepare_for_cpu()
-        gc.freeze()  # as the Generator does
+        gc.freeze()  # as an actor of the pipeline does
         self.model_bytes = psutil.Process().memory_info().rss - before
         self.max_rows = max_rows
 

@@ -275,7 +275,7 @@ def main() -> None:
         config = write(options.shape, Path(folder))
         decoder = Decoder(load_model(Path(folder)))
     decoder.prepare_for_cpu()
-    gc.freeze()  # as the Generator does
+    gc.freeze()  # as an actor of the pipeline does
     for kind in options.workloads:
         workload = make(kind, options.rows, config.vocab_size, min(CONTEXT, config.max_position_embeddings))
         results["workloads"][kind] = {}

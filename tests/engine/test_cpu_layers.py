@@ -1,25 +1,33 @@
-"""What a CPU runs in place of the library's layers: packed products, and attention of one token."""
+"""What a CPU runs in place of the library's layers: packed products, kernels, layers made of them; and the build."""
 
 from __future__ import annotations
 
-import shutil
+import os
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import MODELS, tiny_model
+from models import LAYERS, MODELS, tiny_model
 from torch import nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.pytorch_utils import Conv1D
 
 from actors.engine.cpu import kernels
 from actors.engine.cpu.attention import attend
-from actors.engine.cpu.packing import PackedLinear, can_pack, pack_linears
+from actors.engine.cpu.layers import LlamaLayer, OptLayer
+from actors.engine.cpu.packing import PackedLinear, PackedProduct, can_pack, pack_linears
 from actors.engine.decoder import Decoder
+from actors.engine.engine import Engine
+from actors.engine.schedule import ScheduleSpec
+from actors.engine.scheduler import generate
+from actors.engine.types import Request, SamplingParams
 
 BF16 = torch.bfloat16
+builds = pytest.mark.skipif(kernels.library() is None, reason="no C++ compiler")
 packs = pytest.mark.skipif(not can_pack(BF16, torch.device("cpu")), reason="no bfloat16 products on this CPU")
 
 
@@ -53,11 +61,16 @@ def test_a_packed_layer_is_the_layer(
 def test_no_linear_layer_of_a_family_is_left(family: str) -> None:
     decoder = Decoder(tiny_model(family).to(BF16))
     decoder.prepare_for_cpu()
-    left = [name for block in decoder.blocks for name, one in block.named_modules() if hasattr(one, "weight")]
-    assert not [name for name in left if "norm" not in name.lower() and "ln_" not in name], left
+    for block in decoder.blocks:
+        if isinstance(block, (LlamaLayer, OptLayer)):
+            products = (block.attention.qkv, block.attention.output, block.up, block.down)
+            assert all(isinstance(one, PackedProduct) for one in products)
+        left = [name for name, one in block.named_modules() if hasattr(one, "weight")]
+        assert not [name for name in left if "norm" not in name.lower() and "ln_" not in name], left
     assert isinstance(decoder.head, PackedLinear)
 
 
+@builds
 @settings(max_examples=60, deadline=None)
 @given(
     rows=st.integers(1, 5),
@@ -88,7 +101,9 @@ def test_attention_of_one_token_is_the_librarys(
     float32 makes of the same numbers."""
     torch.manual_seed(seed)
     query = torch.randn(rows, heads * group, 1, size).to(dtype)
-    key, value = (torch.randn(rows, heads, keys + beyond, size).to(dtype)[:, :, :keys] for _ in range(2))
+    key, value = (torch.randn(rows, heads, keys + 2 * beyond, size).to(dtype) for _ in range(2))
+    key[:, :, :beyond] = value[:, :, beyond + keys :] = torch.nan
+    key, value = (one[:, :, beyond : beyond + keys] for one in (key, value))
     mask = None
     if masked:  # a window before each row's own token
         last = torch.randint(keys, (rows, 1, 1, 1))
@@ -102,21 +117,10 @@ def test_attention_of_one_token_is_the_librarys(
     repeated = [one.float().nan_to_num().repeat_interleave(group, dim=1) for one in (key, value)]
     want = nn.functional.scaled_dot_product_attention(query.float(), *repeated, attn_mask=mask, scale=scaling)
     error = 1e-5 if dtype == torch.float32 else 2**-6
-    torch.testing.assert_close(got.float(), want.transpose(1, 2), rtol=10 * error, atol=error)
+    torch.testing.assert_close(got.float(), want.transpose(1, 2), rtol=error, atol=error)
 
 
-@torch.inference_mode()
-def test_an_added_mask_is_left_to_the_library() -> None:
-    """As training's passes give it, also over one column."""
-    module = nn.Module()
-    module.num_key_value_groups, module.is_causal = 1, True  # type: ignore[assignment]
-    query, key = torch.randn(2, 1, 1, 8), torch.randn(2, 1, 3, 8)
-    seen = torch.tensor([True, True, False]).view(1, 1, 1, 3).expand(2, -1, -1, -1)
-    added = torch.zeros(2, 1, 1, 3).masked_fill(~seen, torch.finfo(torch.float32).min)
-    (got, _), (want, _) = (attend(module, query, key, key, mask) for mask in (added, seen))
-    torch.testing.assert_close(got, want)
-
-
+@builds
 @settings(max_examples=40, deadline=None)
 @given(
     rows=st.integers(1, 80),
@@ -141,6 +145,7 @@ def test_norms_and_gates_are_the_librarys(rows: int, size: int, rms: bool, dtype
     torch.testing.assert_close(kernels.gate(both).float(), want, **near)
 
 
+@builds
 @settings(max_examples=40, deadline=None)
 @given(
     rows=st.integers(1, 40),
@@ -169,9 +174,12 @@ def test_turns_and_writes_are_the_librarys(rows: int, heads: int, half: int, dty
     for want, one in zip(buffers, new, strict=True):
         want[1 + torch.arange(rows), :, slots] = one
     assert torch.equal(written, buffers)
+    with pytest.raises(AssertionError, match="outside"):
+        kernels.append(*new, *written[:, 1:], slots + 7)
+    assert torch.equal(written, buffers)
 
 
-@pytest.mark.parametrize("compiler", ["/nowhere/g++", "false", "sh"])
+@pytest.mark.parametrize("compiler", ["/nowhere/g++", "false", "sh", "g++ --no-such-flag"])
 def test_without_a_compiler_the_librarys_layers_are_run(
     compiler: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -184,22 +192,22 @@ def test_without_a_compiler_the_librarys_layers_are_run(
         decoder.prepare_for_cpu()
         assert not decoder.native and type(decoder.blocks[0]).__name__ == "LlamaDecoderLayer"
         (said,) = [record.getMessage() for record in caplog.records]
-        assert compiler in said and "\n" not in said
+        assert compiler.split()[0] in said and "\n" not in said
     finally:
         kernels.library.cache_clear()
 
 
+@builds
 def test_the_library_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path))
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
+    compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     first = kernels._built(compiler)
     before = first.stat().st_mtime_ns
     assert kernels._built(compiler) == first and first.stat().st_mtime_ns == before
     assert [one.name for one in first.parent.iterdir()] == [first.name]
 
 
+@builds
 @pytest.mark.parametrize("family", MODELS)
 def test_layers_of_ones_own_are_taken_where_there_are_some(family: str) -> None:
     decoder = Decoder(tiny_model(family))
@@ -207,3 +215,29 @@ def test_layers_of_ones_own_are_taken_where_there_are_some(family: str) -> None:
     own = family.startswith(("llama", "mistral", "qwen2", "opt"))
     assert all((type(block).__module__ == "actors.engine.cpu.layers") == own for block in decoder.blocks)
     assert list(decoder.family.layers(decoder.model)) == decoder.blocks
+
+
+@builds
+@pytest.mark.parametrize(
+    ("family", "changes", "own"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True}, True),
+        ("llama", {"hidden_act": "gelu"}, False),
+        ("opt", {"enable_bias": False}, True),
+        ("opt", {"activation_function": "gelu"}, True),
+        ("opt", {"layer_norm_elementwise_affine": False}, False),
+        ("opt-post-norm", {"enable_bias": False}, True),
+    ],
+)
+@torch.inference_mode()
+def test_a_layer_is_the_librarys_in_every_configuration(family: str, changes: dict[str, Any], own: bool) -> None:
+    """Prompts and steps, of rows of unequal lengths."""
+    made = [Decoder(tiny_model(family, **changes)) for _ in range(2)]
+    made[0].prepare_for_cpu()
+    assert isinstance(made[0].blocks[0], (LlamaLayer, OptLayer)) == own
+    rows = [Request([5 + row, *range(7, 8 + row)], SamplingParams(max_new_tokens=9)) for row in range(4)]
+    schedule = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
+    answers = [generate(Engine(one, schedule, ()), rows, budget_bytes=2**40, max_rows=4) for one in made]
+    assert [one.token_ids for one in answers[0]] == [one.token_ids for one in answers[1]]
+    for got, want in zip(*answers, strict=True):
+        assert got.cumulative_logprob == pytest.approx(want.cumulative_logprob, abs=1e-3)

@@ -122,6 +122,9 @@ def test_what_the_job_says_is_not_resolved(inputs: Path, checkpoint: Path) -> No
         ),
         ({"sampling": {"max_new_tokens": 50, "ignore_eos": True, "stop": ["."]}}, "refill"),
         ({"sampling": {"max_new_tokens": 50}}, "refill"),
+        ({"sampling": {"max_new_tokens": 50, "ignore_eos": True, "stop_token_ids": [7]}}, "refill"),
+        ({"sampling": {"max_new_tokens": 18}}, "lock_step"),  # the checkpoint's horizon is 6
+        ({"sampling": {"max_new_tokens": 19}}, "refill"),
         ({"sampling": {"max_new_tokens": 50}, "choices": ["a", "b"]}, "lock_step"),
         ({"sampling": {"max_new_tokens": 50}, "actors": {"scheduler": "lock_step"}}, "lock_step"),
     ],

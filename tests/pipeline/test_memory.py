@@ -89,5 +89,6 @@ def test_a_job_that_cannot_fit_is_told_and_exits_2(
     assert result.exit_code == 2
     assert "3 x 93132.8 GiB" in result.stderr and "lower actors.count" in result.stderr.splitlines()[-1]
     (line,) = told  # said without --verbose
-    assert "K parameters" in line.getMessage() and line.getMessage().endswith("3 actors; refill, at most 64 rows in flight")
+    said = line.getMessage()
+    assert "K parameters" in said and said.endswith("3 actors; refill, at most 64 rows in flight")
     assert not (tmp_path / "out").exists()

@@ -18,7 +18,6 @@ from transformers.masking_utils import sdpa_mask
 from actors.engine.cpu import kernels
 
 NAME = "skipdecode_cpu"
-LARGEST_HEAD = 256  # numbers that the kernel takes
 
 
 def attend(
@@ -33,14 +32,14 @@ def attend(
 ) -> tuple[Tensor, None]:
     """query [B, Q, S, D], key and value [B, H, K, D], mask [B or 1, 1, S, K] or None -> [B, S, Q, D].
 
-    At S = 1 the slots that a row's mask lets through lie without gaps.
+    At S = 1 it is for inference alone, the mask is bool, and the slots that a row's mask lets through lie without gaps.
     """
-    added = attention_mask is not None and attention_mask.dtype != torch.bool
-    if query.shape[2] != 1 or dropout or added or torch.is_grad_enabled():
+    if query.shape[2] != 1:
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **settings
         )
         return output, None
+    assert not torch.is_grad_enabled() and not dropout
     seen = None if attention_mask is None else attention_mask[:, 0, 0]
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     return kernels.attend(query[:, :, 0], key, value, seen, scale)[:, None], None

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <omp.h>
 #include <vector>
 
 namespace {
@@ -228,15 +229,20 @@ void attend(const T* query, const T* keys, const T* values, const uint8_t* seen,
     }
 }
 
+// Whether every slot lies in the buffers, `held` slots long; if not, nothing is written.
 template <class T>
-void append(const T* keys, const T* values, T* key_buffer, T* value_buffer, const int64_t* slots, int64_t rows,
-            int64_t heads, int64_t size, int64_t key_row, int64_t value_row, int64_t buffer_row, int64_t buffer_head) {
+bool append(const T* keys, const T* values, T* key_buffer, T* value_buffer, const int64_t* slots, int64_t rows,
+            int64_t heads, int64_t size, int64_t held, int64_t key_row, int64_t value_row, int64_t buffer_row,
+            int64_t buffer_head) {
+    for (int64_t row = 0; row < rows; row++)
+        if (slots[row] < 0 || slots[row] >= held) return false;
     for (int64_t row = 0; row < rows; row++)
         for (int64_t head = 0; head < heads; head++) {
             const int64_t to = row * buffer_row + head * buffer_head + slots[row] * size;
             std::memcpy(key_buffer + to, keys + row * key_row + head * size, size * sizeof(T));
             std::memcpy(value_buffer + to, values + row * value_row + head * size, size * sizeof(T));
         }
+    return true;
 }
 
 // Turns the first `heads` heads of each row in place, as transformers' apply_rotary_pos_emb does.
@@ -303,27 +309,30 @@ void gate(const T* x, T* out, int64_t rows, int64_t size) {
 
 }  // namespace
 
-#define KERNELS(T, NAME)                                                                                              \
-    extern "C" void attend_##NAME(const T* q, const T* k, const T* v, const uint8_t* seen, T* out, int64_t rows,       \
-                                  int64_t heads, int64_t group, int64_t width, int64_t size, int64_t q_row,            \
-                                  int64_t k_row, int64_t k_head, int64_t k_slot, int64_t v_row, int64_t v_head,        \
-                                  int64_t v_slot, int64_t seen_row, float scale) {                                     \
-        attend(q, k, v, seen, out, rows, heads, group, width, size, q_row, k_row, k_head, k_slot, v_row, v_head,       \
-               v_slot, seen_row, scale);                                                                               \
-    }                                                                                                                  \
-    extern "C" void append_##NAME(const T* k, const T* v, T* keys, T* values, const int64_t* slots, int64_t rows,      \
-                                  int64_t heads, int64_t size, int64_t k_row, int64_t v_row, int64_t row, int64_t head) { \
-        append(k, v, keys, values, slots, rows, heads, size, k_row, v_row, row, head);                                 \
-    }                                                                                                                  \
-    extern "C" void rotate_##NAME(T* x, const T* cosines, const T* sines, int64_t rows, int64_t heads, int64_t size,   \
-                                  int64_t row, int64_t turn) {                                                         \
-        rotate(x, cosines, sines, rows, heads, size, row, turn);                                                       \
-    }                                                                                                                  \
-    extern "C" void normalize_##NAME(const T* x, const T* weight, const T* bias, T* out, int64_t rows, int64_t size,   \
-                                     float epsilon) {                                                                  \
-        normalize(x, weight, bias, out, rows, size, epsilon);                                                          \
-    }                                                                                                                  \
+#define KERNELS(T, NAME) \
+    extern "C" void attend_##NAME(const T* q, const T* k, const T* v, const uint8_t* seen, T* out, int64_t rows, \
+                                  int64_t heads, int64_t group, int64_t width, int64_t size, int64_t q_row, \
+                                  int64_t k_row, int64_t k_head, int64_t k_slot, int64_t v_row, int64_t v_head, \
+                                  int64_t v_slot, int64_t seen_row, float scale) { \
+        attend(q, k, v, seen, out, rows, heads, group, width, size, q_row, k_row, k_head, k_slot, v_row, v_head, \
+               v_slot, seen_row, scale); \
+    } \
+    extern "C" bool append_##NAME(const T* k, const T* v, T* keys, T* values, const int64_t* slots, int64_t rows, \
+                                  int64_t heads, int64_t size, int64_t held, int64_t k_row, int64_t v_row, \
+                                  int64_t row, int64_t head) { \
+        return append(k, v, keys, values, slots, rows, heads, size, held, k_row, v_row, row, head); \
+    } \
+    extern "C" void rotate_##NAME(T* x, const T* cosines, const T* sines, int64_t rows, int64_t heads, int64_t size, \
+                                  int64_t row, int64_t turn) { \
+        rotate(x, cosines, sines, rows, heads, size, row, turn); \
+    } \
+    extern "C" void normalize_##NAME(const T* x, const T* weight, const T* bias, T* out, int64_t rows, int64_t size, \
+                                     float epsilon) { \
+        normalize(x, weight, bias, out, rows, size, epsilon); \
+    } \
     extern "C" void gate_##NAME(const T* x, T* out, int64_t rows, int64_t size) { gate(x, out, rows, size); }
+
+extern "C" int64_t threads() { return omp_get_max_threads(); }
 
 KERNELS(BFloat16, bfloat16)
 KERNELS(float, float32)

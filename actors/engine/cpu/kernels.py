@@ -1,8 +1,8 @@
 """Builds `kernels.cpp` with the machine's C++ compiler, once, and calls it on torch tensors.
 
 The library lies in the cache folder ($SKIPDECODE_CACHE, else ~/.cache/skipdecode) under a name that says its source,
-compiler and processor. It runs on torch's threads: both find the same OpenMP library. Without a compiler there is no
-library, and callers fall back on torch's own operations.
+compiler and processor. It runs on torch's threads: g++ links the OpenMP library that torch has loaded. Without a
+compiler there is no library, and callers fall back on torch's own operations, whose rounding differs in bfloat16.
 Shapes: B rows, Q query heads, H key/value heads, K slots, D head size, E hidden size, I intermediate size.
 """
 
@@ -14,14 +14,17 @@ import hashlib
 import logging
 import os
 import platform
-import shutil
+import shlex
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = (
@@ -29,27 +32,29 @@ FLAGS = (
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"),
 )
 BUILD_SECONDS = 300
+LARGEST_HEAD = 256  # numbers
 _NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _POINTERS = {"attend": 5, "append": 5, "rotate": 3, "normalize": 4, "gate": 2}
-_NUMBERS = {"attend": 13, "append": 7, "rotate": 5, "normalize": 2, "gate": 2}
+_NUMBERS = {"attend": 13, "append": 8, "rotate": 5, "normalize": 2, "gate": 2}
 _FLOATS = ("attend", "normalize")
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The built library; None, and one warning, where it cannot be built."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        problem = "there is no C++ compiler (g++, clang++ or $CXX)"
-    else:
-        try:
-            return _declared(ctypes.CDLL(str(_built(compiler))))
-        except subprocess.CalledProcessError as error:
-            lines = [line for line in error.stderr.splitlines() if "error" in line] or [f"status {error.returncode}"]
-            problem = f"{compiler}: {lines[0]}"
-        except (OSError, subprocess.TimeoutExpired) as error:
-            problem = " ".join(str(error).split())
-    logging.getLogger(__name__).warning("decode on this CPU takes about twice as long: %s", problem)
+    """The built library; None, and one warning, where it cannot be built or used."""
+    compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    try:
+        loaded = _declared(ctypes.CDLL(str(_built(compiler))))
+        if loaded.threads() == torch.get_num_threads():
+            return loaded
+        problem = f"{' '.join(compiler)} links another OpenMP library than torch's"
+    except subprocess.CalledProcessError as error:
+        lines = [line for line in error.stderr.splitlines() if "error" in line] or [f"status {error.returncode}"]
+        problem = f"{' '.join(compiler)}: {lines[0]}"
+    # no compiler, no home or none that can be written, a library of something else
+    except (OSError, RuntimeError, AttributeError, subprocess.TimeoutExpired) as error:
+        problem = f"{' '.join(compiler)}: {' '.join(str(error).split())}"
+    log.warning("decode on this CPU takes about twice as long without a C++ compiler (g++, or $CXX): %s", problem)
     return None
 
 
@@ -58,18 +63,20 @@ def available(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype in _NAMES and library() is not None
 
 
-def _built(compiler: str) -> Path:
+def _built(compiler: Sequence[str]) -> Path:
     """The library's file; made where it is not there."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    identity = "\0".join((SOURCE.read_text(), version, *FLAGS, platform.machine(), _processor()))
+    run = functools.partial(
+        subprocess.run, capture_output=True, text=True, errors="replace", check=True, timeout=BUILD_SECONDS
+    )
+    version: str = run([*compiler, "--version"]).stdout
+    identity = "\0".join((SOURCE.read_text(), version, *compiler, *FLAGS, platform.machine(), _processor()))
     folder = Path(os.environ.get("SKIPDECODE_CACHE") or Path.home() / ".cache" / "skipdecode") / "kernels"
     path = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / path.name
-            command = [compiler, *FLAGS, str(SOURCE), "-o", str(made)]
-            subprocess.run(command, capture_output=True, text=True, check=True, timeout=BUILD_SECONDS)
+            run([*compiler, *FLAGS, str(SOURCE), "-o", str(made)])
             made.replace(path)  # whole or not at all: another process may be building it too
     return path
 
@@ -79,7 +86,8 @@ def _processor() -> str:
     told = Path("/proc/cpuinfo")
     if not told.exists():
         return platform.processor()
-    return "\n".join(sorted({line for line in told.read_text().splitlines() if line.startswith(("model", "flags"))}))
+    telling = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU ")
+    return "\n".join(sorted({line for line in told.read_text().splitlines() if line.startswith(telling)}))
 
 
 def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
@@ -87,15 +95,16 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
         kinds = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * _NUMBERS[name] + [ctypes.c_float] * (name in _FLOATS)
         for dtype in _NAMES.values():
             function = getattr(loaded, f"{name}_{dtype}")
-            function.argtypes, function.restype = kinds, None
+            function.argtypes, function.restype = kinds, ctypes.c_bool if name == "append" else None
+    loaded.threads.restype = ctypes.c_int64
     return loaded
 
 
 @functools.cache
-def _kernel(name: str, dtype: torch.dtype) -> Callable[..., None]:
+def _kernel(name: str, dtype: torch.dtype) -> Callable[..., Any]:
     loaded = library()
     assert loaded is not None, "available() comes first"
-    kernel: Callable[..., None] = getattr(loaded, f"{name}_{_NAMES[dtype]}")
+    kernel: Callable[..., Any] = getattr(loaded, f"{name}_{_NAMES[dtype]}")
     return kernel
 
 
@@ -107,7 +116,9 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, sca
     rows, heads, width, size = keys.shape
     if query.stride(2) != 1 or query.stride(1) != size:
         query = query.contiguous()
-    assert keys.stride(3) == values.stride(3) == 1 and (seen is None or seen.stride(-1) == 1 or width == 1)
+    assert query.dtype == keys.dtype == values.dtype and values.shape == keys.shape and len(query) == rows
+    assert size <= LARGEST_HEAD and keys.stride(3) == values.stride(3) == 1
+    assert seen is None or (seen.dtype == torch.bool and seen.shape[1] == width and (width == 1 or seen.stride(1) == 1))
     output = torch.empty(rows, query.shape[1], size, dtype=query.dtype)
     _kernel("attend", query.dtype)(
         query.data_ptr(),
@@ -128,29 +139,34 @@ def append(keys: Tensor, values: Tensor, key_buffer: Tensor, value_buffer: Tenso
     """Write one token a row, keys and values [B, H, D], to slots [B] int64 of buffers [B, H, K, D] of one layout."""
     rows, heads, size = keys.shape
     assert key_buffer.stride() == value_buffer.stride() and key_buffer.stride()[2:] == (size, 1)
+    assert keys.dtype == values.dtype == key_buffer.dtype == value_buffer.dtype
+    assert slots.dtype == torch.int64 and slots.shape == (rows,) and slots.is_contiguous()
     keys, values = (one if one.stride()[1:] == (size, 1) else one.contiguous() for one in (keys, values))
-    _kernel("append", keys.dtype)(
+    inside = _kernel("append", keys.dtype)(
         keys.data_ptr(),
         values.data_ptr(),
         key_buffer.data_ptr(),
         value_buffer.data_ptr(),
         slots.data_ptr(),
-        *(rows, heads, size, keys.stride(0), values.stride(0), *key_buffer.stride()[:2]),
+        *(rows, heads, size, key_buffer.shape[2], keys.stride(0), values.stride(0), *key_buffer.stride()[:2]),
     )
+    assert inside, "a slot lies outside the buffers"
 
 
 def rotate(states: Tensor, cosines: Tensor, sines: Tensor) -> None:
     """Turn states [B, heads, D] in place by cosines and sines [B, D], as transformers' `apply_rotary_pos_emb` does."""
     rows, heads, size = states.shape
-    assert states.stride()[1:] == (size, 1) and cosines.stride() == sines.stride() and cosines.shape == (rows, size)
+    assert states.stride()[1:] == (size, 1) and states.dtype == cosines.dtype == sines.dtype
+    assert cosines.shape == sines.shape == (rows, size) and cosines.stride() == sines.stride() == (size, 1)
     pointers = states.data_ptr(), cosines.data_ptr(), sines.data_ptr()
-    _kernel("rotate", states.dtype)(*pointers, rows, heads, size, states.stride(0), cosines.stride(0))
+    _kernel("rotate", states.dtype)(*pointers, rows, heads, size, states.stride(0), size)
 
 
 def normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
     """LayerNorm of hidden [..., E] with a bias [E], RMSNorm without one."""
     size = hidden.shape[-1]
     hidden = hidden.contiguous()
+    assert hidden.dtype == weight.dtype and weight.is_contiguous() and (bias is None or bias.is_contiguous())
     output = torch.empty_like(hidden)
     _kernel("normalize", hidden.dtype)(
         hidden.data_ptr(),
@@ -165,6 +181,7 @@ def normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None, epsilon: floa
 def gate(both: Tensor) -> Tensor:
     """[gate, up] of [..., 2 I], contiguous -> silu(gate) * up of [..., I]."""
     size = both.shape[-1] // 2
+    assert both.is_contiguous()
     output = torch.empty(*both.shape[:-1], size, dtype=both.dtype)
     _kernel("gate", both.dtype)(both.data_ptr(), output.data_ptr(), output.numel() // size, size)
     return output

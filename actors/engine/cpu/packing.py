@@ -25,6 +25,7 @@ class PlainProduct:
 
     def __call__(self, hidden: Tensor, activation: str = "none", residual: Tensor | None = None) -> Tensor:
         """[N, I] -> [N, O]; a residual [N, O] goes with activation none."""
+        assert residual is None or activation == "none"
         output = nn.functional.linear(hidden, self.weight, self.bias)
         if activation == "relu":
             output = output.relu_()
@@ -41,6 +42,7 @@ class PackedProduct:
 
     def __call__(self, hidden: Tensor, activation: str = "none", residual: Tensor | None = None) -> Tensor:
         """[..., I] -> [..., O]; a residual [..., O] goes with activation none."""
+        assert residual is None or activation == "none"
         if residual is not None:
             added: Tensor = torch.ops.mkldnn._linear_pointwise.binary(hidden, residual, self.packed, self.bias, "add")
             return added
