@@ -77,7 +77,6 @@ class Decoder:
         """Take attention and layers that are faster on CPUs; for good, and for inference alone."""
         if self.device.type != "cpu":
             return
-        packs = packing.can_pack(self.dtype, self.device)
         can_attend = self.model.config._attn_implementation == "sdpa" and self.head_dim <= kernels.LARGEST_HEAD
         if can_attend and kernels.available(self.dtype, self.device):
             self.native = True
@@ -87,7 +86,7 @@ class Decoder:
                 if (taken := faster(self.blocks[number])) is not None:
                     self.blocks[number] = blocks[number] = taken
                     packing.give_memory_back()
-        if packs:
+        if packing.can_pack(self.dtype, self.device):
             for block in self.blocks:
                 packing.pack_linears(block)
                 packing.give_memory_back()

@@ -60,14 +60,9 @@ class Ours:
 
     def answer(self, workload: Workload, speedup: float, scheduler: str) -> Timing:
         """Lengths are known to nobody beforehand. The horizon is the workload's median length."""
-        horizon = max(2, sorted(workload.new)[len(workload.new) // 2])
-        schedule = ScheduleSpec(speedup=speedup, horizon=horizon).build(self.decoder.num_layers)
+        schedule = ScheduleSpec(speedup=speedup, horizon=workload.horizon).build(self.decoder.num_layers)
         engine = Engine(self.decoder, schedule, (), cumulative_logprob=False)
-        sampling = SamplingParams(max_new_tokens=workload.limit, ignore_eos=True)
-        requests = [
-            Request(ids, sampling, key=row, ending=Forced(new))
-            for row, (ids, new) in enumerate(zip(workload.prompts, workload.new, strict=True))
-        ]
+        requests = requests_of(workload)
         self.counter.take()
         forget_peak()
         began = time.perf_counter()
@@ -84,6 +79,15 @@ class Ours:
             stats,
             self.counter.take(),
         )
+
+
+def requests_of(workload: Workload) -> list[Request]:
+    """The rows as the engine takes them, which is not told their lengths."""
+    sampling = SamplingParams(max_new_tokens=workload.limit, ignore_eos=True)
+    return [
+        Request(ids, sampling, key=row, ending=Forced(new))
+        for row, (ids, new) in enumerate(zip(workload.prompts, workload.new, strict=True))
+    ]
 
 
 def load_model(checkpoint: Path) -> PreTrainedModel:

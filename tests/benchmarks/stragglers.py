@@ -45,16 +45,16 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from contestants import CACHE_BYTES, load_model  # noqa: E402
+from contestants import CACHE_BYTES, load_model, requests_of  # noqa: E402
 from output_length import explained, fit  # noqa: E402
 from shapes import SHAPES, write  # noqa: E402
-from workloads import CONTEXT, Forced, Workload, available, chance_of, draw, make  # noqa: E402
+from workloads import CONTEXT, Workload, available, chance_of, draw, make  # noqa: E402
 
 from actors.engine.decoder import Decoder  # noqa: E402
 from actors.engine.engine import Engine  # noqa: E402
 from actors.engine.schedule import ScheduleSpec  # noqa: E402
 from actors.engine.scheduler import generate  # noqa: E402
-from actors.engine.types import Completion, EngineStats, Request, SamplingParams  # noqa: E402
+from actors.engine.types import Completion, EngineStats  # noqa: E402
 
 NEVER = 2**60  # steps between compactions
 
@@ -154,11 +154,7 @@ def run(decoder: Decoder, workload: Workload, speedup: float, horizon: int, way:
     schedule = ScheduleSpec(speedup=speedup, horizon=horizon).build(decoder.num_layers)
     engine = WatchedEngine(decoder, schedule, (), compact_every=way.compact_every, cumulative_logprob=False)
     engine.watch()
-    sampling = SamplingParams(max_new_tokens=workload.limit, ignore_eos=True)
-    requests = [
-        Request(ids, sampling, key=row, ending=Forced(new))
-        for row, (ids, new) in enumerate(zip(workload.prompts, workload.new, strict=True))
-    ]
+    requests = requests_of(workload)
     if way.order is not None:
         requests = [requests[row] for row in way.order]
     size = len(requests) if way.order is None else max_rows
@@ -210,7 +206,7 @@ def figures(one: Measured, full_rows: float) -> dict[str, float]:
 
 def compare(decoder: Decoder, workload: Workload, speedup: float, options: argparse.Namespace) -> dict[str, Any]:
     """One workload at one speed, all ways."""
-    horizon = max(2, sorted(workload.new)[len(workload.new) // 2])
+    horizon = workload.horizon
     most_prompt = max(len(ids) for ids in workload.prompts)
     texts = [prompt for prompt, _ in draw(workload.name, chance_of(workload.name), options.rows)]
     predicted = fit(workload.name, most_prompt).predict(texts)

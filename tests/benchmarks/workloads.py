@@ -29,6 +29,11 @@ class Workload:
     def generated(self) -> int:
         return sum(self.new)
 
+    @property
+    def horizon(self) -> int:
+        """Of the engine's schedules: the median length, 2 at least."""
+        return max(2, sorted(self.new)[len(self.new) // 2])
+
 
 def equal(prompt: int, new: int) -> Callable[[random.Random, int], list[tuple[int, int]]]:
     """All rows alike."""

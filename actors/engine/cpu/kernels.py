@@ -34,9 +34,14 @@ FLAGS = (
 BUILD_SECONDS = 300
 LARGEST_HEAD = 256  # numbers
 _NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
-_POINTERS = {"attend": 5, "append": 5, "rotate": 3, "normalize": 4, "gate": 2}
-_NUMBERS = {"attend": 13, "append": 8, "rotate": 5, "normalize": 2, "gate": 2}
-_FLOATS = ("attend", "normalize")
+# pointers, 64-bit integers and floats that a kernel takes, in this order, and what it returns
+_SIGNATURES: dict[str, tuple[int, int, int, Any]] = {
+    "attend": (5, 13, 1, None),
+    "append": (5, 8, 0, ctypes.c_bool),
+    "rotate": (3, 5, 0, None),
+    "normalize": (4, 2, 1, None),
+    "gate": (2, 2, 0, None),
+}
 
 
 @functools.cache
@@ -45,7 +50,7 @@ def library() -> ctypes.CDLL | None:
     compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     try:
         loaded = _declared(ctypes.CDLL(str(_built(compiler))))
-        if loaded.threads() == torch.get_num_threads():
+        if torch.get_num_threads() == loaded.threads():  # torch first: its first call settles the number
             return loaded
         problem = f"{' '.join(compiler)} links another OpenMP library than torch's"
     except subprocess.CalledProcessError as error:
@@ -91,11 +96,11 @@ def _processor() -> str:
 
 
 def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
-    for name, pointers in _POINTERS.items():
-        kinds = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * _NUMBERS[name] + [ctypes.c_float] * (name in _FLOATS)
+    for name, (pointers, integers, floats, returned) in _SIGNATURES.items():
+        kinds = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * integers + [ctypes.c_float] * floats
         for dtype in _NAMES.values():
             function = getattr(loaded, f"{name}_{dtype}")
-            function.argtypes, function.restype = kinds, ctypes.c_bool if name == "append" else None
+            function.argtypes, function.restype = kinds, returned
     loaded.threads.restype = ctypes.c_int64
     return loaded
 
