@@ -19,7 +19,15 @@ from transformers.pytorch_utils import Conv1D
 from actors.engine.cpu import kernels
 from actors.engine.cpu.attention import attend
 from actors.engine.cpu.layers import LlamaLayer, OptLayer
-from actors.engine.cpu.packing import PackedLinear, PackedProduct, can_pack, pack_linears
+from actors.engine.cpu.packing import (
+    PackedLinear,
+    PackedProduct,
+    PanelProduct,
+    PlainProduct,
+    can_pack,
+    pack_linears,
+    product,
+)
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.schedule import ScheduleSpec
@@ -56,6 +64,61 @@ def test_a_packed_layer_is_the_layer(
     torch.testing.assert_close(packed(hidden).float(), want, rtol=2**-7, atol=2**-7)
 
 
+multiplying = pytest.mark.skipif(not kernels.multiplies(BF16, torch.device("cpu")), reason="no kernel for products")
+
+
+@packs
+@pytest.mark.parametrize(
+    "kind",
+    [
+        PackedProduct,
+        pytest.param(PanelProduct, marks=multiplying),
+    ],
+)
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 150),
+    sizes=st.tuples(st.integers(1, 300), st.integers(1, 150)),
+    bias=st.booleans(),
+    then=st.sampled_from(["none", "relu", "residual"]),
+    seed=st.integers(0, 99),
+)
+@torch.inference_mode()
+def test_a_packed_product_is_the_product(
+    kind: type[PackedProduct] | type[PanelProduct],
+    rows: int,
+    sizes: tuple[int, int],
+    bias: bool,
+    then: str,
+    seed: int,
+) -> None:
+    """Rounded once, from a sum in float32; and by the kernel every row as if it were alone."""
+    torch.manual_seed(seed)
+    weight, added = torch.randn(sizes[1], 2 * sizes[0]).to(BF16), torch.randn(sizes[1]).to(BF16) if bias else None
+    hidden = torch.randn(rows, 2 * sizes[0]).to(BF16)
+    residual = torch.randn(rows, sizes[1]).to(BF16) if then == "residual" else None
+    run = kind(weight, added)
+    activation = "relu" if then == "relu" else "none"
+    got = run(hidden, activation, residual)
+    want = PlainProduct(weight.float(), None if added is None else added.float())
+    exact = want(hidden.float(), activation, None if residual is None else residual.float())
+    torch.testing.assert_close(got.float(), exact, rtol=2**-7, atol=1e-3)
+    if kind is PanelProduct:
+        row = seed % rows
+        one = slice(row, row + 1)
+        assert torch.equal(run(hidden[one], activation, None if residual is None else residual[one]), got[one])
+
+
+@multiplying
+@torch.inference_mode()
+def test_a_product_with_what_is_no_number_tells_it() -> None:
+    weight, hidden = torch.ones(50, 6, dtype=BF16), torch.ones(3, 6, dtype=BF16)
+    hidden[1, 2] = torch.nan
+    for activation in ("none", "relu"):
+        got = product(weight, None)(hidden, activation)
+        assert got[1].isnan().all() and torch.equal(got[::2], torch.full((2, 50), 6.0, dtype=BF16))
+
+
 @packs
 @pytest.mark.parametrize("family", MODELS)
 def test_no_linear_layer_of_a_family_is_left(family: str) -> None:
@@ -64,7 +127,7 @@ def test_no_linear_layer_of_a_family_is_left(family: str) -> None:
     for block in decoder.blocks:
         if isinstance(block, (LlamaLayer, OptLayer)):
             products = (block.attention.qkv, block.attention.output, block.up, block.down)
-            assert all(isinstance(one, PackedProduct) for one in products)
+            assert not any(isinstance(one, PlainProduct) for one in products)
         left = [name for name, one in block.named_modules() if hasattr(one, "weight")]
         assert not [name for name in left if "norm" not in name.lower() and "ln_" not in name], left
     assert isinstance(decoder.head, PackedLinear)

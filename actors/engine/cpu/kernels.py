@@ -1,4 +1,4 @@
-"""Builds `kernels.cpp` with the machine's C++ compiler, once, and calls it on torch tensors.
+"""Builds `kernels.cpp` and `products.cpp` with the machine's C++ compiler, once, and calls it on torch tensors.
 
 The library lies in the cache folder ($SKIPDECODE_CACHE, else ~/.cache/skipdecode) under a name that says its source,
 compiler and processor. It runs on torch's threads: g++ links the OpenMP library that torch has loaded. Without a
@@ -26,7 +26,7 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "products.cpp"))
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"),
@@ -41,7 +41,9 @@ _SIGNATURES: dict[str, tuple[int, int, int, Any]] = {
     "rotate": (3, 5, 0, None),
     "normalize": (4, 2, 1, None),
     "gate": (2, 2, 0, None),
+    "multiply": (5, 4, 0, None),
 }
+PANEL = 48  # outputs of a product that lie together in its packed weight
 
 
 @functools.cache
@@ -68,20 +70,28 @@ def available(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype in _NAMES and library() is not None
 
 
+def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `multiply` can, and is the fastest: with AVX512-BF16 and without AMX."""
+    loaded = library()
+    return device.type == "cpu" and dtype == torch.bfloat16 and loaded is not None and bool(loaded.can_multiply())
+
+
 def _built(compiler: Sequence[str]) -> Path:
     """The library's file; made where it is not there."""
     run = functools.partial(
         subprocess.run, capture_output=True, text=True, errors="replace", check=True, timeout=BUILD_SECONDS
     )
     version: str = run([*compiler, "--version"]).stdout
-    identity = "\0".join((SOURCE.read_text(), version, *compiler, *FLAGS, platform.machine(), _processor()))
+    identity = "\0".join(
+        (*(one.read_text() for one in SOURCES), version, *compiler, *FLAGS, platform.machine(), _processor())
+    )
     folder = Path(os.environ.get("SKIPDECODE_CACHE") or Path.home() / ".cache" / "skipdecode") / "kernels"
     path = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / path.name
-            run([*compiler, *FLAGS, str(SOURCE), "-o", str(made)])
+            run([*compiler, *FLAGS, *map(str, SOURCES), "-o", str(made)])
             made.replace(path)  # whole or not at all: another process may be building it too
     return path
 
@@ -98,10 +108,11 @@ def _processor() -> str:
 def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     for name, (pointers, integers, floats, returned) in _SIGNATURES.items():
         kinds = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * integers + [ctypes.c_float] * floats
-        for dtype in _NAMES.values():
+        for dtype in _NAMES.values() if name != "multiply" else ("bfloat16",):
             function = getattr(loaded, f"{name}_{dtype}")
             function.argtypes, function.restype = kinds, returned
     loaded.threads.restype = ctypes.c_int64
+    loaded.can_multiply.restype = ctypes.c_bool
     return loaded
 
 
@@ -189,4 +200,39 @@ def gate(both: Tensor) -> Tensor:
     assert both.is_contiguous()
     output = torch.empty(*both.shape[:-1], size, dtype=both.dtype)
     _kernel("gate", both.dtype)(both.data_ptr(), output.data_ptr(), output.numel() // size, size)
+    return output
+
+
+def pack(weight: Tensor) -> Tensor:
+    """Weight [O, I], I even -> [O / 48 rounded up, I / 2, 48, 2], for `multiply`."""
+    outputs, inputs = weight.shape
+    panels = -(-outputs // PANEL)
+    packed = torch.zeros(panels, inputs // 2, PANEL, 2, dtype=weight.dtype)
+    for number, panel in enumerate(weight.detach().split(PANEL)):
+        packed[number, :, : len(panel)] = panel.view(-1, inputs // 2, 2).transpose(0, 1)
+    return packed
+
+
+def multiply(
+    hidden: Tensor, packed: Tensor, outputs: int, bias: Tensor | None, residual: Tensor | None, relu: bool
+) -> Tensor:
+    """hidden [..., I] -> relu(hidden W^T + bias) + residual [..., O] by the packed weight of W [O, I]."""
+    inputs = packed.shape[1] * 2
+    hidden = hidden.contiguous()
+    rows = hidden.numel() // inputs
+    output = torch.empty(*hidden.shape[:-1], outputs, dtype=hidden.dtype)
+    assert hidden.dtype == packed.dtype == torch.bfloat16 and hidden.shape[-1] == inputs
+    assert packed.shape[0] == -(-outputs // PANEL) and packed.is_contiguous() and packed.data_ptr() % 64 == 0
+    assert bias is None or (bias.dtype == hidden.dtype and bias.shape == (outputs,) and bias.is_contiguous())
+    if residual is not None:
+        residual = residual.contiguous()
+        assert residual.dtype == hidden.dtype and residual.shape == output.shape
+    _kernel("multiply", hidden.dtype)(
+        hidden.data_ptr(),
+        packed.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        None if residual is None else residual.data_ptr(),
+        output.data_ptr(),
+        *(rows, inputs, outputs, relu),
+    )
     return output

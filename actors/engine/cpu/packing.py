@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from actors.engine.cpu import kernels
+
 ROWS = 32  # for which the library chooses the order; others run as well with it
 
 
@@ -32,8 +34,22 @@ class PlainProduct:
         return output if residual is None else output.add_(residual)
 
 
+class PanelProduct:
+    """The same in bfloat16, of any leading shape, by a kernel; a residual is added before the sum is rounded."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """weight [O, I], I even; it is copied, and may be let go."""
+        self.packed, self.outputs = kernels.pack(weight), len(weight)
+        self.bias = None if bias is None else bias.detach().contiguous()
+
+    def __call__(self, hidden: Tensor, activation: str = "none", residual: Tensor | None = None) -> Tensor:
+        """[..., I] -> [..., O]; a residual [..., O] goes with activation none."""
+        assert residual is None or activation == "none"
+        return kernels.multiply(hidden, self.packed, self.outputs, self.bias, residual, activation == "relu")
+
+
 class PackedProduct:
-    """The same in bfloat16, of any leading shape, by a packed weight; a residual is added before the sum is rounded."""
+    """The same in the library's own order, where no kernel is faster."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """weight [O, I]; it is copied, and may be let go."""
@@ -57,7 +73,7 @@ class PackedLinear(nn.Module):
         """weight [O, I]; it is copied, and may be let go."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.product = PackedProduct(weight, bias)
+        self.product = product(weight, bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., I] -> [..., O]."""
@@ -81,7 +97,16 @@ def give_memory_back() -> None:
         trim(0)
 
 
-def joined(layers: Sequence[nn.Linear]) -> PackedProduct | PlainProduct:
+def product(weight: Tensor, bias: Tensor | None) -> PanelProduct | PackedProduct | PlainProduct:
+    """x [..., I] -> x W^T + b [..., O] for weight [O, I], as fast as this machine does it."""
+    if not can_pack(weight.dtype, weight.device):
+        return PlainProduct(weight, bias)
+    if weight.shape[1] % 2 == 0 and kernels.multiplies(weight.dtype, weight.device):
+        return PanelProduct(weight, bias)
+    return PackedProduct(weight, bias)
+
+
+def joined(layers: Sequence[nn.Linear]) -> PanelProduct | PackedProduct | PlainProduct:
     """Layers over one input as one, whose outputs lie side by side; packed where that can be."""
     weight = torch.cat([layer.weight.detach() for layer in layers])
     bias = None
@@ -89,7 +114,7 @@ def joined(layers: Sequence[nn.Linear]) -> PackedProduct | PlainProduct:
         zeros = [torch.zeros(layer.out_features, dtype=weight.dtype) for layer in layers]
         parts = [zero if layer.bias is None else layer.bias for layer, zero in zip(layers, zeros, strict=True)]
         bias = torch.cat([part.detach() for part in parts])
-    return PackedProduct(weight, bias) if can_pack(weight.dtype, weight.device) else PlainProduct(weight, bias)
+    return product(weight, bias)
 
 
 def pack_linears(module: nn.Module) -> None:
