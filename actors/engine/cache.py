@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from actors.engine.cpu import kernels
+from actors.engine.cpu.native_layer import Place
 from actors.engine.schedule import Schedule
 
 
@@ -149,20 +150,28 @@ class SkipCache:
                 self._used[layer_idx] = max(self._used[layer_idx], end)
                 self._width = max(self._width, keys.shape[2])
             return keys, values
-        assert buffers is not None, f"layer {layer_idx} is run past its last use"
-        slot = self._index[1][-rows:]
-        width = min(self._width, self.slots[layer_idx])
-        first, _ = self._seen[self.windows[layer_idx]]
-        live = len(self._index[0])
-        held = [buffer[live - rows : live] for buffer in buffers]
+        place = self.place(layer_idx, rows)
+        assert place is not None
+        held = place.keys, place.values
         if self._native:
-            kernels.append(keys[:, :, 0], values[:, :, 0], held[0], held[1], slot)
+            kernels.append(keys[:, :, 0], values[:, :, 0], *held, place.slots)
         else:
             row = self._index[0][:rows]
             for buffer, new in zip(held, (keys, values), strict=True):
-                buffer[row, :, slot] = new[:, :, 0]
-        keys, values = (buffer[:, :, first:width] for buffer in held)
+                buffer[row, :, place.slots] = new[:, :, 0]
+        keys, values = (buffer[:, :, place.first : place.width] for buffer in held)
         return keys, values
+
+    def place(self, layer: int, rows: int) -> Place | None:
+        """Of the announced step's tokens of the `rows` youngest rows; None: a prefill is announced."""
+        if self._index is None:
+            return None
+        buffers = self.buffers[layer]
+        assert buffers is not None, f"layer {layer} is run past its last use"
+        row, slots = self._index
+        keys, values = (buffer[len(row) - rows : len(row)] for buffer in buffers)
+        first, _ = self._seen[self.windows[layer]]
+        return Place(keys, values, slots[-rows:], first, min(self._width, self.slots[layer]))
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy rows `sources` to `targets`, all at once, as far as any row was attended to."""

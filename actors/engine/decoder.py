@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from actors.engine.cpu import attention, kernels, packing
+from actors.engine.cpu import attention, kernels, library, packing
 from actors.engine.cpu.layers import faster
 from actors.engine.families import Rotary, context_length, family_of
 
@@ -78,7 +78,7 @@ class Decoder:
         if self.device.type != "cpu":
             return
         can_attend = self.model.config._attn_implementation == "sdpa" and self.head_dim <= kernels.LARGEST_HEAD
-        if can_attend and kernels.available(self.dtype, self.device):
+        if can_attend and library.available(self.dtype, self.device):
             self.native = True
             self.model.config._attn_implementation = attention.NAME
             blocks = self.family.layers(self.model)

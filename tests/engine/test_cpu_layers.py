@@ -16,7 +16,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.pytorch_utils import Conv1D
 
-from actors.engine.cpu import kernels
+from actors.engine.cpu import kernels, library
 from actors.engine.cpu.attention import attend
 from actors.engine.cpu.layers import LlamaLayer, OptLayer
 from actors.engine.cpu.packing import (
@@ -35,7 +35,7 @@ from actors.engine.scheduler import generate
 from actors.engine.types import Request, SamplingParams
 
 BF16 = torch.bfloat16
-builds = pytest.mark.skipif(kernels.library() is None, reason="no C++ compiler")
+builds = pytest.mark.skipif(library.library() is None, reason="no C++ compiler")
 packs = pytest.mark.skipif(not can_pack(BF16, torch.device("cpu")), reason="no bfloat16 products on this CPU")
 
 
@@ -64,7 +64,7 @@ def test_a_packed_layer_is_the_layer(
     torch.testing.assert_close(packed(hidden).float(), want, rtol=2**-7, atol=2**-7)
 
 
-multiplying = pytest.mark.skipif(not kernels.multiplies(BF16, torch.device("cpu")), reason="no kernel for products")
+multiplying = pytest.mark.skipif(not library.multiplies(BF16, torch.device("cpu")), reason="no kernel for products")
 
 
 @packs
@@ -249,7 +249,7 @@ def test_without_a_compiler_the_librarys_layers_are_run(
     """One line says so."""
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path))
-    kernels.library.cache_clear()
+    library.library.cache_clear()
     try:
         decoder = Decoder(tiny_model("llama"))
         decoder.prepare_for_cpu()
@@ -257,16 +257,16 @@ def test_without_a_compiler_the_librarys_layers_are_run(
         (said,) = [record.getMessage() for record in caplog.records]
         assert compiler.split()[0] in said and "\n" not in said
     finally:
-        kernels.library.cache_clear()
+        library.library.cache_clear()
 
 
 @builds
 def test_the_library_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path))
     compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
-    first = kernels._built(compiler)
+    first = library._built(compiler)
     before = first.stat().st_mtime_ns
-    assert kernels._built(compiler) == first and first.stat().st_mtime_ns == before
+    assert library._built(compiler) == first and first.stat().st_mtime_ns == before
     assert [one.name for one in first.parent.iterdir()] == [first.name]
 
 
@@ -304,3 +304,45 @@ def test_a_layer_is_the_librarys_in_every_configuration(family: str, changes: di
     assert [one.token_ids for one in answers[0]] == [one.token_ids for one in answers[1]]
     for got, want in zip(*answers, strict=True):
         assert got.cumulative_logprob == pytest.approx(want.cumulative_logprob, abs=1e-3)
+
+
+@multiplying
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"num_key_value_heads": 1}),
+        ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 20}),
+        ("mistral", {"sliding_window": 5}),
+        ("qwen2", {}),
+        ("opt", {}),
+        ("opt-post-norm", {"enable_bias": False}),
+    ],
+)
+@pytest.mark.parametrize("threads", [1, 2])
+@torch.inference_mode()
+def test_a_step_in_one_call_is_its_parts(family: str, changes: dict[str, Any], threads: int) -> None:
+    """To the bit: rows of unequal lengths and ages, layers that leave, logits of every step."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        decoder = Decoder(tiny_model(family, **changes).to(BF16))
+        decoder.prepare_for_cpu()
+        assert all(block.native is not None for block in decoder.blocks)
+        rows = [Request([5 + row, *range(7, 8 + 3 * row)], SamplingParams(max_new_tokens=12)) for row in range(6)]
+        schedule = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
+        drawn: list[list[torch.Tensor]] = [[], []]
+        logits_of = decoder.logits
+
+        def run(kept: list[torch.Tensor]) -> None:
+            decoder.logits = lambda hidden: kept.append(logits_of(hidden)) or kept[-1]  # type: ignore[method-assign]
+            generate(Engine(decoder, schedule, ()), rows, budget_bytes=2**40, max_rows=4, scheduler="refill")
+
+        run(drawn[0])
+        for block in decoder.blocks:
+            block.native = None  # type: ignore[assignment]
+        run(drawn[1])
+    finally:
+        torch.set_num_threads(before)
+    assert len(drawn[0]) > 12
+    for got, want in zip(*drawn, strict=True):
+        assert torch.equal(got, want)

@@ -1,127 +1,17 @@
-"""Builds `kernels.cpp` and `products.cpp` with the machine's C++ compiler, once, and calls it on torch tensors.
+"""The kernels of `kernels.cpp`, called on torch tensors; without the build's library there are none.
 
-The library lies in the cache folder ($SKIPDECODE_CACHE, else ~/.cache/skipdecode) under a name that says its source,
-compiler and processor. It runs on torch's threads: g++ links the OpenMP library that torch has loaded. Without a
-compiler there is no library, and callers fall back on torch's own operations, whose rounding differs in bfloat16.
 Shapes: B rows, Q query heads, H key/value heads, K slots, D head size, E hidden size, I intermediate size.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import hashlib
-import logging
-import os
-import platform
-import shlex
-import subprocess
-import tempfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
-
 import torch
 from torch import Tensor
 
-log = logging.getLogger(__name__)
+from actors.engine.cpu.library import kernel
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "products.cpp"))
-FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),
-    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"),
-)
-BUILD_SECONDS = 300
 LARGEST_HEAD = 256  # numbers
-_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
-# pointers, 64-bit integers and floats that a kernel takes, in this order, and what it returns
-_SIGNATURES: dict[str, tuple[int, int, int, Any]] = {
-    "attend": (5, 13, 1, None),
-    "append": (5, 8, 0, ctypes.c_bool),
-    "rotate": (3, 5, 0, None),
-    "normalize": (4, 2, 1, None),
-    "gate": (2, 2, 0, None),
-    "multiply": (5, 4, 0, None),
-}
 PANEL = 48  # outputs of a product that lie together in its packed weight
-
-
-@functools.cache
-def library() -> ctypes.CDLL | None:
-    """The built library; None, and one warning, where it cannot be built or used."""
-    compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
-    try:
-        loaded = _declared(ctypes.CDLL(str(_built(compiler))))
-        if torch.get_num_threads() == loaded.threads():  # torch first: its first call settles the number
-            return loaded
-        problem = f"{' '.join(compiler)} links another OpenMP library than torch's"
-    except subprocess.CalledProcessError as error:
-        lines = [line for line in error.stderr.splitlines() if "error" in line] or [f"status {error.returncode}"]
-        problem = f"{' '.join(compiler)}: {lines[0]}"
-    # no compiler, no home or none that can be written, a library of something else
-    except (OSError, RuntimeError, AttributeError, subprocess.TimeoutExpired) as error:
-        problem = f"{' '.join(compiler)}: {' '.join(str(error).split())}"
-    log.warning("decode on this CPU takes about twice as long without a C++ compiler (g++, or $CXX): %s", problem)
-    return None
-
-
-def available(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether there are kernels for these numbers here; the first call may take seconds, to build them."""
-    return device.type == "cpu" and dtype in _NAMES and library() is not None
-
-
-def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `multiply` can, and is the fastest: with AVX512-BF16 and without AMX."""
-    loaded = library()
-    return device.type == "cpu" and dtype == torch.bfloat16 and loaded is not None and bool(loaded.can_multiply())
-
-
-def _built(compiler: Sequence[str]) -> Path:
-    """The library's file; made where it is not there."""
-    run = functools.partial(
-        subprocess.run, capture_output=True, text=True, errors="replace", check=True, timeout=BUILD_SECONDS
-    )
-    version: str = run([*compiler, "--version"]).stdout
-    identity = "\0".join(
-        (*(one.read_text() for one in SOURCES), version, *compiler, *FLAGS, platform.machine(), _processor())
-    )
-    folder = Path(os.environ.get("SKIPDECODE_CACHE") or Path.home() / ".cache" / "skipdecode") / "kernels"
-    path = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = Path(scratch) / path.name
-            run([*compiler, *FLAGS, *map(str, SOURCES), "-o", str(made)])
-            made.replace(path)  # whole or not at all: another process may be building it too
-    return path
-
-
-def _processor() -> str:
-    """Model and instructions, which -march=native follows."""
-    told = Path("/proc/cpuinfo")
-    if not told.exists():
-        return platform.processor()
-    telling = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU ")
-    return "\n".join(sorted({line for line in told.read_text().splitlines() if line.startswith(telling)}))
-
-
-def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
-    for name, (pointers, integers, floats, returned) in _SIGNATURES.items():
-        kinds = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * integers + [ctypes.c_float] * floats
-        for dtype in _NAMES.values() if name != "multiply" else ("bfloat16",):
-            function = getattr(loaded, f"{name}_{dtype}")
-            function.argtypes, function.restype = kinds, returned
-    loaded.threads.restype = ctypes.c_int64
-    loaded.can_multiply.restype = ctypes.c_bool
-    return loaded
-
-
-@functools.cache
-def _kernel(name: str, dtype: torch.dtype) -> Callable[..., Any]:
-    loaded = library()
-    assert loaded is not None, "available() comes first"
-    kernel: Callable[..., Any] = getattr(loaded, f"{name}_{_NAMES[dtype]}")
-    return kernel
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, scale: float) -> Tensor:
@@ -136,7 +26,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, sca
     assert size <= LARGEST_HEAD and keys.stride(3) == values.stride(3) == 1
     assert seen is None or (seen.dtype == torch.bool and seen.shape[1] == width and (width == 1 or seen.stride(1) == 1))
     output = torch.empty(rows, query.shape[1], size, dtype=query.dtype)
-    _kernel("attend", query.dtype)(
+    kernel("attend", query.dtype)(
         query.data_ptr(),
         keys.data_ptr(),
         values.data_ptr(),
@@ -158,7 +48,7 @@ def append(keys: Tensor, values: Tensor, key_buffer: Tensor, value_buffer: Tenso
     assert keys.dtype == values.dtype == key_buffer.dtype == value_buffer.dtype
     assert slots.dtype == torch.int64 and slots.shape == (rows,) and slots.is_contiguous()
     keys, values = (one if one.stride()[1:] == (size, 1) else one.contiguous() for one in (keys, values))
-    inside = _kernel("append", keys.dtype)(
+    inside = kernel("append", keys.dtype)(
         keys.data_ptr(),
         values.data_ptr(),
         key_buffer.data_ptr(),
@@ -175,7 +65,7 @@ def rotate(states: Tensor, cosines: Tensor, sines: Tensor) -> None:
     assert states.stride()[1:] == (size, 1) and states.dtype == cosines.dtype == sines.dtype
     assert cosines.shape == sines.shape == (rows, size) and cosines.stride() == sines.stride() == (size, 1)
     pointers = states.data_ptr(), cosines.data_ptr(), sines.data_ptr()
-    _kernel("rotate", states.dtype)(*pointers, rows, heads, size, states.stride(0), size)
+    kernel("rotate", states.dtype)(*pointers, rows, heads, size, states.stride(0), size)
 
 
 def normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
@@ -184,7 +74,7 @@ def normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None, epsilon: floa
     hidden = hidden.contiguous()
     assert hidden.dtype == weight.dtype and weight.is_contiguous() and (bias is None or bias.is_contiguous())
     output = torch.empty_like(hidden)
-    _kernel("normalize", hidden.dtype)(
+    kernel("normalize", hidden.dtype)(
         hidden.data_ptr(),
         weight.data_ptr(),
         None if bias is None else bias.data_ptr(),
@@ -199,7 +89,7 @@ def gate(both: Tensor) -> Tensor:
     size = both.shape[-1] // 2
     assert both.is_contiguous()
     output = torch.empty(*both.shape[:-1], size, dtype=both.dtype)
-    _kernel("gate", both.dtype)(both.data_ptr(), output.data_ptr(), output.numel() // size, size)
+    kernel("gate", both.dtype)(both.data_ptr(), output.data_ptr(), output.numel() // size, size)
     return output
 
 
@@ -227,7 +117,7 @@ def multiply(
     if residual is not None:
         residual = residual.contiguous()
         assert residual.dtype == hidden.dtype and residual.shape == output.shape
-    _kernel("multiply", hidden.dtype)(
+    kernel("multiply", hidden.dtype)(
         hidden.data_ptr(),
         packed.data_ptr(),
         None if bias is None else bias.data_ptr(),

@@ -1,8 +1,9 @@
 """Decoder layers of the families that are run most, with fewer and larger products and one pass for what lies between.
 
 Queries, keys and values are one product, and so are gate and up; norms, turns and gates are kernels; a residual is
-added by the product before it. The parts are plain objects: calling a module takes longer than some of them do. What a
-layer computes is the library's layer, which the engine's tests hold it against.
+added by the product before it. The parts are plain objects: calling a module takes longer than some of them do. A step
+is one native call where there is one. What a layer computes is the library's layer, which the engine's tests hold it
+against.
 Shapes: B rows, S new tokens, N = B S, E hidden size, Q query heads, H key/value heads, D head size.
 """
 
@@ -16,20 +17,11 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.opt.modeling_opt import OPTDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
+from actors.engine.cache import SkipCache
 from actors.engine.cpu import kernels
 from actors.engine.cpu.attention import attend
-from actors.engine.cpu.packing import joined
-
-
-class Norm:
-    """LayerNorm, or RMSNorm where there is no bias."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, epsilon: float) -> None:
-        self.weight, self.bias, self.epsilon = weight.detach(), None if bias is None else bias.detach(), epsilon
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """[N, E] -> [N, E]."""
-        return kernels.normalize(hidden, self.weight, self.bias, self.epsilon)
+from actors.engine.cpu.native_layer import NativeLayer, Norm
+from actors.engine.cpu.packing import PanelProduct, joined
 
 
 class _Attention:
@@ -61,6 +53,35 @@ class _Attention:
         return self.output(attended.reshape(len(hidden), -1), residual=residual)
 
 
+def _native(
+    attention: _Attention, norms: tuple[Norm, Norm], up: Any, down: Any, *, gated: bool, norm_first: bool
+) -> NativeLayer | None:
+    """A step of one token a row as one call; None where products are not by the kernel."""
+    qkv, output = attention.qkv, attention.output
+    products = [one for one in (qkv, output, up, down) if isinstance(one, PanelProduct)]
+    if len(products) < 4:
+        return None
+    return NativeLayer(
+        norms,
+        (products[0], products[1], products[2], products[3]),
+        heads=(attention.query_heads, attention.kv_heads),
+        head_dim=attention.head_dim,
+        scaling=attention.scaling,
+        gated=gated,
+        norm_first=norm_first,
+    )
+
+
+def _step(
+    native: NativeLayer | None, layer: int, hidden: Tensor, rotary: Any, mask: Tensor | None, cache: Any
+) -> Tensor | None:
+    """[B, S, E] -> [B, S, E]; None where there is no native call, or for what is no step."""
+    if native is None or hidden.shape[1] != 1 or not isinstance(cache, SkipCache):
+        return None
+    place = cache.place(layer, len(hidden))
+    return None if place is None else native(hidden, rotary, mask, place)
+
+
 class LlamaLayer(nn.Module):
     """Norm, attention, norm, gated feed-forward: Llama, Mistral, Qwen2."""
 
@@ -76,13 +97,19 @@ class LlamaLayer(nn.Module):
         self.up = joined([mlp.gate_proj, mlp.up_proj])
         self.down = joined([mlp.down_proj])
         before, between = layer.input_layernorm, layer.post_attention_layernorm
-        self.attention_norm = Norm(before.weight, None, before.variance_epsilon)
-        self.mlp_norm = Norm(between.weight, None, between.variance_epsilon)
+        self.attention_norm = Norm(before.weight.detach(), None, before.variance_epsilon)
+        self.mlp_norm = Norm(between.weight.detach(), None, between.variance_epsilon)
+        norms = self.attention_norm, self.mlp_norm
+        self.native = _native(self.attention, norms, self.up, self.down, gated=True, norm_first=True)
 
     def forward(
         self, hidden: Tensor, attention_mask: Tensor | None, position_embeddings: Any, past_key_values: Any, **more: Any
     ) -> Tensor:
         """[B, S, E] -> [B, S, E], called as the library's layer."""
+        number = self.attention.layer
+        step = _step(self.native, number, hidden, position_embeddings, attention_mask, past_key_values)
+        if step is not None:
+            return step
         flat: Tensor = hidden.reshape(-1, hidden.shape[-1])
         normed = self.attention_norm(flat)
         flat = self.attention(normed, flat, len(hidden), position_embeddings, attention_mask, past_key_values)
@@ -104,13 +131,20 @@ class OptLayer(nn.Module):
         self.then = nn.Identity() if relu else layer.activation_fn
         self.norm_first: bool = layer.do_layer_norm_before
         first, second = layer.self_attn_layer_norm, layer.final_layer_norm
-        self.attention_norm = Norm(first.weight, first.bias, first.eps)
-        self.mlp_norm = Norm(second.weight, second.bias, second.eps)
+        self.attention_norm = Norm(first.weight.detach(), first.bias.detach(), first.eps)
+        self.mlp_norm = Norm(second.weight.detach(), second.bias.detach(), second.eps)
+        norms = self.attention_norm, self.mlp_norm
+        self.native = None
+        if relu:
+            self.native = _native(self.attention, norms, self.up, self.down, gated=False, norm_first=self.norm_first)
 
     def forward(
         self, hidden: Tensor, attention_mask: Tensor | None, position_embeddings: Any, past_key_values: Any, **more: Any
     ) -> Tensor:
         """[B, S, E] -> [B, S, E], called as the library's layer."""
+        step = _step(self.native, self.attention.layer, hidden, None, attention_mask, past_key_values)
+        if step is not None:
+            return step
         flat: Tensor = hidden.reshape(-1, hidden.shape[-1])
         normed = self.attention_norm(flat) if self.norm_first else flat
         flat = self.attention(normed, flat, len(hidden), None, attention_mask, past_key_values)

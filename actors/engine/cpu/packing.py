@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from actors.engine.cpu import kernels
+from actors.engine.cpu import kernels, library
 
 ROWS = 32  # for which the library chooses the order; others run as well with it
 
@@ -39,7 +39,8 @@ class PanelProduct:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """weight [O, I], I even; it is copied, and may be let go."""
-        self.packed, self.outputs = kernels.pack(weight), len(weight)
+        self.packed = kernels.pack(weight)
+        self.outputs, self.inputs = weight.shape
         self.bias = None if bias is None else bias.detach().contiguous()
 
     def __call__(self, hidden: Tensor, activation: str = "none", residual: Tensor | None = None) -> Tensor:
@@ -101,7 +102,7 @@ def product(weight: Tensor, bias: Tensor | None) -> PanelProduct | PackedProduct
     """x [..., I] -> x W^T + b [..., O] for weight [O, I], as fast as this machine does it."""
     if not can_pack(weight.dtype, weight.device):
         return PlainProduct(weight, bias)
-    if weight.shape[1] % 2 == 0 and kernels.multiplies(weight.dtype, weight.device):
+    if weight.shape[1] % 2 == 0 and library.multiplies(weight.dtype, weight.device):
         return PanelProduct(weight, bias)
     return PackedProduct(weight, bias)
 

@@ -2,23 +2,26 @@
 // is fetched from memory once, ahead of its use, and held against all rows. Sums are float32; a row's result hangs on
 // that row alone, whatever else is in the batch and however many threads there are.
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-#include <omp.h>
+#pragma once
 
 // Where the processor multiplies tiles (AMX), the library's products are faster.
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && !defined(__AMX_BF16__)
-#define CAN_MULTIPLY true
+#define CAN_MULTIPLY 1
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
 #include <immintrin.h>
+#include <omp.h>
+
+#include "numbers.h"
 
 namespace {
 
-constexpr int64_t LANES = 16;           // sums in a vector
-constexpr int64_t VECTORS = 3;          // of a panel
+constexpr int64_t VECTORS = 3;          // of 16 sums each, of a panel
 constexpr int64_t PANEL = VECTORS * LANES;
 constexpr int64_t TILE = 8;             // rows held in registers: 8 x 3 sums, 3 weights and a number of x are 28 of 32
-constexpr int64_t DEPTH = 256;          // numbers summed before the next rows: 48 x 256 weights lie in the first cache
+constexpr int64_t DEPTH = 384;          // numbers summed before the next rows: 48 x 384 weights lie in the first cache
 constexpr int64_t MOST_ROWS = 64;       // that a panel is held against
 
 inline __m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
@@ -26,15 +29,19 @@ inline __m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_m
 // Adds `pairs` products of two to the sums [ROWS, PANEL]. weights: [pairs, PANEL, 2]; meanwhile `lines` lines from
 // `next` on are fetched.
 template <int ROWS>
-void add_products(const uint16_t* x, int64_t x_row, const uint16_t* weights, int64_t pairs, float* sums, bool first,
+void add_products(const BFloat16* x, int64_t x_row, const BFloat16* weights, int64_t pairs, float* sums, bool first,
                   const char* next, int64_t lines) {
     __m512 held[ROWS][VECTORS];
+#pragma GCC unroll 8
     for (int m = 0; m < ROWS; m++)
+#pragma GCC unroll 3
         for (int n = 0; n < VECTORS; n++)
             held[m][n] = first ? _mm512_setzero_ps() : _mm512_load_ps(sums + m * PANEL + n * LANES);
     const int64_t each = (lines + pairs - 1) / pairs;
     for (int64_t k = 0; k < pairs; k++) {
-        for (int64_t line = k * each; line < (k + 1) * each; line++) __builtin_prefetch(next + line * 64, 0, 3);
+        __builtin_prefetch(next + k * each * 64, 0, 3);
+        if (each > 1) __builtin_prefetch(next + (k * each + 1) * 64, 0, 3);
+        if (each > 2) __builtin_prefetch(next + (k * each + 2) * 64, 0, 3);
         __m512bh weight[VECTORS];
         for (int n = 0; n < VECTORS; n++)
             weight[n] = (__m512bh)_mm512_load_si512(weights + (k * VECTORS + n) * 2 * LANES);
@@ -46,7 +53,9 @@ void add_products(const uint16_t* x, int64_t x_row, const uint16_t* weights, int
             for (int n = 0; n < VECTORS; n++) held[m][n] = _mm512_dpbf16_ps(held[m][n], both, weight[n]);
         }
     }
+#pragma GCC unroll 8
     for (int m = 0; m < ROWS; m++)
+#pragma GCC unroll 3
         for (int n = 0; n < VECTORS; n++) _mm512_store_ps(sums + m * PANEL + n * LANES, held[m][n]);
 }
 
@@ -55,8 +64,10 @@ constexpr decltype(&add_products<1>) TILES[TILE + 1] = {
     add_products<5>, add_products<6>, add_products<7>, add_products<8>};
 
 struct Product {
-    const uint16_t *x, *weight, *bias, *residual;
-    uint16_t* out;
+    const BFloat16 *x;       // [rows, inputs]
+    const BFloat16* weight;  // [outputs / 48 rounded up, inputs / 2, 48, 2], on 64 bytes
+    const BFloat16 *bias, *residual;  // [outputs], [rows, outputs], or null
+    BFloat16* out;           // [rows, outputs]
     int64_t inputs, outputs;
     bool relu;
 };
@@ -65,10 +76,10 @@ struct Product {
 void multiply_panel(const Product& p, int64_t panel, int64_t first, int64_t last) {
     alignas(64) float sums[MOST_ROWS * PANEL];
     const int64_t rows = last - first, tiles = (rows + TILE - 1) / TILE;
-    const uint16_t* weights = p.weight + panel * PANEL * p.inputs;
+    const BFloat16* weights = p.weight + panel * PANEL * p.inputs;
     for (int64_t begin = 0; begin < p.inputs; begin += DEPTH) {
         const int64_t depth = std::min(DEPTH, p.inputs - begin), lines = DEPTH * PANEL * 2 / 64;
-        const uint16_t* here = weights + begin * PANEL;
+        const BFloat16* here = weights + begin * PANEL;
         for (int64_t t = 0; t < tiles; t++) {
             const int64_t from = t * rows / tiles, to = (t + 1) * rows / tiles;
             const int64_t fetched = t * lines / tiles, upto = (t + 1) * lines / tiles;
@@ -89,28 +100,21 @@ void multiply_panel(const Product& p, int64_t panel, int64_t first, int64_t last
     }
 }
 
-}  // namespace
-
-// x [rows, inputs] -> out [rows, outputs]; weight [outputs / 48 rounded up, inputs / 2, 48, 2], on 64 bytes.
-extern "C" void multiply_bfloat16(const uint16_t* x, const uint16_t* weight, const uint16_t* bias,
-                                  const uint16_t* residual, uint16_t* out, int64_t rows, int64_t inputs,
-                                  int64_t outputs, int64_t relu) {
-    const Product product{x, weight, bias, residual, out, inputs, outputs, relu != 0};
-    const int64_t panels = (outputs + PANEL - 1) / PANEL, threads = omp_get_max_threads();
+// All rows, by the threads of the parallel region it is called in.
+void multiply(const Product& p, int64_t rows) {
+    const int64_t panels = (p.outputs + PANEL - 1) / PANEL, threads = omp_get_num_threads();
     // fewer rows at once where there are more threads than panels
     const int64_t block = std::min(MOST_ROWS, std::max(TILE, rows * panels / threads / TILE * TILE));
     const int64_t blocks = (rows + block - 1) / block;
-#pragma omp parallel for schedule(static) if (rows * inputs * outputs > 65536)
+#pragma omp for schedule(static)
     for (int64_t task = 0; task < blocks * panels; task++) {
         const int64_t first = task / panels * block;
-        multiply_panel(product, task % panels, first, std::min(first + block, rows));
+        multiply_panel(p, task % panels, first, std::min(first + block, rows));
     }
 }
 
-#else
-#define CAN_MULTIPLY false
-extern "C" void multiply_bfloat16(const uint16_t*, const uint16_t*, const uint16_t*, const uint16_t*, uint16_t*,
-                                  int64_t, int64_t, int64_t, int64_t) {}
-#endif
+}  // namespace
 
-extern "C" bool can_multiply() { return CAN_MULTIPLY; }
+#else
+#define CAN_MULTIPLY 0
+#endif

@@ -1,0 +1,139 @@
+// Attention of one token a row over the live slots of a strided cache.
+
+#pragma once
+
+#include <vector>
+
+#include "numbers.h"
+
+namespace {
+
+// What one key/value head of one row reads: slots first ... last - 1.
+template <class T>
+struct Head {
+    const T *query, *keys, *values;
+    T* out;
+    int64_t first, last;
+};
+
+// Queries [group, size] of a head over its slots, 16 at a time. PAIRS: of 32 numbers, that `size` takes; TAIL: the
+// last one in part.
+template <class T, int PAIRS, bool TAIL>
+void attend_head(const Head<T>& head, const T* next_keys, int64_t next_count, int64_t group, int64_t size,
+                 int64_t key_slot, int64_t value_slot, float scale, float* room) {
+    const int64_t count = head.last - head.first, blocks = (count + LANES - 1) / LANES, tail = size % PAIR;
+    const int whole = TAIL ? PAIRS - 1 : PAIRS;
+    Pair* queries = (Pair*)room;                        // [group, PAIRS]
+    Pair* sums = queries + group * PAIRS;               // [group, PAIRS]
+    float* scores = (float*)(sums + group * PAIRS);     // [group, blocks * 16]
+    auto read = [&](const T* x, int p) { return p < whole ? load_pair(x + p * PAIR) : load_some(x + p * PAIR, tail); };
+    for (int64_t g = 0; g < group; g++)
+        for (int p = 0; p < PAIRS; p++) {
+            queries[g * PAIRS + p] = read(head.query + g * size, p);
+            sums[g * PAIRS + p] = Pair();
+        }
+    for (int64_t block = 0; block < blocks; block++) {
+        const int64_t begin = head.first + block * LANES, held = std::min(LANES, head.last - begin);
+        prefetch(head.values + begin * value_slot, held * size * sizeof(T));
+        for (int64_t g = 0; g < group; g++) {
+            Floats dots[LANES];
+#pragma GCC unroll 16
+            for (int64_t k = 0; k < LANES; k++) {
+                const T* key = head.keys + (begin + std::min(k, held - 1)) * key_slot;
+                Floats dot = {};
+                for (int p = 0; p < PAIRS; p++) {
+                    const Pair one = read(key, p), q = queries[g * PAIRS + p];
+                    dot += one.a * q.a + one.b * q.b;
+                }
+                dots[k] = dot;
+            }
+            // a tree whose last vector holds the 16 dots in their order
+            for (int i = 0; i < 8; i++) dots[i] = sums_of_neighbours(dots[2 * i], dots[2 * i + 1]);
+            for (int i = 0; i < 4; i++) dots[i] = sums_of_neighbours(dots[2 * i], dots[2 * i + 1]);
+            for (int i = 0; i < 2; i++) dots[i] = sums_of_neighbours(dots[2 * i], dots[2 * i + 1]);
+            dots[0] = sums_of_neighbours(dots[0], dots[1]);
+            std::memcpy(scores + (g * blocks + block) * LANES, dots, sizeof dots[0]);
+        }
+    }
+    for (int64_t g = 0; g < group; g++) {
+        float* s = scores + g * blocks * LANES;
+        float most = -INFINITY, total = 0;
+#pragma omp simd reduction(max : most)
+        for (int64_t k = 0; k < count; k++) most = std::max(most, s[k]);
+#pragma omp simd reduction(+ : total)
+        for (int64_t k = 0; k < count; k++) {
+            s[k] = exponential((s[k] - most) * scale);
+            total += s[k];
+        }
+        const float inverse = 1 / total;
+        for (int64_t k = 0; k < count; k++) s[k] *= inverse;
+    }
+    for (int64_t block = 0; block < blocks; block++) {
+        const int64_t begin = head.first + block * LANES, held = std::min(LANES, head.last - begin);
+        if (block * LANES < next_count)
+            prefetch(next_keys + block * LANES * key_slot, std::min(LANES, next_count - block * LANES) * size * sizeof(T));
+        for (int64_t g = 0; g < group; g++) {
+            const float* weights = scores + (g * blocks + block) * LANES;
+            Pair sum[PAIRS];
+            std::memcpy(sum, sums + g * PAIRS, sizeof sum);
+            for (int64_t k = 0; k < held; k++) {
+                const T* value = head.values + (begin + k) * value_slot;
+                for (int p = 0; p < PAIRS; p++) {
+                    const Pair one = read(value, p);
+                    sum[p].a += weights[k] * one.a;
+                    sum[p].b += weights[k] * one.b;
+                }
+            }
+            std::memcpy(sums + g * PAIRS, sum, sizeof sum);
+        }
+    }
+    for (int64_t g = 0; g < group; g++)
+        for (int p = 0; p < PAIRS; p++) {
+            T whole_pair[PAIR];
+            store_pair(whole_pair, sums[g * PAIRS + p]);
+            std::memcpy(head.out + g * size + p * PAIR, whole_pair, (p < whole ? PAIR : tail) * sizeof(T));
+        }
+}
+
+template <class T>
+struct Attention {
+    const T *query, *keys, *values;  // [rows, heads, group, size], [rows, heads, width, size] each
+    const uint8_t* seen;             // [rows, width], the slots a row attends to, without gaps; null: all
+    T* out;                          // [rows, heads, group, size], without strides
+    int64_t rows, heads, group, width, size;
+    int64_t query_row, key_row, key_head, key_slot, value_row, value_head, value_slot, seen_row;
+    float scale;
+};
+
+// All rows, by the threads of the parallel region it is called in; `before(row, head)` is called before a head is read.
+template <class T, class Before>
+void attend(const Attention<T>& a, Before before) {
+    static constexpr decltype(&attend_head<T, 1, false>) forms[][2] = {
+        {attend_head<T, 1, false>, attend_head<T, 1, true>}, {attend_head<T, 2, false>, attend_head<T, 2, true>},
+        {attend_head<T, 3, false>, attend_head<T, 3, true>}, {attend_head<T, 4, false>, attend_head<T, 4, true>},
+        {attend_head<T, 5, false>, attend_head<T, 5, true>}, {attend_head<T, 6, false>, attend_head<T, 6, true>},
+        {attend_head<T, 7, false>, attend_head<T, 7, true>}, {attend_head<T, 8, false>, attend_head<T, 8, true>}};
+    const int64_t pairs = (a.size + PAIR - 1) / PAIR, tasks = a.rows * a.heads;
+    const auto run = forms[pairs - 1][a.size % PAIR != 0];
+    auto head_of = [&](int64_t task) {
+        const int64_t row = task / a.heads, head = task % a.heads;
+        int64_t first = 0, last = a.width;
+        if (a.seen) {
+            const uint8_t* mine = a.seen + row * a.seen_row;
+            while (first < last - 1 && !mine[first]) first++;
+            while (last > first + 1 && !mine[last - 1]) last--;
+        }
+        return Head<T>{a.query + row * a.query_row + head * a.group * a.size, a.keys + row * a.key_row + head * a.key_head,
+                       a.values + row * a.value_row + head * a.value_head, a.out + task * a.group * a.size, first, last};
+    };
+    std::vector<Floats> room(a.group * (4 * pairs + (a.width + LANES - 1) / LANES));
+#pragma omp for schedule(static)
+    for (int64_t task = 0; task < tasks; task++) {
+        const Head<T> head = head_of(task), next = task + 1 < tasks ? head_of(task + 1) : head;
+        before(task / a.heads, task % a.heads);
+        run(head, next.keys + next.first * a.key_slot, next.last - next.first, a.group, a.size, a.key_slot, a.value_slot,
+            a.scale, (float*)room.data());
+    }
+}
+
+}  // namespace

@@ -1,0 +1,125 @@
+"""Builds `kernels.cpp` with the machine's C++ compiler, once, and loads it.
+
+The library lies in the cache folder ($SKIPDECODE_CACHE, else ~/.cache/skipdecode) under a name that says its source,
+compiler and processor. It runs on torch's threads: g++ links the OpenMP library that torch has loaded. Without a
+compiler there is no library, and callers fall back on torch's own operations, whose rounding differs in bfloat16.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"),
+)
+BUILD_SECONDS = 300
+_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+# pointers, 64-bit integers and floats that a kernel takes, in this order, and what it returns
+_SIGNATURES: dict[str, tuple[int, int, int, Any]] = {
+    "attend": (5, 13, 1, None),
+    "append": (5, 8, 0, ctypes.c_bool),
+    "rotate": (3, 5, 0, None),
+    "normalize": (4, 2, 1, None),
+    "gate": (2, 2, 0, None),
+}
+_MULTIPLYING: dict[str, tuple[int, int, int, Any]] = {  # bfloat16 alone, on some processors
+    "multiply": (5, 4, 0, None),
+    "layer": (2, 0, 0, ctypes.c_bool),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The built library; None, and one warning, where it cannot be built or used."""
+    compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    try:
+        loaded = _declared(ctypes.CDLL(str(_built(compiler))))
+        if torch.get_num_threads() == loaded.threads():  # torch first: its first call settles the number
+            return loaded
+        problem = f"{' '.join(compiler)} links another OpenMP library than torch's"
+    except subprocess.CalledProcessError as error:
+        lines = [line for line in error.stderr.splitlines() if "error" in line] or [f"status {error.returncode}"]
+        problem = f"{' '.join(compiler)}: {lines[0]}"
+    # no compiler, no home or none that can be written, a library of something else
+    except (OSError, RuntimeError, AttributeError, subprocess.TimeoutExpired) as error:
+        problem = f"{' '.join(compiler)}: {' '.join(str(error).split())}"
+    log.warning("decode on this CPU takes about twice as long without a C++ compiler (g++, or $CXX): %s", problem)
+    return None
+
+
+def available(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether there are kernels for these numbers here; the first call may take seconds, to build them."""
+    return device.type == "cpu" and dtype in _NAMES and library() is not None
+
+
+def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `multiply` can, and is the fastest: with AVX512-BF16 and without AMX."""
+    loaded = library()
+    return device.type == "cpu" and dtype == torch.bfloat16 and loaded is not None and bool(loaded.can_multiply())
+
+
+def _built(compiler: Sequence[str]) -> Path:
+    """The library's file; made where it is not there."""
+    run = functools.partial(
+        subprocess.run, capture_output=True, text=True, errors="replace", check=True, timeout=BUILD_SECONDS
+    )
+    version: str = run([*compiler, "--version"]).stdout
+    source = [one.read_text() for one in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
+    identity = "\0".join((*source, version, *compiler, *FLAGS, platform.machine(), _processor()))
+    folder = Path(os.environ.get("SKIPDECODE_CACHE") or Path.home() / ".cache" / "skipdecode") / "kernels"
+    path = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = Path(scratch) / path.name
+            run([*compiler, *FLAGS, str(SOURCE), "-o", str(made)])
+            made.replace(path)  # whole or not at all: another process may be building it too
+    return path
+
+
+def _processor() -> str:
+    """Model and instructions, which -march=native follows."""
+    told = Path("/proc/cpuinfo")
+    if not told.exists():
+        return platform.processor()
+    telling = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU ")
+    return "\n".join(sorted({line for line in told.read_text().splitlines() if line.startswith(telling)}))
+
+
+def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
+    loaded.threads.restype = ctypes.c_int64
+    loaded.can_multiply.restype = ctypes.c_bool
+    signatures = [(f"{name}_{dtype}", what) for name, what in _SIGNATURES.items() for dtype in _NAMES.values()]
+    if loaded.can_multiply():
+        signatures += [(f"{name}_bfloat16", what) for name, what in _MULTIPLYING.items()]
+    for name, (pointers, integers, floats, returned) in signatures:
+        kinds = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * integers + [ctypes.c_float] * floats
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = kinds, returned
+    return loaded
+
+
+@functools.cache
+def kernel(name: str, dtype: torch.dtype) -> Callable[..., Any]:
+    """The native function; `available` or `multiplies` comes first."""
+    loaded = library()
+    assert loaded is not None
+    function: Callable[..., Any] = getattr(loaded, f"{name}_{_NAMES[dtype]}")
+    return function

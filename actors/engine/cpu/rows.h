@@ -1,0 +1,89 @@
+// What lies between products, rows shared among the threads of the parallel region that calls: norms, rotary turns, gates, and the writing of keys and values to the cache.
+
+#pragma once
+
+#include "numbers.h"
+
+namespace {
+
+// Whether every slot lies in buffers that are `held` slots long.
+inline bool inside(const int64_t* slots, int64_t rows, int64_t held) {
+    return std::all_of(slots, slots + rows, [=](int64_t slot) { return slot >= 0 && slot < held; });
+}
+
+template <class T>
+void append(const T* keys, const T* values, T* key_buffer, T* value_buffer, const int64_t* slots, int64_t rows,
+            int64_t heads, int64_t size, int64_t key_row, int64_t value_row, int64_t buffer_row, int64_t buffer_head) {
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t head = 0; head < heads; head++) {
+            const int64_t to = row * buffer_row + head * buffer_head + slots[row] * size;
+            std::memcpy(key_buffer + to, keys + row * key_row + head * size, size * sizeof(T));
+            std::memcpy(value_buffer + to, values + row * value_row + head * size, size * sizeof(T));
+        }
+}
+
+// Turns a head [size] in place by cosines and sines [size], as transformers' apply_rotary_pos_emb does.
+template <class T>
+inline void rotate_head(T* x, const T* c, const T* s, int64_t size) {
+    const int64_t half = size / 2;
+#pragma omp simd
+    for (int64_t i = 0; i < half; i++) {
+        const float low = load(x[i]), high = load(x[i + half]);
+        store(x + i, low * load(c[i]) - high * load(s[i]));
+        store(x + i + half, high * load(c[i + half]) + low * load(s[i + half]));
+    }
+}
+
+// The first `heads` heads of each row.
+template <class T>
+void rotate(T* states, const T* cosines, const T* sines, int64_t rows, int64_t heads, int64_t size, int64_t row_stride,
+            int64_t turn_stride) {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t head = 0; head < heads; head++)
+            rotate_head(states + row * row_stride + head * size, cosines + row * turn_stride, sines + row * turn_stride, size);
+}
+
+// LayerNorm with a bias, RMSNorm without.
+template <class T>
+void normalize(const T* x, const T* weight, const T* bias, T* out, int64_t rows, int64_t size, float epsilon) {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        const T* from = x + row * size;
+        T* to = out + row * size;
+        float mean = 0, square = 0;
+        if (bias) {
+#pragma omp simd reduction(+ : mean)
+            for (int64_t i = 0; i < size; i++) mean += load(from[i]);
+            mean /= float(size);
+        }
+#pragma omp simd reduction(+ : square)
+        for (int64_t i = 0; i < size; i++) {
+            const float off = load(from[i]) - mean;
+            square += off * off;
+        }
+        const float scale = 1 / std::sqrt(square / float(size) + epsilon);
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) {
+            const float value = (load(from[i]) - mean) * scale * load(weight[i]);
+            store(to + i, bias ? value + load(bias[i]) : value);
+        }
+    }
+}
+
+// silu(gate) * up; x holds [gate, up] of each row.
+template <class T>
+void gate(const T* x, T* out, int64_t rows, int64_t size) {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        const T *gates = x + row * 2 * size, *ups = gates + size;
+        T* to = out + row * size;
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) {
+            const float g = load(gates[i]);
+            store(to + i, g / (1 + exponential(-g)) * load(ups[i]));
+        }
+    }
+}
+
+}  // namespace
