@@ -6,6 +6,7 @@ import os
 import shlex
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -181,6 +182,46 @@ def test_attention_of_one_token_is_the_librarys(
     want = nn.functional.scaled_dot_product_attention(query.float(), *repeated, attn_mask=mask, scale=scaling)
     error = 1e-5 if dtype == torch.float32 else 2**-6
     torch.testing.assert_close(got.float(), want.transpose(1, 2), rtol=error, atol=error)
+
+
+@multiplying
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 3),
+    heads=st.integers(2, 3),
+    group=st.integers(1, 3),
+    tokens=st.integers(2, 110),
+    size=st.sampled_from([2, 8, 32, 50, 64, 80, 128]),
+    scaling=st.sampled_from([None, 0.1]),
+    joined=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@torch.inference_mode()
+def test_attention_of_prompts_is_the_librarys(
+    rows: int, heads: int, group: int, tokens: int, size: int, scaling: float | None, joined: bool, seed: int
+) -> None:
+    """As near as bfloat16 weights allow to what float32 makes of the same numbers, wherever they lie; and no token sees
+    what comes after it."""
+    torch.manual_seed(seed)
+    if joined:
+        states = torch.randn(rows, tokens, heads * (group + 2), size).to(BF16).transpose(1, 2)
+        query, key, value = states.split([heads * group, heads, heads], dim=1)
+    else:
+        query = torch.randn(rows, heads * group, tokens, size).to(BF16)
+        key, value = torch.randn(2, rows, heads, tokens, size).to(BF16)
+    repeated = [one.float().repeat_interleave(group, dim=1) for one in (key, value)]
+    want = nn.functional.scaled_dot_product_attention(query.float(), *repeated, is_causal=True, scale=scaling)
+    module = nn.Module()
+    module.num_key_value_groups, module.is_causal = group, True  # type: ignore[assignment]
+    library_s = mock.patch("actors.engine.cpu.attention.sdpa_attention_forward", side_effect=AssertionError)
+    with library_s, mock.patch("torch.get_num_threads", return_value=2):
+        got, _ = attend(module, query, key, value, None, scaling=scaling)
+        torch.testing.assert_close(got.float(), want.transpose(1, 2), rtol=2**-6, atol=2**-6)
+        seen = 1 + seed % tokens
+        key[:, :, seen:] += 1
+        value[:, :, seen:] += 1
+        again, _ = attend(module, query, key, value, None, scaling=scaling)
+    assert torch.equal(again[:, :seen], got[:, :seen])
 
 
 @builds

@@ -1,4 +1,5 @@
-"""Attention as the library's layers call it, of one new token a row by a kernel; anything else is the library's own.
+"""Attention as the library's layers call it, of one new token a row and of whole prompts by kernels; anything else is
+the library's own.
 
 Over a cache `scaled_dot_product_attention` takes ten times as long on CPUs, at query length 1 in bfloat16, as reading
 keys and values does, and reads what lies behind a row's own tokens too.
@@ -15,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from actors.engine.cpu import kernels
+from actors.engine.cpu import kernels, library
 
 NAME = "skipdecode_cpu"
 
@@ -34,15 +35,29 @@ def attend(
 
     At S = 1 it is for inference alone, the mask is bool, and the slots that a row's mask lets through lie without gaps.
     """
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
     if query.shape[2] != 1:
+        if attention_mask is None and not dropout and _by_kernel(module, query, key):
+            return kernels.attend_prompts(query, key, value, scale), None
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **settings
         )
         return output, None
     assert not torch.is_grad_enabled() and not dropout
     seen = None if attention_mask is None else attention_mask[:, 0, 0]
-    scale = query.shape[3] ** -0.5 if scaling is None else scaling
     return kernels.attend(query[:, :, 0], key, value, seen, scale)[:, None], None
+
+
+def _by_kernel(module: Any, query: Tensor, key: Tensor) -> bool:
+    """Whether the kernel takes these prompts: causal, nothing before them, and heads enough for all threads."""
+    return (
+        not torch.is_grad_enabled()
+        and getattr(module, "is_causal", True)
+        and query.shape[2] == key.shape[2]
+        and query.shape[3] % 2 == 0
+        and key.shape[0] * key.shape[1] >= torch.get_num_threads()
+        and library.multiplies(query.dtype, query.device)
+    )
 
 
 AttentionInterface.register(NAME, attend)

@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "layer.h"
 #include "products.h"
+#include "prompt_attention.h"
 #include "rows.h"
 
 #define KERNELS(T, NAME) \
@@ -50,6 +51,16 @@ extern "C" void multiply_bfloat16(const BFloat16* x, const BFloat16* weight, con
                                   int64_t outputs, int64_t relu) {
 #pragma omp parallel if (rows * inputs * outputs > 65536)
     multiply({x, weight, bias, residual, out, inputs, outputs, relu != 0}, rows);
+}
+
+extern "C" void attend_prompts_bfloat16(const BFloat16* q, const BFloat16* k, const BFloat16* v, BFloat16* out,
+                                        int64_t rows, int64_t heads, int64_t group, int64_t tokens, int64_t size,
+                                        int64_t q_row, int64_t q_token, int64_t k_row, int64_t k_token, int64_t v_row,
+                                        int64_t v_token, float scale) {
+    const PromptAttention attention{q,     k,       v,     out,     rows,  heads,   group, tokens, size,
+                                    q_row, q_token, k_row, k_token, v_row, v_token, scale};
+#pragma omp parallel if (rows * heads * group * tokens * tokens * size > 65536)
+    attend_prompts(attention);
 }
 
 // Whether the slots lie in the buffers; if not, nothing is done.

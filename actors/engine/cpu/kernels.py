@@ -41,6 +41,33 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, sca
     return output
 
 
+def attend_prompts(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Causal, bfloat16: query [B, Q, S, D] over keys and values [B, H, S, D], D even -> [B, S, Q, D]."""
+    rows, heads, tokens, size = keys.shape
+    group = query.shape[1] // heads
+    query, keys, values = (_by_token(one) for one in (query, keys, values))
+    assert query.dtype == keys.dtype == values.dtype == torch.bfloat16 and keys.shape == values.shape
+    assert query.shape == (rows, heads * group, tokens, size) and size % 2 == 0
+    output = torch.empty(rows, tokens, query.shape[1], size, dtype=query.dtype)
+    kernel("attend_prompts", query.dtype)(
+        query.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        output.data_ptr(),
+        *(rows, heads, group, tokens, size),
+        *(stride for one in (query, keys, values) for stride in (one.stride(0), one.stride(2))),
+        scale,
+    )
+    return output
+
+
+def _by_token(states: Tensor) -> Tensor:
+    """[B, H, S, D] whose heads lie side by side in every token."""
+    if states.stride(3) == 1 and states.stride(1) == states.shape[3]:
+        return states
+    return states.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def append(keys: Tensor, values: Tensor, key_buffer: Tensor, value_buffer: Tensor, slots: Tensor) -> None:
     """Write one token a row, keys and values [B, H, D], to slots [B] int64 of buffers [B, H, K, D] of one layout."""
     rows, heads, size = keys.shape

@@ -41,6 +41,7 @@ _SIGNATURES: dict[str, tuple[int, int, int, Any]] = {
 }
 _MULTIPLYING: dict[str, tuple[int, int, int, Any]] = {  # bfloat16 alone, on some processors
     "multiply": (5, 4, 0, None),
+    "attend_prompts": (4, 11, 1, None),
     "layer": (2, 0, 0, ctypes.c_bool),
 }
 

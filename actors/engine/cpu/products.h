@@ -24,19 +24,21 @@ constexpr int64_t TILE = 8;             // rows held in registers: 8 x 3 sums, 3
 constexpr int64_t DEPTH = 384;          // numbers summed before the next rows: 48 x 384 weights lie in the first cache
 constexpr int64_t MOST_ROWS = 64;       // that a panel is held against
 
+inline __mmask16 first_lanes(int64_t n) { return n >= LANES ? 0xffff : (1 << n) - 1; }
+
 inline __m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
 
-// Adds `pairs` products of two to the sums [ROWS, PANEL]. weights: [pairs, PANEL, 2]; meanwhile `lines` lines from
-// `next` on are fetched.
+// Adds `pairs` products of two to the sums [ROWS, PANEL], or makes them, on 64 bytes. weights: [pairs, PANEL, 2], on 64
+// bytes; meanwhile `lines` lines from `next` on are fetched.
 template <int ROWS>
-void add_products(const BFloat16* x, int64_t x_row, const BFloat16* weights, int64_t pairs, float* sums, bool first,
-                  const char* next, int64_t lines) {
+void add_products(const BFloat16* x, int64_t x_row, const BFloat16* weights, int64_t pairs, float* sums,
+                  int64_t sums_row, bool first, const char* next, int64_t lines) {
     __m512 held[ROWS][VECTORS];
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 3
         for (int n = 0; n < VECTORS; n++)
-            held[m][n] = first ? _mm512_setzero_ps() : _mm512_load_ps(sums + m * PANEL + n * LANES);
+            held[m][n] = first ? _mm512_setzero_ps() : _mm512_load_ps(sums + m * sums_row + n * LANES);
     const int64_t each = (lines + pairs - 1) / pairs;
     for (int64_t k = 0; k < pairs; k++) {
         __builtin_prefetch(next + k * each * 64, 0, 3);
@@ -56,43 +58,48 @@ void add_products(const BFloat16* x, int64_t x_row, const BFloat16* weights, int
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 3
-        for (int n = 0; n < VECTORS; n++) _mm512_store_ps(sums + m * PANEL + n * LANES, held[m][n]);
+        for (int n = 0; n < VECTORS; n++) _mm512_store_ps(sums + m * sums_row + n * LANES, held[m][n]);
 }
 
 constexpr decltype(&add_products<1>) TILES[TILE + 1] = {
     nullptr,         add_products<1>, add_products<2>, add_products<3>, add_products<4>,
     add_products<5>, add_products<6>, add_products<7>, add_products<8>};
 
+// Rows of x by one panel: sums [rows, PANEL]. What lies behind the panel is fetched meanwhile.
+inline void sum_panel(const BFloat16* x, int64_t x_row, const BFloat16* weights, int64_t inputs, int64_t rows, float* sums,
+                      int64_t sums_row) {
+    const int64_t tiles = (rows + TILE - 1) / TILE;
+    for (int64_t begin = 0; begin < inputs; begin += DEPTH) {
+        const int64_t depth = std::min(DEPTH, inputs - begin), lines = DEPTH * PANEL * 2 / 64;
+        const BFloat16* here = weights + begin * PANEL;
+        for (int64_t t = 0; t < tiles; t++) {
+            const int64_t from = t * rows / tiles, to = (t + 1) * rows / tiles;
+            const int64_t fetched = t * lines / tiles, upto = (t + 1) * lines / tiles;
+            TILES[to - from](x + from * x_row + begin, x_row, here, depth / 2, sums + from * sums_row, sums_row,
+                             begin == 0, (const char*)(here + depth * PANEL) + fetched * 64, upto - fetched);
+        }
+    }
+}
+
 struct Product {
-    const BFloat16 *x;       // [rows, inputs]
-    const BFloat16* weight;  // [outputs / 48 rounded up, inputs / 2, 48, 2], on 64 bytes
+    const BFloat16* x;                // [rows, inputs]
+    const BFloat16* weight;           // [outputs / 48 rounded up, inputs / 2, 48, 2], on 64 bytes
     const BFloat16 *bias, *residual;  // [outputs], [rows, outputs], or null
-    BFloat16* out;           // [rows, outputs]
+    BFloat16* out;                    // [rows, outputs]
     int64_t inputs, outputs;
     bool relu;
 };
 
 // Rows first ... last - 1, at most MOST_ROWS, of the outputs of one panel.
-void multiply_panel(const Product& p, int64_t panel, int64_t first, int64_t last) {
+inline void multiply_panel(const Product& p, int64_t panel, int64_t first, int64_t last) {
     alignas(64) float sums[MOST_ROWS * PANEL];
-    const int64_t rows = last - first, tiles = (rows + TILE - 1) / TILE;
-    const BFloat16* weights = p.weight + panel * PANEL * p.inputs;
-    for (int64_t begin = 0; begin < p.inputs; begin += DEPTH) {
-        const int64_t depth = std::min(DEPTH, p.inputs - begin), lines = DEPTH * PANEL * 2 / 64;
-        const BFloat16* here = weights + begin * PANEL;
-        for (int64_t t = 0; t < tiles; t++) {
-            const int64_t from = t * rows / tiles, to = (t + 1) * rows / tiles;
-            const int64_t fetched = t * lines / tiles, upto = (t + 1) * lines / tiles;
-            TILES[to - from](p.x + (first + from) * p.inputs + begin, p.inputs, here, depth / 2, sums + from * PANEL,
-                             begin == 0, (const char*)(here + depth * PANEL) + fetched * 64, upto - fetched);
-        }
-    }
+    sum_panel(p.x + first * p.inputs, p.inputs, p.weight + panel * PANEL * p.inputs, p.inputs, last - first, sums, PANEL);
     for (int64_t at = panel * PANEL, n = 0; n < VECTORS && at < p.outputs; n++, at += LANES) {
-        const __mmask16 mask = p.outputs - at >= LANES ? 0xffff : (1 << (p.outputs - at)) - 1;
+        const __mmask16 mask = first_lanes(p.outputs - at);
         const __m512 bias = p.bias ? widen(_mm256_maskz_loadu_epi16(mask, p.bias + at)) : _mm512_setzero_ps();
-        for (int64_t m = 0; m < rows; m++) {
-            const int64_t place = (first + m) * p.outputs + at;
-            __m512 y = _mm512_add_ps(_mm512_load_ps(sums + m * PANEL + n * LANES), bias);
+        for (int64_t row = first; row < last; row++) {
+            const int64_t place = row * p.outputs + at;
+            __m512 y = _mm512_add_ps(_mm512_load_ps(sums + (row - first) * PANEL + n * LANES), bias);
             if (p.relu) y = _mm512_max_ps(_mm512_setzero_ps(), y);  // in this order what is no number stays none
             if (p.residual) y = _mm512_add_ps(y, widen(_mm256_maskz_loadu_epi16(mask, p.residual + place)));
             _mm256_mask_storeu_epi16(p.out + place, mask, (__m256i)_mm512_cvtneps_pbh(y));
@@ -101,7 +108,7 @@ void multiply_panel(const Product& p, int64_t panel, int64_t first, int64_t last
 }
 
 // All rows, by the threads of the parallel region it is called in.
-void multiply(const Product& p, int64_t rows) {
+inline void multiply(const Product& p, int64_t rows) {
     const int64_t panels = (p.outputs + PANEL - 1) / PANEL, threads = omp_get_num_threads();
     // fewer rows at once where there are more threads than panels
     const int64_t block = std::min(MOST_ROWS, std::max(TILE, rows * panels / threads / TILE * TILE));

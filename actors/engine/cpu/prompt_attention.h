@@ -1,0 +1,111 @@
+// Causal attention of whole prompts in bfloat16, by the tiles of products: a head's keys and values are packed once and
+// held against its queries, some at a time, and only as far as these see. Scores and sums are float32.
+
+#pragma once
+
+#include <vector>
+
+#include "products.h"
+
+#if CAN_MULTIPLY
+
+namespace {
+
+struct PromptAttention {
+    const BFloat16 *query, *keys, *values;  // [rows, tokens, heads, group, size], [rows, tokens, heads, size] each
+    BFloat16* out;                          // [rows, tokens, heads, group, size], without strides
+    int64_t rows, heads, group, tokens, size;
+    int64_t query_row, query_token, key_row, key_token, value_row, value_token;
+    float scale;
+};
+
+constexpr int64_t QUERIES = 32;  // at a time
+
+inline int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// Keys [tokens, size] -> [tokens / 48 rounded up, size / 2, 48, 2]; places behind the last token keep what they held.
+inline void pack_keys(const BFloat16* keys, int64_t key_token, int64_t tokens, int64_t size, BFloat16* packed) {
+    for (int64_t token = 0; token < tokens; token++) {
+        BFloat16* to = packed + (token / PANEL * size / 2 * PANEL + token % PANEL) * 2;
+        for (int64_t d = 0; d < size; d += 2) std::memcpy(to + d * PANEL, keys + token * key_token + d, 4);
+    }
+}
+
+// Values [tokens, size] -> [size / 48 rounded up, even / 2, 48, 2], `even` tokens, those behind the last one 0.
+inline void pack_values(const BFloat16* values, int64_t value_token, int64_t tokens, int64_t size, int64_t even,
+                        BFloat16* packed) {
+    for (int64_t token = 0; token < even; token += 2)
+        for (int64_t d = 0; d < size; d += LANES) {
+            const BFloat16* from = values + token * value_token + d;
+            const __mmask16 some = first_lanes(size - d), other = token + 1 < tokens ? some : 0;
+            const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, from));
+            const __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(other, from + value_token));
+            BFloat16* to = packed + ((d / PANEL * even / 2 + token / 2) * PANEL + d % PANEL) * 2;
+            _mm512_store_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+        }
+}
+
+// exp(scale (score - highest)) of the first `seen` scores as bfloat16, 0 up to `width`; returns their sum. There is room
+// for whole vectors.
+inline float exponentials(float* scores, BFloat16* out, int64_t seen, int64_t width, float scale) {
+    const int64_t whole = rounded_up(seen, LANES);
+    std::fill(scores + seen, scores + whole, -INFINITY);
+    float most = -INFINITY, total = 0;
+#pragma omp simd reduction(max : most)
+    for (int64_t k = 0; k < whole; k++) most = std::max(most, scores[k]);
+#pragma omp simd reduction(+ : total)
+    for (int64_t k = 0; k < whole; k++) {
+        scores[k] = exponential((scores[k] - most) * scale);
+        total += scores[k];
+    }
+    std::fill(scores + seen, scores + rounded_up(width, LANES), 0.0f);
+    for (int64_t k = 0; k < width; k += LANES)
+        _mm256_storeu_epi16(out + k, (__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(scores + k)));
+    return total;
+}
+
+// All rows, by the threads of the parallel region it is called in.
+void attend_prompts(const PromptAttention& a) {
+    const int64_t even = rounded_up(a.tokens, 2), width = rounded_up(a.tokens, PANEL);
+    const int64_t size = rounded_up(a.size, PANEL), out_token = a.heads * a.group * a.size;
+    std::vector<BFloat16> room(width * a.size + even * size + QUERIES * width + 64);
+    std::vector<float> float_room(QUERIES * (width + size + 1) + 32);
+    auto aligned = [](auto* x) { return (decltype(x))(((uintptr_t)x + 63) / 64 * 64); };
+    BFloat16* keys = aligned(room.data());
+    BFloat16* values = keys + width * a.size;
+    BFloat16* weights = values + even * size;
+    float* scores = aligned(float_room.data());
+    float* sums = scores + QUERIES * width;
+    float* totals = sums + QUERIES * size;
+#pragma omp for schedule(static)
+    for (int64_t task = 0; task < a.rows * a.heads; task++) {
+        const int64_t row = task / a.heads, head = task % a.heads;
+        pack_keys(a.keys + row * a.key_row + head * a.size, a.key_token, a.tokens, a.size, keys);
+        pack_values(a.values + row * a.value_row + head * a.size, a.value_token, a.tokens, a.size, even, values);
+        for (int64_t g = 0; g < a.group; g++) {
+            const BFloat16* query = a.query + row * a.query_row + (head * a.group + g) * a.size;
+            BFloat16* out = a.out + row * a.tokens * out_token + (head * a.group + g) * a.size;
+            for (int64_t begin = 0; begin < a.tokens; begin += QUERIES) {
+                const int64_t end = std::min(begin + QUERIES, a.tokens), held = end - begin;
+                for (int64_t key = 0; key < end; key += PANEL)
+                    sum_panel(query + begin * a.query_token, a.query_token, keys + key * a.size, a.size, held,
+                              scores + key, width);
+                for (int64_t m = 0; m < held; m++)
+                    totals[m] = exponentials(scores + m * width, weights + m * width, begin + m + 1,
+                                             rounded_up(end, 2), a.scale);
+                for (int64_t d = 0; d < a.size; d += PANEL)
+                    sum_panel(weights, width, values + d * even, rounded_up(end, 2), held, sums + d, size);
+                for (int64_t m = 0; m < held; m++)
+                    for (int64_t d = 0; d < a.size; d += LANES) {
+                        const __m512 sum = _mm512_load_ps(sums + m * size + d);
+                        const __m256i mean = (__m256i)_mm512_cvtneps_pbh(_mm512_div_ps(sum, _mm512_set1_ps(totals[m])));
+                        _mm256_mask_storeu_epi16(out + (begin + m) * out_token + d, first_lanes(a.size - d), mean);
+                    }
+            }
+        }
+    }
+}
+
+}  // namespace
+
+#endif
