@@ -162,6 +162,15 @@ class SkipCache:
         keys, values = (buffer[:, :, place.first : place.width] for buffer in held)
         return keys, values
 
+    def store_prompts(self, keys: Tensor, values: Tensor, starts: Tensor, layer: int) -> None:
+        """Store the announced prefill's prompts, one behind another from starts [P + 1] on: keys, values [N, H, D]."""
+        assert self._index is None and self._prefix is None
+        buffers, end = self.buffers[layer], self._first + len(self._sources)
+        self._width = max(self._width, int(starts.diff().max()))
+        if buffers is not None:
+            held = [buffer[self._first : end] for buffer in buffers]
+            kernels.fill(keys, values, held[0], held[1], starts, torch.tensor(self._sources))
+
     def place(self, layer: int, rows: int) -> Place | None:
         """Of the announced step's tokens of the `rows` youngest rows; None: a prefill is announced."""
         if self._index is None:

@@ -13,6 +13,7 @@ Knows nothing of Ray, Parquet or text: token ids in, token ids out.
 
 from __future__ import annotations
 
+import itertools
 import time
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
@@ -127,27 +128,45 @@ class Engine:
         assert max(lengths) <= cache.prompt_slots, "a longer prompt than open() said"
         assert max(row.limit for row in newcomers) <= cache.max_new_tokens, "more new tokens than open() said"
         held = self._held_prefix(prefix)
-        columns = max(lengths) - len(prefix)
-        ids = torch.zeros(len(prompts), columns, dtype=torch.long)
-        for row, prompt in enumerate(prompts):
-            ids[row, : lengths[row] - len(prefix)] = torch.tensor(prompt[len(prefix) :])
         cache.begin_prefill(len(self.rows), sources, held)
-        logits = decoder.prefill(
-            ids.to(decoder.device),
-            torch.arange(len(prefix), len(prefix) + columns, device=decoder.device).expand(len(prompts), -1),
-            torch.tensor(lengths, device=decoder.device) - len(prefix) - 1,
-            self.schedule.prompt_layers,
-            cache,
-            prefix_columns=len(prefix),
-        )
+        if decoder.joins_prompts and held is None:
+            logits, computed = self._prefill_joined(prompts), sum(lengths)
+        else:
+            logits, computed = self._prefill_padded(prompts, len(prefix)), len(prompts) * (max(lengths) - len(prefix))
         self._draw(newcomers, logits[torch.tensor(sources, device=logits.device)])
         self.rows += newcomers
-        computed = sum(lengths) - len(prefix) * len(prompts)
-        self.stats.prompt_tokens += computed
-        self.stats.shared_prompt_tokens += sum(len(request.prompt_ids) for request in requests) - computed
-        self.stats.padded_prompt_tokens += columns * len(prompts)
+        own = sum(lengths) - len(prefix) * len(prompts)
+        self.stats.prompt_tokens += own
+        self.stats.shared_prompt_tokens += sum(len(request.prompt_ids) for request in requests) - own
+        self.stats.padded_prompt_tokens += computed
         self.stats.prefill_seconds += time.perf_counter() - began
         return [row.ticket for row in newcomers]
+
+    def _prefill_joined(self, prompts: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        """Logits [P, V] at the last token of each prompt; the cache has been told which rows have them."""
+        device = self.decoder.device
+        ids = torch.tensor([[token for prompt in prompts for token in prompt]], device=device)
+        positions = torch.cat([torch.arange(len(prompt), device=device) for prompt in prompts])[None]
+        starts = torch.tensor([0, *itertools.accumulate(map(len, prompts))], device=device)
+        assert self.cache is not None
+        return self.decoder.prefill_joined(ids, positions, starts, self.schedule.prompt_layers, self.cache)
+
+    def _prefill_padded(self, prompts: Sequence[tuple[int, ...]], prefix: int) -> torch.Tensor:
+        """The same of prompts side by side; of each, `prefix` tokens have been computed before."""
+        device = self.decoder.device
+        columns = max(map(len, prompts)) - prefix
+        ids = torch.zeros(len(prompts), columns, dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt) - prefix] = torch.tensor(prompt[prefix:])
+        assert self.cache is not None
+        return self.decoder.prefill(
+            ids.to(device),
+            torch.arange(prefix, prefix + columns, device=device).expand(len(prompts), -1),
+            torch.tensor([len(prompt) - prefix - 1 for prompt in prompts], device=device),
+            self.schedule.prompt_layers,
+            self.cache,
+            prefix_columns=prefix,
+        )
 
     def _held_prefix(self, prefix: Sequence[int]) -> PrefixKeys | None:
         """Keys and values of a prompts' common beginning under this engine's schedule; the last one is kept."""

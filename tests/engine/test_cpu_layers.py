@@ -347,6 +347,21 @@ def test_a_layer_is_the_librarys_in_every_configuration(family: str, changes: di
         assert got.cumulative_logprob == pytest.approx(want.cumulative_logprob, abs=1e-3)
 
 
+def drawn_logits(decoder: Decoder, rows: list[Request]) -> list[torch.Tensor]:
+    """Of every pass over rows that come and go."""
+    kept: list[torch.Tensor] = []
+    logits_of = decoder.logits
+
+    def keep(hidden: torch.Tensor) -> torch.Tensor:
+        kept.append(logits_of(hidden))
+        return kept[-1]
+
+    with mock.patch.object(decoder, "logits", keep):
+        schedule = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
+        generate(Engine(decoder, schedule, ()), rows, budget_bytes=2**40, max_rows=4, scheduler="refill")
+    return kept
+
+
 @multiplying
 @pytest.mark.parametrize(
     ("family", "changes"),
@@ -370,20 +385,29 @@ def test_a_step_in_one_call_is_its_parts(family: str, changes: dict[str, Any], t
         decoder.prepare_for_cpu()
         assert all(block.native is not None for block in decoder.blocks)
         rows = [Request([5 + row, *range(7, 8 + 3 * row)], SamplingParams(max_new_tokens=12)) for row in range(6)]
-        schedule = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
-        drawn: list[list[torch.Tensor]] = [[], []]
-        logits_of = decoder.logits
-
-        def run(kept: list[torch.Tensor]) -> None:
-            decoder.logits = lambda hidden: kept.append(logits_of(hidden)) or kept[-1]  # type: ignore[method-assign]
-            generate(Engine(decoder, schedule, ()), rows, budget_bytes=2**40, max_rows=4, scheduler="refill")
-
-        run(drawn[0])
+        got = drawn_logits(decoder, rows)
         for block in decoder.blocks:
             block.native = None  # type: ignore[assignment]
-        run(drawn[1])
+        want = drawn_logits(decoder, rows)
     finally:
         torch.set_num_threads(before)
-    assert len(drawn[0]) > 12
-    for got, want in zip(*drawn, strict=True):
-        assert torch.equal(got, want)
+    assert len(got) > 12 and all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+
+
+@multiplying
+@pytest.mark.parametrize(
+    ("family", "changes"), [("llama", {"num_key_value_heads": 1}), ("qwen2", {}), ("opt", {}), ("opt-post-norm", {})]
+)
+@torch.inference_mode()
+def test_prompts_one_behind_another_are_prompts_side_by_side(family: str, changes: dict[str, Any]) -> None:
+    """To the bit: rows that come while others are in flight, that share a prompt, of one or several blocks."""
+    decoder = Decoder(tiny_model(family, **changes).to(BF16))
+    decoder.prepare_for_cpu()
+    assert decoder.joins_prompts
+    lengths = (1, 9, 40, 9, 2, 33, 31, 1)
+    prompts = [[5 + length, *(7 + token % 20 for token in range(length - 1))] for length in lengths]
+    rows = [Request(prompt, SamplingParams(max_new_tokens=3 + row)) for row, prompt in enumerate(prompts)]
+    got = drawn_logits(decoder, rows)
+    decoder.joins_prompts = False
+    want = drawn_logits(decoder, rows)
+    assert len(got) > 8 and all(torch.equal(*pair) for pair in zip(got, want, strict=True))

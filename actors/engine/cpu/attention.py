@@ -38,7 +38,10 @@ def attend(
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     if query.shape[2] != 1:
         if attention_mask is None and not dropout and _by_kernel(module, query, key):
-            return kernels.attend_prompts(query, key, value, scale), None
+            starts = torch.arange(len(query) + 1) * query.shape[2]
+            flat = [one.transpose(1, 2).flatten(0, 1) for one in (query, key, value)]
+            output = kernels.attend_prompts(flat[0], flat[1], flat[2], starts, scale)
+            return output.unflatten(0, (len(query), -1)), None
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **settings
         )

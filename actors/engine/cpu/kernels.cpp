@@ -25,6 +25,11 @@
         append(k, v, keys, values, slots, rows, heads, size, k_row, v_row, row, head); \
         return true; \
     } \
+    extern "C" void fill_##NAME(const T* states, T* buffer, const int64_t* starts, const int64_t* sources, \
+                                int64_t rows, int64_t heads, int64_t size, int64_t token, int64_t row, int64_t head) { \
+        _Pragma("omp parallel if (rows * heads * size > 16384)") \
+        fill(states, buffer, starts, sources, rows, heads, size, token, row, head); \
+    } \
     extern "C" void rotate_##NAME(T* x, const T* cosines, const T* sines, int64_t rows, int64_t heads, int64_t size, \
                                   int64_t row, int64_t turn) { \
         _Pragma("omp parallel if (rows * heads * size > 16384)") \
@@ -53,13 +58,11 @@ extern "C" void multiply_bfloat16(const BFloat16* x, const BFloat16* weight, con
     multiply({x, weight, bias, residual, out, inputs, outputs, relu != 0}, rows);
 }
 
-extern "C" void attend_prompts_bfloat16(const BFloat16* q, const BFloat16* k, const BFloat16* v, BFloat16* out,
-                                        int64_t rows, int64_t heads, int64_t group, int64_t tokens, int64_t size,
-                                        int64_t q_row, int64_t q_token, int64_t k_row, int64_t k_token, int64_t v_row,
-                                        int64_t v_token, float scale) {
-    const PromptAttention attention{q,     k,       v,     out,     rows,  heads,   group, tokens, size,
-                                    q_row, q_token, k_row, k_token, v_row, v_token, scale};
-#pragma omp parallel if (rows * heads * group * tokens * tokens * size > 65536)
+extern "C" void attend_prompts_bfloat16(const BFloat16* q, const BFloat16* k, const BFloat16* v, const int64_t* starts,
+                                        BFloat16* out, int64_t prompts, int64_t heads, int64_t group, int64_t size,
+                                        int64_t q_token, int64_t k_token, int64_t v_token, float scale) {
+    const PromptAttention attention{q, k, v, starts, out, prompts, heads, group, size, q_token, k_token, v_token, scale};
+#pragma omp parallel if (starts[prompts] * heads * group * size > 16384)
     attend_prompts(attention);
 }
 

@@ -4,7 +4,8 @@ Queries, keys and values are one product, and so are gate and up; norms, turns a
 added by the product before it. The parts are plain objects: calling a module takes longer than some of them do. A step
 is one native call where there is one. What a layer computes is the library's layer, which the engine's tests hold it
 against.
-Shapes: B rows, S new tokens, N = B S, E hidden size, Q query heads, H key/value heads, D head size.
+Prompts may lie one behind another, in one row of all their tokens, so that none is padded.
+Shapes: B rows, S new tokens, N = B S, P prompts, E hidden size, Q query heads, H key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -37,14 +38,29 @@ class _Attention:
         self.num_key_value_groups = query_heads // kv_heads  # read by the library's attention
 
     def __call__(
-        self, hidden: Tensor, residual: Tensor, rows: int, rotary: Any, mask: Tensor | None, cache: Any
+        self,
+        hidden: Tensor,
+        residual: Tensor,
+        rows: int,
+        rotary: Any,
+        mask: Tensor | None,
+        cache: Any,
+        starts: Tensor | None,
     ) -> Tensor:
-        """hidden, residual [N, E] -> [N, E]; rotary: cosines and sines [B, S, D], or None."""
+        """hidden, residual [N, E] -> [N, E]; rotary: cosines and sines [B, S, D], or None.
+
+        starts: int64 [P + 1], where prompts begin that are the one row, and N.
+        """
         queries, keys = self.query_heads, self.query_heads + self.kv_heads
         states = self.qkv(hidden).view(len(hidden), keys + self.kv_heads, self.head_dim)
         if rotary is not None:
             cosines, sines = (one.reshape(len(hidden), self.head_dim) for one in rotary)
             kernels.rotate(states[:, :keys], cosines, sines)
+        if starts is not None:
+            query, key, value = states[:, :queries], states[:, queries:keys], states[:, keys:]
+            cache.store_prompts(key, value, starts, self.layer)
+            attended = kernels.attend_prompts(query, key, value, starts, self.scaling)
+            return self.output(attended.view(len(hidden), -1), residual=residual)
         by_row = states.view(rows, -1, keys + self.kv_heads, self.head_dim).transpose(1, 2)
         query, key, value = by_row[:, :queries], by_row[:, queries:keys], by_row[:, keys:]
         if cache is not None:
@@ -103,16 +119,22 @@ class LlamaLayer(nn.Module):
         self.native = _native(self.attention, norms, self.up, self.down, gated=True, norm_first=True)
 
     def forward(
-        self, hidden: Tensor, attention_mask: Tensor | None, position_embeddings: Any, past_key_values: Any, **more: Any
+        self,
+        hidden: Tensor,
+        attention_mask: Tensor | None,
+        position_embeddings: Any,
+        past_key_values: Any,
+        starts: Tensor | None = None,
+        **more: Any,
     ) -> Tensor:
-        """[B, S, E] -> [B, S, E], called as the library's layer."""
+        """[B, S, E] -> [B, S, E], called as the library's layer; starts [P + 1]: of prompts that are the one row."""
         number = self.attention.layer
         step = _step(self.native, number, hidden, position_embeddings, attention_mask, past_key_values)
         if step is not None:
             return step
         flat: Tensor = hidden.reshape(-1, hidden.shape[-1])
         normed = self.attention_norm(flat)
-        flat = self.attention(normed, flat, len(hidden), position_embeddings, attention_mask, past_key_values)
+        flat = self.attention(normed, flat, len(hidden), position_embeddings, attention_mask, past_key_values, starts)
         flat = self.down(kernels.gate(self.up(self.mlp_norm(flat))), residual=flat)
         return flat.view(hidden.shape)
 
@@ -139,15 +161,21 @@ class OptLayer(nn.Module):
             self.native = _native(self.attention, norms, self.up, self.down, gated=False, norm_first=self.norm_first)
 
     def forward(
-        self, hidden: Tensor, attention_mask: Tensor | None, position_embeddings: Any, past_key_values: Any, **more: Any
+        self,
+        hidden: Tensor,
+        attention_mask: Tensor | None,
+        position_embeddings: Any,
+        past_key_values: Any,
+        starts: Tensor | None = None,
+        **more: Any,
     ) -> Tensor:
-        """[B, S, E] -> [B, S, E], called as the library's layer."""
+        """[B, S, E] -> [B, S, E], called as the library's layer; starts [P + 1]: of prompts that are the one row."""
         step = _step(self.native, self.attention.layer, hidden, None, attention_mask, past_key_values)
         if step is not None:
             return step
         flat: Tensor = hidden.reshape(-1, hidden.shape[-1])
         normed = self.attention_norm(flat) if self.norm_first else flat
-        flat = self.attention(normed, flat, len(hidden), None, attention_mask, past_key_values)
+        flat = self.attention(normed, flat, len(hidden), None, attention_mask, past_key_values, starts)
         if not self.norm_first:
             flat = self.attention_norm(flat)
         normed = self.mlp_norm(flat) if self.norm_first else flat

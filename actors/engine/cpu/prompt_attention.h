@@ -11,11 +11,13 @@
 
 namespace {
 
+// Prompts lie one behind another: prompt p is tokens starts[p] ... starts[p + 1] - 1.
 struct PromptAttention {
-    const BFloat16 *query, *keys, *values;  // [rows, tokens, heads, group, size], [rows, tokens, heads, size] each
-    BFloat16* out;                          // [rows, tokens, heads, group, size], without strides
-    int64_t rows, heads, group, tokens, size;
-    int64_t query_row, query_token, key_row, key_token, value_row, value_token;
+    const BFloat16 *query, *keys, *values;  // [tokens, heads, group, size], [tokens, heads, size] each
+    const int64_t* starts;                  // [prompts + 1]
+    BFloat16* out;                          // [tokens, heads, group, size], without strides
+    int64_t prompts, heads, group, size;
+    int64_t query_token, key_token, value_token;
     float scale;
 };
 
@@ -64,29 +66,32 @@ inline float exponentials(float* scores, BFloat16* out, int64_t seen, int64_t wi
     return total;
 }
 
-// All rows, by the threads of the parallel region it is called in.
-void attend_prompts(const PromptAttention& a) {
-    const int64_t even = rounded_up(a.tokens, 2), width = rounded_up(a.tokens, PANEL);
-    const int64_t size = rounded_up(a.size, PANEL), out_token = a.heads * a.group * a.size;
-    std::vector<BFloat16> room(width * a.size + even * size + QUERIES * width + 64);
+// All prompts, by the threads of the parallel region it is called in.
+inline void attend_prompts(const PromptAttention& a) {
+    int64_t longest = 0;
+    for (int64_t p = 0; p < a.prompts; p++) longest = std::max(longest, a.starts[p + 1] - a.starts[p]);
+    const int64_t width = rounded_up(longest, PANEL), size = rounded_up(a.size, PANEL);
+    const int64_t out_token = a.heads * a.group * a.size;
+    std::vector<BFloat16> room(width * (a.size + size + QUERIES) + 64);
     std::vector<float> float_room(QUERIES * (width + size + 1) + 32);
     auto aligned = [](auto* x) { return (decltype(x))(((uintptr_t)x + 63) / 64 * 64); };
     BFloat16* keys = aligned(room.data());
     BFloat16* values = keys + width * a.size;
-    BFloat16* weights = values + even * size;
+    BFloat16* weights = values + width * size;
     float* scores = aligned(float_room.data());
     float* sums = scores + QUERIES * width;
     float* totals = sums + QUERIES * size;
-#pragma omp for schedule(static)
-    for (int64_t task = 0; task < a.rows * a.heads; task++) {
-        const int64_t row = task / a.heads, head = task % a.heads;
-        pack_keys(a.keys + row * a.key_row + head * a.size, a.key_token, a.tokens, a.size, keys);
-        pack_values(a.values + row * a.value_row + head * a.size, a.value_token, a.tokens, a.size, even, values);
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < a.prompts * a.heads; task++) {
+        const int64_t start = a.starts[task / a.heads], tokens = a.starts[task / a.heads + 1] - start;
+        const int64_t head = task % a.heads, even = rounded_up(tokens, 2);
+        pack_keys(a.keys + start * a.key_token + head * a.size, a.key_token, tokens, a.size, keys);
+        pack_values(a.values + start * a.value_token + head * a.size, a.value_token, tokens, a.size, even, values);
         for (int64_t g = 0; g < a.group; g++) {
-            const BFloat16* query = a.query + row * a.query_row + (head * a.group + g) * a.size;
-            BFloat16* out = a.out + row * a.tokens * out_token + (head * a.group + g) * a.size;
-            for (int64_t begin = 0; begin < a.tokens; begin += QUERIES) {
-                const int64_t end = std::min(begin + QUERIES, a.tokens), held = end - begin;
+            const BFloat16* query = a.query + start * a.query_token + (head * a.group + g) * a.size;
+            BFloat16* out = a.out + start * out_token + (head * a.group + g) * a.size;
+            for (int64_t begin = 0; begin < tokens; begin += QUERIES) {
+                const int64_t end = std::min(begin + QUERIES, tokens), held = end - begin;
                 for (int64_t key = 0; key < end; key += PANEL)
                     sum_panel(query + begin * a.query_token, a.query_token, keys + key * a.size, a.size, held,
                               scores + key, width);

@@ -22,6 +22,20 @@ void append(const T* keys, const T* values, T* key_buffer, T* value_buffer, cons
         }
 }
 
+// Prompts' tokens [heads, size], prompt p in tokens starts[p] ... starts[p + 1] - 1, to the first slots of their rows;
+// row r has prompt sources[r].
+template <class T>
+void fill(const T* states, T* buffer, const int64_t* starts, const int64_t* sources, int64_t rows, int64_t heads,
+          int64_t size, int64_t token, int64_t buffer_row, int64_t buffer_head) {
+#pragma omp for schedule(static)
+    for (int64_t task = 0; task < rows * heads; task++) {
+        const int64_t row = task / heads, head = task % heads, start = starts[sources[row]];
+        T* to = buffer + row * buffer_row + head * buffer_head;
+        for (int64_t slot = 0; slot < starts[sources[row] + 1] - start; slot++)
+            std::memcpy(to + slot * size, states + (start + slot) * token + head * size, size * sizeof(T));
+    }
+}
+
 // Turns a head [size] in place by cosines and sines [size], as transformers' apply_rotary_pos_emb does.
 template <class T>
 inline void rotate_head(T* x, const T* c, const T* s, int64_t size) {
