@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from actors.engine.cpu import kernels
-from actors.engine.cpu.native_layer import Place
+from actors.engine.cpu.native_layer import Place, PromptPlace
 from actors.engine.schedule import Schedule
 
 
@@ -94,6 +94,7 @@ class SkipCache:
         self._first = 0  # row at which the announced prefill begins
         self._sources: list[int] = []  # prompt of each of its rows
         self._prefix: PrefixKeys | None = None
+        self._starts: Tensor | None = None
         self._index: tuple[Tensor, Tensor] | None = None  # row and slot [B] of the announced step; None: prefill
         # of the announced step, by window: the first slot that any row sees, and the mask [B, 1, 1, K] from there on
         self._seen: dict[int | None, tuple[int, Tensor | None]] = {}
@@ -103,13 +104,27 @@ class SkipCache:
         """Bytes held now."""
         return sum(keys.nbytes + values.nbytes for keys, values in filter(None, self.buffers))
 
-    def begin_prefill(self, first_row: int, sources: Sequence[int], prefix: PrefixKeys | None = None) -> None:
+    def begin_prefill(
+        self,
+        first_row: int,
+        sources: Sequence[int],
+        prefix: PrefixKeys | None = None,
+        *,
+        starts: Tensor | None = None,
+    ) -> None:
         """The next pass is the prompts of new rows, from `first_row` on.
 
         sources: which of the pass's prompts each new row has. prefix: what all of them begin with; the pass is
-        what follows it.
+        what follows it. starts: int64 [P + 1], of prompts that lie one behind another, and not side by side; the first
+        token of each, and how many there are.
         """
         self._first, self._sources, self._prefix, self._index = first_row, list(sources), prefix, None
+        self._starts = starts
+        if starts is not None:
+            lengths = starts.diff()
+            assert prefix is None and int(lengths.min()) > 0 and int(lengths.max()) <= self.prompt_slots
+            assert int(starts[0]) == 0 and min(sources) >= 0 and max(sources) < len(lengths)
+            self._width = max(self._width, int(lengths.max()))
 
     def begin_step(self, places: Sequence[int], device: torch.device) -> None:
         """The next pass is one token for each of B rows; `places`: their places in their rows."""
@@ -151,7 +166,7 @@ class SkipCache:
                 self._width = max(self._width, keys.shape[2])
             return keys, values
         place = self.place(layer_idx, rows)
-        assert place is not None
+        assert isinstance(place, Place)
         held = place.keys, place.values
         if self._native:
             kernels.append(keys[:, :, 0], values[:, :, 0], *held, place.slots)
@@ -162,20 +177,16 @@ class SkipCache:
         keys, values = (buffer[:, :, place.first : place.width] for buffer in held)
         return keys, values
 
-    def store_prompts(self, keys: Tensor, values: Tensor, starts: Tensor, layer: int) -> None:
-        """Store the announced prefill's prompts, one behind another from starts [P + 1] on: keys, values [N, H, D]."""
-        assert self._index is None and self._prefix is None
-        buffers, end = self.buffers[layer], self._first + len(self._sources)
-        self._width = max(self._width, int(starts.diff().max()))
-        if buffers is not None:
-            held = [buffer[self._first : end] for buffer in buffers]
-            kernels.fill(keys, values, held[0], held[1], starts, torch.tensor(self._sources))
-
-    def place(self, layer: int, rows: int) -> Place | None:
-        """Of the announced step's tokens of the `rows` youngest rows; None: a prefill is announced."""
-        if self._index is None:
-            return None
+    def place(self, layer: int, rows: int) -> Place | PromptPlace | None:
+        """Where keys and values of the announced pass go: of a step's `rows` youngest rows, or of prompts one behind
+        another; None: of prompts side by side."""
         buffers = self.buffers[layer]
+        if self._index is None:
+            if self._starts is None:
+                return None
+            end = self._first + len(self._sources)
+            held = None if buffers is None else (buffers[0][self._first : end], buffers[1][self._first : end])
+            return PromptPlace(self._starts, torch.tensor(self._sources), held)
         assert buffers is not None, f"layer {layer} is run past its last use"
         row, slots = self._index
         keys, values = (buffer[len(row) - rows : len(row)] for buffer in buffers)

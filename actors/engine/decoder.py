@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from actors.engine.cpu import attention, kernels, library, packing
-from actors.engine.cpu.layers import LlamaLayer, OptLayer, faster
+from actors.engine.cpu.layers import faster
 from actors.engine.families import Rotary, context_length, family_of
 
 
@@ -28,14 +28,6 @@ class KeyValueStore(Protocol):
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store this pass's keys and values [B, H, S, D]; return those to attend to [B, H, K, D]."""
-        ...
-
-
-class PromptStore(KeyValueStore, Protocol):
-    """One that takes prompts one behind another, too."""
-
-    def store_prompts(self, keys: Tensor, values: Tensor, starts: Tensor, layer: int) -> None:
-        """Store keys and values [N, H, D] of prompts that begin at starts [P + 1]."""
         ...
 
 
@@ -95,11 +87,8 @@ class Decoder:
                 if (taken := faster(self.blocks[number])) is not None:
                     self.blocks[number] = blocks[number] = taken
                     packing.give_memory_back()
-            own = all(isinstance(block, (LlamaLayer, OptLayer)) for block in self.blocks)
             whole = all(window is None for window in self.windows)
-            self.joins_prompts = (
-                own and whole and library.multiplies(self.dtype, self.device) and self.head_dim % 2 == 0
-            )
+            self.joins_prompts = whole and all(getattr(block, "native", None) is not None for block in self.blocks)
         if packing.can_pack(self.dtype, self.device):
             for block in self.blocks:
                 packing.pack_linears(block)
@@ -131,12 +120,11 @@ class Decoder:
         rotary: Rotary,
         mask: Tensor | None,
         cache: KeyValueStore | None = None,
-        **more: Any,
     ) -> Tensor:
         """One layer over hidden states [B, S, E]. rotary: the layer's own.
 
         mask: bool [B or 1, 1, S, K], true where a query may attend to a key; None is causal if K = S, and all
-        keys if S = 1. It is all there is: a layer's window must be in it. more: for the layer alone.
+        keys if S = 1. It is all there is: a layer's window must be in it.
         """
         if self._adds_masks:
             mask = self._added_mask(mask, hidden)
@@ -146,7 +134,6 @@ class Decoder:
             position_embeddings=rotary,
             use_cache=cache is not None,
             **{self.family.cache_argument: cache},
-            **more,
         )
         return output
 
@@ -195,7 +182,7 @@ class Decoder:
         return self.logits(hidden[torch.arange(len(last), device=last.device), last])
 
     def prefill_joined(
-        self, ids: Tensor, positions: Tensor, starts: Tensor, layers: Sequence[int], cache: PromptStore
+        self, ids: Tensor, positions: Tensor, starts: Tensor, layers: Sequence[int], cache: KeyValueStore
     ) -> Tensor:
         """Run `layers` over prompts one behind another, ids and positions [1, N]; logits [P, V] at their last ones.
 
@@ -204,7 +191,7 @@ class Decoder:
         assert self.joins_prompts
         hidden, rotary = self.embed(ids, positions)
         for layer in layers:
-            hidden = self.run_layer(layer, hidden, rotary[layer], None, cache, starts=starts)
+            hidden = self.run_layer(layer, hidden, rotary[layer], None, cache)
         return self.logits(hidden[0, starts[1:] - 1])
 
     def step(self, ids: Tensor, positions: Tensor, rows_per_layer: Sequence[int], cache: KeyValueStore) -> Tensor:

@@ -128,10 +128,12 @@ class Engine:
         assert max(lengths) <= cache.prompt_slots, "a longer prompt than open() said"
         assert max(row.limit for row in newcomers) <= cache.max_new_tokens, "more new tokens than open() said"
         held = self._held_prefix(prefix)
-        cache.begin_prefill(len(self.rows), sources, held)
         if decoder.joins_prompts and held is None:
-            logits, computed = self._prefill_joined(prompts), sum(lengths)
+            starts = torch.tensor([0, *itertools.accumulate(lengths)], device=decoder.device)
+            cache.begin_prefill(len(self.rows), sources, starts=starts)
+            logits, computed = self._prefill_joined(prompts, starts), sum(lengths)
         else:
+            cache.begin_prefill(len(self.rows), sources, held)
             logits, computed = self._prefill_padded(prompts, len(prefix)), len(prompts) * (max(lengths) - len(prefix))
         self._draw(newcomers, logits[torch.tensor(sources, device=logits.device)])
         self.rows += newcomers
@@ -142,12 +144,11 @@ class Engine:
         self.stats.prefill_seconds += time.perf_counter() - began
         return [row.ticket for row in newcomers]
 
-    def _prefill_joined(self, prompts: Sequence[tuple[int, ...]]) -> torch.Tensor:
-        """Logits [P, V] at the last token of each prompt; the cache has been told which rows have them."""
+    def _prefill_joined(self, prompts: Sequence[tuple[int, ...]], starts: torch.Tensor) -> torch.Tensor:
+        """Logits [P, V] at the last token of each prompt; the cache has been told of them."""
         device = self.decoder.device
         ids = torch.tensor([[token for prompt in prompts for token in prompt]], device=device)
         positions = torch.cat([torch.arange(len(prompt), device=device) for prompt in prompts])[None]
-        starts = torch.tensor([0, *itertools.accumulate(map(len, prompts))], device=device)
         assert self.cache is not None
         return self.decoder.prefill_joined(ids, positions, starts, self.schedule.prompt_layers, self.cache)
 

@@ -388,6 +388,7 @@ def test_a_step_in_one_call_is_its_parts(family: str, changes: dict[str, Any], t
         got = drawn_logits(decoder, rows)
         for block in decoder.blocks:
             block.native = None  # type: ignore[assignment]
+        decoder.joins_prompts = False
         want = drawn_logits(decoder, rows)
     finally:
         torch.set_num_threads(before)

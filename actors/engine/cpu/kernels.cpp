@@ -25,11 +25,6 @@
         append(k, v, keys, values, slots, rows, heads, size, k_row, v_row, row, head); \
         return true; \
     } \
-    extern "C" void fill_##NAME(const T* states, T* buffer, const int64_t* starts, const int64_t* sources, \
-                                int64_t rows, int64_t heads, int64_t size, int64_t token, int64_t row, int64_t head) { \
-        _Pragma("omp parallel if (rows * heads * size > 16384)") \
-        fill(states, buffer, starts, sources, rows, heads, size, token, row, head); \
-    } \
     extern "C" void rotate_##NAME(T* x, const T* cosines, const T* sines, int64_t rows, int64_t heads, int64_t size, \
                                   int64_t row, int64_t turn) { \
         _Pragma("omp parallel if (rows * heads * size > 16384)") \
@@ -67,9 +62,11 @@ extern "C" void attend_prompts_bfloat16(const BFloat16* q, const BFloat16* k, co
 }
 
 // Whether the slots lie in the buffers; if not, nothing is done.
-extern "C" bool layer_bfloat16(const Layer* layer, const Step* step) {
+extern "C" bool layer_step_bfloat16(const Layer* layer, const Step* step) {
     if (!inside(step->slots, step->rows, step->held)) return false;
-    run_layer(*layer, *step);
+    run_step(*layer, *step);
     return true;
 }
+
+extern "C" void layer_prompts_bfloat16(const Layer* layer, const Prompts* prompts) { run_prompts(*layer, *prompts); }
 #endif

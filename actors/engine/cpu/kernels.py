@@ -49,7 +49,8 @@ def attend_prompts(query: Tensor, keys: Tensor, values: Tensor, starts: Tensor, 
     tokens, heads, size = keys.shape
     assert query.dtype == keys.dtype == values.dtype == torch.bfloat16 and keys.shape == values.shape
     assert query.shape == (tokens, query.shape[1] // heads * heads, size) and size % 2 == 0
-    _check_starts(starts, tokens)
+    assert starts.dtype == torch.int64 and starts.is_contiguous()
+    assert int(starts[0]) == 0 and int(starts[-1]) == tokens and bool((starts.diff() > 0).all())
     query, keys, values = (one if one.stride()[1:] == (size, 1) else one.contiguous() for one in (query, keys, values))
     output = torch.empty(query.shape, dtype=query.dtype)
     kernel("attend_prompts", query.dtype)(
@@ -62,36 +63,6 @@ def attend_prompts(query: Tensor, keys: Tensor, values: Tensor, starts: Tensor, 
         *(query.stride(0), keys.stride(0), values.stride(0), scale),
     )
     return output
-
-
-def _check_starts(starts: Tensor, tokens: int) -> None:
-    assert starts.dtype == torch.int64 and starts.is_contiguous()
-    assert int(starts[0]) == 0 and int(starts[-1]) == tokens and bool((starts.diff() > 0).all())
-
-
-def fill(
-    keys: Tensor, values: Tensor, key_buffer: Tensor, value_buffer: Tensor, starts: Tensor, sources: Tensor
-) -> None:
-    """Write prompts' keys and values [N, H, D], which lie as `attend_prompts` has them, to the first slots of rows of
-    buffers [B, H, K, D].
-
-    sources: int64 [B], the prompt of each row.
-    """
-    tokens, heads, size = keys.shape
-    _check_starts(starts, tokens)
-    assert sources.dtype == torch.int64 and sources.is_contiguous() and keys.shape == values.shape
-    assert int(sources.min()) >= 0 and int(sources.max()) < len(starts) - 1
-    assert int(starts.diff()[sources].max()) <= key_buffer.shape[2]
-    for states, buffer in ((keys, key_buffer), (values, value_buffer)):
-        assert states.stride()[1:] == (size, 1) == buffer.stride()[2:] and states.dtype == buffer.dtype
-        assert buffer.shape[:2] == (len(sources), heads) and buffer.shape[3] == size
-        kernel("fill", states.dtype)(
-            states.data_ptr(),
-            buffer.data_ptr(),
-            starts.data_ptr(),
-            sources.data_ptr(),
-            *(len(sources), heads, size, states.stride(0), *buffer.stride()[:2]),
-        )
 
 
 def append(keys: Tensor, values: Tensor, key_buffer: Tensor, value_buffer: Tensor, slots: Tensor) -> None:

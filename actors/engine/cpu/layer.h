@@ -1,4 +1,5 @@
-// A whole decoder layer over one new token a row, in one parallel region: what its parts compute, without the calls.
+// A whole decoder layer, over one new token a row or over prompts, in one parallel region: what its parts compute,
+// without calls between them and in memory that is kept.
 
 #pragma once
 
@@ -6,6 +7,7 @@
 
 #include "attention.h"
 #include "products.h"
+#include "prompt_attention.h"
 #include "rows.h"
 
 #if CAN_MULTIPLY
@@ -24,7 +26,7 @@ struct Layer {
     float attention_epsilon, mlp_epsilon, scale;
 };
 
-// What the rows bring.
+// One new token a row.
 struct Step {
     Numbers hidden;          // [rows, hidden]
     BFloat16* out;           // [rows, hidden]
@@ -35,21 +37,76 @@ struct Step {
     int64_t rows, held, buffer_row, buffer_head, first, width, seen_row;
 };
 
-void run_layer(const Layer& l, const Step& s) {
-    const int64_t queries = l.heads * l.group * l.size, states = queries + 2 * l.heads * l.size;
-    const int64_t wide = l.gated ? 2 * l.intermediate : l.intermediate;
-    // kept from call to call; numbers that are not set lie in it
-    static thread_local std::vector<BFloat16> room;
-    const int64_t row_room = 2 * l.hidden + states + queries + wide + l.intermediate;
-    if (int64_t(room.size()) < s.rows * row_room) room.resize(s.rows * row_room);
-    BFloat16* normed = room.data();
-    BFloat16* between = normed + s.rows * l.hidden;
-    BFloat16* qkv = between + s.rows * l.hidden;
-    BFloat16* attended = qkv + s.rows * states;
-    BFloat16* up = attended + s.rows * queries;
-    BFloat16* gated = up + s.rows * wide;
+// Prompts one behind another: prompt p is tokens starts[p] ... starts[p + 1] - 1.
+struct Prompts {
+    BFloat16* hidden;        // [tokens, hidden], which becomes what comes out
+    Numbers cosines, sines;  // [tokens, size], or null
+    BFloat16 *keys, *values; // [rows, heads, held, size] each, of one layout, or null
+    const int64_t *starts;   // [prompts + 1]
+    const int64_t *sources;  // [rows], the prompt of each row
+    int64_t prompts, rows, buffer_row, buffer_head;
+};
+
+constexpr int64_t TOKENS = 1024;  // at once where prompts allow: what lies between products stays in the caches
+
+// Where what lies between products is put; kept from call to call, with what was in it.
+struct Room {
+    BFloat16 *normed, *between, *qkv, *attended, *up, *gated;
+    int64_t queries, states, wide;  // numbers of a token in attended, qkv and up
+
+    // For `tokens`, of which at most `together` are in the feed-forward at once.
+    Room(const Layer& l, int64_t tokens, int64_t together)
+        : queries(l.heads * l.group * l.size), states(queries + 2 * l.heads * l.size),
+          wide(l.gated ? 2 * l.intermediate : l.intermediate) {
+        static thread_local std::vector<BFloat16> kept;
+        const size_t needed = tokens * (2 * l.hidden + states + queries) + together * (wide + l.intermediate);
+        if (kept.size() < needed) kept.resize(needed);
+        normed = kept.data();
+        between = normed + tokens * l.hidden;
+        qkv = between + tokens * l.hidden;
+        attended = qkv + tokens * states;
+        up = attended + tokens * queries;
+        gated = up + together * wide;
+    }
+};
+
+// The rest is called by all threads of a parallel region.
+
+inline void norm(const Layer& l, Numbers from, BFloat16* to, int64_t tokens, bool of_attention) {
+    if (of_attention)
+        normalize(from, l.attention_norm, l.attention_norm_bias, to, tokens, l.hidden, l.attention_epsilon);
+    else
+        normalize(from, l.mlp_norm, l.mlp_norm_bias, to, tokens, l.hidden, l.mlp_epsilon);
+}
+
+// hidden -> room.qkv
+inline void project(const Layer& l, const Room& room, Numbers hidden, int64_t tokens) {
+    if (l.norm_first) norm(l, hidden, room.normed, tokens, true);
+    multiply({l.norm_first ? room.normed : hidden, l.qkv, l.qkv_bias, nullptr, room.qkv, l.hidden, room.states, false},
+             tokens);
+}
+
+// room.attended, hidden -> out, which may be hidden
+inline void finish(const Layer& l, const Room& room, Numbers hidden, BFloat16* out, int64_t tokens, int64_t together) {
+    multiply({room.attended, l.output, l.output_bias, hidden, room.between, room.queries, l.hidden, false}, tokens);
+    norm(l, room.between, room.normed, tokens, !l.norm_first);
+    for (int64_t first = 0; first < tokens; first += together) {
+        const int64_t some = std::min(together, tokens - first), at = first * l.hidden;
+        BFloat16 *normed = room.normed + at, *between = room.between + at;
+        multiply({normed, l.up, l.up_bias, nullptr, room.up, l.hidden, room.wide, !l.gated}, some);
+        if (l.gated) gate(room.up, room.gated, some, l.intermediate);
+        // a norm behind the attention is what the residual is
+        multiply({l.gated ? room.gated : room.up, l.down, l.down_bias, l.norm_first ? between : normed,
+                  l.norm_first ? out + at : between, l.intermediate, l.hidden, false}, some);
+    }
+    if (!l.norm_first) norm(l, room.between, out, tokens, false);
+}
+
+void run_step(const Layer& l, const Step& s) {
+    const Room room(l, s.rows, s.rows);
     auto before = [&](int64_t row, int64_t head) {
-        BFloat16 *mine = qkv + row * states, *key = mine + queries + head * l.size, *value = key + l.heads * l.size;
+        BFloat16* mine = room.qkv + row * room.states;
+        BFloat16 *key = mine + room.queries + head * l.size, *value = key + l.heads * l.size;
         if (s.cosines) {
             Numbers cosines = s.cosines + row * l.size, sines = s.sines + row * l.size;
             for (int64_t g = 0; g < l.group; g++)
@@ -61,29 +118,46 @@ void run_layer(const Layer& l, const Step& s) {
         std::memcpy(s.values + to, value, l.size * sizeof *value);
     };
     const Attention<BFloat16> attention{
-        qkv, s.keys + s.first * l.size, s.values + s.first * l.size, s.seen, attended, s.rows, l.heads, l.group,
-        s.width - s.first, l.size, states, s.buffer_row, s.buffer_head, l.size, s.buffer_row, s.buffer_head, l.size, s.seen_row,
-        l.scale};
+        room.qkv, s.keys + s.first * l.size, s.values + s.first * l.size, s.seen, room.attended, s.rows, l.heads,
+        l.group, s.width - s.first, l.size, room.states, s.buffer_row, s.buffer_head, l.size, s.buffer_row,
+        s.buffer_head, l.size, s.seen_row, l.scale};
 #pragma omp parallel
     {
-        auto norm = [&](Numbers from, BFloat16* to, bool of_attention) {
-            if (of_attention)
-                normalize(from, l.attention_norm, l.attention_norm_bias, to, s.rows, l.hidden, l.attention_epsilon);
-            else
-                normalize(from, l.mlp_norm, l.mlp_norm_bias, to, s.rows, l.hidden, l.mlp_epsilon);
-        };
-        Numbers x = s.hidden;
-        if (l.norm_first) norm(s.hidden, normed, true), x = normed;
-        multiply({x, l.qkv, l.qkv_bias, nullptr, qkv, l.hidden, states, false}, s.rows);
+        project(l, room, s.hidden, s.rows);
         attend(attention, before);
-        multiply({attended, l.output, l.output_bias, s.hidden, between, queries, l.hidden, false}, s.rows);
-        norm(between, normed, !l.norm_first);
-        multiply({normed, l.up, l.up_bias, nullptr, up, l.hidden, wide, !l.gated}, s.rows);
-        if (l.gated) gate(up, gated, s.rows, l.intermediate);
-        // a norm behind the attention is what the residual is
-        multiply({l.gated ? gated : up, l.down, l.down_bias, l.norm_first ? between : normed,
-                  l.norm_first ? s.out : between, l.intermediate, l.hidden, false}, s.rows);
-        if (!l.norm_first) norm(between, s.out, false);
+        finish(l, room, s.hidden, s.out, s.rows, s.rows);
+    }
+}
+
+void run_prompts(const Layer& l, const Prompts& p) {
+    // whole prompts up to so many tokens, or one that is longer
+    auto end_of = [&](int64_t first) {
+        int64_t last = first + 1;
+        while (last < p.prompts && p.starts[last + 1] - p.starts[first] <= TOKENS) last++;
+        return last;
+    };
+    int64_t most = 0;
+    for (int64_t first = 0; first < p.prompts; first = end_of(first))
+        most = std::max(most, p.starts[end_of(first)] - p.starts[first]);
+    const Room room(l, most, TOKENS);
+    BFloat16 *keys = room.qkv + room.queries, *values = keys + l.heads * l.size;
+#pragma omp parallel
+    for (int64_t first = 0; first < p.prompts; first = end_of(first)) {
+        const int64_t last = end_of(first), start = p.starts[first], tokens = p.starts[last] - start;
+        BFloat16* hidden = p.hidden + start * l.hidden;
+        project(l, room, hidden, tokens);
+        if (p.cosines)
+            rotate(room.qkv, p.cosines + start * l.size, p.sines + start * l.size, tokens, l.heads * (l.group + 1),
+                   l.size, room.states, l.size);
+        if (p.keys) {
+            fill(keys, p.keys, p.starts, p.sources, first, last, p.rows, l.heads, l.size, room.states, p.buffer_row,
+                 p.buffer_head);
+            fill(values, p.values, p.starts, p.sources, first, last, p.rows, l.heads, l.size, room.states,
+                 p.buffer_row, p.buffer_head);
+        }
+        attend_prompts({room.qkv, keys, values, p.starts + first, room.attended, last - first, l.heads, l.group, l.size,
+                        room.states, room.states, room.states, l.scale});
+        finish(l, room, hidden, hidden, tokens, TOKENS);
     }
 }
 

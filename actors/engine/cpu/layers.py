@@ -1,11 +1,10 @@
 """Decoder layers of the families that are run most, with fewer and larger products and one pass for what lies between.
 
 Queries, keys and values are one product, and so are gate and up; norms, turns and gates are kernels; a residual is
-added by the product before it. The parts are plain objects: calling a module takes longer than some of them do. A step
+added by the product before it. The parts are plain objects: calling a module takes longer than some of them do. A pass
 is one native call where there is one. What a layer computes is the library's layer, which the engine's tests hold it
 against.
-Prompts may lie one behind another, in one row of all their tokens, so that none is padded.
-Shapes: B rows, S new tokens, N = B S, P prompts, E hidden size, Q query heads, H key/value heads, D head size.
+Shapes: B rows, S new tokens, N = B S, E hidden size, Q query heads, H key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from actors.engine.cache import SkipCache
 from actors.engine.cpu import kernels
 from actors.engine.cpu.attention import attend
-from actors.engine.cpu.native_layer import NativeLayer, Norm
+from actors.engine.cpu.native_layer import NativeLayer, Norm, Place
 from actors.engine.cpu.packing import PanelProduct, joined
 
 
@@ -38,29 +37,14 @@ class _Attention:
         self.num_key_value_groups = query_heads // kv_heads  # read by the library's attention
 
     def __call__(
-        self,
-        hidden: Tensor,
-        residual: Tensor,
-        rows: int,
-        rotary: Any,
-        mask: Tensor | None,
-        cache: Any,
-        starts: Tensor | None,
+        self, hidden: Tensor, residual: Tensor, rows: int, rotary: Any, mask: Tensor | None, cache: Any
     ) -> Tensor:
-        """hidden, residual [N, E] -> [N, E]; rotary: cosines and sines [B, S, D], or None.
-
-        starts: int64 [P + 1], where prompts begin that are the one row, and N.
-        """
+        """hidden, residual [N, E] -> [N, E]; rotary: cosines and sines [B, S, D], or None."""
         queries, keys = self.query_heads, self.query_heads + self.kv_heads
         states = self.qkv(hidden).view(len(hidden), keys + self.kv_heads, self.head_dim)
         if rotary is not None:
             cosines, sines = (one.reshape(len(hidden), self.head_dim) for one in rotary)
             kernels.rotate(states[:, :keys], cosines, sines)
-        if starts is not None:
-            query, key, value = states[:, :queries], states[:, queries:keys], states[:, keys:]
-            cache.store_prompts(key, value, starts, self.layer)
-            attended = kernels.attend_prompts(query, key, value, starts, self.scaling)
-            return self.output(attended.view(len(hidden), -1), residual=residual)
         by_row = states.view(rows, -1, keys + self.kv_heads, self.head_dim).transpose(1, 2)
         query, key, value = by_row[:, :queries], by_row[:, queries:keys], by_row[:, keys:]
         if cache is not None:
@@ -72,10 +56,10 @@ class _Attention:
 def _native(
     attention: _Attention, norms: tuple[Norm, Norm], up: Any, down: Any, *, gated: bool, norm_first: bool
 ) -> NativeLayer | None:
-    """A step of one token a row as one call; None where products are not by the kernel."""
+    """The layer as one call; None where its products are not by the kernel."""
     qkv, output = attention.qkv, attention.output
     products = [one for one in (qkv, output, up, down) if isinstance(one, PanelProduct)]
-    if len(products) < 4:
+    if len(products) < 4 or attention.head_dim % 2:
         return None
     return NativeLayer(
         norms,
@@ -88,14 +72,17 @@ def _native(
     )
 
 
-def _step(
+def _in_one_call(
     native: NativeLayer | None, layer: int, hidden: Tensor, rotary: Any, mask: Tensor | None, cache: Any
 ) -> Tensor | None:
-    """[B, S, E] -> [B, S, E]; None where there is no native call, or for what is no step."""
-    if native is None or hidden.shape[1] != 1 or not isinstance(cache, SkipCache):
+    """[B, S, E] -> [B, S, E], of a step, or in its place of prompts one behind another; None where there is no such
+    call."""
+    if native is None or not isinstance(cache, SkipCache):
         return None
     place = cache.place(layer, len(hidden))
-    return None if place is None else native(hidden, rotary, mask, place)
+    if isinstance(place, Place):
+        return native.step(hidden, rotary, mask, place)
+    return None if place is None else native.prompts(hidden, rotary, place)
 
 
 class LlamaLayer(nn.Module):
@@ -119,22 +106,16 @@ class LlamaLayer(nn.Module):
         self.native = _native(self.attention, norms, self.up, self.down, gated=True, norm_first=True)
 
     def forward(
-        self,
-        hidden: Tensor,
-        attention_mask: Tensor | None,
-        position_embeddings: Any,
-        past_key_values: Any,
-        starts: Tensor | None = None,
-        **more: Any,
+        self, hidden: Tensor, attention_mask: Tensor | None, position_embeddings: Any, past_key_values: Any, **more: Any
     ) -> Tensor:
-        """[B, S, E] -> [B, S, E], called as the library's layer; starts [P + 1]: of prompts that are the one row."""
+        """[B, S, E] -> [B, S, E], called as the library's layer."""
         number = self.attention.layer
-        step = _step(self.native, number, hidden, position_embeddings, attention_mask, past_key_values)
-        if step is not None:
-            return step
+        done = _in_one_call(self.native, number, hidden, position_embeddings, attention_mask, past_key_values)
+        if done is not None:
+            return done
         flat: Tensor = hidden.reshape(-1, hidden.shape[-1])
         normed = self.attention_norm(flat)
-        flat = self.attention(normed, flat, len(hidden), position_embeddings, attention_mask, past_key_values, starts)
+        flat = self.attention(normed, flat, len(hidden), position_embeddings, attention_mask, past_key_values)
         flat = self.down(kernels.gate(self.up(self.mlp_norm(flat))), residual=flat)
         return flat.view(hidden.shape)
 
@@ -161,21 +142,15 @@ class OptLayer(nn.Module):
             self.native = _native(self.attention, norms, self.up, self.down, gated=False, norm_first=self.norm_first)
 
     def forward(
-        self,
-        hidden: Tensor,
-        attention_mask: Tensor | None,
-        position_embeddings: Any,
-        past_key_values: Any,
-        starts: Tensor | None = None,
-        **more: Any,
+        self, hidden: Tensor, attention_mask: Tensor | None, position_embeddings: Any, past_key_values: Any, **more: Any
     ) -> Tensor:
-        """[B, S, E] -> [B, S, E], called as the library's layer; starts [P + 1]: of prompts that are the one row."""
-        step = _step(self.native, self.attention.layer, hidden, None, attention_mask, past_key_values)
-        if step is not None:
-            return step
+        """[B, S, E] -> [B, S, E], called as the library's layer."""
+        done = _in_one_call(self.native, self.attention.layer, hidden, None, attention_mask, past_key_values)
+        if done is not None:
+            return done
         flat: Tensor = hidden.reshape(-1, hidden.shape[-1])
         normed = self.attention_norm(flat) if self.norm_first else flat
-        flat = self.attention(normed, flat, len(hidden), None, attention_mask, past_key_values, starts)
+        flat = self.attention(normed, flat, len(hidden), None, attention_mask, past_key_values)
         if not self.norm_first:
             flat = self.attention_norm(flat)
         normed = self.mlp_norm(flat) if self.norm_first else flat

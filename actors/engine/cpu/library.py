@@ -35,7 +35,6 @@ _NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _SIGNATURES: dict[str, tuple[int, int, int, Any]] = {
     "attend": (5, 13, 1, None),
     "append": (5, 8, 0, ctypes.c_bool),
-    "fill": (4, 6, 0, None),
     "rotate": (3, 5, 0, None),
     "normalize": (4, 2, 1, None),
     "gate": (2, 2, 0, None),
@@ -43,7 +42,8 @@ _SIGNATURES: dict[str, tuple[int, int, int, Any]] = {
 _MULTIPLYING: dict[str, tuple[int, int, int, Any]] = {  # bfloat16 alone, on some processors
     "multiply": (5, 4, 0, None),
     "attend_prompts": (5, 7, 1, None),
-    "layer": (2, 0, 0, ctypes.c_bool),
+    "layer_step": (2, 0, 0, ctypes.c_bool),
+    "layer_prompts": (2, 0, 0, None),
 }
 
 

@@ -1,7 +1,8 @@
-"""A decoder layer over one new token a row as one native call, `layer.h`: what its parts compute, without their calls.
+"""A decoder layer as one native call, `layer.h`, over one new token a row or over whole prompts.
 
-Between two products of a small model, finding the next one takes longer than running it.
-Shapes: B rows, E hidden size, H key/value heads, K slots, D head size.
+Between two products of a small model, finding the next one takes longer than running it; and memory that is new at
+every product is cleared page by page before it is written.
+Shapes: B rows, P prompts, N tokens of all prompts, E hidden size, H key/value heads, K slots, D head size.
 """
 
 from __future__ import annotations
@@ -39,6 +40,15 @@ class _Step(ctypes.Structure):
     ]
 
 
+class _Prompts(ctypes.Structure):
+    """`Prompts` of layer.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("hidden", "cosines", "sines", "keys", "values", "starts", "sources")),
+        *((name, ctypes.c_int64) for name in ("prompts", "rows", "buffer_row", "buffer_head")),
+    ]
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a step's tokens are written and what they attend to: buffers [B, H, K, D] of one layout, slots [B] int64
@@ -49,6 +59,21 @@ class Place:
     slots: Tensor
     first: int
     width: int
+
+
+@dataclass(frozen=True)
+class PromptPlace:
+    """Prompts one behind another, the first token of each and N in starts [P + 1], and where their keys and values are
+    written: buffers [B, H, K, D] of one layout, or None; sources [B]: the prompt of each row; both int64."""
+
+    starts: Tensor
+    sources: Tensor
+    buffers: tuple[Tensor, Tensor] | None
+
+    def __post_init__(self) -> None:
+        for one in (self.starts, self.sources):
+            assert one.dtype == torch.int64 and one.is_contiguous()
+        assert self.buffers is None or len(self.buffers[0]) == len(self.sources)
 
 
 @dataclass(frozen=True)
@@ -97,37 +122,68 @@ class NativeLayer:
             *(hidden, keys, queries // keys, head_dim, down.inputs, gated, norm_first),
             *(norms[0].epsilon, norms[1].epsilon, scaling),
         )
-        self._step = _Step()
-        self._run = kernel("layer", torch.bfloat16)
+        self._step, self._prompts = _Step(), _Prompts()
+        self._run_step = kernel("layer_step", torch.bfloat16)
+        self._run_prompts = kernel("layer_prompts", torch.bfloat16)
         self._shape = hidden, keys, head_dim
 
-    def __call__(
-        self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, seen: Tensor | None, place: Place
-    ) -> Tensor:
+    def step(self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, seen: Tensor | None, place: Place) -> Tensor:
         """hidden [B, 1, E] -> [B, 1, E]; rotary: cosines and sines [B, 1, D]; seen: bool [B, 1, 1, K - first]."""
-        rows, step, keys = len(hidden), self._step, place.keys
-        size, heads, head_dim = self._shape
-        assert (
-            hidden.shape == (rows, 1, size) and hidden.is_contiguous() and hidden.dtype == keys.dtype == torch.bfloat16
-        )
-        assert keys.shape == place.values.shape == (rows, heads, keys.shape[2], head_dim)
-        assert keys.stride() == place.values.stride() and keys.stride()[2:] == (head_dim, 1)
+        rows, step = len(hidden), self._step
+        assert hidden.shape[1] == 1 and 0 <= place.first < place.width <= place.keys.shape[2]
         assert place.slots.dtype == torch.int64 and len(place.slots) == rows and place.slots.is_contiguous()
-        assert 0 <= place.first < place.width <= keys.shape[2] and not torch.is_grad_enabled()
+        turns = self._check(hidden, rotary, (place.keys, place.values), rows)
         output = torch.empty_like(hidden)
         step.hidden, step.out = hidden.data_ptr(), output.data_ptr()
-        if rotary is not None:
-            rotary = rotary[0].expand(rows, 1, head_dim).contiguous(), rotary[1].expand(rows, 1, head_dim).contiguous()
-            assert rotary[0].dtype == rotary[1].dtype == torch.bfloat16
-            step.cosines, step.sines = rotary[0].data_ptr(), rotary[1].data_ptr()
-        step.keys, step.values, step.slots = keys.data_ptr(), place.values.data_ptr(), place.slots.data_ptr()
-        step.rows, step.held, step.buffer_row, step.buffer_head = rows, keys.shape[2], keys.stride(0), keys.stride(1)
-        step.first, step.width = place.first, place.width
+        if turns is not None:
+            step.cosines, step.sines = turns[0].data_ptr(), turns[1].data_ptr()
+        step.keys, step.values, step.slots = place.keys.data_ptr(), place.values.data_ptr(), place.slots.data_ptr()
+        step.rows, step.held, step.first, step.width = rows, place.keys.shape[2], place.first, place.width
+        step.buffer_row, step.buffer_head = place.keys.stride()[:2]
         step.seen, step.seen_row = None, 0
         if seen is not None:
             assert seen.dtype == torch.bool and seen.shape == (rows, 1, 1, place.width - place.first)
-            step.seen, step.seen_row = seen.data_ptr(), seen.stride(0)
             assert seen.stride(3) == 1 or seen.shape[3] == 1
-        inside = self._run(ctypes.addressof(self._layer), ctypes.addressof(step))
+            step.seen, step.seen_row = seen.data_ptr(), seen.stride(0)
+        inside = self._run_step(ctypes.addressof(self._layer), ctypes.addressof(step))
         assert inside, "a slot lies outside the buffers"
         return output
+
+    def prompts(self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, place: PromptPlace) -> Tensor:
+        """hidden [1, N, E] -> [1, N, E], in its place; rotary: cosines and sines [1, N, D]."""
+        prompts = self._prompts
+        assert len(hidden) == 1
+        turns = self._check(hidden, rotary, place.buffers, len(place.sources))
+        prompts.hidden = hidden.data_ptr()
+        if turns is not None:
+            prompts.cosines, prompts.sines = turns[0].data_ptr(), turns[1].data_ptr()
+        prompts.starts, prompts.sources = place.starts.data_ptr(), place.sources.data_ptr()
+        prompts.prompts, prompts.rows = len(place.starts) - 1, len(place.sources)
+        prompts.keys = prompts.values = None
+        if place.buffers is not None:
+            prompts.keys, prompts.values = (buffer.data_ptr() for buffer in place.buffers)
+            prompts.buffer_row, prompts.buffer_head = place.buffers[0].stride()[:2]
+        self._run_prompts(ctypes.addressof(self._layer), ctypes.addressof(prompts))
+        return hidden
+
+    def _check(
+        self,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        buffers: tuple[Tensor, Tensor] | None,
+        rows: int,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines [B, S, D] without strides, of hidden states [B, S, E]."""
+        size, heads, head_dim = self._shape
+        assert hidden.shape[2] == size and hidden.is_contiguous() and hidden.dtype == torch.bfloat16
+        assert not torch.is_grad_enabled()
+        if buffers is not None:
+            keys, values = buffers
+            assert keys.shape == values.shape == (rows, heads, keys.shape[2], head_dim) and keys.dtype == values.dtype
+            assert keys.stride() == values.stride() and keys.stride()[2:] == (head_dim, 1)
+            assert keys.dtype == hidden.dtype
+        if rotary is None:
+            return None
+        cosines, sines = (one.expand(*hidden.shape[:2], head_dim).contiguous() for one in rotary)
+        assert cosines.dtype == sines.dtype == torch.bfloat16
+        return cosines, sines

@@ -11,7 +11,7 @@
 
 namespace {
 
-// Prompts lie one behind another: prompt p is tokens starts[p] ... starts[p + 1] - 1.
+// Prompts lie one behind another: prompt p is tokens starts[p] - starts[0] ... starts[p + 1] - starts[0] - 1.
 struct PromptAttention {
     const BFloat16 *query, *keys, *values;  // [tokens, heads, group, size], [tokens, heads, size] each
     const int64_t* starts;                  // [prompts + 1]
@@ -83,7 +83,8 @@ inline void attend_prompts(const PromptAttention& a) {
     float* totals = sums + QUERIES * size;
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < a.prompts * a.heads; task++) {
-        const int64_t start = a.starts[task / a.heads], tokens = a.starts[task / a.heads + 1] - start;
+        const int64_t* mine = a.starts + task / a.heads;
+        const int64_t start = mine[0] - a.starts[0], tokens = mine[1] - mine[0];
         const int64_t head = task % a.heads, even = rounded_up(tokens, 2);
         pack_keys(a.keys + start * a.key_token + head * a.size, a.key_token, tokens, a.size, keys);
         pack_values(a.values + start * a.value_token + head * a.size, a.value_token, tokens, a.size, even, values);
