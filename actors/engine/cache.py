@@ -8,6 +8,7 @@ Shapes: R rows of capacity, B live rows, H key/value heads, D head size, K slots
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,7 +55,8 @@ class SkipCache:
     """Buffers of [R, H, P + n_l, D] of keys and of values for every layer that decode runs.
 
     windows: of each layer, how many keys a token sees, its own counted; None is all. Older keys stay in their
-    slots, but are not read. native: write steps by the CPU's kernel. Rows lie oldest first. A pass is
+    slots, but are not read. native: read and written by the CPU's kernels, in one piece of memory; `memory`: an
+    earlier cache's that is large enough. Rows lie oldest first. A pass is
     announced by `begin_prefill` or `begin_step`; then the model's attention layers call `update`.
     """
 
@@ -71,6 +73,7 @@ class SkipCache:
         device: torch.device,
         windows: Sequence[int | None] | None = None,
         native: bool = False,
+        memory: Tensor | None = None,
     ) -> None:
         self.capacity = rows
         self.prompt_slots = prompt_slots
@@ -80,12 +83,21 @@ class SkipCache:
         self.windows = [None] * schedule.num_layers if windows is None else list(windows)
         self._native = native
         self._width = 0  # slots attended to, in every layer that has so many
+        self.memory: Tensor | None = None  # what all buffers lie in, if they do
+        if native:  # new memory would be cleared page by page; the kernel reads no slot that was not written
+            numbers = 2 * sum(self.slots) * rows * kv_heads * head_dim
+            self.memory = torch.empty(numbers, dtype=dtype, device=device) if memory is None else memory
+            assert len(self.memory) >= numbers
+        taken = 0
 
         def buffer(slots: int) -> Tensor:
-            # zeros: a slot that is masked but was never written must not hold a NaN, which no weight of 0 removes;
-            # the kernel does not read it
-            make = torch.empty if native else torch.zeros
-            return make(rows, kv_heads, slots, head_dim, dtype=dtype, device=device)
+            nonlocal taken
+            shape = (rows, kv_heads, slots, head_dim)
+            if self.memory is None:
+                # zeros: a slot that is masked but was never written must not hold a NaN, which no weight of 0 removes
+                return torch.zeros(shape, dtype=dtype, device=device)
+            first, taken = taken, taken + math.prod(shape)
+            return self.memory[first:taken].view(shape)
 
         self.buffers: list[tuple[Tensor, Tensor] | None] = [
             (buffer(slots), buffer(slots)) if slots else None for slots in self.slots
@@ -199,7 +211,7 @@ class SkipCache:
             buffer[torch.tensor(targets), :, : self._width] = buffer[torch.tensor(sources), :, : self._width]
 
     def free(self, position: int) -> None:
-        """Drop the layers that no row at `position` or later will run."""
+        """Drop the layers that no row at `position` or later will run, and their memory if it is their own."""
         for layer, uses in enumerate(self.uses):
             if uses <= position:
                 self.buffers[layer] = None

@@ -91,8 +91,10 @@ class Engine:
     def open(self, rows: int, prompt_slots: int, max_new_tokens: int) -> None:
         """Make room for `rows` rows at once, none with a longer prompt or more new tokens than said."""
         assert not self.rows, "rows are in flight"
-        self.cache = None  # the old buffers go before the new ones come
-        decoder = self.decoder
+        decoder, memory = self.decoder, None if self.cache is None else self.cache.memory
+        if memory is not None and memory.nbytes < rows * self.row_bytes(prompt_slots, max_new_tokens):
+            memory = None
+        self.cache = None  # what is too small goes before the new comes
         self.cache = SkipCache(
             self.schedule,
             rows,
@@ -104,6 +106,7 @@ class Engine:
             device=decoder.device,
             windows=decoder.windows,
             native=decoder.native,
+            memory=memory,
         )
         self.stats.batches += 1
         self.stats.cache_bytes = max(self.stats.cache_bytes, self.cache.bytes)
