@@ -8,6 +8,7 @@ that may not come, temperature, top-k, top-p, min-p.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -74,6 +75,12 @@ class RowSampling:
         return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
     @property
+    def likeliest_alone(self) -> bool:
+        """Whether the next token is the likeliest one, and that is all there is to know of it."""
+        bound = self.allowed is not None or self.barred or (self.penalized and self.counts)
+        return self.params.temperature == 0 and self.params.logprobs is None and not bound
+
+    @property
     def narrowed(self) -> bool:
         """Whether only the likelier tokens can be drawn."""
         return self.params.top_k > 0 or self.params.top_p < 1 or self.params.min_p > 0
@@ -96,6 +103,9 @@ def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True
     logprobs: whether the drawn tokens' own are wanted. They take a pass over the vocabulary with an exponential for
     each number, longer than all else together for a greedy row.
     """
+    if not logprobs and all(row.likeliest_alone for row in rows):
+        untold = [math.nan] * len(rows)
+        return Drawn(_likeliest(logits).tolist(), untold, untold, {})
     logits = logits.float()
     if logprobs or any(row.allowed is not None or row.params.logprobs is not None for row in rows):
         normalizer = logits.logsumexp(dim=-1)
@@ -124,9 +134,15 @@ def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True
 
 def _likeliest(logits: Tensor) -> Tensor:
     """argmax over [B, V]: [B], the first of equals. On a CPU numpy's, which takes a tenth of torch's time."""
-    if logits.device.type == "cpu":
-        return torch.from_numpy(logits.numpy().argmax(axis=-1))
-    return logits.argmax(dim=-1)
+    if logits.device.type != "cpu":
+        return logits.argmax(dim=-1)
+    if logits.dtype != torch.bfloat16:
+        return torch.from_numpy(logits.float().numpy().argmax(axis=-1))
+    bits = logits.view(torch.int16)  # which order positive numbers as they are, above all negative ones
+    found = torch.from_numpy(bits.numpy().argmax(axis=-1))
+    for row in (bits.gather(1, found[:, None])[:, 0] <= 0).nonzero()[:, 0].tolist():
+        found[row] = int(logits[row].float().numpy().argmax())
+    return found
 
 
 def _draw(logits: Tensor, rows: Sequence[RowSampling], narrowed: bool) -> Tensor:

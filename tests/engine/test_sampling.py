@@ -203,10 +203,11 @@ def test_logprobs_are_the_models_own() -> None:
     assert drawn.top[1].top == () and abs(drawn.top[1].logprob - whole[0].item()) < 1e-6
 
 
-@given(st.integers(0, 2**32), st.integers(2, 40))
-def test_greedy_takes_the_first_of_the_likeliest(seed: int, vocabulary: int) -> None:
+@given(st.integers(0, 2**32), st.integers(2, 40), st.integers(-5, 5), st.sampled_from([torch.bfloat16, torch.float32]))
+def test_greedy_takes_the_first_of_the_likeliest(seed: int, vocabulary: int, highest: int, dtype: torch.dtype) -> None:
     """With bfloat16 logits ties are common; whether logprobs are asked for changes nothing."""
-    logits = torch.randint(-3, 4, (4, vocabulary), generator=torch.Generator().manual_seed(seed)).bfloat16()
+    generator = torch.Generator().manual_seed(seed)
+    logits = (highest - torch.randint(7, (4, vocabulary), generator=generator)).to(dtype)
     rows = [RowSampling(SamplingParams(), row) for row in range(4)]
     want = [values.index(max(values)) for values in logits.tolist()]
     told, silent = (sample(logits, rows, logprobs=asked) for asked in (True, False))
