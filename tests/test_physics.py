@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from models import LAYERS, VOCAB, tiny_model
 from physics import Ceilings, Counter, least
 
@@ -18,10 +19,14 @@ ROWS, PROMPT, NEW = 3, 7, 9
 
 
 @pytest.mark.parametrize("speedup", [1.0, 2.0])
-def test_what_is_counted_is_what_the_schedule_says(speedup: float) -> None:
-    decoder = Decoder(tiny_model("llama"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_counted_is_what_the_schedule_says(speedup: float, dtype: torch.dtype) -> None:
+    """Of the library's layers, and of those that CPUs have in bfloat16."""
+    decoder = Decoder(tiny_model("llama").to(dtype))
     counter = Counter(Ceilings(flops=100.0, bandwidth=7.0))
     counter.watch(decoder)
+    if dtype == torch.bfloat16:
+        decoder.prepare_for_cpu()
     schedule = ScheduleSpec(speedup=speedup, horizon=6).build(LAYERS)
     rows = [Request([5 + row] * PROMPT, SamplingParams(max_new_tokens=NEW), row) for row in range(ROWS)]
     generate(Engine(decoder, schedule, ()), rows, budget_bytes=2**40, max_rows=ROWS)
@@ -33,11 +38,11 @@ def test_what_is_counted_is_what_the_schedule_says(speedup: float) -> None:
     depths = [schedule.depth(position) for position in range(NEW - 1)]
     assert parts["prefill linear"].flops == 2 * ROWS * PROMPT * layer * LAYERS
     assert parts["decode linear"].flops == 2 * ROWS * layer * sum(depths)
-    assert parts["decode linear"].bytes == 4 * layer * sum(depths)
+    assert parts["decode linear"].bytes == dtype.itemsize * layer * sum(depths)
     assert parts["decode head"].flops == 2 * ROWS * VOCAB * hidden * len(depths)
     keys = sum(depth * (PROMPT + position + 1) for position, depth in enumerate(depths))
     assert parts["decode attention"].flops == 4 * ROWS * keys * queries * size
-    assert parts["decode attention"].bytes == ROWS * keys * 2 * heads * size * 4
+    assert parts["decode attention"].bytes == ROWS * keys * 2 * heads * size * dtype.itemsize
     assert parts["prefill attention"].flops == 4 * ROWS * LAYERS * math.comb(PROMPT + 1, 2) * queries * size
     for part in parts.values():  # no call takes less than its arithmetic, or its bytes
         assert part.least >= max(part.flops / 100, part.bytes / 7) * (1 - 1e-9)

@@ -1,13 +1,14 @@
 """What a machine can do, and what the passes of a run ask of it: FLOPs, bytes, and the least time for both.
 
-Ceilings are measured in the run itself: a product of large matrices, packed as the engine packs its weights, and a
-copy of memory. A pass is counted as it is run, padding included; the least time of each of its parts is max(FLOPs /
-rate, bytes / bandwidth). Weights that stay in the processor's cache, as a small model's do, may be read faster than
-that. Projections before the first layer and behind the last are not counted, nor windows.
+Ceilings are measured in the run itself: a product of large matrices, the engine's or the library's, whichever is
+faster, and a copy of memory. A pass is counted as it is run, padding included; the least time of each of its parts is
+max(FLOPs / rate, bytes / bandwidth). Weights that stay in the processor's cache, as a small model's do, may be read
+faster than that. Projections before the first layer and behind the last are not counted, nor windows.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.engine.cpu.packing import PackedLinear, can_pack
+from actors.engine.cpu.packing import PackedLinear, PackedProduct, can_pack
 from actors.engine.decoder import Decoder
 
 
@@ -32,10 +33,12 @@ class Ceilings:
 def measure(dtype: torch.dtype, device: torch.device, size: int = 2048, copied: int = 2**28) -> Ceilings:
     """The best of ten."""
     left, right = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
-    layer = PackedLinear(right, None) if can_pack(dtype, device) else (lambda given: torch.mm(given, right))
+    products: list[Callable[[Tensor], Tensor]] = [lambda given: torch.mm(given, right)]
+    if can_pack(dtype, device):
+        products += [PackedProduct(right, None), PackedLinear(right, None)]
     source = torch.ones(copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    product = _best(lambda: layer(left), device)
+    product = min(_best(functools.partial(one, left), device) for one in products)
     copy = _best(lambda: target.copy_(source), device)
     return Ceilings(2 * size**3 / product, 2 * copied / copy)
 
@@ -78,7 +81,7 @@ class Counter:
         config = decoder.model.config
         width = config.num_attention_heads * decoder.head_dim
         stored = 2 * decoder.kv_heads * decoder.head_dim * item
-        prefill, step = decoder.prefill, decoder.step
+        prefill, joined, step = decoder.prefill, decoder.prefill_joined, decoder.step
 
         def layer(stage: str, number: int, tokens: int, pairs: int, read: int) -> None:
             """pairs: of queries and keys. read: keys."""
@@ -97,6 +100,13 @@ class Counter:
             self._add("prefill head", 2 * len(last) * head, head * item)
             return prefill(ids, positions, last, layers, *rest, **more)
 
+        def counted_joined(ids: Tensor, positions: Tensor, starts: Tensor, layers: Sequence[int], *rest: Any) -> Tensor:
+            lengths = starts.diff()
+            for number in layers:
+                layer("prefill", number, ids.numel(), int((lengths * (lengths + 1) // 2).sum()), ids.numel())
+            self._add("prefill head", 2 * len(lengths) * head, head * item)
+            return joined(ids, positions, starts, layers, *rest)
+
         def counted_step(ids: Tensor, positions: Tensor, rows_per_layer: Sequence[int], *rest: Any) -> Tensor:
             live = [place + 1 for place in positions[:, 0].tolist()]
             for number, rows in enumerate(rows_per_layer):
@@ -107,6 +117,7 @@ class Counter:
             return step(ids, positions, rows_per_layer, *rest)
 
         decoder.prefill = counted_prefill  # type: ignore[method-assign]
+        decoder.prefill_joined = counted_joined  # type: ignore[method-assign]
         decoder.step = counted_step  # type: ignore[method-assign]
 
     def _add(self, name: str, flops: float, moved: float) -> None:
