@@ -55,6 +55,7 @@ class Engine:
         self.stats = EngineStats()
         self.rows: list[Row] = []
         self.cache: SkipCache | None = None
+        self._memory: torch.Tensor | None = None
         self._prefix: tuple[tuple[int, ...], PrefixKeys] | None = None
         self._steps = 0
         self._tickets = 0
@@ -91,10 +92,10 @@ class Engine:
     def open(self, rows: int, prompt_slots: int, max_new_tokens: int) -> None:
         """Make room for `rows` rows at once, none with a longer prompt or more new tokens than said."""
         assert not self.rows, "rows are in flight"
-        decoder, memory = self.decoder, None if self.cache is None else self.cache.memory
-        if memory is not None and memory.nbytes < rows * self.row_bytes(prompt_slots, max_new_tokens):
-            memory = None
+        decoder = self.decoder
         self.cache = None  # what is too small goes before the new comes
+        if self._memory is not None and self._memory.nbytes < rows * self.row_bytes(prompt_slots, max_new_tokens):
+            self._memory = None
         self.cache = SkipCache(
             self.schedule,
             rows,
@@ -106,8 +107,9 @@ class Engine:
             device=decoder.device,
             windows=decoder.windows,
             native=decoder.native,
-            memory=memory,
+            memory=self._memory,
         )
+        self._memory = self.cache.memory
         self.stats.batches += 1
         self.stats.cache_bytes = max(self.stats.cache_bytes, self.cache.bytes)
 
@@ -188,13 +190,17 @@ class Engine:
         return self._prefix[1]
 
     def close(self) -> None:
-        """Let rows in flight and their memory go; what their steps have counted is taken back."""
+        """Let rows in flight go; what their steps have counted is taken back. Memory in one piece is kept for the next."""
         for row in self.rows:
             steps = len(row.tokens) - 1
             self.stats.decode_steps -= steps
             self.stats.layer_steps -= self.schedule.layer_steps(steps)
             self.stats.full_layer_steps -= self.schedule.num_layers * steps
         self.rows, self.cache = [], None
+
+    def release(self) -> None:
+        """Give back memory that is kept for the next `open`."""
+        self._memory = None
 
     @torch.inference_mode()
     def step(self, *, last: bool = False) -> list[tuple[int, Completion]]:

@@ -170,6 +170,7 @@ def _run(
             raise
     finally:
         engine.close()
+    engine.release()
     free_memory()  # here the error is gone, and with its traceback the last of its tensors
     engine.stats.out_of_memory += 1
     return done
