@@ -17,6 +17,7 @@ from torch import Tensor
 
 from actors.engine.cpu import kernels
 from actors.engine.cpu.native_layer import Place, PromptPlace
+from actors.engine.cpu.native_stack import buffer_table
 from actors.engine.schedule import Schedule
 
 
@@ -102,6 +103,7 @@ class SkipCache:
         self.buffers: list[tuple[Tensor, Tensor] | None] = [
             (buffer(slots), buffer(slots)) if slots else None for slots in self.slots
         ]
+        self.table = buffer_table(self.buffers) if native else None
         self._used = [0] * schedule.num_layers  # places that have held a row
         self._first = 0  # row at which the announced prefill begins
         self._sources: list[int] = []  # prompt of each of its rows
@@ -153,6 +155,13 @@ class SkipCache:
                 if window is not None:
                     mask &= keys > place - window
             self._seen[window] = first, mask
+
+    def step_slots(self) -> tuple[Tensor, Tensor | None, int]:
+        """Of the announced step, without windows: the tokens' slots [B], the mask [B, 1, 1, K] or None, and K."""
+        assert self._index is not None
+        first, mask = self._seen[None]
+        assert first == 0
+        return self._index[1], mask, self._width
 
     def mask(self, layer: int, rows: int) -> Tensor | None:
         """Mask [rows, 1, 1, K] of the announced step for the `rows` youngest rows; None: all of K is seen."""

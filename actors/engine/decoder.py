@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from actors.engine.cache import SkipCache
 from actors.engine.cpu import attention, kernels, library, packing
 from actors.engine.cpu.layers import faster
+from actors.engine.cpu.native_stack import NativeStack
 from actors.engine.families import Rotary, context_length, family_of
 
 
@@ -70,6 +72,7 @@ class Decoder:
         self.head = model.get_output_embeddings()
         self.native = False  # whether steps run the CPU's kernels
         self.joins_prompts = False  # whether a prefill takes prompts one behind another, none of them padded
+        self.stack: NativeStack | None = None  # all layers of a step in one call
         self._adds_masks = config._attn_implementation == "eager"
         self.device: torch.device = next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype
@@ -88,7 +91,9 @@ class Decoder:
                     self.blocks[number] = blocks[number] = taken
                     packing.give_memory_back()
             whole = all(window is None for window in self.windows)
-            self.joins_prompts = whole and all(getattr(block, "native", None) is not None for block in self.blocks)
+            native = [block.native for block in self.blocks if getattr(block, "native", None) is not None]
+            if whole and len(native) == self.num_layers:
+                self.joins_prompts, self.stack = True, NativeStack(native)  # type: ignore[arg-type]
         if packing.can_pack(self.dtype, self.device):
             for block in self.blocks:
                 packing.pack_linears(block)
@@ -202,6 +207,9 @@ class Decoder:
         """
         hidden, rotary = self.embed(ids, positions)
         batch = len(ids)
+        if self.stack is not None and isinstance(cache, SkipCache):
+            hidden = self.stack.step(hidden, rotary[0], rows_per_layer, *cache.step_slots(), cache.table)
+            return self.logits(hidden[:, 0])
         for layer, rows in enumerate(rows_per_layer):
             if rows == 0:
                 continue

@@ -190,7 +190,7 @@ class Engine:
         return self._prefix[1]
 
     def close(self) -> None:
-        """Let rows in flight go; what their steps have counted is taken back. Memory in one piece is kept for the next."""
+        """Let rows in flight go; what their steps have counted is taken back. Memory in one piece stays."""
         for row in self.rows:
             steps = len(row.tokens) - 1
             self.stats.decode_steps -= steps

@@ -386,6 +386,9 @@ def test_a_step_in_one_call_is_its_parts(family: str, changes: dict[str, Any], t
         assert all(block.native is not None for block in decoder.blocks)
         rows = [Request([5 + row, *range(7, 8 + 3 * row)], SamplingParams(max_new_tokens=12)) for row in range(6)]
         got = drawn_logits(decoder, rows)
+        assert (decoder.stack is None) == ("sliding_window" in changes)
+        decoder.stack = None
+        by_layer = drawn_logits(decoder, rows)
         for block in decoder.blocks:
             block.native = None  # type: ignore[assignment]
         decoder.joins_prompts = False
@@ -393,6 +396,7 @@ def test_a_step_in_one_call_is_its_parts(family: str, changes: dict[str, Any], t
     finally:
         torch.set_num_threads(before)
     assert len(got) > 12 and all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(by_layer, want, strict=True))
 
 
 @multiplying

@@ -68,5 +68,10 @@ extern "C" bool layer_step_bfloat16(const Layer* layer, const Step* step) {
     return true;
 }
 
+extern "C" bool layers_step_bfloat16(const Layer* layers, const Buffers* buffers, const int64_t* counts,
+                                     const Step* step, int64_t count) {
+    return run_steps(layers, buffers, counts, count, *step);
+}
+
 extern "C" void layer_prompts_bfloat16(const Layer* layer, const Prompts* prompts) { run_prompts(*layer, *prompts); }
 #endif

@@ -102,8 +102,7 @@ inline void finish(const Layer& l, const Room& room, Numbers hidden, BFloat16* o
     if (!l.norm_first) norm(l, room.between, out, tokens, false);
 }
 
-void run_step(const Layer& l, const Step& s) {
-    const Room room(l, s.rows, s.rows);
+inline void step_layer(const Layer& l, const Room& room, const Step& s) {
     auto before = [&](int64_t row, int64_t head) {
         BFloat16* mine = room.qkv + row * room.states;
         BFloat16 *key = mine + room.queries + head * l.size, *value = key + l.heads * l.size;
@@ -121,12 +120,50 @@ void run_step(const Layer& l, const Step& s) {
         room.qkv, s.keys + s.first * l.size, s.values + s.first * l.size, s.seen, room.attended, s.rows, l.heads,
         l.group, s.width - s.first, l.size, room.states, s.buffer_row, s.buffer_head, l.size, s.buffer_row,
         s.buffer_head, l.size, s.seen_row, l.scale};
+    project(l, room, s.hidden, s.rows);
+    attend(attention, before);
+    finish(l, room, s.hidden, s.out, s.rows, s.rows);
+}
+
+void run_step(const Layer& l, const Step& s) {
+    const Room room(l, s.rows, s.rows);
 #pragma omp parallel
-    {
-        project(l, room, s.hidden, s.rows);
-        attend(attention, before);
-        finish(l, room, s.hidden, s.out, s.rows, s.rows);
-    }
+    step_layer(l, room, s);
+}
+
+// Of one layer, [rows, heads, held, size] each, of one layout; keys are null where there are none.
+struct Buffers {
+    BFloat16 *keys, *values;
+    int64_t held, row, head;
+};
+
+// A layer's part of a step of all rows: the youngest ones, `rows` of them.
+inline Step part_of(const Step& all, const Layer& l, const Buffers& b, int64_t rows) {
+    const int64_t first = all.rows - rows;
+    Step s = all;
+    s.hidden += first * l.hidden;
+    s.out += first * l.hidden;
+    if (s.cosines) s.cosines += first * l.size, s.sines += first * l.size;
+    s.slots += first;
+    if (s.seen) s.seen += first * s.seen_row;
+    s.keys = b.keys + first * b.row;
+    s.values = b.values + first * b.row;
+    s.rows = rows, s.held = b.held, s.buffer_row = b.row, s.buffer_head = b.head;
+    s.first = 0, s.width = std::min(s.width, b.held);
+    return s;
+}
+
+// Layer i over the counts[i] youngest rows, none where that is 0; hidden and out are one, and layers of one shape.
+// Whether all slots lie in buffers; if not, nothing is done.
+bool run_steps(const Layer* layers, const Buffers* buffers, const int64_t* counts, int64_t count, const Step& all) {
+    for (int64_t i = 0; i < count; i++)
+        if (counts[i] && !(buffers[i].keys && inside(all.slots + all.rows - counts[i], counts[i], buffers[i].held)))
+            return false;
+    const Room room(layers[0], all.rows, all.rows);
+#pragma omp parallel
+    for (int64_t i = 0; i < count; i++)
+        if (counts[i]) step_layer(layers[i], room, part_of(all, layers[i], buffers[i], counts[i]));
+    return true;
 }
 
 void run_prompts(const Layer& l, const Prompts& p) {

@@ -43,6 +43,7 @@ _MULTIPLYING: dict[str, tuple[int, int, int, Any]] = {  # bfloat16 alone, on som
     "multiply": (5, 4, 0, None),
     "attend_prompts": (5, 7, 1, None),
     "layer_step": (2, 0, 0, ctypes.c_bool),
+    "layers_step": (4, 1, 0, ctypes.c_bool),
     "layer_prompts": (2, 0, 0, None),
 }
 

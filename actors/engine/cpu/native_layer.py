@@ -18,7 +18,7 @@ from actors.engine.cpu.library import kernel
 from actors.engine.cpu.packing import PanelProduct
 
 
-class _Layer(ctypes.Structure):
+class LayerFields(ctypes.Structure):
     """`Layer` of layer.h."""
 
     _fields_ = [
@@ -30,7 +30,7 @@ class _Layer(ctypes.Structure):
     ]
 
 
-class _Step(ctypes.Structure):
+class StepFields(ctypes.Structure):
     """`Step` of layer.h."""
 
     _fields_ = [
@@ -117,12 +117,12 @@ class NativeLayer:
         assert qkv.outputs == (queries + 2 * keys) * head_dim and output.outputs == down.outputs == hidden
         assert qkv.inputs == up.inputs == hidden and output.inputs == queries * head_dim and queries % keys == 0
         assert up.outputs == down.inputs * (2 if gated else 1)
-        self._layer = _Layer(
+        self.fields = LayerFields(
             *(None if part is None else part.data_ptr() for part in parts),
             *(hidden, keys, queries // keys, head_dim, down.inputs, gated, norm_first),
             *(norms[0].epsilon, norms[1].epsilon, scaling),
         )
-        self._step, self._prompts = _Step(), _Prompts()
+        self._step, self._prompts = StepFields(), _Prompts()
         self._run_step = kernel("layer_step", torch.bfloat16)
         self._run_prompts = kernel("layer_prompts", torch.bfloat16)
         self._shape = hidden, keys, head_dim
@@ -145,7 +145,7 @@ class NativeLayer:
             assert seen.dtype == torch.bool and seen.shape == (rows, 1, 1, place.width - place.first)
             assert seen.stride(3) == 1 or seen.shape[3] == 1
             step.seen, step.seen_row = seen.data_ptr(), seen.stride(0)
-        inside = self._run_step(ctypes.addressof(self._layer), ctypes.addressof(step))
+        inside = self._run_step(ctypes.addressof(self.fields), ctypes.addressof(step))
         assert inside, "a slot lies outside the buffers"
         return output
 
@@ -163,7 +163,7 @@ class NativeLayer:
         if place.buffers is not None:
             prompts.keys, prompts.values = (buffer.data_ptr() for buffer in place.buffers)
             prompts.buffer_row, prompts.buffer_head = place.buffers[0].stride()[:2]
-        self._run_prompts(ctypes.addressof(self._layer), ctypes.addressof(prompts))
+        self._run_prompts(ctypes.addressof(self.fields), ctypes.addressof(prompts))
         return hidden
 
     def _check(
