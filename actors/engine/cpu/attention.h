@@ -23,13 +23,16 @@ void attend_head(const Head<T>& head, const T* next_keys, int64_t next_count, in
                  int64_t key_slot, int64_t value_slot, float scale, float* room) {
     const int64_t count = head.last - head.first, blocks = (count + LANES - 1) / LANES, tail = size % PAIR;
     const int whole = TAIL ? PAIRS - 1 : PAIRS;
-    Pair* queries = (Pair*)room;                        // [group, PAIRS]
-    Pair* sums = queries + group * PAIRS;               // [group, PAIRS]
-    float* scores = (float*)(sums + group * PAIRS);     // [group, blocks * 16]
+    constexpr int CHAINS = PAIRS == 1 ? 4 : PAIRS <= 3 ? 2 : 1;  // of sums that do not wait for each other
+    Factor<T>* queries = (Factor<T>*)room;                   // [group, PAIRS]
+    Pair* sums = (Pair*)(room + 2 * LANES * group * PAIRS);  // [group, PAIRS]
+    float* scores = (float*)(sums + group * PAIRS);          // [group, blocks * 16]
+    float* totals = scores + group * blocks * LANES;         // [group]
     auto read = [&](const T* x, int p) { return p < whole ? load_pair(x + p * PAIR) : load_some(x + p * PAIR, tail); };
     for (int64_t g = 0; g < group; g++)
         for (int p = 0; p < PAIRS; p++) {
-            queries[g * PAIRS + p] = read(head.query + g * size, p);
+            queries[g * PAIRS + p] = p < whole ? load_factor(head.query + g * size + p * PAIR)
+                                               : load_some_factor(head.query + g * size + p * PAIR, tail);
             sums[g * PAIRS + p] = Pair();
         }
     for (int64_t block = 0; block < blocks; block++) {
@@ -41,10 +44,9 @@ void attend_head(const Head<T>& head, const T* next_keys, int64_t next_count, in
             for (int64_t k = 0; k < LANES; k++) {
                 const T* key = head.keys + (begin + std::min(k, held - 1)) * key_slot;
                 Floats dot = {};
-                for (int p = 0; p < PAIRS; p++) {
-                    const Pair one = read(key, p), q = queries[g * PAIRS + p];
-                    dot += one.a * q.a + one.b * q.b;
-                }
+                for (int p = 0; p < PAIRS; p++)
+                    dot = add_product(dot, queries[g * PAIRS + p],
+                                      p < whole ? load_factor(key + p * PAIR) : load_some_factor(key + p * PAIR, tail));
                 dots[k] = dot;
             }
             // a tree whose last vector holds the 16 dots in their order
@@ -57,16 +59,15 @@ void attend_head(const Head<T>& head, const T* next_keys, int64_t next_count, in
     }
     for (int64_t g = 0; g < group; g++) {
         float* s = scores + g * blocks * LANES;
-        float most = -INFINITY, total = 0;
-#pragma omp simd reduction(max : most)
-        for (int64_t k = 0; k < count; k++) most = std::max(most, s[k]);
+        std::fill(s + count, s + blocks * LANES, -INFINITY);  // whole vectors from here on
+        const float most = highest(s, blocks);
+        float total = 0;
 #pragma omp simd reduction(+ : total)
-        for (int64_t k = 0; k < count; k++) {
+        for (int64_t k = 0; k < blocks * LANES; k++) {
             s[k] = exponential((s[k] - most) * scale);
             total += s[k];
         }
-        const float inverse = 1 / total;
-        for (int64_t k = 0; k < count; k++) s[k] *= inverse;
+        totals[g] = total;
     }
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t begin = head.first + block * LANES, held = std::min(LANES, head.last - begin);
@@ -74,23 +75,32 @@ void attend_head(const Head<T>& head, const T* next_keys, int64_t next_count, in
             prefetch(next_keys + block * LANES * key_slot, std::min(LANES, next_count - block * LANES) * size * sizeof(T));
         for (int64_t g = 0; g < group; g++) {
             const float* weights = scores + (g * blocks + block) * LANES;
-            Pair sum[PAIRS];
-            std::memcpy(sum, sums + g * PAIRS, sizeof sum);
-            for (int64_t k = 0; k < held; k++) {
+            Pair sum[CHAINS][PAIRS] = {};
+            std::memcpy(sum, sums + g * PAIRS, sizeof *sum);
+            auto add = [&](int64_t k, Pair* to) {
                 const T* value = head.values + (begin + k) * value_slot;
                 for (int p = 0; p < PAIRS; p++) {
                     const Pair one = read(value, p);
-                    sum[p].a += weights[k] * one.a;
-                    sum[p].b += weights[k] * one.b;
+                    to[p].a += weights[k] * one.a;
+                    to[p].b += weights[k] * one.b;
                 }
+            };
+            if (held == LANES) {
+#pragma GCC unroll 16
+                for (int64_t k = 0; k < LANES; k++) add(k, sum[k % CHAINS]);
+            } else {
+                for (int64_t k = 0; k < held; k++) add(k, sum[0]);
             }
-            std::memcpy(sums + g * PAIRS, sum, sizeof sum);
+            for (int c = 1; c < CHAINS; c++)
+                for (int p = 0; p < PAIRS; p++) sum[0][p].a += sum[c][p].a, sum[0][p].b += sum[c][p].b;
+            std::memcpy(sums + g * PAIRS, sum, sizeof *sum);
         }
     }
     for (int64_t g = 0; g < group; g++)
         for (int p = 0; p < PAIRS; p++) {
+            const float inverse = 1 / totals[g];
             T whole_pair[PAIR];
-            store_pair(whole_pair, sums[g * PAIRS + p]);
+            store_pair(whole_pair, {sums[g * PAIRS + p].a * inverse, sums[g * PAIRS + p].b * inverse});
             std::memcpy(head.out + g * size + p * PAIR, whole_pair, (p < whole ? PAIR : tail) * sizeof(T));
         }
 }
@@ -126,7 +136,7 @@ void attend(const Attention<T>& a, Before before) {
         return Head<T>{a.query + row * a.query_row + head * a.group * a.size, a.keys + row * a.key_row + head * a.key_head,
                        a.values + row * a.value_row + head * a.value_head, a.out + task * a.group * a.size, first, last};
     };
-    std::vector<Floats> room(a.group * (4 * pairs + (a.width + LANES - 1) / LANES));
+    std::vector<Floats> room(a.group * (4 * pairs + (a.width + LANES - 1) / LANES + 1));
 #pragma omp for schedule(static)
     for (int64_t task = 0; task < tasks; task++) {
         const Head<T> head = head_of(task), next = task + 1 < tasks ? head_of(task + 1) : head;

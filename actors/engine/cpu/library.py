@@ -63,7 +63,7 @@ def library() -> ctypes.CDLL | None:
     # no compiler, no home or none that can be written, a library of something else
     except (OSError, RuntimeError, AttributeError, subprocess.TimeoutExpired) as error:
         problem = f"{' '.join(compiler)}: {' '.join(str(error).split())}"
-    log.warning("decode on this CPU takes about twice as long without a C++ compiler (g++, or $CXX): %s", problem)
+    log.warning("decode on this CPU takes two to three times as long without a C++ compiler (g++, or $CXX): %s", problem)
     return None
 
 

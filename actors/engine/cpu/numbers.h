@@ -6,6 +6,10 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -57,6 +61,19 @@ typedef int32_t Places __attribute__((vector_size(64)));
 
 constexpr int64_t LANES = 16, PAIR = 2 * LANES;
 
+// Of `vectors` times 16 numbers, at least once; written out, for compilers do not make vector code of a loop with max.
+inline float highest(const float* x, int64_t vectors) {
+    Floats most, next;
+    std::memcpy(&most, x, sizeof most);
+    for (int64_t i = 1; i < vectors; i++) {
+        std::memcpy(&next, x + i * LANES, sizeof next);
+        most = next > most ? next : most;
+    }
+    float found = most[0];
+    for (int64_t i = 1; i < LANES; i++) found = std::max(found, most[i]);
+    return found;
+}
+
 // 32 numbers in an order of their own, the same for queries, keys and values: for bfloat16 even and odd ones apart,
 // which takes one instruction each.
 struct Pair {
@@ -90,6 +107,32 @@ inline Pair load_some(const T* x, int64_t n) {
     T room[PAIR] = {};
     std::memcpy(room, x, n * sizeof(T));
     return load_pair(room);
+}
+
+// 32 numbers to multiply with 32 others: bfloat16 ones as they are where the processor adds their products itself.
+#ifdef __AVX512BF16__
+template <class T>
+using Factor = std::conditional_t<std::is_same_v<T, BFloat16>, __m512bh, Pair>;
+
+inline __m512bh load_factor(const BFloat16* x) { return (__m512bh)_mm512_loadu_si512(x); }
+
+inline Floats add_product(Floats sum, __m512bh x, __m512bh y) { return (Floats)_mm512_dpbf16_ps((__m512)sum, x, y); }
+#else
+template <class T>
+using Factor = Pair;
+
+inline Pair load_factor(const BFloat16* x) { return load_pair(x); }
+#endif
+
+inline Pair load_factor(const float* x) { return load_pair(x); }
+
+inline Floats add_product(Floats sum, Pair x, Pair y) { return sum + (x.a * y.a + x.b * y.b); }
+
+template <class T>
+inline Factor<T> load_some_factor(const T* x, int64_t n) {
+    T room[PAIR] = {};
+    std::memcpy(room, x, n * sizeof(T));
+    return load_factor(room);
 }
 
 inline Floats sums_of_neighbours(Floats x, Floats y) {

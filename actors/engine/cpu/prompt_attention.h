@@ -52,9 +52,8 @@ inline void pack_values(const BFloat16* values, int64_t value_token, int64_t tok
 inline float exponentials(float* scores, BFloat16* out, int64_t seen, int64_t width, float scale) {
     const int64_t whole = rounded_up(seen, LANES);
     std::fill(scores + seen, scores + whole, -INFINITY);
-    float most = -INFINITY, total = 0;
-#pragma omp simd reduction(max : most)
-    for (int64_t k = 0; k < whole; k++) most = std::max(most, scores[k]);
+    const float most = highest(scores, whole / LANES);
+    float total = 0;
 #pragma omp simd reduction(+ : total)
     for (int64_t k = 0; k < whole; k++) {
         scores[k] = exponential((scores[k] - most) * scale);
