@@ -47,6 +47,7 @@ def at_schedule(generator: Generator, schedule: Schedule) -> Generator:
     other = copy.copy(generator)
     other.schedule = schedule
     engine = generator.engine
+    engine.release()  # memory that only its own next batch would use
     other.engine = Engine(engine.decoder, schedule, engine.stop_ids, cumulative_logprob=engine.cumulative_logprob)
     return other
 

@@ -109,13 +109,14 @@ class SkipCache:
         self._sources: list[int] = []  # prompt of each of its rows
         self._prefix: PrefixKeys | None = None
         self._starts: Tensor | None = None
+        self._sources_of_rows = torch.empty(0, dtype=torch.int64)
         self._index: tuple[Tensor, Tensor] | None = None  # row and slot [B] of the announced step; None: prefill
         # of the announced step, by window: the first slot that any row sees, and the mask [B, 1, 1, K] from there on
         self._seen: dict[int | None, tuple[int, Tensor | None]] = {}
 
     @property
     def bytes(self) -> int:
-        """Bytes held now."""
+        """Bytes of the buffers that are left."""
         return sum(keys.nbytes + values.nbytes for keys, values in filter(None, self.buffers))
 
     def begin_prefill(
@@ -133,7 +134,7 @@ class SkipCache:
         token of each, and how many there are.
         """
         self._first, self._sources, self._prefix, self._index = first_row, list(sources), prefix, None
-        self._starts = starts
+        self._starts, self._sources_of_rows = starts, torch.tensor(self._sources)
         if starts is not None:
             lengths = starts.diff()
             assert prefix is None and int(lengths.min()) > 0 and int(lengths.max()) <= self.prompt_slots
@@ -173,6 +174,7 @@ class SkipCache:
         buffers = self.buffers[layer_idx]
         rows = len(keys)
         if self._index is None:
+            assert self._starts is None, "prompts one behind another are for layers that know of them"
             if self._prefix is not None:
                 before = [one.expand(rows, -1, -1, -1) for one in self._prefix.layers[layer_idx]]
                 keys, values = torch.cat((before[0], keys), dim=2), torch.cat((before[1], values), dim=2)
@@ -207,7 +209,7 @@ class SkipCache:
                 return None
             end = self._first + len(self._sources)
             held = None if buffers is None else (buffers[0][self._first : end], buffers[1][self._first : end])
-            return PromptPlace(self._starts, torch.tensor(self._sources), held)
+            return PromptPlace(self._starts, self._sources_of_rows, held)
         assert buffers is not None, f"layer {layer} is run past its last use"
         row, slots = self._index
         keys, values = (buffer[len(row) - rows : len(row)] for buffer in buffers)
@@ -224,6 +226,8 @@ class SkipCache:
         for layer, uses in enumerate(self.uses):
             if uses <= position:
                 self.buffers[layer] = None
+                if self.table is not None:
+                    self.table[layer].keys = None
 
 
 def compaction(positions: Sequence[int], alive: Sequence[bool]) -> list[int]:

@@ -206,7 +206,7 @@ class Engine:
     def step(self, *, last: bool = False) -> list[tuple[int, Completion]]:
         """One token further for every row in flight; returns (ticket, completion) of the rows that ended.
 
-        last: nobody is admitted any more, so that layers which no row will run again give up their memory.
+        last: nobody is admitted any more, so that layers which no row will run again give up their buffers.
         """
         began = time.perf_counter()
         cache, decoder, rows = self.cache, self.decoder, self.rows

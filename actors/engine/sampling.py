@@ -138,7 +138,9 @@ def _likeliest(logits: Tensor) -> Tensor:
         return logits.argmax(dim=-1)
     if logits.dtype != torch.bfloat16:
         return torch.from_numpy(logits.float().numpy().argmax(axis=-1))
-    bits = logits.view(torch.int16)  # which order positive numbers as they are, above all negative ones
+    bits = logits.view(
+        torch.int16
+    )  # which order positive numbers as they are, above all negative ones (and above a NaN with a sign)
     found = torch.from_numpy(bits.numpy().argmax(axis=-1))
     for row in (bits.gather(1, found[:, None])[:, 0] <= 0).nonzero()[:, 0].tolist():
         found[row] = int(logits[row].float().numpy().argmax())

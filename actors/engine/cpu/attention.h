@@ -136,7 +136,9 @@ void attend(const Attention<T>& a, Before before) {
         return Head<T>{a.query + row * a.query_row + head * a.group * a.size, a.keys + row * a.key_row + head * a.key_head,
                        a.values + row * a.value_row + head * a.value_head, a.out + task * a.group * a.size, first, last};
     };
-    std::vector<Floats> room(a.group * (4 * pairs + (a.width + LANES - 1) / LANES + 1));
+    static thread_local std::vector<Floats> room;
+    const size_t needed = a.group * (4 * pairs + (a.width + LANES - 1) / LANES + 1);
+    if (room.size() < needed) room.resize(needed);
 #pragma omp for schedule(static)
     for (int64_t task = 0; task < tasks; task++) {
         const Head<T> head = head_of(task), next = task + 1 < tasks ? head_of(task + 1) : head;

@@ -52,13 +52,12 @@ def attend(
 
 
 def _by_kernel(module: Any, query: Tensor, key: Tensor) -> bool:
-    """Whether the kernel takes these prompts: causal, nothing before them, and heads enough for all threads."""
+    """Whether the kernel takes these prompts: causal, and nothing before them."""
     return (
         not torch.is_grad_enabled()
         and getattr(module, "is_causal", True)
         and query.shape[2] == key.shape[2]
         and query.shape[3] % 2 == 0
-        and key.shape[0] * key.shape[1] >= torch.get_num_threads()
         and library.multiplies(query.dtype, query.device)
     )
 

@@ -1,4 +1,4 @@
-// What a decode step on a CPU runs, callable by C. Arrays are row-major; strides count numbers, not bytes.
+// What a CPU runs in place of the library's layers, callable by C. Arrays are row-major; strides count numbers, not bytes.
 // A row's result hangs on that row alone, whatever else is in the batch and however many threads there are.
 
 #include <omp.h>
@@ -59,6 +59,13 @@ extern "C" void attend_prompts_bfloat16(const BFloat16* q, const BFloat16* k, co
     const PromptAttention attention{q, k, v, starts, out, prompts, heads, group, size, q_token, k_token, v_token, scale};
 #pragma omp parallel if (starts[prompts] * heads * group * size > 16384)
     attend_prompts(attention);
+}
+
+// Numbers of the room that `rows` tokens of a step take, or these prompts.
+extern "C" int64_t step_room_bfloat16(const Layer* layer, int64_t rows) { return Room(*layer, rows, nullptr).numbers; }
+
+extern "C" int64_t prompts_room_bfloat16(const Layer* layer, const Prompts* prompts) {
+    return Room(*layer, most_together(*prompts), nullptr).numbers;
 }
 
 // Whether the slots lie in the buffers; if not, nothing is done.

@@ -3,8 +3,6 @@
 
 #pragma once
 
-#include <vector>
-
 #include "attention.h"
 #include "products.h"
 #include "prompt_attention.h"
@@ -16,7 +14,7 @@ namespace {
 
 typedef const BFloat16* Numbers;
 
-// As kernels.py lays it out. Weights are packed for products; queries, keys and values are one, and so are gate and up.
+// As native_layer.py lays it out. Weights are packed for products; queries, keys and values are one, and so are gate and up.
 struct Layer {
     Numbers attention_norm, attention_norm_bias, mlp_norm, mlp_norm_bias;  // no bias: RMSNorm
     Numbers qkv, qkv_bias, output, output_bias, up, up_bias, down, down_bias;
@@ -34,6 +32,7 @@ struct Step {
     BFloat16 *keys, *values; // [rows, heads, held, size] each, of one layout
     const int64_t* slots;    // [rows], of the new token
     const uint8_t* seen;     // [rows, width - first], of slots first ... width - 1, or null
+    BFloat16* room;          // as much as `Room` needs
     int64_t rows, held, buffer_row, buffer_head, first, width, seen_row;
 };
 
@@ -44,24 +43,24 @@ struct Prompts {
     BFloat16 *keys, *values; // [rows, heads, held, size] each, of one layout, or null
     const int64_t *starts;   // [prompts + 1]
     const int64_t *sources;  // [rows], the prompt of each row
+    BFloat16* room;          // as much as `Room` needs
     int64_t prompts, rows, buffer_row, buffer_head;
 };
 
 constexpr int64_t TOKENS = 1024;  // at once where prompts allow: what lies between products stays in the caches
 
-// Where what lies between products is put; kept from call to call, with what was in it.
+// Where what lies between products is put, in memory that the caller keeps.
 struct Room {
     BFloat16 *normed, *between, *qkv, *attended, *up, *gated;
     int64_t queries, states, wide;  // numbers of a token in attended, qkv and up
+    int64_t together;               // tokens in the feed-forward at once
+    int64_t numbers;                // in all
 
-    // For `tokens`, of which at most `together` are in the feed-forward at once.
-    Room(const Layer& l, int64_t tokens, int64_t together)
+    Room(const Layer& l, int64_t tokens, BFloat16* memory)
         : queries(l.heads * l.group * l.size), states(queries + 2 * l.heads * l.size),
-          wide(l.gated ? 2 * l.intermediate : l.intermediate) {
-        static thread_local std::vector<BFloat16> kept;
-        const size_t needed = tokens * (2 * l.hidden + states + queries) + together * (wide + l.intermediate);
-        if (kept.size() < needed) kept.resize(needed);
-        normed = kept.data();
+          wide(l.gated ? 2 * l.intermediate : l.intermediate), together(std::min(tokens, TOKENS)),
+          numbers(tokens * (2 * l.hidden + states + queries) + together * (wide + l.intermediate)) {
+        normed = memory;
         between = normed + tokens * l.hidden;
         qkv = between + tokens * l.hidden;
         attended = qkv + tokens * states;
@@ -87,11 +86,11 @@ inline void project(const Layer& l, const Room& room, Numbers hidden, int64_t to
 }
 
 // room.attended, hidden -> out, which may be hidden
-inline void finish(const Layer& l, const Room& room, Numbers hidden, BFloat16* out, int64_t tokens, int64_t together) {
+inline void finish(const Layer& l, const Room& room, Numbers hidden, BFloat16* out, int64_t tokens) {
     multiply({room.attended, l.output, l.output_bias, hidden, room.between, room.queries, l.hidden, false}, tokens);
     norm(l, room.between, room.normed, tokens, !l.norm_first);
-    for (int64_t first = 0; first < tokens; first += together) {
-        const int64_t some = std::min(together, tokens - first), at = first * l.hidden;
+    for (int64_t first = 0; first < tokens; first += room.together) {
+        const int64_t some = std::min(room.together, tokens - first), at = first * l.hidden;
         BFloat16 *normed = room.normed + at, *between = room.between + at;
         multiply({normed, l.up, l.up_bias, nullptr, room.up, l.hidden, room.wide, !l.gated}, some);
         if (l.gated) gate(room.up, room.gated, some, l.intermediate);
@@ -122,11 +121,11 @@ inline void step_layer(const Layer& l, const Room& room, const Step& s) {
         s.buffer_head, l.size, s.seen_row, l.scale};
     project(l, room, s.hidden, s.rows);
     attend(attention, before);
-    finish(l, room, s.hidden, s.out, s.rows, s.rows);
+    finish(l, room, s.hidden, s.out, s.rows);
 }
 
 void run_step(const Layer& l, const Step& s) {
-    const Room room(l, s.rows, s.rows);
+    const Room room(l, s.rows, s.room);
 #pragma omp parallel
     step_layer(l, room, s);
 }
@@ -159,28 +158,34 @@ bool run_steps(const Layer* layers, const Buffers* buffers, const int64_t* count
     for (int64_t i = 0; i < count; i++)
         if (counts[i] && !(buffers[i].keys && inside(all.slots + all.rows - counts[i], counts[i], buffers[i].held)))
             return false;
-    const Room room(layers[0], all.rows, all.rows);
+    const Room room(layers[0], all.rows, all.room);
 #pragma omp parallel
     for (int64_t i = 0; i < count; i++)
         if (counts[i]) step_layer(layers[i], room, part_of(all, layers[i], buffers[i], counts[i]));
     return true;
 }
 
-void run_prompts(const Layer& l, const Prompts& p) {
-    // whole prompts up to so many tokens, or one that is longer
-    auto end_of = [&](int64_t first) {
-        int64_t last = first + 1;
-        while (last < p.prompts && p.starts[last + 1] - p.starts[first] <= TOKENS) last++;
-        return last;
-    };
+// The prompt behind those that are run together: whole ones up to so many tokens, or one that is longer.
+inline int64_t end_of(const Prompts& p, int64_t first) {
+    int64_t last = first + 1;
+    while (last < p.prompts && p.starts[last + 1] - p.starts[first] <= TOKENS) last++;
+    return last;
+}
+
+// Most tokens that are run together.
+inline int64_t most_together(const Prompts& p) {
     int64_t most = 0;
-    for (int64_t first = 0; first < p.prompts; first = end_of(first))
-        most = std::max(most, p.starts[end_of(first)] - p.starts[first]);
-    const Room room(l, most, TOKENS);
+    for (int64_t first = 0; first < p.prompts; first = end_of(p, first))
+        most = std::max(most, p.starts[end_of(p, first)] - p.starts[first]);
+    return most;
+}
+
+void run_prompts(const Layer& l, const Prompts& p) {
+    const Room room(l, most_together(p), p.room);
     BFloat16 *keys = room.qkv + room.queries, *values = keys + l.heads * l.size;
 #pragma omp parallel
-    for (int64_t first = 0; first < p.prompts; first = end_of(first)) {
-        const int64_t last = end_of(first), start = p.starts[first], tokens = p.starts[last] - start;
+    for (int64_t first = 0; first < p.prompts; first = end_of(p, first)) {
+        const int64_t last = end_of(p, first), start = p.starts[first], tokens = p.starts[last] - start;
         BFloat16* hidden = p.hidden + start * l.hidden;
         project(l, room, hidden, tokens);
         if (p.cosines)
@@ -194,7 +199,7 @@ void run_prompts(const Layer& l, const Prompts& p) {
         }
         attend_prompts({room.qkv, keys, values, p.starts + first, room.attended, last - first, l.heads, l.group, l.size,
                         room.states, room.states, room.states, l.scale});
-        finish(l, room, hidden, hidden, tokens, TOKENS);
+        finish(l, room, hidden, hidden, tokens);
     }
 }
 

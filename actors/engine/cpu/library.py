@@ -45,6 +45,8 @@ _MULTIPLYING: dict[str, tuple[int, int, int, Any]] = {  # bfloat16 alone, on som
     "layer_step": (2, 0, 0, ctypes.c_bool),
     "layers_step": (4, 1, 0, ctypes.c_bool),
     "layer_prompts": (2, 0, 0, None),
+    "step_room": (1, 1, 0, ctypes.c_int64),
+    "prompts_room": (2, 0, 0, ctypes.c_int64),
 }
 
 
@@ -63,7 +65,7 @@ def library() -> ctypes.CDLL | None:
     # no compiler, no home or none that can be written, a library of something else
     except (OSError, RuntimeError, AttributeError, subprocess.TimeoutExpired) as error:
         problem = f"{' '.join(compiler)}: {' '.join(str(error).split())}"
-    log.warning("decode on this CPU takes two to three times as long without a C++ compiler (g++, or $CXX): %s", problem)
+    log.warning("this CPU is two to three times as fast with a C++ compiler (g++, or $CXX): %s", problem)
     return None
 
 
@@ -73,9 +75,11 @@ def available(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `multiply` can, and is the fastest: with AVX512-BF16 and without AMX."""
+    """Whether `multiply` can, and is the fastest: with AVX512-BF16 and without AMX, which old compilers do not know."""
+    if device.type != "cpu" or dtype != torch.bfloat16 or "amx_bf16" in _processor():
+        return False
     loaded = library()
-    return device.type == "cpu" and dtype == torch.bfloat16 and loaded is not None and bool(loaded.can_multiply())
+    return loaded is not None and bool(loaded.can_multiply())
 
 
 def _built(compiler: Sequence[str]) -> Path:
@@ -97,6 +101,7 @@ def _built(compiler: Sequence[str]) -> Path:
     return path
 
 
+@functools.cache
 def _processor() -> str:
     """Model and instructions, which -march=native follows."""
     told = Path("/proc/cpuinfo")

@@ -34,7 +34,10 @@ class StepFields(ctypes.Structure):
     """`Step` of layer.h."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("hidden", "out", "cosines", "sines", "keys", "values", "slots", "seen")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("hidden", "out", "cosines", "sines", "keys", "values", "slots", "seen", "room")
+        ),
         *((name, ctypes.c_int64) for name in ("rows", "held", "buffer_row", "buffer_head", "first", "width")),
         ("seen_row", ctypes.c_int64),
     ]
@@ -44,7 +47,10 @@ class _Prompts(ctypes.Structure):
     """`Prompts` of layer.h."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("hidden", "cosines", "sines", "keys", "values", "starts", "sources")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("hidden", "cosines", "sines", "keys", "values", "starts", "sources", "room")
+        ),
         *((name, ctypes.c_int64) for name in ("prompts", "rows", "buffer_row", "buffer_head")),
     ]
 
@@ -89,9 +95,25 @@ class Norm:
         return kernels.normalize(hidden, self.weight, self.bias, self.epsilon)
 
 
+KEPT = 2**28  # bytes of room that is kept from call to call; more is given back
+_kept = torch.empty(0, dtype=torch.bfloat16)
+
+
+def room(numbers: int) -> Tensor:
+    """Memory for what lies between products [numbers]; the same for all layers, for one thread at a time."""
+    global _kept
+    if len(_kept) < numbers:
+        _kept = torch.empty(0, dtype=torch.bfloat16)  # what is too small goes before the new comes
+        made = torch.empty(numbers, dtype=torch.bfloat16)
+        if made.nbytes > KEPT:
+            return made
+        _kept = made
+    return _kept
+
+
 class NativeLayer:
     """Weights of a layer, in bfloat16, where a step finds them; norm_first: before the products, not behind the
-    residual; gated: silu(gate) * up, else relu(up)."""
+    residual; gated: silu(gate) * up, else relu(up). For one thread at a time."""
 
     def __init__(
         self,
@@ -125,7 +147,10 @@ class NativeLayer:
         self._step, self._prompts = StepFields(), _Prompts()
         self._run_step = kernel("layer_step", torch.bfloat16)
         self._run_prompts = kernel("layer_prompts", torch.bfloat16)
+        self._step_room = kernel("step_room", torch.bfloat16)
+        self._prompts_room = kernel("prompts_room", torch.bfloat16)
         self._shape = hidden, keys, head_dim
+        assert head_dim <= kernels.LARGEST_HEAD
 
     def step(self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, seen: Tensor | None, place: Place) -> Tensor:
         """hidden [B, 1, E] -> [B, 1, E]; rotary: cosines and sines [B, 1, D]; seen: bool [B, 1, 1, K - first]."""
@@ -135,8 +160,7 @@ class NativeLayer:
         turns = self._check(hidden, rotary, (place.keys, place.values), rows)
         output = torch.empty_like(hidden)
         step.hidden, step.out = hidden.data_ptr(), output.data_ptr()
-        if turns is not None:
-            step.cosines, step.sines = turns[0].data_ptr(), turns[1].data_ptr()
+        step.cosines, step.sines = (None, None) if turns is None else (turns[0].data_ptr(), turns[1].data_ptr())
         step.keys, step.values, step.slots = place.keys.data_ptr(), place.values.data_ptr(), place.slots.data_ptr()
         step.rows, step.held, step.first, step.width = rows, place.keys.shape[2], place.first, place.width
         step.buffer_row, step.buffer_head = place.keys.stride()[:2]
@@ -145,24 +169,31 @@ class NativeLayer:
             assert seen.dtype == torch.bool and seen.shape == (rows, 1, 1, place.width - place.first)
             assert seen.stride(3) == 1 or seen.shape[3] == 1
             step.seen, step.seen_row = seen.data_ptr(), seen.stride(0)
+        held = self.step_room(rows)
+        step.room = held.data_ptr()
         inside = self._run_step(ctypes.addressof(self.fields), ctypes.addressof(step))
         assert inside, "a slot lies outside the buffers"
         return output
 
+    def step_room(self, rows: int) -> Tensor:
+        """Room for a step of so many rows."""
+        return room(self._step_room(ctypes.addressof(self.fields), rows))
+
     def prompts(self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, place: PromptPlace) -> Tensor:
         """hidden [1, N, E] -> [1, N, E], in its place; rotary: cosines and sines [1, N, D]."""
         prompts = self._prompts
-        assert len(hidden) == 1
+        assert len(hidden) == 1 and int(place.starts[-1]) == hidden.shape[1]
         turns = self._check(hidden, rotary, place.buffers, len(place.sources))
         prompts.hidden = hidden.data_ptr()
-        if turns is not None:
-            prompts.cosines, prompts.sines = turns[0].data_ptr(), turns[1].data_ptr()
+        prompts.cosines, prompts.sines = (None, None) if turns is None else (turns[0].data_ptr(), turns[1].data_ptr())
         prompts.starts, prompts.sources = place.starts.data_ptr(), place.sources.data_ptr()
         prompts.prompts, prompts.rows = len(place.starts) - 1, len(place.sources)
         prompts.keys = prompts.values = None
         if place.buffers is not None:
             prompts.keys, prompts.values = (buffer.data_ptr() for buffer in place.buffers)
             prompts.buffer_row, prompts.buffer_head = place.buffers[0].stride()[:2]
+        held = room(self._prompts_room(ctypes.addressof(self.fields), ctypes.addressof(prompts)))
+        prompts.room = held.data_ptr()
         self._run_prompts(ctypes.addressof(self.fields), ctypes.addressof(prompts))
         return hidden
 

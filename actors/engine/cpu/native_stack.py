@@ -38,11 +38,13 @@ def buffer_table(buffers: Sequence[tuple[Tensor, Tensor] | None]) -> Any:
 
 
 class NativeStack:
-    """L layers of one shape, over keys without windows."""
+    """L layers of one shape, over keys without windows. For one thread at a time."""
 
     def __init__(self, layers: Sequence[NativeLayer]) -> None:
         self._held = list(layers)  # by address alone otherwise
         self._layers = (LayerFields * len(layers))(*(layer.fields for layer in layers))
+        names = ("hidden", "heads", "group", "size", "intermediate", "gated")
+        assert all(getattr(layer.fields, name) == getattr(layers[0].fields, name) for layer in layers for name in names)
         self._hidden, self._head_dim = layers[0].fields.hidden, layers[0].fields.size
         self._step, self._counts = StepFields(), (ctypes.c_int64 * len(layers))()
         self._run = kernel("layers_step", torch.bfloat16)
@@ -70,6 +72,7 @@ class NativeStack:
         self._counts[:] = list(rows_per_layer)
         step.hidden = step.out = hidden.data_ptr()
         step.slots, step.rows, step.width = slots.data_ptr(), rows, width
+        step.cosines = step.sines = None
         if rotary is not None:
             rotary = tuple(one.expand(rows, 1, self._head_dim).contiguous() for one in rotary)  # type: ignore[assignment]
             assert rotary is not None and rotary[0].dtype == rotary[1].dtype == torch.bfloat16
@@ -78,6 +81,8 @@ class NativeStack:
         if seen is not None:
             assert seen.dtype == torch.bool and seen.shape == (rows, 1, 1, width) and seen.is_contiguous()
             step.seen, step.seen_row = seen.data_ptr(), width
+        held = self._held[0].step_room(rows)
+        step.room = held.data_ptr()
         parts = self._layers, table, self._counts, step
         inside = self._run(*(ctypes.addressof(one) for one in parts), len(self._held))
         assert inside, "a slot lies outside the buffers, or there are none"

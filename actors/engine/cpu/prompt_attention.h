@@ -71,8 +71,10 @@ inline void attend_prompts(const PromptAttention& a) {
     for (int64_t p = 0; p < a.prompts; p++) longest = std::max(longest, a.starts[p + 1] - a.starts[p]);
     const int64_t width = rounded_up(longest, PANEL), size = rounded_up(a.size, PANEL);
     const int64_t out_token = a.heads * a.group * a.size;
-    std::vector<BFloat16> room(width * (a.size + size + QUERIES) + 64);
-    std::vector<float> float_room(QUERIES * (width + size + 1) + 32);
+    static thread_local std::vector<BFloat16> room;
+    static thread_local std::vector<float> float_room;
+    room.resize(std::max<size_t>(room.size(), width * (a.size + size + QUERIES) + 64));
+    float_room.resize(std::max<size_t>(float_room.size(), QUERIES * (width + size + 1) + 32));
     auto aligned = [](auto* x) { return (decltype(x))(((uintptr_t)x + 63) / 64 * 64); };
     BFloat16* keys = aligned(room.data());
     BFloat16* values = keys + width * a.size;
@@ -80,17 +82,21 @@ inline void attend_prompts(const PromptAttention& a) {
     float* scores = aligned(float_room.data());
     float* sums = scores + QUERIES * width;
     float* totals = sums + QUERIES * size;
+    // where there are fewer heads than threads, each has its queries in parts, every so many at a time
+    const int64_t heads = a.prompts * a.heads, parts = (omp_get_num_threads() + heads - 1) / heads;
 #pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < a.prompts * a.heads; task++) {
-        const int64_t* mine = a.starts + task / a.heads;
+    for (int64_t task = 0; task < heads * parts; task++) {
+        const int64_t* mine = a.starts + task / parts / a.heads;
         const int64_t start = mine[0] - a.starts[0], tokens = mine[1] - mine[0];
-        const int64_t head = task % a.heads, even = rounded_up(tokens, 2);
+        const int64_t head = task / parts % a.heads, even = rounded_up(tokens, 2);
+        const int64_t begin_at = task % parts * QUERIES;
+        if (begin_at >= tokens) continue;
         pack_keys(a.keys + start * a.key_token + head * a.size, a.key_token, tokens, a.size, keys);
         pack_values(a.values + start * a.value_token + head * a.size, a.value_token, tokens, a.size, even, values);
         for (int64_t g = 0; g < a.group; g++) {
             const BFloat16* query = a.query + start * a.query_token + (head * a.group + g) * a.size;
             BFloat16* out = a.out + start * out_token + (head * a.group + g) * a.size;
-            for (int64_t begin = 0; begin < tokens; begin += QUERIES) {
+            for (int64_t begin = begin_at; begin < tokens; begin += parts * QUERIES) {
                 const int64_t end = std::min(begin + QUERIES, tokens), held = end - begin;
                 for (int64_t key = 0; key < end; key += PANEL)
                     sum_panel(query + begin * a.query_token, a.query_token, keys + key * a.size, a.size, held,

@@ -1,4 +1,5 @@
-// What lies between products, rows shared among the threads of the parallel region that calls: norms, rotary turns, gates, and the writing of keys and values to the cache.
+// What lies between products: norms, rotary turns, gates, and the writing of keys and values to the cache. Rows are shared
+// among the threads of the parallel region that calls.
 
 #pragma once
 
