@@ -406,14 +406,17 @@ def test_a_step_in_one_call_is_its_parts(family: str, changes: dict[str, Any], t
 @pytest.mark.parametrize(
     ("family", "changes"), [("llama", {"num_key_value_heads": 1}), ("qwen2", {}), ("opt", {}), ("opt-post-norm", {})]
 )
+@pytest.mark.parametrize("lengths", [(1, 9, 40, 9, 2, 33, 31, 1), (2300, 3, 700, 600, 1030, 50, 1, 1)])
 @torch.inference_mode()
-def test_prompts_one_behind_another_are_prompts_side_by_side(family: str, changes: dict[str, Any]) -> None:
-    """To the bit: rows that come while others are in flight, that share a prompt, of one or several blocks."""
-    decoder = Decoder(tiny_model(family, **changes).to(BF16))
+def test_prompts_one_behind_another_are_prompts_side_by_side(
+    family: str, changes: dict[str, Any], lengths: tuple[int, ...]
+) -> None:
+    """To the bit: rows that come while others are in flight, that share a prompt, of one or several blocks, short ones
+    run together and long ones alone."""
+    decoder = Decoder(tiny_model(family, max_position_embeddings=2400, **changes).to(BF16))
     decoder.prepare_for_cpu()
     assert decoder.joins_prompts
-    lengths = (1, 9, 40, 9, 2, 33, 31, 1)
-    prompts = [[5 + length, *(7 + token % 20 for token in range(length - 1))] for length in lengths]
+    prompts = [[5 + length % 40, *(7 + token % 20 for token in range(length - 1))] for length in lengths]
     rows = [Request(prompt, SamplingParams(max_new_tokens=3 + row)) for row, prompt in enumerate(prompts)]
     got = drawn_logits(decoder, rows)
     decoder.joins_prompts = False

@@ -8,6 +8,7 @@ Shapes: B rows, P prompts, N tokens of all prompts, E hidden size, H key/value h
 from __future__ import annotations
 
 import ctypes
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -96,19 +97,18 @@ class Norm:
 
 
 KEPT = 2**28  # bytes of room that is kept from call to call; more is given back
-_kept = torch.empty(0, dtype=torch.bfloat16)
+_local = threading.local()
 
 
 def room(numbers: int) -> Tensor:
-    """Memory for what lies between products [numbers]; the same for all layers, for one thread at a time."""
-    global _kept
-    if len(_kept) < numbers:
-        _kept = torch.empty(0, dtype=torch.bfloat16)  # what is too small goes before the new comes
-        made = torch.empty(numbers, dtype=torch.bfloat16)
-        if made.nbytes > KEPT:
-            return made
-        _kept = made
-    return _kept
+    """Memory for what lies between products [numbers], the same for all layers that a thread runs."""
+    kept: Tensor | None = getattr(_local, "kept", None)
+    if kept is None or len(kept) < numbers:
+        _local.kept = kept = None  # what is too small goes before the new comes
+        kept = torch.empty(numbers, dtype=torch.bfloat16)
+        if kept.nbytes <= KEPT:
+            _local.kept = kept
+    return kept
 
 
 class NativeLayer:
