@@ -65,7 +65,7 @@ def library() -> ctypes.CDLL | None:
     # no compiler, no home or none that can be written, a library of something else
     except (OSError, RuntimeError, AttributeError, subprocess.TimeoutExpired) as error:
         problem = f"{' '.join(compiler)}: {' '.join(str(error).split())}"
-    log.warning("this CPU is two to three times as fast with a C++ compiler (g++, or $CXX): %s", problem)
+    log.warning("this CPU is two to six times as fast with a C++ compiler (g++, or $CXX): %s", problem)
     return None
 
 
