@@ -71,11 +71,15 @@ class Decoder:
         self.logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
         self.head = model.get_output_embeddings()
         self.native = False  # whether steps run the CPU's kernels
-        self.joins_prompts = False  # whether a prefill takes prompts one behind another, none of them padded
         self.stack: NativeStack | None = None  # all layers of a step in one call
         self._adds_masks = config._attn_implementation == "eager"
         self.device: torch.device = next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype
+
+    @property
+    def joins_prompts(self) -> bool:
+        """Whether a prefill takes prompts one behind another, none of them padded."""
+        return self.stack is not None
 
     def prepare_for_cpu(self) -> None:
         """Take attention and layers that are faster on CPUs; for good, and for inference alone."""
@@ -93,7 +97,7 @@ class Decoder:
             whole = all(window is None for window in self.windows)
             native = [block.native for block in self.blocks if getattr(block, "native", None) is not None]
             if whole and len(native) == self.num_layers:
-                self.joins_prompts, self.stack = True, NativeStack(native)  # type: ignore[arg-type]
+                self.stack = NativeStack(native)  # type: ignore[arg-type]
         if packing.can_pack(self.dtype, self.device):
             for block in self.blocks:
                 packing.pack_linears(block)

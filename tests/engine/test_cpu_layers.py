@@ -394,7 +394,6 @@ def test_a_step_in_one_call_is_its_parts(family: str, changes: dict[str, Any], t
         by_layer = drawn_logits(decoder, rows)
         for block in decoder.blocks:
             block.native = None  # type: ignore[assignment]
-        decoder.joins_prompts = False
         want = drawn_logits(decoder, rows)
     finally:
         torch.set_num_threads(before)
@@ -419,6 +418,6 @@ def test_prompts_one_behind_another_are_prompts_side_by_side(
     prompts = [[5 + length % 40, *(7 + token % 20 for token in range(length - 1))] for length in lengths]
     rows = [Request(prompt, SamplingParams(max_new_tokens=3 + row)) for row, prompt in enumerate(prompts)]
     got = drawn_logits(decoder, rows)
-    decoder.joins_prompts = False
+    decoder.stack = None
     want = drawn_logits(decoder, rows)
     assert len(got) > 8 and all(torch.equal(*pair) for pair in zip(got, want, strict=True))

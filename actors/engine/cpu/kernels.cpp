@@ -68,12 +68,7 @@ extern "C" int64_t prompts_room_bfloat16(const Layer* layer, const Prompts* prom
     return Room(*layer, most_together(*prompts), nullptr).numbers;
 }
 
-// Whether the slots lie in the buffers; if not, nothing is done.
-extern "C" bool layer_step_bfloat16(const Layer* layer, const Step* step) {
-    if (!inside(step->slots, step->rows, step->held)) return false;
-    run_step(*layer, *step);
-    return true;
-}
+extern "C" bool layer_step_bfloat16(const Layer* layer, const Step* step) { return run_step(*layer, *step); }
 
 extern "C" bool layers_step_bfloat16(const Layer* layers, const Buffers* buffers, const int64_t* counts,
                                      const Step* step, int64_t count) {

@@ -14,7 +14,8 @@ namespace {
 
 typedef const BFloat16* Numbers;
 
-// As native_layer.py lays it out. Weights are packed for products; queries, keys and values are one, and so are gate and up.
+// As native_layer.py lays it out. Weights are packed for products; queries, keys and values are one, and so are gate
+// and up.
 struct Layer {
     Numbers attention_norm, attention_norm_bias, mlp_norm, mlp_norm_bias;  // no bias: RMSNorm
     Numbers qkv, qkv_bias, output, output_bias, up, up_bias, down, down_bias;
@@ -124,10 +125,13 @@ inline void step_layer(const Layer& l, const Room& room, const Step& s) {
     finish(l, room, s.hidden, s.out, s.rows);
 }
 
-void run_step(const Layer& l, const Step& s) {
+// Whether the slots lie in the buffers; if not, nothing is done.
+bool run_step(const Layer& l, const Step& s) {
+    if (!inside(s.slots, s.rows, s.held)) return false;
     const Room room(l, s.rows, s.room);
 #pragma omp parallel
     step_layer(l, room, s);
+    return true;
 }
 
 // Of one layer, [rows, heads, held, size] each, of one layout; keys are null where there are none.

@@ -111,6 +111,15 @@ def room(numbers: int) -> Tensor:
     return kept
 
 
+def turns_of(rotary: tuple[Tensor, Tensor] | None, hidden: Tensor, head_dim: int) -> tuple[Tensor, Tensor] | None:
+    """Cosines and sines [B, S, D] without strides, of hidden states [B, S, E]."""
+    if rotary is None:
+        return None
+    cosines, sines = (one.expand(*hidden.shape[:2], head_dim).contiguous() for one in rotary)
+    assert cosines.dtype == sines.dtype == torch.bfloat16
+    return cosines, sines
+
+
 class NativeLayer:
     """Weights of a layer, in bfloat16, where a step finds them; norm_first: before the products, not behind the
     residual; gated: silu(gate) * up, else relu(up). For one thread at a time."""
@@ -213,8 +222,4 @@ class NativeLayer:
             assert keys.shape == values.shape == (rows, heads, keys.shape[2], head_dim) and keys.dtype == values.dtype
             assert keys.stride() == values.stride() and keys.stride()[2:] == (head_dim, 1)
             assert keys.dtype == hidden.dtype
-        if rotary is None:
-            return None
-        cosines, sines = (one.expand(*hidden.shape[:2], head_dim).contiguous() for one in rotary)
-        assert cosines.dtype == sines.dtype == torch.bfloat16
-        return cosines, sines
+        return turns_of(rotary, hidden, head_dim)

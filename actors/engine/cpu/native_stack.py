@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from actors.engine.cpu.library import kernel
-from actors.engine.cpu.native_layer import LayerFields, NativeLayer, StepFields
+from actors.engine.cpu.native_layer import LayerFields, NativeLayer, StepFields, turns_of
 
 
 class _Buffers(ctypes.Structure):
@@ -72,11 +72,8 @@ class NativeStack:
         self._counts[:] = list(rows_per_layer)
         step.hidden = step.out = hidden.data_ptr()
         step.slots, step.rows, step.width = slots.data_ptr(), rows, width
-        step.cosines = step.sines = None
-        if rotary is not None:
-            rotary = tuple(one.expand(rows, 1, self._head_dim).contiguous() for one in rotary)  # type: ignore[assignment]
-            assert rotary is not None and rotary[0].dtype == rotary[1].dtype == torch.bfloat16
-            step.cosines, step.sines = rotary[0].data_ptr(), rotary[1].data_ptr()
+        turns = turns_of(rotary, hidden, self._head_dim)
+        step.cosines, step.sines = (None, None) if turns is None else (turns[0].data_ptr(), turns[1].data_ptr())
         step.seen, step.seen_row = None, 0
         if seen is not None:
             assert seen.dtype == torch.bool and seen.shape == (rows, 1, 1, width) and seen.is_contiguous()
