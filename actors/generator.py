@@ -22,7 +22,7 @@ import numpy as np
 from actors.engine.batching import constant_prefix
 from actors.engine.choices import ChoiceTrie
 from actors.engine.loading import inspect, load_decoder, load_tokenizer, memory_needed, stop_ids
-from actors.engine.sampling import row_key
+from actors.engine.row_key import row_key
 from actors.engine.stopping import StopStrings
 from actors.engine.types import Completion, EngineStats, FinishReason, Request, SamplingParams, TokenLogprob
 from actors.engine.weights import check_free
@@ -141,7 +141,7 @@ class Generator:
         A prompt is text, a list of token ids, or a list of messages for the checkpoint's chat template. A row's
         random numbers follow from seed and prompt, so that batches may be cut in any way. Where n is above 1, a
         row comes back n times. A chat template runs in transformers' own sandbox, which bounds neither its time nor
-        its memory, unless `pipeline.chat` is imported.
+        its memory, unless `pipeline.chat.bound_templates` was called.
         """
         prompts = [self._prompt(value) for value in batch[self.prompt_column]]
         answers = self.answer(prompts, constant_prefix([one.ids for one in prompts if one.error is None]))

@@ -7,17 +7,16 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import jinja2
-from transformers.utils import chat_template_utils
 
 from pipeline.sandbox import BoundedSandbox, OutOfBounds, bounded
 from pipeline.templates import TEMPLATE_ERRORS
 from pipeline.text import one_line
 
-# the library takes no environment from its callers; it compiles every chat template, of a checkpoint's making, in this
-chat_template_utils.ImmutableSandboxedEnvironment = BoundedSandbox  # type: ignore[attr-defined]
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -36,11 +35,26 @@ class Chat:
     now: float = 0.0
 
 
+@cache
+def bound_templates() -> ModuleType:
+    """From here on this process runs chat templates, which come with a checkpoint, within bounds of time and memory.
+
+    Returns the library's module of chat templates; importing it takes a second.
+    """
+    from transformers.utils import chat_template_utils
+
+    # the library takes no environment from its callers; it compiles every chat template in this
+    chat_template_utils.ImmutableSandboxedEnvironment = BoundedSandbox  # type: ignore[attr-defined]
+    return chat_template_utils
+
+
 def _apply(tokenizer: Any, chat: Chat, messages: list[Mapping[str, Any]]) -> str:
     """The chat template over messages, within the bounds of `sandbox`; raises what it raises."""
 
+    templates = bound_templates()
+
     def apply() -> Any:
-        template = chat_template_utils._compile_jinja_template(tokenizer.get_chat_template())
+        template = templates._compile_jinja_template(tokenizer.get_chat_template())
         template.environment.globals["strftime_now"] = lambda form: _clock(form, chat.now)
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **chat.values)
 

@@ -3,7 +3,8 @@
     inputs ──> shards ──> prepare (CPU) ──> generate (actor pool) ──> part, then commit record
                pinned in _job/              batches of one depth      one conditional put
 
-Everything that can be wrong is looked at before Ray starts and before a model is loaded.
+Everything that can be wrong is looked at before Ray Data starts and before a model is loaded; a Ray of our own may
+be up by then.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import time
 import uuid
 import warnings
+from contextlib import nullcontext
 from typing import Any, cast
 
 import ray
@@ -33,7 +35,7 @@ from pipeline.memory import tell_memory
 from pipeline.prepare import check_spec, prompt_spec
 from pipeline.prepare_stage import prepare
 from pipeline.progress import Progress
-from pipeline.ray_session import actor_cpus, ray_session
+from pipeline.ray_session import actor_cpus, early_ray, ray_session
 from pipeline.records import RollUp
 from pipeline.report import SUCCESS, Outcome, complete, seal
 from pipeline.scheduled import Job, Scheduled, run_scheduled
@@ -82,6 +84,15 @@ def _run(config: JobConfig, limit: int | None, overwrite: bool, verbose: bool) -
     if holds_ledger(folder):
         raise ValueError(f"{folder.url}: holds scheduled runs; set input.since: last_success, or choose another folder")
     stored = None if overwrite else _load_stored(folder)
+    left = stored is None or not folder.exists(SUCCESS)  # as far as can be told before the job is planned
+    with early_ray(verbose) if left else nullcontext():
+        manifest, totals, fresh_rows = _plan_and_answer(config, folder, stored, limit, overwrite, verbose)
+    return Outcome(manifest, totals, fresh_rows, time.monotonic() - began)
+
+
+def _plan_and_answer(
+    config: JobConfig, folder: Folder, stored: Manifest | None, limit: int | None, overwrite: bool, verbose: bool
+) -> tuple[Manifest, Totals, int]:
     located, schedule = _locate(config, stored)
     manifest = manifests.plan_job(config, located, schedule, limit, stored)
     if stored is not None and stored.fingerprint != manifest.fingerprint:
@@ -98,7 +109,7 @@ def _run(config: JobConfig, limit: int | None, overwrite: bool, verbose: bool) -
             manifests.save(folder, manifest)
         totals, fresh_rows = _answer(config, located, schedule, manifest, verbose)
         seal(folder)
-    return Outcome(manifest, totals, fresh_rows, time.monotonic() - began)
+    return manifest, totals, fresh_rows
 
 
 def _run_since(config: JobConfig, overwrite: bool, verbose: bool) -> Scheduled:

@@ -1,4 +1,4 @@
-"""The memory that a job's actors will need, told and checked before Ray starts or a weight is read."""
+"""The memory that a job's actors will need, told and checked before a weight is read."""
 
 from __future__ import annotations
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from pipeline.loopback import LOOPBACK, on_loopback
 log = logging.getLogger(__name__)
 SLOT_CPUS = 1.0  # the largest slot that a task beside the actors needs: repartition takes one CPU, whatever we say
 OBJECT_STORE_BYTES = 2**30
+_own = False  # whether the Ray that runs is one that we have started: nothing can be added to it
 
 
 def actor_cpus(actors: ActorsConfig) -> float:
@@ -29,42 +32,63 @@ def actor_cpus(actors: ActorsConfig) -> float:
 
 
 @contextmanager
+def early_ray(verbose: bool) -> Iterator[None]:
+    """A Ray of our own for the `ray_session` inside, started while the model's libraries are imported: the one waits
+    for other processes, the other for the processor. Does nothing where there is nothing to wait for."""
+    if ray.is_initialized() or os.environ.get("RAY_ADDRESS") or "transformers" in sys.modules:
+        yield
+        return
+    imports = threading.Thread(target=importlib.import_module, args=("transformers.models.auto",), name="imports")
+    imports.start()
+    try:
+        with _connected(verbose):
+            imports.join()
+            yield
+    finally:
+        imports.join()
+
+
+@contextmanager
 def ray_session(actors: ActorsConfig, verbose: bool) -> Iterator[None]:
     """A Ray of our own, or the cluster that RAY_ADDRESS names; ValueError if the actors can never be placed."""
-    own = not (ray.is_initialized() or os.environ.get("RAY_ADDRESS"))
-    began_here = not ray.is_initialized()
+    with nullcontext() if ray.is_initialized() else _connected(verbose):
+        level = logging.INFO if verbose else logging.CRITICAL
+        for handler in logging.getLogger("ray.data").handlers:
+            if isinstance(handler, logging.StreamHandler) and type(handler).__module__.startswith("ray."):
+                # not those that whoever called us has put there; what ends the job is told by the job, in one line
+                handler.setLevel(level)
+        context = DataContext.get_current()
+        context.enable_progress_bars = verbose
+        context.print_on_execution_start = verbose
+        context.execution_no_progress_timeout_s = -1  # a slow shard is not a dead one
+        context.raise_original_map_exception = True  # else an error's last line is that "UDF failed", not why
+        check_placement(actors, ray.cluster_resources(), fixed=_own)
+        yield
+
+
+@contextmanager
+def _connected(verbose: bool) -> Iterator[None]:
+    """Until the end, the cluster that RAY_ADDRESS names, or a Ray of our own."""
+    global _own
     level = logging.INFO if verbose else logging.ERROR
     logging.getLogger("ray").setLevel(level)
-    if began_here:
-        settings: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
-        if own:
-            settings |= {
-                **LOOPBACK,
-                "num_cpus": max(2, os.cpu_count() or 1),
-                "object_store_memory": OBJECT_STORE_BYTES,
-            }
-        on_sigterm = signal.getsignal(signal.SIGTERM)  # ray.init puts a handler of its own in its place
-        loopback = on_loopback() if own else nullcontext()
+    settings: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
+    own = not os.environ.get("RAY_ADDRESS")
+    if own:
+        settings |= {**LOOPBACK, "num_cpus": max(2, os.cpu_count() or 1), "object_store_memory": OBJECT_STORE_BYTES}
+    on_sigterm = signal.getsignal(signal.SIGTERM)  # ray.init puts a handler of its own in its place
+    loopback = on_loopback() if own else nullcontext()
+    try:
         with _start_up(), nullcontext() if verbose else _held_back_stderr(), loopback:
             ray.init(**settings)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)
-    for handler in logging.getLogger("ray.data").handlers:
-        if isinstance(handler, logging.StreamHandler) and type(handler).__module__.startswith("ray."):
-            # not those that whoever called us has put there; what ends the job is told by the job itself, in one line
-            handler.setLevel(level if verbose else logging.CRITICAL)
-    context = DataContext.get_current()
-    context.enable_progress_bars = verbose
-    context.print_on_execution_start = verbose
-    context.execution_no_progress_timeout_s = -1  # a slow shard is not a dead one
-    context.raise_original_map_exception = True  # else an error's last line is that "UDF failed", not why
-    try:
-        check_placement(actors, ray.cluster_resources(), fixed=own)
+        _own = own
         yield
     finally:
-        if began_here:
-            with shielded():
-                ray.shutdown()
+        _own = False
+        with shielded():
+            ray.shutdown()
 
 
 @contextmanager

@@ -7,7 +7,6 @@ that may not come, temperature, top-k, top-p, min-p.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -18,12 +17,6 @@ from torch import Tensor
 from actors.engine.types import SamplingParams, TokenLogprob
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
-
-
-def row_key(seed: int, source: str, row: int, sample: int = 0) -> int:
-    """64-bit key of one row's random numbers, from job seed, file, row number and sample index."""
-    digest = hashlib.blake2b(f"{seed}\0{source}\0{row}\0{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from actors.engine.sampling import RowSampling, _adjust, _narrow, row_key, sample, uniforms
+from actors.engine.row_key import row_key
+from actors.engine.sampling import RowSampling, _adjust, _narrow, sample, uniforms
 from actors.engine.types import SamplingParams
 
 

@@ -17,7 +17,7 @@ from pipeline.storage import open_folder
 
 def run(values: dict[str, Any]) -> None:
     """Run a job, given as JobConfig's values, in a process that does nothing else afterwards."""
-    jobs.ray_session = lambda *given: nullcontext()  # type: ignore[assignment]
+    jobs.ray_session = jobs.early_ray = lambda *given: nullcontext()  # type: ignore[assignment]
     jobs._flow = _flow  # type: ignore[assignment]
     jobs.run(JobConfig.model_validate(values))
 

@@ -166,10 +166,19 @@ def test_the_cause_of_a_failed_task_is_what_went_wrong_and_not_advice_on_retries
     assert cause(error) == "ValueError: weights are missing"
 
 
-def test_help_is_quick_to_import_and_names_the_commands() -> None:
-    code = "import sys; from pipeline import cli; print(sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))"
+def imported_with(module: str) -> set[str]:
+    """Of the heavy libraries, those that a module of ours brings along."""
+    code = f"import json, sys, {module}; print(json.dumps([one for one in sys.modules if '.' not in one]))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout.replace("'", '"')) == []
+    return {"torch", "ray", "transformers"} & set(json.loads(done.stdout))
+
+
+def test_a_job_can_be_looked_at_before_torch_is_imported() -> None:
+    assert imported_with("pipeline.job") == {"ray"}
+
+
+def test_help_is_quick_to_import_and_names_the_commands() -> None:
+    assert imported_with("pipeline.cli") == set()
     output = CliRunner().invoke(app, ["--help"]).output
     for command in ("run", "tune", "evaluate", "report"):
         assert command in output

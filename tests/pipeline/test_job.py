@@ -307,6 +307,19 @@ def test_sigterm_is_exit_4_and_what_is_in_flight_is_finished_or_dropped(
         assert_released(output)
 
 
+@pytest.mark.ray
+def test_what_only_the_checkpoint_can_tell_is_exit_2_and_no_ray_stays(
+    inputs: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    before = rays()
+    wrong = config(inputs, tmp_path / "out", checkpoint, sampling={"stop_token_ids": [10**6]})
+    code, out, err = Command(tmp_path, wrong).end()
+    assert (code, out) == (2, "")
+    assert err.splitlines() == [err.strip()] and "stop_token_ids: 1000000 lies outside the vocabulary" in err
+    assert_no_new_rays(before)
+    assert not (tmp_path / "out").exists()
+
+
 def invoke(folder: Path, job: JobConfig) -> Any:
     """The command in this process, on the Ray of this file."""
     file = folder / "job.yaml"
