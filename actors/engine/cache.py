@@ -42,6 +42,18 @@ class PrefixKeys:
 
     def __init__(self) -> None:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._packed: dict[int, kernels.PackedPrefix] = {}
+
+    @property
+    def tokens(self) -> int:
+        """C."""
+        return next(iter(self.layers.values()))[0].shape[2]
+
+    def packed(self, layer: int) -> kernels.PackedPrefix:
+        """The layer's, as the CPU's kernels read them."""
+        if layer not in self._packed:
+            self._packed[layer] = kernels.PackedPrefix.of(*self.layers[layer])
+        return self._packed[layer]
 
     def mask(self, layer: int, rows: int) -> Tensor | None:
         raise AssertionError("a prefix takes no decode step")
@@ -137,9 +149,10 @@ class SkipCache:
         self._starts, self._sources_of_rows = starts, torch.tensor(self._sources)
         if starts is not None:
             lengths = starts.diff()
-            assert prefix is None and int(lengths.min()) > 0 and int(lengths.max()) <= self.prompt_slots
+            longest = int(lengths.max()) + (0 if prefix is None else prefix.tokens)
+            assert int(lengths.min()) > 0 and longest <= self.prompt_slots
             assert int(starts[0]) == 0 and min(sources) >= 0 and max(sources) < len(lengths)
-            self._width = max(self._width, int(lengths.max()))
+            self._width = max(self._width, longest)
 
     def begin_step(self, places: Sequence[int], device: torch.device) -> None:
         """The next pass is one token for each of B rows; `places`: their places in their rows."""
@@ -207,14 +220,24 @@ class SkipCache:
         if self._index is None:
             if self._starts is None:
                 return None
-            end = self._first + len(self._sources)
-            held = None if buffers is None else (buffers[0][self._first : end], buffers[1][self._first : end])
-            return PromptPlace(self._starts, self._sources_of_rows, held)
+            return self._prompt_place(layer, buffers, self._starts)
         assert buffers is not None, f"layer {layer} is run past its last use"
         row, slots = self._index
         keys, values = (buffer[len(row) - rows : len(row)] for buffer in buffers)
         first, _ = self._seen[self.windows[layer]]
         return Place(keys, values, slots[-rows:], first, min(self._width, self.slots[layer]))
+
+    def _prompt_place(self, layer: int, buffers: tuple[Tensor, Tensor] | None, starts: Tensor) -> PromptPlace:
+        """Of prompts one behind another; what lies before all of them is copied to each row's beginning."""
+        prefix, end = self._prefix, self._first + len(self._sources)
+        held = None if buffers is None else (buffers[0][self._first : end], buffers[1][self._first : end])
+        if prefix is None:
+            return PromptPlace(starts, self._sources_of_rows, held)
+        if held is not None:
+            for buffer, shared in zip(held, prefix.layers[layer], strict=True):
+                buffer[:, :, : prefix.tokens] = shared
+            held = held[0][:, :, prefix.tokens :], held[1][:, :, prefix.tokens :]
+        return PromptPlace(starts, self._sources_of_rows, held, prefix.packed(layer))
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy rows `sources` to `targets`, all at once, as far as any row was attended to."""

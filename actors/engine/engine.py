@@ -133,32 +133,34 @@ class Engine:
         assert max(lengths) <= cache.prompt_slots, "a longer prompt than open() said"
         assert max(row.limit for row in newcomers) <= cache.max_new_tokens, "more new tokens than open() said"
         held = self._held_prefix(prefix)
-        if decoder.joins_prompts and held is None:
-            starts = torch.tensor([0, *itertools.accumulate(lengths)], device=decoder.device)
-            cache.begin_prefill(len(self.rows), sources, starts=starts)
-            logits, computed = self._prefill_joined(prompts, starts), sum(lengths)
+        own = sum(lengths) - len(prefix) * len(prompts)
+        if decoder.joins_prompts:
+            ends = itertools.accumulate(length - len(prefix) for length in lengths)
+            starts = torch.tensor([0, *ends], device=decoder.device)
+            cache.begin_prefill(len(self.rows), sources, held, starts=starts)
+            logits, computed = self._prefill_joined(prompts, len(prefix), starts), own
         else:
             cache.begin_prefill(len(self.rows), sources, held)
             logits, computed = self._prefill_padded(prompts, len(prefix)), len(prompts) * (max(lengths) - len(prefix))
         self._draw(newcomers, logits[torch.tensor(sources, device=logits.device)])
         self.rows += newcomers
-        own = sum(lengths) - len(prefix) * len(prompts)
         self.stats.prompt_tokens += own
         self.stats.shared_prompt_tokens += sum(len(request.prompt_ids) for request in requests) - own
         self.stats.padded_prompt_tokens += computed
         self.stats.prefill_seconds += time.perf_counter() - began
         return [row.ticket for row in newcomers]
 
-    def _prefill_joined(self, prompts: Sequence[tuple[int, ...]], starts: torch.Tensor) -> torch.Tensor:
-        """Logits [P, V] at the last token of each prompt; the cache has been told of them."""
+    def _prefill_joined(self, prompts: Sequence[tuple[int, ...]], prefix: int, starts: torch.Tensor) -> torch.Tensor:
+        """Logits [P, V] at the last token of each prompt; the cache has been told of them. Of each, `prefix` tokens
+        have been computed before."""
         device = self.decoder.device
-        ids = torch.tensor([[token for prompt in prompts for token in prompt]], device=device)
-        positions = torch.cat([torch.arange(len(prompt), device=device) for prompt in prompts])[None]
+        ids = torch.tensor([[token for prompt in prompts for token in prompt[prefix:]]], device=device)
+        positions = torch.cat([torch.arange(prefix, len(prompt), device=device) for prompt in prompts])[None]
         assert self.cache is not None
         return self.decoder.prefill_joined(ids, positions, starts, self.schedule.prompt_layers, self.cache)
 
     def _prefill_padded(self, prompts: Sequence[tuple[int, ...]], prefix: int) -> torch.Tensor:
-        """The same of prompts side by side; of each, `prefix` tokens have been computed before."""
+        """The same of prompts side by side."""
         device = self.decoder.device
         columns = max(map(len, prompts)) - prefix
         ids = torch.zeros(len(prompts), columns, dtype=torch.long)

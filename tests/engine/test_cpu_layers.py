@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 from pathlib import Path
@@ -227,6 +228,39 @@ def test_attention_of_prompts_is_the_librarys(
     assert torch.equal(again[:, :seen], got[:, :seen]) and torch.equal(many, got)
 
 
+@multiplying
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=4),
+    before=st.integers(1, 150),
+    heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    size=st.sampled_from([2, 16, 34, 64, 98]),
+    seed=st.integers(0, 99),
+)
+@torch.inference_mode()
+def test_attention_behind_a_prefix_is_attention_over_the_whole(
+    lengths: list[int], before: int, heads: int, group: int, size: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    starts = torch.tensor([0, *itertools.accumulate(lengths)])
+    query = torch.randn(int(starts[-1]), heads * group, size).to(BF16)
+    keys, values = torch.randn(2, int(starts[-1]), heads, size).to(BF16)
+    shared = torch.randn(2, 1, heads, before, size).to(BF16)
+    prefix = kernels.PackedPrefix.of(shared[0], shared[1])
+    got = kernels.attend_prompts(query, keys, values, starts, 0.3, prefix)
+    for first, end in itertools.pairwise(starts.tolist()):
+        whole = [
+            torch.cat((one[0], mine[first:end].transpose(0, 1)), dim=1).float().repeat_interleave(group, dim=0)
+            for one, mine in zip(shared, (keys, values), strict=True)
+        ]
+        places = torch.arange(before + end - first)
+        mask = places <= places[before:, None]
+        asked = query[first:end].transpose(0, 1).float()
+        want = nn.functional.scaled_dot_product_attention(asked, *whole, attn_mask=mask, scale=0.3)
+        torch.testing.assert_close(got[first:end].float(), want.transpose(0, 1), rtol=2**-6, atol=2**-6)
+
+
 @builds
 @settings(max_examples=40, deadline=None)
 @given(
@@ -421,3 +455,34 @@ def test_prompts_one_behind_another_are_prompts_side_by_side(
     decoder.stack = None
     want = drawn_logits(decoder, rows)
     assert len(got) > 8 and all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+
+
+@multiplying
+@pytest.mark.parametrize("family", ["llama", "opt"])
+@torch.inference_mode()
+def test_a_prefix_computed_once_changes_no_more_than_rounding(family: str) -> None:
+    """Logits of prompts one behind another, and of a step over what the prefill has left in the cache."""
+    decoder = Decoder(tiny_model(family, max_position_embeddings=400).to(BF16))
+    decoder.prepare_for_cpu()
+    assert decoder.joins_prompts
+    prefix = [5 + token % 17 for token in range(100)]
+    ends = ([7, 9], [8], list(range(5, 28)), [8], [11, 12, 13])
+    rows = [Request([*prefix, *end], SamplingParams(max_new_tokens=6)) for end in ends]
+    logits_of, kept = decoder.logits, []
+
+    def keep(hidden: torch.Tensor) -> torch.Tensor:
+        kept.append(logits_of(hidden))
+        return kept[-1]
+
+    for before in ((), prefix):
+        engine = Engine(decoder, ScheduleSpec(speedup=2, horizon=6).build(LAYERS), ())
+        engine.open(len(rows), max(len(row.prompt_ids) for row in rows), 6)
+        with mock.patch.object(decoder, "logits", keep):
+            engine.admit(rows, before)
+            for row in engine.rows:
+                row.tokens[-1] = 6
+            engine.step()
+    want, got = kept[:2], kept[-2:]
+    assert len(kept) == 5  # the prefix has a pass of its own
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=0, atol=0.05 * float(other.float().abs().max()))

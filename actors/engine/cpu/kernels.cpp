@@ -54,11 +54,18 @@ extern "C" void multiply_bfloat16(const BFloat16* x, const BFloat16* weight, con
 }
 
 extern "C" void attend_prompts_bfloat16(const BFloat16* q, const BFloat16* k, const BFloat16* v, const int64_t* starts,
-                                        BFloat16* out, int64_t prompts, int64_t heads, int64_t group, int64_t size,
+                                        BFloat16* out, const BFloat16* prefix_keys, const BFloat16* prefix_values,
+                                        int64_t prefix, int64_t prompts, int64_t heads, int64_t group, int64_t size,
                                         int64_t q_token, int64_t k_token, int64_t v_token, float scale) {
-    const PromptAttention attention{q, k, v, starts, out, prompts, heads, group, size, q_token, k_token, v_token, scale};
+    const PromptAttention attention{q,     k,    v,       starts,  out,     prompts, heads,
+                                    group, size, q_token, k_token, v_token, scale,   {prefix_keys, prefix_values, prefix}};
 #pragma omp parallel if (starts[prompts] * heads * group * size > 16384)
     attend_prompts(attention);
+}
+
+extern "C" void pack_prefix_bfloat16(const BFloat16* k, const BFloat16* v, BFloat16* keys, BFloat16* values,
+                                     int64_t tokens, int64_t heads, int64_t size) {
+    pack_prefix(k, v, tokens, heads, size, keys, values);
 }
 
 // Numbers of the room that `rows` tokens of a step take, or these prompts.

@@ -5,6 +5,8 @@ Shapes: B rows, Q query heads, H key/value heads, K slots, D head size, E hidden
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -41,10 +43,33 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, sca
     return output
 
 
-def attend_prompts(query: Tensor, keys: Tensor, values: Tensor, starts: Tensor, scale: float) -> Tensor:
+@dataclass(frozen=True)
+class PackedPrefix:
+    """Keys and values of C tokens that lie before all prompts of a pass, as `layer_prompts` reads them."""
+
+    keys: Tensor
+    values: Tensor
+    tokens: int
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor) -> PackedPrefix:
+        """keys, values: bfloat16 [1, H, C, D], D even."""
+        _, heads, tokens, size = keys.shape
+        assert keys.dtype == values.dtype == torch.bfloat16 and keys.shape == values.shape and size % 2 == 0
+        assert keys.is_contiguous() and values.is_contiguous() and len(keys) == 1 and tokens > 0
+        width, wide = (-(-count // PANEL) * PANEL for count in (tokens, size))
+        packed = [torch.zeros(heads, numbers, width, dtype=keys.dtype) for numbers in (size, wide)]
+        pointers = (one.data_ptr() for one in (keys, values, *packed))
+        kernel("pack_prefix", keys.dtype)(*pointers, tokens, heads, size)
+        return cls(packed[0], packed[1], tokens)
+
+
+def attend_prompts(
+    query: Tensor, keys: Tensor, values: Tensor, starts: Tensor, scale: float, prefix: PackedPrefix | None = None
+) -> Tensor:
     """Causal, bfloat16, prompts one behind another: query [N, Q, D] over keys, values [N, H, D], D even -> [N, Q, D].
 
-    starts: int64 [P + 1], the first token of each of P prompts, and N.
+    starts: int64 [P + 1], the first token of each of P prompts, and N. prefix: what all of them see before themselves.
     """
     tokens, heads, size = keys.shape
     assert query.dtype == keys.dtype == values.dtype == torch.bfloat16 and keys.shape == values.shape
@@ -59,6 +84,7 @@ def attend_prompts(query: Tensor, keys: Tensor, values: Tensor, starts: Tensor, 
         values.data_ptr(),
         starts.data_ptr(),
         output.data_ptr(),
+        *((None, None, 0) if prefix is None else (prefix.keys.data_ptr(), prefix.values.data_ptr(), prefix.tokens)),
         *(len(starts) - 1, heads, query.shape[1] // heads, size),
         *(query.stride(0), keys.stride(0), values.stride(0), scale),
     )

@@ -45,6 +45,7 @@ struct Prompts {
     const int64_t *starts;   // [prompts + 1]
     const int64_t *sources;  // [rows], the prompt of each row
     BFloat16* room;          // as much as `Room` needs
+    Prefix prefix;           // of all prompts, or null and 0; it lies before `keys` and `values` already
     int64_t prompts, rows, buffer_row, buffer_head;
 };
 
@@ -202,7 +203,7 @@ void run_prompts(const Layer& l, const Prompts& p) {
                  p.buffer_row, p.buffer_head);
         }
         attend_prompts({room.qkv, keys, values, p.starts + first, room.attended, last - first, l.heads, l.group, l.size,
-                        room.states, room.states, room.states, l.scale});
+                        room.states, room.states, room.states, l.scale, p.prefix});
         finish(l, room, hidden, hidden, tokens);
     }
 }

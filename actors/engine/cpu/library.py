@@ -41,7 +41,8 @@ _SIGNATURES: dict[str, tuple[int, int, int, Any]] = {
 }
 _MULTIPLYING: dict[str, tuple[int, int, int, Any]] = {  # bfloat16 alone, on some processors
     "multiply": (5, 4, 0, None),
-    "attend_prompts": (5, 7, 1, None),
+    "attend_prompts": (7, 8, 1, None),
+    "pack_prefix": (4, 3, 0, None),
     "layer_step": (2, 0, 0, ctypes.c_bool),
     "layers_step": (4, 1, 0, ctypes.c_bool),
     "layer_prompts": (2, 0, 0, None),

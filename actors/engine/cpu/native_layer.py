@@ -52,7 +52,8 @@ class _Prompts(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("hidden", "cosines", "sines", "keys", "values", "starts", "sources", "room")
         ),
-        *((name, ctypes.c_int64) for name in ("prompts", "rows", "buffer_row", "buffer_head")),
+        *((name, ctypes.c_void_p) for name in ("prefix_keys", "prefix_values")),
+        *((name, ctypes.c_int64) for name in ("prefix_tokens", "prompts", "rows", "buffer_row", "buffer_head")),
     ]
 
 
@@ -71,11 +72,13 @@ class Place:
 @dataclass(frozen=True)
 class PromptPlace:
     """Prompts one behind another, the first token of each and N in starts [P + 1], and where their keys and values are
-    written: buffers [B, H, K, D] of one layout, or None; sources [B]: the prompt of each row; both int64."""
+    written: buffers [B, H, K, D] of one layout, or None; sources [B]: the prompt of each row; both int64. prefix: what
+    lies before all of them, in the buffers too already: these begin behind it."""
 
     starts: Tensor
     sources: Tensor
     buffers: tuple[Tensor, Tensor] | None
+    prefix: kernels.PackedPrefix | None = None
 
     def __post_init__(self) -> None:
         for one in (self.starts, self.sources):
@@ -201,6 +204,11 @@ class NativeLayer:
         if place.buffers is not None:
             prompts.keys, prompts.values = (buffer.data_ptr() for buffer in place.buffers)
             prompts.buffer_row, prompts.buffer_head = place.buffers[0].stride()[:2]
+        prompts.prefix_keys, prompts.prefix_values, prompts.prefix_tokens = None, None, 0
+        if place.prefix is not None:
+            assert place.prefix.keys.shape[:2] == (self._shape[1], self._shape[2])
+            prompts.prefix_keys, prompts.prefix_values = place.prefix.keys.data_ptr(), place.prefix.values.data_ptr()
+            prompts.prefix_tokens = place.prefix.tokens
         held = room(self._prompts_room(ctypes.addressof(self.fields), ctypes.addressof(prompts)))
         prompts.room = held.data_ptr()
         self._run_prompts(ctypes.addressof(self.fields), ctypes.addressof(prompts))

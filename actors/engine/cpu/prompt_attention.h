@@ -11,6 +11,12 @@
 
 namespace {
 
+// What lies before all of some prompts: keys and values of its tokens, packed head by head.
+struct Prefix {
+    const BFloat16 *keys, *values;  // [heads, size, width], [heads, size rounded up, width]: see pack_prefix
+    int64_t tokens;
+};
+
 // Prompts lie one behind another: prompt p is tokens starts[p] - starts[0] ... starts[p + 1] - starts[0] - 1.
 struct PromptAttention {
     const BFloat16 *query, *keys, *values;  // [tokens, heads, group, size], [tokens, heads, size] each
@@ -19,6 +25,7 @@ struct PromptAttention {
     int64_t prompts, heads, group, size;
     int64_t query_token, key_token, value_token;
     float scale;
+    Prefix prefix;
 };
 
 constexpr int64_t QUERIES = 32;  // at a time
@@ -39,12 +46,23 @@ inline void pack_values(const BFloat16* values, int64_t value_token, int64_t tok
     for (int64_t token = 0; token < even; token += 2)
         for (int64_t d = 0; d < size; d += LANES) {
             const BFloat16* from = values + token * value_token + d;
-            const __mmask16 some = first_lanes(size - d), other = token + 1 < tokens ? some : 0;
+            const __mmask16 all = first_lanes(size - d), some = token < tokens ? all : 0;
+            const __mmask16 other = token + 1 < tokens ? all : 0;
             const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, from));
             const __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(other, from + value_token));
             BFloat16* to = packed + ((d / PANEL * even / 2 + token / 2) * PANEL + d % PANEL) * 2;
             _mm512_store_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
         }
+}
+
+// Keys and values [heads, tokens, size], without strides, of a beginning that prompts share; `packed` holds zeros.
+inline void pack_prefix(const BFloat16* keys, const BFloat16* values, int64_t tokens, int64_t heads, int64_t size,
+                        BFloat16* packed_keys, BFloat16* packed_values) {
+    const int64_t width = rounded_up(tokens, PANEL), wide = rounded_up(size, PANEL);
+    for (int64_t head = 0; head < heads; head++) {
+        pack_keys(keys + head * tokens * size, size, tokens, size, packed_keys + head * width * size);
+        pack_values(values + head * tokens * size, size, tokens, size, width, packed_values + head * width * wide);
+    }
 }
 
 // exp(scale (score - highest)) of the first `seen` scores as bfloat16, 0 up to `width`; returns their sum. There is room
@@ -69,19 +87,21 @@ inline float exponentials(float* scores, BFloat16* out, int64_t seen, int64_t wi
 inline void attend_prompts(const PromptAttention& a) {
     int64_t longest = 0;
     for (int64_t p = 0; p < a.prompts; p++) longest = std::max(longest, a.starts[p + 1] - a.starts[p]);
-    const int64_t width = rounded_up(longest, PANEL), size = rounded_up(a.size, PANEL);
+    const int64_t own = rounded_up(longest, PANEL), size = rounded_up(a.size, PANEL);
+    const int64_t before = rounded_up(a.prefix.tokens, PANEL), width = before + own;  // of scores
     const int64_t out_token = a.heads * a.group * a.size;
     static thread_local std::vector<BFloat16> room;
     static thread_local std::vector<float> float_room;
-    room.resize(std::max<size_t>(room.size(), width * (a.size + size + QUERIES) + 64));
-    float_room.resize(std::max<size_t>(float_room.size(), QUERIES * (width + size + 1) + 32));
+    room.resize(std::max<size_t>(room.size(), own * (a.size + size) + width * QUERIES + 64));
+    float_room.resize(std::max<size_t>(float_room.size(), QUERIES * (width + 2 * size + 1) + 32));
     auto aligned = [](auto* x) { return (decltype(x))(((uintptr_t)x + 63) / 64 * 64); };
     BFloat16* keys = aligned(room.data());
-    BFloat16* values = keys + width * a.size;
-    BFloat16* weights = values + width * size;
+    BFloat16* values = keys + own * a.size;
+    BFloat16* weights = values + own * size;
     float* scores = aligned(float_room.data());
     float* sums = scores + QUERIES * width;
-    float* totals = sums + QUERIES * size;
+    float* sums_before = sums + QUERIES * size;
+    float* totals = sums_before + QUERIES * size;
     // where there are fewer heads than threads, each has its queries in parts, every so many at a time
     const int64_t heads = a.prompts * a.heads, parts = (omp_get_num_threads() + heads - 1) / heads;
 #pragma omp for schedule(dynamic)
@@ -93,22 +113,32 @@ inline void attend_prompts(const PromptAttention& a) {
         if (begin_at >= tokens) continue;
         pack_keys(a.keys + start * a.key_token + head * a.size, a.key_token, tokens, a.size, keys);
         pack_values(a.values + start * a.value_token + head * a.size, a.value_token, tokens, a.size, even, values);
+        const BFloat16 *keys_before = a.prefix.keys + head * before * a.size;
+        const BFloat16 *values_before = a.prefix.values + head * before * size;
         for (int64_t g = 0; g < a.group; g++) {
             const BFloat16* query = a.query + start * a.query_token + (head * a.group + g) * a.size;
             BFloat16* out = a.out + start * out_token + (head * a.group + g) * a.size;
             for (int64_t begin = begin_at; begin < tokens; begin += parts * QUERIES) {
                 const int64_t end = std::min(begin + QUERIES, tokens), held = end - begin;
-                for (int64_t key = 0; key < end; key += PANEL)
-                    sum_panel(query + begin * a.query_token, a.query_token, keys + key * a.size, a.size, held,
-                              scores + key, width);
-                for (int64_t m = 0; m < held; m++)
-                    totals[m] = exponentials(scores + m * width, weights + m * width, begin + m + 1,
-                                             rounded_up(end, 2), a.scale);
-                for (int64_t d = 0; d < a.size; d += PANEL)
-                    sum_panel(weights, width, values + d * even, rounded_up(end, 2), held, sums + d, size);
+                auto score = [&](const BFloat16* panel, int64_t at) {
+                    sum_panel(query + begin * a.query_token, a.query_token, panel, a.size, held, scores + at, width);
+                };
+                for (int64_t key = 0; key < before; key += PANEL) score(keys_before + key * a.size, key);
+                for (int64_t key = 0; key < end; key += PANEL) score(keys + key * a.size, before + key);
+                for (int64_t m = 0; m < held; m++) {
+                    std::fill(scores + m * width + a.prefix.tokens, scores + m * width + before, -INFINITY);
+                    totals[m] = exponentials(scores + m * width, weights + m * width, before + begin + m + 1,
+                                             before + rounded_up(end, 2), a.scale);
+                }
+                for (int64_t d = 0; d < a.size; d += PANEL) {
+                    sum_panel(weights + before, width, values + d * even, rounded_up(end, 2), held, sums + d, size);
+                    if (before)
+                        sum_panel(weights, width, values_before + d * before, before, held, sums_before + d, size);
+                }
                 for (int64_t m = 0; m < held; m++)
                     for (int64_t d = 0; d < a.size; d += LANES) {
-                        const __m512 sum = _mm512_load_ps(sums + m * size + d);
+                        __m512 sum = _mm512_load_ps(sums + m * size + d);
+                        if (before) sum = _mm512_add_ps(sum, _mm512_load_ps(sums_before + m * size + d));
                         const __m256i mean = (__m256i)_mm512_cvtneps_pbh(_mm512_div_ps(sum, _mm512_set1_ps(totals[m])));
                         _mm256_mask_storeu_epi16(out + (begin + m) * out_token + d, first_lanes(a.size - d), mean);
                     }
