@@ -74,8 +74,9 @@ class Generator:
     sampling: fields of SamplingParams. choices: labels; every answer is one of them. strip: take white space
     off both ends of a text. dtype: float32, bfloat16 or float16. device: auto, cpu or cuda. threads: torch
     threads on CPU. cache_bytes: key/value cache of the rows in flight. max_batch: of them. scheduler: lock_step, or
-    refill: rows that have ended are replaced at once. compile: torch.compile the layers. cumulative_logprob:
-    tell it, which takes time. Raises ValueError of one line if these do not fit.
+    refill: rows that have ended are replaced at once. compile: torch.compile the layers. cuda_graphs: on a GPU, fused
+    layers, CUDA graphs and a cache in pages, where the family has them. cumulative_logprob: tell it, which takes
+    time. Raises ValueError of one line if these do not fit.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Generator:
         max_batch: int = 64,
         scheduler: str = "lock_step",
         compile: bool = False,
+        cuda_graphs: bool = False,
         cumulative_logprob: bool = True,
         seed: int = 0,
         prompt_column: str = "prompt",
@@ -116,13 +118,31 @@ class Generator:
         if self.device.type == "cuda":
             check_free(needed, *torch.cuda.mem_get_info(self.device))
         decoder = load_decoder(checkpoint, getattr(torch, dtype), self.device)
+        paged = False
         if compile:
             decoder.compile()
+        elif cuda_graphs and self.device.type == "cuda":
+            from actors.engine.gpu import kernels
+
+            paged = decoder.prepare_for_gpu(kernels)
         else:
             decoder.prepare_for_cpu()
         self.tokenizer = load_tokenizer(checkpoint)
         ends = stop_ids(decoder, self.tokenizer)
-        self.engine = Engine(decoder, self.schedule, ends, cumulative_logprob=cumulative_logprob)
+        self.engine: Engine
+        if paged:
+            from actors.engine.gpu.engine import GpuEngine
+
+            self.engine = GpuEngine(
+                decoder,
+                self.schedule,
+                ends,
+                budget_bytes=cache_bytes,
+                max_rows=max_batch,
+                cumulative_logprob=cumulative_logprob,
+            )
+        else:
+            self.engine = Engine(decoder, self.schedule, ends, cumulative_logprob=cumulative_logprob)
         self.special_ids = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
         self.strip = strip
         self.cache_bytes = cache_bytes

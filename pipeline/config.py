@@ -143,6 +143,17 @@ class ModelConfig(Section):
     compile: bool = Field(
         False, description="torch.compile the layers, on a CPU in place of the kernels; needs a C++ compiler"
     )
+    cuda_graphs: bool = Field(
+        False,
+        description="on a GPU, for Llama, Mistral without a window, Qwen2 and OPT: fused layers, CUDA graphs and a "
+        "cache that grows by pages; not yet tried on a GPU",
+    )
+
+    @model_validator(mode="after")
+    def _one_or_the_other(self) -> ModelConfig:
+        if self.compile and self.cuda_graphs:
+            raise ValueError("compile and cuda_graphs: the graphs hold kernels of their own; set one of them")
+        return self
 
 
 class ScheduleConfig(Section):

@@ -214,6 +214,7 @@ def _flow(
         "dtype": config.model.dtype,
         "device": config.model.device,
         "compile": config.model.compile,
+        "cuda_graphs": config.model.cuda_graphs,
         "cumulative_logprob": config.output.cumulative_logprob,
         "threads": batching.threads,
         "cache_bytes": batching.cache_bytes,

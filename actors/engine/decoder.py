@@ -107,6 +107,20 @@ class Decoder:
             if not shared:
                 self.model.set_output_embeddings(self.head)  # lets the weight itself go
 
+    def prepare_for_gpu(self, operations: Any) -> bool:
+        """Take the layers of `gpu.layers`, for good, and for inference alone; False where the family has none.
+
+        operations: see `FusedLayer`.
+        """
+        from actors.engine.gpu.layers import FusedLayer, fusible
+
+        blocks = self.family.layers(self.model)
+        if any(window is not None for window in self.windows) or not all(map(fusible, blocks)):
+            return False
+        for number in range(self.num_layers):  # no name holds the old layer when its memory is given back
+            self.blocks[number] = blocks[number] = FusedLayer(blocks[number], operations)
+        return True
+
     def compile(self) -> None:
         """Compile every layer with torch.compile, for any batch size and length; needs a C++ compiler on CPU."""
         settings = torch._dynamo.config

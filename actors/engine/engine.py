@@ -36,6 +36,8 @@ class Engine:
     for another number of layers.
     """
 
+    grows = False  # whether rows take memory as they grow: then `fitting` says how many more there is room for
+
     def __init__(
         self,
         decoder: Decoder,
@@ -199,6 +201,14 @@ class Engine:
             self.stats.layer_steps -= self.schedule.layer_steps(steps)
             self.stats.full_layer_steps -= self.schedule.num_layers * steps
         self.rows, self.cache = [], None
+
+    def fitting(self, requests: Sequence[Request]) -> int:
+        """How many of these, in their order, there is room for: all, as `open` has made it."""
+        return len(requests)
+
+    def take_put_back(self) -> list[int]:
+        """Tickets of rows that must be admitted again; none here."""
+        return []
 
     def release(self) -> None:
         """Give back memory that is kept for the next `open`."""

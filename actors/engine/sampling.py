@@ -141,17 +141,31 @@ def _likeliest(logits: Tensor) -> Tensor:
 
 
 def _draw(logits: Tensor, rows: Sequence[RowSampling], narrowed: bool) -> Tensor:
-    """Tokens [N] by inverse distribution function at each row's own random number; logits [N, V]."""
-    device = logits.device
-    scaled = logits / torch.tensor([row.params.temperature for row in rows], device=device)[:, None]
+    """Tokens [N] at each row's own random number; logits [N, V]."""
+
+    def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, device=logits.device, dtype=dtype)
+
+    params = [row.params for row in rows]
+    scaled = logits / column([one.temperature for one in params], torch.float32)[:, None]
+    vocabulary = None
     if narrowed:
-        probabilities, vocabulary = _narrow(scaled, [row.params for row in rows])
+        probabilities, vocabulary = narrow(
+            scaled,
+            column([one.top_k for one in params], torch.int64),
+            column([one.top_p for one in params], torch.float64),
+            column([one.min_p for one in params], torch.float64),
+        )
     else:
-        probabilities, vocabulary = scaled.double().softmax(dim=-1), None
-    u = uniforms(
-        torch.tensor([row.key for row in rows], device=device),
-        torch.tensor([row.drawn for row in rows], device=device),
-    )
+        probabilities = scaled.double().softmax(dim=-1)
+    keys, drawn = (column(values, torch.int64) for values in ([row.key for row in rows], [row.drawn for row in rows]))
+    return draw(probabilities, vocabulary, keys, drawn)
+
+
+def draw(probabilities: Tensor, vocabulary: Tensor | None, keys: Tensor, positions: Tensor) -> Tensor:
+    """Tokens [N] by inverse distribution function at each row's own random number. probabilities [N, V], of the tokens
+    of vocabulary [N, V], None: in their order; keys, positions [N]: see `uniforms`."""
+    u = uniforms(keys, positions)
     cumulative = probabilities.cumsum(dim=-1)
     choice = torch.searchsorted(cumulative, u[:, None] * cumulative[:, -1:], right=True)
     last = (probabilities > 0).long().cumsum(dim=-1).argmax(dim=-1, keepdim=True)
@@ -159,19 +173,17 @@ def _draw(logits: Tensor, rows: Sequence[RowSampling], narrowed: bool) -> Tensor
     return (choice if vocabulary is None else vocabulary.gather(1, choice))[:, 0]
 
 
-def _narrow(scaled: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
-    """Probabilities [N, V], highest first and 0 outside top-k, then top-p, then min-p; and their tokens."""
+def narrow(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities [N, V], highest first and 0 outside top-k, then top-p, then min-p; and their tokens.
 
-    def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, device=scaled.device, dtype=torch.float64)[:, None]
-
-    ordered, vocabulary = scaled.double().sort(dim=-1, descending=True, stable=True)
+    scaled: logits over temperature [N, V]. top_k [N]: 0 is all; top_p, min_p: float64 [N].
+    """
+    ordered, vocabulary = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scaled.shape[1], device=scaled.device)
-    ordered = ordered.masked_fill(rank >= column([one.top_k or scaled.shape[1] for one in params]), -torch.inf)
+    ordered = ordered.double().masked_fill((rank >= top_k[:, None]) & (top_k > 0)[:, None], -torch.inf)
     probabilities = ordered.softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
-    outside = before >= column([one.top_p for one in params])
-    outside |= probabilities < column([one.min_p for one in params]) * probabilities[:, :1]
+    outside = (before >= top_p[:, None]) | (probabilities < min_p[:, None] * probabilities[:, :1])
     return probabilities.masked_fill(outside & (rank > 0), 0.0), vocabulary
 
 

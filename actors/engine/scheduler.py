@@ -9,8 +9,10 @@ Both are functions of the requests and their answers alone, so that a retry or a
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from actors.engine.batching import plan_batches
 from actors.engine.engine import Engine
@@ -64,7 +66,9 @@ def generate(
             max_rows=max_rows,
         )
         runs = [Run([group[place] for place in batch], len(batch)) for batch in batches]
-        if scheduler == "refill":
+        if scheduler == "refill" and engine.grows:  # rows take what they need: one run of all, as long as rows fit
+            runs = [Run([group[place] for batch in batches for place in batch], max_rows)] if batches else []
+        elif scheduler == "refill":
             runs = _merge(runs, lengths, limits, engine.row_bytes, budget_bytes)
         left = runs[::-1]
         while left:
@@ -140,29 +144,31 @@ def _run(
     """One run to its end, or until memory runs out: place -> completion of the rows that have ended."""
     tickets: dict[int, int] = {}
     done: dict[int, Completion] = {}
-    next_row = told = 0
+    waiting = deque(run.rows)
+    told: set[int] = set()
 
-    def tell(end: int) -> None:
+    def tell() -> None:
         nonlocal told
-        told = end
+        told = {tickets[row.ticket] for row in engine.rows} | set(islice(waiting, run.capacity))
         if on_batch is not None:
-            on_batch(sorted({tickets[row.ticket] for row in engine.rows} | set(run.rows[next_row:told])))
+            on_batch(sorted(told))
 
-    tell(min(run.capacity, len(run.rows)))  # before memory is taken: that alone may kill the process
+    tell()  # before memory is taken: that alone may kill the process
     try:
         engine.open(run.capacity, longest, most_new)
         while len(done) < len(run.rows):
-            room = run.capacity - len(engine.rows)
-            if next_row < len(run.rows) and (not engine.rows or room >= math.ceil(run.capacity / REFILL_SHARE)):
-                newcomers = run.rows[next_row : next_row + room]
-                if next_row + len(newcomers) > told:
-                    tell(min(next_row + run.capacity, len(run.rows)))
+            newcomers = _newcomers(engine, requests, waiting, run.capacity)
+            if newcomers:
+                if not told.issuperset(newcomers):
+                    tell()
                 admitted = engine.admit([requests[row] for row in newcomers], prefix)
-                next_row += len(newcomers)
+                for _ in newcomers:
+                    waiting.popleft()
                 tickets.update(zip(admitted, newcomers, strict=True))
                 ended = engine.retire()
             else:
-                ended = engine.step(last=next_row == len(run.rows))
+                ended = engine.step(last=not waiting)
+            waiting.extendleft(tickets[ticket] for ticket in engine.take_put_back())
             done.update((tickets[ticket], completion) for ticket, completion in ended)
         return done
     except (RuntimeError, MemoryError) as error:
@@ -174,6 +180,21 @@ def _run(
     free_memory()  # here the error is gone, and with its traceback the last of its tensors
     engine.stats.out_of_memory += 1
     return done
+
+
+def _newcomers(engine: Engine, requests: Sequence[Request], waiting: deque[int], capacity: int) -> list[int]:
+    """Those of the waiting that are admitted now: as many as there is room for, once it is enough to be worth it."""
+    room = capacity - len(engine.rows)
+    first = list(islice(waiting, room))
+    if not first or (engine.rows and room < math.ceil(capacity / REFILL_SHARE)):
+        return []
+    if not engine.grows:
+        return first
+    fit = engine.fitting([requests[row] for row in first])
+    if not engine.rows:
+        return first[: max(1, fit)]
+    enough = min(len(first), math.ceil(len(engine.rows) / REFILL_SHARE))
+    return first[:fit] if fit >= enough else []
 
 
 def _begins_with(prompt: Sequence[int], prefix: Sequence[int]) -> bool:

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from actors.engine.row_key import row_key
-from actors.engine.sampling import RowSampling, _adjust, _narrow, sample, uniforms
+from actors.engine.sampling import RowSampling, _adjust, narrow, sample, uniforms
 from actors.engine.types import SamplingParams
 
 
@@ -108,7 +108,11 @@ def test_what_can_be_drawn_is_what_the_library_leaves(
     """The whole distribution, read off by drawing at every random number of a fine grid."""
     logits = torch.randn(1, 11, generator=torch.Generator().manual_seed(seed))
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    probabilities, vocabulary = _narrow(logits / temperature, [params])
+    limits = (
+        torch.tensor([params.top_k]),
+        *(torch.tensor([one], dtype=torch.float64) for one in (params.top_p, params.min_p)),
+    )
+    probabilities, vocabulary = narrow(logits / temperature, *limits)
     ours = torch.zeros(11).scatter(0, vocabulary[0], (probabilities / probabilities.sum())[0].float())
     torch.testing.assert_close(ours, library(logits, params), atol=1e-5, rtol=1e-4)
 

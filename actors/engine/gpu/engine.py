@@ -1,0 +1,433 @@
+"""The engine on a GPU: the same rows, admitted, stepped and retired, but the device goes ahead of the host.
+
+    step   the device draws tokens and sees which rows end; the host has only launched it
+    every `read_every` steps   the host looks at what had ended by the last such look, which has long been copied
+
+Rows take pages as they grow (`pages`), so that more of them are in flight than would fit at full length; where pages
+run out, the youngest rows are put back to be run again from their prompt, which draws the same numbers.
+Rows that ask for more than the device can do (penalties, choices, stop strings, log-probabilities of each token) are
+drawn by the host, as on a CPU, over the same layers.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from actors.engine.decoder import Decoder
+from actors.engine.engine import Engine
+from actors.engine.gpu.layers import FusedLayer
+from actors.engine.gpu.pages import PagedCache, page_bytes, row_pages
+from actors.engine.gpu.prompts import PrefixPages, Prompts
+from actors.engine.gpu.state import DeviceRows, Tail, on_device
+from actors.engine.gpu.steps import Steps
+from actors.engine.row import Row
+from actors.engine.schedule import Schedule
+from actors.engine.types import Completion, FinishReason, Request
+
+READ_EVERY = 4
+PREFILL_TOKENS = 16_384  # of prompts that are run together; one that is longer runs alone
+
+
+OWN_STOPS = 8  # stop tokens of a row's own, beside the model's, that the device looks for; of more the host does
+FEW_ENDED = 16  # rows, before the average length of which says little
+
+
+@dataclass
+class _Run:
+    """Buffers, and the graphs over them, of rows with at most such prompts and new tokens; vacant: places of no row."""
+
+    rows: int
+    prompt: int
+    most_new: int
+    cache: PagedCache
+    state: DeviceRows
+    steps: Steps
+    vacant: list[int] = field(default_factory=list)
+
+    def fits(self, rows: int, prompt: int, most_new: int) -> bool:
+        """Whether they are large enough."""
+        return rows <= self.rows and prompt <= self.prompt and most_new <= self.most_new
+
+
+@dataclass
+class _Look:
+    """What the device said of rows at one time: copies on the host that are whole once `done` is, by slots of their
+    tickets."""
+
+    slots: dict[int, int]
+    ended: torch.Tensor
+    counts: torch.Tensor
+    done: Any
+
+
+class GpuEngine(Engine):
+    """As `Engine`, over a decoder whose layers are `FusedLayer`s. budget_bytes: of the cache's pages, taken once.
+
+    graphs: whether CUDA graphs hold the steps. read_every: steps after which the host looks which rows have ended.
+    """
+
+    grows = True
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        schedule: Schedule,
+        stop_ids: Collection[int],
+        *,
+        budget_bytes: int,
+        max_rows: int,
+        cumulative_logprob: bool = True,
+        graphs: bool = True,
+        read_every: int = READ_EVERY,
+    ) -> None:
+        super().__init__(decoder, schedule, stop_ids, cumulative_logprob=cumulative_logprob)
+        assert all(isinstance(block, FusedLayer) for block in decoder.blocks)
+        self.graphs = graphs and decoder.device.type == "cuda"
+        self.read_every, self.max_rows = read_every, max_rows
+        self.pages = budget_bytes // page_bytes(decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize)
+        self._run: _Run | None = None
+        self._shared: tuple[tuple[int, ...], PrefixPages] | None = None
+        self._slots: dict[int, int] = {}  # of rows in flight, by ticket
+        self._look: _Look | None = None
+        self._tail: Tail | None = None
+        self._hosted = False  # whether the host draws
+        self._since_look = 0
+        self._ended_tokens, self._ended_rows = 0, 0  # of this run
+        self._put_back: list[int] = []
+        self._stream: Any = None
+
+    def row_bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
+        """Most bytes of pages that such a row holds at any one time."""
+        decoder = self.decoder
+        bytes_each = page_bytes(decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize)
+        return bytes_each * self._row_pages(prompt_tokens, max_new_tokens)
+
+    def _row_pages(self, prompt_tokens: int, new_tokens: int) -> int:
+        """Most pages of such a row, with those that it takes until the host has seen it end."""
+        return row_pages(self.schedule, prompt_tokens, new_tokens + 2 * self.read_every, self.read_every)
+
+    def open(self, rows: int, prompt_slots: int, max_new_tokens: int) -> None:
+        """Make room for `rows` rows at once; buffers and graphs of an earlier run are kept where they are large
+        enough."""
+        assert not self.rows, "rows are in flight"
+        decoder, run = self.decoder, self._run
+        rows = max(rows, self.max_rows)
+        if run is None or not run.fits(rows, prompt_slots, max_new_tokens):
+            if run is not None:
+                prompt_slots, max_new_tokens = max(prompt_slots, run.prompt), max(max_new_tokens, run.most_new)
+            pool = None if run is None else run.cache.memory
+            self._run = run = None  # what is too small goes before the new comes
+            cache = PagedCache(
+                self.schedule,
+                rows,
+                self.pages,
+                prompt_slots,
+                max_new_tokens,
+                kv_heads=decoder.kv_heads,
+                head_dim=decoder.head_dim,
+                dtype=decoder.dtype,
+                device=decoder.device,
+                memory=pool,
+            )
+            state = DeviceRows(rows, max_new_tokens, len(self.stop_ids) + OWN_STOPS, decoder.device)
+            steps = Steps(decoder, self.schedule, cache, state, rows, graphs=self.graphs)
+            self._run = run = _Run(rows, prompt_slots, max_new_tokens, cache, state, steps)
+        run.vacant = list(range(run.rows - 1, -1, -1))
+        self._hosted, self._tail, self._look, self._since_look = False, None, None, 0
+        self._ended_tokens = self._ended_rows = 0
+        self.stats.batches += 1
+        self.stats.cache_bytes = max(self.stats.cache_bytes, run.cache.bytes)
+
+    def fitting(self, requests: Sequence[Request]) -> int:
+        """How many of these, in their order, find pages now, while the rows in flight grow as long as those that have
+        ended were on average, or as they may if few have."""
+        assert self._run is not None
+        cache = self._run.cache
+        few = self._ended_rows < FEW_ENDED
+        mean = 0 if few else -(-self._ended_tokens // self._ended_rows)
+
+        def expected(request: Request, limit: int, drawn: int) -> int:
+            new = limit if few else min(limit, max(mean, drawn + self.read_every))
+            return self._row_pages(len(request.prompt_ids), new)
+
+        room = cache.free
+        for row in self.rows:
+            held = cache.held(self._slots[row.ticket])
+            room -= max(0, expected(row.request, row.limit, row.position + 1) - held)
+        for count, request in enumerate(requests):
+            room -= expected(request, self.new_tokens_limit(request), 0)
+            if room < 0:
+                return count
+        return len(requests)
+
+    @torch.inference_mode()
+    def admit(self, requests: Sequence[Request], prefix: Sequence[int] = ()) -> list[int]:
+        """As `Engine.admit`; the prompts lie one behind another, `PREFILL_TOKENS` at a time."""
+        began = time.perf_counter()
+        run = self._run
+        assert run is not None, "open() comes first"
+        assert len(requests) <= len(run.vacant), "more rows than open() made room for"
+        newcomers = [self._begin(request) for request in requests]
+        slots = [run.vacant.pop() for _ in newcomers]
+        lengths = [len(row.request.prompt_ids) for row in newcomers]
+        while not run.cache.grow(slots, lengths, [0] * len(slots), self.read_every):
+            assert self.rows, "these rows were said to fit"
+            self._yield_pages()
+        if self._hosted or not all(on_device(row, run.state) for row in newcomers):
+            self._to_host()
+        run.state.begin(slots, newcomers)
+        numbers: dict[tuple[int, ...], int] = {}
+        sources = [numbers.setdefault(tuple(request.prompt_ids), len(numbers)) for request in requests]
+        prompts = list(numbers)
+        for first, end in _groups([len(prompt) - len(prefix) for prompt in prompts], PREFILL_TOKENS):
+            mine = [place for place, source in enumerate(sources) if first <= source < end]
+            logits = self._prefill(
+                prompts[first:end], [slots[one] for one in mine], [sources[one] - first for one in mine], prefix
+            )
+            logits = logits[torch.tensor([sources[one] - first for one in mine], device=logits.device)]
+            drawn = [newcomers[one] for one in mine]
+            index = torch.tensor([slots[one] for one in mine], device=logits.device)
+            if self._hosted:
+                self._draw(drawn, logits)
+                self._tell(drawn, index)
+            else:
+                run.state.take(index, logits, Tail.of(drawn, self.cumulative_logprob))
+        for row, slot in zip(newcomers, slots, strict=True):
+            self._slots[row.ticket] = slot
+            if not self._hosted:
+                row.position = 0
+        self.rows += newcomers
+        self._lay_out()
+        own = sum(map(len, prompts)) - len(prefix) * len(prompts)
+        self.stats.prompt_tokens += own
+        self.stats.padded_prompt_tokens += own
+        self.stats.shared_prompt_tokens += sum(lengths) - own
+        self.stats.prefill_seconds += time.perf_counter() - began
+        return [row.ticket for row in newcomers]
+
+    def _prefill(
+        self, prompts: Sequence[tuple[int, ...]], rows: Sequence[int], sources: Sequence[int], prefix: Sequence[int]
+    ) -> torch.Tensor:
+        """Logits [P, V] at the last token of each prompt; keys and values go to the pages of its rows."""
+        assert self._run is not None
+        device, before = self.decoder.device, len(prefix)
+        lengths = [len(prompt) - before for prompt in prompts]
+        shared = self._shared_pages(prefix) if before else None
+        batch = Prompts(lengths, rows, sources, device, prefix=shared, before=before)
+        return self._pass([token for prompt in prompts for token in prompt[before:]], batch)
+
+    def _pass(self, ids: Sequence[int], batch: Prompts) -> torch.Tensor:
+        decoder = self.decoder
+        cache = None if self._run is None else self._run.cache
+        hidden, rotary = decoder.embed(torch.tensor([list(ids)], device=decoder.device), batch.positions[None])
+        states = hidden[0]
+        for layer in self.schedule.prompt_layers:
+            turns = rotary[layer]
+            flat = None if turns is None else (turns[0][0], turns[1][0])
+            states = decoder.blocks[layer].prompts(states, flat, batch, cache)  # type: ignore[operator]
+        return decoder.logits(states[batch.last])
+
+    def _shared_pages(self, prefix: Sequence[int]) -> PrefixPages:
+        """Keys and values of a prompts' common beginning; the last one is kept."""
+        if self._shared is None or self._shared[0] != tuple(prefix):
+            held = PrefixPages()
+            self._pass(prefix, Prompts([len(prefix)], [], [], self.decoder.device, held_in=held))
+            self._shared = tuple(prefix), held
+            self.stats.prompt_tokens += len(prefix)
+            self.stats.padded_prompt_tokens += len(prefix)
+        return self._shared[1]
+
+    @torch.inference_mode()
+    def step(self, *, last: bool = False) -> list[tuple[int, Completion]]:
+        """One token further for every row in flight; (ticket, completion) of the rows that the host has seen end, and
+        `take_put_back` tells those that found no pages."""
+        began = time.perf_counter()
+        run = self._run
+        assert run is not None and self.rows
+        if self._since_look % self.read_every == 0 or self._hosted:
+            self._grow()
+        rows = self.rows
+        depths = [self.schedule.depth(row.position) for row in rows]
+        assert depths == sorted(depths), "rows must lie oldest first"
+        counts = [len(rows) - bisect_right(depths, rank) for rank in self.schedule.ranks]
+        logits = run.steps.run(counts, None if self._hosted else self._tail)
+        if self._hosted:
+            assert logits is not None
+            self._draw(rows, logits[-len(rows) :])
+            self._tell(rows, torch.tensor([self._slots[row.ticket] for row in rows], device=logits.device))
+            ended = self._leave([row for row in rows if row.finish is not None])
+        else:
+            for row in rows:
+                row.position += 1
+            ended = self._look_back()  # the device is at this step meanwhile
+            self._since_look += 1
+            if self._since_look % self.read_every == 0:
+                self._look_ahead()
+        self.stats.decode_seconds += time.perf_counter() - began
+        return ended
+
+    def retire(self) -> list[tuple[int, Completion]]:
+        """Rows that have ended at once, as far as the host knows of them."""
+        return self._leave([row for row in self.rows if row.finish is not None])
+
+    def take_put_back(self) -> list[int]:
+        """Tickets of the rows that have found no pages since this was asked: they must be admitted again."""
+        tickets, self._put_back = self._put_back, []
+        return tickets
+
+    def close(self) -> None:
+        """Let rows in flight go."""
+        if self._run is not None:
+            self._run.cache.release(list(self._slots.values()))
+        self.rows, self._slots, self._look, self._put_back = [], {}, None, []
+
+    def release(self) -> None:
+        """Give back the cache and all that hangs on it."""
+        self._run = None
+
+    def _grow(self) -> None:
+        """Pages for the steps until the host looks again; the youngest rows go where there are too few."""
+        assert self._run is not None
+        while not self._run.cache.grow(
+            [self._slots[row.ticket] for row in self.rows],
+            [len(row.request.prompt_ids) for row in self.rows],
+            [row.position for row in self.rows],
+            self.read_every,
+        ):
+            assert len(self.rows) > 1, "a row alone was said to fit"
+            self._yield_pages()
+
+    def _yield_pages(self) -> None:
+        """Put the youngest row back."""
+        row = self.rows[-1]
+        self._put_back.append(row.ticket)
+        self._remove([row])
+
+    def _lay_out(self) -> None:
+        """Tell the steps which rows are in flight, and what they ask of a step's end."""
+        assert self._run is not None
+        self._run.steps.place([self._slots[row.ticket] for row in self.rows])
+        if self.rows and not self._hosted:
+            self._tail = Tail.of(self.rows, self.cumulative_logprob)
+
+    def _look_ahead(self) -> None:
+        """Have the device tell, once it is there, which rows have ended."""
+        assert self._run is not None
+        state = self._run.state
+        ended, counts = (one.to("cpu", non_blocking=True) for one in (state.ended, state.counts))
+        done = None
+        if state.ended.device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record()
+        self._look = _Look(dict(self._slots), ended, counts, done)
+
+    def _look_back(self) -> list[tuple[int, Completion]]:
+        """The rows that had ended when the device was last asked."""
+        look, self._look = self._look, None
+        if look is None:
+            return []
+        if look.done is not None:
+            look.done.synchronize()
+        told = look.ended.tolist()
+        ended = [row for row in self.rows if told[look.slots.get(row.ticket, -1)] and row.ticket in look.slots]
+        self._fetch(ended, look)
+        return self._leave(ended)
+
+    def _fetch(self, rows: Sequence[Row], look: _Look) -> None:
+        """Tokens of rows that have ended, which the device does not change any more."""
+        if not rows:
+            return
+        assert self._run is not None
+        state = self._run.state
+        slots = [self._slots[row.ticket] for row in rows]
+        with self._aside(look.done):
+            index = torch.tensor(slots, device=state.tokens.device)
+            tokens, logprobs = state.tokens[index].cpu().tolist(), state.logprobs[index].cpu().tolist()
+        for row, slot, drawn, logprob in zip(rows, slots, tokens, logprobs, strict=True):
+            row.tokens, row.logprob = drawn[: int(look.counts[slot])], logprob
+            early = len(row.tokens) < row.request.sampling.min_new_tokens
+            row.finish = FinishReason.STOP if row.tokens[-1] in row.stop_ids and not early else FinishReason.LENGTH
+
+    @contextmanager
+    def _aside(self, after: Any) -> Iterator[None]:
+        """A stream of its own, behind `after`, that is waited for: the steps go on."""
+        if after is None:
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        self._stream.wait_event(after)
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def _leave(self, ended: Sequence[Row]) -> list[tuple[int, Completion]]:
+        """Rows that have ended give back their places and pages; (ticket, completion) of each."""
+        if not ended:
+            return []
+        for row in ended:
+            steps = len(row.tokens) - 1
+            self.stats.decode_steps += steps
+            self.stats.idle_row_steps += max(0, row.position - steps)
+            self.stats.layer_steps += self.schedule.layer_steps(steps)
+            self.stats.full_layer_steps += self.schedule.num_layers * steps
+            self.stats.generated_tokens += len(row.tokens)
+            self._ended_tokens += len(row.tokens)
+        self._ended_rows += len(ended)
+        self._remove(ended)
+        return [(row.ticket, row.completion(self.cumulative_logprob)) for row in ended]
+
+    def _remove(self, rows: Sequence[Row]) -> None:
+        assert self._run is not None
+        gone = {row.ticket for row in rows}
+        slots = [self._slots.pop(ticket) for ticket in sorted(gone)]
+        self._run.cache.release(slots)
+        self._run.vacant += slots
+        self.rows = [row for row in self.rows if row.ticket not in gone]
+        self._lay_out()
+
+    def _to_host(self) -> None:
+        """From here on the host draws: it learns what the device has drawn for the rows in flight."""
+        if self._hosted:
+            return
+        self._hosted, self._look = True, None
+        assert self._run is not None
+        state = self._run.state
+        told = [one.tolist() for one in (state.counts, state.tokens, state.logprobs)] if self.rows else []
+        for row in self.rows:
+            slot = self._slots[row.ticket]
+            counts, tokens, logprobs = told
+            row.logprob, row.position = logprobs[slot], counts[slot] - 1
+            for token in tokens[slot][: counts[slot]]:
+                row.tokens.append(token)
+                row.sampling.add(token)
+                row.finish = row.finish or row.reason_to_end()
+
+    def _tell(self, rows: Sequence[Row], index: torch.Tensor) -> None:
+        """The device what the host has drawn."""
+        assert self._run is not None
+        state = self._run.state
+        device = index.device
+        state.last[index] = torch.tensor([row.tokens[-1] for row in rows], device=device)
+        positions = torch.tensor([row.position for row in rows], device=device)
+        state.positions[index] = positions
+        state.places[index] = positions + torch.tensor([len(row.request.prompt_ids) for row in rows], device=device)
+        state.ended[index] = torch.tensor([row.finish is not None for row in rows], device=device)
+
+
+def _groups(lengths: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """First and end of groups of prompts of at most so many tokens; one that is longer is alone."""
+    groups: list[tuple[int, int]] = []
+    first = total = 0
+    for place, length in enumerate(lengths):
+        if place > first and total + length > most:
+            groups.append((first, place))
+            first, total = place, 0
+        total += length
+    return [*groups, (first, len(lengths))]

@@ -1,0 +1,160 @@
+"""Decoder layers of the families that are run most, as few large products and a few kernels of fixed shapes.
+
+Queries, keys and values are one product, and so are gate and up. A layer runs over one token of each lane, or over
+whole prompts one behind another, which are never padded; what it computes is the library's layer, which the tests hold
+it against.
+Shapes: B lanes, N tokens of all prompts, E hidden size, Q query heads, H key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
+from transformers.models.opt.modeling_opt import OPTDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+
+from actors.engine.gpu import reference
+from actors.engine.gpu.pages import PagedCache
+from actors.engine.gpu.prompts import Prompts
+
+Rotary = tuple[Tensor, Tensor] | None
+CHUNK = 8192  # tokens whose feed-forward activations are there at once
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The youngest B lanes of a step. slots, places: int64 [B], whose row a lane is and the place of its token in it;
+    depths [B]: a layer of a rank below it runs for the lane, 0 for one that has ended. rotary: [B, D]."""
+
+    slots: Tensor
+    places: Tensor
+    depths: Tensor
+    rotary: Rotary
+
+    def youngest(self, count: int) -> Lanes:
+        """The last ones."""
+        turns = None if self.rotary is None else (self.rotary[0][-count:], self.rotary[1][-count:])
+        return Lanes(self.slots[-count:], self.places[-count:], self.depths[-count:], turns)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Of a product: weight [O, I], bias [O] or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, layers: Sequence[nn.Linear]) -> Weights:
+        """Layers over one input as one product, whose outputs lie side by side."""
+        if len(layers) == 1:
+            bias = layers[0].bias
+            return cls(layers[0].weight.detach(), None if bias is None else bias.detach())
+        weight = torch.cat([layer.weight.detach() for layer in layers])
+        if all(layer.bias is None for layer in layers):
+            return cls(weight, None)
+        parts = [weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
+        return cls(weight, torch.cat([part.detach() for part in parts]))
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[N, I] -> [N, O]."""
+        return linear(hidden, self.weight, self.bias)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """LayerNorm, or RMSNorm where there is no bias; both [E]."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+
+class FusedLayer(nn.Module):
+    """One decoder layer. operations: `kernels`, or `reference` where there is no Triton."""
+
+    def __init__(self, layer: Any, operations: Any = reference) -> None:
+        """layer: one that `fusible` takes; its weights are copied, or shared where they stay as they are."""
+        super().__init__()
+        self.operations = operations
+        attention = layer.self_attn
+        self.number: int = attention.layer_idx
+        self.head_dim: int = attention.head_dim
+        self.scaling: float = attention.scaling
+        self.query_heads = attention.q_proj.out_features // self.head_dim
+        self.kv_heads = attention.k_proj.out_features // self.head_dim
+        self.qkv = Weights.of([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.norm_first = True
+        if isinstance(layer, OPTDecoderLayer):
+            self.output = Weights.of([attention.out_proj])
+            self.up, self.down = Weights.of([layer.fc1]), Weights.of([layer.fc2])
+            self.activate: Callable[[Tensor], Tensor] = layer.activation_fn
+            self.norm_first = bool(layer.do_layer_norm_before)
+            norms = layer.self_attn_layer_norm, layer.final_layer_norm
+            self.norms = [Norm(one.weight.detach(), one.bias.detach(), one.eps) for one in norms]
+        else:
+            mlp = layer.mlp
+            self.output = Weights.of([attention.o_proj])
+            self.up, self.down = Weights.of([mlp.gate_proj, mlp.up_proj]), Weights.of([mlp.down_proj])
+            self.activate = operations.gate
+            rms = layer.input_layernorm, layer.post_attention_layernorm
+            self.norms = [Norm(one.weight.detach(), None, one.variance_epsilon) for one in rms]
+
+    def _norm(self, number: int, hidden: Tensor) -> Tensor:
+        norm = self.norms[number]
+        normed: Tensor = self.operations.norm(hidden, norm.weight, norm.bias, norm.eps)
+        return normed
+
+    def step(self, hidden: Tensor, lanes: Lanes, cache: PagedCache, rank: int, splits: int) -> None:
+        """hidden [B, E], in its place, of the lanes whose depth is above rank. splits: see `attend`."""
+        operations, table = self.operations, cache.table[self.number]
+        where = cache.keys, cache.values, table, lanes.slots, lanes.places, lanes.depths, rank
+        states = self.qkv(self._norm(0, hidden) if self.norm_first else hidden)
+        states = states.view(len(hidden), -1, self.head_dim)
+        queries = operations.append(states, lanes.rotary, self.query_heads, *where)
+        attended = operations.attend(queries, *where, self.scaling, splits)
+        self._join(0, hidden, self.output(attended.view(len(hidden), -1)), lanes.depths, rank)
+        wide = self.activate(self.up(self._norm(1, hidden) if self.norm_first else hidden))
+        self._join(1, hidden, self.down(wide), lanes.depths, rank)
+
+    def _join(self, number: int, hidden: Tensor, change: Tensor, depths: Tensor, rank: int) -> None:
+        """The residual, and the norm behind it where there is one."""
+        if self.norm_first:
+            self.operations.add(hidden, change, depths, rank)
+        else:
+            hidden.copy_(torch.where((depths > rank)[:, None], self._norm(number, hidden + change), hidden))
+
+    def prompts(self, hidden: Tensor, rotary: Rotary, prompts: Prompts, cache: PagedCache | None) -> Tensor:
+        """hidden [N, E] of prompts one behind another -> [N, E]; their keys and values go to the rows' pages."""
+        states = self.qkv(self._norm(0, hidden) if self.norm_first else hidden)
+        states = states.view(len(hidden), -1, self.head_dim)
+        queries, keys, values = states.split([self.query_heads, self.kv_heads, self.kv_heads], dim=1)
+        if rotary is not None:
+            queries, keys = reference.rotated(queries, *rotary), reference.rotated(keys, *rotary)
+        prompts.keep(cache, self.number, keys, values)
+        attended = prompts.attend(self.number, queries, keys, values, self.scaling)
+        hidden = hidden + self.output(attended.reshape(len(hidden), -1))
+        if not self.norm_first:
+            hidden = self._norm(0, hidden)
+        done = [hidden[first : first + CHUNK] for first in range(0, len(hidden), CHUNK)]
+        for place, part in enumerate(done):
+            wide = self.activate(self.up(self._norm(1, part) if self.norm_first else part))
+            part = part + self.down(wide)
+            done[place] = part if self.norm_first else self._norm(1, part)
+        return torch.cat(done) if len(done) > 1 else done[0]
+
+
+def fusible(layer: nn.Module) -> bool:
+    """Whether there is a fused layer for it."""
+    if type(layer) is OPTDecoderLayer:
+        return layer.self_attn_layer_norm.weight is not None
+    llamas = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer)
+    mlp: Any = getattr(layer, "mlp", None)
+    return type(layer) in llamas and mlp.config.hidden_act in ("silu", "swish")

@@ -1,0 +1,152 @@
+"""Key/value cache in pages that rows take as they grow, and give back layer by layer as their depth falls.
+
+A row holds pages only in layers that it will still run: at position t those with t < n_l, for the tokens that it has,
+not for those that it may come to. What it gives back another row may take at once; nothing is ever copied to close a
+gap. Page 0 is nobody's: what must be written nowhere is written there.
+Shapes: L layers, R rows, W pages of the longest row, H key/value heads, T tokens of a page, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from actors.engine.schedule import Schedule
+
+PAGE_TOKENS = 16
+Numbers = NDArray[np.int64]
+
+
+def pages_at(uses: Numbers, prompt: Numbers, positions: Numbers, ahead: int) -> Numbers:
+    """Pages [L, N] that N rows need for `ahead` more tokens; 0 in layers that they will not run again.
+
+    uses: n_l of each layer [L]. prompt: tokens [N]. positions: t of the rows' next input [N].
+    """
+    last = uses[:, None]
+    tokens = np.minimum(prompt + positions + ahead, prompt + last)
+    return np.where(positions < last, -(-tokens // PAGE_TOKENS), 0)
+
+
+def row_pages(schedule: Schedule, prompt_tokens: int, max_new_tokens: int, ahead: int = 1) -> int:
+    """Most pages that such a row holds at any time, over all layers, if it is given `ahead` tokens at a time."""
+    uses = np.array([schedule.uses(layer, max_new_tokens) for layer in range(schedule.num_layers)])
+    # just before a layer is given back, and at the end of what is given then
+    positions = np.array(sorted({0, *(int(one) - 1 for one in uses if one)}))
+    return int(pages_at(uses, np.full(len(positions), prompt_tokens), positions, ahead).sum(axis=0).max())
+
+
+def page_bytes(kv_heads: int, head_dim: int, itemsize: int) -> int:
+    """Bytes of a page's keys and values."""
+    return 2 * kv_heads * PAGE_TOKENS * head_dim * itemsize
+
+
+class PagedCache:
+    """`keys` and `values` [pages + 1, H, T, D] and, of each layer and row, the numbers of its pages in `table`
+    [L, R + 1, W]; row R is nobody's and has page 0 alone.
+
+    Raises ValueError if there are no pages at all.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rows: int,
+        pages: int,
+        prompt_tokens: int,
+        max_new_tokens: int,
+        *,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        memory: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """memory: keys and values of an earlier cache, of as many pages."""
+        if pages < 1:
+            raise ValueError("no page of cache fits the budget")
+        self.max_new_tokens = max_new_tokens
+        self.uses: Numbers = np.array([schedule.uses(layer, max_new_tokens) for layer in range(schedule.num_layers)])
+        width = -(-(prompt_tokens + max_new_tokens) // PAGE_TOKENS)
+        shape = (pages + 1, kv_heads, PAGE_TOKENS, head_dim)
+        if memory is None:
+            # zeros: a masked slot that was never written must not hold a NaN, which no weight of 0 removes
+            memory = torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+        assert memory[0].shape == shape
+        self.keys, self.values = memory
+        self.table = torch.zeros(schedule.num_layers, rows + 1, width, dtype=torch.int32, device=device)
+        self._table: NDArray[np.int32] = np.zeros(self.table.shape, dtype=np.int32)  # the host's own
+        self._held: Numbers = np.zeros((schedule.num_layers, rows), dtype=np.int64)
+        self._free: NDArray[np.int32] = np.arange(pages, 0, -1, dtype=np.int32)  # a stack: the first ones come first
+        self._count = pages
+
+    @property
+    def memory(self) -> tuple[Tensor, Tensor]:
+        """For a later cache of as many pages."""
+        return self.keys, self.values
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody holds."""
+        return self._count
+
+    @property
+    def bytes(self) -> int:
+        """Of all pages."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def held(self, row: int) -> int:
+        """Pages of a row, over all layers."""
+        return int(self._held[:, row].sum())
+
+    def grow(self, rows: Sequence[int], prompt: Sequence[int], positions: Sequence[int], ahead: int) -> bool:
+        """Give `rows` the pages of `ahead` more tokens each, and take back those of layers that they will not run
+        again. False if there are too few: nothing is given then."""
+        index = np.asarray(rows, dtype=np.int64)
+        wanted = pages_at(self.uses, np.asarray(prompt), np.asarray(positions), ahead)
+        held = self._held[:, index]
+        self._give_back(index, (wanted == 0) & (held > 0))
+        held = self._held[:, index]
+        missing = np.maximum(wanted - held, 0)
+        total = int(missing.sum())
+        if total > self._count:
+            return False
+        if total:
+            layers, places = np.nonzero(missing)
+            counts = missing[layers, places]
+            within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+            columns = np.repeat(held[layers, places], counts) + within
+            self._count -= total
+            taken = self._free[self._count : self._count + total]
+            self._write(np.repeat(layers, counts), np.repeat(index[places], counts), columns, taken)
+            self._held[:, index] += missing
+        return True
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Take back all pages of rows that have ended."""
+        index = np.asarray(rows, dtype=np.int64)
+        self._give_back(index, self._held[:, index] > 0)
+
+    def _give_back(self, index: Numbers, which: NDArray[np.bool_]) -> None:
+        """All pages of the layers and rows of which [L, N]. The table keeps their numbers: nobody reads them there."""
+        layers, places = np.nonzero(which)
+        for layer, row in zip(layers.tolist(), index[places].tolist(), strict=True):
+            count = int(self._held[layer, row])
+            self._free[self._count : self._count + count] = self._table[layer, row, :count]
+            self._count += count
+            self._held[layer, row] = 0
+
+    def _write(self, layers: Numbers, rows: Numbers, columns: Numbers, pages: NDArray[np.int32]) -> None:
+        """Into both tables; the device's is not waited for."""
+        self._table[layers, rows, columns] = pages
+        flat = (layers * self._table.shape[1] + rows) * self._table.shape[2] + columns
+        self.table.view(-1).index_copy_(0, upload(flat, self.table.device), upload(pages.copy(), self.table.device))
+
+
+def upload(numbers: NDArray[np.generic], device: torch.device) -> Tensor:
+    """To the device, without waiting for it."""
+    host = torch.from_numpy(np.ascontiguousarray(numbers))
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

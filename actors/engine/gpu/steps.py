@@ -1,0 +1,163 @@
+"""A decode step over lanes, and CUDA graphs of it: one a step where all lanes run the same layers, else one a layer.
+
+Lanes are laid out with the youngest last, so that the rows of a layer are the last ones of one buffer whatever the
+batch is: a layer's graph of so many lanes serves every batch. Lane counts are rounded up to buckets; a lane that runs
+along without need writes nothing, which the kernels see from its depth.
+Shapes: B lanes, E hidden size, V vocabulary size, L layers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from actors.engine.decoder import Decoder
+from actors.engine.gpu.layers import FusedLayer, Lanes
+from actors.engine.gpu.pages import PagedCache
+from actors.engine.gpu.state import DeviceRows, Tail
+from actors.engine.schedule import Schedule
+
+MOST_STEP_GRAPHS = 512  # of whole steps; further shapes of a step are put together from graphs of layers
+PROGRAMS = 264  # of attention in flight, two a multiprocessor of an H100 or H200; fewer rows are split among more
+MOST_SPLITS = 16
+
+
+def buckets(most: int) -> list[int]:
+    """Lane counts for which there are graphs: powers of two, above 16 also what lies half way, and the most."""
+    found = {1, 2, 4, 8, 16}
+    size = 16
+    while size < most:
+        found |= {size * 3 // 2, size * 2}
+        size *= 2
+    return [*sorted(one for one in found if one < most), most]
+
+
+class Steps:
+    """Runs steps of one decoder over one cache and one state; graphs: whether CUDA graphs hold them.
+
+    lanes: most of them. A step's results are left in the state.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        schedule: Schedule,
+        cache: PagedCache,
+        state: DeviceRows,
+        lanes: int,
+        *,
+        graphs: bool,
+    ) -> None:
+        self.decoder, self.schedule, self.cache, self.state = decoder, schedule, cache, state
+        self.buckets = buckets(lanes)
+        self.lanes = lanes
+        device = decoder.device
+        longest = cache.max_new_tokens + 1
+        depths = [schedule.depth(position) for position in range(longest)]
+        self._depths = torch.tensor(depths, dtype=torch.int32, device=device)
+        self._slots = torch.full((lanes,), state.rows, dtype=torch.int64, device=device)
+        self._lane_depths = torch.zeros(lanes, dtype=torch.int32, device=device)
+        self._places = torch.zeros(lanes, dtype=torch.int64, device=device)
+        config = decoder.model.config
+        self._hidden = torch.zeros(lanes, config.hidden_size, dtype=decoder.dtype, device=device)
+        self._turns: tuple[Tensor, Tensor] | None = None
+        self._logits: dict[int, Tensor] = {}  # by bucket: what the host reads where it draws
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._use_graphs = graphs
+        self._pool = torch.cuda.graph_pool_handle() if graphs else None
+        self.captured_seconds = 0.0
+
+    def bucket(self, count: int) -> int:
+        """The least bucket of so many lanes."""
+        return self.buckets[bisect_left(self.buckets, count)]
+
+    def place(self, slots: Sequence[int]) -> None:
+        """Rows in flight, oldest first, by their slots."""
+        padded = [self.state.rows] * (self.lanes - len(slots)) + list(slots)
+        host = torch.tensor(padded)
+        if self._slots.device.type == "cuda":
+            host = host.pin_memory()
+        self._slots.copy_(host, non_blocking=True)
+
+    def run(self, rows_per_layer: Sequence[int], tail: Tail | None) -> Tensor | None:
+        """One token further for all lanes; rows_per_layer: how many of the youngest each layer runs for.
+
+        tail: what to do with the logits; None returns them [B, V], of the bucket's lanes, for the host to draw from.
+        """
+        counts = [self.bucket(count) if count else 0 for count in rows_per_layer]
+        most = max(counts)
+        alike = all(count in (0, most) for count in counts)
+        whole = ("step", tuple(counts), tail)
+        if self._use_graphs and alike and (whole in self._graphs or self._room()):
+            self._graphed(whole, lambda: self._whole(counts, most, tail))
+        else:
+            self._graphed(("begin", most), lambda: self._begin(most))
+            for layer, count in enumerate(counts):
+                if count:
+                    self._graphed(("layer", layer, count), partial(self._layer, layer, count))
+            self._graphed(("end", most, tail), lambda: self._end(most, tail))
+        return self._logits[most] if tail is None else None
+
+    def _room(self) -> bool:
+        return sum(1 for key in self._graphs if isinstance(key, tuple) and key[0] == "step") < MOST_STEP_GRAPHS
+
+    def _whole(self, counts: Sequence[int], most: int, tail: Tail | None) -> None:
+        self._begin(most)
+        for layer, count in enumerate(counts):
+            if count:
+                self._layer(layer, count)
+        self._end(most, tail)
+
+    def _begin(self, count: int) -> None:
+        """Token -> hidden states of the youngest `count` lanes, and what all layers ask of them."""
+        state, slots = self.state, self._slots[-count:]
+        places = state.places[slots]
+        positions = state.positions[slots].clamp(0, len(self._depths) - 1)
+        depths = torch.where(state.ended[slots], 0, self._depths[positions])
+        self._places[-count:] = places
+        self._lane_depths[-count:] = depths
+        inside = places.clamp(max=self.decoder.context_length - 1)
+        hidden, rotary = self.decoder.embed(state.last[slots][:, None], inside[:, None])
+        self._hidden[-count:] = hidden[:, 0]
+        if rotary[0] is not None:
+            if self._turns is None:
+                size = rotary[0][0].shape[-1]
+                self._turns = self._hidden.new_zeros(self.lanes, size), self._hidden.new_zeros(self.lanes, size)
+            for held, new in zip(self._turns, rotary[0], strict=True):
+                held[-count:] = new[:, 0]
+
+    def _layer(self, layer: int, count: int) -> None:
+        block = self.decoder.blocks[layer]
+        assert isinstance(block, FusedLayer)
+        lanes = Lanes(self._slots, self._places, self._lane_depths, self._turns).youngest(count)
+        splits = max(1, min(MOST_SPLITS, PROGRAMS // (count * block.kv_heads)))
+        block.step(self._hidden[-count:], lanes, self.cache, self.schedule.ranks[layer], splits)
+
+    def _end(self, count: int, tail: Tail | None) -> None:
+        logits = self.decoder.logits(self._hidden[-count:])
+        if tail is None:
+            if count not in self._logits:
+                self._logits[count] = torch.empty_like(logits)
+            self._logits[count].copy_(logits)
+        else:
+            self.state.take(self._slots[-count:], logits, tail)
+
+    def _graphed(self, key: Hashable, work: Callable[[], None]) -> None:
+        """Replay the graph of this work; the first time run it, and capture it for the next."""
+        if not self._use_graphs:
+            work()
+            return
+        graph = self._graphs.get(key)
+        if graph is not None:
+            graph.replay()
+            return
+        work()  # counts for this step; it also makes what must be there before a capture: kernels, workspaces
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, pool=self._pool):  # records, and runs nothing
+            work()
+        self._graphs[key] = graph

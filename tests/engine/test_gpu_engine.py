@@ -1,0 +1,250 @@
+"""The GPU's engine without a GPU: pages, prompts one behind another, a device that is ahead of its host; in fp32, token
+for token against the uncached oracle. Its kernels and graphs have tests of their own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import LAYERS, tiny_model
+from oracle import oracle
+from test_engine import SPECS, STOP, any_schedule, requests
+from test_sharing import PREFIX, with_prefix
+
+from actors.engine.choices import ChoiceTrie
+from actors.engine.decoder import Decoder
+from actors.engine.engine import Engine
+from actors.engine.gpu import reference
+from actors.engine.gpu.engine import GpuEngine
+from actors.engine.gpu.pages import PAGE_TOKENS, PagedCache, page_bytes, row_pages
+from actors.engine.schedule import Schedule, ScheduleSpec
+from actors.engine.scheduler import generate
+from actors.engine.types import Request, SamplingParams
+
+FUSED = ["llama", "opt", "opt-post-norm", "mistral-full", "qwen2"]
+SCHEDULE = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
+
+
+def fused(family: str) -> Decoder:
+    decoder = Decoder(tiny_model(family))
+    assert decoder.prepare_for_gpu(reference)
+    return decoder
+
+
+def bytes_of(decoder: Decoder, pages: int) -> int:
+    return pages * page_bytes(decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize)
+
+
+def engine_of(decoder: Decoder, schedule: Schedule, pages: int = 4000, max_rows: int = 5, **how: Any) -> GpuEngine:
+    return GpuEngine(decoder, schedule, STOP, budget_bytes=bytes_of(decoder, pages), max_rows=max_rows, **how)
+
+
+def answers(engine: GpuEngine, rows: list[Request], scheduler: str = "refill", **how: Any) -> list[tuple[int, ...]]:
+    budget = bytes_of(engine.decoder, engine.pages)
+    done = generate(engine, rows, budget_bytes=budget, max_rows=engine.max_rows, scheduler=scheduler, **how)
+    assert engine._run is not None and engine._run.cache.free == engine.pages  # every page has come back
+    assert all(one.error is None for one in done)
+    return [one.token_ids for one in done]
+
+
+def test_families_without_fused_layers_are_left_alone() -> None:
+    for family in ("mistral", "gemma2", "gpt2"):
+        decoder = Decoder(tiny_model(family))
+        assert not decoder.prepare_for_gpu(reference)
+
+
+@pytest.mark.parametrize("scheduler", ["lock_step", "refill"])
+@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("spec", range(len(SPECS)))
+def test_greedy_rows_equal_the_oracle(family: str, spec: int, scheduler: str) -> None:
+    schedule = SPECS[spec].build(LAYERS)
+    rows = requests(13, seed=spec)
+    library = Decoder(tiny_model(family))
+    got = answers(engine_of(fused(family), schedule), rows, scheduler)
+    assert [list(one) for one in got] == [oracle(library, schedule, row, STOP) for row in rows]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    any_schedule(),
+    st.integers(0, 99),
+    st.integers(1, 9),
+    st.integers(1, 6),
+    st.sampled_from(["lock_step", "refill"]),
+    st.booleans(),
+)
+def test_what_a_row_draws_hangs_on_no_other(
+    schedule: Schedule, seed: int, max_rows: int, read_every: int, scheduler: str, hosted: bool
+) -> None:
+    """Greedy and sampled rows, however many are in flight and however seldom the host looks; with features that the
+    host must draw for, and without."""
+    rows = requests(11, seed, sampled=True)
+    if not hosted:
+        plain = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        rows = [Request(row.prompt_ids, row.sampling.merged(plain), row.key) for row in rows]
+    library = Decoder(tiny_model("llama"))
+    engine = engine_of(fused("llama"), schedule, max_rows=max_rows, read_every=read_every)
+    got = answers(engine, rows, scheduler)
+    assert [list(one) for one in got] == [oracle(library, schedule, row, STOP) for row in rows]
+    stats = engine.take_stats()
+    assert stats.generated_tokens == sum(map(len, got))
+    assert stats.decode_steps == sum(len(one) - 1 for one in got)
+    assert stats.layer_steps == sum(schedule.layer_steps(len(one) - 1) for one in got)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_that_outgrow_the_pages_are_put_back_and_not_lost(seed: int) -> None:
+    """Pages for the longest row and little more: the average is known too late, and the youngest make room."""
+    rows = requests(30, seed, most_new=40, longest=20)
+    rows = [Request(row.prompt_ids, row.sampling.merged({"ignore_eos": seed % 2 == 0}), row.key) for row in rows]
+    library, decoder = Decoder(tiny_model("llama")), fused("llama")
+    pages = max(row_pages(SCHEDULE, len(row.prompt_ids), row.sampling.max_new_tokens + 8, 4) for row in rows)
+    engine = engine_of(decoder, SCHEDULE, pages=pages + 12 + seed, max_rows=8)
+    put_back = 0
+    take = engine.take_put_back
+
+    def counted() -> list[int]:
+        nonlocal put_back
+        found = take()
+        put_back += len(found)
+        return found
+
+    def trusting(waiting: Sequence[Request]) -> int:
+        """As if no row in flight would grow."""
+        assert engine._run is not None
+        needed = [row_pages(SCHEDULE, len(one.prompt_ids), 6, 4) for one in waiting]
+        return sum(total <= engine._run.cache.free for total in itertools.accumulate(needed))
+
+    engine.take_put_back, engine.fitting = counted, trusting  # type: ignore[method-assign]
+    got = answers(engine, rows)
+    assert put_back > 0
+    assert [list(one) for one in got] == [oracle(library, SCHEDULE, row, STOP) for row in rows]
+
+
+def test_more_rows_are_in_flight_than_would_fit_at_full_length() -> None:
+    rows = [Request(row.prompt_ids, SamplingParams(max_new_tokens=40)) for row in requests(60, 3)]
+    decoder = fused("llama")
+    each = row_pages(SCHEDULE, 20, 48, 4)
+    engine = engine_of(decoder, SCHEDULE, pages=4 * each, max_rows=60)
+    most = 0
+    step = engine.step
+
+    def watched(**how: Any) -> Any:
+        nonlocal most
+        most = max(most, len(engine.rows))
+        return step(**how)
+
+    engine.step = watched  # type: ignore[method-assign]
+    library = Decoder(tiny_model("llama"))
+    assert [list(one) for one in answers(engine, rows)] == [oracle(library, SCHEDULE, row, STOP) for row in rows]
+    assert most > 4
+
+
+@pytest.mark.parametrize("scheduler", ["lock_step", "refill"])
+@pytest.mark.parametrize("spec", [0, 1, 3])
+def test_a_shared_beginning_changes_no_token(spec: int, scheduler: str) -> None:
+    schedule = SPECS[spec].build(LAYERS)
+    rows = with_prefix(13, seed=1)
+    library = Decoder(tiny_model("llama"))
+    engine = engine_of(fused("llama"), schedule)
+    for prefix in (PREFIX, PREFIX, PREFIX[:9]):
+        got = answers(engine, rows, scheduler, prefix=prefix)
+        assert [list(one) for one in got] == [oracle(library, schedule, row, STOP) for row in rows]
+    whole = sum(len(row.prompt_ids) for row in rows)
+    stats = engine.take_stats()
+    assert stats.prompt_tokens < 3 * whole and stats.padded_prompt_tokens == stats.prompt_tokens
+
+
+def test_several_answers_to_a_prompt_share_its_pass() -> None:
+    prompt = [5, 6, 7, 8]
+    rows = [Request(prompt, SamplingParams(max_new_tokens=9, temperature=1.0), key) for key in range(6)]
+    library = Decoder(tiny_model("opt"))
+    engine = engine_of(fused("opt"), SCHEDULE, max_rows=6)
+    got = answers(engine, rows)
+    assert [list(one) for one in got] == [oracle(library, SCHEDULE, row, STOP) for row in rows]
+    assert engine.take_stats().prompt_tokens == 4
+
+
+def test_rows_that_the_host_must_draw_come_beside_others() -> None:
+    """The device's rows in flight are handed over, with what they have drawn so far."""
+    trie = ChoiceTrie([[7, 8], [7, 9, 3], [20]], 2)
+    bound = Request([9, 8, 7], SamplingParams(max_new_tokens=5), 1, choices=trie)
+    rows = [*requests(6, seed=4), bound, *requests(5, 8)]
+    rows.insert(8, Request([4, 5], SamplingParams(max_new_tokens=7, logprobs=2), 3))
+    decoder = Decoder(tiny_model("llama"))
+    want = [
+        generate(Engine(decoder, SCHEDULE, STOP), [row], budget_bytes=2**40, max_rows=1, scheduler="refill")[0]
+        for row in rows
+    ]
+    engine = engine_of(fused("llama"), SCHEDULE, max_rows=3)
+    budget = bytes_of(engine.decoder, engine.pages)
+    got = generate(engine, rows, budget_bytes=budget, max_rows=3, scheduler="refill")
+    for one, other in zip(got, want, strict=True):
+        assert (one.token_ids, one.finish_reason, one.choice) == (other.token_ids, other.finish_reason, other.choice)
+        assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-4)
+        assert (one.logprobs is None) == (other.logprobs is None)
+
+
+def test_finish_reasons_and_log_probabilities_are_the_other_engines() -> None:
+    rows = requests(14, seed=6)
+    rows = [Request(row.prompt_ids, row.sampling.merged({"temperature": 0.9}), row.key) for row in rows]
+    want = generate(Engine(Decoder(tiny_model("llama")), SCHEDULE, STOP), rows, budget_bytes=2**40, max_rows=5)
+    engine = engine_of(fused("llama"), SCHEDULE)
+    got = generate(engine, rows, budget_bytes=bytes_of(engine.decoder, engine.pages), max_rows=5)
+    for one, other in zip(got, want, strict=True):
+        assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
+        assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-4)
+    assert len({one.finish_reason for one in got}) == 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(any_schedule(), st.lists(st.tuples(st.integers(1, 40), st.integers(1, 50)), min_size=1, max_size=6), st.data())
+def test_pages_hold_what_a_row_will_read_and_no_more(
+    schedule: Schedule, shapes: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """The law of the cache: at position t a layer that runs has pages for all places up to the row's last one, no two
+    rows or layers share a page, and a layer that will not run has none."""
+    most_new = max(new for _, new in shapes)
+    pages = sum(row_pages(schedule, prompt, new + 6, 3) for prompt, new in shapes) + data.draw(st.integers(0, 5))
+    shape = {"kv_heads": 1, "head_dim": 2, "dtype": torch.float32, "device": torch.device("cpu")}
+    cache = PagedCache(schedule, len(shapes), pages, max(p for p, _ in shapes), most_new, **shape)  # type: ignore[arg-type]
+    rows = list(range(len(shapes)))
+    positions = [0] * len(shapes)
+    while rows:
+        assert cache.grow(rows, [shapes[row][0] for row in rows], [positions[row] for row in rows], 3)
+        held = []
+        for row in rows:
+            prompt, position = shapes[row][0], positions[row]
+            for layer in range(schedule.num_layers):
+                ends = position >= schedule.uses(layer, most_new)
+                count = 0 if ends else prompt + min(position + 3, schedule.uses(layer, most_new))
+                needed = -(-count // PAGE_TOKENS)
+                assert cache._held[layer, row] <= max(needed, -(-(prompt + position + 3) // PAGE_TOKENS)) * (not ends)
+                assert cache._held[layer, row] >= needed
+                held += cache.table[layer, row, : cache._held[layer, row]].tolist()
+        assert len(set(held)) == len(held) and 0 not in held and cache.free == pages - len(held)
+        positions = [position + 3 for position in positions]
+        over = [row for row in rows if positions[row] >= shapes[row][1] - 1]
+        cache.release(over)
+        rows = [row for row in rows if row not in over]
+    assert cache.free == pages
+
+
+def test_a_budget_without_a_page_is_told() -> None:
+    with pytest.raises(ValueError, match="no page of cache fits the budget"):
+        engine_of(fused("llama"), SCHEDULE, pages=0).open(1, 5, 5)
+
+
+def test_the_table_of_the_host_is_the_devices() -> None:
+    cache = PagedCache(
+        SCHEDULE, 3, 500, 30, 20, kv_heads=2, head_dim=4, dtype=torch.float32, device=torch.device("cpu")
+    )
+    assert cache.grow([2, 0], [30, 7], [0, 0], 4)
+    assert cache.grow([2, 0], [30, 7], [5, 9], 4)
+    assert np.array_equal(cache.table.numpy(), cache._table) and cache.table.any()
