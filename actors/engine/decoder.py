@@ -115,6 +115,9 @@ class Decoder:
         from actors.engine.gpu.layers import FusedLayer, fusible
 
         blocks = self.family.layers(self.model)
+        turns = (getattr(self.model.config, "rope_parameters", None) or {}).get("rope_type")
+        if turns in ("dynamic", "longrope"):  # the host would have to look how long rows are
+            return False
         if any(window is not None for window in self.windows) or not all(map(fusible, blocks)):
             return False
         for number in range(self.num_layers):  # no name holds the old layer when its memory is given back

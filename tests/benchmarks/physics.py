@@ -101,9 +101,10 @@ class Counter:
             return prefill(ids, positions, last, layers, *rest, **more)
 
         def counted_joined(ids: Tensor, positions: Tensor, starts: Tensor, layers: Sequence[int], *rest: Any) -> Tensor:
-            lengths = starts.diff()
+            lengths, before = starts.diff(), int(positions[0, 0])
+            pairs, read = int((lengths * (lengths + 1) // 2 + lengths * before).sum()), ids.numel() + before
             for number in layers:
-                layer("prefill", number, ids.numel(), int((lengths * (lengths + 1) // 2).sum()), ids.numel())
+                layer("prefill", number, ids.numel(), pairs, read)
             self._add("prefill head", 2 * len(lengths) * head, head * item)
             return joined(ids, positions, starts, layers, *rest)
 

@@ -22,6 +22,7 @@ SHAPES = {
     "opt-125m": lambda: _opt(768, 12, 12),
     "opt-350m": lambda: _opt(1024, 24, 16, word_embed_proj_dim=512, do_layer_norm_before=False),
     "opt-1.3b": lambda: _opt(2048, 24, 32),
+    "opt-6.7b": lambda: _opt(4096, 32, 32),
     "llama-3.2-1b": lambda: LlamaConfig(
         hidden_size=2048,
         num_hidden_layers=16,
@@ -31,6 +32,16 @@ SHAPES = {
         intermediate_size=8192,
         vocab_size=128_256,
         tie_word_embeddings=True,
+        max_position_embeddings=8192,
+    ),
+    "llama-3-8b": lambda: LlamaConfig(
+        hidden_size=4096,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=14_336,
+        vocab_size=128_256,
         max_position_embeddings=8192,
     ),
 }

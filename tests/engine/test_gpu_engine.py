@@ -98,33 +98,32 @@ def test_what_a_row_draws_hangs_on_no_other(
     assert stats.layer_steps == sum(schedule.layer_steps(len(one) - 1) for one in got)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_rows_that_outgrow_the_pages_are_put_back_and_not_lost(seed: int) -> None:
-    """Pages for the longest row and little more: the average is known too late, and the youngest make room."""
-    rows = requests(30, seed, most_new=40, longest=20)
-    rows = [Request(row.prompt_ids, row.sampling.merged({"ignore_eos": seed % 2 == 0}), row.key) for row in rows]
-    library, decoder = Decoder(tiny_model("llama")), fused("llama")
-    pages = max(row_pages(SCHEDULE, len(row.prompt_ids), row.sampling.max_new_tokens + 8, 4) for row in rows)
-    engine = engine_of(decoder, SCHEDULE, pages=pages + 12 + seed, max_rows=8)
+def test_rows_that_outgrow_the_pages_are_put_back_and_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages for the longest row and little more, and rows admitted as if none in flight would grow."""
     put_back = 0
-    take = engine.take_put_back
+    take = GpuEngine.take_put_back
 
-    def counted() -> list[int]:
+    def counted(engine: GpuEngine) -> list[int]:
         nonlocal put_back
-        found = take()
+        found = take(engine)
         put_back += len(found)
         return found
 
-    def trusting(waiting: Sequence[Request]) -> int:
-        """As if no row in flight would grow."""
+    def trusting(engine: GpuEngine, waiting: Sequence[Request]) -> int:
         assert engine._run is not None
         needed = [row_pages(SCHEDULE, len(one.prompt_ids), 6, 4) for one in waiting]
         return sum(total <= engine._run.cache.free for total in itertools.accumulate(needed))
 
-    engine.take_put_back, engine.fitting = counted, trusting  # type: ignore[method-assign]
-    got = answers(engine, rows)
+    monkeypatch.setattr(GpuEngine, "take_put_back", counted)
+    monkeypatch.setattr(GpuEngine, "fitting", trusting)
+    library, decoder = Decoder(tiny_model("llama")), fused("llama")
+    for seed in range(6):
+        rows = requests(30, seed, most_new=40, longest=20)
+        rows = [Request(row.prompt_ids, row.sampling.merged({"ignore_eos": seed % 2 == 0}), row.key) for row in rows]
+        needed = [row_pages(SCHEDULE, len(row.prompt_ids), row.sampling.max_new_tokens + 8, 4) for row in rows]
+        engine = engine_of(decoder, SCHEDULE, pages=max(needed) + 3 * seed, max_rows=8)
+        assert [list(one) for one in answers(engine, rows)] == [oracle(library, SCHEDULE, row, STOP) for row in rows]
     assert put_back > 0
-    assert [list(one) for one in got] == [oracle(library, SCHEDULE, row, STOP) for row in rows]
 
 
 def test_more_rows_are_in_flight_than_would_fit_at_full_length() -> None:
@@ -189,6 +188,39 @@ def test_rows_that_the_host_must_draw_come_beside_others() -> None:
         assert (one.token_ids, one.finish_reason, one.choice) == (other.token_ids, other.finish_reason, other.choice)
         assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-4)
         assert (one.logprobs is None) == (other.logprobs is None)
+
+
+def test_a_row_with_many_stop_tokens_is_drawn_by_the_host() -> None:
+    stops = tuple(range(40, 80))
+    rows = [Request(row.prompt_ids, row.sampling.merged({"stop_token_ids": stops})) for row in requests(6, seed=2)]
+    library = Decoder(tiny_model("llama"))
+    got = answers(engine_of(fused("llama"), SCHEDULE), rows)
+    assert [list(one) for one in got] == [oracle(library, SCHEDULE, row, STOP | set(stops)) for row in rows]
+
+
+def test_memory_that_runs_out_costs_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first cache does not fit; the next has half the pages. Rows for which that is too little have an error."""
+    rows = [*requests(9, seed=5), Request([5] * 40, SamplingParams(max_new_tokens=20))]
+    decoder, library = fused("llama"), Decoder(tiny_model("llama"))
+    needed = [row_pages(SCHEDULE, len(row.prompt_ids), row.sampling.max_new_tokens + 8, 4) for row in rows]
+    engine = engine_of(decoder, SCHEDULE, pages=2 * max(needed) - 4)
+    made = PagedCache.__init__
+    left = 1
+
+    def short(cache: PagedCache, *given: Any, **more: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        made(cache, *given, **more)
+
+    monkeypatch.setattr(PagedCache, "__init__", short)
+    budget = bytes_of(decoder, engine.pages)
+    got = generate(engine, rows, budget_bytes=budget, max_rows=5, scheduler="refill")
+    assert engine.stats.out_of_memory > 0 and engine.pages == max(needed) - 2
+    wanted = [oracle(library, SCHEDULE, row, STOP) for row in rows]
+    assert [list(one.token_ids) for one in got[:-1]] == wanted[:-1]
+    assert got[-1].error is not None or list(got[-1].token_ids) == wanted[-1]
 
 
 def test_finish_reasons_and_log_probabilities_are_the_other_engines() -> None:

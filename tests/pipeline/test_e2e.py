@@ -1,4 +1,4 @@
-"""The demo checkpoint on E2E dev and test prompts at 3x, two actors: whole, killed half-way, into a bucket."""
+"""The demo checkpoint on E2E test prompts at 3x, two actors: whole, killed half-way, into a bucket."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipeline.storage import open_folder
 ROOT = Path(__file__).parents[2]
 E2E = ROOT.parent / "shared" / "data" / "e2e"
 CHECKPOINT = ROOT / "configs" / "demo" / "checkpoint"
-ROWS = 547 + 504
+ROWS = 504
 
 pytestmark = [
     pytest.mark.ray,
@@ -28,13 +28,13 @@ pytestmark = [
 
 def job(output: Path | str, **changes: Any) -> JobConfig:
     values: dict[str, Any] = {
-        "input": {"path": [str(E2E / "dev.parquet"), str(E2E / "test.parquet")], "id": "id"},
+        "input": {"path": str(E2E / "test.parquet"), "id": "id"},
         "output": {"path": str(output)},
         "model": {"path": str(CHECKPOINT), "dtype": "float32"},
         "schedule": {"speedup": 3},
         "sampling": {"max_new_tokens": 64, "temperature": 0.7, "top_p": 0.9, "seed": 1},
         "actors": {"count": 2, "threads": 1},
-        "shard_rows": 96,
+        "shard_rows": 48,
     }
     return JobConfig.model_validate({**values, **changes})
 

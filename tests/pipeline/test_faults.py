@@ -20,7 +20,13 @@ SOAK = Path(__file__).parents[1] / "soak.py"
 
 @pytest.mark.ray
 @pytest.mark.parametrize(
-    "faults", [["actor", "raylet"], pytest.param(["prepare", "driver"], marks=pytest.mark.slow)], ids=",".join
+    "faults",
+    [
+        ["actor"],
+        pytest.param(["raylet"], marks=pytest.mark.slow),
+        pytest.param(["prepare", "driver"], marks=pytest.mark.slow),
+    ],
+    ids=",".join,
 )
 def test_whoever_is_killed_every_row_is_answered_once(faults: list[str]) -> None:
     """In a process of its own: its Ray must not meet the other tests'. A kill that meets nobody is tried again."""

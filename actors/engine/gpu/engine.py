@@ -1,7 +1,7 @@
 """The engine on a GPU: the same rows, admitted, stepped and retired, but the device goes ahead of the host.
 
     step   the device draws tokens and sees which rows end; the host has only launched it
-    every `read_every` steps   the host looks at what had ended by the last such look, which has long been copied
+    every `read_every` steps   the host asks which rows have ended, and reads the answer when the next step is under way
 
 Rows take pages as they grow (`pages`), so that more of them are in flight than would fit at full length; where pages
 run out, the youngest rows are put back to be run again from their prompt, which draws the same numbers.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.gpu.layers import FusedLayer
-from actors.engine.gpu.pages import PagedCache, page_bytes, row_pages
+from actors.engine.gpu.pages import PagedCache, page_bytes, row_pages, upload
 from actors.engine.gpu.prompts import PrefixPages, Prompts
 from actors.engine.gpu.state import DeviceRows, Tail, on_device
 from actors.engine.gpu.steps import Steps
@@ -36,6 +36,7 @@ PREFILL_TOKENS = 16_384  # of prompts that are run together; one that is longer 
 
 
 OWN_STOPS = 8  # stop tokens of a row's own, beside the model's, that the device looks for; of more the host does
+LEAST_ROOM = 256  # tokens of prompts and of answers: buffers and graphs that are there serve all that is shorter
 FEW_ENDED = 16  # rows, before the average length of which says little
 
 
@@ -101,6 +102,9 @@ class GpuEngine(Engine):
         self._since_look = 0
         self._ended_tokens, self._ended_rows = 0, 0  # of this run
         self._put_back: list[int] = []
+        self._noticed: list[tuple[int, Completion]] = []
+        self._outgrown = False
+        self._fit: int | None = None  # what `fitting` has said, until rows come or go
         self._stream: Any = None
 
     def row_bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
@@ -119,6 +123,7 @@ class GpuEngine(Engine):
         assert not self.rows, "rows are in flight"
         decoder, run = self.decoder, self._run
         rows = max(rows, self.max_rows)
+        prompt_slots, max_new_tokens = (max(LEAST_ROOM, _power(one)) for one in (prompt_slots, max_new_tokens))
         if run is None or not run.fits(rows, prompt_slots, max_new_tokens):
             if run is not None:
                 prompt_slots, max_new_tokens = max(prompt_slots, run.prompt), max(max_new_tokens, run.most_new)
@@ -142,6 +147,7 @@ class GpuEngine(Engine):
         run.vacant = list(range(run.rows - 1, -1, -1))
         self._hosted, self._tail, self._look, self._since_look = False, None, None, 0
         self._ended_tokens = self._ended_rows = 0
+        self._fit = None
         self.stats.batches += 1
         self.stats.cache_bytes = max(self.stats.cache_bytes, run.cache.bytes)
 
@@ -149,7 +155,11 @@ class GpuEngine(Engine):
         """How many of these, in their order, find pages now, while the rows in flight grow as long as those that have
         ended were on average, or as they may if few have."""
         assert self._run is not None
-        cache = self._run.cache
+        if self._fit is None:
+            self._fit = self._fitting(requests, self._run.cache)
+        return self._fit
+
+    def _fitting(self, requests: Sequence[Request], cache: PagedCache) -> int:
         few = self._ended_rows < FEW_ENDED
         mean = 0 if few else -(-self._ended_tokens // self._ended_rows)
 
@@ -177,9 +187,7 @@ class GpuEngine(Engine):
         newcomers = [self._begin(request) for request in requests]
         slots = [run.vacant.pop() for _ in newcomers]
         lengths = [len(row.request.prompt_ids) for row in newcomers]
-        while not run.cache.grow(slots, lengths, [0] * len(slots), self.read_every):
-            assert self.rows, "these rows were said to fit"
-            self._yield_pages()
+        self._make_room(lambda: run.cache.grow(slots, lengths, [0] * len(slots), self.read_every), least=0)
         if self._hosted or not all(on_device(row, run.state) for row in newcomers):
             self._to_host()
         run.state.begin(slots, newcomers)
@@ -191,9 +199,9 @@ class GpuEngine(Engine):
             logits = self._prefill(
                 prompts[first:end], [slots[one] for one in mine], [sources[one] - first for one in mine], prefix
             )
-            logits = logits[torch.tensor([sources[one] - first for one in mine], device=logits.device)]
+            logits = logits[upload([sources[one] - first for one in mine], logits.device)]
             drawn = [newcomers[one] for one in mine]
-            index = torch.tensor([slots[one] for one in mine], device=logits.device)
+            index = upload([slots[one] for one in mine], logits.device)
             if self._hosted:
                 self._draw(drawn, logits)
                 self._tell(drawn, index)
@@ -226,7 +234,7 @@ class GpuEngine(Engine):
     def _pass(self, ids: Sequence[int], batch: Prompts) -> torch.Tensor:
         decoder = self.decoder
         cache = None if self._run is None else self._run.cache
-        hidden, rotary = decoder.embed(torch.tensor([list(ids)], device=decoder.device), batch.positions[None])
+        hidden, rotary = decoder.embed(upload(ids, decoder.device)[None], batch.positions[None])
         states = hidden[0]
         for layer in self.schedule.prompt_layers:
             turns = rotary[layer]
@@ -252,7 +260,7 @@ class GpuEngine(Engine):
         run = self._run
         assert run is not None and self.rows
         if self._since_look % self.read_every == 0 or self._hosted:
-            self._grow()
+            self._make_room(self._grow, least=1)
         rows = self.rows
         depths = [self.schedule.depth(row.position) for row in rows]
         assert depths == sorted(depths), "rows must lie oldest first"
@@ -271,11 +279,16 @@ class GpuEngine(Engine):
             if self._since_look % self.read_every == 0:
                 self._look_ahead()
         self.stats.decode_seconds += time.perf_counter() - began
-        return ended
+        return self._noticed_before() + ended
 
     def retire(self) -> list[tuple[int, Completion]]:
         """Rows that have ended at once, as far as the host knows of them."""
-        return self._leave([row for row in self.rows if row.finish is not None])
+        return self._noticed_before() + self._leave([row for row in self.rows if row.finish is not None])
+
+    def _noticed_before(self) -> list[tuple[int, Completion]]:
+        """Rows that have left because their pages were asked for."""
+        ended, self._noticed = self._noticed, []
+        return ended
 
     def take_put_back(self) -> list[int]:
         """Tickets of the rows that have found no pages since this was asked: they must be admitted again."""
@@ -286,33 +299,43 @@ class GpuEngine(Engine):
         """Let rows in flight go."""
         if self._run is not None:
             self._run.cache.release(list(self._slots.values()))
-        self.rows, self._slots, self._look, self._put_back = [], {}, None, []
+        self.rows, self._slots, self._look, self._put_back, self._noticed = [], {}, None, [], []
 
     def release(self) -> None:
-        """Give back the cache and all that hangs on it."""
-        self._run = None
+        """After memory has run out: give back the cache and all that hangs on it, and take half of it the next time."""
+        if not self._outgrown:
+            self.pages = max(1, self.pages // 2)
+        self._run, self.max_rows, self._outgrown = None, 1, False
 
-    def _grow(self) -> None:
-        """Pages for the steps until the host looks again; the youngest rows go where there are too few."""
+    def _grow(self) -> bool:
+        """Pages for the steps until the host looks again."""
         assert self._run is not None
-        while not self._run.cache.grow(
+        return self._run.cache.grow(
             [self._slots[row.ticket] for row in self.rows],
             [len(row.request.prompt_ids) for row in self.rows],
             [row.position for row in self.rows],
             self.read_every,
-        ):
-            assert len(self.rows) > 1, "a row alone was said to fit"
-            self._yield_pages()
+        )
 
-    def _yield_pages(self) -> None:
-        """Put the youngest row back."""
-        row = self.rows[-1]
-        self._put_back.append(row.ticket)
-        self._remove([row])
+    def _make_room(self, grow: Callable[[], bool], least: int) -> None:
+        """Until there are pages enough: rows that have ended leave, then the youngest are put back, all but `least`.
+
+        Raises MemoryError if that is not enough, as it may be after memory has run out once.
+        """
+        if grow():
+            return
+        self._noticed += self._look_back()
+        while not grow():
+            if len(self.rows) <= least:
+                self._outgrown = True
+                raise MemoryError("a row does not fit the pages that are left")
+            self._put_back.append(self.rows[-1].ticket)
+            self._remove(self.rows[-1:])
 
     def _lay_out(self) -> None:
         """Tell the steps which rows are in flight, and what they ask of a step's end."""
         assert self._run is not None
+        self._fit = None
         self._run.steps.place([self._slots[row.ticket] for row in self.rows])
         if self.rows and not self._hosted:
             self._tail = Tail.of(self.rows, self.cumulative_logprob)
@@ -348,8 +371,9 @@ class GpuEngine(Engine):
         state = self._run.state
         slots = [self._slots[row.ticket] for row in rows]
         with self._aside(look.done):
-            index = torch.tensor(slots, device=state.tokens.device)
-            tokens, logprobs = state.tokens[index].cpu().tolist(), state.logprobs[index].cpu().tolist()
+            index = upload(slots, state.tokens.device)
+            told = [one[index].to("cpu", non_blocking=True) for one in (state.tokens, state.logprobs)]
+        tokens, logprobs = (one.tolist() for one in told)
         for row, slot, drawn, logprob in zip(rows, slots, tokens, logprobs, strict=True):
             row.tokens, row.logprob = drawn[: int(look.counts[slot])], logprob
             early = len(row.tokens) < row.request.sampling.min_new_tokens
@@ -357,7 +381,7 @@ class GpuEngine(Engine):
 
     @contextmanager
     def _aside(self, after: Any) -> Iterator[None]:
-        """A stream of its own, behind `after`, that is waited for: the steps go on."""
+        """On a stream of its own, behind `after`, which is waited for in the end: the steps go on."""
         if after is None:
             yield
             return
@@ -366,6 +390,7 @@ class GpuEngine(Engine):
         self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
             yield
+        self._stream.synchronize()
 
     def _leave(self, ended: Sequence[Row]) -> list[tuple[int, Completion]]:
         """Rows that have ended give back their places and pages; (ticket, completion) of each."""
@@ -419,6 +444,11 @@ class GpuEngine(Engine):
         state.positions[index] = positions
         state.places[index] = positions + torch.tensor([len(row.request.prompt_ids) for row in rows], device=device)
         state.ended[index] = torch.tensor([row.finish is not None for row in rows], device=device)
+
+
+def _power(count: int) -> int:
+    """The least power of two that is not smaller."""
+    return 1 << max(0, count - 1).bit_length()
 
 
 def _groups(lengths: Sequence[int], most: int) -> list[tuple[int, int]]:

@@ -18,10 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 64  # tokens that a program of attention reads at once
-MATRIX_ROWS = 16  # least rows of a product on tensor cores
+MATRIX_SIDE = 16  # least rows and columns of a product on tensor cores
+# one for all layers and lane counts: else each rank that is 1 or divides by 16, and each slice of lanes, has its own
+compiled_once = triton.jit(do_not_specialize=["rank"], do_not_specialize_on_alignment=["slots", "places", "depths"])
 
 
-@triton.jit
+@compiled_once
 def _norm(x, out, weight, bias, eps, width, HAS_BIAS: tl.constexpr, WIDTH: tl.constexpr):
     lane = tl.program_id(0)
     column = tl.arange(0, WIDTH)
@@ -52,7 +54,7 @@ def norm(hidden: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Ten
     return output
 
 
-@triton.jit
+@compiled_once
 def _add(hidden, change, depths, rank, width, WIDTH: tl.constexpr):
     lane = tl.program_id(0)
     if tl.load(depths + lane) > rank:
@@ -69,7 +71,7 @@ def add(hidden: Tensor, change: Tensor, depths: Tensor, rank: int) -> None:
     _add[(len(hidden), triton.cdiv(width, 1024))](hidden, change, depths, rank, width, WIDTH=1024)
 
 
-@triton.jit
+@compiled_once
 def _gate(wide, out, half, WIDTH: tl.constexpr):
     lane = tl.program_id(0)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -89,7 +91,7 @@ def gate(wide: Tensor) -> Tensor:
     return output
 
 
-@triton.jit
+@compiled_once
 def _append(
     states,
     queries,
@@ -175,7 +177,7 @@ def append(
     return queries
 
 
-@triton.jit
+@compiled_once
 def _attend(
     queries,
     keys,
@@ -203,7 +205,7 @@ def _attend(
     if tl.load(depths + lane) <= rank:
         return
     G: tl.constexpr = Q // H
-    length = tl.load(places + lane) + 1
+    length = tl.load(places + lane).to(tl.int32) + 1
     share = tl.cdiv(tl.cdiv(length, BLOCK), SPLITS) * BLOCK
     first = split * share
     end = tl.minimum(first + share, length)
@@ -252,7 +254,7 @@ def _attend(
     tl.store(out + spread, summed.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
 
-@triton.jit
+@compiled_once
 def _combine(
     parts,
     heaviest,
@@ -297,9 +299,9 @@ def attend(
     """As `reference.attend`; splits: programs among which a row's tokens are divided."""
     lanes, query_heads, size = queries.shape
     kv_heads, tokens = keys.shape[1:3]
-    width = triton.next_power_of_2(size)
     group = query_heads // kv_heads
-    rows = 1 if group == 1 else max(MATRIX_ROWS, triton.next_power_of_2(group))
+    rows = 1 if group == 1 else max(MATRIX_SIDE, triton.next_power_of_2(group))
+    width = max(triton.next_power_of_2(size), 1 if group == 1 else MATRIX_SIDE)
     output = torch.empty_like(queries)
     heads = (lanes, query_heads, splits)
     parts = output if splits == 1 else queries.new_empty(*heads, size, dtype=torch.float32)

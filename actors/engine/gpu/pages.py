@@ -9,6 +9,8 @@ Shapes: L layers, R rows, W pages of the longest row, H key/value heads, T token
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,11 +33,23 @@ def pages_at(uses: Numbers, prompt: Numbers, positions: Numbers, ahead: int) -> 
     return np.where(positions < last, -(-tokens // PAGE_TOKENS), 0)
 
 
+@cache
+def _all_uses(schedule: Schedule) -> Numbers:
+    """n_l of a row without an end [L]."""
+    return np.array([schedule.uses(layer, 2**31) for layer in range(schedule.num_layers)])
+
+
+def layer_uses(schedule: Schedule, max_new_tokens: int) -> Numbers:
+    """n_l of each layer [L]."""
+    return np.minimum(_all_uses(schedule), max(0, max_new_tokens - 1))
+
+
+@lru_cache(maxsize=2**16)
 def row_pages(schedule: Schedule, prompt_tokens: int, max_new_tokens: int, ahead: int = 1) -> int:
     """Most pages that such a row holds at any time, over all layers, if it is given `ahead` tokens at a time."""
-    uses = np.array([schedule.uses(layer, max_new_tokens) for layer in range(schedule.num_layers)])
+    uses = layer_uses(schedule, max_new_tokens)
     # just before a layer is given back, and at the end of what is given then
-    positions = np.array(sorted({0, *(int(one) - 1 for one in uses if one)}))
+    positions = np.unique(np.maximum(uses - 1, 0))
     return int(pages_at(uses, np.full(len(positions), prompt_tokens), positions, ahead).sum(axis=0).max())
 
 
@@ -69,7 +83,7 @@ class PagedCache:
         if pages < 1:
             raise ValueError("no page of cache fits the budget")
         self.max_new_tokens = max_new_tokens
-        self.uses: Numbers = np.array([schedule.uses(layer, max_new_tokens) for layer in range(schedule.num_layers)])
+        self.uses = layer_uses(schedule, max_new_tokens)
         width = -(-(prompt_tokens + max_new_tokens) // PAGE_TOKENS)
         shape = (pages + 1, kv_heads, PAGE_TOKENS, head_dim)
         if memory is None:
@@ -146,7 +160,7 @@ class PagedCache:
         self.table.view(-1).index_copy_(0, upload(flat, self.table.device), upload(pages.copy(), self.table.device))
 
 
-def upload(numbers: NDArray[np.generic], device: torch.device) -> Tensor:
-    """To the device, without waiting for it."""
-    host = torch.from_numpy(np.ascontiguousarray(numbers))
+def upload(numbers: Tensor | NDArray[Any] | Sequence[int], device: torch.device) -> Tensor:
+    """To the device, without waiting for it; whole numbers of a list as int64."""
+    host = numbers if isinstance(numbers, Tensor) else torch.as_tensor(np.asarray(numbers))
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

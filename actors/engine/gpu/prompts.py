@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from actors.engine.gpu.pages import PAGE_TOKENS, PagedCache
+from actors.engine.gpu.pages import PAGE_TOKENS, PagedCache, upload
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -54,8 +54,8 @@ class Prompts:
         self.starts = [0, *itertools.accumulate(lengths)]
         self.prefix, self.before, self.held_in = prefix, before, held_in
         positions = [torch.arange(before, before + length) for length in lengths]
-        self.positions = torch.cat(positions).to(device)
-        self.last = (torch.tensor(self.starts[1:]) - 1).to(device)
+        self.positions = upload(torch.cat(positions), device)
+        self.last = upload(torch.tensor(self.starts[1:]) - 1, device)
         # of each token that is kept, row by row: from where in prefix + pass, to which row and place
         picked, owners, places = [], [], []
         for row, source in zip(rows, sources, strict=True):
@@ -65,14 +65,16 @@ class Prompts:
             places.append(torch.arange(before + lengths[source]))
         self._kept = len(rows) > 0
         if self._kept:
-            self._picked, self._owners, self._places = (torch.cat(one).to(device) for one in (picked, owners, places))
-        self._ends = torch.tensor(self.starts, dtype=torch.int32).to(device)
+            self._picked, self._owners, self._places = (
+                upload(torch.cat(one), device) for one in (picked, owners, places)
+            )
+        self._ends = upload(torch.tensor(self.starts, dtype=torch.int32), device)
         reach = [0, *itertools.accumulate(before + length for length in lengths)]
-        self._reach = torch.tensor(reach, dtype=torch.int32).to(device)
+        self._reach = upload(torch.tensor(reach, dtype=torch.int32), device)
         seen = [
             torch.cat((torch.arange(before), torch.arange(*pair) + before)) for pair in itertools.pairwise(self.starts)
         ]
-        self._seen = torch.cat(seen).to(device) if before else None
+        self._seen = upload(torch.cat(seen), device) if before else None
 
     def keep(self, cache: PagedCache | None, layer: int, keys: Tensor, values: Tensor) -> None:
         """keys and values [N, H, D] of this pass into the pages of its rows, behind those of the prefix."""

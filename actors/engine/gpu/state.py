@@ -70,12 +70,12 @@ class DeviceRows:
     def begin(self, slots: Sequence[int], rows: Sequence[Row]) -> None:
         """Rows before their first token take these slots."""
         device = self.last.device
-        index = upload(np.array(slots), device)
+        index = upload(slots, device)
         params = [row.request.sampling for row in rows]
         lengths = [len(row.request.prompt_ids) for row in rows]
         stops = np.full((len(rows), self.stops.shape[1]), -1)
         for place, row in enumerate(rows):
-            own = sorted(row.stop_ids)
+            own = sorted(row.stop_ids)[: stops.shape[1]]  # of a row with more the host looks for them
             stops[place, : len(own)] = own
         for target, values in (
             (self.places, np.array(lengths) - 1),
@@ -98,8 +98,8 @@ class DeviceRows:
         """Draw the next token of lanes [B] whose rows have not ended, from logits [B, V], and note what ends."""
         live = ~self.ended[slots]
         counts, stops = self.counts[slots], self.stops[slots]
-        wide = logits.float()
-        adjusted = wide
+        plain = not (tail.barred or tail.drawn or tail.logprobs)
+        adjusted = wide = logits if plain else logits.float()
         if tail.barred:
             early = (counts < self.least[slots])[:, None] & (stops >= 0) & (stops < wide.shape[1])
             nowhere = torch.where(early, stops, stops.new_full((), wide.shape[1]))

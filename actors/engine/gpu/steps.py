@@ -17,7 +17,7 @@ from torch import Tensor
 
 from actors.engine.decoder import Decoder
 from actors.engine.gpu.layers import FusedLayer, Lanes
-from actors.engine.gpu.pages import PagedCache
+from actors.engine.gpu.pages import PagedCache, upload
 from actors.engine.gpu.state import DeviceRows, Tail
 from actors.engine.schedule import Schedule
 
@@ -69,7 +69,8 @@ class Steps:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._use_graphs = graphs
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
-        self.captured_seconds = 0.0
+        self._seen: set[Hashable] = set()
+        self._step_graphs = 0
 
     def bucket(self, count: int) -> int:
         """The least bucket of so many lanes."""
@@ -78,10 +79,7 @@ class Steps:
     def place(self, slots: Sequence[int]) -> None:
         """Rows in flight, oldest first, by their slots."""
         padded = [self.state.rows] * (self.lanes - len(slots)) + list(slots)
-        host = torch.tensor(padded)
-        if self._slots.device.type == "cuda":
-            host = host.pin_memory()
-        self._slots.copy_(host, non_blocking=True)
+        self._slots.copy_(upload(padded, self._slots.device))
 
     def run(self, rows_per_layer: Sequence[int], tail: Tail | None) -> Tensor | None:
         """One token further for all lanes; rows_per_layer: how many of the youngest each layer runs for.
@@ -92,7 +90,7 @@ class Steps:
         most = max(counts)
         alike = all(count in (0, most) for count in counts)
         whole = ("step", tuple(counts), tail)
-        if self._use_graphs and alike and (whole in self._graphs or self._room()):
+        if self._use_graphs and alike and self._again(whole):
             self._graphed(whole, lambda: self._whole(counts, most, tail))
         else:
             self._graphed(("begin", most), lambda: self._begin(most))
@@ -102,8 +100,14 @@ class Steps:
             self._graphed(("end", most, tail), lambda: self._end(most, tail))
         return self._logits[most] if tail is None else None
 
-    def _room(self) -> bool:
-        return sum(1 for key in self._graphs if isinstance(key, tuple) and key[0] == "step") < MOST_STEP_GRAPHS
+    def _again(self, whole: tuple[str, tuple[int, ...], Tail | None]) -> bool:
+        """Whether a step of this kind was run before, and may have a graph of its own."""
+        if whole in self._seen:
+            return True
+        if self._step_graphs < MOST_STEP_GRAPHS:
+            self._step_graphs += 1
+            self._seen.add(whole)
+        return False
 
     def _whole(self, counts: Sequence[int], most: int, tail: Tail | None) -> None:
         self._begin(most)
@@ -147,17 +151,16 @@ class Steps:
             self.state.take(self._slots[-count:], logits, tail)
 
     def _graphed(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Replay the graph of this work; the first time run it, and capture it for the next."""
-        if not self._use_graphs:
+        """Replay the graph of this work. The first time it is run as it is, which also makes what must be there before
+        a capture: kernels, workspaces; the second time it is captured."""
+        if not self._use_graphs or key not in self._seen:
+            self._seen.add(key)
             work()
             return
         graph = self._graphs.get(key)
-        if graph is not None:
-            graph.replay()
-            return
-        work()  # counts for this step; it also makes what must be there before a capture: kernels, workspaces
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self._pool):  # records, and runs nothing
-            work()
-        self._graphs[key] = graph
+        if graph is None:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):  # records, and runs nothing
+                work()
+            self._graphs[key] = graph
+        graph.replay()

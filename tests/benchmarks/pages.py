@@ -1,0 +1,117 @@
+"""How many rows a cache in pages holds at once, against slots of full length: the GPU engine itself, over a model that
+has a real one's layers and pages but next to no width, on a CPU.
+
+    .venv/bin/python tests/benchmarks/pages.py [--gib 100] [--rows 2000] [--speeds 1,3]
+
+The shape is Llama-3-8B's: 32 layers, pages of 64 KiB. Prompts of 512 tokens, answers lognormal (median 300, sigma 0.7,
+at most 1,536), refill. Time means nothing here; steps do. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from actors.engine.decoder import Decoder
+from actors.engine.gpu import reference
+from actors.engine.gpu.engine import GpuEngine
+from actors.engine.gpu.pages import page_bytes
+from actors.engine.schedule import ScheduleSpec
+from actors.engine.scheduler import generate
+from actors.engine.types import Completion, Request, SamplingParams
+
+LAYERS, PROMPT, MOST_NEW = 32, 512, 1536
+REAL_PAGE = page_bytes(8, 128, 2)
+
+
+class Watched(GpuEngine):
+    """Counts the rows of every step, and those put back. lengths: after which rows end, which only the device knows."""
+
+    def __init__(self, lengths: list[int], *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self.lengths = lengths
+        self.flights: list[int] = []
+        self.returned = 0
+
+    def admit(self, requests: Sequence[Request], prefix: Sequence[int] = ()) -> list[int]:
+        tickets = super().admit(requests, prefix)
+        assert self._run is not None
+        for ticket, request in zip(tickets, requests, strict=True):
+            self._run.state.limits[self._slots[ticket]] = self.lengths[request.key]
+        return tickets
+
+    def step(self, *, last: bool = False) -> list[tuple[int, Completion]]:
+        self.flights.append(len(self.rows))
+        return super().step(last=last)
+
+    def take_put_back(self) -> list[int]:
+        tickets = super().take_put_back()
+        self.returned += len(tickets)
+        return tickets
+
+
+def measure(decoder: Decoder, speed: float, pages: int, lengths: list[int], horizon: int) -> dict[str, float]:
+    """Rows in flight over the steps in which some were waiting."""
+    schedule = ScheduleSpec(speedup=speed, horizon=horizon).build(LAYERS)
+    budget = pages * page_bytes(decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize)
+    params = SamplingParams(max_new_tokens=MOST_NEW, ignore_eos=True)
+    rows = [Request([3] * PROMPT, params, number) for number in range(len(lengths))]
+    engine = Watched(lengths, decoder, schedule, (), budget_bytes=budget, max_rows=len(rows), cumulative_logprob=False)
+    slots = -(-(PROMPT + MOST_NEW) // 16) * 16
+    at_full_length = pages * 16 // (sum(1 for layer in range(LAYERS) if schedule.uses(layer, MOST_NEW)) * slots)
+    shaped = (
+        pages
+        * 16
+        // sum(PROMPT + schedule.uses(layer, MOST_NEW) for layer in range(LAYERS) if schedule.uses(layer, MOST_NEW))
+    )
+    generate(engine, rows, budget_bytes=budget, max_rows=len(rows), scheduler="refill")
+    stats = engine.take_stats()
+    full = engine.flights[: max(1, len(engine.flights) * 2 // 3)]  # before the last rows run out
+    return {
+        "slots of full length": at_full_length,
+        "slots in the schedule's shape": shaped,
+        "rows in flight, mean": sum(full) / len(full),
+        "rows in flight, most": max(full),
+        "steps": len(engine.flights),
+        "rows put back": engine.returned,
+        "idle share of row steps": stats.idle_row_steps / (stats.idle_row_steps + stats.decode_steps),
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=100, help="of cache")
+    parser.add_argument("--rows", type=int, default=2000)
+    parser.add_argument("--speeds", default=[1.0, 3.0], type=lambda text: [float(x) for x in text.split(",")])
+    given = parser.parse_args()
+    chance = random.Random(7)
+    lengths = [min(MOST_NEW, max(1, round(300 * chance.lognormvariate(0, 0.7)))) for _ in range(given.rows)]
+    config = LlamaConfig(
+        hidden_size=8,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=8,
+        vocab_size=16,
+        max_position_embeddings=4096,
+    )
+    torch.manual_seed(0)
+    decoder = Decoder(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False))
+    assert decoder.prepare_for_gpu(reference)
+    found = {}
+    for speed in given.speeds:
+        found[f"{speed:g}x"] = one = measure(decoder, speed, int(given.gib * 2**30) // REAL_PAGE, lengths, 300)
+        print(f"{speed:g}x, {given.gib:g} GiB: " + ", ".join(f"{name} {value:,.2f}" for name, value in one.items()))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
