@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 
 import psutil
-import ray
 
 from actors.engine.loading import memory_needed
 from actors.engine.weights import ALLOWANCE, Need, gib
 from pipeline.checkpoints import Located
 from pipeline.config import ActorsConfig, ModelConfig
 from pipeline.manifest import Batching
+from pipeline.ray_session import is_own_ray
 
 log = logging.getLogger(__name__)
 CGROUPS = Path("/sys/fs/cgroup")
@@ -28,7 +27,7 @@ def tell_memory(located: Located, model: ModelConfig, actors: ActorsConfig, batc
     need = memory_needed(located.checkpoint, model.dtype, batching.cache_bytes, located.sizes(), on_gpu=on_gpu)
     plan = f"{batching.scheduler}, at most {batching.max_batch} rows in flight"
     log.info("%s; %s", describe(need, model.dtype, actors), plan)
-    if not on_gpu and not ray.is_initialized() and not os.environ.get("RAY_ADDRESS"):
+    if not on_gpu and is_own_ray():
         check_fits(need, actors, machine_memory())
 
 

@@ -17,13 +17,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
-import ray
 from botocore import exceptions as boto
 from botocore.parsers import ResponseParserError
 from fsspec.asyn import sync_wrapper
 from s3fs import S3FileSystem
 
 from pipeline.store_errors import ConditionRefused, StoreFailed
+from pipeline.under_way import is_under_way
 
 log = logging.getLogger(__name__)
 PASSING_STATUS = {408, 409, 429, 500, 502, 503, 504}  # 409: two at once, S3 says try again
@@ -131,7 +131,7 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
 
     def _is_unreached(self, error: BaseException) -> bool:
         """Whether there may be no store at all: nobody has reached it yet. In a job under way, its driver has."""
-        return isinstance(error, boto.ConnectionError) and not self._answered and not ray.is_initialized()
+        return isinstance(error, boto.ConnectionError) and not self._answered and not is_under_way()
 
     async def _renew(self, lacking: Any) -> None:
         """Look for credentials anew: the client keeps that it has none. Once for all calls that had this client."""

@@ -19,11 +19,17 @@ from ray.data import DataContext
 from pipeline.config import ActorsConfig
 from pipeline.interrupt import Interrupted, shielded
 from pipeline.loopback import LOOPBACK, on_loopback
+from pipeline.under_way import plan
 
 log = logging.getLogger(__name__)
 SLOT_CPUS = 1.0  # the largest slot that a task beside the actors needs: repartition takes one CPU, whatever we say
 OBJECT_STORE_BYTES = 2**30
 _own = False  # whether the Ray that runs is one that we have started: nothing can be added to it
+
+
+def is_own_ray() -> bool:
+    """Whether the job runs on a Ray of our own on this machine, be it started yet or not."""
+    return _own or not (ray.is_initialized() or os.environ.get("RAY_ADDRESS"))
 
 
 def actor_cpus(actors: ActorsConfig) -> float:
@@ -40,17 +46,20 @@ def early_ray(verbose: bool) -> Iterator[None]:
         return
     imports = threading.Thread(target=importlib.import_module, args=("transformers.models.auto",), name="imports")
     imports.start()
+    plan(True)
     try:
         with _connected(verbose):
             imports.join()
             yield
     finally:
+        plan(False)
         imports.join()
 
 
 @contextmanager
 def ray_session(actors: ActorsConfig, verbose: bool) -> Iterator[None]:
     """A Ray of our own, or the cluster that RAY_ADDRESS names; ValueError if the actors can never be placed."""
+    plan(False)
     with nullcontext() if ray.is_initialized() else _connected(verbose):
         level = logging.INFO if verbose else logging.CRITICAL
         for handler in logging.getLogger("ray.data").handlers:

@@ -1,5 +1,5 @@
 """How many rows a cache in pages holds at once, against slots of full length: the GPU engine itself, over a model that
-has a real one's layers and pages but next to no width, on a CPU.
+has a real one's layers and pages but no work to do, on a CPU.
 
     .venv/bin/python tests/benchmarks/pages.py [--gib 100] [--rows 2000] [--speeds 1,3]
 
@@ -16,18 +16,42 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from actors.engine.decoder import Decoder
-from actors.engine.gpu import reference
 from actors.engine.gpu.engine import GpuEngine
-from actors.engine.gpu.pages import page_bytes
+from actors.engine.gpu.pages import PAGE_TOKENS, page_bytes
 from actors.engine.schedule import ScheduleSpec
 from actors.engine.scheduler import generate
 from actors.engine.types import Completion, Request, SamplingParams
 
 LAYERS, PROMPT, MOST_NEW = 32, 512, 1536
 REAL_PAGE = page_bytes(8, 128, 2)
+
+
+class Nothing:
+    """The kernels of a layer without their work: which row holds which pages does not ask what lies in them."""
+
+    @staticmethod
+    def norm(hidden: Tensor, *rest: Any) -> Tensor:
+        return hidden
+
+    @staticmethod
+    def add(*given: Any) -> None:
+        pass
+
+    @staticmethod
+    def gate(wide: Tensor) -> Tensor:
+        return wide[:, : wide.shape[1] // 2]
+
+    @staticmethod
+    def append(states: Tensor, rotary: Any, query_heads: int, *rest: Any) -> Tensor:
+        return states[:, :query_heads]
+
+    @staticmethod
+    def attend(queries: Tensor, *rest: Any) -> Tensor:
+        return queries
 
 
 class Watched(GpuEngine):
@@ -37,6 +61,7 @@ class Watched(GpuEngine):
         super().__init__(*given, **more)
         self.lengths = lengths
         self.flights: list[int] = []
+        self.left: list[bool] = []  # whether rows were waiting
         self.returned = 0
 
     def admit(self, requests: Sequence[Request], prefix: Sequence[int] = ()) -> list[int]:
@@ -48,6 +73,7 @@ class Watched(GpuEngine):
 
     def step(self, *, last: bool = False) -> list[tuple[int, Completion]]:
         self.flights.append(len(self.rows))
+        self.left.append(not last)
         return super().step(last=last)
 
     def take_put_back(self) -> list[int]:
@@ -57,31 +83,29 @@ class Watched(GpuEngine):
 
 
 def measure(decoder: Decoder, speed: float, pages: int, lengths: list[int], horizon: int) -> dict[str, float]:
-    """Rows in flight over the steps in which some were waiting."""
+    """Rows in flight while some were waiting, and the steps that all rows took, in pages and in two kinds of slots."""
     schedule = ScheduleSpec(speedup=speed, horizon=horizon).build(LAYERS)
-    budget = pages * page_bytes(decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize)
-    params = SamplingParams(max_new_tokens=MOST_NEW, ignore_eos=True)
-    rows = [Request([3] * PROMPT, params, number) for number in range(len(lengths))]
-    engine = Watched(lengths, decoder, schedule, (), budget_bytes=budget, max_rows=len(rows), cumulative_logprob=False)
-    slots = -(-(PROMPT + MOST_NEW) // 16) * 16
-    at_full_length = pages * 16 // (sum(1 for layer in range(LAYERS) if schedule.uses(layer, MOST_NEW)) * slots)
-    shaped = (
-        pages
-        * 16
-        // sum(PROMPT + schedule.uses(layer, MOST_NEW) for layer in range(LAYERS) if schedule.uses(layer, MOST_NEW))
-    )
-    generate(engine, rows, budget_bytes=budget, max_rows=len(rows), scheduler="refill")
-    stats = engine.take_stats()
-    full = engine.flights[: max(1, len(engine.flights) * 2 // 3)]  # before the last rows run out
-    return {
-        "slots of full length": at_full_length,
-        "slots in the schedule's shape": shaped,
-        "rows in flight, mean": sum(full) / len(full),
-        "rows in flight, most": max(full),
-        "steps": len(engine.flights),
-        "rows put back": engine.returned,
-        "idle share of row steps": stats.idle_row_steps / (stats.idle_row_steps + stats.decode_steps),
-    }
+    used = [PROMPT + schedule.uses(layer, MOST_NEW) for layer in range(LAYERS) if schedule.uses(layer, MOST_NEW)]
+    tokens = pages * PAGE_TOKENS
+    found: dict[str, float] = {}
+    for name, most_rows in (
+        ("pages", len(lengths)),
+        ("slots of full length", tokens // (LAYERS * (PROMPT + MOST_NEW))),
+        ("slots in the schedule's shape", tokens // sum(used)),
+    ):
+        budget = pages * page_bytes(decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize)
+        params = SamplingParams(max_new_tokens=MOST_NEW, ignore_eos=True)
+        rows = [Request([3] * PROMPT, params, number) for number in range(len(lengths))]
+        how = {"budget_bytes": budget, "max_rows": most_rows}
+        engine = Watched(lengths, decoder, schedule, (), cumulative_logprob=False, **how)
+        generate(engine, rows, scheduler="refill", **how)
+        waiting = [count for count, left in zip(engine.flights, engine.left, strict=True) if left]
+        found |= {
+            f"{name}: rows in flight": sum(waiting) / max(1, len(waiting)),
+            f"{name}: steps": len(engine.flights),
+            f"{name}: put back": engine.returned,
+        }
+    return found
 
 
 def main() -> None:
@@ -105,11 +129,13 @@ def main() -> None:
     )
     torch.manual_seed(0)
     decoder = Decoder(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False))
-    assert decoder.prepare_for_gpu(reference)
+    assert decoder.prepare_for_gpu(Nothing)
     found = {}
     for speed in given.speeds:
         found[f"{speed:g}x"] = one = measure(decoder, speed, int(given.gib * 2**30) // REAL_PAGE, lengths, 300)
-        print(f"{speed:g}x, {given.gib:g} GiB: " + ", ".join(f"{name} {value:,.2f}" for name, value in one.items()))
+        print(f"{speed:g}x, {given.gib:g} GiB, {given.rows} rows")
+        for name, value in one.items():
+            print(f"  {name:45} {value:8,.0f}")
     print(json.dumps(found))
 
 

@@ -19,7 +19,7 @@ from actors.engine.decoder import Decoder  # noqa: E402
 from actors.engine.gpu import kernels  # noqa: E402
 from actors.engine.gpu.engine import GpuEngine  # noqa: E402
 from actors.engine.gpu.pages import page_bytes  # noqa: E402
-from actors.engine.schedule import ScheduleSpec  # noqa: E402
+from actors.engine.schedule import Schedule, ScheduleSpec  # noqa: E402
 from actors.engine.scheduler import generate  # noqa: E402
 from actors.engine.types import Request, SamplingParams  # noqa: E402
 
@@ -29,11 +29,13 @@ SCHEDULE = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
 BF16_BOUND = 0.05  # of the largest logit of float32
 
 
-def engine_of(family: str, dtype: torch.dtype, graphs: bool, max_rows: int = 5, pages: int = 4000) -> GpuEngine:
+def engine_of(
+    family: str, dtype: torch.dtype, graphs: bool, max_rows: int = 5, schedule: Schedule = SCHEDULE
+) -> GpuEngine:
     decoder = Decoder(tiny_model(family).to(dtype).cuda())
     assert decoder.prepare_for_gpu(kernels)
-    budget = pages * page_bytes(decoder.kv_heads, decoder.head_dim, dtype.itemsize)
-    return GpuEngine(decoder, SCHEDULE, STOP, budget_bytes=budget, max_rows=max_rows, graphs=graphs)
+    budget = 4000 * page_bytes(decoder.kv_heads, decoder.head_dim, dtype.itemsize)
+    return GpuEngine(decoder, schedule, STOP, budget_bytes=budget, max_rows=max_rows, graphs=graphs)
 
 
 @pytest.mark.parametrize("scheduler", ["lock_step", "refill"])
@@ -67,8 +69,7 @@ def test_logits_in_bfloat16_are_near_the_oracle_in_float32(family: str, spec: in
     """At every depth of every schedule, of a ragged batch: the host draws what the oracle draws."""
     schedule = SPECS[spec].build(LAYERS)
     library = Decoder(tiny_model(family))
-    engine = engine_of(family, torch.bfloat16, graphs=True)
-    engine.schedule = schedule
+    engine = engine_of(family, torch.bfloat16, graphs=True, schedule=schedule)
     rows = [
         Request(row.prompt_ids, SamplingParams(max_new_tokens=14, logprobs=1, ignore_eos=True))
         for row in requests(5, 3)

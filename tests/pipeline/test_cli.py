@@ -154,6 +154,19 @@ def test_a_ray_that_does_not_start_is_one_line(
     assert_released(tmp_path / "out")
 
 
+def test_a_ray_that_is_up_early_makes_no_job_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    from pipeline.under_way import is_under_way, plan
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    assert is_under_way()
+    plan(True)
+    assert not is_under_way()
+    plan(False)
+    assert is_under_way()
+
+
 def test_the_cause_of_a_failed_task_is_what_went_wrong_and_not_advice_on_retries() -> None:
     from ray.data._internal.util import _annotate_exception_with_retry_context
 

@@ -13,26 +13,24 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.gpu.layers import FusedLayer
+from actors.engine.gpu.looks import Looks
 from actors.engine.gpu.pages import PagedCache, page_bytes, row_pages, upload
-from actors.engine.gpu.prompts import PrefixPages, Prompts
+from actors.engine.gpu.prefill import Prefill, groups
 from actors.engine.gpu.state import DeviceRows, Tail, on_device
 from actors.engine.gpu.steps import Steps
 from actors.engine.row import Row
 from actors.engine.schedule import Schedule
-from actors.engine.types import Completion, FinishReason, Request
+from actors.engine.types import Completion, Request
 
 READ_EVERY = 4
-PREFILL_TOKENS = 16_384  # of prompts that are run together; one that is longer runs alone
 
 
 OWN_STOPS = 8  # stop tokens of a row's own, beside the model's, that the device looks for; of more the host does
@@ -55,17 +53,6 @@ class _Run:
     def fits(self, rows: int, prompt: int, most_new: int) -> bool:
         """Whether they are large enough."""
         return rows <= self.rows and prompt <= self.prompt and most_new <= self.most_new
-
-
-@dataclass
-class _Look:
-    """What the device said of rows at one time: copies on the host that are whole once `done` is, by slots of their
-    tickets."""
-
-    slots: dict[int, int]
-    ended: torch.Tensor
-    counts: torch.Tensor
-    done: Any
 
 
 class GpuEngine(Engine):
@@ -94,9 +81,9 @@ class GpuEngine(Engine):
         self.read_every, self.max_rows = read_every, max_rows
         self.pages = budget_bytes // page_bytes(decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize)
         self._run: _Run | None = None
-        self._shared: tuple[tuple[int, ...], PrefixPages] | None = None
+        self._prefill = Prefill(decoder, schedule)
         self._slots: dict[int, int] = {}  # of rows in flight, by ticket
-        self._look: _Look | None = None
+        self._looks = Looks()
         self._tail: Tail | None = None
         self._hosted = False  # whether the host draws
         self._since_look = 0
@@ -105,7 +92,6 @@ class GpuEngine(Engine):
         self._noticed: list[tuple[int, Completion]] = []
         self._outgrown = False
         self._fit: int | None = None  # what `fitting` has said, until rows come or go
-        self._stream: Any = None
 
     def row_bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
         """Most bytes of pages that such a row holds at any one time."""
@@ -145,7 +131,8 @@ class GpuEngine(Engine):
             steps = Steps(decoder, self.schedule, cache, state, rows, graphs=self.graphs)
             self._run = run = _Run(rows, prompt_slots, max_new_tokens, cache, state, steps)
         run.vacant = list(range(run.rows - 1, -1, -1))
-        self._hosted, self._tail, self._look, self._since_look = False, None, None, 0
+        self._hosted, self._tail, self._since_look = False, None, 0
+        self._looks.drop()
         self._ended_tokens = self._ended_rows = 0
         self._fit = None
         self.stats.batches += 1
@@ -179,7 +166,7 @@ class GpuEngine(Engine):
 
     @torch.inference_mode()
     def admit(self, requests: Sequence[Request], prefix: Sequence[int] = ()) -> list[int]:
-        """As `Engine.admit`; the prompts lie one behind another, `PREFILL_TOKENS` at a time."""
+        """As `Engine.admit`; the prompts lie one behind another, `prefill.PREFILL_TOKENS` at a time."""
         began = time.perf_counter()
         run = self._run
         assert run is not None, "open() comes first"
@@ -194,12 +181,12 @@ class GpuEngine(Engine):
         numbers: dict[tuple[int, ...], int] = {}
         sources = [numbers.setdefault(tuple(request.prompt_ids), len(numbers)) for request in requests]
         prompts = list(numbers)
-        for first, end in _groups([len(prompt) - len(prefix) for prompt in prompts], PREFILL_TOKENS):
+        fresh = self._prefill.share(prefix)
+        for first, end in groups([len(prompt) - len(prefix) for prompt in prompts]):
             mine = [place for place, source in enumerate(sources) if first <= source < end]
-            logits = self._prefill(
-                prompts[first:end], [slots[one] for one in mine], [sources[one] - first for one in mine], prefix
-            )
-            logits = logits[upload([sources[one] - first for one in mine], logits.device)]
+            own_sources = [sources[one] - first for one in mine]
+            logits = self._prefill(prompts[first:end], [slots[one] for one in mine], own_sources, run.cache, prefix)
+            logits = logits[upload(own_sources, logits.device)]
             drawn = [newcomers[one] for one in mine]
             index = upload([slots[one] for one in mine], logits.device)
             if self._hosted:
@@ -214,43 +201,11 @@ class GpuEngine(Engine):
         self.rows += newcomers
         self._lay_out()
         own = sum(map(len, prompts)) - len(prefix) * len(prompts)
-        self.stats.prompt_tokens += own
-        self.stats.padded_prompt_tokens += own
+        self.stats.prompt_tokens += own + fresh
+        self.stats.padded_prompt_tokens += own + fresh
         self.stats.shared_prompt_tokens += sum(lengths) - own
         self.stats.prefill_seconds += time.perf_counter() - began
         return [row.ticket for row in newcomers]
-
-    def _prefill(
-        self, prompts: Sequence[tuple[int, ...]], rows: Sequence[int], sources: Sequence[int], prefix: Sequence[int]
-    ) -> torch.Tensor:
-        """Logits [P, V] at the last token of each prompt; keys and values go to the pages of its rows."""
-        assert self._run is not None
-        device, before = self.decoder.device, len(prefix)
-        lengths = [len(prompt) - before for prompt in prompts]
-        shared = self._shared_pages(prefix) if before else None
-        batch = Prompts(lengths, rows, sources, device, prefix=shared, before=before)
-        return self._pass([token for prompt in prompts for token in prompt[before:]], batch)
-
-    def _pass(self, ids: Sequence[int], batch: Prompts) -> torch.Tensor:
-        decoder = self.decoder
-        cache = None if self._run is None else self._run.cache
-        hidden, rotary = decoder.embed(upload(ids, decoder.device)[None], batch.positions[None])
-        states = hidden[0]
-        for layer in self.schedule.prompt_layers:
-            turns = rotary[layer]
-            flat = None if turns is None else (turns[0][0], turns[1][0])
-            states = decoder.blocks[layer].prompts(states, flat, batch, cache)  # type: ignore[operator]
-        return decoder.logits(states[batch.last])
-
-    def _shared_pages(self, prefix: Sequence[int]) -> PrefixPages:
-        """Keys and values of a prompts' common beginning; the last one is kept."""
-        if self._shared is None or self._shared[0] != tuple(prefix):
-            held = PrefixPages()
-            self._pass(prefix, Prompts([len(prefix)], [], [], self.decoder.device, held_in=held))
-            self._shared = tuple(prefix), held
-            self.stats.prompt_tokens += len(prefix)
-            self.stats.padded_prompt_tokens += len(prefix)
-        return self._shared[1]
 
     @torch.inference_mode()
     def step(self, *, last: bool = False) -> list[tuple[int, Completion]]:
@@ -274,10 +229,10 @@ class GpuEngine(Engine):
         else:
             for row in rows:
                 row.position += 1
-            ended = self._look_back()  # the device is at this step meanwhile
+            ended = self._leave(self._looks.read(rows, run.state))  # the device is at this step meanwhile
             self._since_look += 1
             if self._since_look % self.read_every == 0:
-                self._look_ahead()
+                self._looks.ask(run.state, self._slots)
         self.stats.decode_seconds += time.perf_counter() - began
         return self._noticed_before() + ended
 
@@ -299,7 +254,8 @@ class GpuEngine(Engine):
         """Let rows in flight go."""
         if self._run is not None:
             self._run.cache.release(list(self._slots.values()))
-        self.rows, self._slots, self._look, self._put_back, self._noticed = [], {}, None, [], []
+        self.rows, self._slots, self._put_back, self._noticed = [], {}, [], []
+        self._looks.drop()
 
     def release(self) -> None:
         """After memory has run out: give back the cache and all that hangs on it, and take half of it the next time."""
@@ -324,7 +280,8 @@ class GpuEngine(Engine):
         """
         if grow():
             return
-        self._noticed += self._look_back()
+        assert self._run is not None
+        self._noticed += self._leave(self._looks.read(self.rows, self._run.state))
         while not grow():
             if len(self.rows) <= least:
                 self._outgrown = True
@@ -339,58 +296,6 @@ class GpuEngine(Engine):
         self._run.steps.place([self._slots[row.ticket] for row in self.rows])
         if self.rows and not self._hosted:
             self._tail = Tail.of(self.rows, self.cumulative_logprob)
-
-    def _look_ahead(self) -> None:
-        """Have the device tell, once it is there, which rows have ended."""
-        assert self._run is not None
-        state = self._run.state
-        ended, counts = (one.to("cpu", non_blocking=True) for one in (state.ended, state.counts))
-        done = None
-        if state.ended.device.type == "cuda":
-            done = torch.cuda.Event()
-            done.record()
-        self._look = _Look(dict(self._slots), ended, counts, done)
-
-    def _look_back(self) -> list[tuple[int, Completion]]:
-        """The rows that had ended when the device was last asked."""
-        look, self._look = self._look, None
-        if look is None:
-            return []
-        if look.done is not None:
-            look.done.synchronize()
-        told = look.ended.tolist()
-        ended = [row for row in self.rows if told[look.slots.get(row.ticket, -1)] and row.ticket in look.slots]
-        self._fetch(ended, look)
-        return self._leave(ended)
-
-    def _fetch(self, rows: Sequence[Row], look: _Look) -> None:
-        """Tokens of rows that have ended, which the device does not change any more."""
-        if not rows:
-            return
-        assert self._run is not None
-        state = self._run.state
-        slots = [self._slots[row.ticket] for row in rows]
-        with self._aside(look.done):
-            index = upload(slots, state.tokens.device)
-            told = [one[index].to("cpu", non_blocking=True) for one in (state.tokens, state.logprobs)]
-        tokens, logprobs = (one.tolist() for one in told)
-        for row, slot, drawn, logprob in zip(rows, slots, tokens, logprobs, strict=True):
-            row.tokens, row.logprob = drawn[: int(look.counts[slot])], logprob
-            early = len(row.tokens) < row.request.sampling.min_new_tokens
-            row.finish = FinishReason.STOP if row.tokens[-1] in row.stop_ids and not early else FinishReason.LENGTH
-
-    @contextmanager
-    def _aside(self, after: Any) -> Iterator[None]:
-        """On a stream of its own, behind `after`, which is waited for in the end: the steps go on."""
-        if after is None:
-            yield
-            return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
-        self._stream.wait_event(after)
-        with torch.cuda.stream(self._stream):
-            yield
-        self._stream.synchronize()
 
     def _leave(self, ended: Sequence[Row]) -> list[tuple[int, Completion]]:
         """Rows that have ended give back their places and pages; (ticket, completion) of each."""
@@ -421,7 +326,8 @@ class GpuEngine(Engine):
         """From here on the host draws: it learns what the device has drawn for the rows in flight."""
         if self._hosted:
             return
-        self._hosted, self._look = True, None
+        self._hosted = True
+        self._looks.drop()
         assert self._run is not None
         state = self._run.state
         told = [one.tolist() for one in (state.counts, state.tokens, state.logprobs)] if self.rows else []
@@ -449,15 +355,3 @@ class GpuEngine(Engine):
 def _power(count: int) -> int:
     """The least power of two that is not smaller."""
     return 1 << max(0, count - 1).bit_length()
-
-
-def _groups(lengths: Sequence[int], most: int) -> list[tuple[int, int]]:
-    """First and end of groups of prompts of at most so many tokens; one that is longer is alone."""
-    groups: list[tuple[int, int]] = []
-    first = total = 0
-    for place, length in enumerate(lengths):
-        if place > first and total + length > most:
-            groups.append((first, place))
-            first, total = place, 0
-        total += length
-    return [*groups, (first, len(lengths))]

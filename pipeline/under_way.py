@@ -1,0 +1,18 @@
+"""Whether the job is under way in this process, or still being planned: a Ray may be up in both."""
+
+from __future__ import annotations
+
+import ray
+
+_planning = False
+
+
+def plan(being_planned: bool) -> None:
+    """A job begins to be planned, or has been."""
+    global _planning
+    _planning = being_planned
+
+
+def is_under_way() -> bool:
+    """Whether its driver, this process or another one, has planned it, and so has reached the stores that it names."""
+    return bool(ray.is_initialized()) and not _planning
