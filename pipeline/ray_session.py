@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import ray
@@ -39,33 +39,47 @@ def actor_cpus(actors: ActorsConfig) -> float:
 
 @contextmanager
 def early_ray(verbose: bool) -> Iterator[None]:
-    """A Ray of our own for the `ray_session` inside, started while the model's libraries are imported: the one waits
-    for other processes, the other for the processor. Does nothing where there is nothing to wait for."""
+    """A Ray of our own for the `ray_session` inside, which ends it, started while the model's libraries are imported:
+    the one waits for other processes, the other for the processor. Does nothing where there is nothing to wait for."""
     if ray.is_initialized() or os.environ.get("RAY_ADDRESS") or "transformers" in sys.modules:
         yield
         return
-    imports = threading.Thread(target=importlib.import_module, args=("transformers.models.auto",), name="imports")
-    imports.start()
-    plan(True)
+    imports = threading.Thread(target=_import_libraries, name="imports")
     try:
-        with _connected(verbose):
-            imports.join()
-            yield
+        plan(True)
+        imports.start()
+        try:
+            _connect(verbose)
+        except ray.exceptions.RaySystemError as error:
+            log.debug("tried again when the job is planned: %s", error)
+        imports.join()
+        yield
     finally:
         plan(False)
-        imports.join()
+        if imports.ident is not None:
+            imports.join()
+        if _own:
+            _disconnect()
+
+
+def _import_libraries() -> None:
+    with suppress(ImportError, OSError, RuntimeError):  # whoever needs them will meet it
+        importlib.import_module("transformers.models.auto")
 
 
 @contextmanager
 def ray_session(actors: ActorsConfig, verbose: bool) -> Iterator[None]:
     """A Ray of our own, or the cluster that RAY_ADDRESS names; ValueError if the actors can never be placed."""
     plan(False)
-    with nullcontext() if ray.is_initialized() else _connected(verbose):
-        level = logging.INFO if verbose else logging.CRITICAL
+    ours = _own or not ray.is_initialized()
+    logging.getLogger("ray").setLevel(_level(verbose))
+    if not ray.is_initialized():
+        _connect(verbose)
+    try:
         for handler in logging.getLogger("ray.data").handlers:
             if isinstance(handler, logging.StreamHandler) and type(handler).__module__.startswith("ray."):
                 # not those that whoever called us has put there; what ends the job is told by the job, in one line
-                handler.setLevel(level)
+                handler.setLevel(logging.INFO if verbose else logging.CRITICAL)
         context = DataContext.get_current()
         context.enable_progress_bars = verbose
         context.print_on_execution_start = verbose
@@ -73,15 +87,20 @@ def ray_session(actors: ActorsConfig, verbose: bool) -> Iterator[None]:
         context.raise_original_map_exception = True  # else an error's last line is that "UDF failed", not why
         check_placement(actors, ray.cluster_resources(), fixed=_own)
         yield
+    finally:
+        if ours:  # before whoever called us gives the lease back
+            _disconnect()
 
 
-@contextmanager
-def _connected(verbose: bool) -> Iterator[None]:
-    """Until the end, the cluster that RAY_ADDRESS names, or a Ray of our own."""
+def _level(verbose: bool) -> int:
+    return logging.INFO if verbose else logging.ERROR
+
+
+def _connect(verbose: bool) -> None:
+    """To the cluster that RAY_ADDRESS names, or to a Ray of our own."""
     global _own
-    level = logging.INFO if verbose else logging.ERROR
-    logging.getLogger("ray").setLevel(level)
-    settings: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
+    logging.getLogger("ray").setLevel(_level(verbose))
+    settings: dict[str, Any] = {"log_to_driver": verbose, "logging_level": _level(verbose)}
     own = not os.environ.get("RAY_ADDRESS")
     if own:
         settings |= {**LOOPBACK, "num_cpus": max(2, os.cpu_count() or 1), "object_store_memory": OBJECT_STORE_BYTES}
@@ -92,12 +111,17 @@ def _connected(verbose: bool) -> Iterator[None]:
             ray.init(**settings)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)
-        _own = own
-        yield
-    finally:
-        _own = False
-        with shielded():
-            ray.shutdown()
+    except BaseException:
+        _disconnect()
+        raise
+    _own = own
+
+
+def _disconnect() -> None:
+    global _own
+    _own = False
+    with shielded():
+        ray.shutdown()
 
 
 @contextmanager

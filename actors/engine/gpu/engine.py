@@ -79,7 +79,9 @@ class GpuEngine(Engine):
         assert all(isinstance(block, FusedLayer) for block in decoder.blocks)
         self.graphs = graphs and decoder.device.type == "cuda"
         self.read_every, self.max_rows = read_every, max_rows
-        self.pages = budget_bytes // page_bytes(decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize)
+        self.pages = self._budget = budget_bytes // page_bytes(
+            decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize
+        )
         self._run: _Run | None = None
         self._prefill = Prefill(decoder, schedule)
         self._slots: dict[int, int] = {}  # of rows in flight, by ticket
@@ -90,7 +92,7 @@ class GpuEngine(Engine):
         self._ended_tokens, self._ended_rows = 0, 0  # of this run
         self._put_back: list[int] = []
         self._noticed: list[tuple[int, Completion]] = []
-        self._outgrown = False
+        self._least, self._most_rows = 1, max_rows
         self._fit: int | None = None  # what `fitting` has said, until rows come or go
 
     def row_bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
@@ -109,11 +111,12 @@ class GpuEngine(Engine):
         assert not self.rows, "rows are in flight"
         decoder, run = self.decoder, self._run
         rows = max(rows, self.max_rows)
+        self._least = min(self._budget, self._row_pages(prompt_slots, max_new_tokens))
         prompt_slots, max_new_tokens = (max(LEAST_ROOM, _power(one)) for one in (prompt_slots, max_new_tokens))
-        if run is None or not run.fits(rows, prompt_slots, max_new_tokens):
+        if run is None or run.cache.count != self.pages or not run.fits(rows, prompt_slots, max_new_tokens):
             if run is not None:
                 prompt_slots, max_new_tokens = max(prompt_slots, run.prompt), max(max_new_tokens, run.most_new)
-            pool = None if run is None else run.cache.memory
+            pool = None if run is None or run.cache.count != self.pages else run.cache.memory
             self._run = run = None  # what is too small goes before the new comes
             cache = PagedCache(
                 self.schedule,
@@ -217,6 +220,8 @@ class GpuEngine(Engine):
         if self._since_look % self.read_every == 0 or self._hosted:
             self._make_room(self._grow, least=1)
         rows = self.rows
+        if not rows:  # all had ended
+            return self._noticed_before()
         depths = [self.schedule.depth(row.position) for row in rows]
         assert depths == sorted(depths), "rows must lie oldest first"
         counts = [len(rows) - bisect_right(depths, rank) for rank in self.schedule.ranks]
@@ -252,16 +257,19 @@ class GpuEngine(Engine):
 
     def close(self) -> None:
         """Let rows in flight go."""
+        if self._ended_rows and not self.rows:  # a run that has come to its end
+            self.pages, self.max_rows = self._budget, self._most_rows
         if self._run is not None:
             self._run.cache.release(list(self._slots.values()))
         self.rows, self._slots, self._put_back, self._noticed = [], {}, [], []
         self._looks.drop()
 
     def release(self) -> None:
-        """After memory has run out: give back the cache and all that hangs on it, and take half of it the next time."""
-        if not self._outgrown:
-            self.pages = max(1, self.pages // 2)
-        self._run, self.max_rows, self._outgrown = None, 1, False
+        """After memory has run out: give back the cache and all that hangs on it, and take half of it until a run has
+        come to its end, but as much as the largest row needs."""
+        self.pages = max(self._least, self.pages // 2)
+        self._run, self.max_rows = None, 1
+        self._prefill.forget()
 
     def _grow(self) -> bool:
         """Pages for the steps until the host looks again."""
@@ -276,7 +284,7 @@ class GpuEngine(Engine):
     def _make_room(self, grow: Callable[[], bool], least: int) -> None:
         """Until there are pages enough: rows that have ended leave, then the youngest are put back, all but `least`.
 
-        Raises MemoryError if that is not enough, as it may be after memory has run out once.
+        Raises MemoryError if that is not enough, as it may be where more newcomers come than were said to fit.
         """
         if grow():
             return
@@ -284,7 +292,6 @@ class GpuEngine(Engine):
         self._noticed += self._leave(self._looks.read(self.rows, self._run.state))
         while not grow():
             if len(self.rows) <= least:
-                self._outgrown = True
                 raise MemoryError("a row does not fit the pages that are left")
             self._put_back.append(self.rows[-1].ticket)
             self._remove(self.rows[-1:])

@@ -59,7 +59,7 @@ def page_bytes(kv_heads: int, head_dim: int, itemsize: int) -> int:
 
 
 class PagedCache:
-    """`keys` and `values` [pages + 1, H, T, D] and, of each layer and row, the numbers of its pages in `table`
+    """`count` pages: `keys` and `values` [count + 1, H, T, D], and of each layer and row its pages: `table`
     [L, R + 1, W]; row R is nobody's and has page 0 alone.
 
     Raises ValueError if there are no pages at all.
@@ -95,7 +95,7 @@ class PagedCache:
         self._table: NDArray[np.int32] = np.zeros(self.table.shape, dtype=np.int32)  # the host's own
         self._held: Numbers = np.zeros((schedule.num_layers, rows), dtype=np.int64)
         self._free: NDArray[np.int32] = np.arange(pages, 0, -1, dtype=np.int32)  # a stack: the first ones come first
-        self._count = pages
+        self.count = self._left = pages
 
     @property
     def memory(self) -> tuple[Tensor, Tensor]:
@@ -105,7 +105,7 @@ class PagedCache:
     @property
     def free(self) -> int:
         """Pages that nobody holds."""
-        return self._count
+        return self._left
 
     @property
     def bytes(self) -> int:
@@ -126,15 +126,15 @@ class PagedCache:
         held = self._held[:, index]
         missing = np.maximum(wanted - held, 0)
         total = int(missing.sum())
-        if total > self._count:
+        if total > self._left:
             return False
         if total:
             layers, places = np.nonzero(missing)
             counts = missing[layers, places]
             within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
             columns = np.repeat(held[layers, places], counts) + within
-            self._count -= total
-            taken = self._free[self._count : self._count + total]
+            self._left -= total
+            taken = self._free[self._left : self._left + total]
             self._write(np.repeat(layers, counts), np.repeat(index[places], counts), columns, taken)
             self._held[:, index] += missing
         return True
@@ -149,8 +149,8 @@ class PagedCache:
         layers, places = np.nonzero(which)
         for layer, row in zip(layers.tolist(), index[places].tolist(), strict=True):
             count = int(self._held[layer, row])
-            self._free[self._count : self._count + count] = self._table[layer, row, :count]
-            self._count += count
+            self._free[self._left : self._left + count] = self._table[layer, row, :count]
+            self._left += count
             self._held[layer, row] = 0
 
     def _write(self, layers: Numbers, rows: Numbers, columns: Numbers, pages: NDArray[np.int32]) -> None:

@@ -34,6 +34,10 @@ class Prefill:
         self._shared = tuple(prefix), held
         return len(prefix)
 
+    def forget(self) -> None:
+        """Let the common beginning go."""
+        self._shared = None
+
     def __call__(
         self,
         prompts: Sequence[tuple[int, ...]],
