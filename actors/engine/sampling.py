@@ -148,9 +148,8 @@ def _draw(logits: Tensor, rows: Sequence[RowSampling], narrowed: bool) -> Tensor
 
     params = [row.params for row in rows]
     scaled = logits / column([one.temperature for one in params], torch.float32)[:, None]
-    vocabulary = None
     if narrowed:
-        probabilities, vocabulary = narrow(
+        probabilities = narrow(
             scaled,
             column([one.top_k for one in params], torch.int64),
             column([one.top_p for one in params], torch.float64),
@@ -159,22 +158,21 @@ def _draw(logits: Tensor, rows: Sequence[RowSampling], narrowed: bool) -> Tensor
     else:
         probabilities = scaled.double().softmax(dim=-1)
     keys, drawn = (column(values, torch.int64) for values in ([row.key for row in rows], [row.drawn for row in rows]))
-    return draw(probabilities, vocabulary, keys, drawn)
+    return draw(probabilities, keys, drawn)
 
 
-def draw(probabilities: Tensor, vocabulary: Tensor | None, keys: Tensor, positions: Tensor) -> Tensor:
-    """Tokens [N] by inverse distribution function at each row's own random number. probabilities [N, V], of the tokens
-    of vocabulary [N, V], None: in their order; keys, positions [N]: see `uniforms`."""
+def draw(probabilities: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+    """Tokens [N] by inverse distribution function at each row's own random number. probabilities: [N, V], in the
+    vocabulary's order: in their own, rounding would trade places of tokens. keys, positions [N]: see `uniforms`."""
     u = uniforms(keys, positions)
     cumulative = probabilities.cumsum(dim=-1)
     choice = torch.searchsorted(cumulative, u[:, None] * cumulative[:, -1:], right=True)
     last = (probabilities > 0).long().cumsum(dim=-1).argmax(dim=-1, keepdim=True)
-    choice = torch.minimum(choice, last)  # rounding must not reach past the last possible token
-    return (choice if vocabulary is None else vocabulary.gather(1, choice))[:, 0]
+    return torch.minimum(choice, last)[:, 0]  # rounding must not reach past the last possible token
 
 
-def narrow(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities [N, V], highest first and 0 outside top-k, then top-p, then min-p; and their tokens.
+def narrow(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Probabilities [N, V], 0 outside top-k, then top-p, then min-p.
 
     scaled: logits over temperature [N, V]. top_k [N]: 0 is all; top_p, min_p: float64 [N].
     """
@@ -184,7 +182,7 @@ def narrow(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple
     probabilities = ordered.softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
     outside = (before >= top_p[:, None]) | (probabilities < min_p[:, None] * probabilities[:, :1])
-    return probabilities.masked_fill(outside & (rank > 0), 0.0), vocabulary
+    return torch.zeros_like(probabilities).scatter(1, vocabulary, probabilities.masked_fill(outside & (rank > 0), 0.0))
 
 
 def _adjust(logits: Tensor, normalizer: Tensor, rows: Sequence[RowSampling]) -> tuple[Tensor, Tensor]:

@@ -111,10 +111,10 @@ class DeviceRows:
             hot = temperature > 0
             scaled = adjusted / torch.where(hot, temperature, 1.0).float()[:, None]
             numbers = self.keys[slots], counts
-            free = draw(scaled.double().softmax(dim=-1), None, *numbers)
+            free = draw(scaled.double().softmax(dim=-1), *numbers)
             if tail.narrowed:
                 top_k, top_p, min_p = self.top_k[slots], self.top_p[slots], self.min_p[slots]
-                narrowed = draw(*narrow(scaled, top_k, top_p, min_p), *numbers)
+                narrowed = draw(narrow(scaled, top_k, top_p, min_p), *numbers)
                 free = torch.where((top_k > 0) | (top_p < 1) | (min_p > 0), narrowed, free)
             tokens = torch.where(hot, free, tokens)
         if tail.logprobs:
