@@ -58,6 +58,7 @@ def answers(output: Path) -> list[list[int]]:
     return [row["token_ids"] for row in rows]
 
 
+@pytest.mark.slow  # what it is made of is tested in test_checkpoints.py
 def test_wherever_a_checkpoint_lies_the_answers_are_the_same(
     own_ray: None, sharded: Path, hub: Hub, s3: StorageConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
