@@ -128,9 +128,7 @@ class Engine:
         assert cache is not None, "open() comes first"
         assert len(self.rows) + len(requests) <= cache.capacity, "more rows than open() made room for"
         newcomers = [self._begin(request) for request in requests]
-        numbers: dict[tuple[int, ...], int] = {}
-        sources = [numbers.setdefault(tuple(request.prompt_ids), len(numbers)) for request in requests]
-        prompts = list(numbers)
+        prompts, sources = distinct(requests)
         lengths = [len(prompt) for prompt in prompts]
         assert max(lengths) <= cache.prompt_slots, "a longer prompt than open() said"
         assert max(row.limit for row in newcomers) <= cache.max_new_tokens, "more new tokens than open() said"
@@ -225,8 +223,7 @@ class Engine:
         assert cache is not None and rows
         if last:
             cache.free(rows[-1].position)
-        depths = [self.schedule.depth(row.position) for row in rows]
-        assert depths == sorted(depths), "rows must lie oldest first"
+        depths = self._depths()
         places = [len(row.request.prompt_ids) + row.position for row in rows]
         cache.begin_step(places, decoder.device)
         # an ended row that rides along may have left the context
@@ -234,7 +231,7 @@ class Engine:
         logits = decoder.step(
             torch.tensor([row.tokens[-1] for row in rows]).to(decoder.device)[:, None],
             positions.to(decoder.device)[:, None],
-            [len(rows) - bisect_right(depths, rank) for rank in self.schedule.ranks],
+            self._rows_per_layer(depths),
             cache,
         )
         alive = [row.finish is None for row in rows]
@@ -264,6 +261,16 @@ class Engine:
         self.rows = [self.rows[row] for row in order]
         self.stats.generated_tokens += sum(len(row.tokens) for row in ended)
         return [(row.ticket, row.completion(self.cumulative_logprob)) for row in ended]
+
+    def _depths(self) -> list[int]:
+        """Of the rows' next input."""
+        depths = [self.schedule.depth(row.position) for row in self.rows]
+        assert depths == sorted(depths), "rows must lie oldest first"
+        return depths
+
+    def _rows_per_layer(self, depths: Sequence[int]) -> list[int]:
+        """How many of the youngest rows each layer runs for."""
+        return [len(depths) - bisect_right(depths, rank) for rank in self.schedule.ranks]
 
     def _begin(self, request: Request) -> Row:
         """A row before its first token."""
@@ -298,3 +305,10 @@ class Engine:
             if row.node is not None:
                 row.choice_logprob += drawn.choice_logprobs[place]
             row.finish = row.reason_to_end()
+
+
+def distinct(requests: Sequence[Request]) -> tuple[list[tuple[int, ...]], list[int]]:
+    """The prompts of requests, each once, and which of them each request has."""
+    numbers: dict[tuple[int, ...], int] = {}
+    sources = [numbers.setdefault(tuple(request.prompt_ids), len(numbers)) for request in requests]
+    return list(numbers), sources

@@ -17,33 +17,28 @@ def _opt(hidden: int, layers: int, heads: int, **more: Any) -> OPTConfig:
     )
 
 
+def _llama(hidden: int, layers: int, head_dim: int, intermediate: int, **more: Any) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=head_dim,
+        intermediate_size=intermediate,
+        vocab_size=128_256,
+        max_position_embeddings=8192,
+        **more,
+    )
+
+
 SHAPES = {
     "demo": lambda: AutoConfig.from_pretrained(DEMO),
     "opt-125m": lambda: _opt(768, 12, 12),
     "opt-350m": lambda: _opt(1024, 24, 16, word_embed_proj_dim=512, do_layer_norm_before=False),
     "opt-1.3b": lambda: _opt(2048, 24, 32),
     "opt-6.7b": lambda: _opt(4096, 32, 32),
-    "llama-3.2-1b": lambda: LlamaConfig(
-        hidden_size=2048,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
-        intermediate_size=8192,
-        vocab_size=128_256,
-        tie_word_embeddings=True,
-        max_position_embeddings=8192,
-    ),
-    "llama-3-8b": lambda: LlamaConfig(
-        hidden_size=4096,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        intermediate_size=14_336,
-        vocab_size=128_256,
-        max_position_embeddings=8192,
-    ),
+    "llama-3.2-1b": lambda: _llama(2048, 16, 64, 8192, tie_word_embeddings=True),
+    "llama-3-8b": lambda: _llama(4096, 32, 128, 14_336),
 }
 
 

@@ -12,16 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
-from transformers.models.opt.modeling_opt import OPTDecoderLayer
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from actors.engine.cache import SkipCache
 from actors.engine.cpu import kernels
 from actors.engine.cpu.attention import attend
 from actors.engine.cpu.native_layer import NativeLayer, Norm, Place
 from actors.engine.cpu.packing import PanelProduct, joined
+from actors.engine.layer_parts import is_llama, is_opt
 
 
 class _Attention:
@@ -162,13 +159,7 @@ class OptLayer(nn.Module):
 
 
 def faster(layer: nn.Module) -> LlamaLayer | OptLayer | None:
-    """The same layer as one of these; None where there is none for it. Its weights are copied."""
-    if type(layer) is OPTDecoderLayer and layer.self_attn_layer_norm.weight is not None:
+    """The same layer as one of these; None where there is none for it. Its weights are copied, or shared."""
+    if is_opt(layer):
         return OptLayer(layer)
-    if type(layer) in (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer) and _is_silu(layer.mlp):
-        return LlamaLayer(layer)
-    return None
-
-
-def _is_silu(mlp: Any) -> bool:
-    return mlp.config.hidden_act in ("silu", "swish")
+    return LlamaLayer(layer) if is_llama(layer) else None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from actors.engine.cpu import kernels, library
+from actors.engine.layer_parts import side_by_side
 
 ROWS = 32  # for which the library chooses the order; others run as well with it
 
@@ -109,13 +110,7 @@ def product(weight: Tensor, bias: Tensor | None) -> PanelProduct | PackedProduct
 
 def joined(layers: Sequence[nn.Linear]) -> PanelProduct | PackedProduct | PlainProduct:
     """Layers over one input as one, whose outputs lie side by side; packed where that can be."""
-    weight = torch.cat([layer.weight.detach() for layer in layers])
-    bias = None
-    if any(layer.bias is not None for layer in layers):
-        zeros = [torch.zeros(layer.out_features, dtype=weight.dtype) for layer in layers]
-        parts = [zero if layer.bias is None else layer.bias for layer, zero in zip(layers, zeros, strict=True)]
-        bias = torch.cat([part.detach() for part in parts])
-    return product(weight, bias)
+    return product(*side_by_side(layers))
 
 
 def pack_linears(module: nn.Module) -> None:

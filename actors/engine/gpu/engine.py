@@ -12,14 +12,13 @@ drawn by the host, as on a CPU, over the same layers.
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from actors.engine.decoder import Decoder
-from actors.engine.engine import Engine
+from actors.engine.engine import Engine, distinct
 from actors.engine.gpu.layers import FusedLayer
 from actors.engine.gpu.looks import Looks
 from actors.engine.gpu.pages import PagedCache, page_bytes, row_pages, upload
@@ -31,8 +30,6 @@ from actors.engine.schedule import Schedule
 from actors.engine.types import Completion, Request
 
 READ_EVERY = 4
-
-
 OWN_STOPS = 8  # stop tokens of a row's own, beside the model's, that the device looks for; of more the host does
 LEAST_ROOM = 256  # tokens of prompts and of answers: buffers and graphs that are there serve all that is shorter
 FEW_ENDED = 16  # rows, before the average length of which says little
@@ -181,9 +178,7 @@ class GpuEngine(Engine):
         if self._hosted or not all(on_device(row, run.state) for row in newcomers):
             self._to_host()
         run.state.begin(slots, newcomers)
-        numbers: dict[tuple[int, ...], int] = {}
-        sources = [numbers.setdefault(tuple(request.prompt_ids), len(numbers)) for request in requests]
-        prompts = list(numbers)
+        prompts, sources = distinct(requests)
         fresh = self._prefill.share(prefix)
         for first, end in groups([len(prompt) - len(prefix) for prompt in prompts]):
             mine = [place for place, source in enumerate(sources) if first <= source < end]
@@ -222,10 +217,7 @@ class GpuEngine(Engine):
         rows = self.rows
         if not rows:  # all had ended
             return self._noticed_before()
-        depths = [self.schedule.depth(row.position) for row in rows]
-        assert depths == sorted(depths), "rows must lie oldest first"
-        counts = [len(rows) - bisect_right(depths, rank) for rank in self.schedule.ranks]
-        logits = run.steps.run(counts, None if self._hosted else self._tail)
+        logits = run.steps.run(self._rows_per_layer(self._depths()), None if self._hosted else self._tail)
         if self._hosted:
             assert logits is not None
             self._draw(rows, logits[-len(rows) :])

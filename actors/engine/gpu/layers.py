@@ -15,14 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
-from transformers.models.opt.modeling_opt import OPTDecoderLayer
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from actors.engine.gpu import reference
 from actors.engine.gpu.pages import PagedCache
 from actors.engine.gpu.prompts import Prompts
+from actors.engine.layer_parts import is_llama, is_opt, side_by_side
 
 Rotary = tuple[Tensor, Tensor] | None
 CHUNK = 8192  # tokens whose feed-forward activations are there at once
@@ -54,14 +51,7 @@ class Weights:
     @classmethod
     def of(cls, layers: Sequence[nn.Linear]) -> Weights:
         """Layers over one input as one product, whose outputs lie side by side."""
-        if len(layers) == 1:
-            bias = layers[0].bias
-            return cls(layers[0].weight.detach(), None if bias is None else bias.detach())
-        weight = torch.cat([layer.weight.detach() for layer in layers])
-        if all(layer.bias is None for layer in layers):
-            return cls(weight, None)
-        parts = [weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
-        return cls(weight, torch.cat([part.detach() for part in parts]))
+        return cls(*side_by_side(layers))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[N, I] -> [N, O]."""
@@ -92,7 +82,7 @@ class FusedLayer(nn.Module):
         self.kv_heads = attention.k_proj.out_features // self.head_dim
         self.qkv = Weights.of([attention.q_proj, attention.k_proj, attention.v_proj])
         self.norm_first = True
-        if isinstance(layer, OPTDecoderLayer):
+        if is_opt(layer):
             self.output = Weights.of([attention.out_proj])
             self.up, self.down = Weights.of([layer.fc1]), Weights.of([layer.fc2])
             self.activate: Callable[[Tensor], Tensor] = layer.activation_fn
@@ -153,8 +143,4 @@ class FusedLayer(nn.Module):
 
 def fusible(layer: nn.Module) -> bool:
     """Whether there is a fused layer for it."""
-    if type(layer) is OPTDecoderLayer:
-        return layer.self_attn_layer_norm.weight is not None
-    llamas = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer)
-    mlp: Any = getattr(layer, "mlp", None)
-    return type(layer) in llamas and mlp.config.hidden_act in ("silu", "swish")
+    return is_opt(layer) or is_llama(layer)
