@@ -4,7 +4,9 @@ import os
 from pathlib import Path
 
 if not any(Path(one).exists() for one in ("/dev/nvidiactl", "/dev/nvidia0", "/proc/driver/nvidia")):
-    os.environ["TRITON_INTERPRET"] = "1"  # before torch imports Triton: its kernels are tried without a GPU too
+    os.environ.setdefault(
+        "TRITON_INTERPRET", "1"
+    )  # before torch imports Triton: its kernels are tried without a GPU too
 
 import pytest
 import torch

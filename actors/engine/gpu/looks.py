@@ -62,12 +62,13 @@ class Looks:
     def _fetch(self, rows: Sequence[Row], state: DeviceRows, look: _Look) -> None:
         """Tokens of rows that have ended, which the device does not change any more."""
         slots = [look.slots[row.ticket] for row in rows]
+        counts = look.counts.tolist()
         with self._aside(look.done):
             index = upload(slots, state.tokens.device)
             told = [one[index].to("cpu", non_blocking=True) for one in (state.tokens, state.logprobs)]
         tokens, logprobs = (one.tolist() for one in told)
         for row, slot, drawn, logprob in zip(rows, slots, tokens, logprobs, strict=True):
-            row.tokens, row.logprob = drawn[: int(look.counts[slot])], logprob
+            row.tokens, row.logprob = drawn[: counts[slot]], logprob
             early = len(row.tokens) < row.request.sampling.min_new_tokens
             row.finish = FinishReason.STOP if row.tokens[-1] in row.stop_ids and not early else FinishReason.LENGTH
 

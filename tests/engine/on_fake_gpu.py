@@ -1,0 +1,153 @@
+"""The GPU's engine on a fake one, see `fake_gpu`; run by test_gpu_fake.py in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fake_gpu import Gpu, fake_gpu
+from models import MODELS
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from actors.engine.decoder import Decoder
+from actors.engine.gpu import kernels
+from actors.engine.gpu.engine import GpuEngine
+from actors.engine.schedule import ScheduleSpec
+from actors.engine.scheduler import generate
+from actors.engine.types import Request, SamplingParams
+
+STOP = (2,)
+GROUPED = {"num_hidden_layers": 6, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+WIDE = {"vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336}
+CONFIGS = {
+    "llama-3-8b": ("llama", {**GROUPED, **WIDE, "max_position_embeddings": 8192}),
+    "opt-1.3b": ("opt", {"hidden_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 32, "ffn_dim": 8192}),
+    **{name: MODELS[name] for name in ("llama", "opt-post-norm", "mistral-full", "qwen2")},
+}
+PARAMS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 0.8},
+    "narrowed": {"temperature": 0.8, "top_p": 0.9, "top_k": 50},
+    "barred": {"min_new_tokens": 3, "ignore_eos": False},
+}
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[Gpu]:
+    with fake_gpu() as found:
+        yield found
+
+
+def model_of(name: str, dtype: torch.dtype) -> PreTrainedModel:
+    kind, keys = CONFIGS[name]
+    config: PretrainedConfig = AutoConfig.for_model(kind, **keys)
+    with torch.device("cuda"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval().requires_grad_(False)
+
+
+def engine_of(name: str, max_rows: int = 8, dtype: torch.dtype = torch.bfloat16, **how: Any) -> GpuEngine:
+    decoder = Decoder(model_of(name, dtype))
+    assert decoder.prepare_for_gpu(kernels)
+    schedule = ScheduleSpec(speedup=2, horizon=6).build(decoder.num_layers)
+    return GpuEngine(decoder, schedule, STOP, budget_bytes=2**30, max_rows=max_rows, **how)
+
+
+def rows_of(count: int, **params: Any) -> list[Request]:
+    asked = SamplingParams(**{"max_new_tokens": 30, "ignore_eos": True, **params})
+    return [Request([3, 4, *range(number % 9)], asked, number) for number in range(count)]
+
+
+@pytest.mark.parametrize("params", PARAMS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_steps_wait_for_nothing_and_graphs_hold_no_memory_of_the_host(gpu: Gpu, name: str, params: str) -> None:
+    engine = engine_of(name, cumulative_logprob=params != "greedy")
+    rows = rows_of(8, **PARAMS[params])
+    for run in range(3):  # kernels are compiled, graphs captured, graphs replayed
+        engine.open(8, 20, 30)
+        engine.admit(rows)
+        gpu.waits.clear()
+        before = gpu.captures, gpu.replays, gpu.launches
+        for _ in range(20):
+            engine.step()
+        assert not gpu.waits
+        engine.close()
+        captures, replays, launches = gpu.captures - before[0], gpu.replays - before[1], gpu.launches - before[2]
+        assert run < 2 or (captures, replays, launches) == (0, 20, 0), "the third time a step is one graph"
+        assert run > 0 or captures
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_kernels_compile_for_other_types(gpu: Gpu, dtype: torch.dtype) -> None:
+    for name in ("llama", "opt-post-norm"):
+        engine = engine_of(name, dtype=dtype)
+        before = set(gpu.kernels)
+        engine.open(8, 20, 30)
+        engine.admit(rows_of(8))
+        engine.step()
+        engine.close()
+        assert set(gpu.kernels) > before
+
+
+def test_rows_that_the_host_draws_need_nothing_of_two_devices(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is drawn cannot be known here: the host's own part is left out."""
+    engine = engine_of("llama")
+
+    def draw(rows: list[Any], logits: torch.Tensor) -> None:
+        assert len(rows) == len(logits)
+        for row in rows:
+            row.tokens.append(5)
+            row.position = len(row.tokens) - 1
+
+    monkeypatch.setattr(engine, "_draw", draw)
+    engine.open(8, 20, 30)
+    engine.admit(rows_of(4))
+    engine.step()
+    engine.admit(rows_of(4, repetition_penalty=1.1))  # from here on the host draws for all
+    for _ in range(6):
+        engine.step()
+    engine.close()
+
+
+@pytest.mark.parametrize("scheduler", ["lock_step", "refill"])
+@pytest.mark.parametrize("name", ["llama", "opt-1.3b"])
+def test_rows_end_and_others_take_their_places(gpu: Gpu, name: str, scheduler: str) -> None:
+    """All end at the first look; many share a beginning, and some a prompt."""
+    engine = engine_of(name, max_rows=4)
+    rows = rows_of(21)
+    gpu.flags = True
+    try:
+        done = generate(engine, rows, budget_bytes=2**30, max_rows=4, prefix=[3, 4], scheduler=scheduler)
+    finally:
+        gpu.flags = False
+    assert [len(one.token_ids) for one in done] == [1] * 21 and all(one.error is None for one in done)
+
+
+def test_pages_run_out(gpu: Gpu) -> None:
+    engine = engine_of("llama", max_rows=8)
+    engine.pages = 20
+    engine.open(8, 20, 30)
+    engine.admit([Request(range(3, 13), one.sampling, one.key) for one in rows_of(4)])
+    put_back: list[int] = []
+    gpu.waits.clear()
+    for _ in range(25):
+        engine.step()
+        put_back += engine.take_put_back()
+    assert put_back and not gpu.waits
+    engine.close()
+
+
+def test_what_was_compiled_spills_nothing_and_fits_a_multiprocessor(gpu: Gpu) -> None:
+    """Last of all: registers and shared memory of every kernel that the others have launched."""
+    assert {"_norm", "_add", "_gate", "_append", "_attend", "_combine"} <= {
+        one.metadata.name for one in gpu.kernels.values()
+    }
+    for kernel in gpu.kernels.values():
+        usage = gpu.resources(kernel)
+        assert usage["LOCAL"] == usage["STACK"] == 0, f"{kernel.metadata.name} spills: {usage}"
+        # as many of it at once as its 227 KiB of shared memory and 65,536 registers take
+        threads = 32 * kernel.metadata.num_warps
+        at_once = min(232_448 // max(1, kernel.metadata.shared), 65_536 // (usage["REG"] * threads))
+        assert at_once * threads >= 256, f"{kernel.metadata.name}: {usage}, {kernel.metadata.shared} bytes shared"
