@@ -204,6 +204,10 @@ class Engine:
         """How many of these, in their order, there is room for: all, as `open` has made it."""
         return len(requests)
 
+    def one_pass(self, requests: Sequence[Request], prefix: Sequence[int]) -> int:
+        """How many of these, in their order, are admitted before the next step while others are in flight: all."""
+        return len(requests)
+
     def take_put_back(self) -> list[int]:
         """Tickets of rows that must be admitted again; none here."""
         return []

@@ -157,7 +157,7 @@ def _run(
     try:
         engine.open(run.capacity, longest, most_new)
         while len(done) < len(run.rows):
-            newcomers = _newcomers(engine, requests, waiting, run.capacity)
+            newcomers = _newcomers(engine, requests, waiting, run.capacity, prefix)
             if newcomers:
                 if not told.issuperset(newcomers):
                     tell()
@@ -182,7 +182,9 @@ def _run(
     return done
 
 
-def _newcomers(engine: Engine, requests: Sequence[Request], waiting: deque[int], capacity: int) -> list[int]:
+def _newcomers(
+    engine: Engine, requests: Sequence[Request], waiting: deque[int], capacity: int, prefix: Sequence[int]
+) -> list[int]:
     """Those of the waiting that are admitted now: as many as there is room for, once it is enough to be worth it."""
     room = capacity - len(engine.rows)
     first = list(islice(waiting, room))
@@ -194,7 +196,9 @@ def _newcomers(engine: Engine, requests: Sequence[Request], waiting: deque[int],
     if not engine.rows:
         return first[: max(1, fit)]
     enough = min(len(first), math.ceil(len(engine.rows) / REFILL_SHARE))
-    return first[:fit] if fit >= enough else []
+    if fit < enough:
+        return []
+    return first[: engine.one_pass([requests[row] for row in first[:fit]], prefix)]  # the others wait for it
 
 
 def _begins_with(prompt: Sequence[int], prefix: Sequence[int]) -> bool:

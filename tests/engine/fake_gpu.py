@@ -24,6 +24,7 @@ import torch
 import triton
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -48,6 +49,8 @@ class Gpu(TorchDispatchMode):
         self.captures = self.replays = self.launches = 0
         self.flags = False  # what flags read as
         self.kernels: dict[str, Any] = {}  # compiled, by their hash
+        self.peak = 0  # bytes of tensors at once, since it was set to 0
+        self._held: dict[int, tuple[StorageWeakRef, int]] = {}
         self.pinned = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,6 +61,7 @@ class Gpu(TorchDispatchMode):
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         out = func(*args, **kwargs)
         made = [one for one in tree_leaves(out) if isinstance(one, Tensor)]
+        self._count(made)
         devices = {one.device.type for one in [*given, *made] if one.device.type != "cpu" or one.dim()}
         if len(devices) > 1:
             assert not self.capturing, f"{func}: a graph would hold the host's memory of this moment"
@@ -68,6 +72,24 @@ class Gpu(TorchDispatchMode):
             else:
                 self.waits.append(f"{func} of {[(one.device.type, tuple(one.shape)) for one in given]}")
         return out
+
+    def _count(self, made: list[Tensor]) -> None:
+        """Memory that an operation has taken; what nobody refers to any more is free again."""
+        new = [one for one in made if one.device.type == "cuda" and self._key(one) not in self._held]
+        if new:
+            self._held = {key: one for key, one in self._held.items() if not one[0].expired()}
+            for one in new:
+                held = StorageWeakRef(one.untyped_storage())
+                self._held[self._key(one)] = held, one.untyped_storage().nbytes()
+            self.peak = max(self.peak, self.bytes)
+
+    def _key(self, tensor: Tensor) -> int:
+        return tensor.untyped_storage()._cdata
+
+    @property
+    def bytes(self) -> int:
+        """Of the tensors that there are."""
+        return sum(count for held, count in self._held.values() if not held.expired())
 
     def pin(self, tensor: Tensor) -> Tensor:
         """As Tensor.pin_memory."""

@@ -20,7 +20,7 @@ from test_sharing import PREFIX, with_prefix
 from actors.engine.choices import ChoiceTrie
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
-from actors.engine.gpu import reference
+from actors.engine.gpu import prefill, prompts, reference, state
 from actors.engine.gpu.engine import GpuEngine
 from actors.engine.gpu.pages import PAGE_TOKENS, PagedCache, page_bytes, row_pages
 from actors.engine.schedule import Schedule, ScheduleSpec
@@ -158,6 +158,58 @@ def test_a_shared_beginning_changes_no_token(spec: int, scheduler: str) -> None:
     whole = sum(len(row.prompt_ids) for row in rows)
     stats = engine.take_stats()
     assert stats.prompt_tokens < 3 * whole and stats.padded_prompt_tokens == stats.prompt_tokens
+
+
+@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("tokens", [1, 5, 8])
+def test_long_prompts_in_pieces_change_no_token(tokens: int, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also behind a shared beginning, which is a long prompt itself."""
+    for module in (prompts, prefill):
+        monkeypatch.setattr(module, "PIECE_TOKENS", tokens)
+    rows = with_prefix(13, seed=4)
+    library = Decoder(tiny_model(family))
+    engine = engine_of(fused(family), SCHEDULE)
+    for prefix in ((), PREFIX):
+        got = answers(engine, rows, prefix=prefix)
+        assert [list(one) for one in got] == [oracle(library, SCHEDULE, row, STOP) for row in rows]
+
+
+def test_newcomers_come_a_pass_at_a_time_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But all at once where there is nobody to wait for them."""
+    for module in (prompts, prefill):
+        monkeypatch.setattr(module, "PIECE_TOKENS", 20)
+    rows = [
+        Request(row.prompt_ids, SamplingParams(max_new_tokens=3 + 5 * (place % 4), ignore_eos=True))
+        for place, row in enumerate(requests(40, 3))
+    ]
+    engine = engine_of(fused("llama"), SCHEDULE, max_rows=16)
+    events: list[tuple[int, int]] = []  # rows in flight, tokens that come
+    admit = engine.admit
+
+    def watched(wanted: Sequence[Request], prefix: Sequence[int] = ()) -> list[int]:
+        events.append((len(engine.rows), sum(len(one.prompt_ids) for one in wanted)))
+        return admit(wanted, prefix)
+
+    monkeypatch.setattr(engine, "admit", watched)
+    library = Decoder(tiny_model("llama"))
+    got = answers(engine, rows)
+    assert [list(one) for one in got] == [oracle(library, SCHEDULE, row, STOP) for row in rows]
+    longest = max(len(row.prompt_ids) for row in rows)
+    assert events[0][0] == 0 and events[0][1] > 20 + longest
+    assert len(events) > 4 and all(tokens <= max(20, longest) for busy, tokens in events if busy)
+
+
+@pytest.mark.parametrize("many", [1, 100, 10**9])
+def test_tokens_are_drawn_the_same_in_any_number_of_parts(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "DRAWN_NUMBERS", many)
+    ways: list[dict[str, Any]] = [{"temperature": 0.8}, {"temperature": 0.9, "top_p": 0.8, "min_new_tokens": 2}, {}]
+    rows = [
+        Request(row.prompt_ids, row.sampling.merged(ways[place % 3]), row.key)
+        for place, row in enumerate(requests(13, seed=7))
+    ]
+    library = Decoder(tiny_model("llama"))
+    got = answers(engine_of(fused("llama"), SCHEDULE, max_rows=13), rows)
+    assert [list(one) for one in got] == [oracle(library, SCHEDULE, row, STOP) for row in rows]
 
 
 def test_several_answers_to_a_prompt_share_its_pass() -> None:

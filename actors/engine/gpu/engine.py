@@ -146,6 +146,10 @@ class GpuEngine(Engine):
             self._fit = self._fitting(requests, self._run.cache)
         return self._fit
 
+    def one_pass(self, requests: Sequence[Request], prefix: Sequence[int]) -> int:
+        """How many of these, in their order, go through the layers together: steps come between passes."""
+        return groups([len(request.prompt_ids) - len(prefix) for request in requests])[0][1]
+
     def _fitting(self, requests: Sequence[Request], cache: PagedCache) -> int:
         few = self._ended_rows < FEW_ENDED
         mean = 0 if few else -(-self._ended_tokens // self._ended_rows)
@@ -166,7 +170,7 @@ class GpuEngine(Engine):
 
     @torch.inference_mode()
     def admit(self, requests: Sequence[Request], prefix: Sequence[int] = ()) -> list[int]:
-        """As `Engine.admit`; the prompts lie one behind another, `prefill.PREFILL_TOKENS` at a time."""
+        """As `Engine.admit`; the prompts lie one behind another, a piece's worth at a time."""
         began = time.perf_counter()
         run = self._run
         assert run is not None, "open() comes first"

@@ -22,7 +22,6 @@ from actors.engine.gpu.prompts import Prompts
 from actors.engine.layer_parts import is_llama, is_opt, side_by_side
 
 Rotary = tuple[Tensor, Tensor] | None
-CHUNK = 8192  # tokens whose feed-forward activations are there at once
 
 
 @dataclass(frozen=True)
@@ -121,24 +120,25 @@ class FusedLayer(nn.Module):
         else:
             hidden.copy_(torch.where((depths > rank)[:, None], self._norm(number, hidden + change), hidden))
 
-    def prompts(self, hidden: Tensor, rotary: Rotary, prompts: Prompts, cache: PagedCache | None) -> Tensor:
-        """hidden [N, E] of prompts one behind another -> [N, E]; their keys and values go to the rows' pages."""
-        states = self.qkv(self._norm(0, hidden) if self.norm_first else hidden)
-        states = states.view(len(hidden), -1, self.head_dim)
-        queries, keys, values = states.split([self.query_heads, self.kv_heads, self.kv_heads], dim=1)
-        if rotary is not None:
-            queries, keys = reference.rotated(queries, *rotary), reference.rotated(keys, *rotary)
-        prompts.keep(cache, self.number, keys, values)
-        attended = prompts.attend(self.number, queries, keys, values, self.scaling)
-        hidden = hidden + self.output(attended.reshape(len(hidden), -1))
-        if not self.norm_first:
-            hidden = self._norm(0, hidden)
-        done = [hidden[first : first + CHUNK] for first in range(0, len(hidden), CHUNK)]
-        for place, part in enumerate(done):
+    def prompts(self, hidden: Tensor, rotary: Rotary, prompts: Prompts, cache: PagedCache | None) -> None:
+        """hidden [N, E] of prompts one behind another, in its place; their keys and values go to the rows' pages."""
+        keys, values = (hidden.new_empty(len(hidden), self.kv_heads, self.head_dim) for _ in range(2))
+        for piece in prompts.pieces:
+            part = hidden[piece.tokens]
+            states = self.qkv(self._norm(0, part) if self.norm_first else part).view(len(part), -1, self.head_dim)
+            queries, key, value = states.split([self.query_heads, self.kv_heads, self.kv_heads], dim=1)
+            if rotary is not None:
+                turns = rotary[0][piece.tokens], rotary[1][piece.tokens]
+                queries, key = reference.rotated(queries, *turns), reference.rotated(key, *turns)
+            keys[piece.tokens], values[piece.tokens] = key, value
+            attended = prompts.attend(self.number, piece, queries, keys, values, self.scaling)
+            part = part + self.output(attended.reshape(len(part), -1))
+            if not self.norm_first:
+                part = self._norm(0, part)
             wide = self.activate(self.up(self._norm(1, part) if self.norm_first else part))
             part = part + self.down(wide)
-            done[place] = part if self.norm_first else self._norm(1, part)
-        return torch.cat(done) if len(done) > 1 else done[0]
+            hidden[piece.tokens] = part if self.norm_first else self._norm(1, part)
+        prompts.keep(cache, self.number, keys, values)
 
 
 def fusible(layer: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Prompts through the layers, some tokens' worth of them at a time, and what many of them begin with only once.
+"""Prompts through the layers, a piece's worth of them at a time, and what many of them begin with only once.
 
 Shapes: P prompts, V vocabulary size.
 """
@@ -12,10 +12,8 @@ from torch import Tensor
 from actors.engine.decoder import Decoder
 from actors.engine.gpu.layers import FusedLayer
 from actors.engine.gpu.pages import PagedCache, upload
-from actors.engine.gpu.prompts import PrefixPages, Prompts
+from actors.engine.gpu.prompts import PIECE_TOKENS, PrefixPages, Prompts
 from actors.engine.schedule import Schedule
-
-PREFILL_TOKENS = 16_384  # of prompts that are run together; one that is longer runs alone
 
 
 class Prefill:
@@ -65,16 +63,16 @@ class Prefill:
         for layer in self.schedule.prompt_layers:
             turns, block = rotary[layer], decoder.blocks[layer]
             assert isinstance(block, FusedLayer)
-            states = block.prompts(states, None if turns is None else (turns[0][0], turns[1][0]), batch, cache)
+            block.prompts(states, None if turns is None else (turns[0][0], turns[1][0]), batch, cache)
         return decoder.logits(states[batch.last])
 
 
 def groups(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """First and end of groups of prompts of at most `PREFILL_TOKENS`; one that is longer is alone."""
+    """First and end of groups of prompts of at most `PIECE_TOKENS`; one that is longer is alone."""
     found: list[tuple[int, int]] = []
     first = total = 0
     for place, length in enumerate(lengths):
-        if place > first and total + length > PREFILL_TOKENS:
+        if place > first and total + length > PIECE_TOKENS:
             found.append((first, place))
             first, total = place, 0
         total += length

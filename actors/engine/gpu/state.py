@@ -18,6 +18,8 @@ from actors.engine.gpu.pages import upload
 from actors.engine.row import Row
 from actors.engine.sampling import draw, narrow
 
+DRAWN_NUMBERS = 2**23  # logits that tokens are drawn from at once: each takes up to 70 bytes
+
 
 def on_device(row: Row, state: DeviceRows) -> bool:
     """Whether the device alone can say what comes next and when the row ends."""
@@ -96,11 +98,35 @@ class DeviceRows:
 
     def take(self, slots: Tensor, logits: Tensor, tail: Tail) -> None:
         """Draw the next token of lanes [B] whose rows have not ended, from logits [B, V], and note what ends."""
-        live = ~self.ended[slots]
-        counts, stops = self.counts[slots], self.stops[slots]
+        live, counts = ~self.ended[slots], self.counts[slots]
+        plain = not (tail.barred or tail.drawn or tail.logprobs)
+        at_once = len(slots) if plain else max(1, DRAWN_NUMBERS // logits.shape[1])
+        parts = [self._next(*part, tail) for part in zip(slots.split(at_once), logits.split(at_once), strict=True)]
+        tokens = torch.cat([drawn for drawn, _ in parts])
+        if tail.logprobs:
+            told = torch.cat([told for _, told in parts])
+            self.logprobs.index_copy_(0, slots, self.logprobs[slots] + torch.where(live, told, 0.0))
+        at = counts.clamp(max=self.tokens.shape[1] - 1)
+        self.tokens[slots, at] = torch.where(live, tokens, self.tokens[slots, at])
+        counts = counts + live
+        stops, least = self.stops[slots], self.least[slots]
+        ends = ((tokens[:, None] == stops).any(dim=1) & (counts >= least)) | (counts >= self.limits[slots])
+        for target, values in (
+            (self.last, torch.where(live, tokens, self.last[slots])),
+            (self.counts, counts),
+            (self.places, self.places[slots] + live),
+            (self.positions, self.positions[slots] + live),
+            (self.ended, self.ended[slots] | ends),
+        ):
+            target.index_copy_(0, slots, values)
+
+    def _next(self, slots: Tensor, logits: Tensor, tail: Tail) -> tuple[Tensor, Tensor]:
+        """The tokens [B] that come next, and their log-probabilities [B] where they are asked for."""
         plain = not (tail.barred or tail.drawn or tail.logprobs)
         adjusted = wide = logits if plain else logits.float()
+        counts = self.counts[slots]
         if tail.barred:
+            stops = self.stops[slots]
             early = (counts < self.least[slots])[:, None] & (stops >= 0) & (stops < wide.shape[1])
             nowhere = torch.where(early, stops, stops.new_full((), wide.shape[1]))
             padded = torch.cat((wide, wide.new_zeros(len(wide), 1)), dim=1)
@@ -117,18 +143,6 @@ class DeviceRows:
                 narrowed = draw(narrow(scaled, top_k, top_p, min_p), *numbers)
                 free = torch.where((top_k > 0) | (top_p < 1) | (min_p > 0), narrowed, free)
             tokens = torch.where(hot, free, tokens)
-        if tail.logprobs:
-            told = wide.gather(1, tokens[:, None])[:, 0] - wide.logsumexp(dim=-1)
-            self.logprobs.index_copy_(0, slots, self.logprobs[slots] + torch.where(live, told, 0.0))
-        at = counts.clamp(max=self.tokens.shape[1] - 1)
-        self.tokens[slots, at] = torch.where(live, tokens, self.tokens[slots, at])
-        counts = counts + live
-        ends = ((tokens[:, None] == stops).any(dim=1) & (counts >= self.least[slots])) | (counts >= self.limits[slots])
-        for target, values in (
-            (self.last, torch.where(live, tokens, self.last[slots])),
-            (self.counts, counts),
-            (self.places, self.places[slots] + live),
-            (self.positions, self.positions[slots] + live),
-            (self.ended, self.ended[slots] | ends),
-        ):
-            target.index_copy_(0, slots, values)
+        if not tail.logprobs:
+            return tokens, tokens
+        return tokens, wide.gather(1, tokens[:, None])[:, 0] - wide.logsumexp(dim=-1)
