@@ -114,17 +114,18 @@ class Generator:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)
-        needed = memory_needed(found, dtype, cache_bytes, on_gpu=self.device.type == "cuda")
-        if self.device.type == "cuda":
+        on_gpu = self.device.type == "cuda"
+        paged = cuda_graphs and on_gpu and found.has_pages
+        needed = memory_needed(found, dtype, cache_bytes, on_gpu=on_gpu, paged_rows=max_batch if paged else 0)
+        if on_gpu:
             check_free(needed, *torch.cuda.mem_get_info(self.device))
         decoder = load_decoder(checkpoint, getattr(torch, dtype), self.device)
-        paged = False
         if compile:
             decoder.compile()
-        elif cuda_graphs and self.device.type == "cuda":
+        elif paged:
             from actors.engine.gpu import kernels
 
-            paged = decoder.prepare_for_gpu(kernels)
+            decoder.prepare_for_gpu(kernels)
         else:
             decoder.prepare_for_cpu()
         self.tokenizer = load_tokenizer(checkpoint)

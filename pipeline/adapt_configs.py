@@ -135,7 +135,7 @@ def eval_values(
         "speedups": sorted({1.0, *given.speedups}),
         "sampling": {**config.sampling.model_dump(), **greedy},
         "choices": None if config.choices is None else list(config.choices),
-        "max_batch": config.actors.max_batch,
+        "max_batch": config.rows_in_flight,
         "storage": config.storage.model_dump(),
     }
 

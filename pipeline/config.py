@@ -220,9 +220,14 @@ class ActorsConfig(Section):
     cpus: float | None = Field(None, gt=0, description="logical CPUs an actor; default 0.5 on CPU, 1 with GPUs")
     threads: int | None = Field(None, ge=1, description="torch threads an actor; default cores ÷ actors on CPU")
     cache_bytes: int | None = Field(
-        None, ge=1, description="bytes of key/value cache of the rows in flight; default 1 GiB on CPU, 8 GiB a GPU"
+        None,
+        ge=1,
+        description="bytes of key/value cache of the rows in flight; default 1 GiB on CPU, 8 GiB a GPU, with "
+        "model.cuda_graphs what a GPU has free when the job is planned, beside weights and activations",
     )
-    max_batch: int = Field(64, ge=1, description="rows in flight at most")
+    max_batch: int | None = Field(
+        None, ge=1, description="rows in flight at most; default 64, with model.cuda_graphs on GPUs 512"
+    )
     scheduler: Literal["lock_step", "refill"] | None = Field(
         None,
         description="lock_step: all rows of a batch begin together; refill: a row that has ended is replaced at once, "
@@ -280,6 +285,16 @@ class JobConfig(Section):
         description="deaths of its process after which a batch is halved, a row alone an error, a load given up",
     )
     adapt: AdaptConfig | None = Field(None, description="how `skipdecode adapt` proceeds; `run` does not read it")
+
+    @property
+    def paged(self) -> bool:
+        """Whether actors keep their cache in a GPU's pages, if the model's family has them."""
+        return self.model.cuda_graphs and self.actors.gpus > 0 and self.model.device != "cpu"
+
+    @property
+    def rows_in_flight(self) -> int:
+        """At most, in an actor."""
+        return self.actors.max_batch or (512 if self.paged else 64)
 
     @model_validator(mode="after")
     def _labels_alone(self) -> JobConfig:

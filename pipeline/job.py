@@ -99,7 +99,7 @@ def _plan_and_answer(
         names = ", ".join(manifests.difference(stored.identity, manifest.identity))
         raise ValueError(f"{folder.url}: holds another job, which differs in {names}; --overwrite replaces it")
     if stored is None or not folder.exists(SUCCESS):
-        tell_memory(located, config.model, config.actors, manifest.batching)
+        tell_memory(config, located, manifest.batching)
     with leased(folder):
         clear_temporaries(folder)
         _check_unchanged(folder, stored, overwrite)
@@ -127,7 +127,7 @@ def _run_since(config: JobConfig, overwrite: bool, verbose: bool) -> Scheduled:
         located, schedule = _locate(config, stored)  # the rest of a run keeps the commit that it has pinned
         manifest = manifests.plan_job(config, located, schedule, None, stored, files)
         if stored is None:  # before the run is claimed: what does not fit must not be pinned
-            tell_memory(located, config.model, config.actors, manifest.batching)
+            tell_memory(config, located, manifest.batching)
         checkpoints[manifest.fingerprint] = located, schedule
         return manifest
 

@@ -38,6 +38,7 @@ from pipeline.storage import Folder, filesystem
 log = logging.getLogger(__name__)
 JOB, PLAN, INPUTS, SCHEMA = "_job/job.json", "_job/plan.parquet", "_job/inputs.parquet", "_job/schema.arrow"
 FORMAT = 2
+GPU_CACHE_BYTES = 8 * 2**30  # of a GPU that slots of full length are kept on
 
 
 class NoRows(ValueError):
@@ -243,15 +244,19 @@ def _identity(
 def _batching(config: JobConfig, located: Located, rows: int) -> Batching:
     actors = config.actors
     cores = os.cpu_count() or 1
-    if actors.gpus:
-        cache = int(8 * 2**30 * min(actors.gpus, 1))
+    if config.paged and located.checkpoint.has_pages and actors.cache_bytes is None:
+        from pipeline.gpu_memory import planned_cache  # Ray, which whoever only reads a manifest needs not
+
+        cache = planned_cache(config, located)
+    elif actors.gpus:
+        cache = int(GPU_CACHE_BYTES * min(actors.gpus, 1))
     else:
         cache = min(2**30, int(psutil.virtual_memory().total / 4 / actors.most))
     return Batching(
         shard_rows=config.shard_rows or min(4096, math.ceil(rows / (4 * actors.most))),
         shard_bytes=config.shard_bytes,
         cache_bytes=actors.cache_bytes or cache,
-        max_batch=actors.max_batch,
+        max_batch=config.rows_in_flight,
         threads=actors.threads or (1 if actors.gpus else max(1, cores // actors.most)),
         scheduler=chosen_scheduler(config, located.checkpoint),
     )

@@ -8,9 +8,9 @@ from pathlib import Path
 import psutil
 
 from actors.engine.loading import memory_needed
-from actors.engine.weights import ALLOWANCE, Need, gib
+from actors.engine.weights import Need, gib
 from pipeline.checkpoints import Located
-from pipeline.config import ActorsConfig, ModelConfig
+from pipeline.config import ActorsConfig, JobConfig
 from pipeline.manifest import Batching
 from pipeline.ray_session import is_own_ray
 
@@ -18,13 +18,21 @@ log = logging.getLogger(__name__)
 CGROUPS = Path("/sys/fs/cgroup")
 
 
-def tell_memory(located: Located, model: ModelConfig, actors: ActorsConfig, batching: Batching) -> None:
+def tell_memory(config: JobConfig, located: Located, batching: Batching) -> None:
     """Log what the actors will need; ValueError if a Ray of this machine alone cannot hold them, or weights are broken.
 
     An actor on a GPU looks at the free memory there itself, before it loads.
     """
+    model, actors = config.model, config.actors
     on_gpu = actors.gpus > 0 and model.device != "cpu"
-    need = memory_needed(located.checkpoint, model.dtype, batching.cache_bytes, located.sizes(), on_gpu=on_gpu)
+    need = memory_needed(
+        located.checkpoint,
+        model.dtype,
+        batching.cache_bytes,
+        located.sizes(),
+        on_gpu=on_gpu,
+        paged_rows=batching.max_batch if config.paged and located.checkpoint.has_pages else 0,
+    )
     plan = f"{batching.scheduler}, at most {batching.max_batch} rows in flight"
     log.info("%s; %s", describe(need, model.dtype, actors), plan)
     if not on_gpu and is_own_ray():
@@ -37,7 +45,7 @@ def describe(need: Need, dtype: str, actors: ActorsConfig) -> str:
     ending = "" if count == "1" else "s"
     return (
         f"model: {_count(need.parameters)} parameters, {gib(need.weights)} in {dtype}; with {gib(need.cache)} of cache "
-        f"a batch and {gib(ALLOWANCE)} beside them {gib(need.total)} an actor, {count} actor{ending}"
+        f"a batch and {gib(need.beside)} beside them {gib(need.total)} an actor, {count} actor{ending}"
     )
 
 
@@ -47,7 +55,7 @@ def check_fits(need: Need, actors: ActorsConfig, memory: int) -> None:
     if least * need.total > memory:
         raise ValueError(
             f"actors: {least} x {gib(need.total)} (weights {gib(need.weights)}, cache {gib(need.cache)}, "
-            f"{gib(ALLOWANCE)} beside them) do not fit in this machine's {gib(memory)} of memory: lower actors.count "
+            f"{gib(need.beside)} beside them) do not fit in this machine's {gib(memory)} of memory: lower actors.count "
             "or actors.cache_bytes, or set model.dtype: bfloat16"
         )
 

@@ -68,6 +68,21 @@ def _import_libraries() -> None:
 
 
 @contextmanager
+def planning_session() -> Iterator[None]:
+    """A Ray to ask something of while a job is planned: the one that is up, or one for as long as this takes."""
+    if ray.is_initialized():
+        yield
+        return
+    try:
+        plan(True)
+        _connect(verbose=False)
+        yield
+    finally:
+        _disconnect()
+        plan(False)
+
+
+@contextmanager
 def ray_session(actors: ActorsConfig, verbose: bool) -> Iterator[None]:
     """A Ray of our own, or the cluster that RAY_ADDRESS names; ValueError if the actors can never be placed."""
     plan(False)

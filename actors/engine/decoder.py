@@ -18,7 +18,7 @@ from actors.engine.cache import SkipCache
 from actors.engine.cpu import attention, kernels, library, packing
 from actors.engine.cpu.layers import faster
 from actors.engine.cpu.native_stack import NativeStack
-from actors.engine.families import Rotary, context_length, family_of
+from actors.engine.families import Rotary, context_length, family_of, has_pages
 
 
 class KeyValueStore(Protocol):
@@ -112,14 +112,11 @@ class Decoder:
 
         operations: see `FusedLayer`.
         """
-        from actors.engine.gpu.layers import FusedLayer, fusible
+        from actors.engine.gpu.layers import FusedLayer
 
+        if not has_pages(self.model.config):
+            return False
         blocks = self.family.layers(self.model)
-        turns = (getattr(self.model.config, "rope_parameters", None) or {}).get("rope_type")
-        if turns in ("dynamic", "longrope"):  # the host would have to look how long rows are
-            return False
-        if any(window is not None for window in self.windows) or not all(map(fusible, blocks)):
-            return False
         for number in range(self.num_layers):  # no name holds the old layer when its memory is given back
             self.blocks[number] = blocks[number] = FusedLayer(blocks[number], operations)
         return True

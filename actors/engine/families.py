@@ -170,3 +170,15 @@ def context_length(config: PretrainedConfig) -> int:
         if parameters.get("rope_type") == "longrope":
             lengths.append(parameters["original_max_position_embeddings"])
     return min(lengths)
+
+
+def has_pages(config: PretrainedConfig) -> bool:
+    """Whether a GPU runs it by `gpu`'s layers, with a cache in pages: Llama, Mistral, Qwen2, OPT, without windows."""
+    if any(window is not None for window in family_of(config).windows(config)):
+        return False
+    if config.model_type == "opt":
+        return bool(config.layer_norm_elementwise_affine)
+    # where the host would have to look how long rows are, a graph could not follow
+    turns = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    gated = config.model_type in ("llama", "mistral", "qwen2") and config.hidden_act in ("silu", "swish")
+    return gated and turns not in ("dynamic", "longrope")

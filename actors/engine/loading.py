@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from actors.engine.schedule import Schedule, ScheduleSpec
 from actors.engine.schedule_file import load_spec
 from actors.engine.weights import ITEM_BYTES, Need, folder_sizes, names_in, need, weight_files
+from actors.engine.working_memory import working_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +31,13 @@ class Checkpoint:
     spec: ScheduleSpec | None
     num_layers: int
     context_length: int
+
+    @property
+    def has_pages(self) -> bool:
+        """See `families`."""
+        from actors.engine.families import has_pages
+
+        return has_pages(self.config)
 
     def schedule(self, changes: dict[str, Any]) -> Schedule:
         """The stored schedule with a job's `changes` on top; ValueError says what does not fit."""
@@ -89,12 +97,18 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def memory_needed(
-    checkpoint: Checkpoint, dtype: str, cache_bytes: int, sizes: Mapping[str, int] | None = None, *, on_gpu: bool
+    checkpoint: Checkpoint,
+    dtype: str,
+    cache_bytes: int,
+    sizes: Mapping[str, int] | None = None,
+    *,
+    on_gpu: bool,
+    paged_rows: int = 0,
 ) -> Need:
     """What an actor will need for the checkpoint; ValueError of one line if its weights are not whole.
 
     sizes: numbers of every tensor; None: read from the headers in the folder. on_gpu: or else on a CPU, which is taken
-    to be one that packs weights in bfloat16.
+    to be one that packs weights in bfloat16. paged_rows: in flight at most on a GPU's engine with pages, if it is one.
     """
     config = checkpoint.config
     sizes = folder_sizes(checkpoint.path) if sizes is None else sizes
@@ -103,6 +117,8 @@ def memory_needed(
     if tied and dtype == "bfloat16" and not on_gpu:  # the head is packed beside the embedding
         head = config.vocab_size * (getattr(config, "word_embed_proj_dim", None) or config.hidden_size)
         found = replace(found, weights=found.weights + head * ITEM_BYTES[dtype])
+    if paged_rows:
+        found = replace(found, beside=found.beside + working_bytes(config, ITEM_BYTES[dtype], paged_rows))
     return found
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from actors.engine.types import SamplingParams, TokenLogprob
+from actors.engine.working_memory import DRAWN_NUMBERS
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 
@@ -99,6 +100,23 @@ def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True
     if not logprobs and all(row.likeliest_alone for row in rows):
         untold = [math.nan] * len(rows)
         return Drawn(_likeliest(logits).tolist(), untold, untold, {})
+    at_once = max(1, DRAWN_NUMBERS // logits.shape[1])
+    parts = [
+        _sample(logits[first : first + at_once], rows[first : first + at_once], logprobs)
+        for first in range(0, len(rows), at_once)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return Drawn(
+        [token for part in parts for token in part.tokens],
+        [one for part in parts for one in part.logprobs],
+        [one for part in parts for one in part.choice_logprobs],
+        {number * at_once + row: told for number, part in enumerate(parts) for row, told in part.top.items()},
+    )
+
+
+def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Drawn:
+    """Of so many rows that memory has room for all that is computed of their logits."""
     logits = logits.float()
     if logprobs or any(row.allowed is not None or row.params.logprobs is not None for row in rows):
         normalizer = logits.logsumexp(dim=-1)

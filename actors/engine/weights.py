@@ -13,21 +13,25 @@ from pathlib import Path
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEADER_LIMIT = 100_000_000  # bytes; the library refuses longer ones too
 ALLOWANCE = 2**29  # bytes beside weights and cache: the process and its libraries, a batch's activations and logits
+SPARED = 32  # one in so many bytes of a GPU's room for cache is left free
+CACHE_STEP = 2**26  # bytes; what is planned from free memory is a multiple
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _HEADS = ("lm_head.weight", "embed_out.weight")
 
 
 @dataclass(frozen=True)
 class Need:
-    """Memory that one actor needs, in bytes; weights: all parameters in the job's dtype; cache: of one batch."""
+    """Memory that one actor needs, in bytes; weights: all parameters in the job's dtype; cache: of one batch; beside:
+    of all else."""
 
     parameters: int
     weights: int
     cache: int
+    beside: int = ALLOWANCE
 
     @property
     def total(self) -> int:
-        return self.weights + self.cache + ALLOWANCE
+        return self.weights + self.cache + self.beside
 
 
 def weight_files(folder: Path, names: Collection[str]) -> list[str]:
@@ -104,9 +108,16 @@ def check_free(need: Need, free: int, total: int) -> None:
     if need.total > free:
         raise ValueError(
             f"the model needs {gib(need.total)} of GPU memory (weights {gib(need.weights)}, cache {gib(need.cache)}, "
-            f"{gib(ALLOWANCE)} beside them), but {gib(free)} of {gib(total)} are free: lower actors.cache_bytes, let "
+            f"{gib(need.beside)} beside them), but {gib(free)} of {gib(total)} are free: lower actors.cache_bytes, let "
             "fewer actors share a GPU, or free it"
         )
+
+
+def cache_that_fits(need: Need, free: int) -> int:
+    """Bytes of cache that a GPU with `free` bytes has room for beside what is needed without one, at least 1; some are
+    left, for what comes in pieces of its own size."""
+    room = free - need.weights - need.beside
+    return max(1, (room - room // SPARED) // CACHE_STEP * CACHE_STEP)
 
 
 def gib(count: int) -> str:

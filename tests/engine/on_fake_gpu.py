@@ -17,6 +17,8 @@ from actors.engine.gpu.engine import GpuEngine
 from actors.engine.schedule import ScheduleSpec
 from actors.engine.scheduler import generate
 from actors.engine.types import Request, SamplingParams
+from actors.engine.weights import ALLOWANCE
+from actors.engine.working_memory import working_bytes
 
 STOP = (2,)
 GROUPED = {"num_hidden_layers": 6, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
@@ -136,6 +138,38 @@ def test_pages_run_out(gpu: Gpu) -> None:
         engine.step()
         put_back += engine.take_put_back()
     assert put_back and not gpu.waits
+    engine.close()
+
+
+LENGTHS = {"short": [20] * 512, "many": [400] * 20, "one": [2000], "shared": [330] * 60}
+DRAWN = {"greedy": {}, "all": {"temperature": 0.8, "top_p": 0.9, "min_new_tokens": 3, "ignore_eos": False}}
+
+
+@pytest.mark.parametrize("drawn", DRAWN)
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("name", ["llama-3-8b", "opt-1.3b"])
+def test_a_planned_batch_stays_within_its_memory(gpu: Gpu, name: str, lengths: str, drawn: str) -> None:
+    """What prompts, their draws and steps take beside weights and pages, against what is planned for it."""
+    max_rows = 512
+    engine = engine_of(name, max_rows=max_rows)
+    config = engine.decoder.model.config
+    before = gpu.bytes
+    params = SamplingParams(**{"max_new_tokens": 8, "ignore_eos": True, **DRAWN[drawn]})
+    given = LENGTHS[lengths]
+    shared = [3] * 300 if lengths == "shared" else []
+    rows = [
+        Request([*shared, *[4] * (length - len(shared) - 1), place % 50], params) for place, length in enumerate(given)
+    ]
+    gpu.peak = 0
+    engine.open(len(rows), max(given), 8)
+    rows = rows[: engine.fitting(rows)]
+    engine.admit(rows, shared)
+    for _ in range(3):
+        engine.step()
+    assert engine._run is not None
+    taken = gpu.peak - before - engine._run.cache.bytes
+    planned = working_bytes(config, 2, max_rows) + ALLOWANCE
+    assert taken < 0.9 * planned, f"{taken / 2**20:.0f} of {planned / 2**20:.0f} MiB"
     engine.close()
 
 

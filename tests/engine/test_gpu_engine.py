@@ -12,14 +12,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import LAYERS, tiny_model
+from models import LAYERS, MODELS, tiny_model
 from oracle import oracle
 from test_engine import SPECS, STOP, any_schedule, requests
 from test_sharing import PREFIX, with_prefix
+from transformers import AutoConfig
 
 from actors.engine.choices import ChoiceTrie
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
+from actors.engine.families import has_pages
 from actors.engine.gpu import prefill, prompts, reference, state
 from actors.engine.gpu.engine import GpuEngine
 from actors.engine.gpu.pages import PAGE_TOKENS, PagedCache, page_bytes, row_pages
@@ -54,9 +56,10 @@ def answers(engine: GpuEngine, rows: list[Request], scheduler: str = "refill", *
 
 
 def test_families_without_fused_layers_are_left_alone() -> None:
-    for family in ("mistral", "gemma2", "gpt2"):
-        decoder = Decoder(tiny_model(family))
-        assert not decoder.prepare_for_gpu(reference)
+    taken = {family for family in MODELS if Decoder(tiny_model(family)).prepare_for_gpu(reference)}
+    assert taken == set(FUSED)
+    turns = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    assert not has_pages(AutoConfig.for_model("llama", **{**MODELS["llama"][1], "rope_parameters": turns}))
 
 
 @pytest.mark.parametrize("scheduler", ["lock_step", "refill"])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from actors.engine import sampling
 from actors.engine.row_key import row_key
 from actors.engine.sampling import RowSampling, _adjust, narrow, sample, uniforms
 from actors.engine.types import SamplingParams
@@ -219,3 +221,15 @@ def test_greedy_takes_the_first_of_the_likeliest(seed: int, vocabulary: int, hig
     assert told.tokens == silent.tokens == want
     assert told.logprobs == pytest.approx(logits.float().log_softmax(-1)[range(4), want].tolist(), abs=1e-5)
     assert all(math.isnan(one) for one in silent.logprobs)
+
+
+@pytest.mark.parametrize("many", [1, 2 * 40, 10**9])
+def test_rows_are_drawn_the_same_in_any_number_of_parts(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {"top_p": 0.7, "temperature": 1.0}, {"logprobs": 3}]
+    rows = [RowSampling.begin(SamplingParams(**ways[row % 4]), 7 * row, [3, 4]) for row in range(9)]
+    logits = torch.randn(9, 40, generator=torch.Generator().manual_seed(1))
+    whole = sample(logits, rows)
+    monkeypatch.setattr(sampling, "DRAWN_NUMBERS", many)
+    parts = sample(logits, rows)
+    assert (parts.tokens, parts.logprobs, parts.top) == (whole.tokens, whole.logprobs, whole.top)
+    assert set(parts.top) == {3, 7}

@@ -148,7 +148,7 @@ class GpuEngine(Engine):
 
     def one_pass(self, requests: Sequence[Request], prefix: Sequence[int]) -> int:
         """How many of these, in their order, go through the layers together: steps come between passes."""
-        return groups([len(request.prompt_ids) - len(prefix) for request in requests])[0][1]
+        return groups([len(one.prompt_ids) - len(prefix) for one in requests], len(prefix))[0][1]
 
     def _fitting(self, requests: Sequence[Request], cache: PagedCache) -> int:
         few = self._ended_rows < FEW_ENDED
@@ -184,7 +184,7 @@ class GpuEngine(Engine):
         run.state.begin(slots, newcomers)
         prompts, sources = distinct(requests)
         fresh = self._prefill.share(prefix)
-        for first, end in groups([len(prompt) - len(prefix) for prompt in prompts]):
+        for first, end in groups([len(prompt) - len(prefix) for prompt in prompts], len(prefix)):
             mine = [place for place, source in enumerate(sources) if first <= source < end]
             own_sources = [sources[one] - first for one in mine]
             logits = self._prefill(prompts[first:end], [slots[one] for one in mine], own_sources, run.cache, prefix)

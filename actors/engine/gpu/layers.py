@@ -70,8 +70,9 @@ class FusedLayer(nn.Module):
     """One decoder layer. operations: `kernels`, or `reference` where there is no Triton."""
 
     def __init__(self, layer: Any, operations: Any = reference) -> None:
-        """layer: one that `fusible` takes; its weights are copied, or shared where they stay as they are."""
+        """layer: of a model that `has_pages`; its weights are copied, or shared where they stay as they are."""
         super().__init__()
+        assert is_opt(layer) or is_llama(layer)
         self.operations = operations
         attention = layer.self_attn
         self.number: int = attention.layer_idx
@@ -139,8 +140,3 @@ class FusedLayer(nn.Module):
             part = part + self.down(wide)
             hidden[piece.tokens] = part if self.norm_first else self._norm(1, part)
         prompts.keep(cache, self.number, keys, values)
-
-
-def fusible(layer: nn.Module) -> bool:
-    """Whether there is a fused layer for it."""
-    return is_opt(layer) or is_llama(layer)

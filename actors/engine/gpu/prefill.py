@@ -12,8 +12,9 @@ from torch import Tensor
 from actors.engine.decoder import Decoder
 from actors.engine.gpu.layers import FusedLayer
 from actors.engine.gpu.pages import PagedCache, upload
-from actors.engine.gpu.prompts import PIECE_TOKENS, PrefixPages, Prompts
+from actors.engine.gpu.prompts import PrefixPages, Prompts
 from actors.engine.schedule import Schedule
+from actors.engine.working_memory import KEY_TOKENS, PIECE_TOKENS
 
 
 class Prefill:
@@ -67,12 +68,14 @@ class Prefill:
         return decoder.logits(states[batch.last])
 
 
-def groups(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """First and end of groups of prompts of at most `PIECE_TOKENS`; one that is longer is alone."""
+def groups(lengths: Sequence[int], before: int) -> list[tuple[int, int]]:
+    """First and end of groups of prompts of at most `PIECE_TOKENS`, with at most `KEY_TOKENS` that they see; one that
+    is longer is alone. before: tokens that all have before these lengths."""
     found: list[tuple[int, int]] = []
     first = total = 0
     for place, length in enumerate(lengths):
-        if place > first and total + length > PIECE_TOKENS:
+        seen = total + length + before * (place + 1 - first)
+        if place > first and (total + length > PIECE_TOKENS or seen > KEY_TOKENS):
             found.append((first, place))
             first, total = place, 0
         total += length

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from actors.engine.gpu.pages import PAGE_TOKENS, PagedCache, upload
+from actors.engine.working_memory import PIECE_TOKENS
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -25,9 +26,6 @@ except ImportError:  # before torch 2.10
     varlen_attn = None  # type: ignore[assignment]
 # what this torch's can be told
 _TOLD = set() if varlen_attn is None else set(inspect.signature(varlen_attn).parameters)
-
-
-PIECE_TOKENS = 8192  # of prompts whose activations are there at once: products are bound by arithmetic long before
 
 
 class PrefixPages:

@@ -17,8 +17,7 @@ from torch import Tensor
 from actors.engine.gpu.pages import upload
 from actors.engine.row import Row
 from actors.engine.sampling import draw, narrow
-
-DRAWN_NUMBERS = 2**23  # logits that tokens are drawn from at once: each takes up to 70 bytes
+from actors.engine.working_memory import DRAWN_NUMBERS
 
 
 def on_device(row: Row, state: DeviceRows) -> bool:
