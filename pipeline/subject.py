@@ -73,6 +73,7 @@ class Subject:
             dtype=config.model.dtype,
             device=config.model.device,
             compile=config.model.compile,
+            cuda_graphs=config.model.cuda_graphs,
             threads=config.threads,
             cache_bytes=_cache_bytes(config),
             max_batch=config.max_batch,

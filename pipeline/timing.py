@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 from rich.progress import track
 
-from actors.engine.engine import Engine
 from actors.engine.schedule import Schedule
 from actors.engine.types import EngineStats
 from actors.generator import Answer, Generator, Prompt
@@ -46,9 +45,7 @@ def at_schedule(generator: Generator, schedule: Schedule) -> Generator:
     """The same model, held once, under another schedule."""
     other = copy.copy(generator)
     other.schedule = schedule
-    engine = generator.engine
-    engine.release()  # memory that only its own next batch would use
-    other.engine = Engine(engine.decoder, schedule, engine.stop_ids, cumulative_logprob=engine.cumulative_logprob)
+    other.engine = generator.engine.at(schedule)
     return other
 
 
@@ -78,7 +75,7 @@ def common_batch(generator: Generator, prompts: Sequence[Prompt], new_tokens: in
 
 def answer(generator: Generator, schedule: Schedule, prompts: Sequence[Prompt]) -> Run:
     """Answer all rows once. ValueError names a row that cannot be answered, or says that memory ran out."""
-    fresh = at_schedule(generator, schedule)  # no buffers of a run before, of its own or another line's
+    fresh = at_schedule(generator, schedule)  # on a CPU no buffers of a run before, of its own or another line's
     began = time.perf_counter()
     answers = fresh.answer(prompts)
     seconds = time.perf_counter() - began

@@ -86,6 +86,12 @@ class Engine:
             return request.choices.most_tokens
         return min(request.sampling.max_new_tokens, room)
 
+    def at(self, schedule: Schedule) -> Engine:
+        """An engine of the same decoder under another schedule, with buffers of its own; only one of the two may have
+        rows in flight."""
+        self.release()  # what only its own next batch would use
+        return Engine(self.decoder, schedule, self.stop_ids, cumulative_logprob=self.cumulative_logprob)
+
     def take_stats(self) -> EngineStats:
         """Counts since the last call."""
         stats, self.stats = self.stats, EngineStats()

@@ -276,6 +276,34 @@ def test_memory_that_runs_out_costs_no_row(monkeypatch: pytest.MonkeyPatch) -> N
     assert [list(one.token_ids) for one in got] == [oracle(library, SCHEDULE, row, STOP) for row in rows]
 
 
+@pytest.mark.parametrize("family", FUSED)
+def test_the_layers_can_be_called_as_the_librarys(family: str) -> None:
+    """By the plain engine, padded and with slots."""
+    rows = requests(9, seed=2)
+    decoder, library = fused(family), Decoder(tiny_model(family))
+    got = generate(Engine(decoder, SCHEDULE, STOP), rows, budget_bytes=2**40, max_rows=4)
+    assert [list(one.token_ids) for one in got] == [oracle(library, SCHEDULE, row, STOP) for row in rows]
+
+
+def test_schedules_take_turns_on_the_same_pages() -> None:
+    rows = requests(9, seed=8)
+    library = Decoder(tiny_model("llama"))
+    first = engine_of(fused("llama"), SCHEDULE)
+    slower = ScheduleSpec().build(LAYERS)
+    for _ in range(2):
+        for schedule in (SCHEDULE, slower):
+            engine = first.at(schedule)
+            assert isinstance(engine, GpuEngine) and engine is first.at(schedule)
+            got = answers(engine, rows)
+            assert [list(one) for one in got] == [oracle(library, schedule, row, STOP) for row in rows]
+    second = first.at(slower)
+    assert isinstance(second, GpuEngine) and second._run is not None and first._run is not None
+    assert second._run.cache.keys is first._run.cache.keys
+    first.release()
+    assert answers(second, rows) == [tuple(one) for one in got]
+    assert second._run.cache.keys is second._pool.keys
+
+
 def test_finish_reasons_and_log_probabilities_are_the_other_engines() -> None:
     rows = requests(14, seed=6)
     rows = [Request(row.prompt_ids, row.sampling.merged({"temperature": 0.9}), row.key) for row in rows]

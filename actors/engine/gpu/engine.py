@@ -21,7 +21,7 @@ from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine, distinct
 from actors.engine.gpu.layers import FusedLayer
 from actors.engine.gpu.looks import Looks
-from actors.engine.gpu.pages import PagedCache, page_bytes, row_pages, upload
+from actors.engine.gpu.pages import PagedCache, PagePool, page_bytes, row_pages, upload
 from actors.engine.gpu.prefill import Prefill, groups
 from actors.engine.gpu.state import DeviceRows, Tail, on_device
 from actors.engine.gpu.steps import Steps
@@ -56,6 +56,7 @@ class GpuEngine(Engine):
     """As `Engine`, over a decoder whose layers are `FusedLayer`s. budget_bytes: of the cache's pages, taken once.
 
     graphs: whether CUDA graphs hold the steps. read_every: steps after which the host looks which rows have ended.
+    pool: whose pages it takes, if engines that are used one after the other share them.
     """
 
     grows = True
@@ -71,6 +72,7 @@ class GpuEngine(Engine):
         cumulative_logprob: bool = True,
         graphs: bool = True,
         read_every: int = READ_EVERY,
+        pool: PagePool | None = None,
     ) -> None:
         super().__init__(decoder, schedule, stop_ids, cumulative_logprob=cumulative_logprob)
         assert all(isinstance(block, FusedLayer) for block in decoder.blocks)
@@ -79,6 +81,9 @@ class GpuEngine(Engine):
         self.pages = self._budget = budget_bytes // page_bytes(
             decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize
         )
+        self._pool = PagePool() if pool is None else pool
+        self._siblings: dict[Schedule, GpuEngine] = {schedule: self}
+        self._budget_bytes = budget_bytes
         self._run: _Run | None = None
         self._prefill = Prefill(decoder, schedule)
         self._slots: dict[int, int] = {}  # of rows in flight, by ticket
@@ -91,6 +96,24 @@ class GpuEngine(Engine):
         self._noticed: list[tuple[int, Completion]] = []
         self._least, self._most_rows = 1, max_rows
         self._fit: int | None = None  # what `fitting` has said, until rows come or go
+
+    def at(self, schedule: Schedule) -> Engine:
+        """As `Engine.at`, but always the same one for a schedule, as its graphs cost time; all share their pages."""
+        if schedule not in self._siblings:
+            other = GpuEngine(
+                self.decoder,
+                schedule,
+                self.stop_ids,
+                budget_bytes=self._budget_bytes,
+                max_rows=self._most_rows,
+                cumulative_logprob=self.cumulative_logprob,
+                graphs=self.graphs,
+                read_every=self.read_every,
+                pool=self._pool,
+            )
+            other._siblings = self._siblings
+            self._siblings[schedule] = other
+        return self._siblings[schedule]
 
     def row_bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
         """Most bytes of pages that such a row holds at any one time."""
@@ -110,10 +133,10 @@ class GpuEngine(Engine):
         rows = max(rows, self.max_rows)
         self._least = min(self._budget, self._row_pages(prompt_slots, max_new_tokens))
         prompt_slots, max_new_tokens = (max(LEAST_ROOM, _power(one)) for one in (prompt_slots, max_new_tokens))
-        if run is None or run.cache.count != self.pages or not run.fits(rows, prompt_slots, max_new_tokens):
+        held = run is not None and run.cache.count == self.pages and run.cache.keys is self._pool.keys
+        if run is None or not held or not run.fits(rows, prompt_slots, max_new_tokens):
             if run is not None:
                 prompt_slots, max_new_tokens = max(prompt_slots, run.prompt), max(max_new_tokens, run.most_new)
-            pool = None if run is None or run.cache.count != self.pages else run.cache.memory
             self._run = run = None  # what is too small goes before the new comes
             cache = PagedCache(
                 self.schedule,
@@ -125,7 +148,7 @@ class GpuEngine(Engine):
                 head_dim=decoder.head_dim,
                 dtype=decoder.dtype,
                 device=decoder.device,
-                memory=pool,
+                pool=self._pool,
             )
             state = DeviceRows(rows, max_new_tokens, len(self.stop_ids) + OWN_STOPS, decoder.device)
             steps = Steps(decoder, self.schedule, cache, state, rows, graphs=self.graphs)
@@ -265,6 +288,7 @@ class GpuEngine(Engine):
         come to its end, but as much as the largest row needs."""
         self.pages = max(self._least, self.pages // 2)
         self._run, self.max_rows = None, 1
+        self._pool.memory = None
         self._prefill.forget()
 
     def _grow(self) -> bool:

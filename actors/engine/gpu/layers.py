@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 from actors.engine.gpu import reference
 from actors.engine.gpu.pages import PagedCache
@@ -133,10 +133,37 @@ class FusedLayer(nn.Module):
                 queries, key = reference.rotated(queries, *turns), reference.rotated(key, *turns)
             keys[piece.tokens], values[piece.tokens] = key, value
             attended = prompts.attend(self.number, piece, queries, keys, values, self.scaling)
-            part = part + self.output(attended.reshape(len(part), -1))
-            if not self.norm_first:
-                part = self._norm(0, part)
-            wide = self.activate(self.up(self._norm(1, part) if self.norm_first else part))
-            part = part + self.down(wide)
-            hidden[piece.tokens] = part if self.norm_first else self._norm(1, part)
+            hidden[piece.tokens] = self._behind_attention(part, attended)
         prompts.keep(cache, self.number, keys, values)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        attention_mask: Tensor | None = None,
+        position_embeddings: Rotary = None,
+        past_key_values: Any = None,
+        **more: Any,
+    ) -> Tensor:
+        """[B, S, E] -> [B, S, E], called as the library's layer: for what is neither a step nor a pass over prompts."""
+        flat = hidden.flatten(0, 1)
+        states = self.qkv(self._norm(0, flat) if self.norm_first else flat)
+        states = states.view(*hidden.shape[:2], -1, self.head_dim).transpose(1, 2)
+        query, key, value = states.split([self.query_heads, self.kv_heads, self.kv_heads], dim=1)
+        if position_embeddings is not None:
+            query, key = (reference.rotated(one, *position_embeddings) for one in (query, key))
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.number)
+        causal = attention_mask is None and hidden.shape[1] > 1
+        attended = scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, is_causal=causal, scale=self.scaling, enable_gqa=True
+        )
+        return self._behind_attention(flat, attended.transpose(1, 2)).view(hidden.shape)
+
+    def _behind_attention(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """hidden [N, E] before the layer, and what its heads have seen, N of [Q, D] -> [N, E] behind it."""
+        hidden = hidden + self.output(attended.reshape(len(hidden), -1))
+        if not self.norm_first:
+            hidden = self._norm(0, hidden)
+        wide = self.activate(self.up(self._norm(1, hidden) if self.norm_first else hidden))
+        hidden = hidden + self.down(wide)
+        return hidden if self.norm_first else self._norm(1, hidden)

@@ -58,6 +58,27 @@ def page_bytes(kv_heads: int, head_dim: int, itemsize: int) -> int:
     return 2 * kv_heads * PAGE_TOKENS * head_dim * itemsize
 
 
+class PagePool:
+    """The memory of pages, taken once for all caches of one device that are used one after the other."""
+
+    def __init__(self) -> None:
+        self.memory: tuple[Tensor, Tensor] | None = None  # keys, values
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Of the last time."""
+        return None if self.memory is None else self.memory[0]
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Keys and values of this shape: those of the last time if they are as large."""
+        if self.memory is None or self.memory[0].shape != shape:
+            self.memory = None  # what is too small goes before the new comes
+            # zeros: a masked slot that was never written must not hold a NaN, which no weight of 0 removes
+            keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+            self.memory = keys, values
+        return self.memory
+
+
 class PagedCache:
     """`count` pages: `keys` and `values` [count + 1, H, T, D], and of each layer and row its pages: `table`
     [L, R + 1, W]; row R is nobody's and has page 0 alone.
@@ -77,30 +98,20 @@ class PagedCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
-        memory: tuple[Tensor, Tensor] | None = None,
+        pool: PagePool | None = None,
     ) -> None:
-        """memory: keys and values of an earlier cache, of as many pages."""
         if pages < 1:
             raise ValueError("no page of cache fits the budget")
         self.max_new_tokens = max_new_tokens
         self.uses = layer_uses(schedule, max_new_tokens)
         width = -(-(prompt_tokens + max_new_tokens) // PAGE_TOKENS)
         shape = (pages + 1, kv_heads, PAGE_TOKENS, head_dim)
-        if memory is None:
-            # zeros: a masked slot that was never written must not hold a NaN, which no weight of 0 removes
-            memory = torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
-        assert memory[0].shape == shape
-        self.keys, self.values = memory
+        self.keys, self.values = (pool or PagePool()).take(shape, dtype, device)
         self.table = torch.zeros(schedule.num_layers, rows + 1, width, dtype=torch.int32, device=device)
         self._table: NDArray[np.int32] = np.zeros(self.table.shape, dtype=np.int32)  # the host's own
         self._held: Numbers = np.zeros((schedule.num_layers, rows), dtype=np.int64)
         self._free: NDArray[np.int32] = np.arange(pages, 0, -1, dtype=np.int32)  # a stack: the first ones come first
         self.count = self._left = pages
-
-    @property
-    def memory(self) -> tuple[Tensor, Tensor]:
-        """For a later cache of as many pages."""
-        return self.keys, self.values
 
     @property
     def free(self) -> int:
