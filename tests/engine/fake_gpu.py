@@ -49,8 +49,8 @@ class Gpu(TorchDispatchMode):
         self.captures = self.replays = self.launches = 0
         self.flags = False  # what flags read as
         self.kernels: dict[str, Any] = {}  # compiled, by their hash
-        self.peak = 0  # bytes of tensors at once, since it was set to 0
-        self._held: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0  # most bytes at once of the tensors made while they were counted
+        self._held: dict[int, tuple[StorageWeakRef, int]] | None = None
         self.pinned = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,7 +61,8 @@ class Gpu(TorchDispatchMode):
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         out = func(*args, **kwargs)
         made = [one for one in tree_leaves(out) if isinstance(one, Tensor)]
-        self._count(made)
+        if self._held is not None:
+            self._count(made, self._held)
         devices = {one.device.type for one in [*given, *made] if one.device.type != "cpu" or one.dim()}
         if len(devices) > 1:
             assert not self.capturing, f"{func}: a graph would hold the host's memory of this moment"
@@ -73,23 +74,21 @@ class Gpu(TorchDispatchMode):
                 self.waits.append(f"{func} of {[(one.device.type, tuple(one.shape)) for one in given]}")
         return out
 
-    def _count(self, made: list[Tensor]) -> None:
-        """Memory that an operation has taken; what nobody refers to any more is free again."""
-        new = [one for one in made if one.device.type == "cuda" and self._key(one) not in self._held]
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Tensors made inside are counted in `peak`, until they are gone."""
+        self.peak, self._held = 0, {}
+        yield
+        self._held = None
+
+    def _count(self, made: list[Tensor], held: dict[int, tuple[StorageWeakRef, int]]) -> None:
+        storages = [one.untyped_storage() for one in made if one.device.type == "cuda"]
+        new = [one for one in storages if one._cdata not in held or held[one._cdata][0].expired()]
         if new:
-            self._held = {key: one for key, one in self._held.items() if not one[0].expired()}
-            for one in new:
-                held = StorageWeakRef(one.untyped_storage())
-                self._held[self._key(one)] = held, one.untyped_storage().nbytes()
-            self.peak = max(self.peak, self.bytes)
-
-    def _key(self, tensor: Tensor) -> int:
-        return tensor.untyped_storage()._cdata
-
-    @property
-    def bytes(self) -> int:
-        """Of the tensors that there are."""
-        return sum(count for held, count in self._held.values() if not held.expired())
+            for key in [key for key, (one, _) in held.items() if one.expired()]:
+                del held[key]
+            held.update((one._cdata, (StorageWeakRef(one), one.nbytes())) for one in new)
+            self.peak = max(self.peak, sum(count for _, count in held.values()))
 
     def pin(self, tensor: Tensor) -> Tensor:
         """As Tensor.pin_memory."""
