@@ -18,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 64  # tokens that a program of attention reads at once
+STAGES = 3  # of these reads under way
+WARPS = 4
 MATRIX_SIDE = 16  # least rows and columns of a product on tensor cores
 # one for all layers and lane counts: else each rank that is 1 or divides by 16, and each slice of lanes, has its own
 compiled_once = triton.jit(do_not_specialize=["rank"], do_not_specialize_on_alignment=["slots", "places", "depths"])
@@ -200,6 +202,7 @@ def _attend(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     lane, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if tl.load(depths + lane) <= rank:
@@ -220,7 +223,7 @@ def _attend(
     total = tl.zeros((ROWS,), tl.float32)
     summed = tl.zeros((ROWS, WIDTH), tl.float32)
     pages = table + tl.load(slots + lane) * table_stride
-    for start in range(first, end, BLOCK):
+    for start in tl.range(first, end, BLOCK, num_stages=STAGES):
         place = start + token
         known = place < end
         page = tl.load(pages + place // TOKENS, mask=known, other=0).to(tl.int64)
@@ -327,6 +330,8 @@ def attend(
         TOKENS=tokens,
         ROWS=rows,
         BLOCK=BLOCK,
+        STAGES=STAGES,
+        num_warps=WARPS,
         **shape,
     )
     if splits > 1:
