@@ -9,84 +9,33 @@ last line is one JSON object.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import math
-import random
 import shutil
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import gpu_choices
 import physics
 import torch
 import transformers
-from shapes import SHAPES
-from transformers import AutoModelForCausalLM
+from gpu_parts import NEW, PROMPT, Clock, build, rows_of, run, schedule_of, synchronize
+from gpu_peers import PEER_NEW, agreement, ours, peers
 
 from actors.engine.decoder import Decoder
 from actors.engine.gpu import reference
 from actors.engine.gpu.engine import GpuEngine
 from actors.engine.gpu.pages import page_bytes
-from actors.engine.schedule import Schedule, ScheduleSpec
+from actors.engine.schedule import Schedule
 from actors.engine.scheduler import generate
-from actors.engine.types import Request, SamplingParams
+from actors.engine.types import Request
+from actors.engine.weights import ALLOWANCE, Need, cache_that_fits
+from actors.engine.working_memory import working_bytes
 
-PROMPT, NEW = 512, 512
-SPARED = 4 * 2**30  # bytes of the GPU's memory that are left to activations and graphs
 PROFILED = 10  # steps
-
-
-class Clock:
-    """The time that is left, and what was left out for want of it."""
-
-    def __init__(self, minutes: float) -> None:
-        self.end = time.monotonic() + 60 * minutes
-        self.left_out: list[str] = []
-        self.last: dict[str, float] = {}
-
-    def allows(self, name: str, seconds: float) -> bool:
-        """Whether something of about so many seconds can begin."""
-        if time.monotonic() + seconds < self.end:
-            return True
-        self.left_out.append(name)
-        return False
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def build(shape: str, device: torch.device) -> Any:
-    """A model of random weights, made where it stays."""
-    config = SHAPES[shape]()
-    torch.manual_seed(0)
-    with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-    model.generation_config.eos_token_id = None
-    return model.eval().requires_grad_(False)
-
-
-def rows_of(kind: str, count: int, vocabulary: int) -> list[Request]:
-    """Rows of a workload, the same every time; each ends at its own length and nowhere else."""
-    chance = random.Random(7)
-    rows = []
-    for number in range(count):
-        prompt, new = PROMPT, NEW
-        if kind == "e2e":  # as long as those of the data set: about 33 and 29 tokens
-            prompt, new = (max(4, round(chance.gauss(*one))) for one in ((33, 8), (29, 9)))
-        elif kind == "long-tailed":
-            new = min(1536, max(1, round(300 * chance.lognormvariate(0, 0.7))))
-        ids = [chance.randrange(3, vocabulary) for _ in range(prompt)]
-        rows.append(Request(ids, SamplingParams(max_new_tokens=new, ignore_eos=True), number))
-    return rows
-
-
-def schedule_of(decoder: Decoder, speed: float, rows: Sequence[Request]) -> Schedule:
-    horizon = max(2, round(statistics.median(row.sampling.max_new_tokens for row in rows)))
-    return ScheduleSpec(speedup=speed, horizon=horizon).build(decoder.num_layers)
+ATTENTION = [(64, 3, 4), (64, 2, 4), (32, 3, 4), (128, 2, 4), (64, 3, 8), (32, 3, 2)]  # tokens, reads, warps
 
 
 class Account:
@@ -118,21 +67,11 @@ class Account:
         return 2 * tokens * sum(self.weights) / self.ceilings.flops
 
 
-def run(engine: GpuEngine, rows: list[Request], device: torch.device) -> tuple[float, float]:
-    """Seconds of prefill, and of decode to the end, of rows that are all in flight at once."""
-    engine.open(len(rows), max(len(row.prompt_ids) for row in rows), max(row.sampling.max_new_tokens for row in rows))
-    synchronize(device)
-    began = time.perf_counter()
-    engine.admit(rows)
-    synchronize(device)
-    filled = time.perf_counter()
-    done = 0
-    while done < len(rows):
-        done += len(engine.step(last=True))
-    synchronize(device)
-    ended = time.perf_counter()
-    engine.close()
-    return filled - began, ended - filled
+def exact_row_bytes(decoder: Decoder, schedule: Schedule) -> int:
+    """Most bytes of keys and values that a row of PROMPT + NEW tokens ever needs, to the token."""
+    each = 2 * decoder.kv_heads * decoder.head_dim * decoder.dtype.itemsize
+    uses = [schedule.uses(layer, NEW - 1) for layer in range(schedule.num_layers)]
+    return each * max(sum(PROMPT + at + 1 for last in uses if at < last) for at in range(NEW - 1))
 
 
 def profile(engine: GpuEngine, rows: list[Request]) -> dict[str, Any]:
@@ -167,38 +106,6 @@ def profile(engine: GpuEngine, rows: list[Request]) -> dict[str, Any]:
     }
 
 
-def peers(model: Any, vocabulary: int, batch: int, clock: Clock, device: torch.device) -> dict[str, float]:
-    """New tokens a second of transformers over the same rows at full depth, prefill included."""
-    try:
-        from peer_transformers import continuously, in_batches
-    except ImportError as error:
-        clock.left_out.append(f"transformers, batch {batch}: {error}")
-        return {}
-    rows = rows_of("equal", batch, vocabulary)
-    prompts = [list(row.prompt_ids) for row in rows]
-    found = {}
-    ways: dict[str, Callable[[list[int]], int]] = {
-        "dynamic": lambda new: in_batches(model, prompts, new, batch, static=False),
-        "static, compiled": lambda new: in_batches(model, prompts, new, batch, static=True),
-        "continuous": lambda new: continuously(model, prompts, new, batch),
-    }
-    for name, answer in ways.items():
-        if not clock.allows(f"transformers {name}, batch {batch}", 60):
-            continue
-        try:
-            with torch.device(device):
-                answer([8] * batch)
-                synchronize(device)
-                began = time.perf_counter()
-                made = answer([128] * batch)  # a quarter: decode goes at one pace
-                synchronize(device)
-            found[name] = made / (time.perf_counter() - began)
-        except (RuntimeError, ValueError, TypeError, AttributeError, ImportError) as error:
-            clock.left_out.append(f"transformers {name}, batch {batch}: {type(error).__name__}: {str(error)[:120]}")
-        print(f"    transformers {name:18} {found.get(name, math.nan):10,.0f} tokens/s", flush=True)
-    return found
-
-
 def measure(
     shape: str, given: argparse.Namespace, ceilings: physics.Ceilings, clock: Clock, keep: dict[str, Any]
 ) -> None:
@@ -215,7 +122,8 @@ def measure(
     budget = given.cache_gib * 2**30
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        budget = torch.cuda.mem_get_info()[0] - SPARED
+        beside = working_bytes(decoder.model.config, decoder.dtype.itemsize, given.most_rows) + ALLOWANCE
+        budget = cache_that_fits(Need(0, 0, 0, beside), torch.cuda.mem_get_info()[0])
     each = page_bytes(decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize)
     for batch in given.batches:
         full: dict[str, float] = {}
@@ -251,6 +159,9 @@ def measure(
                 "of_prefill_rate": account.prefill(rows) / prefill,
                 "row_cache_bytes": engine.row_bytes(PROMPT, NEW),
                 "cache_gib": engine.pages * each / 2**30,
+                # rows that the pages take, and that as many bytes would take if there were no pages
+                "largest_batch": budget // engine.row_bytes(PROMPT, NEW),
+                "largest_by_bytes": budget / exact_row_bytes(decoder, schedule),
             }
             full = full or {"decode": decode, "prefill": prefill, "ideal": ideal}
             one["speedup"], one["ideal_speedup"] = full["decode"] / decode, full["ideal"] / ideal
@@ -268,17 +179,63 @@ def measure(
             del engine
             if device.type == "cuda":
                 torch.cuda.empty_cache()
+    if given.choices and device.type == "cuda" and shape == given.shapes[0]:
+        found["choices"], found["attention"] = [], []
+        chosen_between(decoder, budget, ceilings, clock, device, found)
+        write(given.out, keep)
     try:
         schedulers(shape, decoder, given, clock, budget, found["schedulers"])
     except (RuntimeError, MemoryError) as error:
         clock.left_out.append(f"{shape}, schedulers: {type(error).__name__}: {str(error)[:200]}")
     write(given.out, keep)
     if given.peers and device.type == "cuda" and clock.allows(f"{shape}, transformers", 60):
+        mine = {}
+        for batch in given.peer_batches:
+            engine = GpuEngine(
+                decoder,
+                schedule_of(decoder, 1.0, []),
+                (),
+                budget_bytes=budget,
+                max_rows=batch,
+                cumulative_logprob=False,
+            )
+            mine[batch] = ours(engine, batch, device)
+            del engine
         del decoder
         torch.cuda.empty_cache()
         model = build(shape, device)
-        for batch in (32, 128):
-            found["peers"][batch] = peers(model, model.config.vocab_size, batch, clock, device)
+        for batch in given.peer_batches:
+            told = found["peers"][batch] = peers(model, model.config.vocab_size, batch, clock, device)
+            rows = rows_of("equal", batch, model.config.vocab_size)
+            told["agreement with generate"] = agreement(model, rows, mine[batch]["answers"])
+            told["ours, 1x"] = mine[batch]["tokens_per_second"]
+            print(f"    ours, 1x {mine[batch]['tokens_per_second']:29,.0f} tokens/s", flush=True)
+            print(f"    greedy tokens that are generate's too: {told['agreement with generate']:.3f}", flush=True)
+        write(given.out, keep)
+
+
+def chosen_between(
+    decoder: Decoder,
+    budget: int,
+    ceilings: physics.Ceilings,
+    clock: Clock,
+    device: torch.device,
+    found: dict[str, Any],
+) -> None:
+    """What could be done in several ways: see gpu_choices."""
+    for batch in (32, 128):
+        rows = rows_of("equal", batch, decoder.vocab_size, PEER_NEW)
+        timed = functools.partial(run, device=device)
+        for one in gpu_choices.choices(decoder, rows, budget, timed, clock.allows):
+            found["choices"].append({"batch": batch, **one})
+            print(
+                f"  {batch:4} rows, {one['choice']:11} {one['way']:8} {1e6 * one['step']:8.0f} us a step, "
+                f"{one['capture']:5.2f} s and {one['graph_bytes'] / 2**20:5.0f} MiB of capture",
+                flush=True,
+            )
+        for one in gpu_choices.attention(decoder, batch, 1024, ceilings.bandwidth, ATTENTION):
+            found["attention"].append(one)
+            print(f"  attention: {json.dumps(one)}", flush=True)
 
 
 def write(folder: Path, results: dict[str, Any]) -> None:
@@ -326,10 +283,12 @@ def main() -> None:
     parser.add_argument("--shapes", default=["opt-1.3b", "llama-3-8b", "opt-6.7b"], **listed)
     parser.add_argument("--batches", default=["32", "128", "1", "largest"], **listed)
     parser.add_argument("--speeds", default=[1.0, 2.0, 3.0, 5.0], type=lambda text: [float(x) for x in text.split(",")])
-    parser.add_argument("--most-rows", type=int, default=1024, help="of the largest batch")
+    parser.add_argument("--most-rows", type=int, default=2048, help="of the largest batch")
     parser.add_argument("--tail-rows", type=int, default=512, help="of unequal lengths")
     parser.add_argument("--cache-gib", type=int, default=1, help="without a GPU")
     parser.add_argument("--no-peers", dest="peers", action="store_false")
+    parser.add_argument("--peer-batches", default=[32, 128], type=lambda text: [int(x) for x in text.split(",")])
+    parser.add_argument("--no-choices", dest="choices", action="store_false", help="of the first shape")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("work/gpu"))
     given = parser.parse_args()

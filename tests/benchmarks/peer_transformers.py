@@ -67,7 +67,8 @@ def continuously(model: PreTrainedModel, prompts: list[list[int]], new: list[int
     wanted = GenerationConfig(max_new_tokens=max(new), do_sample=False, eos_token_id=-1)
     settings = ContinuousBatchingConfig(
         max_requests_per_batch=max_rows,
-        max_memory_percent=CACHE_BYTES / psutil.virtual_memory().total,
+        # of a GPU it takes what it wants
+        max_memory_percent=None if model.device.type == "cuda" else CACHE_BYTES / psutil.virtual_memory().total,
         allow_block_sharing=False,  # the prompts come again in every round
     )
     made = 0

@@ -214,6 +214,10 @@ def fake_gpu() -> Iterator[Gpu]:
         "current_stream": _Stream,
         "stream": lambda _: nullcontext(),
         "synchronize": lambda *_: gpu.waits.append("synchronize"),
+        "get_device_name": lambda *_: "none",
+        "mem_get_info": lambda *_: (70 * 2**30, 80 * 2**30),
+        "memory_reserved": lambda *_: 0,
+        "empty_cache": lambda: None,
     }
     triton.runtime.driver.set_active(_Target())  # type: ignore[arg-type]
     with ExitStack() as stack:

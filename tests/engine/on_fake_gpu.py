@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,6 +175,25 @@ def test_a_planned_batch_stays_within_its_memory(gpu: Gpu, name: str, lengths: s
     planned = working_bytes(config, 2, max_rows) + ALLOWANCE
     assert taken < 0.9 * planned, f"{taken / 2**20:.0f} of {planned / 2**20:.0f} MiB"
     engine.close()
+
+
+def test_the_benchmark_comes_to_its_end(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All parts but transformers, whose own loop waits for values; rows end as soon as the host looks."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    import gpu as benchmark
+
+    arguments = ["--shapes", "opt-125m", "--batches", "2,largest", "--speeds", "1,3", "--no-peers", "--device", "cuda"]
+    monkeypatch.setattr(
+        "sys.argv", ["gpu.py", *arguments, "--tail-rows", "8", "--most-rows", "4", "--out", str(tmp_path)]
+    )
+    monkeypatch.setattr(gpu, "flags", True)
+    benchmark.main()
+    told = json.loads((tmp_path / "gpu.json").read_text())
+    assert told["left_out"] == []
+    shape = told["shapes"]["opt-125m"]
+    assert [(one["batch"], one["speed"]) for one in shape["runs"]] == [(2, 1), (2, 3), (4, 1), (4, 3)]
+    assert all(one["largest_batch"] >= 0.95 * int(one["largest_by_bytes"]) for one in shape["runs"])
+    assert len(shape["schedulers"]) == 8 and len(shape["choices"]) == 26 and shape["attention"]
 
 
 def test_what_was_compiled_spills_nothing_and_fits_a_multiprocessor(gpu: Gpu) -> None:

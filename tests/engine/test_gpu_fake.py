@@ -16,8 +16,17 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a re
 pytest.importorskip("triton", reason="Triton is not installed: it comes with a GPU's torch, and with .[dev]")
 
 
-def test_the_engine_on_a_fake_gpu() -> None:
+def run(*chosen: str) -> None:
     here = Path(__file__).parent
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(here / "on_fake_gpu.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(here / "on_fake_gpu.py"), *chosen]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_engine_on_a_fake_gpu() -> None:
+    run("-k", "not benchmark")
+
+
+@pytest.mark.slow
+def test_the_benchmark_on_a_fake_gpu() -> None:
+    run("-k", "benchmark")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from actors.engine.gpu.pages import PAGE_TOKENS, PagedCache, upload
+from actors.engine.gpu.pages import PagedCache, upload
 from actors.engine.working_memory import PIECE_TOKENS
 
 try:
@@ -101,11 +101,12 @@ class Prompts:
             self.held_in.layers[layer] = keys, values
         if not self._kept or cache is None or not cache.uses[layer]:
             return
-        pages = cache.table[layer][self._owners, self._places // PAGE_TOKENS].long()
+        tokens = cache.keys.shape[2]
+        pages = cache.table[layer][self._owners, self._places // tokens].long()
         for pool, new, number in ((cache.keys, keys, 0), (cache.values, values, 1)):
             if self.prefix is not None:
                 new = torch.cat((self.prefix.layers[layer][number], new))
-            pool[pages, :, self._places % PAGE_TOKENS] = new[self._picked]
+            pool[pages, :, self._places % tokens] = new[self._picked]
 
     def attend(self, layer: int, piece: Piece, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """queries [M, Q, D] of a piece over the keys and values before them and their own -> [M, Q, D].
