@@ -112,13 +112,16 @@ class Decoder:
 
         operations: see `FusedLayer`.
         """
-        from actors.engine.gpu.layers import FusedLayer
+        from actors.engine.gpu.layers import FusedLayer, FusedNorm
 
         if not has_pages(self.model.config):
             return False
         blocks = self.family.layers(self.model)
         for number in range(self.num_layers):  # no name holds the old layer when its memory is given back
             self.blocks[number] = blocks[number] = FusedLayer(blocks[number], operations)
+        last = getattr(self.model.model, "norm", None)
+        if last is not None:
+            self.model.model.norm = FusedNorm(last, operations)
         return True
 
     def compile(self) -> None:

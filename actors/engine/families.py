@@ -21,6 +21,8 @@ class Family:
     """How to reach the parts of one model family, and in what its attention differs.
 
     embed: (model, ids [B, S], positions [B, S]) -> hidden states [B, S, E].
+    embeddings: model -> the tables [V, E] by token and [positions, E] by position, or None, the sum of whose rows is
+    `embed`; None: it is not.
     rotary: (model, hidden states, positions) -> for each layer cosines and sines [B, S, D], or None.
     finish: (model, hidden states [N, E]) -> what the vocabulary head takes.
     windows: config -> for each layer how many keys a token sees, its own counted; None is all.
@@ -37,6 +39,7 @@ class Family:
     attention: str = "sdpa"
     cache_argument: str = "past_key_values"
     unsupported: Callable[[PretrainedConfig], str | None] = lambda config: None
+    embeddings: Callable[[Any], tuple[Tensor, Tensor | None] | None] = lambda model: None
 
 
 def _no_rotary(model: Any, hidden: Tensor, positions: Tensor) -> list[Rotary]:
@@ -63,6 +66,10 @@ def _unsupported_layers(config: PretrainedConfig) -> str | None:
     return None
 
 
+def _by_token(model: Any) -> tuple[Tensor, None]:
+    return model.model.embed_tokens.weight, None
+
+
 def _opt_embed(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
     decoder = model.model.decoder
     hidden: Tensor = decoder.embed_tokens(ids)
@@ -71,6 +78,14 @@ def _opt_embed(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
     # the mask argument is unused when positions are given
     learned: Tensor = decoder.embed_positions(None, position_ids=positions)
     return hidden + learned
+
+
+def _opt_embeddings(model: Any) -> tuple[Tensor, Tensor | None] | None:
+    decoder = model.model.decoder
+    if decoder.project_in is not None:
+        return None
+    places = decoder.embed_positions
+    return decoder.embed_tokens.weight, places.weight[places.offset :]
 
 
 def _opt_finish(model: Any, hidden: Tensor) -> Tensor:
@@ -110,9 +125,9 @@ _LLAMA = Family(
 _BY_LAYER = replace(_LLAMA, windows=_window_by_layer, unsupported=_unsupported_layers)
 
 FAMILIES: dict[str, Family] = {
-    "llama": _LLAMA,
-    "mistral": replace(_LLAMA, windows=_one_window),
-    "qwen2": _BY_LAYER,
+    "llama": replace(_LLAMA, embeddings=_by_token),
+    "mistral": replace(_LLAMA, windows=_one_window, embeddings=_by_token),
+    "qwen2": replace(_BY_LAYER, embeddings=_by_token),
     "qwen3": _BY_LAYER,
     "gemma": replace(_LLAMA, unsupported=_unsupported_layers),
     "gemma2": replace(_BY_LAYER, attention="eager"),  # sdpa cannot cap scores
@@ -140,6 +155,7 @@ FAMILIES: dict[str, Family] = {
     "opt": Family(
         layers=lambda model: model.model.decoder.layers,
         embed=_opt_embed,
+        embeddings=_opt_embeddings,
         rotary=_no_rotary,
         finish=_opt_finish,
     ),

@@ -37,6 +37,8 @@ using namespace c10;
 static impl::DeviceGuardImplRegistrar fake(DeviceType::CUDA, new impl::NoOpDeviceGuardImpl<DeviceType::CUDA>());
 """
 
+NO_LAUNCH = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "device")
+
 
 class Gpu(TorchDispatchMode):
     """What has happened on it."""
@@ -46,7 +48,9 @@ class Gpu(TorchDispatchMode):
         self.waits: list[str] = []  # what the host has waited for, by operation
         self.copies = 0  # between host and device, that nobody has waited for
         self.capturing = False
-        self.captures = self.replays = self.launches = 0
+        self.captures = self.replays = 0
+        self.launches = 0  # of kernels, outside graphs or into them
+        self.own_launches = 0  # of those, Triton's
         self.flags = False  # what flags read as
         self.kernels: dict[str, Any] = {}  # compiled, by their hash
         self.peak = 0  # most bytes at once of the tensors made while they were counted
@@ -63,6 +67,8 @@ class Gpu(TorchDispatchMode):
         made = [one for one in tree_leaves(out) if isinstance(one, Tensor)]
         if self._held is not None:
             self._count(made, self._held)
+        if self._is_launch(func) and any(one.device.type == "cuda" for one in made):
+            self.launches += 1
         devices = {one.device.type for one in [*given, *made] if one.device.type != "cpu" or one.dim()}
         if len(devices) > 1:
             assert not self.capturing, f"{func}: a graph would hold the host's memory of this moment"
@@ -73,6 +79,12 @@ class Gpu(TorchDispatchMode):
             else:
                 self.waits.append(f"{func} of {[(one.device.type, tuple(one.shape)) for one in given]}")
         return out
+
+    def _is_launch(self, func: Any) -> bool:
+        """Whether an operation asks anything of the device: not if it is a view, or only takes memory."""
+        returns = func._schema.returns
+        view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+        return not view and func.overloadpacket.__name__ not in NO_LAUNCH
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -121,6 +133,7 @@ class Gpu(TorchDispatchMode):
         compiled = kernel.run(*given, warmup=True, **kwargs)
         self.kernels[compiled.hash] = compiled
         self.launches += 1
+        self.own_launches += 1
 
     def resources(self, compiled: Any) -> dict[str, int]:
         """Registers, and bytes of stack and of local memory, of a thread of a compiled kernel."""

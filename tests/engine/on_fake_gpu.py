@@ -75,14 +75,29 @@ def test_steps_wait_for_nothing_and_graphs_hold_no_memory_of_the_host(gpu: Gpu, 
         engine.open(8, 20, 30)
         engine.admit(rows)
         gpu.waits.clear()
-        before = gpu.captures, gpu.replays, gpu.launches
+        before = gpu.captures, gpu.replays, gpu.own_launches
         for _ in range(20):
             engine.step()
         assert not gpu.waits
         engine.close()
-        captures, replays, launches = gpu.captures - before[0], gpu.replays - before[1], gpu.launches - before[2]
+        captures, replays, launches = gpu.captures - before[0], gpu.replays - before[1], gpu.own_launches - before[2]
         assert run < 2 or (captures, replays, launches) == (0, 20, 0), "the third time a step is one graph"
         assert run > 0 or captures
+
+
+@pytest.mark.parametrize(("name", "layer"), [("llama-3-8b", 11), ("opt-1.3b", 9)])
+def test_a_greedy_step_is_few_launches(gpu: Gpu, name: str, layer: int) -> None:
+    """Each takes its microseconds, however little there is to do: at a low depth those around the layers count. A few
+    rows of grouped heads are split, and put together again."""
+    engine = engine_of(name, graphs=False, cumulative_logprob=False)
+    engine.open(8, 20, 30)
+    engine.admit(rows_of(8))
+    engine.step()
+    before = gpu.launches
+    engine.step()  # which gives no pages
+    layers = sum(map(bool, engine._rows_per_layer([engine.schedule.depth(1)] * 8)))
+    assert 0 < gpu.launches - before - layer * layers <= 5
+    engine.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -30,6 +30,7 @@ from actors.engine.scheduler import generate
 from actors.engine.types import Request, SamplingParams
 
 FUSED = ["llama", "opt", "opt-post-norm", "mistral-full", "qwen2"]
+WINDOWED = ["mistral", "qwen2-window"]  # of the same families
 SCHEDULE = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
 
 
@@ -60,6 +61,17 @@ def test_families_without_fused_layers_are_left_alone() -> None:
     assert taken == set(FUSED)
     turns = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     assert not has_pages(AutoConfig.for_model("llama", **{**MODELS["llama"][1], "rope_parameters": turns}))
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_tables_of_embeddings_add_up_to_them(family: str) -> None:
+    decoder = Decoder(tiny_model(family))
+    tables = decoder.family.embeddings(decoder.model)
+    assert (tables is not None) == ((family in FUSED and family != "opt-post-norm") or family in WINDOWED)
+    if tables is not None:
+        ids = torch.tensor([[3, 9, 4, 90]])
+        embedded, _ = decoder.embed(ids, torch.arange(4)[None])
+        assert torch.equal(embedded[0], tables[0][ids[0]] + (0 if tables[1] is None else tables[1][:4]))
 
 
 @pytest.mark.parametrize("scheduler", ["lock_step", "refill"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +14,8 @@ pytest.importorskip("triton", reason="Triton is not installed: it comes with a G
 
 from actors.engine.gpu import kernels, reference  # noqa: E402
 from actors.engine.gpu.pages import PAGE_TOKENS  # noqa: E402
+from actors.engine.gpu.reference import Tables  # noqa: E402
+from actors.engine.gpu.state import DeviceRows  # noqa: E402
 
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPES = st.sampled_from(
@@ -50,6 +54,76 @@ def test_gates_and_residuals(lanes: int, width: int, dtype: torch.dtype, seed: i
     reference.add(want, change, depths, 1)
     kernels.add(hidden, change, depths, 1)
     near(hidden, want)
+
+
+@many
+@given(st.integers(1, 5), st.integers(1, 700), st.booleans(), DTYPES, st.integers(0, 99))
+def test_residuals_with_the_norm_behind_them(
+    lanes: int, width: int, centred: bool, dtype: torch.dtype, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    hidden, change = randn(lanes, width, dtype=dtype), randn(lanes, width, dtype=dtype)
+    weight, bias = randn(width, dtype=dtype), randn(width, dtype=dtype) if centred else None
+    depths = torch.randint(0, 4, (lanes,), dtype=torch.int32, device=DEVICE)
+    mine, theirs = hidden.clone(), hidden.clone()
+    got = kernels.add_norm(mine, change, depths, 1, weight, bias, 1e-5)
+    want = reference.add_norm(theirs, change, depths, 1, weight, bias, 1e-5)
+    near(got[depths > 1], want[depths > 1], 2**-5)
+    near(mine, theirs)
+
+
+def rows_in_flight(count: int, stop_tokens: int, seed: int) -> DeviceRows:
+    """Somewhere on their way; the last row is nobody's."""
+    chance = torch.Generator().manual_seed(seed)
+
+    def numbers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, (count + 1, *shape), generator=chance).to(DEVICE)
+
+    rows = DeviceRows(count, 12, stop_tokens, DEVICE)
+    rows.last, rows.counts, rows.limits, rows.least = numbers(0, 20), numbers(0, 12), numbers(1, 13), numbers(0, 4)
+    rows.positions, rows.places = rows.counts - 1, rows.counts + numbers(0, 30)
+    rows.tokens, rows.stops = numbers(0, 20, 12), numbers(-1, 6, stop_tokens)
+    rows.ended[:-1] = numbers(0, 2)[:-1] == 0
+    return rows
+
+
+@many
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 3), st.booleans(), st.integers(0, 99))
+def test_what_lanes_have_drawn_is_noted(lanes: int, stop_tokens: int, padding: int, told: bool, seed: int) -> None:
+    """Lanes beside the rows in flight are nobody's, all of them the same one."""
+    mine, theirs = (rows_in_flight(lanes, stop_tokens, seed) for _ in range(2))
+    slots = torch.cat((torch.full((padding,), lanes), torch.randperm(lanes))).to(DEVICE)
+    tokens = torch.randint(0, 6, (len(slots),), device=DEVICE)
+    logprobs = randn(len(slots)) if told else None
+    kernels.finish(slots, tokens, logprobs, mine)
+    reference.finish(slots, tokens, logprobs, theirs)
+    for name in ("last", "counts", "places", "positions", "tokens", "ended", "logprobs"):
+        torch.testing.assert_close(getattr(mine, name), getattr(theirs, name))
+
+
+@many
+@given(st.integers(1, 6), st.integers(1, 1100), st.sampled_from("tpn"), st.booleans(), DTYPES, st.integers(0, 99))
+def test_what_lanes_begin_with(
+    lanes: int, width: int, embeds: str, turned: bool, dtype: torch.dtype, seed: int
+) -> None:
+    """By token, by token and place, or not at all. Places behind the tables are those of rows that have ended."""
+    torch.manual_seed(seed)
+    rows, longest, size = rows_in_flight(lanes, 1, seed), 25, 8
+    tokens, places = randn(20, width, dtype=dtype), randn(longest, width, dtype=dtype)
+    turns = (randn(longest, size, dtype=dtype), randn(longest, size, dtype=dtype)) if turned else None
+    depths = torch.randint(1, 9, (7,), dtype=torch.int32, device=DEVICE)
+    tables = Tables(depths, longest, None if embeds == "n" else tokens, places if embeds == "p" else None, turns)
+    slots = torch.randperm(lanes + 1).to(DEVICE)
+
+    def written(operations: Any) -> list[torch.Tensor]:
+        found = [torch.zeros(lanes + 1, dtype=one, device=DEVICE) for one in (torch.int64, torch.int32)]
+        hidden = torch.zeros(lanes + 1, width, dtype=dtype, device=DEVICE)
+        held = tuple(torch.zeros(lanes + 1, size, dtype=dtype, device=DEVICE) for _ in range(2)) if turned else None
+        operations.begin(slots, rows, tables, *found, hidden, held)
+        return [*found, hidden, *(held or ())]
+
+    for got, want in zip(written(kernels), written(reference), strict=True):
+        torch.testing.assert_close(got, want)
 
 
 @many

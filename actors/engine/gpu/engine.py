@@ -150,7 +150,8 @@ class GpuEngine(Engine):
                 device=decoder.device,
                 pool=self._pool,
             )
-            state = DeviceRows(rows, max_new_tokens, len(self.stop_ids) + OWN_STOPS, decoder.device)
+            operations = decoder.blocks[0].operations
+            state = DeviceRows(rows, max_new_tokens, len(self.stop_ids) + OWN_STOPS, decoder.device, operations)
             steps = Steps(decoder, self.schedule, cache, state, rows, graphs=self.graphs)
             self._run = run = _Run(rows, prompt_slots, max_new_tokens, cache, state, steps)
         run.vacant = list(range(run.rows - 1, -1, -1))

@@ -42,19 +42,24 @@ class Lanes:
 
 @dataclass(frozen=True)
 class Weights:
-    """Of a product: weight [O, I], bias [O] or None."""
+    """Of a product: weight [O, I], bias [O] or None. relu: whether the product itself ends with it."""
 
     weight: Tensor
     bias: Tensor | None
+    relu: bool = False
 
     @classmethod
-    def of(cls, layers: Sequence[nn.Linear]) -> Weights:
+    def of(cls, layers: Sequence[nn.Linear], relu: bool = False) -> Weights:
         """Layers over one input as one product, whose outputs lie side by side."""
-        return cls(*side_by_side(layers))
+        return cls(*side_by_side(layers), relu)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[N, I] -> [N, O]."""
-        return linear(hidden, self.weight, self.bias)
+        if not self.relu:
+            return linear(hidden, self.weight, self.bias)
+        if self.bias is None:
+            return torch.relu(linear(hidden, self.weight))
+        return torch._addmm_activation(self.bias, hidden, self.weight.t())  # what torch's own compiler uses
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,20 @@ class Norm:
     weight: Tensor
     bias: Tensor | None
     eps: float
+
+
+class FusedNorm(nn.Module):
+    """The library's RMSNorm behind the last layer, in one kernel."""
+
+    def __init__(self, norm: Any, operations: Any = reference) -> None:
+        super().__init__()
+        self.norm, self.operations = Norm(norm.weight.detach(), None, norm.variance_epsilon), operations
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., E] -> [..., E]."""
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        normed: Tensor = self.operations.norm(flat, self.norm.weight, None, self.norm.eps)
+        return normed.view(hidden.shape)
 
 
 class FusedLayer(nn.Module):
@@ -84,8 +103,9 @@ class FusedLayer(nn.Module):
         self.norm_first = True
         if is_opt(layer):
             self.output = Weights.of([attention.out_proj])
-            self.up, self.down = Weights.of([layer.fc1]), Weights.of([layer.fc2])
-            self.activate: Callable[[Tensor], Tensor] = layer.activation_fn
+            relu = isinstance(layer.activation_fn, nn.ReLU)
+            self.up, self.down = Weights.of([layer.fc1], relu), Weights.of([layer.fc2])
+            self.activate: Callable[[Tensor], Tensor] = nn.Identity() if relu else layer.activation_fn
             self.norm_first = bool(layer.do_layer_norm_before)
             norms = layer.self_attn_layer_norm, layer.final_layer_norm
             self.norms = [Norm(one.weight.detach(), one.bias.detach(), one.eps) for one in norms]
@@ -110,16 +130,18 @@ class FusedLayer(nn.Module):
         states = states.view(len(hidden), -1, self.head_dim)
         queries = operations.append(states, lanes.rotary, self.query_heads, *where)
         attended = operations.attend(queries, *where, self.scaling, splits)
-        self._join(0, hidden, self.output(attended.view(len(hidden), -1)), lanes.depths, rank)
-        wide = self.activate(self.up(self._norm(1, hidden) if self.norm_first else hidden))
-        self._join(1, hidden, self.down(wide), lanes.depths, rank)
+        change, runs = self.output(attended.view(len(hidden), -1)), (lanes.depths, rank)
+        if self.norm_first:
+            between = self.norms[1]
+            normed = operations.add_norm(hidden, change, *runs, between.weight, between.bias, between.eps)
+            operations.add(hidden, self.down(self.activate(self.up(normed))), *runs)
+        else:
+            self._join(0, hidden, change, *runs)
+            self._join(1, hidden, self.down(self.activate(self.up(hidden))), *runs)
 
     def _join(self, number: int, hidden: Tensor, change: Tensor, depths: Tensor, rank: int) -> None:
-        """The residual, and the norm behind it where there is one."""
-        if self.norm_first:
-            self.operations.add(hidden, change, depths, rank)
-        else:
-            hidden.copy_(torch.where((depths > rank)[:, None], self._norm(number, hidden + change), hidden))
+        """The residual, and the norm behind it."""
+        hidden.copy_(torch.where((depths > rank)[:, None], self._norm(number, hidden + change), hidden))
 
     def prompts(self, hidden: Tensor, rotary: Rotary, prompts: Prompts, cache: PagedCache | None) -> None:
         """hidden [N, E] of prompts one behind another, in its place; their keys and values go to the rows' pages."""

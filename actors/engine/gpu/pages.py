@@ -114,6 +114,11 @@ class PagedCache:
         self.count = self._left = pages
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest row there can be."""
+        return self.table.shape[2] * self.keys.shape[2]
+
+    @property
     def free(self) -> int:
         """Pages that nobody holds."""
         return self._left

@@ -8,9 +8,30 @@ and what is returned for it means nothing.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+if TYPE_CHECKING:
+    from actors.engine.gpu.state import DeviceRows
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What a lane begins with, by its position or its token. depths: int32 [M]. longest: places that there are.
+
+    tokens, places: [V, E] and [longest, E], whose sum is hidden; None: as `Family.embeddings` says. turns: cosines and
+    sines [longest, D].
+    """
+
+    depths: Tensor
+    longest: int
+    tokens: Tensor | None
+    places: Tensor | None
+    turns: tuple[Tensor, Tensor] | None
 
 
 def norm(hidden: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -22,9 +43,61 @@ def norm(hidden: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Ten
     return weight * scaled.to(hidden.dtype)
 
 
+def begin(
+    slots: Tensor,
+    rows: DeviceRows,
+    tables: Tables,
+    places: Tensor,
+    depths: Tensor,
+    hidden: Tensor,
+    turns: tuple[Tensor, Tensor] | None,
+) -> None:
+    """What a step's lanes begin with, by their rows `slots` [B]: the places [B] of their tokens; depths [B], 0 for one
+    that has ended; cosines and sines, turns [B, D]; and hidden [B, E] if there are tables of it. All are written."""
+    at, last = rows.places[slots], tables.longest - 1
+    positions = rows.positions[slots].clamp(0, len(tables.depths) - 1)
+    places.copy_(at)
+    depths.copy_(torch.where(rows.ended[slots], 0, tables.depths[positions]))
+    if turns is not None and tables.turns is not None:
+        for target, table in zip(turns, tables.turns, strict=True):
+            target.copy_(table[at.clamp(max=last)])
+    if tables.tokens is not None:
+        embedded = tables.tokens[rows.last[slots]]
+        hidden.copy_(embedded if tables.places is None else embedded + tables.places[at.clamp(max=last)])
+
+
+def finish(slots: Tensor, tokens: Tensor, told: Tensor | None, rows: DeviceRows) -> None:
+    """Note the tokens [B] that lanes have drawn, and their log-probabilities, in their rows `slots` [B], and which rows
+    end by them; those that have ended stay as they are."""
+    live, counts = ~rows.ended[slots], rows.counts[slots]
+    if told is not None:
+        rows.logprobs.index_copy_(0, slots, rows.logprobs[slots] + torch.where(live, told, 0.0))
+    at = counts.clamp(max=rows.tokens.shape[1] - 1)
+    rows.tokens[slots, at] = torch.where(live, tokens, rows.tokens[slots, at])
+    counts = counts + live
+    stops, least = rows.stops[slots], rows.least[slots]
+    ends = ((tokens[:, None] == stops).any(dim=1) & (counts >= least)) | (counts >= rows.limits[slots])
+    for target, values in (
+        (rows.last, torch.where(live, tokens, rows.last[slots])),
+        (rows.counts, counts),
+        (rows.places, rows.places[slots] + live),
+        (rows.positions, rows.positions[slots] + live),
+        (rows.ended, rows.ended[slots] | ends),
+    ):
+        target.index_copy_(0, slots, values)
+
+
 def add(hidden: Tensor, change: Tensor, depths: Tensor, rank: int) -> None:
     """hidden [B, E] += change [B, E], where a lane's depth [B] is above rank."""
     hidden += torch.where((depths > rank)[:, None], change, torch.zeros_like(change))
+
+
+def add_norm(
+    hidden: Tensor, change: Tensor, depths: Tensor, rank: int, weight: Tensor, bias: Tensor | None, eps: float
+) -> Tensor:
+    """`add`, then `norm` of what has come of it [B, E]."""
+    add(hidden, change, depths, rank)
+    return norm(hidden, weight, bias, eps)
 
 
 def gate(wide: Tensor) -> Tensor:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from actors.engine.gpu import reference
 from actors.engine.gpu.pages import upload
 from actors.engine.row import Row
 from actors.engine.sampling import draw, narrow
@@ -51,11 +53,15 @@ class Tail:
 class DeviceRows:
     """State of R rows, and of one more that is nobody's: it has ended, and padding lanes are its."""
 
-    def __init__(self, rows: int, max_new_tokens: int, stop_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self, rows: int, max_new_tokens: int, stop_tokens: int, device: torch.device, operations: Any = reference
+    ) -> None:
+        """operations: `kernels`, or `reference` where there is no Triton."""
+
         def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(rows + 1, *shape, dtype=dtype, device=device)
 
-        self.rows = rows
+        self.rows, self.operations = rows, operations
         self.last = numbers()  # the token that comes next as input
         self.places = numbers()  # where it will lie in its row
         self.positions = numbers()  # which generated token it is
@@ -97,35 +103,18 @@ class DeviceRows:
 
     def take(self, slots: Tensor, logits: Tensor, tail: Tail) -> None:
         """Draw the next token of lanes [B] whose rows have not ended, from logits [B, V], and note what ends."""
-        live, counts = ~self.ended[slots], self.counts[slots]
         plain = not (tail.barred or tail.drawn or tail.logprobs)
         at_once = len(slots) if plain else max(1, DRAWN_NUMBERS // logits.shape[1])
         parts = [self._next(*part, tail) for part in zip(slots.split(at_once), logits.split(at_once), strict=True)]
-        tokens = torch.cat([drawn for drawn, _ in parts])
-        if tail.logprobs:
-            told = torch.cat([told for _, told in parts])
-            self.logprobs.index_copy_(0, slots, self.logprobs[slots] + torch.where(live, told, 0.0))
-        at = counts.clamp(max=self.tokens.shape[1] - 1)
-        self.tokens[slots, at] = torch.where(live, tokens, self.tokens[slots, at])
-        counts = counts + live
-        stops, least = self.stops[slots], self.least[slots]
-        ends = ((tokens[:, None] == stops).any(dim=1) & (counts >= least)) | (counts >= self.limits[slots])
-        for target, values in (
-            (self.last, torch.where(live, tokens, self.last[slots])),
-            (self.counts, counts),
-            (self.places, self.places[slots] + live),
-            (self.positions, self.positions[slots] + live),
-            (self.ended, self.ended[slots] | ends),
-        ):
-            target.index_copy_(0, slots, values)
+        tokens, told = parts[0] if len(parts) == 1 else (torch.cat(one) for one in zip(*parts, strict=True))
+        self.operations.finish(slots, tokens, told if tail.logprobs else None, self)
 
     def _next(self, slots: Tensor, logits: Tensor, tail: Tail) -> tuple[Tensor, Tensor]:
         """The tokens [B] that come next, and their log-probabilities [B] where they are asked for."""
         plain = not (tail.barred or tail.drawn or tail.logprobs)
         adjusted = wide = logits if plain else logits.float()
-        counts = self.counts[slots]
         if tail.barred:
-            stops = self.stops[slots]
+            counts, stops = self.counts[slots], self.stops[slots]
             early = (counts < self.least[slots])[:, None] & (stops >= 0) & (stops < wide.shape[1])
             nowhere = torch.where(early, stops, stops.new_full((), wide.shape[1]))
             padded = torch.cat((wide, wide.new_zeros(len(wide), 1)), dim=1)
@@ -135,7 +124,7 @@ class DeviceRows:
             temperature = self.temperature[slots]
             hot = temperature > 0
             scaled = adjusted / torch.where(hot, temperature, 1.0).float()[:, None]
-            numbers = self.keys[slots], counts
+            numbers = self.keys[slots], self.counts[slots]
             free = draw(scaled.double().softmax(dim=-1), *numbers)
             if tail.narrowed:
                 top_k, top_p, min_p = self.top_k[slots], self.top_p[slots], self.min_p[slots]

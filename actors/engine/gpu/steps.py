@@ -18,6 +18,7 @@ from torch import Tensor
 from actors.engine.decoder import Decoder
 from actors.engine.gpu.layers import FusedLayer, Lanes
 from actors.engine.gpu.pages import PagedCache, upload
+from actors.engine.gpu.reference import Tables
 from actors.engine.gpu.state import DeviceRows, Tail
 from actors.engine.schedule import Schedule
 
@@ -56,21 +57,26 @@ class Steps:
         self.buckets = buckets(lanes)
         self.lanes = lanes
         device = decoder.device
-        longest = cache.max_new_tokens + 1
-        depths = [schedule.depth(position) for position in range(longest)]
-        self._depths = torch.tensor(depths, dtype=torch.int32, device=device)
         self._slots = torch.full((lanes,), state.rows, dtype=torch.int64, device=device)
         self._lane_depths = torch.zeros(lanes, dtype=torch.int32, device=device)
         self._places = torch.zeros(lanes, dtype=torch.int64, device=device)
         config = decoder.model.config
         self._hidden = torch.zeros(lanes, config.hidden_size, dtype=decoder.dtype, device=device)
-        self._turns: tuple[Tensor, Tensor] | None = None
+        self._tables = tables_of(decoder, schedule, cache)
+        self._turns = None
+        if self._tables.turns is not None:
+            size = self._tables.turns[0].shape[1]
+            self._turns = self._hidden.new_zeros(lanes, size), self._hidden.new_zeros(lanes, size)
         self._logits: dict[int, Tensor] = {}  # by bucket: what the host reads where it draws
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._use_graphs = graphs
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
         self._seen: set[Hashable] = set()
         self._step_graphs = 0
+
+    @property
+    def _lanes(self) -> Lanes:
+        return Lanes(self._slots, self._places, self._lane_depths, self._turns)
 
     def bucket(self, count: int) -> int:
         """The least bucket of so many lanes."""
@@ -118,26 +124,18 @@ class Steps:
 
     def _begin(self, count: int) -> None:
         """Token -> hidden states of the youngest `count` lanes, and what all layers ask of them."""
-        state, slots = self.state, self._slots[-count:]
-        places = state.places[slots]
-        positions = state.positions[slots].clamp(0, len(self._depths) - 1)
-        depths = torch.where(state.ended[slots], 0, self._depths[positions])
-        self._places[-count:] = places
-        self._lane_depths[-count:] = depths
-        inside = places.clamp(max=self.decoder.context_length - 1)
-        hidden, rotary = self.decoder.embed(state.last[slots][:, None], inside[:, None])
-        self._hidden[-count:] = hidden[:, 0]
-        if rotary[0] is not None:
-            if self._turns is None:
-                size = rotary[0][0].shape[-1]
-                self._turns = self._hidden.new_zeros(self.lanes, size), self._hidden.new_zeros(self.lanes, size)
-            for held, new in zip(self._turns, rotary[0], strict=True):
-                held[-count:] = new[:, 0]
+        lanes = self._lanes.youngest(count)
+        hidden, state = self._hidden[-count:], self.state
+        state.operations.begin(lanes.slots, state, self._tables, lanes.places, lanes.depths, hidden, lanes.rotary)
+        if self._tables.tokens is None:
+            inside = lanes.places.clamp(max=self._tables.longest - 1)
+            embedded, _ = self.decoder.embed(state.last[lanes.slots][:, None], inside[:, None])
+            hidden.copy_(embedded[:, 0])
 
     def _layer(self, layer: int, count: int) -> None:
         block = self.decoder.blocks[layer]
         assert isinstance(block, FusedLayer)
-        lanes = Lanes(self._slots, self._places, self._lane_depths, self._turns).youngest(count)
+        lanes = self._lanes.youngest(count)
         splits = max(1, min(MOST_SPLITS, PROGRAMS // (count * block.kv_heads)))
         block.step(self._hidden[-count:], lanes, self.cache, self.schedule.ranks[layer], splits)
 
@@ -164,3 +162,16 @@ class Steps:
                 work()
             self._graphs[key] = graph
         graph.replay()
+
+
+@torch.inference_mode()
+def tables_of(decoder: Decoder, schedule: Schedule, cache: PagedCache) -> Tables:
+    """For rows as long as the cache has pages for."""
+    device = decoder.device
+    depths = [schedule.depth(position) for position in range(cache.max_new_tokens + 1)]
+    longest = min(decoder.context_length, cache.longest)
+    tokens, places = decoder.family.embeddings(decoder.model) or (None, None)
+    here = torch.arange(longest, device=device)[None]
+    _, rotary = decoder.embed(torch.zeros_like(here), here)
+    turns = None if rotary[0] is None else (rotary[0][0][0].contiguous(), rotary[0][1][0].contiguous())
+    return Tables(torch.tensor(depths, dtype=torch.int32, device=device), longest, tokens, places, turns)
