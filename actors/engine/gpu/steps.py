@@ -158,7 +158,8 @@ class Steps:
         graph = self._graphs.get(key)
         if graph is None:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):  # records, and runs nothing
+            # records, and runs nothing; what other threads do meanwhile is no part of it
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 work()
             self._graphs[key] = graph
         graph.replay()
