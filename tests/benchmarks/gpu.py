@@ -21,6 +21,7 @@ import gpu_choices
 import physics
 import torch
 import transformers
+from gpu_demo import demo
 from gpu_parts import NEW, PROMPT, Clock, build, rows_of, run, schedule_of, synchronize
 from gpu_peers import PEER_NEW, agreement, ours, peers
 
@@ -286,6 +287,7 @@ def main() -> None:
     parser.add_argument("--most-rows", type=int, default=2048, help="of the largest batch")
     parser.add_argument("--tail-rows", type=int, default=512, help="of unequal lengths")
     parser.add_argument("--cache-gib", type=int, default=1, help="without a GPU")
+    parser.add_argument("--demo-rows", type=int, default=2000, help="through a Generator; 0 is none")
     parser.add_argument("--no-peers", dest="peers", action="store_false")
     parser.add_argument("--peer-batches", default=[32, 128], type=lambda text: [int(x) for x in text.split(",")])
     parser.add_argument("--no-choices", dest="choices", action="store_false", help="of the first shape")
@@ -311,6 +313,9 @@ def main() -> None:
     for shape in given.shapes:
         print(shape, flush=True)
         measure(shape, given, ceilings, clock, results)
+        if given.demo_rows and "demo" not in results and clock.allows("demo", 40):
+            results["demo"] = demo(given.demo_rows, given.device, 2**30)
+            write(given.out, results)
         if device.type == "cuda":
             torch.cuda.empty_cache()
     for name in clock.left_out:

@@ -197,7 +197,19 @@ def test_the_benchmark_comes_to_its_end(gpu: Gpu, tmp_path: Path, monkeypatch: p
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
     import gpu as benchmark
 
-    arguments = ["--shapes", "opt-125m", "--batches", "2,largest", "--speeds", "1,3", "--no-peers", "--device", "cuda"]
+    arguments = [
+        "--shapes",
+        "opt-125m",
+        "--batches",
+        "2,largest",
+        "--speeds",
+        "1,3",
+        "--no-peers",
+        "--device",
+        "cuda",
+        "--demo-rows",
+        "0",
+    ]
     monkeypatch.setattr(
         "sys.argv", ["gpu.py", *arguments, "--tail-rows", "8", "--most-rows", "4", "--out", str(tmp_path)]
     )
