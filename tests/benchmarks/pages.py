@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from actors.engine.decoder import Decoder
+from actors.engine.gpu import reference
 from actors.engine.gpu.engine import GpuEngine
 from actors.engine.gpu.pages import PAGE_TOKENS, page_bytes
 from actors.engine.schedule import ScheduleSpec
@@ -33,6 +34,8 @@ REAL_PAGE = page_bytes(8, 128, 2)
 class Nothing:
     """The kernels of a layer without their work: which row holds which pages does not ask what lies in them."""
 
+    begin, finish = staticmethod(reference.begin), staticmethod(reference.finish)
+
     @staticmethod
     def norm(hidden: Tensor, *rest: Any) -> Tensor:
         return hidden
@@ -40,6 +43,10 @@ class Nothing:
     @staticmethod
     def add(*given: Any) -> None:
         pass
+
+    @staticmethod
+    def add_norm(hidden: Tensor, *rest: Any) -> Tensor:
+        return hidden
 
     @staticmethod
     def gate(wide: Tensor) -> Tensor:
