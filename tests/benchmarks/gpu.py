@@ -107,24 +107,30 @@ def profile(engine: GpuEngine, rows: list[Request]) -> dict[str, Any]:
     }
 
 
+def made_ready(shape: str, given: argparse.Namespace, ceilings: physics.Ceilings) -> tuple[Decoder, Account, int]:
+    """A model with the GPU's layers, what its passes must move, and bytes for its cache."""
+    device = torch.device(given.device)
+    operations: Any = reference
+    if device.type == "cuda":
+        from actors.engine.gpu import kernels as operations
+    decoder = Decoder(build(shape, device))
+    layers = [sum(one.numel() for one in block.parameters() if one.dim() == 2) for block in decoder.blocks]
+    account = Account(decoder, layers, decoder.head.weight.numel(), ceilings)
+    assert decoder.prepare_for_gpu(operations)
+    if device.type != "cuda":
+        return decoder, account, given.cache_gib * 2**30
+    torch.cuda.empty_cache()
+    beside = working_bytes(decoder.model.config, decoder.dtype.itemsize, given.most_rows) + ALLOWANCE
+    return decoder, account, cache_that_fits(Need(0, 0, 0, beside), torch.cuda.mem_get_info()[0])
+
+
 def measure(
     shape: str, given: argparse.Namespace, ceilings: physics.Ceilings, clock: Clock, keep: dict[str, Any]
 ) -> None:
     """All there is to know of a shape, as far as the time goes; kept as it comes."""
     device = torch.device(given.device)
-    operations: Any = reference
-    if device.type == "cuda":
-        from actors.engine.gpu import kernels as operations
     found = keep["shapes"][shape] = {"runs": [], "schedulers": [], "peers": {}}
-    decoder = Decoder(build(shape, device))
-    layers = [sum(one.numel() for one in block.parameters() if one.dim() == 2) for block in decoder.blocks]
-    account = Account(decoder, layers, decoder.head.weight.numel(), ceilings)
-    assert decoder.prepare_for_gpu(operations)
-    budget = given.cache_gib * 2**30
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        beside = working_bytes(decoder.model.config, decoder.dtype.itemsize, given.most_rows) + ALLOWANCE
-        budget = cache_that_fits(Need(0, 0, 0, beside), torch.cuda.mem_get_info()[0])
+    decoder, account, budget = made_ready(shape, given, ceilings)
     each = page_bytes(decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize)
     for batch in given.batches:
         full: dict[str, float] = {}
@@ -181,10 +187,6 @@ def measure(
             del engine
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    if given.choices and device.type == "cuda" and shape == given.shapes[0]:
-        found["choices"], found["attention"] = [], []
-        chosen_between(decoder, budget, ceilings, clock, device, found)
-        write(given.out, keep)
     try:
         schedulers(shape, decoder, given, clock, budget, found["schedulers"])
     except (RuntimeError, MemoryError) as error:
@@ -203,7 +205,7 @@ def measure(
             )
             mine[batch] = ours(engine, batch, device)
             del engine
-        del decoder
+        del decoder, account  # both hold the weights
         torch.cuda.empty_cache()
         model = build(shape, device)
         for batch in given.peer_batches:
@@ -217,14 +219,12 @@ def measure(
 
 
 def chosen_between(
-    decoder: Decoder,
-    budget: int,
-    ceilings: physics.Ceilings,
-    clock: Clock,
-    device: torch.device,
-    found: dict[str, Any],
+    shape: str, given: argparse.Namespace, ceilings: physics.Ceilings, clock: Clock, found: dict[str, Any]
 ) -> None:
     """What could be done in several ways: see gpu_choices."""
+    device = torch.device(given.device)
+    decoder, _, budget = made_ready(shape, given, ceilings)
+    found["choices"], found["attention"] = [], []
     for batch in (32, 128):
         rows = rows_of("equal", batch, decoder.vocab_size, PEER_NEW)
         timed = functools.partial(run, device=device)
@@ -235,7 +235,7 @@ def chosen_between(
                 f"{one['capture']:5.2f} s and {one['graph_bytes'] / 2**20:5.0f} MiB of capture",
                 flush=True,
             )
-        for one in gpu_choices.attention(decoder, batch, 1024, ceilings.bandwidth, ATTENTION):
+        for one in gpu_choices.attention(decoder, batch, 1024, ceilings.bandwidth, ATTENTION, clock.allows):
             found["attention"].append(one)
             print(f"  attention: {json.dumps(one)}", flush=True)
 
@@ -319,6 +319,8 @@ def main() -> None:
             write(given.out, results)
         if device.type == "cuda":
             torch.cuda.empty_cache()
+    if given.choices and device.type == "cuda":
+        chosen_between(given.shapes[0], given, ceilings, clock, results["shapes"][given.shapes[0]])
     for name in clock.left_out:
         print(f"left out: {name}")
     write(given.out, results)

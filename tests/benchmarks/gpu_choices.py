@@ -90,7 +90,12 @@ def choices(
 
 
 def attention(
-    decoder: Decoder, batch: int, length: int, bandwidth: float, ways: Sequence[tuple[int, int, int]]
+    decoder: Decoder,
+    batch: int,
+    length: int,
+    bandwidth: float,
+    ways: Sequence[tuple[int, int, int]],
+    allows: Callable[[str, float], bool],
 ) -> Iterator[dict[str, Any]]:
     """Share of the copy's bandwidth of attention over `length` tokens of `batch` rows; ways: (tokens, reads, warps)."""
     from actors.engine.gpu import kernels
@@ -109,6 +114,8 @@ def attention(
     queries = torch.randn(batch, heads, size, dtype=decoder.dtype, device=device)
     moved = 2 * batch * length * kv_heads * size * decoder.dtype.itemsize
     for tokens, reads, warps in ways:
+        if not allows(f"attention: {tokens} tokens, {reads} reads, {warps} warps, {batch} rows", 8):
+            continue
         for programs in (264, 528, 1056):
             splits = max(1, min(steps.MOST_SPLITS, programs // (batch * kv_heads)))
 
