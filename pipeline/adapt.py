@@ -95,6 +95,7 @@ def _adapt(task: Task, values: Mapping[str, Any], record: Record, verbose: bool)
         check_metric(folder, metric)
     run("tune", [f"{configs.CHECKPOINT}/tune.json"], lambda: _tune(task, counts["longest"]))
     actors = {name: getattr(config.actors, name) or answered["actors"][name] for name in ("threads", "cache_bytes")}
+    actors["max_batch"] = config.rows_in_flight(task.located.checkpoint.has_pages)
     if config.paged:  # what was free for one model's cache is not free beside two
         actors["cache_bytes"] = config.actors.cache_bytes
     before = _measured(run("before", [], lambda: _evaluate(task, tuned=False, actors=actors)))
@@ -163,7 +164,8 @@ def _tune(task: Task, longest: int) -> dict[str, Any]:
 def _evaluate(task: Task, *, tuned: bool, actors: Mapping[str, int | None]) -> dict[str, Any]:
     """Evaluate the job's checkpoint, or the tuned one against it, at every speed, as one actor of the job would run.
 
-    actors: threads and bytes of cache of one. The job's checkpoint is timed once: its times enter no choice.
+    actors: threads, bytes of cache and rows in flight of one. The job's checkpoint is timed once: its times enter no
+    choice.
     """
     from pipeline import evaluate as evaluation
     from pipeline.config_evaluate import EvalConfig

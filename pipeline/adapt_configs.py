@@ -118,7 +118,7 @@ def eval_values(
     """Evaluate's recipe, over the held-out rows, greedy: what a temperature draws differs without any loss.
 
     reference: checkpoint whose full depth losses are against; None: the model's own. A row's own sampling does not
-    come into it. How often it is timed, threads and cache are not in it.
+    come into it. How often it is timed, threads, cache and rows in flight are not in it.
     """
     given = options(config)
     greedy = {"temperature": 0.0, "n": 1, "logprobs": None}
@@ -135,7 +135,6 @@ def eval_values(
         "speedups": sorted({1.0, *given.speedups}),
         "sampling": {**config.sampling.model_dump(), **greedy},
         "choices": None if config.choices is None else list(config.choices),
-        "max_batch": config.rows_in_flight,
         "storage": config.storage.model_dump(),
     }
 

@@ -291,10 +291,9 @@ class JobConfig(Section):
         """Whether actors keep their cache in a GPU's pages, if the model's family has them."""
         return self.model.cuda_graphs and self.actors.gpus > 0 and self.model.device != "cpu"
 
-    @property
-    def rows_in_flight(self) -> int:
-        """At most, in an actor."""
-        return self.actors.max_batch or (512 if self.paged else 64)
+    def rows_in_flight(self, has_pages: bool) -> int:
+        """At most, in an actor. has_pages: whether the checkpoint's family has them."""
+        return self.actors.max_batch or (512 if self.paged and has_pages else 64)
 
     @model_validator(mode="after")
     def _labels_alone(self) -> JobConfig:

@@ -20,9 +20,8 @@ def planned_cache(config: JobConfig, located: Located) -> int:
 
     Raises ValueError of one line if there is no such GPU, or no room on it.
     """
-    need = memory_needed(
-        located.checkpoint, config.model.dtype, 0, located.sizes(), on_gpu=True, paged_rows=config.rows_in_flight
-    )
+    rows = config.rows_in_flight(has_pages=True)
+    need = memory_needed(located.checkpoint, config.model.dtype, 0, located.sizes(), on_gpu=True, paged_rows=rows)
     free, total = free_on_a_gpu(config.actors)
     check_free(need, free, total)
     return cache_that_fits(need, free)
@@ -43,7 +42,7 @@ def free_on_a_gpu(actors: ActorsConfig) -> tuple[int, int]:
         raise ValueError(
             "actors.gpus: Ray has GPUs, but torch sees none there: install a torch built for CUDA, or set gpus: 0"
         )
-    return min(free, int(total * min(1.0, actors.gpus))), total
+    return int(free * min(1.0, actors.gpus)), total
 
 
 def _memory() -> tuple[int, int]:

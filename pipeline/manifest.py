@@ -256,7 +256,7 @@ def _batching(config: JobConfig, located: Located, rows: int) -> Batching:
         shard_rows=config.shard_rows or min(4096, math.ceil(rows / (4 * actors.most))),
         shard_bytes=config.shard_bytes,
         cache_bytes=actors.cache_bytes or cache,
-        max_batch=config.rows_in_flight,
+        max_batch=config.rows_in_flight(located.checkpoint.has_pages),
         threads=actors.threads or (1 if actors.gpus else max(1, cores // actors.most)),
         scheduler=chosen_scheduler(config, located.checkpoint),
     )

@@ -64,6 +64,7 @@ class Subject:
     def load(self, found: Located) -> Generator:
         """One of the models, at full depth."""
         config = self.config
+        models = 1 + (self.reference is not None) + len(self.beside)
         return Generator(
             str(fetch(found.source)),
             schedule={"speedup": 1.0},
@@ -75,7 +76,8 @@ class Subject:
             compile=config.model.compile,
             cuda_graphs=config.model.cuda_graphs,
             threads=config.threads,
-            cache_bytes=_cache_bytes(config),
+            # a GPU's pages stay where they are, for each of the models
+            cache_bytes=_cache_bytes(config) // (models if config.model.cuda_graphs and not on_cpu(config) else 1),
             max_batch=config.max_batch,
             cumulative_logprob=False,  # as a job, unless it writes them
         )
@@ -127,12 +129,15 @@ def prepare(config: EvalConfig, source: str) -> Subject:
 
 def _cache_bytes(config: EvalConfig) -> int:
     """The budget of one batch, where the file gives none that of a job's only actor."""
-    device = config.model.device
     if config.cache_bytes is not None:
         return config.cache_bytes
-    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
-        return 8 * 2**30
-    return min(2**30, psutil.virtual_memory().total // 4)
+    return min(2**30, psutil.virtual_memory().total // 4) if on_cpu(config) else 8 * 2**30
+
+
+def on_cpu(config: EvalConfig) -> bool:
+    """Whether the models run there."""
+    device = config.model.device
+    return device == "cpu" or (device == "auto" and not torch.cuda.is_available())
 
 
 def _make_output(output: str, source: str) -> None:

@@ -102,6 +102,7 @@ def time_in_turn(
     token ids only those of the line `full_depth` are kept.
     """
     warm_up = int(rounds > 1 or compiled or any(one.device.type == "cuda" for one, _ in lines.values()))
+    warm_up *= max(one.engine.rounds_to_warm for one, _ in lines.values())
     if not warm_up:
         longest = sorted(prompts, key=lambda one: -len(one.ids))
         for generator, schedule in lines.values():

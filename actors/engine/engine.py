@@ -36,6 +36,7 @@ class Engine:
     for another number of layers.
     """
 
+    rounds_to_warm = 1  # rounds over the same rows after which nothing is compiled any more
     grows = False  # whether rows take memory as they grow: then `fitting` says how many more there is room for
 
     def __init__(

@@ -156,8 +156,12 @@ def _run(
     tell()  # before memory is taken: that alone may kill the process
     try:
         engine.open(run.capacity, longest, most_new)
+        between = True  # whether newcomers may come: where rows go by pages, a step lies between two passes
         while len(done) < len(run.rows):
-            newcomers = _newcomers(engine, requests, waiting, run.capacity, prefix)
+            newcomers = (
+                _newcomers(engine, requests, waiting, run.capacity, prefix) if between or not engine.rows else []
+            )
+            between = not newcomers or not engine.rows or not engine.grows
             if newcomers:
                 if not told.issuperset(newcomers):
                     tell()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import shutil
 import time
@@ -21,15 +22,14 @@ import gpu_choices
 import physics
 import torch
 import transformers
+from gpu_account import Account, exact_row_bytes
 from gpu_demo import demo
-from gpu_parts import NEW, PROMPT, Clock, build, rows_of, run, schedule_of, synchronize
-from gpu_peers import PEER_NEW, agreement, ours, peers
+from gpu_parts import NEW, PROMPT, Clock, attempt, build, give_back, rows_of, run, schedule_of, synchronize
+from gpu_peers import PEER_NEW, ours, peers
 
 from actors.engine.decoder import Decoder
 from actors.engine.gpu import reference
 from actors.engine.gpu.engine import GpuEngine
-from actors.engine.gpu.pages import page_bytes
-from actors.engine.schedule import Schedule
 from actors.engine.scheduler import generate
 from actors.engine.types import Request
 from actors.engine.weights import ALLOWANCE, Need, cache_that_fits
@@ -37,42 +37,6 @@ from actors.engine.working_memory import working_bytes
 
 PROFILED = 10  # steps
 ATTENTION = [(64, 3, 4), (64, 2, 4), (32, 3, 4), (128, 2, 4), (64, 3, 8), (32, 3, 2)]  # tokens, reads, warps
-
-
-class Account:
-    """Bytes and FLOPs that decode must move and make, and the least time for them."""
-
-    def __init__(self, decoder: Decoder, weights: Sequence[int], head: int, ceilings: physics.Ceilings) -> None:
-        self.decoder, self.weights, self.head, self.ceilings = decoder, weights, head, ceilings
-
-    def decode(self, schedule: Schedule, rows: Sequence[Request]) -> tuple[float, float]:
-        """Bytes, and least seconds, of these rows in lock step."""
-        item = self.decoder.dtype.itemsize
-        stored = 2 * self.decoder.kv_heads * self.decoder.head_dim * item
-        width = self.decoder.model.config.num_attention_heads * self.decoder.head_dim
-        lengths = [(len(row.prompt_ids), row.sampling.max_new_tokens) for row in rows]
-        moved = least = 0.0
-        for position in range(max(new for _, new in lengths) - 1):
-            live = [prompt + position + 1 for prompt, new in lengths if position < new - 1]
-            parts = [(self.head * item, 2 * len(live) * self.head)]
-            for layer in schedule.layers(position):
-                parts.append((self.weights[layer] * item, 2 * len(live) * self.weights[layer]))
-                parts.append((sum(live) * stored, 4 * sum(live) * width))
-            moved += sum(one for one, _ in parts)
-            least += sum(max(one / self.ceilings.bandwidth, flops / self.ceilings.flops) for one, flops in parts)
-        return moved, least
-
-    def prefill(self, rows: Sequence[Request]) -> float:
-        """Least seconds of all prompts: bound by arithmetic."""
-        tokens = sum(len(row.prompt_ids) for row in rows)
-        return 2 * tokens * sum(self.weights) / self.ceilings.flops
-
-
-def exact_row_bytes(decoder: Decoder, schedule: Schedule) -> int:
-    """Most bytes of keys and values that a row of PROMPT + NEW tokens ever needs, to the token."""
-    each = 2 * decoder.kv_heads * decoder.head_dim * decoder.dtype.itemsize
-    uses = [schedule.uses(layer, NEW - 1) for layer in range(schedule.num_layers)]
-    return each * max(sum(PROMPT + at + 1 for last in uses if at < last) for at in range(NEW - 1))
 
 
 def profile(engine: GpuEngine, rows: list[Request]) -> dict[str, Any]:
@@ -117,11 +81,55 @@ def made_ready(shape: str, given: argparse.Namespace, ceilings: physics.Ceilings
     layers = [sum(one.numel() for one in block.parameters() if one.dim() == 2) for block in decoder.blocks]
     account = Account(decoder, layers, decoder.head.weight.numel(), ceilings)
     assert decoder.prepare_for_gpu(operations)
+    give_back(device)
     if device.type != "cuda":
         return decoder, account, given.cache_gib * 2**30
-    torch.cuda.empty_cache()
     beside = working_bytes(decoder.model.config, decoder.dtype.itemsize, given.most_rows) + ALLOWANCE
     return decoder, account, cache_that_fits(Need(0, 0, 0, beside), torch.cuda.mem_get_info()[0])
+
+
+def engine_for(decoder: Decoder, speed: float, rows: Sequence[Request], budget: int, max_rows: int = 1) -> GpuEngine:
+    """At a speed that is for rows of such lengths."""
+    schedule = schedule_of(decoder, speed, rows)
+    return GpuEngine(decoder, schedule, (), budget_bytes=budget, max_rows=max_rows, cumulative_logprob=False)
+
+
+def cell(
+    account: Account, batch: str, speed: float, budget: int, given: argparse.Namespace, clock: Clock, name: str
+) -> dict[str, Any] | None:
+    """One batch at one speed; None if there is no time for it."""
+    decoder, device = account.decoder, torch.device(given.device)
+    engine = engine_for(decoder, speed, rows_of("equal", 1, decoder.vocab_size), budget)
+    largest = budget // engine.row_bytes(PROMPT, NEW)
+    count = engine.max_rows = min(given.most_rows, largest if batch == "largest" else int(batch))
+    rows = rows_of("equal", count, decoder.vocab_size)
+    moved, ideal = account.decode(engine.schedule, rows)
+    before = 1 if batch == "largest" else 2  # whose prompts alone take a while
+    if not clock.allows(name, 2 * (before + 1) * (ideal + account.prefill(rows)) + 5):
+        return None
+    for _ in range(before):
+        run(engine, rows, device)  # kernels are compiled, graphs captured
+    prefill, decode = run(engine, rows, device)
+    one = {
+        "batch": count,
+        "largest": batch == "largest",
+        "speed": speed,
+        "prefill": prefill,
+        "decode": decode,
+        "tokens_per_second": count * NEW / (prefill + decode),
+        "decode_tokens_per_second": count * (NEW - 1) / decode,
+        "of_bandwidth": moved / decode / account.ceilings.bandwidth,
+        "ideal_decode": ideal,
+        "of_prefill_rate": account.prefill(rows) / prefill,
+        "row_cache_bytes": engine.row_bytes(PROMPT, NEW),
+        "cache_bytes": engine.take_stats().cache_bytes,
+        # rows that the pages take, and that as many bytes would take if there were no pages
+        "largest_batch": largest,
+        "largest_by_bytes": budget / exact_row_bytes(decoder, engine.schedule),
+    }
+    if device.type == "cuda" and batch == "32":
+        one["profile"] = profile(engine, rows)
+    return one
 
 
 def measure(
@@ -130,114 +138,91 @@ def measure(
     """All there is to know of a shape, as far as the time goes; kept as it comes."""
     device = torch.device(given.device)
     found = keep["shapes"][shape] = {"runs": [], "schedulers": [], "peers": {}}
-    decoder, account, budget = made_ready(shape, given, ceilings)
-    each = page_bytes(decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize)
-    for batch in given.batches:
-        full: dict[str, float] = {}
-        for speed in given.speeds:
-            schedule = schedule_of(decoder, speed, rows_of("equal", 1, decoder.vocab_size))
-            engine = GpuEngine(decoder, schedule, (), budget_bytes=budget, max_rows=1, cumulative_logprob=False)
-            count = budget // engine.row_bytes(PROMPT, NEW) if batch == "largest" else int(batch)
-            count = min(count, given.most_rows)
-            engine.max_rows = count
-            rows = rows_of("equal", count, decoder.vocab_size)
-            moved, ideal = account.decode(schedule, rows)
-            name = f"{shape}, batch {batch}, {speed:g}x"
-            before = 1 if batch == "largest" else 2  # whose prompts alone take a while
-            if not clock.allows(name, 2 * (before + 1) * (ideal + account.prefill(rows)) + 5):
-                continue
-            try:
-                for _ in range(before):
-                    run(engine, rows, device)  # kernels are compiled, graphs captured
-                prefill, decode = run(engine, rows, device)
-            except (RuntimeError, MemoryError) as error:
-                clock.left_out.append(f"{name}: {type(error).__name__}: {str(error)[:200]}")
-                print(f"  {name}: {clock.left_out[-1]}", flush=True)
-                continue
-            one = {
-                "batch": count,
-                "largest": batch == "largest",
-                "speed": speed,
-                "prefill": prefill,
-                "decode": decode,
-                "tokens_per_second": count * NEW / (prefill + decode),
-                "decode_tokens_per_second": count * (NEW - 1) / decode,
-                "of_bandwidth": moved / decode / ceilings.bandwidth,
-                "ideal_decode": ideal,
-                "of_prefill_rate": account.prefill(rows) / prefill,
-                "row_cache_bytes": engine.row_bytes(PROMPT, NEW),
-                "cache_gib": engine.pages * each / 2**30,
-                # rows that the pages take, and that as many bytes would take if there were no pages
-                "largest_batch": budget // engine.row_bytes(PROMPT, NEW),
-                "largest_by_bytes": budget / exact_row_bytes(decoder, schedule),
-            }
-            full = full or {"decode": decode, "prefill": prefill, "ideal": ideal}
-            one["speedup"], one["ideal_speedup"] = full["decode"] / decode, full["ideal"] / ideal
-            found["runs"].append(one)
-            print(
-                f"  {name:34} {count:5} rows  prefill {prefill:6.2f} s ({one['of_prefill_rate']:.2f} of the ceiling)  "
-                f"decode {decode:6.2f} s, {one['decode_tokens_per_second']:8,.0f} tokens/s, "
-                f"{one['of_bandwidth']:.2f} of bandwidth, {one['speedup']:.2f}x of {one['ideal_speedup']:.2f}x",
-                flush=True,
-            )
-            if device.type == "cuda" and batch == "32":
-                one["profile"] = profile(engine, rows)
-                print(f"    {json.dumps({key: one['profile'][key] for key in ('wall', 'kernels', 'gaps')})} us a step")
-            write(given.out, keep)
-            del engine
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-    try:
-        schedulers(shape, decoder, given, clock, budget, found["schedulers"])
-    except (RuntimeError, MemoryError) as error:
-        clock.left_out.append(f"{shape}, schedulers: {type(error).__name__}: {str(error)[:200]}")
-    write(given.out, keep)
-    if given.peers and device.type == "cuda" and clock.allows(f"{shape}, transformers", 60):
-        mine = {}
-        for batch in given.peer_batches:
-            engine = GpuEngine(
-                decoder,
-                schedule_of(decoder, 1.0, []),
-                (),
-                budget_bytes=budget,
-                max_rows=batch,
-                cumulative_logprob=False,
-            )
-            mine[batch] = ours(engine, batch, device)
-            del engine
-        del decoder, account  # both hold the weights
-        torch.cuda.empty_cache()
-        model = build(shape, device)
-        for batch in given.peer_batches:
-            told = found["peers"][batch] = peers(model, model.config.vocab_size, batch, clock, device)
-            rows = rows_of("equal", batch, model.config.vocab_size)
-            told["agreement with generate"] = agreement(model, rows, mine[batch]["answers"])
-            told["ours, 1x"] = mine[batch]["tokens_per_second"]
-            print(f"    ours, 1x {mine[batch]['tokens_per_second']:29,.0f} tokens/s", flush=True)
-            print(f"    greedy tokens that are generate's too: {told['agreement with generate']:.3f}", flush=True)
+    mine = own(shape, given, ceilings, clock, keep, found)
+    give_back(device)  # the engine's model, before the peers'
+    if not mine:
+        return
+    model = build(shape, device)
+    for batch in given.peer_batches:
+        found["peers"][batch] = peers(model, batch, mine[batch], clock, device)
         write(given.out, keep)
 
 
+def own(
+    shape: str,
+    given: argparse.Namespace,
+    ceilings: physics.Ceilings,
+    clock: Clock,
+    keep: dict[str, Any],
+    found: dict[str, Any],
+) -> dict[int, dict[str, Any] | None]:
+    """The engine's part; what the peers' batches come to in it, if there is time for peers."""
+    device = torch.device(given.device)
+    decoder, account, budget = made_ready(shape, given, ceilings)
+    for batch in given.batches:
+        full: dict[str, Any] = {}
+        for speed in given.speeds:
+            name = f"{shape}, batch {batch}, {speed:g}x"
+            work = functools.partial(cell, account, batch, speed, budget, given, clock, name)
+            one = attempt(name, clock, device, work)
+            if one is None:
+                continue
+            full = full or one
+            one["speedup"] = full["decode"] / one["decode"]
+            one["ideal_speedup"] = full["ideal_decode"] / one["ideal_decode"]
+            found["runs"].append(one)
+            write(given.out, keep)
+            print(
+                f"  {name:34} {one['batch']:5} rows  prefill {one['prefill']:6.2f} s "
+                f"({one['of_prefill_rate']:.2f} of the ceiling)  decode {one['decode']:6.2f} s, "
+                f"{one['decode_tokens_per_second']:8,.0f} tokens/s, {one['of_bandwidth']:.2f} of bandwidth, "
+                f"{one['speedup']:.2f}x of {one['ideal_speedup']:.2f}x",
+                flush=True,
+            )
+            if "profile" in one:
+                print(f"    {json.dumps({key: one['profile'][key] for key in ('wall', 'kernels', 'gaps')})} us a step")
+    for kind, speed, scheduler in itertools.product(("long-tailed", "e2e"), (1.0, 3.0), ("lock_step", "refill")):
+        name = f"{shape}, {kind}, {speed:g}x {scheduler}"
+        work = functools.partial(ragged, decoder, kind, speed, scheduler, given, clock, budget, name)
+        one = attempt(name, clock, device, work)
+        if one is not None:
+            found["schedulers"].append(one)
+            write(given.out, keep)
+    mine: dict[int, dict[str, Any] | None] = {}
+    if given.peers and device.type == "cuda" and clock.allows(f"{shape}, transformers", 60):
+        for batch in given.peer_batches:
+            engine = engine_for(decoder, 1.0, [], budget, batch)
+            mine[batch] = attempt(
+                f"{shape}, for the peers", clock, device, functools.partial(ours, engine, batch, device)
+            )
+            del engine
+            give_back(device)
+    return mine
+
+
 def chosen_between(
-    shape: str, given: argparse.Namespace, ceilings: physics.Ceilings, clock: Clock, found: dict[str, Any]
+    shape: str, given: argparse.Namespace, ceilings: physics.Ceilings, clock: Clock, keep: dict[str, Any]
 ) -> None:
     """What could be done in several ways: see gpu_choices."""
     device = torch.device(given.device)
     decoder, _, budget = made_ready(shape, given, ceilings)
-    found["choices"], found["attention"] = [], []
-    for batch in (32, 128):
+    found = keep["choices"] = {"shape": shape, "steps": [], "attention": []}
+    timed = functools.partial(run, device=device)
+    for batch in (8, 128):
         rows = rows_of("equal", batch, decoder.vocab_size, PEER_NEW)
-        timed = functools.partial(run, device=device)
         for one in gpu_choices.choices(decoder, rows, budget, timed, clock.allows):
-            found["choices"].append({"batch": batch, **one})
+            found["steps"].append({"batch": batch, **one})
             print(
                 f"  {batch:4} rows, {one['choice']:11} {one['way']:8} {1e6 * one['step']:8.0f} us a step, "
                 f"{one['capture']:5.2f} s and {one['graph_bytes'] / 2**20:5.0f} MiB of capture",
                 flush=True,
             )
+        write(given.out, keep)
+    for batch in (1, 8, 32, 128):
         for one in gpu_choices.attention(decoder, batch, 1024, ceilings.bandwidth, ATTENTION, clock.allows):
             found["attention"].append(one)
             print(f"  attention: {json.dumps(one)}", flush=True)
+    write(given.out, keep)
 
 
 def write(folder: Path, results: dict[str, Any]) -> None:
@@ -246,35 +231,41 @@ def write(folder: Path, results: dict[str, Any]) -> None:
     (folder / "gpu.json").write_text(json.dumps(results, indent=1))
 
 
-def schedulers(
-    shape: str, decoder: Decoder, given: argparse.Namespace, clock: Clock, budget: int, found: list[dict[str, Any]]
-) -> None:
-    """Lock step and refill over rows of unequal lengths, a quarter of them in flight."""
-    for kind in ("long-tailed", "e2e"):
-        rows = rows_of(kind, given.tail_rows, decoder.vocab_size)
-        made = sum(row.sampling.max_new_tokens for row in rows)
-        for speed in (1.0, 3.0):
-            for scheduler in ("lock_step", "refill"):
-                name = f"{shape}, {kind}, {speed:g}x {scheduler}"
-                seconds = clock.last.get(f"{shape} {kind}", 20.0)
-                if not clock.allows(name, 3.5 * seconds):
-                    continue
-                schedule = schedule_of(decoder, speed, rows)
-                engine = GpuEngine(
-                    decoder, schedule, (), budget_bytes=budget, max_rows=given.tail_rows // 4, cumulative_logprob=False
-                )
-                for _ in range(3):  # the first two compile and capture
-                    synchronize(decoder.device)
-                    began = time.perf_counter()
-                    generate(engine, rows, budget_bytes=budget, max_rows=given.tail_rows // 4, scheduler=scheduler)
-                    synchronize(decoder.device)
-                    took = time.perf_counter() - began
-                clock.last[f"{shape} {kind}"] = took
-                stats = engine.take_stats()
-                one = {"workload": kind, "speed": speed, "scheduler": scheduler, "seconds": took}
-                found.append({**one, "tokens_per_second": made / took, "idle_row_steps": stats.idle_row_steps / 3})
-                print(f"  {name:34} {took:6.2f} s  {made / took:8,.0f} tokens/s", flush=True)
-                del engine
+def ragged(
+    decoder: Decoder,
+    kind: str,
+    speed: float,
+    scheduler: str,
+    given: argparse.Namespace,
+    clock: Clock,
+    budget: int,
+    name: str,
+) -> dict[str, Any] | None:
+    """Rows of unequal lengths, a quarter of them in flight; None if there is no time for it."""
+    rows = rows_of(kind, given.tail_rows, decoder.vocab_size)
+    made = sum(row.sampling.max_new_tokens for row in rows)
+    known = f"{kind} of {decoder.num_layers} x {decoder.model.config.hidden_size}"
+    if not clock.allows(name, 3.5 * clock.last.get(known, 20.0)):
+        return None
+    engine = engine_for(decoder, speed, rows, budget, given.tail_rows // 4)
+    for _ in range(3):  # the first two compile and capture
+        synchronize(decoder.device)
+        began = time.perf_counter()
+        generate(engine, rows, budget_bytes=budget, max_rows=given.tail_rows // 4, scheduler=scheduler)
+        synchronize(decoder.device)
+        took = time.perf_counter() - began
+    clock.last[known] = took
+    stats = engine.take_stats()
+    print(f"  {name:34} {took:6.2f} s  {made / took:8,.0f} tokens/s", flush=True)
+    return {
+        "workload": kind,
+        "speed": speed,
+        "scheduler": scheduler,
+        "seconds": took,
+        "tokens_per_second": made / took,
+        "idle_row_steps": stats.idle_row_steps / 3,
+        "cache_bytes": stats.cache_bytes,
+    }
 
 
 def main() -> None:
@@ -291,7 +282,8 @@ def main() -> None:
     parser.add_argument("--demo-rows", type=int, default=2000, help="through a Generator; 0 is none")
     parser.add_argument("--no-peers", dest="peers", action="store_false")
     parser.add_argument("--peer-batches", default=[32, 128], type=lambda text: [int(x) for x in text.split(",")])
-    parser.add_argument("--no-choices", dest="choices", action="store_false", help="of the first shape")
+    parser.add_argument("--no-choices", dest="choices", action="store_false")
+    parser.add_argument("--choices-shape", default="llama-3-8b", help="whose layers are tried in several ways")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("work/gpu"))
     given = parser.parse_args()
@@ -311,16 +303,15 @@ def main() -> None:
     }
     print(f"{facts['device']}: {ceilings.flops / 1e12:.0f} TFLOP/s, {ceilings.bandwidth / 1e12:.2f} TB/s", flush=True)
     results: dict[str, Any] = {"facts": facts, "shapes": {}, "left_out": clock.left_out}
+    if given.demo_rows:  # the whole way first, with a small model
+        results["demo"] = attempt("demo", clock, device, lambda: demo(given.demo_rows, given.device, 2**30))
+        write(given.out, results)
     for shape in given.shapes:
         print(shape, flush=True)
-        measure(shape, given, ceilings, clock, results)
-        if given.demo_rows and "demo" not in results and clock.allows("demo", 40):
-            results["demo"] = demo(given.demo_rows, given.device, 2**30)
-            write(given.out, results)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        attempt(shape, clock, device, functools.partial(measure, shape, given, ceilings, clock, results))
     if given.choices and device.type == "cuda":
-        chosen_between(given.shapes[0], given, ceilings, clock, results["shapes"][given.shapes[0]])
+        shape = given.choices_shape
+        attempt("choices", clock, device, lambda: chosen_between(shape, given, ceilings, clock, results))
     for name in clock.left_out:
         print(f"left out: {name}")
     write(given.out, results)

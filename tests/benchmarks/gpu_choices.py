@@ -1,6 +1,6 @@
 """What the GPU's engine could do one way or another, each way measured: see gpu.py.
 
-    graphs         none, one a layer, one a step: seconds a step, seconds and bytes of capture
+    graphs         one a step, one a layer, none: seconds a step, seconds and bytes of capture
     programs       of attention in flight, among which few rows are split
     page tokens    of a page of keys and values
     read every     steps after which the host looks which rows have ended
@@ -11,6 +11,7 @@ The defaults in the engine are the first of each.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -72,9 +73,11 @@ def choices(
                     decoder, schedule, (), budget_bytes=budget, max_rows=len(rows), cumulative_logprob=False, **how
                 )
                 run(engine, rows)  # kernels are compiled
-                before = torch.cuda.memory_reserved()
+                torch.cuda.empty_cache()
+                before = torch.cuda.mem_get_info()[0]
                 _, captured = run(engine, rows)
-                held = torch.cuda.memory_reserved() - before
+                torch.cuda.empty_cache()
+                held = before - torch.cuda.mem_get_info()[0]  # the driver's own part too
                 prefill, decode = run(engine, rows)
                 took = prefill + decode
             steps_run = max(row.sampling.max_new_tokens for row in rows) - 1
@@ -86,6 +89,7 @@ def choices(
                 "graph_bytes": held,
             }
             del engine
+            gc.collect()
             torch.cuda.empty_cache()
 
 
@@ -116,8 +120,8 @@ def attention(
     for tokens, reads, warps in ways:
         if not allows(f"attention: {tokens} tokens, {reads} reads, {warps} warps, {batch} rows", 8):
             continue
-        for programs in (264, 528, 1056):
-            splits = max(1, min(steps.MOST_SPLITS, programs // (batch * kv_heads)))
+        divided = {max(1, min(steps.MOST_SPLITS, programs // (batch * kv_heads))) for programs in (132, 264, 528, 1056)}
+        for splits in sorted(divided):
 
             def launch(splits: int = splits) -> None:
                 for _ in range(LAUNCHES):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 import time
-from collections.abc import Sequence
-from typing import Any
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from shapes import SHAPES
@@ -18,6 +20,7 @@ from actors.engine.schedule import Schedule, ScheduleSpec
 from actors.engine.types import Request, SamplingParams
 
 PROMPT, NEW = 512, 512
+T = TypeVar("T")
 
 
 class Clock:
@@ -34,6 +37,26 @@ class Clock:
             return True
         self.left_out.append(name)
         return False
+
+
+def give_back(device: torch.device) -> None:
+    """Memory that nobody refers to, before the next one takes nearly all there is."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def attempt(name: str, clock: Clock, device: torch.device, work: Callable[[], T]) -> T | None:
+    """A part of the benchmark, whatever it fails at: what is behind it is still measured."""
+    try:
+        return work()
+    except Exception as error:  # told, here and in the results
+        clock.left_out.append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
+        print(f"  failed: {clock.left_out[-1]}", flush=True)
+        traceback.print_exc()
+    finally:
+        give_back(device)
+    return None
 
 
 def synchronize(device: torch.device) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from gpu_parts import Clock, rows_of, run, synchronize
+from gpu_parts import Clock, attempt, give_back, rows_of, run, synchronize
 
 from actors.engine.gpu.engine import GpuEngine
 from actors.engine.scheduler import generate
@@ -32,44 +33,50 @@ def ours(engine: GpuEngine, batch: int, device: torch.device) -> dict[str, Any]:
 
 def agreement(model: Any, rows: Sequence[Request], answers: Sequence[Sequence[int]]) -> float:
     """Share of greedy tokens that are `generate`'s too, up to the first one of each row that is not."""
+    ids = torch.tensor([list(row.prompt_ids) for row in rows[: len(answers)]], device=model.device)
+    settings = {"max_new_tokens": len(answers[0]), "do_sample": False, "pad_token_id": 1, "eos_token_id": None}
+    theirs = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[:, ids.shape[1] :].tolist()
     same = 0
-    for row, answer in zip(rows, answers, strict=False):
-        ids = torch.tensor([list(row.prompt_ids)], device=model.device)
-        settings = {"max_new_tokens": len(answer), "do_sample": False, "pad_token_id": 1, "eos_token_id": None}
-        theirs = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, ids.shape[1] :].tolist()
-        same += next(
-            (at for at, pair in enumerate(zip(answer, theirs, strict=True)) if pair[0] != pair[1]), len(answer)
-        )
+    for mine, other in zip(answers, theirs, strict=True):
+        equal = [one == another for one, another in zip(mine, other, strict=True)]
+        same += equal.index(False) if False in equal else len(equal)
     return same / sum(map(len, answers))
 
 
-def peers(model: Any, vocabulary: int, batch: int, clock: Clock, device: torch.device) -> dict[str, float]:
-    """New tokens a second of transformers over the same rows at full depth, prefill included."""
-    try:
-        from peer_transformers import continuously, in_batches
-    except ImportError as error:
-        clock.left_out.append(f"transformers, batch {batch}: {error}")
-        return {}
-    rows = rows_of("equal", batch, vocabulary, PEER_NEW)
+def peers(model: Any, batch: int, mine: dict[str, Any] | None, clock: Clock, device: torch.device) -> dict[str, float]:
+    """New tokens a second of transformers over the same rows at full depth, prefill included, and what `mine` are."""
+    from peer_transformers import continuously, in_batches
+
+    rows = rows_of("equal", batch, model.config.vocab_size, PEER_NEW)
     prompts = [list(row.prompt_ids) for row in rows]
-    found = {}
+    found: dict[str, float] = {}
     ways: dict[str, Callable[[list[int]], int]] = {
         "dynamic": lambda new: in_batches(model, prompts, new, batch, static=False),
         "static, compiled": lambda new: in_batches(model, prompts, new, batch, static=True),
         "continuous": lambda new: continuously(model, prompts, new, batch),
     }
+
+    def timed(answer: Callable[[list[int]], int]) -> float:
+        with torch.device(device):
+            for _ in range(2):  # as ours: kernels are compiled, graphs captured
+                answer([PEER_NEW] * batch)
+            synchronize(device)
+            began = time.perf_counter()
+            made = answer([PEER_NEW] * batch)
+            synchronize(device)
+        return made / (time.perf_counter() - began)
+
+    if mine is not None:
+        found["ours, 1x"] = mine["tokens_per_second"]
+        found["agreement with generate"] = agreement(model, rows, mine["answers"])
     for name, answer in ways.items():
-        if not clock.allows(f"transformers {name}, batch {batch}", 60):
-            continue
-        try:
-            with torch.device(device):
-                answer([8] * batch)
-                synchronize(device)
-                began = time.perf_counter()
-                made = answer([PEER_NEW] * batch)
-                synchronize(device)
-            found[name] = made / (time.perf_counter() - began)
-        except (RuntimeError, ValueError, TypeError, AttributeError, ImportError) as error:
-            clock.left_out.append(f"transformers {name}, batch {batch}: {type(error).__name__}: {str(error)[:120]}")
-        print(f"    transformers {name:18} {found.get(name, math.nan):10,.0f} tokens/s", flush=True)
+        label = f"transformers {name}, batch {batch}"
+        if clock.allows(label, 60):
+            speed = attempt(label, clock, device, partial(timed, answer))
+            if speed is not None:
+                found[name] = speed
+    if hasattr(model, "destroy_cached_continuous_batching_manager"):  # it keeps the memory that it has found free
+        model.destroy_cached_continuous_batching_manager()
+    give_back(device)
+    print(f"    batch {batch}, new tokens a second: {json.dumps({key: round(one, 3) for key, one in found.items()})}")
     return found

@@ -3,7 +3,9 @@ for token against the uncached oracle. Its kernels and graphs have tests of thei
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -205,13 +207,21 @@ def test_newcomers_come_a_pass_at_a_time_between_steps(monkeypatch: pytest.Monke
         events.append((len(engine.rows), sum(len(one.prompt_ids) for one in wanted)))
         return admit(wanted, prefix)
 
+    def stepped(*, last: bool = False) -> Any:
+        events.append((0, 0))
+        return step(last=last)
+
+    step = engine.step
     monkeypatch.setattr(engine, "admit", watched)
+    monkeypatch.setattr(engine, "step", stepped)
     library = Decoder(tiny_model("llama"))
     got = answers(engine, rows)
     assert [list(one) for one in got] == [oracle(library, SCHEDULE, row, STOP) for row in rows]
     longest = max(len(row.prompt_ids) for row in rows)
     assert events[0][0] == 0 and events[0][1] > 20 + longest
-    assert len(events) > 4 and all(tokens <= max(20, longest) for busy, tokens in events if busy)
+    late = [place for place, (busy, _) in enumerate(events) if busy]
+    assert len(late) > 4 and all(events[place][1] <= max(20, longest) for place in late)
+    assert all(events[place - 1] == (0, 0) for place in late), "a step lies between"
 
 
 @pytest.mark.parametrize("many", [1, 100, 10**9])
@@ -311,9 +321,27 @@ def test_schedules_take_turns_on_the_same_pages() -> None:
     second = first.at(slower)
     assert isinstance(second, GpuEngine) and second._run is not None and first._run is not None
     assert second._run.cache.keys is first._run.cache.keys
+    held = weakref.ref(second._run.cache.keys)
     first.release()
+    assert held() is None, "the pages are gone, whoever has used them"
     assert answers(second, rows) == [tuple(one) for one in got]
     assert second._run.cache.keys is second._pool.keys
+
+
+def test_an_engine_goes_when_nobody_refers_to_it() -> None:
+    """At once, with all its pages: no garbage collector comes in time for the next one."""
+    engine = engine_of(fused("llama"), SCHEDULE)
+    other = engine.at(ScheduleSpec().build(LAYERS))
+    assert isinstance(other, GpuEngine) and other.at(other.schedule) is other
+    answers(other, requests(3, seed=1))
+    assert other._run is not None
+    gone = weakref.ref(engine), weakref.ref(other), weakref.ref(other._run.cache.keys)
+    gc.disable()
+    try:
+        del engine, other
+        assert [one() for one in gone] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_finish_reasons_and_log_probabilities_are_the_other_engines() -> None:

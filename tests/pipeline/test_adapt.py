@@ -192,10 +192,11 @@ def test_a_reference_that_is_no_label_is_none(tmp_path: Path, fakes: Fakes, comm
 
 def test_evaluation_has_what_an_actor_has(tmp_path: Path, fakes: Fakes, command: Run) -> None:
     assert command().exit_code == 0
-    assert fakes.actors == {"threads": 3, "cache_bytes": 2**20}  # as the answers' job has resolved them
+    # as the answers' job has resolved them
+    assert fakes.actors == {"threads": 3, "cache_bytes": 2**20, "max_batch": 64}
     shutil.rmtree(tmp_path / "out-adapt")
     assert command(job={"actors": {"threads": 2, "cache_bytes": 12345}}).exit_code == 0
-    assert fakes.actors == {"threads": 2, "cache_bytes": 12345}
+    assert fakes.actors == {"threads": 2, "cache_bytes": 12345, "max_batch": 64}
 
 
 def test_the_evaluation_before_is_no_cost(tmp_path: Path, fakes: Fakes, command: Run) -> None:

@@ -101,9 +101,9 @@ def test_no_room_is_told_before_anything_is_loaded(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("gpus", "most"), [(1, 70), (0.5, 40), (2, 70), (0.25, 20)])
+@pytest.mark.parametrize(("gpus", "most"), [(1, 70), (0.5, 35), (2, 70), (0.25, 17.5)])
 def test_actors_that_share_a_gpu_share_it_evenly(
-    own_ray: None, monkeypatch: pytest.MonkeyPatch, gpus: float, most: int
+    own_ray: None, monkeypatch: pytest.MonkeyPatch, gpus: float, most: float
 ) -> None:
     monkeypatch.setattr(gpu_memory, "_memory", lambda: (70 * 2**30, 80 * 2**30))
     assert gpu_memory.free_on_a_gpu(ActorsConfig(gpus=gpus)) == (most * GIB, 80 * GIB)

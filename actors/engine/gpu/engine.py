@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -27,7 +28,8 @@ from actors.engine.gpu.state import DeviceRows, Tail, on_device
 from actors.engine.gpu.steps import Steps
 from actors.engine.row import Row
 from actors.engine.schedule import Schedule
-from actors.engine.types import Completion, Request
+from actors.engine.types import Completion, EngineStats, Request
+from actors.engine.working_memory import PREFIX_TOKENS
 
 READ_EVERY = 4
 OWN_STOPS = 8  # stop tokens of a row's own, beside the model's, that the device looks for; of more the host does
@@ -60,6 +62,7 @@ class GpuEngine(Engine):
     """
 
     grows = True
+    rounds_to_warm = 2  # a shape's second step is captured
 
     def __init__(
         self,
@@ -82,7 +85,8 @@ class GpuEngine(Engine):
             decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize
         )
         self._pool = PagePool() if pool is None else pool
-        self._siblings: dict[Schedule, GpuEngine] = {schedule: self}
+        self._pool.users.add(self)
+        self._others: dict[Schedule, GpuEngine] = {}  # under other schedules
         self._budget_bytes = budget_bytes
         self._run: _Run | None = None
         self._prefill = Prefill(decoder, schedule)
@@ -95,12 +99,15 @@ class GpuEngine(Engine):
         self._put_back: list[int] = []
         self._noticed: list[tuple[int, Completion]] = []
         self._least, self._most_rows = 1, max_rows
+        self._passes: list[tuple[Any, Any]] = []  # over prompts, from where to where
         self._fit: int | None = None  # what `fitting` has said, until rows come or go
 
     def at(self, schedule: Schedule) -> Engine:
         """As `Engine.at`, but always the same one for a schedule, as its graphs cost time; all share their pages."""
-        if schedule not in self._siblings:
-            other = GpuEngine(
+        if schedule == self.schedule:
+            return self
+        if schedule not in self._others:
+            self._others[schedule] = GpuEngine(
                 self.decoder,
                 schedule,
                 self.stop_ids,
@@ -111,9 +118,7 @@ class GpuEngine(Engine):
                 read_every=self.read_every,
                 pool=self._pool,
             )
-            other._siblings = self._siblings
-            self._siblings[schedule] = other
-        return self._siblings[schedule]
+        return self._others[schedule]
 
     def row_bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
         """Most bytes of pages that such a row holds at any one time."""
@@ -159,8 +164,8 @@ class GpuEngine(Engine):
         self._looks.drop()
         self._ended_tokens = self._ended_rows = 0
         self._fit = None
+        run.cache.most = 0
         self.stats.batches += 1
-        self.stats.cache_bytes = max(self.stats.cache_bytes, run.cache.bytes)
 
     def fitting(self, requests: Sequence[Request]) -> int:
         """How many of these, in their order, find pages now, while the rows in flight grow as long as those that have
@@ -172,7 +177,8 @@ class GpuEngine(Engine):
 
     def one_pass(self, requests: Sequence[Request], prefix: Sequence[int]) -> int:
         """How many of these, in their order, go through the layers together: steps come between passes."""
-        return groups([len(one.prompt_ids) - len(prefix) for one in requests], len(prefix))[0][1]
+        before = min(len(prefix), PREFIX_TOKENS)
+        return groups([len(one.prompt_ids) - before for one in requests], before)[0][1]
 
     def _fitting(self, requests: Sequence[Request], cache: PagedCache) -> int:
         few = self._ended_rows < FEW_ENDED
@@ -195,9 +201,10 @@ class GpuEngine(Engine):
     @torch.inference_mode()
     def admit(self, requests: Sequence[Request], prefix: Sequence[int] = ()) -> list[int]:
         """As `Engine.admit`; the prompts lie one behind another, a piece's worth at a time."""
-        began = time.perf_counter()
+        began, mark = time.perf_counter(), self._mark()
         run = self._run
         assert run is not None, "open() comes first"
+        prefix = prefix[:PREFIX_TOKENS]
         assert len(requests) <= len(run.vacant), "more rows than open() made room for"
         newcomers = [self._begin(request) for request in requests]
         slots = [run.vacant.pop() for _ in newcomers]
@@ -231,6 +238,8 @@ class GpuEngine(Engine):
         self.stats.padded_prompt_tokens += own + fresh
         self.stats.shared_prompt_tokens += sum(lengths) - own
         self.stats.prefill_seconds += time.perf_counter() - began
+        if mark is not None:
+            self._passes.append((mark, self._mark()))
         return [row.ticket for row in newcomers]
 
     @torch.inference_mode()
@@ -280,7 +289,9 @@ class GpuEngine(Engine):
         if self._ended_rows and not self.rows:  # a run that has come to its end
             self.pages, self.max_rows = self._budget, self._most_rows
         if self._run is not None:
-            self._run.cache.release(list(self._slots.values()))
+            cache = self._run.cache
+            self.stats.cache_bytes = max(self.stats.cache_bytes, cache.most * cache.bytes // (cache.count + 1))
+            cache.release(list(self._slots.values()))
         self.rows, self._slots, self._put_back, self._noticed = [], {}, [], []
         self._looks.drop()
 
@@ -288,9 +299,33 @@ class GpuEngine(Engine):
         """After memory has run out: give back the cache and all that hangs on it, and take half of it until a run has
         come to its end, but as much as the largest row needs."""
         self.pages = max(self._least, self.pages // 2)
-        self._run, self.max_rows = None, 1
-        self._pool.memory = None
+        self.max_rows = 1
+        self._pool.drop()
+
+    def let_go(self) -> None:
+        """Of all that refers to pages, as they are to go, and of the prompts' common beginning."""
+        self._run = None
         self._prefill.forget()
+
+    def take_stats(self) -> EngineStats:
+        """As `Engine.take_stats`. The host only launches a pass over prompts: its time is the device's own."""
+        stats = super().take_stats()
+        if self._passes:
+            torch.cuda.synchronize(self.decoder.device)
+            own = sum(began.elapsed_time(ended) for began, ended in self._passes) / 1000
+            both = stats.prefill_seconds + stats.decode_seconds
+            stats.prefill_seconds = min(own, both)
+            stats.decode_seconds = both - stats.prefill_seconds
+            self._passes = []
+        return stats
+
+    def _mark(self) -> Any:
+        """Where the device is now, once it is there."""
+        if self.decoder.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def _grow(self) -> bool:
         """Pages for the steps until the host looks again."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -59,10 +60,20 @@ def page_bytes(kv_heads: int, head_dim: int, itemsize: int) -> int:
 
 
 class PagePool:
-    """The memory of pages, taken once for all caches of one device that are used one after the other."""
+    """The memory of pages, taken once for all engines of one device that are used one after the other.
+
+    Whoever takes part has a method `let_go`, which is called when the memory is to go.
+    """
 
     def __init__(self) -> None:
         self.memory: tuple[Tensor, Tensor] | None = None  # keys, values
+        self.users: WeakSet[Any] = WeakSet()
+
+    def drop(self) -> None:
+        """Give the memory back, for all."""
+        self.memory = None
+        for user in self.users:
+            user.let_go()
 
     @property
     def keys(self) -> Tensor | None:
@@ -72,7 +83,7 @@ class PagePool:
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """Keys and values of this shape: those of the last time if they are as large."""
         if self.memory is None or self.memory[0].shape != shape:
-            self.memory = None  # what is too small goes before the new comes
+            self.drop()  # before the new comes
             # zeros: a masked slot that was never written must not hold a NaN, which no weight of 0 removes
             keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
             self.memory = keys, values
@@ -112,6 +123,7 @@ class PagedCache:
         self._held: Numbers = np.zeros((schedule.num_layers, rows), dtype=np.int64)
         self._free: NDArray[np.int32] = np.arange(pages, 0, -1, dtype=np.int32)  # a stack: the first ones come first
         self.count = self._left = pages
+        self.most = 0  # held at once
 
     @property
     def longest(self) -> int:
@@ -153,6 +165,7 @@ class PagedCache:
             taken = self._free[self._left : self._left + total]
             self._write(np.repeat(layers, counts), np.repeat(index[places], counts), columns, taken)
             self._held[:, index] += missing
+            self.most = max(self.most, self.count - self._left)
         return True
 
     def release(self, rows: Sequence[int]) -> None:

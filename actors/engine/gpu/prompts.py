@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from actors.engine.gpu.pages import PagedCache, upload
-from actors.engine.working_memory import PIECE_TOKENS
+from actors.engine.working_memory import KEY_TOKENS, PIECE_TOKENS
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -102,11 +102,14 @@ class Prompts:
         if not self._kept or cache is None or not cache.uses[layer]:
             return
         tokens = cache.keys.shape[2]
-        pages = cache.table[layer][self._owners, self._places // tokens].long()
         for pool, new, number in ((cache.keys, keys, 0), (cache.values, values, 1)):
             if self.prefix is not None:
                 new = torch.cat((self.prefix.layers[layer][number], new))
-            pool[pages, :, self._places % tokens] = new[self._picked]
+            # many rows may have one prompt
+            parts = (one.split(KEY_TOKENS) for one in (self._owners, self._places, self._picked))
+            for owners, places, picked in zip(*parts, strict=True):
+                pages = cache.table[layer][owners, places // tokens].long()
+                pool[pages, :, places % tokens] = new[picked]
 
     def attend(self, layer: int, piece: Piece, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """queries [M, Q, D] of a piece over the keys and values before them and their own -> [M, Q, D].
@@ -121,6 +124,8 @@ class Prompts:
             keys, values = keys[piece.seen], values[piece.seen]
         if queries.device.type == "cuda" and varlen_attn is not None and queries.dtype != torch.float32:
             return _by_varlen(piece, queries, keys, values, scaling)
+        if queries.device.type == "cuda":  # grouped heads in float32 have no kernel there that spares the scores
+            keys, values = (one.repeat_interleave(queries.shape[1] // one.shape[1], dim=1) for one in (keys, values))
         done = []
         parts = zip(queries.split(piece.queries), keys.split(piece.keys), values.split(piece.keys), strict=True)
         for query, key, value in parts:

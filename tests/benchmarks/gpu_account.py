@@ -1,0 +1,48 @@
+"""What decode and prefill must move and make on a GPU, and the least time for it. See gpu.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import physics
+from gpu_parts import NEW, PROMPT
+
+from actors.engine.decoder import Decoder
+from actors.engine.schedule import Schedule
+from actors.engine.types import Request
+
+
+class Account:
+    """Bytes and FLOPs that decode must move and make, and the least time for them."""
+
+    def __init__(self, decoder: Decoder, weights: Sequence[int], head: int, ceilings: physics.Ceilings) -> None:
+        self.decoder, self.weights, self.head, self.ceilings = decoder, weights, head, ceilings
+
+    def decode(self, schedule: Schedule, rows: Sequence[Request]) -> tuple[float, float]:
+        """Bytes, and least seconds, of these rows in lock step."""
+        item = self.decoder.dtype.itemsize
+        stored = 2 * self.decoder.kv_heads * self.decoder.head_dim * item
+        width = self.decoder.model.config.num_attention_heads * self.decoder.head_dim
+        lengths = [(len(row.prompt_ids), row.sampling.max_new_tokens) for row in rows]
+        moved = least = 0.0
+        for position in range(max(new for _, new in lengths) - 1):
+            live = [prompt + position + 1 for prompt, new in lengths if position < new - 1]
+            parts = [(self.head * item, 2 * len(live) * self.head)]
+            for layer in schedule.layers(position):
+                parts.append((self.weights[layer] * item, 2 * len(live) * self.weights[layer]))
+                parts.append((sum(live) * stored, 4 * sum(live) * width))
+            moved += sum(one for one, _ in parts)
+            least += sum(max(one / self.ceilings.bandwidth, flops / self.ceilings.flops) for one, flops in parts)
+        return moved, least
+
+    def prefill(self, rows: Sequence[Request]) -> float:
+        """Least seconds of all prompts: bound by arithmetic."""
+        tokens = sum(len(row.prompt_ids) for row in rows)
+        return 2 * tokens * sum(self.weights) / self.ceilings.flops
+
+
+def exact_row_bytes(decoder: Decoder, schedule: Schedule) -> int:
+    """Most bytes of keys and values that a row of PROMPT + NEW tokens ever needs, to the token."""
+    each = 2 * decoder.kv_heads * decoder.head_dim * decoder.dtype.itemsize
+    uses = [schedule.uses(layer, NEW - 1) for layer in range(schedule.num_layers)]
+    return each * max(sum(PROMPT + at + 1 for last in uses if at < last) for at in range(NEW - 1))
