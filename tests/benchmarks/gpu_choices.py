@@ -102,7 +102,7 @@ def attention(
     allows: Callable[[str, float], bool],
 ) -> Iterator[dict[str, Any]]:
     """Share of the copy's bandwidth of attention over `length` tokens of `batch` rows; ways: (tokens, reads, warps)."""
-    from actors.engine.gpu import kernels
+    from actors.engine.gpu.kernels import attention as kernels
 
     device, heads = decoder.device, decoder.model.config.num_attention_heads
     size, kv_heads = decoder.head_dim, decoder.kv_heads

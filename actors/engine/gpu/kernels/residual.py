@@ -1,0 +1,128 @@
+"""Norms, residuals and gates, between a layer's products."""
+
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from actors.engine.gpu.kernels.compiled import compiled_once
+
+
+@compiled_once
+def _norm(
+    x,
+    change,
+    depths,
+    rank,
+    out,
+    weight,
+    bias,
+    eps,
+    width,
+    ADDS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    lane = tl.program_id(0)
+    column = tl.arange(0, WIDTH)
+    inside = column < width
+    row = tl.load(x + lane * width + column, mask=inside, other=0.0)
+    if ADDS:
+        runs = tl.load(depths + lane) > rank
+        more = tl.load(change + lane * width + column, mask=inside & runs, other=0.0)
+        row = row + more
+        tl.store(x + lane * width + column, row, mask=inside & runs)
+    wide = row.to(tl.float32)
+    scale = tl.load(weight + column, mask=inside, other=0.0)
+    if HAS_BIAS:
+        centred = tl.where(inside, wide - tl.sum(wide) / width, 0.0)
+        spread = tl.sum(centred * centred) / width
+        shift = tl.load(bias + column, mask=inside, other=0.0)
+        done = centred * tl.rsqrt(spread + eps) * scale.to(tl.float32) + shift.to(tl.float32)
+        done = done.to(row.dtype)
+    else:
+        done = (wide * tl.rsqrt(tl.sum(wide * wide) / width + eps)).to(row.dtype) * scale
+    tl.store(out + lane * width + column, done, mask=inside)
+
+
+def norm(hidden: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """As `reference.norm`; hidden is contiguous."""
+    return _normed(hidden, None, None, 0, weight, bias, eps)
+
+
+def add_norm(
+    hidden: Tensor, change: Tensor, depths: Tensor, rank: int, weight: Tensor, bias: Tensor | None, eps: float
+) -> Tensor:
+    """As `reference.add_norm`; hidden and change are contiguous."""
+    return _normed(hidden, change, depths, rank, weight, bias, eps)
+
+
+def _normed(
+    hidden: Tensor,
+    change: Tensor | None,
+    depths: Tensor | None,
+    rank: int,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    output = torch.empty_like(hidden)
+    width = hidden.shape[1]
+    block = triton.next_power_of_2(width)
+    _norm[(len(hidden),)](
+        hidden,
+        change,
+        depths,
+        rank,
+        output,
+        weight,
+        bias,
+        eps,
+        width,
+        ADDS=change is not None,
+        HAS_BIAS=bias is not None,
+        WIDTH=block,
+        num_warps=min(16, max(1, block // 512)),
+    )
+    return output
+
+
+@compiled_once
+def _add(hidden, change, depths, rank, width, WIDTH: tl.constexpr):
+    lane = tl.program_id(0)
+    if tl.load(depths + lane) > rank:
+        column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+        inside = column < width
+        old = tl.load(hidden + lane * width + column, mask=inside)
+        new = tl.load(change + lane * width + column, mask=inside)
+        tl.store(hidden + lane * width + column, old + new, mask=inside)
+
+
+def add(hidden: Tensor, change: Tensor, depths: Tensor, rank: int) -> None:
+    """As `reference.add`; both contiguous."""
+    width = hidden.shape[1]
+    _add[(len(hidden), triton.cdiv(width, 1024))](hidden, change, depths, rank, width, WIDTH=1024)
+
+
+@compiled_once
+def _gate(wide, out, half, WIDTH: tl.constexpr):
+    lane = tl.program_id(0)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = column < half
+    gates = tl.load(wide + lane * 2 * half + column, mask=inside, other=0.0)
+    up = tl.load(wide + lane * 2 * half + half + column, mask=inside, other=0.0)
+    exact = gates.to(tl.float32)
+    opened = (exact / (1.0 + tl.exp(-exact))).to(gates.dtype)
+    tl.store(out + lane * half + column, opened * up, mask=inside)
+
+
+def gate(wide: Tensor) -> Tensor:
+    """As `reference.gate`; wide is contiguous."""
+    half = wide.shape[1] // 2
+    output = wide.new_empty(len(wide), half)
+    _gate[(len(wide), triton.cdiv(half, 1024))](wide, output, half, WIDTH=1024)
+    return output
