@@ -54,6 +54,7 @@ class Gpu(TorchDispatchMode):
         self.flags = False  # what flags read as
         self.kernels: dict[str, Any] = {}  # compiled, by their hash
         self.peak = 0  # most bytes at once of the tensors made while they were counted
+        self.largest: list[int] = []  # of these tensors
         self._held: dict[int, tuple[StorageWeakRef, int]] | None = None
         self.pinned = WeakIdKeyDictionary()
 
@@ -100,7 +101,9 @@ class Gpu(TorchDispatchMode):
             for key in [key for key, (one, _) in held.items() if one.expired()]:
                 del held[key]
             held.update((one._cdata, (StorageWeakRef(one), one.nbytes())) for one in new)
-            self.peak = max(self.peak, sum(count for _, count in held.values()))
+            total = sum(count for _, count in held.values())
+            if total > self.peak:
+                self.peak, self.largest = total, sorted((count for _, count in held.values()), reverse=True)[:8]
 
     def pin(self, tensor: Tensor) -> Tensor:
         """As Tensor.pin_memory."""

@@ -197,26 +197,13 @@ def test_the_benchmark_comes_to_its_end(gpu: Gpu, tmp_path: Path, monkeypatch: p
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
     import gpu as benchmark
 
-    arguments = [
-        "--shapes",
-        "opt-125m",
-        "--batches",
-        "2,largest",
-        "--speeds",
-        "1,3",
-        "--no-peers",
-        "--device",
-        "cuda",
-        "--demo-rows",
-        "0",
-    ]
-    monkeypatch.setattr(
-        "sys.argv", ["gpu.py", *arguments, "--tail-rows", "8", "--most-rows", "4", "--out", str(tmp_path)]
-    )
+    arguments = "--shapes opt-125m --batches 2,largest --speeds 1,3 --no-peers --device cuda --demo-rows 0"
+    arguments += f" --choices-shape opt-125m --tail-rows 8 --most-rows 4 --out {tmp_path}"
+    monkeypatch.setattr("sys.argv", ["gpu.py", *arguments.split()])
     monkeypatch.setattr(gpu, "flags", True)
     with gpu.counted():
         benchmark.main()
-    assert gpu.peak < 70 * 2**30, "an engine's pages must be gone before the next one's come"
+    assert gpu.peak < 70 * 2**30, f"an engine's pages must be gone before the next one's come: {gpu.largest}"
     told = json.loads((tmp_path / "gpu.json").read_text())
     assert told["left_out"] == []
     shape = told["shapes"]["opt-125m"]
