@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import ray
 
 from actors.engine.loading import memory_needed
-from actors.engine.weights import cache_that_fits, check_free
+from actors.engine.weights import CACHE_STEP, cache_that_fits, check_free
 from pipeline.checkpoints import Located
 from pipeline.config import ActorsConfig, JobConfig
 from pipeline.ray_session import check_placement, is_own_ray, planning_session
 
+LEAST_CACHE = 2 * CACHE_STEP  # bytes; with fewer hardly a row would fit
 log = logging.getLogger(__name__)
 
 
@@ -23,7 +25,7 @@ def planned_cache(config: JobConfig, located: Located) -> int:
     rows = config.rows_in_flight(has_pages=True)
     need = memory_needed(located.checkpoint, config.model.dtype, 0, located.sizes(), on_gpu=True, paged_rows=rows)
     free, total = free_on_a_gpu(config.actors)
-    check_free(need, free, total)
+    check_free(replace(need, cache=LEAST_CACHE), free, total)
     return cache_that_fits(need, free)
 
 

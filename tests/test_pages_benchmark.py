@@ -9,6 +9,7 @@ import pages
 import pytest
 
 
+@pytest.mark.slow
 def test_pages_hold_more_rows_than_slots(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["pages.py", "--gib", "1", "--rows", "24", "--speeds", "3"])
     pages.main()

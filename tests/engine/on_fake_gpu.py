@@ -133,7 +133,7 @@ def test_rows_that_the_host_draws_need_nothing_of_two_devices(gpu: Gpu, monkeypa
 
 
 @pytest.mark.parametrize("scheduler", ["lock_step", "refill"])
-@pytest.mark.parametrize("name", ["llama", "opt-1.3b"])
+@pytest.mark.parametrize("name", ["llama"])
 def test_rows_end_and_others_take_their_places(gpu: Gpu, name: str, scheduler: str) -> None:
     """All end at the first look; many share a beginning, and some a prompt."""
     engine = engine_of(name, max_rows=4)

@@ -92,13 +92,21 @@ def test_nobody_asks_where_it_is_known_or_there_are_no_pages(
     assert batching.max_batch == (512 if paged else 64)
 
 
+@pytest.mark.parametrize("short", [1, 10**6, 2 * CACHE_STEP])
 def test_no_room_is_told_before_anything_is_loaded(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: int
 ) -> None:
-    monkeypatch.setattr(gpu_memory, "free_on_a_gpu", lambda _: (2**28, 80 * GIB))
-    with pytest.raises(ValueError, match=r"^the model needs .* but 256 MiB of 80\.0 GiB are free: .*") as caught:
-        plan(job(checkpoint, tmp_path, {"gpus": 1}))
+    """And with one byte more a job is planned that has room for rows."""
+    config = job(checkpoint, tmp_path, {"gpus": 1})
+    need = memory_needed(
+        locate(config.model, config.storage).checkpoint, "bfloat16", 2 * CACHE_STEP, on_gpu=True, paged_rows=512
+    )
+    monkeypatch.setattr(gpu_memory, "free_on_a_gpu", lambda _: (need.total - short, 80 * GIB))
+    with pytest.raises(ValueError, match=r"^the model needs .* of 80\.0 GiB are free: lower .*") as caught:
+        plan(config)
     assert "\n" not in str(caught.value)
+    monkeypatch.setattr(gpu_memory, "free_on_a_gpu", lambda _: (need.total, 80 * GIB))
+    assert plan(config).batching.cache_bytes == CACHE_STEP
 
 
 @pytest.mark.parametrize(("gpus", "most"), [(1, 70), (0.5, 35), (2, 70), (0.25, 17.5)])
@@ -115,6 +123,7 @@ def test_a_gpu_that_torch_does_not_see_is_told(own_ray: None) -> None:
         gpu_memory.free_on_a_gpu(ActorsConfig(gpus=1))
 
 
+@pytest.mark.slow
 def test_a_machine_without_a_gpu_is_told_at_once(ray_to_be_left: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the Ray that is started for the question, which is gone then."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

@@ -203,7 +203,11 @@ def test_a_bucket_holds_the_same_bytes(
     assert {name: second.read(name) for name in parts(output)} == parts(output)
 
 
-@pytest.mark.parametrize(("gpus", "count", "devices"), [(1.0, 2, TWO), (0.5, 3, TWO)], ids=["whole", "halves"])
+@pytest.mark.parametrize(
+    ("gpus", "count", "devices"),
+    [(1.0, 2, TWO), pytest.param(0.5, 3, TWO, marks=pytest.mark.slow)],
+    ids=["whole", "halves"],
+)
 def test_actors_that_ask_for_gpus_see_their_own(
     own_ray: None, inputs: Path, checkpoint: Path, tmp_path: Path, gpus: float, count: int, devices: set[str]
 ) -> None:

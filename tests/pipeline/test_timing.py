@@ -20,13 +20,20 @@ PROMPTS = [Prompt([1] * length, "f", row) for row, length in enumerate((3, 9, 5,
 
 
 @pytest.mark.parametrize(
-    ("rounds", "device", "compiled", "warm_ups"),
-    [(1, "cpu", False, 2), (2, "cpu", False, 5), (1, "cuda", False, 5), (1, "cpu", True, 5)],
+    ("rounds", "device", "compiled", "warm_ups", "each"),
+    [
+        (1, "cpu", False, 2, 1),
+        (2, "cpu", False, 5, 1),
+        (1, "cuda", False, 5, 1),
+        (2, "cuda", False, 5, 2),
+        (1, "cpu", True, 5, 1),
+    ],
 )
 def test_lines_warm_up_and_take_turns(
-    rounds: int, device: str, compiled: bool, warm_ups: int, monkeypatch: pytest.MonkeyPatch
+    rounds: int, device: str, compiled: bool, warm_ups: int, each: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a warm-up of few rows, these are the longest: the batch that comes first and needs the most."""
+    """In a warm-up of few rows, these are the longest: the batch that comes first and needs the most. each: rounds that
+    an engine needs until nothing is compiled."""
     asked: list[tuple[str, list[int]]] = []
 
     def answer(generator: Any, schedule: Any, prompts: list[Prompt]) -> Run:
@@ -36,16 +43,17 @@ def test_lines_warm_up_and_take_turns(
         return Run(answers, number, [number], [number / 2])  # type: ignore[arg-type, list-item]
 
     monkeypatch.setattr(timing, "answer", answer)
-    generator = SimpleNamespace(max_batch=2, device=SimpleNamespace(type=device))
+    engine = SimpleNamespace(rounds_to_warm=each)
+    generator = SimpleNamespace(max_batch=2, device=SimpleNamespace(type=device), engine=engine)
     lines: Any = {"1x": (generator, "1x"), "2x": (generator, "2x")}
     runs = time_in_turn(lines, PROMPTS, rounds, "1x", compiled)
-    assert [name for name, _ in asked] == ["1x", "2x"] * (rounds + 1)
-    assert [len(rows) for _, rows in asked] == [warm_ups] * 2 + [5] * (2 * rounds)
+    assert [name for name, _ in asked] == ["1x", "2x"] * (rounds + each)
+    assert [len(rows) for _, rows in asked] == [warm_ups] * 2 * each + [5] * (2 * rounds)
     if warm_ups == 2:
         assert asked[0][1] == asked[1][1] == [1, 3]
-    assert runs["1x"].seconds == [3 + 2 * one for one in range(rounds)]
-    assert runs["2x"].decode_seconds == [2 + one for one in range(rounds)]
-    assert runs["2x"].answers[0].generated_text == f"{2 * rounds + 2}"  # the last round's
+    assert runs["1x"].seconds == [2 * (each + one) + 1 for one in range(rounds)]
+    assert runs["2x"].decode_seconds == [each + 1 + one for one in range(rounds)]
+    assert runs["2x"].answers[0].generated_text == f"{2 * (rounds + each)}"  # the last round's
     assert (runs["1x"].answers[0].token_ids, runs["2x"].answers[0].token_ids) == ([7], None)
 
 
