@@ -46,7 +46,6 @@ class Gpu(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []  # what the host has waited for, by operation
-        self.copies = 0  # between host and device, that nobody has waited for
         self.capturing = False
         self.captures = self.replays = 0
         self.launches = 0  # of kernels, outside graphs or into them
@@ -75,9 +74,7 @@ class Gpu(TorchDispatchMode):
             assert not self.capturing, f"{func}: a graph would hold the host's memory of this moment"
             known = func is torch.ops.aten._to_copy.default and kwargs.get("non_blocking")
             upward = bool(given) and given[0].device.type == "cpu"
-            if known and (not upward or given[0] in self.pinned):
-                self.copies += 1
-            else:
+            if not (known and (not upward or given[0] in self.pinned)):
                 self.waits.append(f"{func} of {[(one.device.type, tuple(one.shape)) for one in given]}")
         return out
 
@@ -173,8 +170,6 @@ class _Graph:
 class _Stream:
     def wait_event(self, event: Any) -> None: ...
 
-    def wait_stream(self, stream: Any) -> None: ...
-
     def synchronize(self) -> None: ...
 
 
@@ -187,9 +182,6 @@ class _Event:
     def record(self, stream: Any = None) -> None: ...
 
     def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
 
 
 def _load_guard() -> None:
@@ -232,12 +224,10 @@ def fake_gpu() -> Iterator[Gpu]:
         "graph_pool_handle": lambda: (0, 0),
         "Stream": _Stream,
         "Event": _Event,
-        "current_stream": _Stream,
         "stream": lambda _: nullcontext(),
         "synchronize": lambda *_: gpu.waits.append("synchronize"),
         "get_device_name": lambda *_: "none",
         "mem_get_info": lambda *_: (70 * 2**30, 80 * 2**30),
-        "memory_reserved": lambda *_: 0,
         "empty_cache": lambda: None,
     }
     triton.runtime.driver.set_active(_Target())  # type: ignore[arg-type]

@@ -81,13 +81,11 @@ class GpuEngine(Engine):
         assert all(isinstance(block, FusedLayer) for block in decoder.blocks)
         self.graphs = graphs and decoder.device.type == "cuda"
         self.read_every, self.max_rows = read_every, max_rows
-        self.pages = self._budget = budget_bytes // page_bytes(
-            decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize
-        )
+        self._page_bytes = page_bytes(decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize)
+        self.pages = self._budget = budget_bytes // self._page_bytes
         self._pool = PagePool() if pool is None else pool
         self._pool.users.add(self)
         self._others: dict[Schedule, GpuEngine] = {}  # under other schedules
-        self._budget_bytes = budget_bytes
         self._run: _Run | None = None
         self._prefill = Prefill(decoder, schedule)
         self._slots: dict[int, int] = {}  # of rows in flight, by ticket
@@ -111,7 +109,7 @@ class GpuEngine(Engine):
                 self.decoder,
                 schedule,
                 self.stop_ids,
-                budget_bytes=self._budget_bytes,
+                budget_bytes=self._budget * self._page_bytes,
                 max_rows=self._most_rows,
                 cumulative_logprob=self.cumulative_logprob,
                 graphs=self.graphs,
@@ -122,9 +120,7 @@ class GpuEngine(Engine):
 
     def row_bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
         """Most bytes of pages that such a row holds at any one time."""
-        decoder = self.decoder
-        bytes_each = page_bytes(decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize)
-        return bytes_each * self._row_pages(prompt_tokens, max_new_tokens)
+        return self._page_bytes * self._row_pages(prompt_tokens, max_new_tokens)
 
     def _row_pages(self, prompt_tokens: int, new_tokens: int) -> int:
         """Most pages of such a row, with those that it takes until the host has seen it end."""
@@ -290,7 +286,7 @@ class GpuEngine(Engine):
             self.pages, self.max_rows = self._budget, self._most_rows
         if self._run is not None:
             cache = self._run.cache
-            self.stats.cache_bytes = max(self.stats.cache_bytes, cache.most * cache.bytes // (cache.count + 1))
+            self.stats.cache_bytes = max(self.stats.cache_bytes, cache.most * self._page_bytes)
             cache.release(list(self._slots.values()))
         self.rows, self._slots, self._put_back, self._noticed = [], {}, [], []
         self._looks.drop()

@@ -117,6 +117,10 @@ class FusedLayer(nn.Module):
             rms = layer.input_layernorm, layer.post_attention_layernorm
             self.norms = [Norm(one.weight.detach(), None, one.variance_epsilon) for one in rms]
 
+    def _heads(self, hidden: Tensor) -> Tensor:
+        """[N, E] -> queries, keys and values [N, Q + 2 H, D]."""
+        return self.qkv(self._norm(0, hidden) if self.norm_first else hidden).view(len(hidden), -1, self.head_dim)
+
     def _norm(self, number: int, hidden: Tensor) -> Tensor:
         norm = self.norms[number]
         normed: Tensor = self.operations.norm(hidden, norm.weight, norm.bias, norm.eps)
@@ -126,9 +130,7 @@ class FusedLayer(nn.Module):
         """hidden [B, E], in its place, of the lanes whose depth is above rank. splits: see `attend`."""
         operations, table = self.operations, cache.table[self.number]
         where = cache.keys, cache.values, table, lanes.slots, lanes.places, lanes.depths, rank
-        states = self.qkv(self._norm(0, hidden) if self.norm_first else hidden)
-        states = states.view(len(hidden), -1, self.head_dim)
-        queries = operations.append(states, lanes.rotary, self.query_heads, *where)
+        queries = operations.append(self._heads(hidden), lanes.rotary, self.query_heads, *where)
         attended = operations.attend(queries, *where, self.scaling, splits)
         change, runs = self.output(attended.view(len(hidden), -1)), (lanes.depths, rank)
         if self.norm_first:
@@ -148,8 +150,7 @@ class FusedLayer(nn.Module):
         keys, values = (hidden.new_empty(len(hidden), self.kv_heads, self.head_dim) for _ in range(2))
         for piece in prompts.pieces:
             part = hidden[piece.tokens]
-            states = self.qkv(self._norm(0, part) if self.norm_first else part).view(len(part), -1, self.head_dim)
-            queries, key, value = states.split([self.query_heads, self.kv_heads, self.kv_heads], dim=1)
+            queries, key, value = self._heads(part).split([self.query_heads, self.kv_heads, self.kv_heads], dim=1)
             if rotary is not None:
                 turns = rotary[0][piece.tokens], rotary[1][piece.tokens]
                 queries, key = reference.rotated(queries, *turns), reference.rotated(key, *turns)
@@ -168,8 +169,7 @@ class FusedLayer(nn.Module):
     ) -> Tensor:
         """[B, S, E] -> [B, S, E], called as the library's layer: for what is neither a step nor a pass over prompts."""
         flat = hidden.flatten(0, 1)
-        states = self.qkv(self._norm(0, flat) if self.norm_first else flat)
-        states = states.view(*hidden.shape[:2], -1, self.head_dim).transpose(1, 2)
+        states = self._heads(flat).unflatten(0, hidden.shape[:2]).transpose(1, 2)
         query, key, value = states.split([self.query_heads, self.kv_heads, self.kv_heads], dim=1)
         if position_embeddings is not None:
             query, key = (reference.rotated(one, *position_embeddings) for one in (query, key))

@@ -125,7 +125,7 @@ class Prompts:
         if queries.device.type == "cuda" and varlen_attn is not None and queries.dtype != torch.float32:
             return _by_varlen(piece, queries, keys, values, scaling)
         if queries.device.type == "cuda":  # grouped heads in float32 have no kernel there that spares the scores
-            keys, values = (one.repeat_interleave(queries.shape[1] // one.shape[1], dim=1) for one in (keys, values))
+            keys, values = (_repeated(one, queries) for one in (keys, values))
         done = []
         parts = zip(queries.split(piece.queries), keys.split(piece.keys), values.split(piece.keys), strict=True)
         for query, key, value in parts:
@@ -166,6 +166,11 @@ def _with_prefix(first: int, end: int, before: int) -> Tensor:
     return torch.cat((torch.arange(before), torch.arange(before + first, before + end)))
 
 
+def _repeated(states: Tensor, queries: Tensor) -> Tensor:
+    """Keys or values [N, H, D], each as often as heads of queries [M, Q, D] share it -> [N, Q, D]."""
+    return states.repeat_interleave(queries.shape[1] // states.shape[1], dim=1)
+
+
 def _by_varlen(piece: Piece, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
     """By torch's own attention over sequences one behind another; a query sees what lies before it from the end."""
     settings: dict[str, Any] = {"is_causal": True} if "is_causal" in _TOLD else {"window_size": (-1, 0)}
@@ -177,8 +182,7 @@ def _by_varlen(piece: Piece, queries: Tensor, keys: Tensor, values: Tensor, scal
         if "enable_gqa" in _TOLD:
             settings["enable_gqa"] = True
         else:
-            groups = queries.shape[1] // keys.shape[1]
-            keys, values = (one.repeat_interleave(groups, dim=1) for one in (keys, values))
+            keys, values = (_repeated(one, queries) for one in (keys, values))
     longest = max(piece.queries), max(piece.keys)
     out = varlen_attn(queries, keys, values, piece.query_ends, piece.key_ends, *longest, **settings)
     assert isinstance(out, Tensor)

@@ -39,6 +39,11 @@ class Tail:
     barred: bool
     logprobs: bool
 
+    @property
+    def plain(self) -> bool:
+        """Whether the likeliest tokens are all that is asked."""
+        return not (self.barred or self.drawn or self.logprobs)
+
     @classmethod
     def of(cls, rows: Sequence[Row], logprobs: bool) -> Tail:
         """Of rows that `on_device` takes."""
@@ -103,16 +108,14 @@ class DeviceRows:
 
     def take(self, slots: Tensor, logits: Tensor, tail: Tail) -> None:
         """Draw the next token of lanes [B] whose rows have not ended, from logits [B, V], and note what ends."""
-        plain = not (tail.barred or tail.drawn or tail.logprobs)
-        at_once = len(slots) if plain else max(1, DRAWN_NUMBERS // logits.shape[1])
+        at_once = len(slots) if tail.plain else max(1, DRAWN_NUMBERS // logits.shape[1])
         parts = [self._next(*part, tail) for part in zip(slots.split(at_once), logits.split(at_once), strict=True)]
         tokens, told = parts[0] if len(parts) == 1 else (torch.cat(one) for one in zip(*parts, strict=True))
         self.operations.finish(slots, tokens, told if tail.logprobs else None, self)
 
     def _next(self, slots: Tensor, logits: Tensor, tail: Tail) -> tuple[Tensor, Tensor]:
         """The tokens [B] that come next, and their log-probabilities [B] where they are asked for."""
-        plain = not (tail.barred or tail.drawn or tail.logprobs)
-        adjusted = wide = logits if plain else logits.float()
+        adjusted = wide = logits if tail.plain else logits.float()
         if tail.barred:
             counts, stops = self.counts[slots], self.stops[slots]
             early = (counts < self.least[slots])[:, None] & (stops >= 0) & (stops < wide.shape[1])
