@@ -7,7 +7,7 @@ PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check --constr
 .PHONY: demo test coverage test-slow test-ceph lint bench bench-full bench-parts bench-scale bench-stragglers peers soak clean evidence-e2e evidence-dense evidence-orders evidence-labels evidence-adapt
 
 demo: .venv/installed
-	@.venv/bin/python -m pipeline.demo work/demo/prompts
+	@.venv/bin/python -m pipeline.demo_data work/demo/prompts
 	@.venv/bin/skipdecode run configs/demo.yaml --show 5
 
 test: .venv/installed-dev

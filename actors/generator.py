@@ -21,6 +21,7 @@ import numpy as np
 
 from actors.engine.batching import constant_prefix
 from actors.engine.choices import ChoiceTrie
+from actors.engine.errors import UserError
 from actors.engine.loading import inspect, load_decoder, load_tokenizer, memory_needed, stop_ids
 from actors.engine.row_key import row_key
 from actors.engine.stopping import StopStrings
@@ -105,7 +106,7 @@ class Generator:
         from actors.engine.scheduler import SCHEDULERS
 
         if scheduler not in SCHEDULERS:
-            raise ValueError(f"scheduler = {scheduler!r}: must be one of {', '.join(SCHEDULERS)}")
+            raise UserError(f"scheduler = {scheduler!r}: must be one of {', '.join(SCHEDULERS)}")
         if threads is not None:
             torch.set_num_threads(threads)
         found = inspect(checkpoint)
@@ -162,7 +163,7 @@ class Generator:
         A prompt is text, a list of token ids, or a list of messages for the checkpoint's chat template. A row's
         random numbers follow from seed and prompt, so that batches may be cut in any way. Where n is above 1, a
         row comes back n times. A chat template runs in transformers' own sandbox, which bounds neither its time nor
-        its memory, unless `pipeline.chat.bound_templates` was called.
+        its memory, unless `pipeline.prepare.chat.bound_templates` was called.
         """
         prompts = [self._prompt(value) for value in batch[self.prompt_column]]
         answers = self.answer(prompts, constant_prefix([one.ids for one in prompts if one.error is None]))
@@ -271,17 +272,17 @@ class Generator:
     def _requests(self, prompt: Prompt) -> list[Request]:
         """The row's samples as the engine's requests; ValueError says why it cannot be answered."""
         if prompt.error is not None:
-            raise ValueError(prompt.error)
+            raise UserError(prompt.error)
         try:
             params = self.sampling.merged(prompt.sampling)
         except ValueError as problem:
-            raise ValueError(f"sampling: {problem}") from None
+            raise UserError(f"sampling: {problem}") from None
         if params.logprobs is not None and self.sampling.logprobs is None:
-            raise ValueError("sampling: logprobs: set it for the whole job too (0 will do), so that there is a column")
+            raise UserError("sampling: logprobs: set it for the whole job too (0 will do), so that there is a column")
         vocabulary = self.engine.decoder.vocab_size
         for name, ids in (("sampling: stop_token_ids", params.stop_token_ids), ("prompt", prompt.ids)):
             if ids and max(ids) >= vocabulary:
-                raise ValueError(f"{name}: token {max(ids)} lies outside the model's vocabulary of {vocabulary}")
+                raise UserError(f"{name}: token {max(ids)} lies outside the model's vocabulary of {vocabulary}")
         special = [self.special_ids[one] for one in params.stop if one in self.special_ids]
         if special:  # they decode to nothing, where no string can be found
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
@@ -289,7 +290,7 @@ class Generator:
         trie = None if labels is None else self._trie(labels)
         for name in ("stop", "stop_token_ids", "min_new_tokens", "ignore_eos"):
             if trie is not None and getattr(params, name):
-                raise ValueError(f"choices do not go with sampling.{name}: a label ends where it ends")
+                raise UserError(f"choices do not go with sampling.{name}: a label ends where it ends")
         ending = None
         if params.stop:
             ending = StopStrings(params.stop, self._decode, self.special_ids.values(), params.min_new_tokens)
@@ -300,7 +301,7 @@ class Generator:
         ]
         needed = self.engine.row_bytes(len(prompt.ids), self.engine.new_tokens_limit(requests[0]))
         if needed > self.cache_bytes:
-            raise ValueError(f"needs {needed} bytes of cache, more than the budget of {self.cache_bytes}")
+            raise UserError(f"needs {needed} bytes of cache, more than the budget of {self.cache_bytes}")
         return requests
 
     def _trie(self, labels: tuple[str, ...]) -> ChoiceTrie:
@@ -310,13 +311,13 @@ class Generator:
             vocabulary = self.engine.decoder.vocab_size
             wrong = [label for label, one in zip(labels, ids, strict=True) if one and max(one) >= vocabulary]
             if wrong:
-                raise ValueError(f"choices: {wrong[0]!r} holds a token outside the model's vocabulary of {vocabulary}")
+                raise UserError(f"choices: {wrong[0]!r} holds a token outside the model's vocabulary of {vocabulary}")
             stops = self.engine.stop_ids
             eos = self.tokenizer.eos_token_id
             try:
                 trie = ChoiceTrie(ids, eos if eos in stops else min(stops, default=None))
             except ValueError as problem:
-                raise ValueError(f"choices: {problem} (counted from 0)") from None
+                raise UserError(f"choices: {problem} (counted from 0)") from None
             if len(self._tries) >= KEPT_TRIES:
                 self._tries.clear()
             self._tries[labels] = trie

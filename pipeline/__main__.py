@@ -1,5 +1,5 @@
 """`python -m pipeline …` is `skipdecode …`."""
 
-from pipeline.cli import main
+from pipeline.cli.app import main
 
 main()

@@ -20,35 +20,36 @@ import ray
 from ray.data import ActorPoolStrategy
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.engine.errors import UserError
 from actors.engine.schedule import Schedule
-from pipeline import manifest as manifests
-from pipeline.checkpoints import Located, locate
-from pipeline.columns import check_columns, optional_columns
-from pipeline.config import ActorsConfig, JobConfig
-from pipeline.flight import STAGES, Flights, clear_flights
-from pipeline.generate import PartSpec, ShardGenerator
-from pipeline.interrupt import Interrupted, graceful, interruptible
-from pipeline.lease import leased
-from pipeline.ledger import holds_ledger
-from pipeline.manifest import Manifest
-from pipeline.memory import tell_memory
-from pipeline.prepare import check_spec, prompt_spec
-from pipeline.prepare_stage import prepare
-from pipeline.progress import Progress
-from pipeline.ray_session import actor_cpus, early_ray, ray_session
-from pipeline.records import RollUp
-from pipeline.report import SUCCESS, Outcome, complete, seal
-from pipeline.scheduled import Job, Scheduled, run_scheduled
-from pipeline.sink import PART, clear, clear_temporaries, commit_shards, committed
-from pipeline.source import Files, Shard, ShardSource, list_files
-from pipeline.stats import Totals
-from pipeline.storage import Folder, open_folder, probe_create
-from pipeline.tally import Tally
+from pipeline.checkpoints.resolve import ResolvedCheckpoint, resolve_checkpoint
+from pipeline.commit.lease import leased
+from pipeline.commit.records import Compaction
+from pipeline.commit.sink import PART, clear, clear_temporaries, commit_shards, committed
+from pipeline.config.job import ActorsConfig, JobConfig
+from pipeline.generate.coordinator import Coordinator
+from pipeline.generate.stage import PartSpec, ShardGenerator
+from pipeline.generate.stats import Totals
+from pipeline.incremental.ledger import holds_ledger
+from pipeline.incremental.runs import Job, Scheduled, run_scheduled
+from pipeline.plan import manifest as manifests
+from pipeline.plan.columns import check_columns, optional_columns
+from pipeline.plan.manifest import Manifest
+from pipeline.plan.memory import log_memory_estimate
+from pipeline.prepare.prompts import check_spec, prompt_spec
+from pipeline.prepare.stage import prepare
+from pipeline.read.source import Files, Shard, ShardSource, list_files
+from pipeline.report.progress import Progress
+from pipeline.report.summary import SUCCESS, Outcome, complete, seal
+from pipeline.runtime.quarantine import STAGES, Quarantine, clear_quarantine
+from pipeline.runtime.ray_session import actor_cpus, early_ray, ray_session
+from pipeline.runtime.signals import Interrupted, graceful, interruptible
+from pipeline.storage.folder import Folder, open_folder, probe_create
 
 log = logging.getLogger(__name__)
 STAGE_CPUS = 0.5  # a slot of the read, prepare and write tasks beside the actors; each new worker costs imports
 TASK_RETRIES = 20  # of a task whose process died, or whose result was lost with its node
-WATCHED_RETRIES = 1000  # of one that `Flights` keeps count of
+QUARANTINED_RETRIES = 1000  # of one that `Quarantine` keeps count of
 READ_TASK_ROWS, READ_TASK_BYTES = 50_000, 512 * 2**20  # a read task at most, or one row group
 
 
@@ -68,11 +69,11 @@ def run_since(
 ) -> Scheduled:
     """Run the job over the input files that no successful run has seen, after the rest of an unfinished run.
 
-    overwrite: give an unfinished run up. Raises what `run` raises, and Overtaken.
+    overwrite: give an unfinished run up. Raises what `run` raises, and ConcurrentRun.
     """
     assert config.input.since == "last_success"
     if limit is not None:
-        raise ValueError("--limit: rows that it leaves out would never be answered; leave out --limit or input.since")
+        raise UserError("--limit: rows that it leaves out would never be answered; leave out --limit or input.since")
     with interruptible():
         return _run_since(config, overwrite, verbose)
 
@@ -82,7 +83,7 @@ def _run(config: JobConfig, limit: int | None, overwrite: bool, verbose: bool) -
     check_columns(config)
     folder = open_folder(config.output.path, config.storage)
     if holds_ledger(folder):
-        raise ValueError(f"{folder.url}: holds scheduled runs; set input.since: last_success, or choose another folder")
+        raise UserError(f"{folder.url}: holds scheduled runs; set input.since: last_success, or choose another folder")
     stored = None if overwrite else _load_stored(folder)
     left = stored is None or not folder.exists(SUCCESS)  # as far as can be told before the job is planned
     with early_ray(verbose) if left else nullcontext():
@@ -97,9 +98,9 @@ def _plan_and_answer(
     manifest = manifests.plan_job(config, located, schedule, limit, stored)
     if stored is not None and stored.fingerprint != manifest.fingerprint:
         names = ", ".join(manifests.difference(stored.identity, manifest.identity))
-        raise ValueError(f"{folder.url}: holds another job, which differs in {names}; --overwrite replaces it")
+        raise UserError(f"{folder.url}: holds another job, which differs in {names}; --overwrite replaces it")
     if stored is None or not folder.exists(SUCCESS):
-        tell_memory(config, located, manifest.batching)
+        log_memory_estimate(config, located, manifest.batching)
     with leased(folder):
         clear_temporaries(folder)
         _check_unchanged(folder, stored, overwrite)
@@ -116,18 +117,18 @@ def _run_since(config: JobConfig, overwrite: bool, verbose: bool) -> Scheduled:
     check_columns(config)
     root = open_folder(config.output.path, config.storage)
     if any(name.endswith(".parquet") for name in root.names()) or manifests.load(root) is not None:
-        raise ValueError(f"{root.url}: holds what no scheduled run has written; choose another folder for input.since")
+        raise UserError(f"{root.url}: holds what no scheduled run has written; choose another folder for input.since")
 
     def inputs(may_be_empty: bool) -> Files:
         return list_files(config.input.path, config.storage, may_be_empty=may_be_empty)
 
-    checkpoints: dict[str, tuple[Located, Schedule]] = {}  # of the manifests planned here, by fingerprint
+    checkpoints: dict[str, tuple[ResolvedCheckpoint, Schedule]] = {}  # of the manifests planned here, by fingerprint
 
     def plan(files: Files, stored: Manifest | None) -> Manifest:
         located, schedule = _locate(config, stored)  # the rest of a run keeps the commit that it has pinned
         manifest = manifests.plan_job(config, located, schedule, None, stored, files)
         if stored is None:  # before the run is claimed: what does not fit must not be pinned
-            tell_memory(config, located, manifest.batching)
+            log_memory_estimate(config, located, manifest.batching)
         checkpoints[manifest.fingerprint] = located, schedule
         return manifest
 
@@ -146,26 +147,26 @@ def _run_since(config: JobConfig, overwrite: bool, verbose: bool) -> Scheduled:
 
 
 def _answer(
-    config: JobConfig, located: Located, schedule: Schedule, manifest: Manifest, verbose: bool
+    config: JobConfig, located: ResolvedCheckpoint, schedule: Schedule, manifest: Manifest, verbose: bool
 ) -> tuple[Totals, int]:
     """Answer the shards that are left and check that every row is there: totals, and the rows that were left."""
     folder = open_folder(config.output.path, config.storage)
     done = committed(folder, manifest.shards, manifest.fingerprint)
     left = [shard for shard in manifest.shards if shard.index not in done]
-    clear_flights(folder, but={shard.index for shard in left})
+    clear_quarantine(folder, but={shard.index for shard in left})
     if done and left:
         log.warning("resuming: %d of %d shards are committed already", len(done), len(manifest.shards))
     if left:
         folder.remove(SUCCESS)  # of a finished job that has lost parts since
         folder = probe_create(folder)
-        with ray_session(config.actors, verbose), RollUp(folder, manifest.fingerprint):
+        with ray_session(config.actors, verbose), Compaction(folder, manifest.fingerprint):
             _flow(config, located, schedule, manifest, folder, left)
     return complete(folder, manifest), sum(shard.rows for shard in left)
 
 
-def _locate(config: JobConfig, stored: Manifest | None) -> tuple[Located, Schedule]:
+def _locate(config: JobConfig, stored: Manifest | None) -> tuple[ResolvedCheckpoint, Schedule]:
     """The checkpoint, and what the job file asks of it; ValueError of one line."""
-    located = locate(config.model, config.storage, stored.identity.get("model") if stored else None)
+    located = resolve_checkpoint(config.model, config.storage, stored.identity.get("model") if stored else None)
     schedule = located.checkpoint.schedule(config.schedule.changes())
     check_spec(prompt_spec(config, located, time.time()))
     return located, schedule
@@ -174,7 +175,7 @@ def _locate(config: JobConfig, stored: Manifest | None) -> tuple[Located, Schedu
 def _load_stored(folder: Folder) -> Manifest | None:
     stored = manifests.load(folder)
     if stored is None and any(name.endswith(".parquet") for name in folder.first_names()):
-        raise ValueError(
+        raise UserError(
             f"{folder.url}: holds Parquet files of no job known here; choose another folder, or --overwrite"
         )
     return stored
@@ -184,15 +185,20 @@ def _check_unchanged(folder: Folder, stored: Manifest | None, overwrite: bool) -
     """Planning takes time: nobody may have begun a job here before the lease was ours."""
     now = None if overwrite else _load_stored(folder)
     if (now and now.fingerprint) != (stored and stored.fingerprint):
-        raise ValueError(f"{folder.url}: another run began a job here meanwhile; look at it, then run again")
+        raise UserError(f"{folder.url}: another run began a job here meanwhile; look at it, then run again")
     if overwrite:
         foreign = [name for name in folder.names() if name.endswith(".parquet") and not PART.fullmatch(name)]
         if foreign:
-            raise ValueError(f"{folder.url}: {foreign[0]} is no part of a job; --overwrite leaves it, so move it away")
+            raise UserError(f"{folder.url}: {foreign[0]} is no part of a job; --overwrite leaves it, so move it away")
 
 
 def _flow(
-    config: JobConfig, located: Located, schedule: Schedule, manifest: Manifest, folder: Folder, left: list[Shard]
+    config: JobConfig,
+    located: ResolvedCheckpoint,
+    schedule: Schedule,
+    manifest: Manifest,
+    folder: Folder,
+    left: list[Shard],
 ) -> None:
     """source -> prepare -> generate -> commit, for the shards that are left. Interrupted after a signal."""
     actors, batching = config.actors, manifest.batching
@@ -222,10 +228,12 @@ def _flow(
         "scheduler": batching.scheduler,
     }
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    tally = ray.remote(num_cpus=0)(Tally).options(scheduling_strategy=here).remote()  # dies with the driver only
+    coordinator = (
+        ray.remote(num_cpus=0)(Coordinator).options(scheduling_strategy=here).remote()
+    )  # dies with the driver only
     source = ShardSource(left, manifest.files, manifest.schema, config.storage, READ_TASK_ROWS, READ_TASK_BYTES)
     run = uuid.uuid4().hex
-    preparing, generating = (Flights(folder, run, config.attempts, stage) for stage in STAGES)
+    preparing, generating = (Quarantine(folder, run, config.attempts, stage) for stage in STAGES)
     with warnings.catch_warnings():
         # Ray Data tries what has died again for ever unless told otherwise, and has no other way yet to be told
         warnings.simplefilter("ignore", ray.util.annotations.RayDeprecationWarning)
@@ -234,11 +242,11 @@ def _flow(
         ).repartition(target_num_rows_per_block=1)
         prepared = shards.map_batches(
             prepare,
-            fn_kwargs={"spec": prompt, "flights": preparing},
+            fn_kwargs={"spec": prompt, "quarantine": preparing},
             batch_size=1,
             batch_format="numpy",
             num_cpus=STAGE_CPUS,
-            max_retries=WATCHED_RETRIES,
+            max_retries=QUARANTINED_RETRIES,
         )
         answered = prepared.map_batches(
             ShardGenerator,
@@ -246,21 +254,21 @@ def _flow(
                 "generator": generator,
                 "part": part,
                 "prefix": batching.prefix,
-                "tally": tally,
-                "flights": generating,
+                "coordinator": coordinator,
+                "quarantine": generating,
             },
             compute=_pool(actors),
             batch_size=1,
             batch_format="numpy",
             num_cpus=actor_cpus(actors),
             num_gpus=actors.gpus or None,
-            max_restarts=-1,  # the tally counts those that die while they load
-            max_task_retries=WATCHED_RETRIES,
+            max_restarts=-1,  # the coordinator counts those that die while they load
+            max_task_retries=QUARANTINED_RETRIES,
         )
         # write_datasink would keep a result of every shard, and all that led to it, until the last
         commits = answered.map_batches(
             commit_shards,
-            fn_kwargs={"folder": folder, "fingerprint": manifest.fingerprint, "tally": tally},
+            fn_kwargs={"folder": folder, "fingerprint": manifest.fingerprint, "coordinator": coordinator},
             batch_size=1,
             batch_format="pyarrow",
             num_cpus=STAGE_CPUS,
@@ -268,8 +276,8 @@ def _flow(
         )
     shards_done, rows_done = len(manifest.shards) - len(left), manifest.rows - sum(shard.rows for shard in left)
     with (
-        Progress(tally, len(manifest.shards), manifest.rows, shards_done, rows_done),
-        graceful(config.grace_seconds, lambda: _ask(tally.stop), lambda: _ask(tally.working)) as grace,
+        Progress(coordinator, len(manifest.shards), manifest.rows, shards_done, rows_done),
+        graceful(config.grace_seconds, lambda: _ask(coordinator.stop), lambda: _ask(coordinator.working)) as grace,
     ):
         try:
             for _ in commits.iter_internal_ref_bundles():
@@ -279,13 +287,13 @@ def _flow(
                 raise
             raise Interrupted(grace.signal) from None  # whoever stops a whole group of processes stops Ray's too
         finally:
-            ray.kill(cast(Any, tally))
+            ray.kill(cast(Any, coordinator))
     if grace.signal is not None:  # shards were passed by
         raise Interrupted(grace.signal)
 
 
 def _ask(method: Any) -> set[int]:
-    """What a tally answers; nothing if it does not answer."""
+    """What a coordinator answers; nothing if it does not answer."""
     try:
         answer: set[int] = ray.get(method.remote(), timeout=5)
     except (ray.exceptions.RayError, TimeoutError):

@@ -35,7 +35,7 @@ from fault_bench import Bench, Trial  # noqa: E402
 from faults import TwoNodes, kill_driver, kill_worker  # noqa: E402
 from moto.server import ThreadedMotoServer  # noqa: E402
 
-from pipeline.config import StorageConfig  # noqa: E402
+from pipeline.config.job import StorageConfig  # noqa: E402
 
 FAULTS = ("actor", "prepare", "write", "raylet", "driver")
 BUCKET = "skipdecode-soak"

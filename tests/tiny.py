@@ -9,8 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from actors.engine.schedule import ScheduleSpec
 from actors.engine.schedule_file import save_spec
-from pipeline.new_model import train_tokenizer
-from pipeline.training_data import Pair
+from pipeline.tune.data import Pair
+from pipeline.tune.new_model import train_tokenizer
 
 CONTEXT = 64
 LAYERS = 4

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from actors.engine.errors import UserError
+
 SHORTEST_PREFIX = 16  # tokens; below, looking after it costs more than it saves
 
 
@@ -38,7 +40,7 @@ def plan_batches(
         most_new = max_new_tokens[row]
         alone = row_bytes(prompt_tokens[row], most_new)
         if alone > budget_bytes:
-            raise ValueError(
+            raise UserError(
                 f"a row of {prompt_tokens[row]} prompt and {most_new} new tokens needs {alone} bytes of cache, "
                 f"the budget is {budget_bytes}"
             )

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from actors.engine.errors import UserError
+
 
 @dataclass
 class Node:
@@ -27,19 +29,19 @@ class ChoiceTrie:
 
     def __init__(self, labels: Sequence[Sequence[int]], end_id: int | None) -> None:
         if not labels:
-            raise ValueError("no choices")
+            raise UserError("no choices")
         self.end_id = end_id
         self.root = Node()
         for number, tokens in enumerate(labels):
             if not tokens:
-                raise ValueError(f"choice {number} has no tokens")
+                raise UserError(f"choice {number} has no tokens")
             if end_id in tokens:
-                raise ValueError(f"choice {number} holds the token that ends an answer")
+                raise UserError(f"choice {number} holds the token that ends an answer")
             node = self.root
             for token in tokens:
                 node = node.children.setdefault(token, Node())
             if node.label is not None:
-                raise ValueError(f"choices {node.label} and {number} are the same tokens")
+                raise UserError(f"choices {node.label} and {number} are the same tokens")
             node.label = number
         self.most_tokens = max(1, self._settle())
 
@@ -51,7 +53,7 @@ class ChoiceTrie:
         deepest: dict[int, int] = {}
         for node in reversed(order):
             if node.label is not None and node.children and self.end_id is None:
-                raise ValueError(f"choice {node.label} is the beginning of another, and the model has no end token")
+                raise UserError(f"choice {node.label} is the beginning of another, and the model has no end token")
             found = {child.only for child in node.children.values()}
             if node.label is not None:
                 found.add(node.label)

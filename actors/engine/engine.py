@@ -22,6 +22,7 @@ import torch
 
 from actors.engine.cache import PrefixKeys, SkipCache, cache_bytes_per_row, compaction
 from actors.engine.decoder import Decoder
+from actors.engine.errors import UserError
 from actors.engine.row import Row
 from actors.engine.sampling import RowSampling, sample
 from actors.engine.schedule import Schedule
@@ -49,7 +50,7 @@ class Engine:
         cumulative_logprob: bool = True,
     ) -> None:
         if schedule.num_layers != decoder.num_layers:
-            raise ValueError(f"schedule for {schedule.num_layers} layers, model has {decoder.num_layers}")
+            raise UserError(f"schedule for {schedule.num_layers} layers, model has {decoder.num_layers}")
         self.decoder = decoder
         self.schedule = schedule
         self.stop_ids = frozenset(stop_ids)
@@ -77,13 +78,13 @@ class Engine:
         """
         length = len(request.prompt_ids)
         if length == 0:
-            raise ValueError("empty prompt")
+            raise UserError("empty prompt")
         room = self.decoder.context_length - length
         if room < 1:
-            raise ValueError(f"prompt of {length} tokens leaves no room in a context of {self.decoder.context_length}")
+            raise UserError(f"prompt of {length} tokens leaves no room in a context of {self.decoder.context_length}")
         if request.choices is not None:
             if request.choices.most_tokens > room:
-                raise ValueError(f"choices of up to {request.choices.most_tokens} tokens; the context leaves {room}")
+                raise UserError(f"choices of up to {request.choices.most_tokens} tokens; the context leaves {room}")
             return request.choices.most_tokens
         return min(request.sampling.max_new_tokens, room)
 

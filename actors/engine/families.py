@@ -13,6 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from actors.engine.errors import UserError
+
 Rotary = tuple[Tensor, Tensor] | None
 
 
@@ -167,9 +169,9 @@ def family_of(config: PretrainedConfig) -> Family:
     family = FAMILIES.get(config.model_type)
     if family is None:
         only = "; of Gemma 3 only the text models (gemma3_text)" if config.model_type == "gemma3" else ""
-        raise ValueError(f"model_type {config.model_type!r} is not supported; supported: {', '.join(FAMILIES)}{only}")
+        raise UserError(f"model_type {config.model_type!r} is not supported; supported: {', '.join(FAMILIES)}{only}")
     if reason := family.unsupported(config):
-        raise ValueError(f"model_type {config.model_type!r}: {reason}")
+        raise UserError(f"model_type {config.model_type!r}: {reason}")
     return family
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from actors.engine.errors import UserError
 from actors.engine.schedule import Schedule, ScheduleSpec
 from actors.engine.schedule_file import load_spec
 from actors.engine.weights import ITEM_BYTES, Need, folder_sizes, names_in, need, weight_files
@@ -44,7 +45,7 @@ class Checkpoint:
         try:
             return (self.spec or ScheduleSpec()).overridden(changes).build(self.num_layers)
         except ValueError as error:
-            raise ValueError(f"schedule: {error}") from None
+            raise UserError(f"schedule: {error}") from None
 
 
 def inspect(path: str | Path, names: Collection[str] | None = None) -> Checkpoint:
@@ -61,26 +62,26 @@ def inspect(path: str | Path, names: Collection[str] | None = None) -> Checkpoin
 
     folder = Path(path)
     if not folder.is_dir():
-        raise ValueError(f"{folder}: no such checkpoint folder")
+        raise UserError(f"{folder}: no such checkpoint folder")
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         base = _read_object(folder / "adapter_config.json").get("base_model_name_or_path")
-        raise ValueError(f"{folder}: LoRA adapters of {base}; tune with lora.merge: true for a checkpoint that runs")
+        raise UserError(f"{folder}: LoRA adapters of {base}; tune with lora.merge: true for a checkpoint that runs")
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder}: not a checkpoint: no config.json")
+        raise UserError(f"{folder}: not a checkpoint: no config.json")
     kind = _read_object(folder / "config.json")
     weight_files(folder, names_in(folder) if names is None else names)
     if not any((folder / name).is_file() for name in TOKENIZERS):
-        raise ValueError(f"{folder}: no tokenizer ({' or '.join(TOKENIZERS)})")
+        raise UserError(f"{folder}: no tokenizer ({' or '.join(TOKENIZERS)})")
     for name in TOKENIZERS:
         if (folder / name).is_file():
             _read_object(folder / name)
     if "auto_map" in kind:
-        raise ValueError(f"{folder}: wants to run code of its own (auto_map), which is never done")
+        raise UserError(f"{folder}: wants to run code of its own (auto_map), which is never done")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         family_of(config)
     except (ValueError, KeyError, OSError, StrictDataclassError) as error:
-        raise ValueError(f"{folder}: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{folder}: {str(error).splitlines()[0]}") from None
     spec = load_spec(folder, config.num_hidden_layers)
     return Checkpoint(folder, config, spec, config.num_hidden_layers, context_length(config))
 
@@ -90,9 +91,9 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
+        raise UserError(f"{path}: not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{path}: holds no JSON object, but {type(found).__name__}")
+        raise UserError(f"{path}: holds no JSON object, but {type(found).__name__}")
     return found
 
 
@@ -155,7 +156,7 @@ def load_decoder(path: str | Path, dtype: torch.dtype, device: torch.device) -> 
     )
     model, found = loaded
     if found["missing_keys"]:  # the library would answer with random weights in their place
-        raise ValueError(f"{path}: no weights for {sorted(found['missing_keys'])[0]}")
+        raise UserError(f"{path}: no weights for {sorted(found['missing_keys'])[0]}")
     return Decoder(model.eval().requires_grad_(False))
 
 

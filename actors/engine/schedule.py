@@ -15,6 +15,8 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
+from actors.engine.errors import UserError
+
 DECAYS = ("linear", "cosine", "power", "step", "constant")
 KEEP_ORDERS = ("paper", "even", "early_exit")
 PROMPT_POLICIES = ("full", "first")
@@ -44,30 +46,30 @@ class Schedule:
     def __post_init__(self) -> None:
         layers = self.num_layers
         if layers < 1:
-            raise ValueError(f"num_layers = {layers}: must be at least 1")
+            raise UserError(f"num_layers = {layers}: must be at least 1")
         if not 0 <= self.warmup <= layers:
-            raise ValueError(f"warmup = {self.warmup}: must lie in [0, {layers}]")
+            raise UserError(f"warmup = {self.warmup}: must lie in [0, {layers}]")
         if self.prompt not in PROMPT_POLICIES:
-            raise ValueError(f"prompt = {self.prompt!r}: must be one of {', '.join(PROMPT_POLICIES)}")
+            raise UserError(f"prompt = {self.prompt!r}: must be one of {', '.join(PROMPT_POLICIES)}")
         if not self.depths:
-            raise ValueError("depths is empty: give at least one depth")
+            raise UserError("depths is empty: give at least one depth")
         lowest = max(self.warmup, 1)
         for t, depth in enumerate(self.depths):
             if not lowest <= depth <= layers:
-                raise ValueError(f"depths[{t}] = {depth}: must lie in [{lowest}, {layers}]")
+                raise UserError(f"depths[{t}] = {depth}: must lie in [{lowest}, {layers}]")
             if t and depth > self.depths[t - 1]:
-                raise ValueError(f"depths[{t}] = {depth} rises above depths[{t - 1}] = {self.depths[t - 1]}")
+                raise UserError(f"depths[{t}] = {depth} rises above depths[{t - 1}] = {self.depths[t - 1]}")
         if len(self.keep_order) != layers:
-            raise ValueError(f"keep_order has {len(self.keep_order)} entries for {layers} layers")
+            raise UserError(f"keep_order has {len(self.keep_order)} entries for {layers} layers")
         seen: dict[int, int] = {}
         for rank, layer in enumerate(self.keep_order):
             if not 0 <= layer < layers:
-                raise ValueError(f"keep_order[{rank}] = {layer}: no such layer, must lie in [0, {layers - 1}]")
+                raise UserError(f"keep_order[{rank}] = {layer}: no such layer, must lie in [0, {layers - 1}]")
             if layer in seen:
-                raise ValueError(f"keep_order[{rank}] = {layer} repeats keep_order[{seen[layer]}]")
+                raise UserError(f"keep_order[{rank}] = {layer} repeats keep_order[{seen[layer]}]")
             seen[layer] = rank
         if sorted(self.keep_order[: self.warmup]) != list(range(self.warmup)):
-            raise ValueError(f"keep_order must begin with the {self.warmup} warm-up layers 0 to {self.warmup - 1}")
+            raise UserError(f"keep_order must begin with the {self.warmup} warm-up layers 0 to {self.warmup - 1}")
 
     def depth(self, position: int) -> int:
         """d(t): layers run when generated token `position` is the input."""
@@ -150,25 +152,25 @@ class ScheduleSpec:
         if not isinstance(self.keep_order, str):
             return tuple(self.keep_order)
         if not 0 <= self.warmup <= num_layers:
-            raise ValueError(f"warmup = {self.warmup}: must lie in [0, {num_layers}]")
+            raise UserError(f"warmup = {self.warmup}: must lie in [0, {num_layers}]")
         if self.keep_order == "paper":
             return paper_order(num_layers, self.warmup)
         if self.keep_order == "even":
             return even_order(num_layers, self.warmup)
         if self.keep_order == "early_exit":
             return early_exit_order(num_layers)
-        raise ValueError(f"keep_order = {self.keep_order!r}: must be {', '.join(KEEP_ORDERS)} or a list of layers")
+        raise UserError(f"keep_order = {self.keep_order!r}: must be {', '.join(KEEP_ORDERS)} or a list of layers")
 
     def _depths(self, num_layers: int) -> tuple[int, ...]:
         given = [name for name in ("depths", "speedup") if getattr(self, name) is not None] + (
             ["max_depth/min_depth"] if (self.max_depth, self.min_depth) != (None, None) else []
         )
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} both say how deep: give one")
+            raise UserError(f"{' and '.join(given)} both say how deep: give one")
         if self.depths is not None:
             return tuple(self.depths)
         if self.decay not in DECAYS:
-            raise ValueError(f"decay = {self.decay!r}: must be one of {', '.join(DECAYS)}")
+            raise UserError(f"decay = {self.decay!r}: must be one of {', '.join(DECAYS)}")
         if self.speedup is not None:
             if self.decay == "constant":
                 max_depth = min_depth = max(self.warmup, 1, round(Fraction(num_layers) / _ratio(self.speedup)))
@@ -178,13 +180,13 @@ class ScheduleSpec:
             max_depth = num_layers if self.max_depth is None else self.max_depth
             min_depth = max_depth if self.min_depth is None else self.min_depth
         if min_depth > max_depth:
-            raise ValueError(f"min_depth = {min_depth} lies above max_depth = {max_depth}")
+            raise UserError(f"min_depth = {min_depth} lies above max_depth = {max_depth}")
         if max_depth == min_depth or self.decay == "constant":
             if max_depth != min_depth:
-                raise ValueError(f"decay = constant needs max_depth = min_depth, not {max_depth} and {min_depth}")
+                raise UserError(f"decay = constant needs max_depth = min_depth, not {max_depth} and {min_depth}")
             return (max_depth,)
         if self.horizon is None:
-            raise ValueError(
+            raise UserError(
                 "horizon is not set and the checkpoint has none: give schedule.horizon, the number of generated "
                 "tokens over which depth falls (the median answer length is a good choice)"
             )
@@ -210,7 +212,7 @@ class ScheduleSpec:
 def depths_for_speedup(num_layers: int, speedup: float, warmup: int = 1) -> tuple[int, int]:
     """(max depth, min depth) for a nominal speed-up s: max = round(4L/3s), min = round(2L/s) - max."""
     if not 1 <= speedup < math.inf:
-        raise ValueError(f"speedup = {speedup}: must be at least 1")
+        raise UserError(f"speedup = {speedup}: must be at least 1")
     if speedup == 1:
         return num_layers, num_layers
     ratio = _ratio(speedup)
@@ -225,7 +227,7 @@ def curve(
 ) -> tuple[int, ...]:
     """Depths d(0) ... d(horizon - 1), falling from max to min; past the horizon the last one holds."""
     if horizon < 2:
-        raise ValueError(f"horizon = {horizon}: must be at least 2")
+        raise UserError(f"horizon = {horizon}: must be at least 2")
     span = max_depth - min_depth
     depths: list[int] = []
     for t in range(horizon):
@@ -242,9 +244,9 @@ def fall(decay: str, done: Fraction, *, power: float = 2.0, steps: int = 4) -> f
     `done` is u in the paper. Raises ValueError if `power` or `steps` is out of range.
     """
     if decay == "power" and not 0 < power < math.inf:
-        raise ValueError(f"power = {power}: must be above 0")
+        raise UserError(f"power = {power}: must be above 0")
     if decay == "step" and steps < 2:
-        raise ValueError(f"steps = {steps}: must be at least 2")
+        raise UserError(f"steps = {steps}: must be at least 2")
     if decay == "cosine":
         return (1 - math.cos(math.pi * float(done))) / 2
     if decay == "power":

@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from actors.engine.errors import UserError
 from actors.engine.schedule import ScheduleSpec
 
 SCHEDULE_FILE = "skipdecode.json"
@@ -21,23 +22,23 @@ def read_spec(values: Mapping[str, Any], num_layers: int, source: str) -> Schedu
     known = {field.name for field in fields(ScheduleSpec)}
     unknown = sorted(set(values) - known - {"num_layers"})
     if unknown:
-        raise ValueError(f"{source}: unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}")
+        raise UserError(f"{source}: unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}")
     if values.get("num_layers") != num_layers:
-        raise ValueError(
+        raise UserError(
             f"{source}: made for num_layers = {values.get('num_layers')}, but the model has {num_layers} layers"
         )
     given = {name: value for name, value in values.items() if name != "num_layers"}
     for name, value in given.items():
         kinds = _KINDS[name]
         if not _is(value, kinds) or (isinstance(value, list) and not all(_is(entry, (int,)) for entry in value)):
-            raise ValueError(f"{source}: {name} = {value!r} has the wrong type")
+            raise UserError(f"{source}: {name} = {value!r} has the wrong type")
         if isinstance(value, list):
             given[name] = tuple(value)
     spec = ScheduleSpec(**given)
     try:
         spec.build(num_layers)
     except ValueError as error:
-        raise ValueError(f"{source}: {error}") from None
+        raise UserError(f"{source}: {error}") from None
     return spec
 
 
@@ -49,9 +50,9 @@ def load_spec(checkpoint: Path, num_layers: int) -> ScheduleSpec | None:
     try:
         values = json.loads(path.read_text())
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
+        raise UserError(f"{path}: not JSON: {error}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{path}: must hold one JSON object")
+        raise UserError(f"{path}: must hold one JSON object")
     return read_spec(values, num_layers, str(path))
 
 

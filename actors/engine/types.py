@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
+from actors.engine.errors import UserError
+
 if TYPE_CHECKING:
     from actors.engine.choices import ChoiceTrie
 
@@ -69,7 +71,7 @@ class SamplingParams:
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "must be 0 to 2**63 - 1"),
         ):
             if not fits:
-                raise ValueError(f"{name} = {getattr(self, name)!r}: {rule}")
+                raise UserError(f"{name} = {getattr(self, name)!r}: {rule}")
 
     def _temperature_fits(self) -> bool:
         return self.temperature == 0 or LEAST <= self.temperature <= MOST
@@ -84,7 +86,7 @@ def _checked(name: str, value: Any) -> Any:
     kinds = {one.name: str(one.type) for one in fields(SamplingParams)}
     if name not in kinds:
         near = difflib.get_close_matches(str(name), kinds, n=1, cutoff=0.5)
-        raise ValueError(
+        raise UserError(
             f"unknown key {name}; " + (f"did you mean {near[0]}?" if near else f"known: {', '.join(kinds)}")
         )
     kind = kinds[name].removesuffix(" | None")

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from actors.engine.errors import UserError
+
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEADER_LIMIT = 100_000_000  # bytes; the library refuses longer ones too
 ALLOWANCE = 2**29  # bytes beside weights and cache: the process and its libraries, a batch's activations and logits
@@ -44,18 +46,18 @@ def weight_files(folder: Path, names: Collection[str]) -> list[str]:
     if INDEX not in names:
         other = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth")))
         found = f"; {other[0]} is a pickle, which is not loaded: convert it" if other else ""
-        raise ValueError(f"{folder}: no safetensors weights ({WEIGHTS} or {INDEX}){found}")
+        raise UserError(f"{folder}: no safetensors weights ({WEIGHTS} or {INDEX}){found}")
     try:
         shards = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{folder / INDEX}: not an index of weights: needs a weight_map of tensors to files") from None
+        raise UserError(f"{folder / INDEX}: not an index of weights: needs a weight_map of tensors to files") from None
     for name in shards:
         if not isinstance(name, str) or name != Path(name).name or not name.endswith(".safetensors"):
-            raise ValueError(f"{folder / INDEX}: names {name!r}, which is no safetensors file beside it")
+            raise UserError(f"{folder / INDEX}: names {name!r}, which is no safetensors file beside it")
     missing = [name for name in shards if name not in names]
     if missing or not shards:
         gone = missing[0] if missing else "no file at all"
-        raise ValueError(f"{folder}: {INDEX} names {gone}, {len(missing)} of {len(shards)} shards are missing")
+        raise UserError(f"{folder}: {INDEX} names {gone}, {len(missing)} of {len(shards)} shards are missing")
     return shards
 
 
@@ -68,16 +70,16 @@ def tensor_sizes(read: Callable[[int, int], bytes], size: int, name: str) -> dic
     head = read(8, 0) if size >= 8 else b""
     length = int.from_bytes(head, "little")
     if len(head) != 8 or not 2 <= length <= min(HEADER_LIMIT, size - 8):
-        raise ValueError(f"{name}: not a whole safetensors file: {size} bytes, no header in them; fetch it again")
+        raise UserError(f"{name}: not a whole safetensors file: {size} bytes, no header in them; fetch it again")
     try:
         header = json.loads(read(length, 8))
         tensors = {key: entry for key, entry in header.items() if key != "__metadata__"}
         end = 8 + length + max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
         sizes = {key: math.prod(int(one) for one in entry["shape"]) for key, entry in tensors.items()}
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-        raise ValueError(f"{name}: not a safetensors file: its header cannot be read") from None
+        raise UserError(f"{name}: not a safetensors file: its header cannot be read") from None
     if end != size:
-        raise ValueError(f"{name}: {size} bytes, but its header says {end}: cut short or damaged, fetch it again")
+        raise UserError(f"{name}: {size} bytes, but its header says {end}: cut short or damaged, fetch it again")
     return sizes
 
 
@@ -106,7 +108,7 @@ def need(sizes: Mapping[str, int], *, tied: bool, dtype: str, cache_bytes: int) 
 def check_free(need: Need, free: int, total: int) -> None:
     """ValueError of one line if a GPU with `free` of `total` bytes cannot hold what is needed."""
     if need.total > free:
-        raise ValueError(
+        raise UserError(
             f"the model needs {gib(need.total)} of GPU memory (weights {gib(need.weights)}, cache {gib(need.cache)}, "
             f"{gib(need.beside)} beside them), but {gib(free)} of {gib(total)} are free: lower actors.cache_bytes, let "
             "fewer actors share a GPU, or free it"

@@ -87,9 +87,9 @@ def hook(seconds_a_row: float, line: StartingLine | None = None) -> Callable[[],
     """A `worker_process_setup_hook` that puts the fake in place."""
 
     def put_in_place() -> None:
-        import pipeline.generate
+        import pipeline.generate.stage
 
         FakeGenerator.seconds_a_row, FakeGenerator.line = seconds_a_row, line
-        pipeline.generate.Generator = FakeGenerator  # type: ignore[misc]
+        pipeline.generate.stage.Generator = FakeGenerator  # type: ignore[misc]
 
     return put_in_place

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import torch
 
 from actors.generator import Generator, Prompt
-from pipeline.demo import write_prompts
+from pipeline.demo_data import write_prompts
 
 CHECKPOINT = "configs/demo/checkpoint"
 TOKENS = 32

@@ -37,7 +37,7 @@ import yaml  # noqa: E402
 from workloads import DATA  # noqa: E402
 
 from actors.generator import Generator, Prompt  # noqa: E402
-from pipeline.demo import write_prompts  # noqa: E402
+from pipeline.demo_data import write_prompts  # noqa: E402
 
 CHECKPOINT = ROOT / "configs/demo/checkpoint"
 E2E = DATA / "e2e" / "train.parquet"

@@ -40,9 +40,9 @@ from tiny import tiny_checkpoint  # noqa: E402
 from watch import MIB, Watch  # noqa: E402
 
 from pipeline import job  # noqa: E402
-from pipeline.config import JobConfig, StorageConfig  # noqa: E402
-from pipeline.ray_session import OBJECT_STORE_BYTES, ray_session  # noqa: E402
-from pipeline.source import InputFile, ShardSource, cut_shards  # noqa: E402
+from pipeline.config.job import JobConfig, StorageConfig  # noqa: E402
+from pipeline.read.source import InputFile, ShardSource, cut_shards  # noqa: E402
+from pipeline.runtime.ray_session import OBJECT_STORE_BYTES, ray_session  # noqa: E402
 
 MODES = ("million", "shards", "nodes", "plan")
 NODE_ACTORS = 2

@@ -4,8 +4,8 @@
 
 The demo's job goes into a fresh folder; its prompts are written before it, timed apart. What a job has come to is
 read off its output folder, every 20 ms: planned (`_job/job.json` is there), a first shard in preparation, a first
-shard at an actor whose model is loaded (their markers in `_job/flight`). The first batch is not told by itself: it is
-taken to end where the earliest shard began, plus that shard's seconds over its batches. Medians; a first run, which
+shard at an actor whose model is loaded (their markers in `_job/quarantine`). The first batch has no time of
+its own: it is taken to end where the earliest shard began, plus that shard's seconds over its batches. Medians; a first run, which
 finds no file in memory, is not told apart. The last line is one JSON object.
 """
 
@@ -28,8 +28,8 @@ COMMAND = [sys.executable, "-m", "pipeline"]  # what `skipdecode` runs
 POLL_SECONDS = 0.02
 EVENTS = {
     "planned": "_job/job.json",
-    "first shard in preparation": "_job/flight/*.prepare.json",
-    "a model loaded, first shard begun": "_job/flight/*.generate.json",
+    "first shard in preparation": "_job/quarantine/*.prepare.json",
+    "a model loaded, first shard begun": "_job/quarantine/*.generate.json",
 }
 FIRST = "first batch answered"
 
@@ -75,7 +75,7 @@ def main() -> None:
     writing, runs = [], []
     for _ in range(given.runs):
         with tempfile.TemporaryDirectory() as folder:
-            writing.append(seconds_of("-m", "pipeline.demo", f"{folder}/prompts"))
+            writing.append(seconds_of("-m", "pipeline.demo_data", f"{folder}/prompts"))
             runs.append(demo(Path(folder), given.changes))
     found = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
     print(f"{os.cpu_count()} cores; medians of {given.runs}, of 5 for --help\nskipdecode --help {help_seconds:.2f} s")

@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM
 
 from actors.engine.decoder import Decoder
 from actors.engine.loading import inspect
-from pipeline.config_tuning import LossConfig
-from pipeline.training import response_logits, summed_loss
-from pipeline.training_data import Batch
+from pipeline.config.tune import LossConfig
+from pipeline.tune.data import Batch
+from pipeline.tune.trainer import response_logits, summed_loss
 
 ROOT = Path(__file__).parents[2]
 SPEEDS = (1.0, 2.0, 3.0, 4.0, 5.0)

@@ -10,7 +10,7 @@ import typer
 import yaml
 from ray.scripts.scripts import cli as ray_cli
 
-from pipeline.cli import app
+from pipeline.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 INFRA = ROOT / "infra"

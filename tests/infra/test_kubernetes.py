@@ -22,8 +22,8 @@ from jsonschema import ValidationError as SchemaError
 from ray.dashboard.modules.job import job_supervisor
 from referencing import Registry, Resource
 
-from pipeline.config import JobConfig
-from pipeline.config_file import load_config
+from pipeline.config.job import JobConfig
+from pipeline.config.load import load_config
 
 CRON, RAYJOB, NAME = "kubernetes-labelling-cronjob.yaml", "kuberay-rayjob.yaml", "skipdecode-labelling"
 KUBERNETES = "1.33"

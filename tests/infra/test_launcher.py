@@ -11,7 +11,7 @@ from infra_files import documents, parse_ray
 from jsonschema import ValidationError
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from pipeline.config import JobConfig
+from pipeline.config.job import JobConfig
 
 
 def cluster() -> dict[str, Any]:

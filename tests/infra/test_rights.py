@@ -16,9 +16,9 @@ import s3fs
 from infra_files import INFRA
 from moto.server import ThreadedMotoServer
 
-from pipeline.config import StorageConfig
-from pipeline.source import cut_shards, list_files, read_footer, read_shards
-from pipeline.storage import open_folder, probe_create
+from pipeline.config.job import StorageConfig
+from pipeline.read.source import cut_shards, list_files, read_footer, read_shards
+from pipeline.storage.folder import open_folder, probe_create
 
 BUCKET = "example-bucket"
 NEEDS = {

@@ -13,12 +13,12 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from pipeline import adapt as adaptation
-from pipeline import adapt_configs as configs
-from pipeline.cli import app
-from pipeline.config import JobConfig
-from pipeline.interrupt import Interrupted
-from pipeline.yaml_file import dump
+from pipeline.adapt import configs
+from pipeline.adapt import run as adaptation
+from pipeline.cli.app import app
+from pipeline.config.job import JobConfig
+from pipeline.config.yaml_file import dump
+from pipeline.runtime.signals import Interrupted
 
 ROWS = 30
 END = 2  # of the tiny checkpoint

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from pipeline.config import JobConfig
+from pipeline.config.job import JobConfig
 
 
 def parts(output: Path) -> dict[str, bytes]:

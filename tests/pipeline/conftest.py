@@ -12,7 +12,7 @@ import ray
 from moto.server import ThreadedMotoServer
 from tiny import tiny_checkpoint
 
-from pipeline.config import StorageConfig
+from pipeline.config.job import StorageConfig
 
 
 @pytest.fixture(scope="session")

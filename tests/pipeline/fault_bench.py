@@ -22,9 +22,9 @@ from slowed import Slowness, slowed
 from tiny import tiny_checkpoint
 
 from pipeline import job as jobs
-from pipeline.config import JobConfig, StorageConfig
-from pipeline.sink import PART
-from pipeline.storage import Folder, open_folder
+from pipeline.commit.sink import PART
+from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.storage.folder import Folder, open_folder
 
 WORDS = ["alpha", "bravo", "charlie", "delta", "echo", "foxtrot", "golf", "hotel"]
 ROWS, SHARDS = 60, 12

@@ -28,9 +28,9 @@ from ray.cluster_utils import Cluster
 from slowed import Slowness, slowed
 
 from pipeline import job as jobs
-from pipeline.report import RowsMissing
-from pipeline.sink import PART
-from pipeline.storage import Folder
+from pipeline.commit.sink import PART
+from pipeline.report.summary import RowsMissing
+from pipeline.storage.folder import Folder
 
 ROOT = Path(__file__).parents[2]
 TITLES = {"actor": "ShardGenerator", "prepare": "(prepare)", "write": "commit_shards"}  # of Ray's worker processes

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline import prepare as prepares
-from pipeline.generate import ShardGenerator
-from pipeline.prepare_stage import prepare
+from pipeline.generate.stage import ShardGenerator
+from pipeline.prepare import prompts as prepares
+from pipeline.prepare.stage import prepare
 
 KILLER = "killer"  # a word of the row's prompt
 DEADLY_TOKENS = 9  # length of the row's prompt

@@ -12,10 +12,10 @@ from moto.moto_server.werkzeug_app import DomainDispatcherApplication
 from moto.s3.models import s3_backends
 from parts import FINGERPRINT, LAYERS, part_stats
 
-from pipeline.manifest import Batching, Manifest
-from pipeline.records import RECORDS_SCHEMA, Record, encode, record_name, records_table, write_segment
-from pipeline.sink import part_name
-from pipeline.source import InputFile, Shard
+from pipeline.commit.records import RECORDS_SCHEMA, Record, encode, record_name, records_table, write_segment
+from pipeline.commit.sink import part_name
+from pipeline.plan.manifest import Batching, Manifest
+from pipeline.read.source import InputFile, Shard
 
 PART = b"x"
 PART_DIGEST = hashlib.sha256(PART).hexdigest()

@@ -7,12 +7,12 @@ from typing import Any
 import pyarrow as pa
 
 from actors.generator import Answer
-from pipeline.generate import PartSpec, part_bytes, part_table
-from pipeline.manifest import Batching, Manifest
-from pipeline.report import complete, seal
-from pipeline.source import Shard
-from pipeline.stats import ShardStats, Totals
-from pipeline.storage import Folder
+from pipeline.generate.stage import PartSpec, part_bytes, part_table
+from pipeline.generate.stats import ShardStats, Totals
+from pipeline.plan.manifest import Batching, Manifest
+from pipeline.read.source import Shard
+from pipeline.report.summary import complete, seal
+from pipeline.storage.folder import Folder
 
 LAYERS = 4
 FINGERPRINT = "f" * 64

@@ -8,11 +8,11 @@ from typing import Any
 from parts import part, part_stats
 
 from pipeline import job as jobs
-from pipeline.config import JobConfig
-from pipeline.manifest import Manifest
-from pipeline.sink import commit
-from pipeline.source import Shard
-from pipeline.storage import open_folder
+from pipeline.commit.sink import commit
+from pipeline.config.job import JobConfig
+from pipeline.plan.manifest import Manifest
+from pipeline.read.source import Shard
+from pipeline.storage.folder import open_folder
 
 
 def run(values: dict[str, Any]) -> None:

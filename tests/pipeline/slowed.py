@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline import job as jobs
-from pipeline.cli import main
+from pipeline.cli.app import main
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ def _commit_shards(seconds: float) -> Any:
 
     original = jobs.commit_shards  # type: ignore[attr-defined]
 
-    def commit_shards(batch: Any, folder: Any, fingerprint: str, tally: Any) -> Any:
-        return original(batch, SlowFolder(folder), fingerprint, tally)
+    def commit_shards(batch: Any, folder: Any, fingerprint: str, coordinator: Any) -> Any:
+        return original(batch, SlowFolder(folder), fingerprint, coordinator)
 
     commit_shards.__module__ = "__main__"  # as above
     return commit_shards

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from actors.engine.errors import UserError
 from actors.engine.schedule import Schedule
 
 PAGE_TOKENS = 16
@@ -112,7 +113,7 @@ class PagedCache:
         pool: PagePool | None = None,
     ) -> None:
         if pages < 1:
-            raise ValueError("no page of cache fits the budget")
+            raise UserError("no page of cache fits the budget")
         self.max_new_tokens = max_new_tokens
         self.uses = layer_uses(schedule, max_new_tokens)
         width = -(-(prompt_tokens + max_new_tokens) // PAGE_TOKENS)

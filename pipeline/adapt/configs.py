@@ -1,0 +1,158 @@
+"""What an adaptation asks of the other commands: the full-depth job, tune's and evaluate's recipes, the job to run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from actors.engine.errors import UserError
+from actors.engine.schedule import ScheduleSpec
+from pipeline.checkpoints.resolve import ResolvedCheckpoint
+from pipeline.config.adapt import LOSS, TRAINING, AdaptConfig
+from pipeline.config.job import JobConfig, ScheduleConfig
+from pipeline.config.load import validated
+from pipeline.config.tune import TuneConfig
+from pipeline.config.yaml_file import dump
+
+KEPT = ("horizon", "decay", "power", "steps", "warmup", "keep_order", "prompt")  # of the schedule, all but how deep
+NOT_TRAINED_FOR = {"power": "power", "steps": "step"}  # key -> the decay that it shapes
+SAMPLE, ANSWERS, TRAIN, HELD_OUT = "sample.parquet", "full-depth", "train.parquet", "held-out.parquet"
+CHECKPOINT, BEFORE, AFTER, JOB_FILE = "checkpoint", "before", "after", "job.yaml"
+
+
+def options(config: JobConfig) -> AdaptConfig:
+    """The job's `adapt` section, or its defaults."""
+    return config.adapt or AdaptConfig()
+
+
+def output_folder(config: JobConfig) -> Path:
+    """Where the adaptation goes. ValueError if that is not local."""
+    given = options(config).output or f"{config.output.path.rstrip('/')}-adapt"
+    if "://" in given:
+        raise UserError(f"adapt.output: {given} is not local, and training writes local files: name a local folder")
+    return Path(given)
+
+
+def metric(config: JobConfig) -> str:
+    """What the tolerance is in."""
+    return options(config).metric or ("agreement_exact" if config.choices else "agreement_rouge_l")
+
+
+def check_installed(config: JobConfig) -> None:
+    """ValueError names a package of tune's or evaluate's that is missing; none is imported."""
+    wanted = ["sacrebleu", "rouge_score", "matplotlib", *(["peft"] if options(config).lora is not None else [])]
+    missing = [name for name in wanted if find_spec(name) is None]
+    if missing:
+        raise UserError(f"{missing[0]} is not installed: pip install -c constraints.txt -e '.[tune,eval]'")
+
+
+def full_depth_job(config: JobConfig, located: ResolvedCheckpoint, folder: Path) -> JobConfig:
+    """The same job over the sample, every token through all layers, one answer a row, ids by row number."""
+    folder = folder.resolve()  # workers on other nodes have other working directories
+    given = config.input.model_copy(
+        update={"path": [str(folder / SAMPLE)], "id": None, "since": None, "changed": "error"}
+    )
+    output = config.output.model_copy(
+        update={"path": str(folder / ANSWERS), "keep": [], "token_ids": True, "cumulative_logprob": False}
+    )
+    return config.model_copy(
+        update={
+            "input": given,
+            "output": output,
+            "model": config.model.model_copy(update={"path": pinned_path(config, located)}),
+            "schedule": ScheduleConfig(speedup=1.0),
+            "sampling": config.sampling.model_copy(update={"n": 1}),
+            "adapt": None,
+        }
+    )
+
+
+def pinned_path(config: JobConfig, located: ResolvedCheckpoint) -> str:
+    """The job's checkpoint as every node finds it; on the hub the commit that was located, whatever comes later."""
+    if isinstance(located.source, str) or located.source.commit is None:
+        return config.model.path
+    return f"{config.model.path.partition('@')[0]}@{located.source.commit}"
+
+
+def schedule_shape(config: JobConfig, stored: ScheduleSpec | None) -> dict[str, Any]:
+    """What tune keeps of the job's schedule on top of the checkpoint's: all but how deep.
+
+    Raises ValueError for what tune has no key for.
+    """
+    changes = {key: value for key, value in config.schedule.changes().items() if key in KEPT}
+    start = stored or ScheduleSpec()
+    spec = start.overridden(changes)
+    for key, decay in NOT_TRAINED_FOR.items():
+        if spec.decay == decay and getattr(spec, key) != getattr(start, key):
+            raise UserError(f"schedule.{key}: adapt trains for {getattr(start, key)} alone; leave it out")
+    return {key: value for key, value in spec.to_dict().items() if key in KEPT and key not in NOT_TRAINED_FOR}
+
+
+def tune_config(
+    config: JobConfig, shape: Mapping[str, Any], model: str, max_tokens: int, folder: Path, source: str
+) -> TuneConfig:
+    """Tune's recipe. model: local folder. max_tokens: of the longest pair. ValueError of one line for wrong options."""
+    given = options(config)
+    columns = {"prompt": "prompt", "train_reference": "response", "dev_reference": "response", "ended": "ended"}
+    values: dict[str, Any] = {
+        "model": {"path": model},
+        "data": {
+            "train": str(folder / TRAIN),
+            "dev": str(folder / HELD_OUT),
+            "max_tokens": max(4, given.max_tokens or max_tokens),
+            **columns,
+        },
+        "output": str(folder / CHECKPOINT),
+        "schedule": {"speedups": list(given.speedups), **shape},
+        "loss": {**LOSS, **given.loss},
+        "lora": given.lora,
+        "training": {**TRAINING, **given.training},
+    }
+    return validated(TuneConfig, values, f"{source}: adapt")
+
+
+def eval_values(
+    config: JobConfig, shape: Mapping[str, Any], model: str, reference: str | None, output: Path, folder: Path
+) -> dict[str, Any]:
+    """Evaluate's recipe, over the held-out rows, greedy: what a temperature draws differs without any loss.
+
+    reference: checkpoint whose full depth losses are against; None: the model's own. A row's own sampling does not
+    come into it. How often it is timed, threads, cache and rows in flight are not in it.
+    """
+    given = options(config)
+    greedy = {"temperature": 0.0, "n": 1, "logprobs": None}
+    return {
+        "data": {
+            "path": str(folder / HELD_OUT),
+            "prompt": "prompt",
+            "references": None if given.references is None else "references",
+        },
+        "model": {**config.model.model_dump(), "path": model},
+        "reference_model": reference,
+        "output": str(output),
+        "schedule": {key: list(value) if isinstance(value, tuple) else value for key, value in shape.items()},
+        "speedups": sorted({1.0, *given.speedups}),
+        "sampling": {**config.sampling.model_dump(), **greedy},
+        "choices": None if config.choices is None else list(config.choices),
+        "storage": config.storage.model_dump(),
+    }
+
+
+def tuned_path(config: JobConfig, located: ResolvedCheckpoint, folder: Path) -> str:
+    """The tuned checkpoint as the job file names it: relative only where the user's own is a relative folder."""
+    path = folder / CHECKPOINT
+    relative = isinstance(located.source, str) and not Path(config.model.path).is_absolute()
+    return str(path if relative else path.resolve())
+
+
+def job_text(values: Mapping[str, Any], model: str, speedup: float, comment: Sequence[str]) -> str:
+    """The user's job file with the tuned checkpoint at the chosen speed, without its `adapt` section."""
+    job = {
+        **{key: value for key, value in values.items() if key != "adapt"},
+        "model": {**values["model"], "path": model},
+        "schedule": {"speedup": speedup},
+    }
+    head = "".join(f"# {' '.join(line.split())}\n" for line in comment)
+    return head + dump(job)

@@ -1,0 +1,93 @@
+"""What an adaptation came to, for a terminal and as JSON."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.adapt.choice import Measured
+from pipeline.adapt.configs import AFTER, BEFORE, CHECKPOINT
+from pipeline.adapt.run import Adapted
+
+
+def print_adapted(console: Console, adapted: Adapted) -> None:
+    """The table before and after, what was chosen, the break-even, and where everything lies."""
+    counts = adapted.counts
+    console.print(
+        f"{counts['drawn']:,} of {counts['job']:,} rows drawn: {counts['train']:,} trained on, {counts['held_out']:,} "
+        f"held out; left out: {counts['unreadable'] + counts['errors']:,} with an error, {counts['empty']:,} with an "
+        f"empty answer, {counts['unreferenced']:,} without a reference, {counts['repeated']:,} with a held-out row's "
+        "prompt",
+        highlight=False,
+    )
+    console.print(_table(adapted))
+    unit = "nats" if adapted.metric == "token_kl" else "points of 100"
+    console.print(
+        f"losses are against the job's own checkpoint at full depth, over the held-out rows, greedy, in {unit}; "
+        f"tolerance {adapted.tolerance:g}",
+        highlight=False,
+    )
+    if adapted.break_even is not None and adapted.chosen is not None:
+        for line in adapted.break_even.sentences(_speed(adapted.chosen)):
+            console.print(line, highlight=False)
+    shown = ", ".join(f"{stage} {seconds:,.1f} s" for stage, seconds in adapted.seconds.items())
+    console.print(f"time: {shown}", highlight=False)
+    folder = adapted.folder
+    console.print(
+        f"checkpoint: {folder / CHECKPOINT}\ntables: {folder / BEFORE} (before), {folder / AFTER} (after)",
+        highlight=False,
+    )
+    if adapted.job_file is not None:
+        console.print(f"next: skipdecode run {adapted.job_file}", highlight=False)
+
+
+def too_tight(adapted: Adapted) -> str:
+    """One line for an adaptation without a choice: which tolerance would have done."""
+    closest = adapted.nearest
+    least = math.ceil(1000 * closest.scores[adapted.metric].loss_high) / 1000  # up, so that it admits what it names
+    return (
+        f"no speed-up is within adapt.tolerance = {adapted.tolerance:g} of {adapted.metric}, and no job file is "
+        f"written; {_speed(closest)} would be within {least:g}"
+    )
+
+
+def to_dict(adapted: Adapted) -> dict[str, Any]:
+    """Plain values, the derived ones too."""
+    values = asdict(adapted)
+    if adapted.break_even is not None:
+        values["break_even"] |= {"at_rows": adapted.break_even.at_rows, "saved": adapted.break_even.saved}
+    values["folder"] = str(adapted.folder)
+    values["job_file"] = None if adapted.job_file is None else str(adapted.job_file)
+    return values
+
+
+def _table(adapted: Adapted) -> Table:
+    table = Table(box=None, pad_edge=False)
+    columns = ("speed", "layer ratio", "wall", adapted.metric, "before", "loss", "at worst", "within")
+    for name in columns:
+        table.add_column(name, justify="right")
+    before = {line.nominal: line for line in adapted.before}
+    full = next(line for line in adapted.after if line.nominal is None)
+    for line in adapted.after:
+        if line.nominal is None:
+            continue
+        score = line.scores[adapted.metric]
+        table.add_row(
+            _speed(line) + (" *" if line == adapted.chosen else ""),
+            "" if line.layer_ratio is None else f"{line.layer_ratio:.2f}x",
+            f"{full.seconds / line.seconds:.2f}x",
+            f"{score.value:.4g}",
+            f"{before[line.nominal].scores[adapted.metric].value:.4g}",
+            f"{score.loss:.3g}",
+            f"{score.loss_high:.3g}",
+            "yes" if score.loss_high <= adapted.tolerance else "no",
+        )
+    return table
+
+
+def _speed(line: Measured) -> str:
+    return "full depth" if line.nominal is None else f"{line.nominal:g}x"

@@ -1,0 +1,67 @@
+"""Rows drawn from a job's input, uniformly and without replacement, as one Parquet file of their own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from actors.engine.errors import UserError
+from pipeline.config.job import JobConfig
+from pipeline.plan.manifest import read_footers
+from pipeline.prepare.prompts import ERROR
+from pipeline.read.schema import conform, is_text
+from pipeline.read.source import Files, InputFile, Shard, from_ipc, read_shards, to_ipc
+
+
+def draw(total: int, count: int, seed: int) -> list[int]:
+    """`count` different numbers below `total`, all of them if it has fewer; in random order."""
+    return random.Random(seed).sample(range(total), min(count, total))
+
+
+def layout(config: JobConfig, listed: Files) -> tuple[list[InputFile], pa.Schema]:
+    """The input files, and one schema of the columns that the job reads; of those carried along the references alone.
+
+    Raises ValueError of one line: unreadable, a column missing or of the wrong type.
+    """
+    assert config.adapt is not None
+    keep = [] if config.adapt.references is None else [config.adapt.references]
+    output = config.output.model_copy(update={"keep": keep})
+    files, schema = read_footers(config.model_copy(update={"output": output}), listed)
+    for name in keep:
+        kind = schema.field(name).type
+        is_list = isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
+        if not is_text(kind.value_type if is_list else kind):
+            raise UserError(f"adapt.references: column {name!r} is {kind}; it must be string, or a list of strings")
+    return files, schema
+
+
+def write_sample(
+    config: JobConfig, files: Sequence[InputFile], schema: pa.Schema, drawn: Sequence[int], path: Path
+) -> list[bool]:
+    """Write the drawn rows in their order; of each, whether its values can be read, for others are left out.
+
+    drawn: row numbers over all files, in their order. Only row groups that hold a drawn row are read.
+    """
+    in_order = sorted(drawn)
+    rows = dict(zip(in_order, _read(config, files, schema, in_order), strict=True))
+    readable = [rows[row][ERROR][0].as_py() is None for row in drawn]
+    good = [rows[row].drop_columns(ERROR) for row, fine in zip(drawn, readable, strict=True) if fine]
+    table = pa.concat_tables([schema.empty_table(), *good]).combine_chunks()
+    temporary = path.with_suffix(".tmp")
+    pq.write_table(table, temporary)
+    temporary.replace(path)
+    return readable
+
+
+def _read(config: JobConfig, files: Sequence[InputFile], schema: pa.Schema, rows: Sequence[int]) -> Iterator[pa.Table]:
+    """The rows, given in ascending order, each as a table of its own with the column `ERROR`."""
+    ends = accumulate((file.rows for file in files), initial=0)
+    for file, (first, end) in zip(files, pairwise(ends), strict=True):
+        wanted = [Shard(0, file.url, row - first, 1) for row in rows if first <= row < end]
+        for table in read_shards(wanted, schema.names, config.storage) if wanted else ():
+            yield from_ipc(to_ipc(conform(table, schema)))  # a copy: a slice would hold on to its whole batch

@@ -1,0 +1,129 @@
+"""An adaptation looked through and ready to begin: all that can be wrong without a model is found here."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import ray
+from fsspec.implementations.local import LocalFileSystem
+
+from actors.engine.errors import UserError
+from pipeline.adapt import configs
+from pipeline.adapt.sample import layout
+from pipeline.adapt.state import Record
+from pipeline.checkpoints.resolve import ResolvedCheckpoint, resolve_checkpoint
+from pipeline.config.adapt import OF_TEXTS
+from pipeline.config.job import JobConfig
+from pipeline.plan.columns import check_columns
+from pipeline.plan.manifest import check_output_disjoint
+from pipeline.prepare.prompts import check_spec, prompt_spec
+from pipeline.read.source import InputFile, list_files
+from pipeline.storage.folder import filesystem
+
+
+@dataclass(frozen=True)
+class Task:
+    """One adaptation. inputs: digest of the input's listing. settings: what each stage hangs on."""
+
+    config: JobConfig
+    source: str
+    folder: Path
+    located: ResolvedCheckpoint
+    files: list[InputFile]
+    schema: pa.Schema
+    shape: dict[str, Any]
+    inputs: str
+    settings: dict[str, dict[str, Any]]
+
+    @property
+    def rows(self) -> int:
+        """Of the job's input."""
+        return sum(file.rows for file in self.files)
+
+
+def plan_adaptation(config: JobConfig, source: str, folder: Path, record: Record) -> Task:
+    """The task, from a job file with a section `adapt`. ValueError of one line for what is wrong."""
+    given = configs.options(config)
+    if config.input.choices is not None:
+        raise UserError("input.choices: adapt cannot evaluate rows with labels of their own; give the job's choices")
+    if config.choices is not None and given.metric in OF_TEXTS:
+        raise UserError(f"adapt.metric: {given.metric} is not for labels; with choices take exact_match")
+    if given.output is None and on_cluster():
+        raise UserError(
+            f"adapt.output: the cluster's nodes must all read and write the sample and its answers, and {folder} may "
+            "be of this node alone: name a folder on a file system that they share, or unset RAY_ADDRESS"
+        )
+    configs.check_installed(config)
+    check_columns(config)
+    listed = list_files(config.input.path, config.storage)
+    check_output_disjoint(config, listed, "adapt.output", str(folder))
+    files, schema = layout(config, listed)
+    rows = sum(file.rows for file in files)
+    if rows <= given.held_out:
+        raise UserError(
+            f"{config.input.path[0]}: {rows} rows leave none to train on beside adapt.held_out = {given.held_out}"
+        )
+    stored = record.settings("sample")
+    located = resolve_checkpoint(config.model, config.storage, stored["model"] if stored else None)
+    _check_folder(config, located, folder)
+    check_spec(prompt_spec(config, located, 0.0))
+    shape = configs.schedule_shape(config, located.checkpoint.spec)
+    configs.tune_config(config, shape, ".", 4, folder, source)  # options of tune's are looked at now
+    for speedup in given.speedups:
+        located.checkpoint.schedule({"horizon": 2, **shape, "speedup": speedup})
+    inputs = hashlib.sha256(repr(sorted(listed.items())).encode()).hexdigest()
+    return Task(config, source, folder, located, files, schema, shape, inputs, _settings(config, located, shape))
+
+
+def on_cluster() -> bool:
+    """Whether the job's actors may run on other nodes than this one."""
+    if ray.is_initialized():
+        return sum(bool(node["Alive"]) for node in ray.nodes()) > 1 or bool(os.environ.get("RAY_ADDRESS"))
+    return bool(os.environ.get("RAY_ADDRESS"))
+
+
+def _check_folder(config: JobConfig, located: ResolvedCheckpoint, folder: Path) -> None:
+    """ValueError if the folder is, holds or lies in the job's output or its checkpoint: stages replace files."""
+    mine = folder.resolve()
+    fs, path = filesystem(config.output.path, config.storage)
+    others = {"output.path": Path(path)} if isinstance(fs, LocalFileSystem) else {}
+    if isinstance(located.source, str):
+        others["model.path"] = Path(located.source)
+    for key, other in others.items():
+        theirs = other.resolve()
+        if mine.is_relative_to(theirs) or theirs.is_relative_to(mine):
+            raise UserError(f"adapt.output: {folder} and {key} {other} lie in each other; choose another folder")
+
+
+def _settings(config: JobConfig, located: ResolvedCheckpoint, shape: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What each stage hangs on, beside those before it. The metric and the tolerance can be changed at any time."""
+    options = configs.options(config).model_dump()
+
+    def chosen(*names: str) -> dict[str, Any]:
+        return {"adapt": {name: options[name] for name in names}}
+
+    actors = {"actors": config.actors.model_dump(include={"max_batch", "threads", "cache_bytes"})}
+    return {
+        "sample": {  # not the input's files: they may grow while the adaptation stands
+            "input": config.input.model_dump(exclude={"since", "changed"}),
+            "model": {**config.model.model_dump(exclude={"path", "cache"}), **located.identity()},
+            "sampling": config.sampling.model_dump(exclude={"n"}),
+            "choices": config.choices,
+            "version": version("skipdecode"),
+            **chosen("rows", "held_out", "references", "seed"),
+        },
+        "answers": {
+            "output": {"strip": config.output.strip},
+            **config.model_dump(include={"shared_prefix", "shard_rows", "shard_bytes"}),
+        },
+        "tune": {"schedule": dict(shape), **chosen("speedups", "max_tokens", "loss", "lora", "training")},
+        "before": actors,
+        "after": {**actors, **chosen("runs")},
+    }

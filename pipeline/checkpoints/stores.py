@@ -1,0 +1,232 @@
+"""Where a checkpoint's files may lie beside a local folder: a bucket, or the hub. Listing, headers, downloads."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from actors.engine.errors import UserError
+from actors.engine.weights import gib, tensor_sizes
+from pipeline.config.job import StorageConfig
+from pipeline.storage.folder import STORE_ERRORS, filesystem
+
+CHUNK = 16 * 2**20  # bytes of one ranged read
+STREAMS = 4  # files downloaded at once
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file as the store lists it. size: bytes. version: changes with the content. sha256: if the list tells it."""
+
+    name: str
+    size: int
+    version: str
+    sha256: str | None = None
+
+
+class Store(Protocol):
+    """A checkpoint's place. All methods raise ValueError of one line that names it and says what to do."""
+
+    def files(self) -> list[RemoteFile]:
+        """The files directly in it, by name."""
+        ...
+
+    def sizes(self, file: RemoteFile) -> dict[str, int]:
+        """Numbers of every tensor of a safetensors file, from its header alone."""
+        ...
+
+    def download(self, files: Sequence[RemoteFile], folder: Path) -> Path:
+        """Bring files to this node, into `folder` or a cache of the store's own; the folder they lie in."""
+        ...
+
+    def digests(self, file: RemoteFile) -> dict[str, str]:
+        """Hexadecimal digests of the content that the store tells, by algorithm."""
+        ...
+
+
+@dataclass(frozen=True)
+class BucketStore:
+    """A prefix in an S3 bucket, through s3fs."""
+
+    url: str
+    storage: StorageConfig
+
+    def files(self) -> list[RemoteFile]:
+        fs, path = filesystem(self.url, self.storage)
+        with self._told():
+            entries = [entry for entry in fs.ls(path, detail=True) if entry["type"] == "file"]
+        found = [
+            RemoteFile(entry["name"].removeprefix(f"{path}/"), int(entry["size"]), str(entry["ETag"]).strip('"'))
+            for entry in entries
+            if entry["name"].startswith(f"{path}/") and not entry["name"].endswith("/")
+        ]
+        if not found:
+            raise UserError(f"{self.url}: no checkpoint here: no such folder in the bucket")
+        for file in found:
+            if os.path.basename(file.name) != file.name:  # it will be a file's name on every node
+                raise UserError(f"{self.url}: the bucket lists {file.name!r} as a file in it, which no folder can hold")
+        return sorted(found, key=lambda file: file.name)
+
+    def sizes(self, file: RemoteFile) -> dict[str, int]:
+        fs, path = filesystem(self.url, self.storage)
+
+        def read(count: int, first: int) -> bytes:
+            data: bytes = fs.cat_file(f"{path}/{file.name}", start=first, end=first + count)
+            return data
+
+        with self._told():
+            return tensor_sizes(read, file.size, f"{self.url}/{file.name}")
+
+    def download(self, files: Sequence[RemoteFile], folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(".*.incomplete"):  # of a process that was killed: the lock is ours
+            left.unlink()
+        missing = [file for file in files if not _is_there(folder / file.name, file.size)]
+        needed, free = sum(file.size for file in missing), shutil.disk_usage(folder).free
+        if needed > free:
+            raise UserError(
+                f"{self.url}: {gib(needed)} to fetch, but {folder} has {gib(free)} left: make room, or set model.cache"
+            )
+        with self._told(), ThreadPoolExecutor(STREAMS) as threads:
+            list(threads.map(lambda file: self._get(file, folder), missing))
+        return folder
+
+    def digests(self, file: RemoteFile) -> dict[str, str]:
+        fs, path = filesystem(self.url, self.storage)
+        bucket, _, key = f"{path}/{file.name}".partition("/")
+        with self._told():
+            head = fs.call_s3("head_object", Bucket=bucket, Key=key, ChecksumMode="ENABLED")
+        found: dict[str, str] = {}
+        checksum = head.get("ChecksumSHA256", "-")
+        if "-" not in checksum and head.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT":  # else: of parts
+            found["sha256"] = base64.b64decode(checksum).hex()
+        # the ETag is the content's MD5 unless it came in parts, under a key of KMS, or into a directory bucket
+        encrypted = head.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in head
+        if re.fullmatch(r"[0-9a-f]{32}", file.version) and not encrypted and not bucket.endswith("--x-s3"):
+            found["md5"] = file.version
+        return found
+
+    def _get(self, file: RemoteFile, folder: Path) -> None:
+        fs, path = filesystem(self.url, self.storage)
+        temporary = folder / f".{file.name}.{uuid.uuid4().hex}.incomplete"
+        with fs.open(f"{path}/{file.name}", "rb", block_size=CHUNK, cache_type="none") as source:
+            # reads hold to this version: s3fs sends it along as If-Match
+            if str(source.details.get("ETag", file.version)).strip('"') != file.version:
+                raise UserError(
+                    f"{self.url}/{file.name}: changed since the job was planned; put it back, or start anew with "
+                    "--overwrite"
+                )
+            with open(temporary, "xb") as target:
+                while data := source.read(CHUNK):
+                    target.write(data)
+        temporary.replace(folder / file.name)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise UserError(f"{self.url}: no checkpoint here: no such file") from None
+        except PermissionError as error:  # it names the URL
+            raise UserError(_flat(error)) from None
+        except STORE_ERRORS as error:
+            raise UserError(f"{self.url}: cannot be read: {_flat(error)}") from None
+
+
+@dataclass(frozen=True)
+class HubStore:
+    """A commit of a model repository on the hub, through huggingface_hub with its own cache and locks.
+
+    endpoint: None is the public hub. cache: folder; None: huggingface_hub's own.
+    """
+
+    repo: str
+    revision: str
+    endpoint: str | None
+    cache: str | None
+
+    def commit(self) -> tuple[str, list[RemoteFile]]:
+        """The commit that the revision names now, and its files."""
+        from huggingface_hub import HfApi
+
+        with self._told():
+            info = HfApi(endpoint=self.endpoint).model_info(self.repo, revision=self.revision, files_metadata=True)
+        assert info.sha is not None
+        files = [
+            RemoteFile(one.rfilename, one.size or 0, one.blob_id or "", one.lfs.sha256 if one.lfs else None)
+            for one in info.siblings or []
+            if "/" not in one.rfilename
+        ]
+        return info.sha, sorted(files, key=lambda file: file.name)
+
+    def files(self) -> list[RemoteFile]:
+        return self.commit()[1]
+
+    def sizes(self, file: RemoteFile) -> dict[str, int]:
+        from huggingface_hub import HfApi
+
+        with self._told():
+            api = HfApi(endpoint=self.endpoint)
+            header = api.parse_safetensors_file_metadata(self.repo, file.name, revision=self.revision)
+        return {name: tensor.parameter_count for name, tensor in header.tensors.items()}
+
+    def download(self, files: Sequence[RemoteFile], folder: Path) -> Path:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+
+        disable_progress_bars()
+        with self._told():
+            return Path(
+                snapshot_download(
+                    self.repo,
+                    revision=self.revision,
+                    endpoint=self.endpoint,
+                    cache_dir=self.cache,
+                    allow_patterns=[file.name for file in files],
+                    max_workers=STREAMS,
+                )
+            )
+
+    def digests(self, file: RemoteFile) -> dict[str, str]:
+        return {} if file.sha256 is None else {"sha256": file.sha256}
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        from huggingface_hub import errors
+
+        name = f"{self.repo}@{self.revision}"
+        try:
+            yield
+        except errors.GatedRepoError:
+            raise UserError(f"{name}: gated: ask for access on the hub, and set HF_TOKEN to your token") from None
+        except errors.RepositoryNotFoundError:
+            raise UserError(
+                f"{name}: no such model on the hub, or no access to it: a private one needs HF_TOKEN"
+            ) from None
+        except errors.RevisionNotFoundError:
+            raise UserError(f"{name}: the model has no such revision: give a branch, tag or commit") from None
+        except (errors.SafetensorsParsingError, errors.HFValidationError) as error:
+            raise UserError(f"{name}: {_flat(error)}") from None
+        except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]
+            where = self.endpoint or "https://huggingface.co"
+            raise UserError(
+                f"{name}: the hub at {where} cannot be reached or does not answer: {_flat(error)}; "
+                "without network use a local folder or s3://"
+            ) from None
+
+
+def _is_there(path: Path, size: int) -> bool:
+    return path.is_file() and os.stat(path).st_size == size
+
+
+def _flat(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

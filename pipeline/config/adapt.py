@@ -1,0 +1,87 @@
+"""The `adapt` section of a job file: every key, its unit and its default. `skipdecode adapt` alone reads it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from actors.engine.errors import UserError
+from pipeline.config.base import Place, Section
+
+Metric = Literal["agreement_rouge_l", "agreement_exact", "token_kl", "bleu", "rouge_l", "exact_match"]
+OF_TEXTS = ("bleu", "rouge_l")  # not of labels
+OF_REFERENCES = (*OF_TEXTS, "exact_match")
+# what may be lost where the file does not say: points of 100, token_kl in nats
+TOLERANCES = {
+    "agreement_rouge_l": 10.0,
+    "agreement_exact": 5.0,
+    "token_kl": 0.1,
+    "bleu": 2.0,
+    "rouge_l": 2.0,
+    "exact_match": 2.0,
+}
+LOSS = {"references": 0.0, "distillation": 1.0}
+# for some thousand rows and a model that knows its task: small steps, so that it forgets nothing
+TRAINING = {
+    "epochs": 3.0,
+    "batch_size": 16,
+    "learning_rate": 1e-4,
+    "warmup_steps": 20,
+    "eval_steps": 100,
+    "save_steps": 100,
+}
+
+
+class AdaptConfig(Section):
+    """Of the job's schedule, horizon, decay, warmup, keep_order and prompt are kept; how deep is what is chosen."""
+
+    rows: int = Field(2000, ge=3, description="input rows answered at full depth, held-out ones included")
+    held_out: int = Field(200, ge=2, description="of these, rows that are evaluated and not trained on")
+    output: Place | None = Field(
+        None,
+        description="local folder; default output.path with -adapt behind it; on a cluster it must be given, and lie "
+        "on a file system that all nodes share",
+    )
+    speedups: list[float] = Field([1, 2, 3, 4, 5], min_length=1, description="nominal, each trained and evaluated")
+    metric: Metric | None = Field(
+        None,
+        description="what the tolerance is in; agreement is with the job's own checkpoint at full depth; "
+        "default agreement_rouge_l, with choices agreement_exact",
+    )
+    tolerance: float | None = Field(
+        None,
+        gt=0,
+        description="most that may be lost against full depth, points of 100, or nats of token_kl; the loss's interval "
+        "must lie within; default 10 of agreement_rouge_l, 5 of agreement_exact, 2 of others, 0.1 nats",
+    )
+    references: str | None = Field(None, description="input column with right answers, a string or a list of strings")
+    seed: int = Field(0, ge=0, description="which rows are drawn")
+    max_tokens: int | None = Field(
+        None, ge=4, description="tokens of prompt and answer, longer pairs are not trained on; default the longest's"
+    )
+    loss: dict[str, Any] = Field(
+        default_factory=dict, description="keys of tune's loss; default distillation: 1, references: 0"
+    )
+    lora: dict[str, Any] | None = Field(None, description="keys of tune's lora; none: all weights are trained")
+    training: dict[str, Any] = Field(
+        default_factory=dict,
+        description="keys of tune's training; default 3 epochs, 16 rows a step, learning rate 1e-4, 20 warm-up steps",
+    )
+    runs: int = Field(2, ge=1, description="times each speed of the tuned checkpoint is timed; the median counts")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> AdaptConfig:
+        if self.rows <= self.held_out:
+            raise UserError(f"rows = {self.rows} leaves none to train on beside held_out = {self.held_out}")
+        if max(self.speedups) <= 1 or min(self.speedups) < 1:
+            raise UserError("speedups must be 1 or above, and one of them above 1")
+        if len(set(self.speedups)) < len(self.speedups):
+            raise UserError("speedups: one is there twice")
+        if self.metric in OF_REFERENCES and self.references is None:
+            raise UserError(f"metric: {self.metric} needs references, a column of right answers")
+        if self.training.get("early_stopping") is not None:
+            raise UserError("training.early_stopping would choose by the held-out rows: give epochs instead")
+        if self.lora is not None and self.lora.get("merge") is False:
+            raise UserError("lora.merge: the job needs a whole checkpoint; leave it out")
+        return self

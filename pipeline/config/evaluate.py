@@ -1,0 +1,79 @@
+"""Evaluate files as pydantic models: every key, its unit and its default."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from actors.engine.errors import UserError
+from pipeline.config.base import Place
+from pipeline.config.job import Labels, ModelConfig, Paths, SamplingConfig, ScheduleConfig, Section, StorageConfig
+from pipeline.config.labels import check_compatible, check_labels
+
+DEPTH_KEYS = ("speedup", "max_depth", "min_depth", "depths")
+
+
+class EvalDataConfig(Section):
+    path: Paths = Field(description="Parquet files with prompts, and references if there are any")
+    prompt: str = Field("prompt", description="column of text, or of lists of token ids")
+    references: str | None = Field(
+        "references", description="column: a string, or a list of strings; null: agreement with full depth alone"
+    )
+    limit: int | None = Field(None, ge=1, description="rows")
+
+
+class BootstrapConfig(Section):
+    samples: int = Field(1000, ge=100, le=1_000_000, description="resampled data sets behind every interval")
+    seed: int = Field(0, ge=0, description="of the resampling; the same rows are drawn for every line")
+    confidence: float = Field(0.95, gt=0, lt=1, description="share of the resampled scores inside an interval")
+
+
+class EvalConfig(Section):
+    data: EvalDataConfig
+    model: ModelConfig
+    reference_model: Place | None = Field(
+        None, description="checkpoint whose full depth is what all lines are held against; null: model at 1x"
+    )
+    beside: dict[str, str] = Field(
+        default_factory=dict, description="further checkpoints of the same tokenizer, at full depth, by their names"
+    )
+    output: Place = Field(description="folder for the tables, the plot and the answers")
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="all but how deep")
+    speedups: list[float] = Field([1, 2, 3, 4, 5], min_length=1, description="nominal, each evaluated; 1 always is")
+    compare: float | None = Field(
+        None, gt=1, description="nominal speed at which other keep orders, decays and baselines run too"
+    )
+    learned_order: list[int] | None = Field(
+        None, description="with compare: a keep order learned before; null: learned anew, m²/2 passes over 64 prompts"
+    )
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    choices: Labels | None = Field(
+        None, description="labels, or a .json file with a list of them, one of which answers each row"
+    )
+    max_batch: int = Field(64, ge=1, description="rows a batch at most")
+    cache_bytes: int | None = Field(
+        None, ge=1, description="bytes of key/value cache of one batch; default 1 GiB on CPU, 8 GiB on a GPU"
+    )
+    threads: int | None = Field(None, ge=1, description="torch threads; default all cores")
+    runs: int = Field(1, ge=1, description="times each line is timed; the median is shown")
+    bootstrap: BootstrapConfig = Field(default_factory=BootstrapConfig)
+    storage: StorageConfig = Field(default_factory=StorageConfig)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> EvalConfig:
+        if self.sampling.n > 1:
+            raise UserError("sampling.n: one answer a row is scored; leave it out")
+        if self.sampling.logprobs is not None:
+            raise UserError("sampling.logprobs: evaluate writes none; leave it out")
+        for name in DEPTH_KEYS:
+            if getattr(self.schedule, name) is not None:
+                raise UserError(f"schedule.{name}: the depths are measured at every one of speedups; leave it out")
+        shown: dict[str, float] = {}
+        for speedup in (1.0, *self.speedups):
+            if shown.setdefault(f"{speedup:g}", speedup) != speedup:
+                raise UserError(f"speedups: {shown[f'{speedup:g}']} and {speedup} are both shown as {speedup:g}x")
+        if self.learned_order is not None and self.compare is None:
+            raise UserError("learned_order is one of the comparisons: give compare too")
+        if self.choices is not None:
+            check_labels(self.choices)
+            check_compatible(self.sampling.params())
+        return self

@@ -1,0 +1,78 @@
+"""Labels that an answer is one of: what makes a set of them usable. Decoding them is the engine's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from actors.engine.errors import UserError
+from actors.engine.types import SamplingParams
+from pipeline.messages import is_unicode
+
+_AT_ODDS = ("stop", "stop_token_ids", "min_new_tokens", "ignore_eos")
+
+
+def labels_given(value: Any) -> Any:
+    """A file's `choices` as a tuple: labels, or the name of a JSON file that holds a list of them.
+
+    Raises ValueError of one line for what is no text, or a file that holds something else.
+    """
+    if isinstance(value, str) and value.endswith(".json"):
+        try:
+            value = json.loads(Path(value).read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"{value}: cannot be read as JSON: {error}") from None
+        if not isinstance(value, list):
+            raise UserError(f"must hold one list of labels, not {type(value).__name__}")
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list):
+        return value
+    for label in value:
+        if not isinstance(label, str):
+            raise UserError(f"labels are text, and {label!r} is none; put it in quotes (yes and no are YAML booleans)")
+    return tuple(value)
+
+
+def check_labels(labels: Sequence[str | None]) -> None:
+    """ValueError if there is no label, or one of them is null, empty or there twice."""
+    if not labels:
+        raise UserError("choices is empty")
+    seen = set()
+    for place, label in enumerate(labels):
+        if label is None or not label.strip():
+            raise UserError(f"choices: label {place + 1} is {'null' if label is None else 'empty'}")
+        if label in seen:
+            raise UserError(f"choices: {label!r} is there twice")
+        seen.add(label)
+
+
+def check_compatible(params: SamplingParams) -> None:
+    """ValueError if a label could not be answered whole: something else would end it, or keep it from ending."""
+    for name in _AT_ODDS:
+        if getattr(params, name):
+            raise UserError(f"choices do not go with sampling.{name}: a label ends where it ends")
+
+
+def tokenize_labels(tokenizer: Any, labels: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """Label -> token ids, none special; () for a label that is not valid Unicode."""
+    wanted = [label for label in dict.fromkeys(labels) if is_unicode(label)]
+    if not wanted:
+        return {}
+    encoded = tokenizer(wanted, add_special_tokens=False, verbose=False)["input_ids"]
+    return {label: tuple(ids) for label, ids in zip(wanted, encoded, strict=True)}
+
+
+def longest(labels: Sequence[str], ids: Mapping[str, Sequence[int]]) -> int:
+    """Tokens of the longest label. ValueError if one has no tokens, or two have the same."""
+    seen: dict[tuple[int, ...], str] = {}
+    for label in labels:
+        tokens = tuple(ids.get(label, ()))
+        if not tokens:
+            raise UserError(f"choices: {label!r} has no tokens")
+        if tokens in seen:
+            raise UserError(f"choices: {seen[tokens]!r} and {label!r} are the same to the tokenizer")
+        seen[tokens] = label
+    return max(len(tokens) for tokens in seen)

@@ -1,0 +1,106 @@
+"""A YAML file and its `--set` changes -> one of the models of config.py; every refusal is one line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from actors.engine.errors import UserError
+from pipeline.config.base import SECRET
+from pipeline.config.yaml_file import parse
+from pipeline.messages import without_secrets
+
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
+
+
+def load_config(kind: type[ConfigT], path: str | Path, changes: Sequence[str] = ()) -> ConfigT:
+    """Read a YAML file and apply ``a.b=value`` changes.
+
+    Raises ValueError of one line that names the file, the key and what to do.
+    """
+    return validated(kind, load_values(path, changes), str(path))
+
+
+def validated(kind: type[ConfigT], values: dict[str, Any], source: str) -> ConfigT:
+    """The values as a model; ValueError of one line that begins with `source`."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise UserError(f"{source}: {_first_problem(kind, error)}") from None
+
+
+def load_values(path: str | Path, changes: Sequence[str] = ()) -> dict[str, Any]:
+    """The keys and values of a YAML file with ``a.b=value`` changes, not validated; ValueError of one line."""
+    path = Path(path)
+    try:
+        values = parse(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not valid YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: must hold keys and values, such as `input:` and `output:`")
+    for change in changes:
+        _apply(values, change)
+    return values
+
+
+def _apply(values: dict[str, Any], change: str) -> None:
+    dotted, equals, text = change.partition("=")
+    keys = dotted.strip().split(".")
+    if not equals or not all(keys):
+        raise UserError(f"--set {without_secrets(change)}: must look like section.key=value")
+    try:
+        value = parse(text)
+    except ValueError:
+        value = text
+    node = values
+    for key in keys[:-1]:
+        below = node.setdefault(key, {})
+        if not isinstance(below, dict):
+            raise UserError(f"--set {without_secrets(change)}: {key} is not a section")
+        node = below
+    node[keys[-1]] = value
+
+
+def _first_problem(kind: type[BaseModel], error: ValidationError) -> str:
+    problems = error.errors()
+    problem = next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
+    where = [str(part) for part in problem["loc"] if not str(part).startswith(("function-", "list[", "literal["))]
+    key = ".".join(where)
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    if problem["type"] == "extra_forbidden":
+        known = list(_section(kind, where[:-1]).model_fields)
+        near = difflib.get_close_matches(where[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+        return f"unknown key {key}; {hint}{more}"
+    if problem["type"] == "missing":
+        return f"{key} is missing; give it a value{more}"
+    message = problem["msg"].removeprefix("Value error, ")
+    given = problem.get("input")
+    is_shown = isinstance(given, str | int | float | bool | None) and problem["type"] != SECRET
+    shown = f", not {_shown(given)}" if is_shown else ""
+    return f"{key}: {message[0].lower()}{message[1:]}{shown}{more}" if key else f"{message}{more}"
+
+
+def _shown(given: Any) -> str:
+    """A value as its refusal may show it: without secrets, and not all of a long one."""
+    text = without_secrets(repr(given) if not isinstance(given, int) or given.bit_length() < 256 else "a huge number")
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def _section(kind: type[BaseModel], where: Sequence[str]) -> type[BaseModel]:
+    for name in where:
+        if name.isdigit():  # a place in a list of sections
+            continue
+        below: Any = kind.model_fields[name].annotation
+        below = next(iter(get_args(below)), below)
+        assert isinstance(below, type) and issubclass(below, BaseModel)
+        kind = below
+    return kind

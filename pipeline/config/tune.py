@@ -1,0 +1,155 @@
+"""Tune files as pydantic models: every key, its unit and its default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from actors.engine.errors import UserError
+from pipeline.config.base import Place
+from pipeline.config.job import Decay, KeepOrder, Labels, Paths, ScheduleConfig, Section
+
+
+class TuneModelConfig(Section):
+    path: Place | None = Field(None, description="checkpoint folder to start from")
+    new: dict[str, Any] | None = Field(
+        None, description="from scratch: model_type and the keys of its Hugging Face config, but vocab_size"
+    )
+    vocab_size: int = Field(2048, ge=300, description="entries of the byte-level BPE trained for a new model")
+
+    @model_validator(mode="after")
+    def _start(self) -> TuneModelConfig:
+        if (self.path is None) == (self.new is None):
+            raise UserError("give path (a checkpoint) or new (sizes), one of them")
+        if self.new is not None and "model_type" not in self.new:
+            raise UserError("new needs model_type, for example llama")
+        return self
+
+
+class TuneDataConfig(Section):
+    train: Paths = Field(description="Parquet files with prompts and references")
+    dev: Paths = Field(description="Parquet files for the dev-set loss")
+    prompt: str = Field("prompt", description="prompt column")
+    train_reference: str = Field("reference", description="column: a string, or a list of strings")
+    dev_reference: str = Field("references", description="column: a string, or a list of strings")
+    ended: str | None = Field(
+        None, description="column of booleans: false where a response was cut off, and no end is to be learned"
+    )
+    collapse_whitespace: bool = Field(False, description="every run of white space in a response becomes one space")
+    choices: Labels | None = Field(
+        None, description="labels, or a .json file with a list of them; every response must be one of them"
+    )
+    dev_rows: int = Field(256, ge=2, description="pairs of the dev set, evenly spread")
+    max_tokens: int = Field(256, ge=4, description="tokens of prompt and response; longer pairs are left out")
+
+
+class TuneScheduleConfig(Section):
+    speedups: list[float] = Field([1.0], min_length=1, description="nominal; one is drawn for each batch")
+    also: list[ScheduleConfig] = Field(
+        default_factory=list, description="further schedules to draw from: keys on top of this section's"
+    )
+    compare: float | None = Field(
+        None, ge=1, description="draw from evaluate's comparisons at this nominal speed too, each as often"
+    )
+    learned_order: list[int] | None = Field(
+        None, description="with compare: the keep order that `evaluate` learned from the model, as it prints it"
+    )
+    default: float | None = Field(None, description="nominal speed-up that jobs use unless they say; default the last")
+    horizon: int | None = Field(None, ge=2, description="tokens; default the median response of the training data")
+    decay: Decay = Field("linear", description="shape of the fall; default as the start checkpoint's, as those below")
+    warmup: int = Field(1, ge=1, description="lowest layers that always run")
+    keep_order: KeepOrder | list[int] = Field("paper", description="layers, most needed first")
+    prompt: Literal["full", "first"] = Field("full", description="layers run over the prompt")
+
+
+class LossConfig(Section):
+    """Weights of what is summed over response tokens."""
+
+    references: float = Field(1.0, ge=0, description="cross-entropy on the responses given")
+    distillation: float = Field(0.0, ge=0, description="KL divergence from the teacher at full depth")
+    temperature: float = Field(1.0, gt=0, description="softens both sides of the divergence")
+    teacher: Place | None = Field(
+        None, description="checkpoint folder with the same tokenizer; default the start weights, frozen"
+    )
+    label_smoothing: float = Field(0.0, ge=0, lt=1, description="of the cross-entropy, spread over the vocabulary")
+
+    @model_validator(mode="after")
+    def _some(self) -> LossConfig:
+        if self.references == self.distillation == 0:
+            raise UserError("references and distillation are both 0: there is nothing to learn from")
+        if self.references == 0 and self.label_smoothing > 0:
+            raise UserError("label_smoothing is of the cross-entropy, and references is 0: leave it out")
+        if self.teacher is not None and self.distillation == 0:
+            raise UserError("teacher is given, but distillation is 0: give it a weight")
+        return self
+
+
+class LoraConfig(Section):
+    rank: int = Field(8, ge=1, description="columns of each adapter")
+    alpha: int = Field(16, ge=1, description="an adapter's product is scaled by alpha / rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="on an adapter's input, while training")
+    targets: list[str] = Field(min_length=1, description="linear layers by their last name, such as q_proj")
+    merge: bool = Field(True, description="add the adapters to the weights when saving; false: save the adapters alone")
+
+
+class TrainingConfig(Section):
+    epochs: float = Field(1.0, gt=0, description="passes over the training pairs")
+    max_steps: int = Field(-1, description="optimizer steps; -1: by epochs")
+    batch_size: int = Field(64, ge=1, description="pairs a step, over all workers and micro-batches")
+    accumulation: int = Field(1, ge=1, description="micro-batches a step is computed in")
+    checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, more time")
+    learning_rate: float = Field(1e-3, gt=0, description="peak; cosine to zero after the warm-up")
+    warmup_steps: int = Field(50, ge=0, description="optimizer steps over which the rate rises")
+    weight_decay: float = Field(0.01, ge=0, description="AdamW")
+    bf16: bool = Field(True, description="autocast to bfloat16")
+    seed: int = Field(0, ge=0, description="initial weights, order of pairs, drawn speeds")
+    eval_steps: int = Field(200, ge=1, description="optimizer steps between dev-set losses")
+    save_steps: int = Field(200, ge=1, description="optimizer steps between checkpoints to resume from")
+    early_stopping: int | None = Field(
+        None, ge=1, description="stop after so many dev-set losses without a better one, and keep the best weights"
+    )
+    compile: bool = Field(False, description="torch.compile the layers; needs a C++ compiler, and minutes at first")
+    threads: int | None = Field(None, ge=1, description="torch threads; default all cores")
+
+
+class WorkersConfig(Section):
+    """Data parallel training by Ray Train; each worker holds the model."""
+
+    count: int = Field(ge=1, description="processes")
+    gpus: Literal[0, 1] = Field(0, description="GPUs a worker")
+    cpus: float = Field(1, gt=0, description="CPUs a worker")
+    address: str | None = Field(None, description="of a running Ray cluster; default one on this machine")
+
+
+class TuneConfig(Section):
+    model: TuneModelConfig
+    data: TuneDataConfig
+    output: Place = Field(description="folder for the tuned checkpoint; resumable state in its _training folder")
+    schedule: TuneScheduleConfig = Field(default_factory=TuneScheduleConfig)
+    loss: LossConfig = Field(default_factory=LossConfig)
+    lora: LoraConfig | None = Field(None, description="train low-rank adapters instead of all weights")
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    workers: WorkersConfig | None = Field(None, description="train in several processes under Ray Train")
+
+    @model_validator(mode="after")
+    def _fits(self) -> TuneConfig:
+        if self.model.path is None and self.lora is not None:
+            raise UserError("lora adapts a checkpoint: give model.path, not model.new")
+        if self.model.path is None and self.loss.distillation > 0 and self.loss.teacher is None:
+            raise UserError("loss.teacher: a new model cannot teach itself; give a checkpoint folder")
+        if self.schedule.learned_order is not None and self.schedule.compare is None:
+            raise UserError("schedule.learned_order is one of the comparisons: give schedule.compare too")
+        if "vocab_size" in self.model.model_fields_set and self.model.path is not None:
+            raise UserError("model.vocab_size is of a new model's tokenizer: leave it out")
+        for name, path in (("model.path", self.model.path), ("loss.teacher", self.loss.teacher)):
+            if path is not None and Path(path).resolve() == Path(self.output).resolve():
+                raise UserError(f"output: {self.output} is {name}, and would be written over; choose another folder")
+        parts = self.training.accumulation * (self.workers.count if self.workers else 1)
+        if self.training.batch_size % parts:
+            raise UserError(
+                f"training.batch_size = {self.training.batch_size} cannot be cut into {parts} equal parts "
+                "(accumulation × workers)"
+            )
+        return self

@@ -1,0 +1,79 @@
+"""Prompts for the demo: restaurants of the E2E kind, made from slots and values by a seeded generator.
+
+    python -m pipeline.demo_data FOLDER [--rows 2000] [--files 8] [--seed 0]
+
+Only the vocabulary of slot values is that of the E2E data set (CC BY-SA 4.0); no sentence of it is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+# fmt: off
+NAMES = [
+    "Alimentum", "Aromi", "Bibimbap House", "Blue Spice", "Browns Cambridge", "Clowns", "Cocum", "Cotto",
+    "Fitzbillies", "Giraffe", "Green Man", "Loch Fyne", "Midsummer House", "Strada", "Taste of Cambridge",
+    "The Cambridge Blue", "The Cricketers", "The Dumpling Tree", "The Eagle", "The Golden Curry",
+    "The Golden Palace", "The Mill", "The Olive Grove", "The Phoenix", "The Plough", "The Punter", "The Rice Boat",
+    "The Twenty Two", "The Vaults", "The Waterman", "The Wrestlers", "Travellers Rest Beefeater", "Wildwood", "Zizzi",
+]
+OPTIONAL_SLOTS = {  # in the order in which the data set writes them
+    "eatType": ["coffee shop", "pub", "restaurant"],
+    "food": ["Chinese", "English", "Fast food", "French", "Indian", "Italian", "Japanese"],
+    "priceRange": ["cheap", "high", "less than £20", "moderate", "more than £30", "£20-25"],
+    "customer rating": ["1 out of 5", "3 out of 5", "5 out of 5", "average", "high", "low"],
+    "area": ["city centre", "riverside"],
+    "familyFriendly": ["no", "yes"],
+    "near": [
+        "All Bar One", "Avalon", "Burger King", "Café Adriatic", "Café Brazil", "Café Rouge", "Café Sicilia",
+        "Clare Hall", "Crowne Plaza Hotel", "Express by Holiday Inn", "Rainbow Vegetarian Café",
+        "Raja Indian Cuisine", "Ranch", "The Bakers", "The Portland Arms", "The Six Bells", "The Sorrento",
+        "Yippee Noodle Bar",
+    ],
+}
+SLOT_COUNTS, SLOT_WEIGHTS = [2, 3, 4, 5, 6, 7], [4, 15, 30, 30, 16, 5]
+# fmt: on
+
+
+def make_prompt(rng: random.Random) -> str:
+    """One restaurant: a name and two to seven more slots."""
+    slots = {"name": rng.choice(NAMES)}
+    chosen = set(rng.sample(list(OPTIONAL_SLOTS), rng.choices(SLOT_COUNTS, SLOT_WEIGHTS)[0]))
+    slots |= {slot: rng.choice(values) for slot, values in OPTIONAL_SLOTS.items() if slot in chosen}
+    return ", ".join(f"{slot}[{value}]" for slot, value in slots.items())
+
+
+def write_prompts(folder: Path, rows: int, files: int, seed: int) -> None:
+    """Write `rows` rows of id and prompt as `files` Parquet files; files that are there already stay as they are."""
+    rng = random.Random(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    prompts = [make_prompt(rng) for _ in range(rows)]
+    for number in range(files):
+        first, end = rows * number // files, rows * (number + 1) // files
+        path = folder / f"restaurants-{number:02d}.parquet"
+        if not path.exists():
+            ids = [f"demo-{row:05d}" for row in range(first, end)]
+            temporary = path.with_suffix(".tmp")
+            pq.write_table(pa.table({"id": ids, "prompt": prompts[first:end]}), temporary)
+            temporary.replace(path)
+
+
+def main() -> None:
+    """Command line; see the head of this file."""
+    parser = argparse.ArgumentParser(prog="python -m pipeline.demo_data", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--rows", type=int, default=2000)
+    parser.add_argument("--files", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    write_prompts(given.folder, given.rows, given.files, given.seed)
+    print(f"{given.rows} prompts in {given.files} files: {given.folder}")
+
+
+if __name__ == "__main__":
+    main()

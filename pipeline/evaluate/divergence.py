@@ -1,0 +1,91 @@
+"""How near a schedule's distributions come to full depth's over the same tokens: token KL and perplexity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from actors.engine.decoder import Decoder
+from actors.engine.schedule import Schedule
+from pipeline.evaluate.metrics import Array
+from pipeline.tune.data import IGNORED, Batch
+from pipeline.tune.trainer import response_logits
+
+LOGITS_AT_ONCE = 2**25  # numbers of one batch's logits, and of its attention mask; 128 MiB in fp32
+
+Pair = tuple[Sequence[int], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Model:
+    """Weights under a schedule."""
+
+    decoder: Decoder
+    schedule: Schedule
+
+
+@dataclass(frozen=True)
+class ForcedScores:
+    """Of N rows: KL(full depth || line) and -log p of the tokens under the line, nats, summed over each row's
+    response tokens; and how many these are. All [N]."""
+
+    kl: Array
+    nll: Array
+    tokens: Array
+
+
+def teacher_forced(full: Model, lines: Sequence[Model], pairs: Sequence[Pair], max_rows: int) -> list[ForcedScores]:
+    """Scores of every line over (prompt ids, response ids) pairs, none of them empty.
+
+    Each response is fed in whole, and every token's distribution [V] under the line, computed as at inference, is
+    held against full depth's. Models share a vocabulary; where one is padded, the padding is left out.
+    """
+    kl = np.zeros((len(lines), len(pairs)))
+    nll = np.zeros((len(lines), len(pairs)))
+    tokens = np.array([len(response) for _, response in pairs], dtype=np.float64)
+    for rows in _batches(pairs, max_rows, full.decoder.vocab_size):
+        batch = _batch([pairs[row] for row in rows], full.decoder.device)
+        with torch.inference_mode():
+            expected = response_logits(full.decoder, batch, full.schedule)
+            for number, line in enumerate(lines):
+                logits = response_logits(line.decoder, batch, line.schedule)
+                row_kl, row_nll = _divergence(expected, logits, batch.labels)
+                kl[number, rows] = row_kl.cpu().numpy()
+                nll[number, rows] = row_nll.cpu().numpy()
+    return [ForcedScores(kl[number], nll[number], tokens) for number in range(len(lines))]
+
+
+def _divergence(expected: Tensor, found: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits [B, R + 1, V] twice, labels [B, R + 1] -> KL and -log p of the labels, summed over columns, [B] fp64."""
+    shared = min(expected.shape[-1], found.shape[-1])
+    log_p = expected[..., :shared].float().log_softmax(dim=-1)
+    log_q = found[..., :shared].float().log_softmax(dim=-1)
+    counted = labels != IGNORED
+    nll = -log_q.gather(-1, labels.masked_fill(~counted, 0)[..., None])[..., 0]
+    kl = (log_p.exp() * (log_p - log_q)).sum(dim=-1).clamp(min=0)  # below 0 only by rounding
+    return (kl * counted).sum(dim=-1, dtype=torch.float64), (nll * counted).sum(dim=-1, dtype=torch.float64)
+
+
+def _batches(pairs: Sequence[Pair], max_rows: int, vocab_size: int) -> Iterator[list[int]]:
+    """Row numbers in batches of similar length that fit into memory, a single long row by itself."""
+    rows: list[int] = []
+    prompt = response = 0
+    for row in sorted(range(len(pairs)), key=lambda one: (len(pairs[one][1]), len(pairs[one][0]))):
+        wider, longer = max(prompt, len(pairs[row][0])), max(response, len(pairs[row][1]))
+        most = (len(rows) + 1) * max(longer * vocab_size, (wider + longer) ** 2)
+        if rows and (len(rows) == max_rows or most > LOGITS_AT_ONCE):
+            yield rows
+            rows, wider, longer = [], len(pairs[row][0]), len(pairs[row][1])
+        rows.append(row)
+        prompt, response = wider, longer
+    if rows:
+        yield rows
+
+
+def _batch(pairs: Sequence[Pair], device: torch.device) -> Batch:
+    given = [{"input_ids": [*prompt, *response], "prompt_tokens": len(prompt)} for prompt, response in pairs]
+    return Batch.of(given, device)

@@ -1,0 +1,81 @@
+"""A keep order learned from the model: which layers an answer can least do without, on a few prompts."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from actors.engine.decoder import Decoder
+from actors.engine.errors import UserError
+from actors.engine.schedule import Schedule
+from pipeline.tune.data import IGNORED, Batch
+from pipeline.tune.trainer import response_logits
+
+log = logging.getLogger(__name__)
+Row = tuple[Sequence[int], Sequence[int]]  # token ids of prompt and response
+ROWS_PER_PASS = 16  # of like length, so that little is padding; bounds the memory that logits [B, R + 1, V] take
+
+
+def learned_order(decoder: Decoder, rows: Sequence[Row], warmup: int) -> tuple[int, ...]:
+    """The `warmup` lowest layers, then the others, the most important first: a keep order for `ScheduleSpec`.
+
+    Greedy elimination, as SLEB does (Song et al., 2024, arXiv 2402.09025): of the layers that are left, bypass the
+    one without which the loss of the responses is lowest, again and again; who goes last is the most important.
+    Scores that look at each layer of the whole model alone (block influence: Men et al., 2024, arXiv 2403.03853)
+    do not see that of two layers which stand in for each other one must stay, and most layers go here. As in
+    generation, layers are bypassed for response tokens alone: the prompt runs through them all.
+
+    Cost: with m = L - warmup layers to rank, m (m + 1) / 2 - 1 forward passes over the rows, teacher-forced;
+    a pass gets cheaper as layers go. Deterministic; of equal layers the higher one is kept longer. The orders of a
+    model tuned to skip are biased towards the layers that it was tuned to keep.
+    Raises ValueError if no row has both a prompt and a response.
+    """
+    batches = _batches(decoder, rows)
+    left = list(range(warmup, decoder.num_layers))
+    gone: list[int] = []
+    was_training = decoder.model.training
+    decoder.model.eval()
+    try:
+        while len(left) > 1:
+            losses = {layer: _loss(decoder, batches, {*gone, layer}) for layer in left}
+            least = min(left, key=lambda layer: (losses[layer], layer))
+            log.info("layer %d: %.4f nats per token without it and %s", least, losses[least], gone)
+            left.remove(least)
+            gone.append(least)
+    finally:
+        decoder.model.train(was_training)
+    return (*range(warmup), *left, *reversed(gone))
+
+
+def _batches(decoder: Decoder, rows: Sequence[Row]) -> list[Batch]:
+    pairs: list[dict[str, Any]] = [
+        {"input_ids": [*prompt, *response], "prompt_tokens": len(prompt)}
+        for prompt, response in rows
+        if len(prompt) and len(response)
+    ]
+    if not pairs:
+        raise UserError("no row with a prompt and a response to learn a keep order from")
+    pairs.sort(key=lambda pair: len(pair["input_ids"]))
+    return [
+        Batch.of(pairs[start : start + ROWS_PER_PASS], decoder.device) for start in range(0, len(pairs), ROWS_PER_PASS)
+    ]
+
+
+@torch.no_grad()
+def _loss(decoder: Decoder, batches: Sequence[Batch], bypassed: set[int]) -> float:
+    """Mean cross-entropy per response token, nats, if response tokens bypass these layers; inf if not a number."""
+    kept = [layer for layer in range(decoder.num_layers) if layer not in bypassed]
+    schedule = Schedule(decoder.num_layers, (len(kept),), (*kept, *sorted(bypassed)), warmup=0)
+    total, count = 0.0, 0
+    for batch in batches:
+        logits = response_logits(decoder, batch, schedule)
+        loss = nn.functional.cross_entropy(
+            logits.flatten(0, 1).float(), batch.labels.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        total, count = total + float(loss), count + int((batch.labels != IGNORED).sum())
+    return math.inf if math.isnan(total) else total / count

@@ -1,0 +1,137 @@
+"""Metrics as sums over rows: per-row statistics once, then a score from any weighted sum of them.
+
+That is what makes a bootstrap of corpus metrics cheap: a resampled data set is another sum of the same rows.
+Statistics are arrays [N, K] of N rows; sums [S, K], one line for each of S data sets, give scores [S].
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import numpy as np
+import numpy.typing as npt
+from rouge_score.rouge_scorer import RougeScorer
+from sacrebleu.metrics.bleu import BLEU
+
+from pipeline.evaluate.data import normal
+
+log = logging.getLogger(__name__)
+Array = npt.NDArray[np.float64]
+ORDER = 4  # longest n-gram of BLEU
+SHORT = 1024  # characters of a pair of texts whose ROUGE-L is remembered: 64 MiB of ASCII at most
+
+
+@dataclass(frozen=True)
+class Metric:
+    """name: in files. title: in tables and plots. unit: "" for points of 100. score: sums [S, K] -> scores [S]."""
+
+    name: str
+    title: str
+    unit: str
+    higher_is_better: bool
+    decimals: int
+    score: Callable[[Array], Array]
+
+
+def _bleu(sums: Array) -> Array:
+    return np.array([_bleu_of(one) for one in sums])
+
+
+def _bleu_of(sums: Array) -> float:
+    counts = [int(one) for one in sums]
+    correct, total = counts[2 : 2 + ORDER], counts[2 + ORDER :]
+    return float(BLEU.compute_bleu(correct, total, counts[0], counts[1], smooth_method="exp").score)
+
+
+def _ratio(sums: Array) -> Array:
+    quotient: Array = sums[:, 0] / sums[:, 1]
+    return quotient
+
+
+def _percent(sums: Array) -> Array:
+    return 100 * _ratio(sums)
+
+
+def _exp_ratio(sums: Array) -> Array:
+    return np.exp(_ratio(sums))
+
+
+METRICS = {
+    metric.name: metric
+    for metric in (
+        Metric("bleu", "BLEU", "", True, 1, _bleu),
+        Metric("exact_match", "exact match", "%", True, 1, _percent),
+        Metric("rouge_l", "ROUGE-L", "", True, 1, _percent),
+        Metric("agreement_exact", "same answer", "%", True, 1, _percent),
+        Metric("agreement_rouge_l", "ROUGE-L to full depth", "", True, 1, _percent),
+        Metric("token_kl", "token KL", "nats", False, 3, _ratio),
+        Metric("perplexity", "perplexity", "", False, 2, _exp_ratio),
+    )
+}
+
+
+def bleu_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
+    """[N, 10]: lengths of answer and closest reference, matched and all n-grams of 1 ... 4 words.
+
+    sacrebleu's, 13a, lower-cased, all references of each row. Their sum over rows gives the corpus BLEU.
+    """
+    # effective_order does not change counts; without it sacrebleu warns at every sentence
+    metric = BLEU(lowercase=True, tokenize="13a", effective_order=True)
+    scores = [metric.sentence_score(text, each) for text, each in zip(texts, references, strict=True)]
+    return np.array([[one.sys_len, one.ref_len, *one.counts, *one.totals] for one in scores], dtype=np.float64)
+
+
+def exact_match_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
+    """[N, 2]: 1 where the text is one of the references, case and outer space ignored; and 1."""
+    hits = [normal(text) in map(normal, each) for text, each in zip(texts, references, strict=True)]
+    return mean_statistics(np.array(hits, dtype=np.float64))
+
+
+def same_statistics(texts: Sequence[str], others: Sequence[str]) -> Array:
+    """[N, 2]: 1 where both texts are the same, character by character; and 1."""
+    return mean_statistics(np.array([one == two for one, two in zip(texts, others, strict=True)], dtype=np.float64))
+
+
+def rouge_l_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
+    """[N, 2]: ROUGE-L F of the text, the best over its references (rouge_score, no stemming); and 1.
+
+    rouge_score sees only words of a-z and 0-9. A text that is a reference, letter by letter, has 1 all the same.
+    """
+    best = [max(_rouge_l(reference, text) for reference in each) for text, each in zip(texts, references, strict=True)]
+    return mean_statistics(np.array(best, dtype=np.float64))
+
+
+def mean_statistics(values: Array) -> Array:
+    """[N] -> [N, 2]: the values and 1, so that the ratio of the sums is the mean over rows."""
+    return np.stack([values, np.ones_like(values)], axis=1)
+
+
+def warn_of_other_scripts(texts: Sequence[str]) -> None:
+    """One warning if ROUGE-L sees no word in most of the texts."""
+    unseen = sum(1 for text in texts if text.strip() and not re.search("[a-z0-9]", text.lower()))
+    if 2 * unseen > len(texts):
+        log.warning("ROUGE-L counts only words of a-z and 0-9, and %d of %d texts have none", unseen, len(texts))
+
+
+@cache
+def _scorer() -> RougeScorer:
+    return RougeScorer(["rougeL"])
+
+
+@lru_cache(2**16)  # answers of different speeds are often the same
+def _short_rouge_l(reference: str, text: str) -> float:
+    return _rouge_l_of(reference, text)
+
+
+def _rouge_l(reference: str, text: str) -> float:
+    if reference == text:
+        return 1.0
+    return (_short_rouge_l if len(reference) + len(text) <= SHORT else _rouge_l_of)(reference, text)
+
+
+def _rouge_l_of(reference: str, text: str) -> float:
+    return float(_scorer().score(reference, text)["rougeL"].fmeasure)

@@ -1,0 +1,278 @@
+"""Which input file went into which run, for a job that runs again and again over inputs that grow.
+
+    _ledger/000007.json             run 7 takes these files; written before anything else of it
+    _ledger/000007.end.json         how it ended, success or abandoned; what stands there cannot be taken back
+    _ledger/through-000050.parquet  runs 1 to 50 once more in one file, so that reading stays cheap
+
+Each record is created once, and a run is only begun when the one before it has ended: of two runs that begin at
+the same instant one gets the number, of two that end the same run the first decides. No lock and no clock is
+needed for that. A file is answered if a run that ended in success holds it; every other file is new.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import socket
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.table import Table
+
+from actors.engine.errors import UserError
+from pipeline.plan.manifest import Manifest
+from pipeline.read.source import Files
+from pipeline.storage.folder import Folder
+
+LEDGER = "_ledger"
+FORMAT = 1
+SHOWN_RUNS = 20
+ROLL_EVERY = 50  # runs; reading takes at most two small files for each run since
+CLAIM, ROLLED = re.compile(r"(\d{6,})\.json"), re.compile(r"through-(\d{6,})\.parquet")
+State = Literal["unfinished", "success", "abandoned"]
+
+
+class ConcurrentRun(Exception):
+    """Another run was quicker: it took the files, or gave this run up; the message says which run."""
+
+
+@dataclass(frozen=True)
+class TakenFile:
+    """An input file as a run took it: size in bytes, version as in `InputFile`."""
+
+    url: str
+    size: int
+    version: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """A line of the ledger. folder: beside the ledger; began, ended: UTC; why: for an abandoned run."""
+
+    number: int
+    folder: str
+    fingerprint: str
+    began: str
+    by: str
+    files: tuple[TakenFile, ...]
+    state: State = "unfinished"
+    ended: str = ""
+    why: str = ""
+
+    @property
+    def rows(self) -> int:
+        return sum(file.rows for file in self.files)
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """All runs in order; all but the last have ended. rolled: the runs up to this one came from one file."""
+
+    runs: tuple[Run, ...] = ()
+    rolled: int = 0
+
+    @property
+    def last(self) -> Run | None:
+        return self.runs[-1] if self.runs else None
+
+    @property
+    def last_success(self) -> Run | None:
+        return next((run for run in reversed(self.runs) if run.state == "success"), None)
+
+
+def claim_name(number: int) -> str:
+    return f"{LEDGER}/{number:06d}.json"
+
+
+def end_name(number: int) -> str:
+    return f"{LEDGER}/{number:06d}.end.json"
+
+
+def rolled_name(number: int) -> str:
+    return f"{LEDGER}/through-{number:06d}.parquet"
+
+
+def holds_ledger(root: Folder) -> bool:
+    return bool(root.names(LEDGER))
+
+
+def read(root: Folder) -> Ledger:
+    """The ledger as it stands. ValueError of one line if a record is missing or cannot be read."""
+    names = root.names(LEDGER)
+    rolled = max((int(found[1]) for name in names if (found := ROLLED.fullmatch(name))), default=0)
+    last = max((int(found[1]) for name in names if (found := CLAIM.fullmatch(name))), default=0)
+    runs = _unrolled(root, rolled) if rolled else []
+    for number in range(rolled + 1, last + 1):
+        # by name and not as listed: a listing may have been made while two records were written
+        values = _record(root, claim_name(number))
+        if values is None:
+            raise UserError(f"{root.url}/{claim_name(number)}: missing; without it files would be answered twice")
+        end = _record(root, end_name(number))
+        if end is None and number < last:
+            raise UserError(f"{root.url}/{end_name(number)}: missing, although later runs have begun")
+        try:
+            runs.append(_run({**values, **(end or {})}))
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{root.url}/{claim_name(number)}: not a record of a run: {error!r}") from None
+    return Ledger(tuple(runs), rolled)
+
+
+def claim(root: Folder, ledger: Ledger, manifest: Manifest) -> Run:
+    """Begin the run after the last one, over the files of its manifest.
+
+    Raises ConcurrentRun if somebody else has begun it since the ledger was read.
+    """
+    assert ledger.last is None or ledger.last.state != "unfinished", "the run before must have ended"
+    number = ledger.last.number + 1 if ledger.last else 1
+    began = _now()
+    files = tuple(TakenFile(file.url, file.size, file.version, file.rows) for file in manifest.files)
+    run = Run(number, _folder_name(began, ledger), manifest.fingerprint, began, _me(), files)
+    claimed = asdict(run)
+    del claimed["state"], claimed["ended"], claimed["why"]
+    # the nonce tells our own record, when a put is repeated after its answer was lost, from another's
+    data = _encode({"format": FORMAT, **claimed, "nonce": uuid.uuid4().hex})
+    if not root.create(claim_name(number), data) and root.read(claim_name(number)) != data:
+        raise ConcurrentRun(f"run {number} was begun meanwhile; look at it, then run again")
+    return run
+
+
+def end(root: Folder, run: Run, state: State, why: str = "") -> Run:
+    """End a run, unless it has ended already: the run as the first to end it has decided."""
+    values = {"state": state, "ended": _now(), "why": why}
+    if not root.create(end_name(run.number), _encode({"format": FORMAT, "number": run.number, **values})):
+        found = _record(root, end_name(run.number))
+        assert found is not None, "a record is never removed"
+        values = {key: found[key] for key in values}
+    return replace(run, **values)  # type: ignore[arg-type]
+
+
+def new_files(listed: Files, ledger: Ledger, changed: str) -> dict[str, tuple[int, str]]:
+    """Of the files listed now those that no successful run holds, as `list_files` gives them.
+
+    changed: what to do with a file that was answered and is another one now: error, take or leave it.
+    """
+    answered = {file.url: (run, file) for run in ledger.runs if run.state == "success" for file in run.files}
+    new: dict[str, tuple[int, str]] = {}
+    for url, (size, version) in listed.items():
+        if url not in answered:
+            new[url] = size, version
+            continue
+        run, file = answered[url]
+        if (size, version) == (file.size, file.version) or changed == "leave":
+            continue
+        if changed == "error":
+            raise UserError(
+                f"{url}: changed since run {run.number} answered it ({file.size} bytes then, {size} now); "
+                "put it back, or set input.changed: take (answer all of it again) or leave (what run "
+                f"{run.number} answered stands)"
+            )
+        new[url] = size, version
+    return new
+
+
+def roll_up(root: Folder, ledger: Ledger) -> None:
+    """Write the runs that have ended into one file, once there are enough of them; two such files are kept."""
+    ended = [run for run in ledger.runs if run.state != "unfinished"]
+    if not ended or ended[-1].number - ledger.rolled < ROLL_EVERY:
+        return
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist([asdict(run) for run in ended], schema=_RUNS), sink)
+    # two who write it at once write the same: runs that have ended do not change
+    root.replace(rolled_name(ended[-1].number), sink.getvalue().to_pybytes())
+    numbers = sorted(int(found[1]) for name in root.names(LEDGER) if (found := ROLLED.fullmatch(name)))
+    for number in numbers[:-2]:
+        root.remove(rolled_name(number))
+
+
+def print_ledger(console: Console, ledger: Ledger) -> None:
+    """The last runs as a table, and what all of them come to."""
+    shown = ledger.runs[-SHOWN_RUNS:]
+    title = "Runs" if len(shown) == len(ledger.runs) else f"The last {len(shown)} of {len(ledger.runs)} runs"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for name in ("run", "files", "rows"):
+        table.add_column(name, justify="right")
+    for name in ("folder", "ended", "state"):
+        table.add_column(name)
+    for run in shown:
+        state = f"{run.state}: {run.why}" if run.why else run.state
+        table.add_row(str(run.number), f"{len(run.files):,}", f"{run.rows:,}", run.folder, run.ended, state)
+    console.print(table)
+    counted = [run for run in ledger.runs if run.state == "success"]
+    files, rows = len({file.url for run in counted for file in run.files}), sum(run.rows for run in counted)
+    console.print(f"\n{files:,} files and {rows:,} rows answered in {len(counted):,} runs", highlight=False)
+
+
+def _unrolled(root: Folder, number: int) -> list[Run]:
+    name = rolled_name(number)
+    try:
+        runs = [_run(row) for row in pq.read_table(io.BytesIO(root.read(name))).to_pylist()]
+    except (KeyError, TypeError, OSError, pa.ArrowException) as error:
+        raise UserError(f"{root.url}/{name}: cannot be read: {' '.join(str(error).split())}") from None
+    if [run.number for run in runs] != list(range(1, number + 1)):
+        raise UserError(f"{root.url}/{name}: does not hold runs 1 to {number}")
+    return runs
+
+
+def _run(values: Mapping[str, Any]) -> Run:
+    known = {key: values[key] for key in Run.__dataclass_fields__ if key in values}
+    return Run(**{**known, "files": tuple(TakenFile(**file) for file in values["files"])})
+
+
+def _record(root: Folder, name: str) -> dict[str, Any] | None:
+    try:
+        values = json.loads(root.read(name))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise UserError(f"{root.url}/{name}: not JSON: {error}") from None
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise UserError(f"{root.url}/{name}: not a record of this version, which writes format {FORMAT}")
+    return values
+
+
+def _encode(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=1) + "\n").encode()
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _me() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def _folder_name(began: str, ledger: Ledger) -> str:
+    """A date without colons, which some filesystems refuse; a number after it if an earlier run has that date."""
+    date, taken = began.replace(":", "-"), {run.folder for run in ledger.runs}
+    names: Sequence[str] = [date, *(f"{date}-{number}" for number in range(2, len(taken) + 2))]
+    return next(name for name in names if name not in taken)
+
+
+_RUNS = pa.schema(
+    [
+        ("number", pa.int64()),
+        ("folder", pa.string()),
+        ("fingerprint", pa.string()),
+        ("began", pa.string()),
+        ("ended", pa.string()),
+        ("by", pa.string()),
+        ("state", pa.string()),
+        ("why", pa.string()),
+        (
+            "files",
+            pa.list_(
+                pa.struct([("url", pa.string()), ("size", pa.int64()), ("version", pa.string()), ("rows", pa.int64())])
+            ),
+        ),
+    ]
+)

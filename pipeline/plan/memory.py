@@ -1,0 +1,87 @@
+"""The memory that a job's actors will need, told and checked before a weight is read."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import psutil
+
+from actors.engine.errors import UserError
+from actors.engine.loading import memory_needed
+from actors.engine.weights import Need, gib
+from pipeline.checkpoints.resolve import ResolvedCheckpoint
+from pipeline.config.job import ActorsConfig, JobConfig
+from pipeline.plan.manifest import Batching
+from pipeline.runtime.ray_session import is_own_ray
+
+log = logging.getLogger(__name__)
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def log_memory_estimate(config: JobConfig, located: ResolvedCheckpoint, batching: Batching) -> None:
+    """Log what the actors will need; ValueError if a Ray of this machine alone cannot hold them, or weights are broken.
+
+    An actor on a GPU looks at the free memory there itself, before it loads.
+    """
+    model, actors = config.model, config.actors
+    on_gpu = actors.gpus > 0 and model.device != "cpu"
+    need = memory_needed(
+        located.checkpoint,
+        model.dtype,
+        batching.cache_bytes,
+        located.sizes(),
+        on_gpu=on_gpu,
+        paged_rows=batching.max_batch if config.paged and located.checkpoint.has_pages else 0,
+    )
+    plan = f"{batching.scheduler}, at most {batching.max_batch} rows in flight"
+    log.info("%s; %s", describe(need, model.dtype, actors), plan)
+    if not on_gpu and is_own_ray():
+        check_fits(need, actors, machine_memory())
+
+
+def describe(need: Need, dtype: str, actors: ActorsConfig) -> str:
+    """One line: parameters, their bytes, with a batch's cache, and how many actors."""
+    count = f"{actors.min} to {actors.max}" if actors.min is not None else str(actors.most)
+    ending = "" if count == "1" else "s"
+    return (
+        f"model: {_count(need.parameters)} parameters, {gib(need.weights)} in {dtype}; with {gib(need.cache)} of cache "
+        f"a batch and {gib(need.beside)} beside them {gib(need.total)} an actor, {count} actor{ending}"
+    )
+
+
+def check_fits(need: Need, actors: ActorsConfig, memory: int) -> None:
+    """ValueError of one line if the least number of actors needs more than `memory` bytes."""
+    least = actors.min or actors.most
+    if least * need.total > memory:
+        raise UserError(
+            f"actors: {least} x {gib(need.total)} (weights {gib(need.weights)}, cache {gib(need.cache)}, "
+            f"{gib(need.beside)} beside them) do not fit in this machine's {gib(memory)} of memory: lower actors.count "
+            "or actors.cache_bytes, or set model.dtype: bfloat16"
+        )
+
+
+def machine_memory(groups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes that this process and its children may use: the machine's, or less if a control group says so."""
+    limits = [int(psutil.virtual_memory().total)]
+    lines = own.read_text().splitlines() if own.is_file() else []
+    for line in lines:
+        _, controllers, inside = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        top, name = (groups, "memory.max") if controllers == "" else (groups / "memory", "memory.limit_in_bytes")
+        place = top / inside.strip("/")
+        for folder in (place, *place.parents):
+            limit = folder / name
+            if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+                limits.append(int(text))
+            if folder == top:
+                break
+    return min(limits)
+
+
+def _count(parameters: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if parameters >= size:
+            return f"{parameters / size:.2f} {unit}"
+    return str(parameters)

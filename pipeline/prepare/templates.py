@@ -1,0 +1,81 @@
+"""Jinja templates over a row's columns: sandboxed, strict about what is missing, compiled once a process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+import jinja2.meta
+
+from actors.engine.errors import UserError
+from pipeline.messages import one_line
+from pipeline.prepare.sandbox import BoundedSandbox, OutOfBounds, bounded
+
+# what an expression over a row's values may raise
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+# what Python says of a template that parses: nested too deeply, a lone surrogate
+NOT_COMPILED = (SyntaxError, RecursionError, MemoryError, ValueError, OverflowError)
+
+
+class _Environment(BoundedSandbox):
+    """``meta.items`` is the struct's field of that name, if it has one, and not the method.
+
+    Names that a column may have as well, and all that draws at random, are left out: the same row must always
+    give the same prompt.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.globals = {"range": self.globals["range"]}
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if isinstance(obj, Mapping) and attribute in obj:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+
+@lru_cache(maxsize=16)
+def compile_template(text: str) -> jinja2.Template:
+    """A sandboxed template that refuses undefined columns and nested fields. ValueError if it does not parse."""
+    environment = _Environment(undefined=jinja2.StrictUndefined, autoescape=False, finalize=_no_null)
+    try:
+        return bounded(lambda: environment.from_string(text))
+    except jinja2.TemplateSyntaxError as error:
+        raise UserError(f"line {error.lineno}: {error.message}") from None
+    except NOT_COMPILED as error:
+        raise UserError(f"cannot be compiled: {one_line(error)}") from None
+
+
+def _no_null(value: Any) -> Any:
+    if value is None:  # else the prompt would read "None"
+        raise jinja2.UndefinedError("a null is printed; if that may be, write {{ column or '' }}")
+    return value
+
+
+def template_columns(text: str) -> list[str]:
+    """Names that a template reads, sorted. ValueError if it does not parse."""
+    compile_template(text)
+    environment = _Environment()
+    return sorted(jinja2.meta.find_undeclared_variables(environment.parse(text)))
+
+
+def render(text: str, row: Mapping[str, Any]) -> str:
+    """The template over one row. ValueError says in one line why it fails."""
+    try:
+        return bounded(lambda: compile_template(text).render(row))
+    except OutOfBounds as error:
+        raise UserError(f"template: {error}") from None
+    except TEMPLATE_ERRORS as error:
+        raise UserError(f"template: {one_line(error)}") from None

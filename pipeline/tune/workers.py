@@ -1,0 +1,100 @@
+"""The same training in several processes, on one machine or many, by Ray Train: data parallel, gradients averaged."""
+
+from __future__ import annotations
+
+import logging
+import math
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from actors.engine.errors import UserError
+from pipeline.config.tune import TuneConfig
+from pipeline.tune import resume as tune_state
+
+
+def train_in_workers(config: TuneConfig) -> None:
+    """Run `tune.train` in `workers.count` processes. Data, checkpoint and output must be paths that all can reach.
+
+    A worker that dies takes its run down; the run begins again, up to three times, from the last saved step.
+    Raises ValueError of one line if the cluster can never hold the workers, RuntimeError if training failed,
+    KeyboardInterrupt if it was stopped.
+    """
+    import ray
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.v2.api.exceptions import TrainingFailedError
+
+    from pipeline.runtime.loopback import LOOPBACK, on_loopback
+
+    workers = config.workers
+    assert workers is not None
+    resolved = _absolute(config)
+    ours = not ray.is_initialized()
+    if ours:
+        settings: dict[str, Any] = {"address": workers.address, "logging_level": logging.ERROR}
+        if workers.address is None:
+            settings |= {**LOOPBACK, "num_cpus": math.ceil(workers.cpus * workers.count)}
+        with on_loopback() if workers.address is None else nullcontext():
+            ray.init(**settings)
+    try:
+        _check_fits(ray.cluster_resources(), workers.count, workers.cpus, workers.gpus)
+        TorchTrainer(
+            _worker,
+            train_loop_config={
+                "config": resolved.model_dump(exclude_unset=True),
+                "asked": config.model_dump(exclude_unset=True),
+            },
+            torch_config=TorchConfig(backend="nccl" if workers.gpus else "gloo"),
+            scaling_config=ScalingConfig(
+                num_workers=workers.count,
+                use_gpu=workers.gpus > 0,
+                resources_per_worker={"CPU": workers.cpus, **({"GPU": workers.gpus} if workers.gpus else {})},
+            ),
+            run_config=RunConfig(
+                name="ray",
+                storage_path=str(tune_state.folder(resolved)),
+                failure_config=FailureConfig(max_failures=3),
+            ),
+        ).fit()
+    except SystemExit:  # Ray Train's own way to end after an interrupt
+        raise KeyboardInterrupt from None
+    except (TrainingFailedError, ray.exceptions.RayError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise RuntimeError(lines[-1] if lines else type(error).__name__) from error
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+def _worker(options: dict[str, Any]) -> None:
+    from pipeline.tune.run import train
+
+    train(TuneConfig.model_validate(options["config"]), asked=TuneConfig.model_validate(options["asked"]))
+
+
+def _absolute(config: TuneConfig) -> TuneConfig:
+    """Local paths made absolute: a worker has a working directory of its own."""
+
+    def whole(path: str | None) -> str | None:
+        return None if path is None else str(Path(path).absolute())
+
+    data = config.data.model_copy(
+        update={"train": [whole(one) for one in config.data.train], "dev": [whole(one) for one in config.data.dev]}
+    )
+    return config.model_copy(
+        update={
+            "data": data,
+            "model": config.model.model_copy(update={"path": whole(config.model.path)}),
+            "loss": config.loss.model_copy(update={"teacher": whole(config.loss.teacher)}),
+            "output": whole(config.output),
+        }
+    )
+
+
+def _check_fits(resources: dict[str, float], count: int, cpus: float, gpus: float) -> None:
+    for name, each in (("CPU", cpus), ("GPU", gpus)):
+        if count * each > resources.get(name, 0):
+            raise UserError(
+                f"workers: {count} × {each:g} {name} asked for, and the cluster has {resources.get(name, 0):g}"
+            )

@@ -1,0 +1,291 @@
+"""`skipdecode adapt`: what is drawn, trained on, chosen, written and done again, without a model and without Ray."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import weakref
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from adapt_parts import END, ROWS, Fakes, Run, command_over, values, write_inputs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.engine.schedule import ScheduleSpec
+from pipeline.adapt import configs
+from pipeline.adapt import run as adaptation
+from pipeline.adapt.configs import job_text
+from pipeline.adapt.pairs import split_end
+from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint, resolve_checkpoint
+from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.config.load import load_config, load_values
+from pipeline.plan.manifest import plan_job
+from pipeline.prepare.prompts import PROMPT_IDS, prepare_table, prompt_spec
+
+# what is trained on
+
+
+@given(st.lists(st.integers(0, 9), max_size=8))
+def test_an_answer_keeps_all_tokens_but_one_end(tokens: list[int]) -> None:
+    response, ended = split_end(tokens, END)
+    assert response + [END] * ended == tokens
+    assert split_end(tokens, None) == (tokens, False)  # a model without an end token
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
+    return Fakes(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def command(tmp_path: Path, checkpoint: Path) -> Run:
+    return command_over(tmp_path, checkpoint)
+
+
+def test_rows_that_teach_nothing_are_left_out_and_counted(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+    result = command("--json", rows=ROWS, references="right")
+    assert result.exit_code == 0, result.output
+    folder = tmp_path / "out-adapt"
+    found = json.loads(result.stdout)
+    assert fakes.job.schedule.changes() == {"speedup": 1.0}
+    assert (fakes.job.output.token_ids, fakes.job.output.keep, fakes.job.sampling.n) == (True, [], 1)
+
+    # every row is accounted for, once
+    sample = pq.read_table(folder / "sample.parquet").to_pylist()
+    empty = {row for row in range(ROWS) if row % 5 == 0}
+    bad = {row for row, one in enumerate(sample) if one["q"] is None}
+    bare = {row for row, one in enumerate(sample) if row < 6 and not one["right"]} - empty
+    left = [row for row in range(ROWS) if row not in empty | bad | bare]
+    train, held = (pq.read_table(folder / f"{name}.parquet") for name in ("train", "held-out"))
+    assert [one[0] - 5 for one in held["response"].to_pylist()] == [row for row in left if row < 6]
+    assert [one[0] - 5 for one in train["response"].to_pylist()] == [row for row in left if row >= 6]
+    assert found["counts"] == {
+        "job": ROWS,
+        "drawn": ROWS,
+        "unreadable": 0,
+        "train": train.num_rows,
+        "held_out": held.num_rows,
+        "errors": len(bad),
+        "empty": len(empty - bad),
+        "unreferenced": len(bare),
+        "repeated": 0,
+        "longest": fakes.longest,
+    }
+    for row in train.to_pylist():
+        number = row["response"][0] - 5
+        assert row["ended"] == (number % 4 != 3)  # cut off: no end to be learned
+        assert END not in row["response"]
+        assert row["text"] == "x" * len(row["response"])
+
+    # prompts are those of the job's own prepare step
+    config = fakes.job
+    located = resolve_checkpoint(config.model, config.storage)
+    whole = prepare_table(pq.read_table(folder / "sample.parquet"), prompt_spec(config, located, 0.0))
+    by_row = whole[PROMPT_IDS].to_pylist()
+    assert train["prompt"].to_pylist() == [by_row[row] for row in left if row >= 6]
+    pairs = [*train.to_pylist(), *held.to_pylist()]
+    assert fakes.longest == max(len(one["prompt"]) + len(one["response"]) + one["ended"] for one in pairs)
+
+
+def test_the_job_file_is_the_users_with_checkpoint_and_speed(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+    result = command("--set", "shard_rows=5", "--set", "output.strip=false")
+    assert result.exit_code == 0, result.output
+    path = tmp_path / "out-adapt" / "job.yaml"
+    mine, written = load_values(tmp_path / "job.yaml"), load_values(path)
+    mine["model"]["path"] = str(tmp_path / "out-adapt" / "checkpoint")
+    mine["schedule"] = {"speedup": 3}
+    mine["shard_rows"] = 5
+    mine["output"]["strip"] = False
+    del mine["adapt"]
+    assert written == mine
+    assert load_config(JobConfig, path).sampling.stop == ("1e5",)
+    assert path.read_text().startswith("# Written by `skipdecode adapt")
+    assert f"next: skipdecode run {path}" in result.stdout
+    assert "break-even: " in result.stdout
+
+
+def test_without_a_speed_within_tolerance_no_job_file_is_left(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+    assert command().exit_code == 0
+    path = tmp_path / "out-adapt" / "job.yaml"
+    assert path.exists()
+    result = command(tolerance=1.5)
+    assert result.exit_code == 1
+    assert result.stderr.strip().splitlines()[-1] == (
+        "skipdecode: no speed-up is within adapt.tolerance = 1.5 of agreement_rouge_l, and no job file is written; "
+        "2x would be within 4"
+    )
+    assert not path.exists()
+    assert fakes.calls == ["answers", "tune", "before", "after"]  # another tolerance needs no other model
+    assert command(tolerance=4.0).exit_code == 0
+    assert load_values(path)["schedule"] == {"speedup": 2}
+
+
+@pytest.mark.parametrize("stage", ["answers", "tune", "before", "after"])
+def test_what_was_interrupted_goes_on_from_that_stage(fakes: Fakes, command: Run, stage: str) -> None:
+    fakes.fail = stage
+    result = command()
+    assert (result.exit_code, "interrupted (SIGTERM)" in result.stderr) == (4, True)
+    done = fakes.calls[:-1]
+    assert fakes.calls[-1] == stage
+    fakes.fail, fakes.calls = "", []
+    assert command().exit_code == 0
+    assert [*done, *fakes.calls] == ["answers", "tune", "before", "after"]
+    fakes.calls = []
+    assert command().exit_code == 0
+    assert fakes.calls == []
+
+
+def test_a_lost_checkpoint_is_trained_and_evaluated_again(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+    assert command().exit_code == 0
+    (tmp_path / "out-adapt" / "checkpoint" / "tune.json").unlink()
+    fakes.calls = []
+    assert command().exit_code == 0
+    assert fakes.calls == ["tune", "before", "after"]
+
+
+def test_labels_are_judged_by_being_the_same(checkpoint: Path, tmp_path: Path) -> None:
+    job = {**values(tmp_path, tmp_path, checkpoint), "choices": ["yes", "no"]}
+    job["sampling"] = {"temperature": 1.0, "n": 2, "logprobs": 3}
+    config = JobConfig.model_validate(job)
+    assert configs.metric(config) == "agreement_exact"
+    asked = configs.eval_values(config, {"horizon": 6}, "m", "r", tmp_path / "after", tmp_path)
+    assert asked["choices"] == ["yes", "no"]
+    assert asked["data"]["references"] is None
+    assert {name: asked["sampling"][name] for name in ("temperature", "n", "logprobs")} == {
+        "temperature": 0.0,
+        "n": 1,
+        "logprobs": None,
+    }
+
+
+def test_what_a_held_out_row_asks_is_not_trained_on(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+    source = {"path": str(tmp_path / "in"), "template": "say {{ q[-1] }}"}  # ten prompts for 30 rows
+    result = command("--json", rows=ROWS, job={"input": source})
+    assert result.exit_code == 0, result.output
+    counts = json.loads(result.stdout)["counts"]
+    train, held = (
+        {tuple(one) for one in pq.read_table(tmp_path / "out-adapt" / f"{name}.parquet")["prompt"].to_pylist()}
+        for name in ("train", "held-out")
+    )
+    assert train and held and not train & held
+    assert counts["repeated"] > 0
+    assert sum(counts[name] for name in ("train", "held_out", "errors", "empty", "repeated")) == ROWS
+
+
+def test_a_reference_that_is_no_label_is_none(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+    """Else evaluate would refuse the row, after all the training."""
+    labels = ["Answer 1", "answer 2", *(f"answer {row}" for row in range(15, ROWS))]
+    job = {"choices": labels, "sampling": {}}
+    result = command("--json", rows=ROWS, held_out=20, references="right", job=job)
+    assert result.exit_code == 0, result.output
+    rows = pq.read_table(tmp_path / "out-adapt" / "held-out.parquet")["references"].to_pylist()
+    known = {label.lower() for label in labels}
+    assert rows and all(row and {text.lower() for text in row} <= known for row in rows)
+    assert json.loads(result.stdout)["counts"]["unreferenced"] > 1
+
+
+def test_evaluation_has_what_an_actor_has(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+    assert command().exit_code == 0
+    # as the answers' job has resolved them
+    assert fakes.actors == {"threads": 3, "cache_bytes": 2**20, "max_batch": 64}
+    shutil.rmtree(tmp_path / "out-adapt")
+    assert command(job={"actors": {"threads": 2, "cache_bytes": 12345}}).exit_code == 0
+    assert fakes.actors == {"threads": 2, "cache_bytes": 12345, "max_batch": 64}
+
+
+def test_the_evaluation_before_is_no_cost(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+    found = json.loads(command("--json").stdout)
+    seconds = found["seconds"]
+    assert found["break_even"]["cost"] == pytest.approx(sum(seconds.values()) - seconds["before"], rel=1e-9)
+
+
+def test_memory_in_cycles_is_given_back() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    gc.disable()
+    try:
+        for failing in (False, True):
+            with suppress(KeyError), adaptation.memory_given_back():
+                held = weakref.ref(Cycle())
+                assert held() is not None
+                if failing:
+                    raise KeyError
+            assert held() is None
+    finally:
+        gc.enable()
+
+
+def test_a_model_of_the_hub_stays_at_its_commit(checkpoint: Path, tmp_path: Path) -> None:
+    job = values(tmp_path, tmp_path / "out", checkpoint)
+    hub = JobConfig.model_validate({**job, "model": {"path": "owner/name@main"}})
+    local = resolve_checkpoint(JobConfig.model_validate(job).model, StorageConfig())
+    remote = RemoteCheckpoint("owner/name@main", "c0ffee", None, "key", (), StorageConfig(), None)
+    located = ResolvedCheckpoint(local.checkpoint, remote)
+    assert configs.full_depth_job(hub, located, Path("adapt")).model.path == "owner/name@c0ffee"
+    assert configs.tuned_path(hub, located, Path("adapt")) == str(Path("adapt/checkpoint").resolve())
+    relative = JobConfig.model_validate({**job, "model": {"path": "my/checkpoint"}})
+    assert configs.full_depth_job(relative, local, Path("adapt")).model.path == "my/checkpoint"
+    assert configs.tuned_path(relative, local, Path("adapt")) == "adapt/checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"power": 3.0}, ""),
+        ({"steps": 2, "decay": "cosine"}, ""),
+        ({"steps": 2, "decay": "power"}, ""),
+        ({"power": 3.0, "decay": "power"}, "schedule.power"),
+        ({"steps": 2, "decay": "step"}, "schedule.steps"),
+    ],
+)
+def test_what_the_decay_does_not_use_does_not_matter(
+    checkpoint: Path, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    job = {**values(tmp_path, tmp_path / "out", checkpoint), "schedule": changes}
+    config = JobConfig.model_validate(job)
+    with pytest.raises(ValueError, match=said) if said else nullcontext():
+        assert configs.schedule_shape(config, None)["decay"] == changes.get("decay", "linear")
+    if changes.get("decay") in ("power", "step"):  # a checkpoint that has it already is trained for it
+        assert configs.schedule_shape(config, ScheduleSpec(**changes))
+
+
+# beside the command
+
+
+def test_run_does_not_mind_the_section(tmp_path: Path, checkpoint: Path) -> None:
+    """Another, or none: the job is the same one."""
+    inputs = write_inputs(tmp_path / "in")
+    prints = set()
+    for adapt in ({"rows": 10, "held_out": 2, "seed": 3}, {"metric": "token_kl"}, None):
+        job = {**values(inputs, tmp_path / "out", checkpoint), "adapt": adapt}
+        config = JobConfig.model_validate(job)
+        located = resolve_checkpoint(config.model, config.storage)
+        schedule = located.checkpoint.schedule(config.schedule.changes())
+        prints.add(plan_job(config, located, schedule, None, None).fingerprint)
+    assert len(prints) == 1
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=12)
+numbers_as_text = st.from_regex(r"[-+]?[0-9]{1,3}(\.[0-9]{0,2})?[eE][-+]?[0-9]{1,2}", fullmatch=True)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.dictionaries(st.text(min_size=1, max_size=5), scalars | numbers_as_text | st.lists(scalars, max_size=3)))
+def test_values_written_are_read_back_as_they_are(
+    tmp_path_factory: pytest.TempPathFactory, rest: dict[str, Any]
+) -> None:
+    job = {**rest, "model": {"path": "x", "cache": "1e5"}, "adapt": {"rows": 3}}
+    path = tmp_path_factory.mktemp("yaml") / "job.yaml"
+    path.write_text(job_text(job, "y", 2.5, ["of\nline"]))
+    want = {**job, "model": {"path": "y", "cache": "1e5"}, "schedule": {"speedup": 2.5}}
+    del want["adapt"]
+    assert load_values(path) == want
+    assert yaml.safe_load(path.read_text())["model"]["path"] == "y"

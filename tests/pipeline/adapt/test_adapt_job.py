@@ -1,0 +1,62 @@
+"""`skipdecode adapt` with nothing pretended: Ray, training, evaluation, and the job that it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from pipeline.cli.app import app
+from pipeline.config.yaml_file import dump
+
+pytest.importorskip("pipeline.config.evaluate", reason="evaluate is not in yet")
+ROWS = 40
+
+
+def test_from_a_job_to_a_faster_one(own_ray: None, tmp_path: Path, checkpoint: Path) -> None:
+    prompts: list[str | None] = [f"name[Zizzi], area[{row}]" for row in range(ROWS)]
+    prompts[7] = None
+    pq.write_table(pa.table({"key": list(range(ROWS)), "q": prompts}), tmp_path / "in.parquet", row_group_size=8)
+    job = tmp_path / "job.yaml"
+    values = {
+        "input": {"path": str(tmp_path / "in.parquet"), "id": "key", "template": "{{ q }}"},
+        "output": {"path": str(tmp_path / "out")},
+        "model": {"path": str(checkpoint), "dtype": "float32"},
+        "sampling": {"max_new_tokens": 10},
+        "actors": {"threads": 1, "max_batch": 8},
+        "adapt": {
+            "rows": ROWS,
+            "held_out": 8,
+            "speedups": [1, 2],
+            "tolerance": 100.0,
+            "training": {"max_steps": 2, "batch_size": 4, "bf16": False, "threads": 1},
+            "runs": 1,
+        },
+    }
+    job.write_text(dump(values))
+    result = CliRunner().invoke(app, ["adapt", str(job), "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [line["nominal"] for line in found["before"]] == [1, 2]
+    assert [line["nominal"] for line in found["after"]] == [None, 1, 2]
+    assert found["after"][0]["scores"]["agreement_exact"]["value"] == 100
+    assert (found["chosen"]["nominal"], found["counts"]["errors"]) == (2, 1)
+    assert sum(found["counts"][name] for name in ("train", "held_out", "errors", "empty")) == ROWS
+
+    # the tokens trained on are those that the job's checkpoint gives at full depth: alone, it agrees with itself
+    assert found["before"][0]["scores"]["agreement_exact"]["value"] == 100
+    tuned = json.loads((tmp_path / "out-adapt" / "checkpoint" / "tune.json").read_text())
+    assert tuned["steps"] == 2
+
+    again = CliRunner().invoke(app, ["adapt", str(job), "--json"])
+    assert json.loads(again.stdout) == found  # nothing is done again
+
+    ran = CliRunner().invoke(app, ["run", found["job_file"], "--set", "max_row_errors=0.1", "--json"])
+    assert ran.exit_code == 0, ran.output
+    summary = json.loads(ran.stdout)
+    assert (summary["planned_rows"], summary["nominal_speedup"]) == (ROWS, 2)
+    assert sorted(pq.read_table(tmp_path / "out")["id"].to_pylist()) == list(range(ROWS))

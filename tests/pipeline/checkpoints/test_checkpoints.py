@@ -1,0 +1,315 @@
+"""Checkpoints from a bucket: pinned without their weights, fetched once, checked, never half of one."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from transformers import AutoModelForCausalLM
+
+from actors.engine.weights import folder_sizes
+from pipeline.checkpoints import stores as checkpoint_stores
+from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint, fetch, resolve_checkpoint
+from pipeline.checkpoints.stores import BucketStore, RemoteFile
+from pipeline.config.job import ModelConfig, StorageConfig
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="session")
+def sharded(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint in several shards, beside weights of other kinds that nobody may fetch."""
+    folder = tmp_path_factory.mktemp("sharded")
+    AutoModelForCausalLM.from_pretrained(checkpoint).save_pretrained(folder, max_shard_size="30KB")
+    for path in checkpoint.iterdir():
+        if path.suffix == ".json" and not (folder / path.name).exists():
+            (folder / path.name).write_bytes(path.read_bytes())
+    (folder / "pytorch_model.bin").write_bytes(b"a pickle")
+    (folder / "consolidated.safetensors").write_bytes(b"the same weights in another layout")
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "checkpoints"
+
+
+@cache
+def client_of(storage: StorageConfig) -> Any:
+    return boto3.client("s3", endpoint_url=storage.endpoint_url)
+
+
+def put(folder: Path, url: str, storage: StorageConfig, **extra: Any) -> str:
+    client = client_of(storage)
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    for path in folder.iterdir():
+        client.put_object(Bucket=bucket, Key=f"{prefix}/{path.name}", Body=path.read_bytes(), **extra)
+    return url
+
+
+def find(path: str, storage: StorageConfig | None = None) -> ResolvedCheckpoint:
+    return resolve_checkpoint(ModelConfig(path=path), storage or StorageConfig())
+
+
+def remote(located: ResolvedCheckpoint) -> RemoteCheckpoint:
+    assert isinstance(located.source, RemoteCheckpoint)
+    return located.source
+
+
+def refusal(path: str, storage: StorageConfig | None = None) -> str:
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as caught:
+        find(path, storage)
+    assert path.removeprefix("./") in str(caught.value)
+    return str(caught.value)
+
+
+def held(place: Path) -> set[str]:
+    """Names of the checkpoint files that lie in the cache, hidden ones too."""
+    return {path.name for folder in place.iterdir() if folder.is_dir() for path in folder.iterdir()}
+
+
+def test_a_local_folder_is_taken_as_it_is(
+    checkpoint: Path, tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    located = find(str(checkpoint))
+    assert located.source == str(checkpoint) == str(fetch(located.source))
+    assert not place.exists()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner").mkdir()
+    (tmp_path / "owner" / "name").symlink_to(checkpoint)
+    (tmp_path / "owner" / "name@main").symlink_to(checkpoint)
+    for path in ("owner/name", "owner/name@main"):  # a folder comes before the hub
+        assert find(path).source == str(checkpoint)
+
+
+def test_what_a_path_cannot_be_is_said() -> None:
+    assert "no such checkpoint folder; if a model on the hub is meant, add @revision" in refusal("owner/name")
+    assert "owner/name@main" in refusal("owner/name")
+    for path in ("/nowhere/at/all", "nowhere", "a/b/c", "./owner/name"):
+        assert refusal(path).endswith("no such checkpoint folder")
+    assert "local folder, s3:// or the hub" in refusal("gs://bucket/model")
+
+
+def test_planning_leaves_the_weights_in_the_bucket(checkpoint: Path, s3: StorageConfig, place: Path) -> None:
+    located = find(put(checkpoint, "s3://bucket/plan/model", s3), s3)
+    small = {path.name for path in checkpoint.glob("*.json")}
+    assert held(place) == small
+    assert (located.checkpoint.num_layers, located.checkpoint.spec) == (4, find(str(checkpoint)).checkpoint.spec)
+    assert located.sizes() == folder_sizes(checkpoint)
+    assert fetch(located.source, weights=False) == located.checkpoint.path
+    assert held(place) == small
+    folder = fetch(located.source)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+        path.name: path.read_bytes() for path in checkpoint.iterdir()
+    }
+
+
+def test_of_a_sharded_checkpoint_the_shards_of_the_index_come(sharded: Path, s3: StorageConfig, place: Path) -> None:
+    located = find(put(sharded, "s3://bucket/sharded", s3) + "/", s3)  # with a slash or without
+    wanted = {path.name for path in sharded.iterdir()} - {"pytorch_model.bin", "consolidated.safetensors"}
+    assert set(located.identity()["files"]) == wanted
+    assert located.sizes() == folder_sizes(sharded)
+    fetch(located.source)
+    assert held(place) == wanted
+
+
+def test_a_shard_that_is_missing_is_known_before_anything_is_loaded(sharded: Path, s3: StorageConfig) -> None:
+    url = put(sharded, "s3://bucket/missing", s3)
+    gone = sorted(path.name for path in sharded.glob("model-*.safetensors"))[1]
+    client_of(s3).delete_object(Bucket="bucket", Key=f"missing/{gone}")
+    said = refusal(url, s3)
+    assert said.startswith(f"{url}: model.safetensors.index.json names {gone}, 1 of ")
+
+
+def test_what_changes_in_the_bucket_is_another_checkpoint(checkpoint: Path, s3: StorageConfig, place: Path) -> None:
+    url = put(checkpoint, "s3://bucket/changing", s3)
+    before = find(url, s3)
+    fetch(before.source)
+    assert find(url, s3) == before
+    client = client_of(s3)
+    weights = bytearray((checkpoint / WEIGHTS).read_bytes())
+    weights[-1] ^= 1
+    client.put_object(Bucket="bucket", Key=f"changing/{WEIGHTS}", Body=bytes(weights))
+    after = find(url, s3)
+    assert before.identity() != after.identity()
+    assert fetch(after.source) != fetch(before.source)  # the old one is still there, and still itself
+    assert (fetch(before.source) / WEIGHTS).read_bytes() == (checkpoint / WEIGHTS).read_bytes()
+    assert (fetch(after.source) / WEIGHTS).read_bytes() == weights
+
+
+def test_a_file_that_changed_after_the_plan_is_refused(checkpoint: Path, s3: StorageConfig, place: Path) -> None:
+    url = put(checkpoint, "s3://bucket/changed", s3)
+    located = find(url, s3)
+    weights = bytearray((checkpoint / WEIGHTS).read_bytes())
+    weights[-1] ^= 1
+    client_of(s3).put_object(Bucket="bucket", Key=f"changed/{WEIGHTS}", Body=bytes(weights))
+    with pytest.raises(ValueError, match=rf"^{url}/{WEIGHTS}: changed since the job was planned; put it back"):
+        fetch(located.source)
+    assert WEIGHTS not in held(place)
+
+
+def test_many_at_once_are_one_download(checkpoint: Path, s3: StorageConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each holder of a lock has its own file descriptor, so that threads exclude each other as processes do."""
+    located = find(put(checkpoint, "s3://bucket/at-once", s3), s3)
+    began, asked, original = threading.Event(), [], BucketStore.download
+
+    def slow(store: BucketStore, files: Any, folder: Path) -> Path:
+        asked.append(folder)
+        began.set()
+        threading.Event().wait(0.5)  # the others arrive
+        return original(store, files, folder)
+
+    monkeypatch.setattr(BucketStore, "download", slow)
+    with ThreadPoolExecutor(4) as threads:
+        folders = list(threads.map(lambda _: fetch(located.source), range(4)))
+    assert began.is_set() and len(asked) == 1 and len(set(folders)) == 1
+
+
+HANGS = """
+import pickle, sys, threading
+from pathlib import Path
+from pipeline.checkpoints import stores as checkpoint_stores
+from pipeline.checkpoints import resolve as checkpoints
+
+def hang(store, file, folder):
+    (folder / f".{file.name}.{'0' * 32}.incomplete").write_bytes(b"half")
+    if file.name.endswith(".safetensors"):
+        print("in the middle", flush=True)
+        threading.Event().wait(60)
+
+checkpoint_stores.BucketStore._get = hang
+checkpoints.fetch(pickle.loads(bytes.fromhex(sys.argv[1])))
+"""
+
+
+def test_a_killed_download_leaves_nothing_that_counts(checkpoint: Path, s3: StorageConfig, place: Path) -> None:
+    located = find(put(checkpoint, "s3://bucket/killed", s3), s3)
+    source = pickle.dumps(located.source).hex()
+    process = subprocess.Popen([sys.executable, "-c", HANGS, source], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "in the middle\n"
+    assert any(name.endswith(".incomplete") for name in held(place))
+    process.kill()
+    process.wait()
+    folder = fetch(located.source)  # nor does its lock outlive it
+    assert (folder / WEIGHTS).read_bytes() == (checkpoint / WEIGHTS).read_bytes()
+    assert not any(name.endswith(".incomplete") for name in held(place))
+
+
+def test_a_damaged_download_is_tried_once_more_then_refused(
+    checkpoint: Path, s3: StorageConfig, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    located = find(put(checkpoint, "s3://bucket/damaged", s3), s3)
+    original, damages = BucketStore._get, [1]
+
+    def flip(store: BucketStore, file: RemoteFile, folder: Path) -> None:
+        original(store, file, folder)
+        if file.name == WEIGHTS and damages[0] > 0:
+            damages[0] -= 1
+            data = bytearray((folder / file.name).read_bytes())
+            data[-1] ^= 1
+            (folder / file.name).write_bytes(data)
+
+    monkeypatch.setattr(BucketStore, "_get", flip)
+    folder = fetch(located.source)
+    assert damages == [0] and (folder / WEIGHTS).read_bytes() == (checkpoint / WEIGHTS).read_bytes()
+    damages[0] = 99
+    (folder / WEIGHTS).unlink()  # damaged later: noticed, and fetched again
+    with pytest.raises(ValueError, match=r"model\.safetensors: came damaged: its md5 is not the store's") as caught:
+        fetch(located.source)
+    assert "\n" not in str(caught.value) and damages == [97]
+    assert WEIGHTS not in held(place)
+
+
+@pytest.mark.parametrize("damage", ["short", "no record", "wrong record"])
+def test_a_damaged_cache_is_noticed(
+    checkpoint: Path, s3: StorageConfig, place: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    located = find(put(checkpoint, "s3://bucket/cache", s3), s3)
+    folder = fetch(located.source)
+    record = place / f"{remote(located).key}.json"
+    told = json.loads(record.read_text())
+    assert told["files"][WEIGHTS]["size"] == (checkpoint / WEIGHTS).stat().st_size
+    if damage == "short":
+        (folder / WEIGHTS).write_bytes((checkpoint / WEIGHTS).read_bytes()[:-5])
+    elif damage == "no record":
+        record.unlink()
+    else:
+        record.write_text("{")
+    caplog.clear()
+    assert fetch(located.source) == folder
+    assert (folder / WEIGHTS).read_bytes() == (checkpoint / WEIGHTS).read_bytes()
+    assert json.loads(record.read_text()) == told
+    assert ("fetched again" in caplog.text) == (damage != "no record")
+    caplog.clear()
+    assert fetch(located.source) == folder and not caplog.text
+
+
+def test_what_the_store_tells_of_the_content(checkpoint: Path, s3: StorageConfig) -> None:
+    """MD5 where the ETag is one, SHA-256 where it was given; an upload in parts tells neither, and still comes."""
+    put(checkpoint, "s3://bucket/told", s3, ChecksumAlgorithm="SHA256")
+    store = BucketStore("s3://bucket/told", s3)
+    file = next(file for file in store.files() if file.name == WEIGHTS)
+    assert set(store.digests(file)) == {"md5", "sha256"}
+    assert "md5" not in store.digests(replace(file, version="no md5"))
+    client = client_of(s3)
+    key = {"Bucket": "bucket", "Key": f"told/{WEIGHTS}"}
+    upload = client.create_multipart_upload(**key)["UploadId"]
+    part = client.upload_part(**key, UploadId=upload, PartNumber=1, Body=(checkpoint / WEIGHTS).read_bytes())
+    parts = {"Parts": [{"PartNumber": 1, "ETag": part["ETag"]}]}
+    client.complete_multipart_upload(**key, UploadId=upload, MultipartUpload=parts)
+    located = find("s3://bucket/told", s3)
+    whole = next(file for file in remote(located).files if file.name == WEIGHTS)
+    assert whole.version.endswith("-1") and store.digests(whole) == {}
+    assert (fetch(located.source) / WEIGHTS).read_bytes() == (checkpoint / WEIGHTS).read_bytes()
+
+
+def test_weights_that_are_cut_short_in_the_bucket_are_known_before_loading(
+    checkpoint: Path, s3: StorageConfig, tmp_path: Path
+) -> None:
+    put(checkpoint, "s3://bucket/short", s3)
+    data = (checkpoint / WEIGHTS).read_bytes()[:-100]
+    client = client_of(s3)
+    client.put_object(Bucket="bucket", Key=f"short/{WEIGHTS}", Body=data)
+    located = find("s3://bucket/short", s3)
+    with pytest.raises(ValueError, match=rf"^s3://bucket/short/{WEIGHTS}: {len(data)} bytes, but its header says"):
+        located.sizes()
+    with pytest.raises(ValueError, match="cut short or damaged"):
+        fetch(located.source)
+
+
+def test_buckets_that_cannot_be_read_are_one_line(
+    checkpoint: Path, s3: StorageConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "s3://nobody-has-this: no such bucket" in refusal("s3://nobody-has-this/model", s3)
+    assert "no such" in refusal("s3://bucket/nothing/here", s3)
+    closed = StorageConfig(endpoint_url="http://127.0.0.1:9", retry_seconds=0)
+    assert "cannot be read" in refusal("s3://bucket/model", closed)
+    client_of(s3).put_object(Bucket="bucket", Key="odd/README.md", Body=b"x")
+    assert refusal("s3://bucket/odd", s3) == "s3://bucket/odd: not a checkpoint: no config.json"
+    located = find(put(checkpoint, "s3://bucket/full", s3), s3)
+    usage = type("Usage", (), {"free": 10})
+    monkeypatch.setattr(checkpoint_stores.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(ValueError, match=r"left: make room, or set model\.cache"):
+        fetch(located.source)
+
+
+def test_a_job_may_say_where_the_cache_is(checkpoint: Path, s3: StorageConfig, tmp_path: Path, place: Path) -> None:
+    url = put(checkpoint, "s3://bucket/elsewhere", s3)
+    located = resolve_checkpoint(ModelConfig(path=url, cache=str(tmp_path / "there")), s3)
+    assert fetch(located.source).is_relative_to(tmp_path / "there") and not place.exists()
+    assert located.identity() == find(url, s3).identity()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"cannot hold checkpoints: .*; set model\.cache"):
+        resolve_checkpoint(ModelConfig(path=url, cache=str(tmp_path / "file")), s3)

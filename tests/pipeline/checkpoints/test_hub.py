@@ -1,0 +1,108 @@
+"""Checkpoints of a hub on loopback: pinned to a commit, downloaded by huggingface_hub, checked, one line if not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hub_server import REPO, Hub, running_hub
+
+from actors.engine.weights import folder_sizes
+from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint, fetch, resolve_checkpoint
+from pipeline.config.job import ModelConfig, StorageConfig
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def hub(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with running_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        hub.push("main", {**files(checkpoint), "README.md": b"about it", "pytorch_model.bin": b"a pickle"})
+        yield hub
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def find(revision: str = "main", pinned: ResolvedCheckpoint | None = None) -> ResolvedCheckpoint:
+    stored = None if pinned is None else pinned.identity()
+    return resolve_checkpoint(ModelConfig(path=f"{REPO}@{revision}"), StorageConfig(), stored)
+
+
+def refusal(path: str) -> str:
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as caught:
+        resolve_checkpoint(ModelConfig(path=path), StorageConfig())
+    assert path in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_branch_is_pinned_to_its_commit_without_the_weights(hub: Hub, checkpoint: Path) -> None:
+    located = find()
+    assert set(hub.downloads()) == {path.name for path in checkpoint.glob("*.json")}
+    assert located.sizes() == folder_sizes(checkpoint)
+    assert WEIGHTS not in hub.downloads()  # its header alone
+    identity = located.identity()
+    assert (identity["commit"], identity["hub"]) == (hub.branches["main"], f"{REPO}@main")
+    assert set(identity["files"]) == set(files(checkpoint))
+
+
+def test_a_node_fetches_what_is_needed_once(hub: Hub, checkpoint: Path) -> None:
+    located = find()
+    folder = fetch(located.source)
+    assert files(folder) == files(checkpoint)  # no pickle, no model card
+    assert sorted(hub.downloads()) == sorted(files(checkpoint))
+    asked = len(hub.asked)
+    assert fetch(located.source) == folder == fetch(located.source, weights=False)
+    assert len(hub.asked) == asked  # not even a question
+
+
+def test_a_moved_branch_is_another_checkpoint_but_not_for_a_job_that_has_begun(hub: Hub, checkpoint: Path) -> None:
+    before = find()
+    weights = bytearray((checkpoint / WEIGHTS).read_bytes())
+    weights[-1] ^= 1
+    hub.push("main", {**files(checkpoint), WEIGHTS: bytes(weights)})
+    after = find()
+    assert before.identity()["commit"] != after.identity()["commit"]
+    assert before.identity()["files"][WEIGHTS] != after.identity()["files"][WEIGHTS]
+    resumed = find(pinned=before)
+    assert resumed.identity() == before.identity()
+    assert (fetch(resumed.source) / WEIGHTS).read_bytes() == (checkpoint / WEIGHTS).read_bytes()
+    assert (fetch(after.source) / WEIGHTS).read_bytes() == weights
+    hub.branches["other"] = hub.branches["main"]
+    assert find("other", pinned=before).identity()["commit"] == after.identity()["commit"]
+    commit = before.identity()["commit"]
+    assert find(commit).identity()["commit"] == commit
+
+
+def test_weights_that_do_not_have_the_hubs_digest_are_refused(hub: Hub, checkpoint: Path) -> None:
+    located = find()
+    damaged = bytearray((checkpoint / WEIGHTS).read_bytes())
+    damaged[-1] ^= 1
+    hub.wrong[WEIGHTS] = bytes(damaged)
+    with pytest.raises(ValueError, match=r"model\.safetensors: came damaged: its sha256 is not the store's"):
+        fetch(located.source)
+    assert hub.downloads().count(WEIGHTS) == 2
+    hub.wrong.clear()
+    assert (fetch(located.source) / WEIGHTS).read_bytes() == (checkpoint / WEIGHTS).read_bytes()
+
+
+def test_what_the_hub_does_not_have_is_one_line(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no such model on the hub, or no access" in refusal("someone/else@main")
+    assert "no such revision: give a branch, tag or commit" in refusal(f"{REPO}@v9")
+    hub.gated = True
+    assert "ask for access on the hub, and set HF_TOKEN" in refusal(f"{REPO}@main")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert "http://127.0.0.1:9 cannot be reached" in refusal(f"{REPO}@main")
+
+
+def test_the_hub_travels_with_the_checkpoint(hub: Hub, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node need not have HF_ENDPOINT in its environment."""
+    located = find()
+    assert isinstance(located.source, RemoteCheckpoint) and hash(located.source)
+    monkeypatch.delenv("HF_ENDPOINT")
+    assert files(fetch(located.source)) == files(checkpoint)

@@ -1,0 +1,197 @@
+"""The command line as a user meets it: one line for what is wrong, exit 2, and no model is loaded before it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from command import assert_released
+from typer.testing import CliRunner
+
+from pipeline.cli.app import app
+from pipeline.cli.errors import cause
+
+
+@pytest.fixture
+def job(tmp_path: Path, checkpoint: Path) -> dict[str, Any]:
+    pq.write_table(pa.table({"id": ["a"], "prompt": ["alpha"], "n": [1]}), tmp_path / "in.parquet")
+    return {
+        "input": {"path": str(tmp_path / "in.parquet"), "id": "id"},
+        "output": {"path": str(tmp_path / "out")},
+        "model": {"path": str(checkpoint), "dtype": "float32"},
+    }
+
+
+def refused(tmp_path: Path, job: dict[str, Any], *options: str) -> str:
+    """The one line that the command prints before it exits 2, with nothing written and no weights read."""
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job))
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in (("ray", "init"), ("actors.generator", "load_decoder")):
+            patch.setattr(f"{module}.{name}", lambda *args, **kwargs: pytest.fail("too late"))
+        result = CliRunner().invoke(app, ["run", str(file), *options])
+    assert result.exit_code == 2, result.output
+    lines = [line for line in result.stderr.splitlines() if line]
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith(f"skipdecode: {file}: ") or lines[0].startswith("skipdecode: --set")
+    assert not (tmp_path / "out" / "_job" / "job.json").exists()
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input": {"prompt": "question"}}, "no column 'question'; it has id, prompt, n"),
+        ({"input": {"prompt": "n"}}, "column 'n' is int64; a prompt must be string"),
+        ({"input": {"id": "key"}}, "no column 'key'"),
+        ({"input": {"template": "{{ prompt }"}}, "input.template: line 1"),
+        ({"input": {"template": "{{ question }}"}}, "no column 'question'"),
+        ({"input": {"path": "/none/at/all.parquet"}}, "/none/at/all.parquet: no such file or folder"),
+        ({"input": {"path": "gs://x/y"}}, "storage gs:// is not supported"),
+        ({"output": {"keep": ["prompt", "m"]}}, "no column 'm'"),
+        ({"output": {"keep": ["error"]}}, "output.keep: error is the name of an answer's column"),
+        ({"model": {"path": "/none"}}, "/none: no such checkpoint folder"),
+        ({"model": {"dtype": "int4"}}, "model.dtype: input should be 'float32', 'bfloat16' or 'float16', not 'int4'"),
+        ({"modell": {}}, "unknown key modell; did you mean model?"),
+        ({"input": {"promt": "prompt"}}, "unknown key input.promt; did you mean prompt?"),
+        ({"schedule": {"depths": [4, 9]}}, r"schedule: depths[1] = 9: must lie in [1, 4]"),
+        ({"schedule": {"keep_order": [0, 1, 1, 2]}}, r"schedule: keep_order[2] = 1 repeats keep_order[1]"),
+        ({"schedule": {"speedup": 0.2}}, "schedule: speedup = 0.2: must be at least 1"),
+        ({"sampling": {"top_p": 0}}, "sampling.top_p"),
+        ({"shard_rows": 0}, "shard_rows"),
+        (
+            {"input": {"too_long": "truncate_left"}, "sampling": {"max_new_tokens": 64}},
+            "sampling.max_new_tokens = 64 leaves truncated prompts no room in a context of 64",
+        ),
+        ({"actors": {"count": 2, "min": 1, "max": 2}}, "actors: give count, or min and max, not both"),
+    ],
+)
+def test_a_wrong_job_is_one_line_and_exit_2(
+    tmp_path: Path, job: dict[str, Any], change: dict[str, Any], message: str
+) -> None:
+    for section, values in change.items():
+        job[section] = {**job.get(section, {}), **values} if isinstance(values, dict) else values
+    assert message in refused(tmp_path, job)
+
+
+def test_wrong_files_are_one_line_and_exit_2(tmp_path: Path, job: dict[str, Any]) -> None:
+    path = Path(job["input"]["path"])
+    whole = path.read_bytes()
+    for data in (whole[: len(whole) // 2], b"", b"not parquet at all"):
+        path.write_bytes(data)
+        assert "in.parquet: not readable as Parquet" in refused(tmp_path, job)
+    pq.write_table(pa.table({"id": pa.array([], pa.string()), "prompt": pa.array([], pa.string())}), path)
+    assert "no rows in 1 files" in refused(tmp_path, job)
+    (tmp_path / "empty").mkdir()
+    job["input"]["path"] = str(tmp_path / "empty")
+    assert "folder without .parquet files" in refused(tmp_path, job)
+
+
+def test_wrong_options_are_one_line_and_exit_2(tmp_path: Path, job: dict[str, Any]) -> None:
+    assert "unknown key sampling.temprature; did you mean temperature?" in refused(
+        tmp_path, job, "--set", "sampling.temprature=1"
+    )
+    assert "--set nonsense: must look like section.key=value" in refused(tmp_path, job, "--set", "nonsense")
+
+
+def test_files_of_nobodys_job_are_not_mixed_with_answers(tmp_path: Path, job: dict[str, Any]) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.parquet").write_bytes(b"precious")
+    assert "holds Parquet files of no job known here" in refused(tmp_path, job)
+
+
+def test_a_lease_that_is_held_is_exit_5(tmp_path: Path, job: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipeline.commit import lease
+    from pipeline.config.job import StorageConfig
+    from pipeline.storage.folder import open_folder
+
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.1)
+    other = lease.Lease(open_folder(job["output"]["path"], StorageConfig()), beat=0.1, watch=1)
+    other.acquire(lambda: None)
+    try:
+        file = tmp_path / "job.yaml"
+        file.write_text(yaml.safe_dump(job))
+        result = CliRunner().invoke(app, ["run", str(file)])
+    finally:
+        other.release()
+    assert result.exit_code == 5
+    assert "another run holds" in result.stderr
+    assert f"process {other.holder.pid} on {other.holder.host}, since 20" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (Exception("The current node timed out\nduring startup."), 1, "failed: System error: Ray did not start: The c"),
+        (RuntimeError("Failed to start GCS"), 1, "failed: System error: Ray did not start: Failed to start GCS; the s"),
+        (TimeoutError("Timed out after 30 seconds"), 1, "failed: Timed out after 30 seconds; the same command goes on"),
+        (ConnectionError("no Ray instance at 1.2.3.4"), 1, "failed: no Ray instance at 1.2.3.4; the same command"),
+        (SystemExit(15), 4, "interrupted (SIGTERM); the same command finishes the job"),  # from Ray's own handler
+    ],
+)
+def test_a_ray_that_does_not_start_is_one_line(
+    tmp_path: Path, job: dict[str, Any], monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, line: str
+) -> None:
+    import ray
+
+    def fail(**settings: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", fail)
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job))
+    result = CliRunner().invoke(app, ["run", str(file)])
+    assert (result.exit_code, result.exception.__class__) == (code, SystemExit)
+    assert result.stderr.splitlines()[-1].startswith(f"skipdecode: {line}")
+    assert_released(tmp_path / "out")
+
+
+def test_a_ray_that_is_up_early_makes_no_job_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    from pipeline.runtime.under_way import is_under_way, plan
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    assert is_under_way()
+    plan(True)
+    assert not is_under_way()
+    plan(False)
+    assert is_under_way()
+
+
+def test_the_cause_of_a_failed_task_is_what_went_wrong_and_not_advice_on_retries() -> None:
+    from ray.data._internal.util import _annotate_exception_with_retry_context
+
+    error: BaseException = ValueError("Traceback\n  File x\nValueError: weights are missing")
+    for _ in range(2):  # a task's own, and the operator's around it
+        error = _annotate_exception_with_retry_context(
+            error, description="run it", attempts=1, max_attempts=3, total_backoff_s=0.0, exception_str=""
+        )
+    assert str(error).splitlines()[-1].startswith("To change retry attempts")
+    assert cause(error) == "ValueError: weights are missing"
+
+
+def imported_with(module: str) -> set[str]:
+    """Of the heavy libraries, those that a module of ours brings along."""
+    code = f"import json, sys, {module}; print(json.dumps([one for one in sys.modules if '.' not in one]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return {"torch", "ray", "transformers"} & set(json.loads(done.stdout))
+
+
+def test_a_job_can_be_looked_at_before_torch_is_imported() -> None:
+    assert imported_with("pipeline.job") == {"ray"}
+
+
+def test_help_is_quick_to_import_and_names_the_commands() -> None:
+    assert imported_with("pipeline.cli.app") == set()
+    output = CliRunner().invoke(app, ["--help"]).output
+    for command in ("run", "tune", "evaluate", "report"):
+        assert command in output

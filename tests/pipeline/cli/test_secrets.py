@@ -1,0 +1,185 @@
+"""What a job's processes let out: no secret in anything that they write, no port open to other machines."""
+
+from __future__ import annotations
+
+import ipaddress
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from command import Command
+from typer.testing import CliRunner
+
+from pipeline.cli.app import app
+from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.messages import without_secrets
+from pipeline.storage.folder import filesystem
+
+SECRETS = {
+    "AWS_SECRET_ACCESS_KEY": "planted-aws-secret-key",
+    "AWS_SESSION_TOKEN": "planted-aws-session-token",
+    "HF_TOKEN": "planted-hub-token",
+    "RAY_AUTH_TOKEN": "planted-ray-token-000000000000000000000000",
+}
+PASSWORD = "planted-password"
+
+
+@pytest.fixture
+def ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where Ray puts its sessions; its sockets bear no long path."""
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    monkeypatch.setenv("RAY_TMPDIR", str(folder))
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def bucket_job(checkpoint: Path, s3: StorageConfig, name: str, **changes: Any) -> JobConfig:
+    """A job in the bucket with 24 rows, one of them bad."""
+    fs, path = filesystem(f"s3://bucket/{name}", s3)
+    with fs.open(f"{path}/in/a.parquet", "wb") as file:
+        pq.write_table(pa.table({"prompt": [None, *(f"name[{row}]" for row in range(23))]}), file)
+    values: dict[str, Any] = {
+        "input": {"path": f"s3://bucket/{name}/in"},
+        "output": {"path": f"s3://bucket/{name}/out"},
+        "model": {"path": str(checkpoint), "dtype": "float32"},
+        "sampling": {"max_new_tokens": 8},
+        "actors": {"threads": 1, "cache_bytes": 2**20},
+        "storage": s3.model_dump(),
+        "shard_rows": 4,
+        "max_row_errors": 1.0,
+    }
+    return JobConfig.model_validate({**values, **changes})
+
+
+def assert_no_secret(s3: StorageConfig, name: str, ray_folder: Path, *texts: str) -> None:
+    """In what the job wrote into the bucket, what Ray wrote into its session, what the command printed."""
+    fs, path = filesystem(f"s3://bucket/{name}/out", s3)
+    files = {one: fs.cat_file(one) for one in fs.find(path)}
+    local = [one for one in ray_folder.rglob("*") if one.is_file() and not one.is_symlink()]
+    assert any("raylet" in one.name for one in local)
+    files |= {str(one): one.read_bytes() for one in local}
+    files |= {f"output {number}": text.encode() for number, text in enumerate(texts)}
+    found = {(one, name) for one, data in files.items() for name, secret in SECRETS.items() if secret.encode() in data}
+    assert not found
+
+
+def listening(process: int) -> set[tuple[str, str]]:
+    """(program, address) of the ports on which a process or one below it takes connections."""
+    found = set()
+    try:
+        whole = [psutil.Process(process), *psutil.Process(process).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return found
+    for one in whole:
+        try:
+            ports = [port for port in one.net_connections("inet") if port.status == psutil.CONN_LISTEN]
+            found |= {(one.name(), port.laddr.ip) for port in ports}
+        except psutil.Error:  # it has just ended
+            continue
+    return found
+
+
+def loopback(address: str) -> bool:
+    """IPv4 in IPv6 included, as Python 3.11 does not."""
+    found = ipaddress.ip_address(address)
+    return (getattr(found, "ipv4_mapped", None) or found).is_loopback
+
+
+@pytest.mark.ray
+def test_a_job_tells_no_secret_and_listens_to_this_machine_alone(
+    checkpoint: Path, s3: StorageConfig, tmp_path: Path, ray_folder: Path
+) -> None:
+    job = bucket_job(checkpoint, s3, "good")
+    command = Command(tmp_path, job, "--verbose", "--json")
+    ports: set[tuple[str, str]] = set()
+    fs, path = filesystem(job.output.path, s3)
+
+    def answered() -> bool:
+        ports.update(listening(command.process.pid))
+        return bool(fs.glob(f"{path}/part-*.parquet"))
+
+    command.wait_until(answered)
+    code, out, err = command.end()
+    assert code == 0, err
+    assert {name for name, _ in ports} >= {"gcs_server", "raylet"}
+    assert not {port for port in ports if not loopback(port[1])}
+    assert_no_secret(s3, "good", ray_folder, out, err)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_job_that_fails_tells_no_secret(
+    checkpoint: Path, s3: StorageConfig, tmp_path: Path, ray_folder: Path
+) -> None:
+    job = bucket_job(checkpoint, s3, "bad", model={"path": str(tmp_path / "gone"), "dtype": "float32"})
+    shutil.copytree(checkpoint, tmp_path / "gone")
+    data = bytearray((tmp_path / "gone" / "model.safetensors").read_bytes())
+    first = 8 + int.from_bytes(data[:8], "little")
+    header = bytes(data[8:first]).replace(b"model.layers.0.mlp.up_proj", b"model.layers.0.mlp.no_proj")
+    (tmp_path / "gone" / "model.safetensors").write_bytes(data[:8] + header + data[first:])
+    code, out, err = Command(tmp_path, job, "--verbose").end()
+    assert code == 1, err
+    assert_no_secret(s3, "bad", ray_folder, out, err)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        f"storage.endpoint_url=http://user:{PASSWORD}@127.0.0.1:9",
+        f"storage.endpoint_url=http://KEY:ab/{PASSWORD}@minio:9000",
+        f"storage.endpoint_url=http://KEY:{PASSWORD}/cd@minio:9000",
+        f"storage.endpoint_url=KEY:{PASSWORD}@minio:9000",
+        f"storage.endpoint_url=http://{PASSWORD}/cd@minio",
+        f"input.path=s3://user:{PASSWORD}/x@bucket/in",
+        f"input.path=s3://user:{PASSWORD}@bucket/in",
+        f"input.path=[a, 's3://user:{PASSWORD}@bucket/in']",
+        f"output.path=s3://user:{PASSWORD}@bucket/out",
+        f"model.path=s3://user:{PASSWORD}@bucket/model",
+        f"model.path=https://{PASSWORD}@hub/x",
+        f"storage=s3://user:{PASSWORD}@bucket",
+        f"storage.x.y=s3://user:{PASSWORD}@bucket",
+        f"input.path.x=s3://user:{PASSWORD}@bucket",
+        f"shard_rows=s3://user:{PASSWORD}@bucket",
+    ],
+)
+def test_a_password_in_a_place_is_refused_and_not_repeated(tmp_path: Path, change: str) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("input: {path: a}\noutput: {path: b}\nmodel: {path: c}\n")
+    for options in ([], ["--verbose"]):
+        result = CliRunner().invoke(app, ["run", str(file), "--set", change, *options])
+        assert result.exit_code == 2
+        assert len(result.stderr.splitlines()) == 1
+        assert PASSWORD not in result.output
+
+
+def test_a_password_in_broken_yaml_or_in_reports_options_is_not_repeated(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    for url in (f"http://user:{PASSWORD}@host", f"http://user:ab/{PASSWORD}/cd@host"):
+        for text in (f"storage: {{endpoint_url: {url}, x: [}}", f"storage: *{url}", f"a: {url}\na: {url}\n"):
+            file.write_text(text)
+            result = CliRunner().invoke(app, ["run", str(file)])
+            assert result.exit_code == 2 and PASSWORD not in result.output, result.output
+    result = CliRunner().invoke(app, ["report", f"s3://user:{PASSWORD}@b/c", "--endpoint-url", url])
+    assert result.exit_code == 2 and PASSWORD not in result.output
+    assert "--endpoint-url: endpoint_url: holds a user or password" in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("http://KEY:ab/cd@minio:9000 is not there", "http://***@minio:9000 is not there"),
+        ("http://key@host/x, s3://a:b@c/d@e", "http://***@host/x, s3://***@e"),
+        ("http://host:9000/x is not there; ask a@b", "http://host:9000/x is not there; ask a@b"),
+        ("s3://bucket/name@revision", "s3://bucket/name@revision"),
+    ],
+)
+def test_messages_show_no_password(text: str, shown: str) -> None:
+    assert without_secrets(text) == shown

@@ -1,0 +1,75 @@
+"""A run killed at any moment between its first file and its last one, many times over, without Ray."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import sys
+import time
+from multiprocessing.context import ForkServerContext
+
+import pytest
+import rayless
+from fault_bench import SHARDS, Bench, Trial, digests
+
+from pipeline.config.job import JobConfig, StorageConfig
+
+TRIALS, KILLS = 8, 3
+
+
+@pytest.fixture(scope="module")
+def processes() -> ForkServerContext:
+    """Processes forked off one that has imported everything and has no threads."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the server does not get our path otherwise
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rayless"])
+    return context
+
+
+@pytest.fixture(scope="module", params=["local", "s3"])
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    folder = tmp_path_factory.mktemp("bench")
+    if request.param == "local":
+        return Bench(folder, str(folder / "outputs"), StorageConfig())
+    return Bench(folder, f"s3://bucket/{folder.name}", request.getfixturevalue("s3"))
+
+
+def ended(processes: ForkServerContext, job: JobConfig, after: float | None = None) -> float:
+    """Run the job to its end, or SIGKILL it after so many seconds; the seconds it lived."""
+    process = processes.Process(target=rayless.run, args=(job.model_dump(exclude_none=True),))
+    process.start()
+    began = time.monotonic()
+    process.join(60 if after is None else after)
+    if after is not None:
+        process.kill()
+        process.join()
+    else:
+        assert process.exitcode == 0
+    return time.monotonic() - began
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_the_same_run_finishes(bench: Bench, processes: ForkServerContext) -> None:
+    whole = bench.job()
+    ended(processes, whole)  # the first one waits for the imports
+    seconds = ended(processes, bench.job())
+    print(f"an undisturbed run takes {seconds:.2f} s")
+    bench.undisturbed = digests(bench.output(whole))
+    assert len(bench.undisturbed) == SHARDS
+    chance = random.Random(3)
+    unfinished = 0
+    for seed in range(TRIALS):
+        job = bench.job()
+        for _ in range(KILLS):
+            ended(processes, job, chance.uniform(0, seconds))
+            unfinished += "_SUCCESS" not in bench.output(job).names()
+        ended(processes, job)
+        trial = bench.look(job, Trial("driver", seed))
+        assert trial.identical and not trial.problem, trial  # its rows' ids are made up
+        output = bench.output(job)
+        assert output.names("_job/tmp") == []
+        [term] = output.names("_job/lease")
+        assert json.loads(output.read(f"_job/lease/{term}"))["released"]
+    assert unfinished > TRIALS

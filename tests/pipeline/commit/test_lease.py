@@ -1,0 +1,355 @@
+"""One run at a time: the dead are replaced, the living are named, and who lost the lease is told."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pipeline.commit.lease import FORMER, TERMS, Holder, Lease, LeaseHeld, process_started
+from pipeline.config.job import StorageConfig
+from pipeline.storage.folder import Folder, open_folder
+
+BEAT, WATCH = 0.05, 0.4
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return open_folder(str(tmp_path), StorageConfig())
+
+
+def never() -> None:
+    raise AssertionError("the lease was lost")
+
+
+def lease(folder: Folder) -> Lease:
+    return Lease(folder, beat=BEAT, watch=WATCH)
+
+
+def last(folder: Folder) -> str:
+    return f"{TERMS}/{max(folder.names(TERMS), default='000001.json')}"
+
+
+def held(folder: Folder) -> Holder:
+    return Holder(**json.loads(folder.read(last(folder))))
+
+
+def write(folder: Folder, holder: Holder) -> None:
+    """What a holder in the last term would have written."""
+    folder.replace(last(folder), json.dumps(asdict(holder)).encode())
+
+
+def foreign(folder: Folder) -> Holder:
+    """A holder on a host of which nothing can be known."""
+    return replace(lease(folder).holder, host="elsewhere", boot_id="b", pid=4321, nonce="n", since=1_700_000_000.0)
+
+
+@contextmanager
+def beating(folder: Folder, holder: Holder) -> Iterator[None]:
+    """Somebody who raises the counter of `holder`."""
+    write(folder, holder)
+    stop = threading.Event()
+
+    def beat() -> None:
+        counter = 0
+        while not stop.wait(BEAT):
+            counter += 1
+            write(folder, replace(holder, counter=counter))
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def until(condition: object, seconds: float = 5.0) -> None:
+    assert callable(condition)
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+def took_over(folder: Folder) -> float:
+    """Seconds until the lease was ours."""
+    mine, began = lease(folder), time.monotonic()
+    mine.acquire(never)
+    seconds = time.monotonic() - began
+    assert held(folder).nonce == mine.holder.nonce
+    mine.release()
+    return seconds
+
+
+def test_a_lease_is_taken_kept_and_given_back(folder: Folder) -> None:
+    mine = lease(folder)
+    mine.acquire(never)
+    found = held(folder)
+    assert (found.pid, found.nonce, found.counter) == (os.getpid(), mine.holder.nonce, 0)
+    since_boot = psutil.Process().create_time() - psutil.boot_time()
+    assert found.started / os.sysconf("SC_CLK_TCK") == pytest.approx(since_boot, abs=2)
+    until(lambda: held(folder).counter >= 3)
+    assert replace(held(folder), counter=0) == found
+    mine.release()
+    given_back = held(folder)
+    assert given_back.released
+    time.sleep(3 * BEAT)
+    assert held(folder) == given_back
+    assert took_over(folder) < WATCH
+    assert folder.names(TERMS) == ["000002.json"]
+    assert folder.names("_job") == folder.names("_job/tmp") == []
+
+
+@pytest.mark.parametrize("store", ["s3", pytest.param("ceph", marks=pytest.mark.ceph)])
+def test_a_bucket_can_be_leased(store: str, request: pytest.FixtureRequest) -> None:
+    bucket = open_folder(f"s3://bucket/{uuid.uuid4().hex}", request.getfixturevalue(store))
+    mine = lease(bucket)
+    mine.acquire(never)
+    until(lambda: held(bucket).counter >= 2)
+    with pytest.raises(LeaseHeld):
+        lease(bucket).acquire(never)
+    mine.release()
+    assert took_over(bucket) < WATCH
+    assert bucket.names(TERMS) == ["000002.json"]
+
+
+def test_a_process_that_is_no_more_is_replaced_at_once(folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    child.wait()
+    write(folder, replace(lease(folder).holder, pid=child.pid, nonce="n"))
+    with caplog.at_level(logging.WARNING):
+        assert took_over(folder) < WATCH / 2
+    assert f"process {child.pid} on" in caplog.text and "which is dead" in caplog.text
+
+
+def test_a_pid_that_another_process_has_now_is_dead(folder: Folder) -> None:
+    mine = lease(folder).holder
+    write(folder, replace(mine, started=mine.started - 1000, nonce="n"))
+    assert took_over(folder) < WATCH / 2
+
+
+@pytest.mark.parametrize("changes", [{"boot_id": "b"}, {"pids": "pid:[1]"}, {"host": "h"}, {"started": -1}])
+def test_a_pid_says_nothing_of_another_machine_or_container(folder: Folder, changes: dict[str, Any]) -> None:
+    """Names of hosts are not unique, and containers may share one: such a holder is watched like any other."""
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    child.wait()
+    write(folder, replace(lease(folder).holder, **{"pid": child.pid, "nonce": "n", **changes}))
+    assert WATCH <= took_over(folder) < WATCH + 2
+
+
+def test_a_process_that_waits_to_be_reaped_is_dead(folder: Folder) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE)
+    write(folder, replace(lease(folder).holder, pid=child.pid, nonce="n"))
+    assert took_over(folder) < WATCH / 2
+    child.wait()
+
+
+def test_setting_the_clock_does_not_make_a_living_holder_look_dead(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """psutil adds the time of boot, which moves with the wall clock; ticks after boot do not."""
+    first = lease(folder)
+    first.acquire(never)
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: 1.0)
+    monkeypatch.setattr(time, "time", lambda: 86_400.0)
+    assert not held(folder).is_dead_here(lease(folder).holder)
+    with pytest.raises(LeaseHeld):
+        lease(folder).acquire(never)
+    first.release()
+
+
+@pytest.mark.parametrize("days", [-400, 400])
+def test_clocks_that_differ_by_days_do_not_matter(folder: Folder, days: int) -> None:
+    """Neither a living holder is taken over, nor a dead one waited for any longer."""
+    theirs = replace(foreign(folder), since=time.time() + days * 86_400)
+    with beating(folder, theirs), pytest.raises(LeaseHeld):
+        lease(folder).acquire(never)
+    assert WATCH <= took_over(folder) < WATCH + 2
+
+
+def test_a_lease_of_the_former_kind_is_watched_and_taken_over(folder: Folder) -> None:
+    mine = lease(folder).holder
+    former = {"host": mine.host, "boot_id": mine.boot_id, "pid": mine.pid, "process_start": 1.5, "nonce": "n"}
+    for counter in (0, 1):
+        folder.replace(FORMER, json.dumps({**former, "since": 1_700_000_000.0, "counter": counter}).encode())
+        if counter == 0:
+            stop = threading.Timer(WATCH / 4, lambda: folder.replace(FORMER, folder.read(FORMER)[:-2] + b"7}"))
+            stop.start()
+            with pytest.raises(LeaseHeld, match=f"process {mine.pid} on {mine.host}, since 2023-11-14 22:13:20 UTC"):
+                lease(folder).acquire(never)
+            stop.join()
+    assert WATCH <= took_over(folder) < WATCH + 2
+    assert folder.names("_job") == []
+
+
+def test_a_host_that_stands_still_is_taken_over_after_the_watch(folder: Folder) -> None:
+    write(folder, foreign(folder))
+    assert WATCH <= took_over(folder) < WATCH + 2
+
+
+def test_a_lease_that_says_nothing_is_watched_too(folder: Folder) -> None:
+    for text in (b"{", b"[]", b'{"since": 1e300}', b'{"pid": "x"}', b"\xff"):
+        folder.replace(last(folder), text)
+        assert WATCH <= took_over(folder) < WATCH + 2
+
+
+def test_a_host_that_moves_is_named(folder: Folder) -> None:
+    mine = lease(folder)
+    with beating(folder, foreign(folder)):
+        with pytest.raises(LeaseHeld) as caught:
+            mine.acquire(never)
+        assert str(caught.value) == "process 4321 on elsewhere, since 2023-11-14 22:13:20 UTC"
+        mine.release()
+        assert held(folder).nonce == "n"
+
+
+def test_a_second_run_of_this_host_waits_for_no_dead_one(folder: Folder) -> None:
+    first = lease(folder)
+    first.acquire(never)
+    second = lease(folder)
+    with pytest.raises(LeaseHeld, match=f"process {os.getpid()} on "):
+        second.acquire(never)
+    assert held(folder).nonce == first.holder.nonce
+    first.release()
+    second.acquire(never)
+    second.release()
+
+
+def test_a_lease_given_back_under_watch_is_taken(folder: Folder) -> None:
+    write(folder, foreign(folder))
+    timer = threading.Timer(WATCH / 4, lambda: write(folder, replace(foreign(folder), released=True)))
+    timer.start()
+    assert took_over(folder) < WATCH
+    timer.join()
+
+
+def test_who_lost_the_lease_is_told_once(folder: Folder) -> None:
+    told: list[int] = []
+    mine = lease(folder)
+    mine.acquire(lambda: told.append(1))
+    own, thief = last(folder), replace(mine.holder, nonce="thief")
+    folder.create(f"{TERMS}/000002.json", json.dumps(asdict(thief)).encode())
+    until(lambda: told)
+    before = folder.read(own)
+    time.sleep(4 * BEAT)
+    assert told == [1]
+    mine.release()
+    assert held(folder) == thief and folder.read(own) == before
+
+
+def test_a_lease_that_was_removed_is_lost(folder: Folder) -> None:
+    told: list[int] = []
+    mine = lease(folder)
+    mine.acquire(lambda: told.append(1))
+    folder.remove(last(folder))
+    until(lambda: told)
+    mine.release()
+    assert folder.names(TERMS) == []
+
+
+def test_a_store_that_fails_for_a_while_costs_nothing(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = lease(folder)
+    mine.acquire(never)
+    failed: list[str] = []
+
+    def fail(self: Folder, name: str) -> bytes:
+        failed.append(name)
+        raise OSError("out of order")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(folder), "read", fail)
+        until(lambda: len(failed) >= 2)
+    counter = held(folder).counter
+    until(lambda: held(folder).counter > counter)
+    mine.release()
+
+
+def test_who_comes_back_to_the_store_looks_before_it_beats(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of reach for longer than the watch: another has taken over, and what it wrote stays."""
+    told: list[int] = []
+    mine = lease(folder)
+    mine.acquire(lambda: told.append(1))
+    own, reachable = last(folder), type(folder).names
+
+    def fail(self: Folder, subfolder: str = "") -> list[str]:
+        if threading.current_thread().name == "lease":
+            raise OSError("out of order")
+        return reachable(self, subfolder)
+
+    other = Lease(folder, beat=60, watch=WATCH)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(folder), "names", fail)
+        time.sleep(2 * BEAT)
+        other.acquire(never)
+        assert not told
+    until(lambda: told)
+    assert own != last(folder)
+    assert held(folder).nonce == other.holder.nonce and not folder.names("_job/tmp")
+    mine.release()
+    assert held(folder) == other.holder
+    other.release()
+
+
+def test_a_creation_whose_answer_was_lost_is_ours(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store repeats the put and hears that the file is there: it is our own."""
+    create = type(folder).create
+
+    def repeated(self: Folder, name: str, data: bytes) -> bool:
+        return create(self, name, data) and create(self, name, data)
+
+    monkeypatch.setattr(type(folder), "create", repeated)
+    assert took_over(folder) < WATCH
+
+
+def test_of_many_at_once_one_gets_it(folder: Folder) -> None:
+    """All see the same dead holder."""
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    child.wait()
+    write(folder, replace(lease(folder).holder, pid=child.pid, nonce="n"))
+    start = threading.Barrier(4)
+    got: list[Lease] = []
+    refused: list[Lease] = []
+
+    def go() -> None:
+        mine = lease(folder)
+        start.wait()
+        try:
+            mine.acquire(never)
+        except LeaseHeld:
+            refused.append(mine)
+        else:
+            got.append(mine)
+
+    threads = [threading.Thread(target=go) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(got), len(refused)) == (1, 3)
+    assert held(folder).nonce == got[0].holder.nonce
+    got[0].release()
+
+
+def test_when_a_process_began() -> None:
+    assert process_started(os.getpid()) == process_started(os.getpid())
+    child = subprocess.Popen(["sleep", "9"])
+    assert (process_started(child.pid) or 0) >= (process_started(os.getpid()) or 0) > 0
+    child.kill()
+    child.wait()
+    assert process_started(child.pid) == -1

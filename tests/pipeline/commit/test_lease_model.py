@@ -1,0 +1,197 @@
+"""The lease under every order of operations: runs that pause for any time, die anywhere, come and go."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from memory import MemoryFolder, Stepped
+
+from pipeline.commit import lease as leases
+from pipeline.commit.lease import TERMS, Lease, LeaseHeld
+
+BEAT, WATCH = 1.0, 6.0
+LATE = WATCH - 1e-6  # sums of steps of the clock are rounded
+
+
+@dataclass
+class World:
+    """A store and a clock that moves once everybody sleeps: who is neither paused nor dead beats in time."""
+
+    clock: float = 0.0
+    store: dict[str, bytes] = field(default_factory=dict)
+    written: dict[str, float] = field(default_factory=dict)  # nonce -> when its holder wrote last
+    gaps: dict[str, float] = field(default_factory=dict)  # nonce -> longest time between two of its writes
+    began: dict[str, int] = field(default_factory=dict)  # nonce -> the step in which its term was created
+    steps: int = 0
+    now: Run | None = None  # the one whose step it is
+
+    def sleep(self, seconds: float) -> None:
+        run = self.now
+        assert run is not None
+        run.sleeps_until = self.clock + seconds
+        while self.clock < run.sleeps_until:
+            run.gate()
+
+    def monotonic(self) -> float:
+        return self.clock
+
+    def wrote(self, nonce: str) -> None:
+        self.gaps[nonce] = max(self.gaps.get(nonce, 0.0), self.silence(nonce))
+        self.written[nonce] = self.clock
+
+    def silence(self, nonce: str) -> float:
+        return self.clock - self.written.get(nonce, self.clock)
+
+
+class Noted(MemoryFolder):
+    """Writes down when each holder wrote."""
+
+    world: World
+
+    def create(self, name: str, data: bytes) -> bool:
+        done = super().create(name, data)
+        if done:
+            nonce = json.loads(data)["nonce"]
+            self.world.wrote(nonce)
+            self.world.began[nonce] = self.world.steps
+        return done
+
+    def replace(self, name: str, data: bytes) -> None:
+        super().replace(name, data)
+        self.world.wrote(json.loads(data)["nonce"])
+
+
+class Run:
+    """A run that takes the lease, beats `beats` times and gives it back."""
+
+    def __init__(self, world: World, beats: int) -> None:
+        self.world = world
+        self.beats = beats
+        self.sleeps_until = self.paused_until = 0.0
+        self.nonce = ""
+        self.term = self.looked = 0  # looked: the step in which the last beat that it has ended began
+        self.believes = self.got = self.refused = self.lost = False
+        world.now = self
+        self.stepped = Stepped(self._work)
+
+    def _work(self, gate: Callable[[], None]) -> None:
+        self.gate = gate
+        folder = Noted(self.world.store, gate=gate)
+        folder.world = self.world
+        lease = Lease(folder, beat=BEAT, watch=WATCH)
+        self.nonce = lease.holder.nonce
+        try:
+            lease.take()
+        except LeaseHeld:
+            self.refused = True
+            return
+        self.believes = self.got = True
+        self.term = lease.term
+        for _ in range(self.beats):
+            self.world.sleep(BEAT)
+            looking = self.world.steps
+            if not lease.renew():
+                self.believes, self.lost = False, True
+                return
+            self.looked = looking
+        self.believes = False
+        lease.give_back()
+
+    @property
+    def was_late(self) -> bool:
+        return max(self.world.gaps[self.nonce], self.world.silence(self.nonce)) >= LATE
+
+
+@pytest.fixture(autouse=True, scope="module")
+def world_clock() -> Iterator[World]:
+    """The lease module sleeps by the clock of the world."""
+    patch = pytest.MonkeyPatch()
+    world = World()
+    patch.setattr(leases.log, "disabled", True)
+    patch.setattr(leases, "time", world)
+    for name in ("time", "strftime", "gmtime"):
+        setattr(world, name, getattr(time, name))
+    yield world
+    patch.undo()
+
+
+def simulate(world: World, seed: int, runs: int, steps: int) -> list[Run]:
+    """Runs begin, pause and die at random; what must hold is looked at after every operation."""
+    chance = random.Random(seed)
+    world.store.clear()
+    world.written.clear()
+    world.gaps.clear()
+    world.began.clear()
+    world.clock = 0.0
+    everyone: list[Run] = []
+    pauses, deaths = chance.choice([0.0, 0.02, 0.2]), chance.choice([0.0, 0.01])
+    for _ in range(steps):
+        alive = [run for run in everyone if not run.stepped.ended]
+        if len(everyone) < runs and (not alive or chance.random() < 0.05):
+            everyone.append(Run(world, chance.choice([0, 1, 3, 30])))
+            continue
+        if not alive:
+            break
+        ready = [run for run in alive if max(run.sleeps_until, run.paused_until) <= world.clock]
+        if not ready:
+            world.clock = min(max(run.sleeps_until, run.paused_until) for run in alive)
+            continue
+        run = chance.choice(ready)
+        if chance.random() < pauses:
+            run.paused_until = world.clock + chance.choice([0.5, WATCH - 1, WATCH + 1, 5 * WATCH])
+        elif chance.random() < deaths:
+            run.stepped.kill()
+            run.believes = False
+        else:
+            world.now = run
+            world.steps += 1
+            run.stepped.step(1)
+        assert run.stepped.error is None or run.stepped.ended
+        for first, later in itertools.permutations([one for one in everyone if one.believes], 2):
+            # two may believe that they hold it if the first was taken for dead; its next beat tells it
+            if first.term <= later.term:
+                assert first.was_late and first.looked < world.began[later.nonce]
+        # who beats in time never loses it, whatever those do who slept
+        assert all(one.was_late for one in everyone if one.lost)
+    return everyone
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32), runs=st.integers(1, 5))
+def test_one_at_a_time_believes_that_it_holds_the_lease(world_clock: World, seed: int, runs: int) -> None:
+    everyone = simulate(world_clock, seed, runs, steps=600)
+    for run in everyone:
+        if not run.stepped.ended:
+            run.stepped.kill()
+    assert not [run.stepped.error for run in everyone if isinstance(run.stepped.error, Exception)]
+    # whatever state they left it in, the next one gets it, within one watch
+    began = world_clock.clock
+    last = Run(world_clock, beats=0)
+    for _ in itertools.takewhile(lambda _: not last.stepped.ended, range(1000)):
+        world_clock.clock = max(world_clock.clock, last.sleeps_until)
+        world_clock.now = last
+        last.stepped.step(1)
+    assert last.got and world_clock.clock - began <= WATCH + 2
+    assert len([name for name in world_clock.store if name.startswith(f"root/{TERMS}/")]) == 1
+
+
+def test_the_model_sees_takeovers_and_refusals(world_clock: World) -> None:
+    """Or the law above would be about nothing."""
+    seen = {"refused": 0, "lost": 0, "got": 0}
+    for seed in range(60):
+        everyone = simulate(world_clock, seed, 5, steps=600)
+        for run in everyone:
+            if not run.stepped.ended:
+                run.stepped.kill()
+            seen["refused"] += run.refused
+            seen["lost"] += run.lost
+            seen["got"] += run.got
+    assert min(seen.values()) >= 10, seen

@@ -1,0 +1,315 @@
+"""Records are committed, rolled up, lost and made again in any order, and each shard counts exactly once."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from memory import MemoryFolder, Stepped
+from parts import FINGERPRINT, finish, manifest_of, part, part_stats
+from typer.testing import CliRunner
+
+from pipeline.cli.app import app
+from pipeline.commit import records, sink
+from pipeline.commit.records import COMMITS, RECORDS_SCHEMA, SEGMENTS, Compaction, read_records, roll_up, write_segment
+from pipeline.commit.sink import commit, committed, part_name
+from pipeline.commit.verify import verify
+from pipeline.config.job import StorageConfig
+from pipeline.plan import manifest as manifests
+from pipeline.read.source import Shard
+from pipeline.report.summary import SUCCESS, RowsMissing, complete
+from pipeline.storage.concurrency import in_parallel
+from pipeline.storage.folder import Folder, open_folder
+
+SHARDS = [Shard(index, "in/a.parquet", 5 * index, 2 + index % 3) for index in range(6)]
+MANIFEST = manifest_of(SHARDS)
+PARTS = [part(shard) for shard in SHARDS]
+ROWS, TOKENS = MANIFEST.rows, sum(part_stats(shard).generated_tokens for shard in SHARDS)
+
+
+@pytest.fixture(params=["local", "s3"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
+    if request.param == "local":
+        return open_folder(str(tmp_path / "out"), StorageConfig())
+    return open_folder(f"s3://bucket/{tmp_path.name}-{time.monotonic_ns()}", request.getfixturevalue("s3"))
+
+
+@pytest.fixture
+def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests in an order that the test decides."""
+
+    def inline(function: Callable[[Any], Any], items: Iterable[Any], threads: int = 1) -> Iterator[Any]:
+        return map(function, items)
+
+    for module in (records, sink):
+        monkeypatch.setattr(module, "in_parallel", inline)
+
+
+def commit_all(folder: Folder, shards: Iterable[Shard] = SHARDS) -> None:
+    for shard in shards:
+        commit(folder, shard, PARTS[shard.index], part_stats(shard), FINGERPRINT)
+
+
+def run_job(folder: Folder) -> None:
+    """A run as the job makes it: plan the resume, commit what is left, roll up, look at everything."""
+    done = committed(folder, SHARDS, FINGERPRINT)
+    commit_all(folder, [shard for shard in SHARDS if shard.index not in done])
+    roll_up(folder, FINGERPRINT, 3)
+    complete(folder, MANIFEST)
+
+
+def assert_whole(folder: Folder, doubtful: Iterable[str] = ()) -> None:
+    """doubtful: parts that may have been adopted with a flaw that a full read does not show."""
+    table = read_records(folder, FINGERPRINT)
+    assert table["shard"].to_pylist() == [shard.index for shard in SHARDS]
+    assert table["rows"].to_pylist() == [shard.rows for shard in SHARDS]
+    totals = finish(folder, MANIFEST)
+    assert (totals.shards, totals.rows) == (len(SHARDS), ROWS)
+    assert totals.generated_tokens == TOKENS or doubtful
+    for shard in SHARDS:
+        if part_name(shard.index) not in doubtful:
+            assert folder.read(part_name(shard.index)) == PARTS[shard.index]
+    assert list(verify(folder, MANIFEST)) == []
+
+
+def test_rolled_up_records_are_the_same_records(folder: Folder) -> None:
+    commit_all(folder)
+    before = read_records(folder, FINGERPRINT)
+    assert roll_up(folder, FINGERPRINT, 7) == 0 and folder.names(SEGMENTS) == []
+    assert roll_up(folder, FINGERPRINT, 6) == 6
+    assert folder.names(COMMITS) == [] and len(folder.names(SEGMENTS)) == 1
+    assert read_records(folder, FINGERPRINT).equals(before)
+    assert committed(folder, SHARDS, FINGERPRINT) == set(range(6))
+    assert_whole(folder)
+
+
+def test_records_are_rolled_up_beside_the_job(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "ROLL_SECONDS", 0.05)
+    monkeypatch.setattr(roll_up, "__defaults__", (2,))
+    commit_all(folder, SHARDS[:2])
+    with Compaction(folder, FINGERPRINT):
+        deadline = time.monotonic() + 20
+        while len(folder.names(SEGMENTS)) < 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        commit_all(folder, SHARDS[2:5])
+    commit_all(folder, SHARDS[5:])
+    assert "000005.json" in folder.names(COMMITS) and len(folder.names(COMMITS)) <= 2  # what is too little to roll up
+    assert_whole(folder)
+
+
+def test_no_record_is_away_while_it_is_rolled_up(one_at_a_time: None) -> None:
+    root = MemoryFolder()
+    commit_all(root)
+    before = read_records(root, FINGERPRINT)
+    rolling = Stepped(lambda gate: roll_up(MemoryFolder(root.files, root.prefix, gate), FINGERPRINT, 1))
+    while not rolling.ended:
+        rolling.step(1)
+        assert read_records(root, FINGERPRINT).equals(before)
+    assert rolling.error is None and root.names(COMMITS) == []
+
+
+def test_a_part_that_is_gone_is_taken_out_of_its_segment(folder: Folder) -> None:
+    commit_all(folder)
+    roll_up(folder, FINGERPRINT, 1)
+    finish(folder, MANIFEST)
+    folder.remove(part_name(2))
+    assert committed(folder, SHARDS, FINGERPRINT) == set(range(6))  # a segment is believed until the end
+    with pytest.raises(RowsMissing, match=r"^part-000002.parquet was committed and is gone: run the same command"):
+        run_job(folder)
+    assert not folder.exists(SUCCESS)
+    run_job(folder)
+    assert_whole(folder)
+
+
+def test_orphans_beside_and_after_what_segments_hold_are_adopted(folder: Folder) -> None:
+    commit_all(folder, [SHARDS[0], SHARDS[3]])
+    roll_up(folder, FINGERPRINT, 1)
+    for index in (1, 5):
+        folder.create(part_name(index), PARTS[index])
+    assert committed(folder, SHARDS, FINGERPRINT) == {0, 1, 3, 5}
+    assert folder.names(COMMITS) == ["000001.json", "000005.json"]
+    run_job(folder)
+    assert_whole(folder)
+
+
+def test_a_segment_that_another_job_has_left_behind_is_removed(
+    folder: Folder, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run that slept while its output was given to another job, and then rolled its records up."""
+    commit_all(folder)
+    write_segment(folder, RECORDS_SCHEMA.empty_table(), "0" * 64)
+    assert committed(folder, SHARDS, FINGERPRINT) == set(range(len(SHARDS)))
+    assert folder.names(SEGMENTS) == [] and "damaged or another job's, removed" in caplog.text
+    run_job(folder)
+    assert_whole(folder)
+
+
+@given(data=st.data())
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_each_shard_counts_once_whatever_dies_when(one_at_a_time: None, data: st.DataObject) -> None:
+    """Runs that overlap, roll up and are killed between any two operations; then one that is left alone."""
+    root = MemoryFolder()
+
+    def start() -> Stepped:
+        what = data.draw(st.sampled_from(["run", "roll", "late"]))
+
+        def work(gate: Callable[[], None]) -> None:
+            gated = MemoryFolder(root.files, root.prefix, gate)
+            if what == "run":
+                run_job(gated)
+            elif what == "roll":
+                roll_up(gated, FINGERPRINT, 1)
+            else:  # workers of a driver that is no more
+                commit_all(gated, data_order)
+
+        return Stepped(work)
+
+    data_order = data.draw(st.permutations(SHARDS))
+    alive = [start() for _ in range(2)]
+    for _ in range(data.draw(st.integers(0, 5))):
+        number = data.draw(st.integers(0, 1))
+        alive[number].step(data.draw(st.integers(0, 40)))
+        if data.draw(st.booleans()):
+            if not alive[number].ended:
+                alive[number].kill()
+            alive[number] = start()
+    for one in alive:
+        if not one.ended:
+            one.kill()
+    with_retries(lambda: run_job(root), 0)
+    assert_whole(root)
+
+
+def with_retries(work: Callable[[], None], times: int) -> None:
+    """What says that the same command answers it is believed, so often."""
+    for left in reversed(range(times + 1)):
+        try:
+            return work()
+        except RowsMissing:
+            if not left:
+                raise
+
+
+@cache
+def outputs(rolled: int, done: int) -> dict[str, bytes]:
+    """Files of an output with `done` committed shards, the first of which are rolled up; the same at each call."""
+    folder = MemoryFolder()
+    commit_all(folder, SHARDS[:rolled])
+    roll_up(folder, FINGERPRINT, 1)
+    commit_all(folder, SHARDS[rolled:done])
+    return folder.files
+
+
+DAMAGES = ["truncate", "flip", "remove", "empty", "garbage", "swap", "copy", "foreign"]
+
+
+def damage(folder: MemoryFolder, data: st.DataObject) -> str:
+    """Change one file at random; its name."""
+    names = [f"{COMMITS}/{name}" for name in folder.names(COMMITS)] + folder.names()
+    names += [f"{SEGMENTS}/{name}" for name in folder.names(SEGMENTS)]
+    name = data.draw(st.sampled_from(sorted(names)))
+    held, how = folder.read(name), data.draw(st.sampled_from(DAMAGES))
+    if how == "truncate":
+        folder.replace(name, held[: data.draw(st.integers(0, max(len(held) - 1, 0)))])
+    elif how == "flip" and held:
+        place = data.draw(st.integers(0, len(held) - 1))
+        folder.replace(name, held[:place] + bytes([held[place] ^ data.draw(st.integers(1, 255))]) + held[place + 1 :])
+    elif how == "remove":
+        folder.remove(name)
+    elif how == "empty":
+        folder.replace(name, b"")
+    elif how == "garbage":
+        folder.replace(name, data.draw(st.binary(max_size=60) | st.sampled_from([b"[]", b"null", b"[" * 9999, b"1"])))
+    elif how in ("swap", "copy"):
+        other = data.draw(st.sampled_from(sorted(names)))
+        folder.replace(name, folder.read(other))
+        if how == "swap":
+            folder.replace(other, held)
+    elif name.startswith(COMMITS) and held.startswith(b"{"):  # well made, but another job's or another shard's
+        try:
+            values = json.loads(held)
+            wrong = {**values, **data.draw(st.sampled_from([{"fingerprint": "0" * 64}, {"shard": 99}, {"bytes": "x"}]))}
+            folder.replace(name, json.dumps(wrong).encode())
+        except ValueError:
+            pass
+    elif name.startswith("part-"):
+        folder.replace(name, part(SHARDS[int(name[5:11])], fingerprint="0" * 64))
+    return name
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_damage_is_mended_or_named(one_at_a_time: None, data: st.DataObject) -> None:
+    folder = MemoryFolder(dict(outputs(data.draw(st.sampled_from([0, 4])), data.draw(st.sampled_from([4, 6])))))
+    before, damaged = dict(folder.files), [damage(folder, data) for _ in range(data.draw(st.integers(1, 3)))]
+    # a part is only as sure as its pages' checksums where its record is damaged too: two faults at once
+    alone = len(damaged) == 1
+    changed = {name.removeprefix("root/") for name, held in before.items() if folder.files.get(name) != held}
+    for _ in range(20):  # a user who does what he is told
+        try:
+            run_job(folder)
+            break
+        except (ValueError, RowsMissing) as error:
+            said = str(error)
+            assert "\n" not in said and said.isprintable()
+            named = [name for name in folder_names(folder) if name in said]
+            again = "run the same command again to answer it" in said
+            assert named or again, said
+            if not again:
+                folder.remove(max(named, key=len))
+    else:
+        pytest.fail(said)
+    for line in list(verify(folder, MANIFEST)):  # of the same size, so that only its digest tells
+        name = next(name for name in folder.names() if name in line)
+        folder.remove(name)
+    with_retries(lambda: run_job(folder), 2)
+    assert_whole(folder, set() if alone else changed)
+
+
+def folder_names(folder: MemoryFolder) -> list[str]:
+    return [name.removeprefix(f"{folder.prefix}/") for name in folder.files]
+
+
+def test_a_job_is_verified(tmp_path: Path) -> None:
+    folder = open_folder(str(tmp_path / "out"), StorageConfig())
+    manifests.save(folder, MANIFEST)
+    commit_all(folder)
+    roll_up(folder, FINGERPRINT, 1)
+    finish(folder, MANIFEST)
+    result = CliRunner().invoke(app, ["report", folder.url, "--verify"])
+    assert (result.exit_code, result.stdout) == (0, f"{folder.url}: every part is as it was committed\n")
+    folder.replace(part_name(0), part(SHARDS[0], keep=("topic",)))  # whole and well made, of other bytes
+    folder.replace(part_name(1), PARTS[1][:-9])
+    folder.remove(part_name(2))
+    folder.replace(part_name(3), part(SHARDS[3], fingerprint="0" * 64))
+    folder.replace(part_name(9), PARTS[5])
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    result = CliRunner().invoke(app, ["report", folder.url, "--verify"])
+    assert result.exit_code == 1
+    lines = [line.removeprefix(f"{folder.url}/part-00000") for line in result.stdout.splitlines()]
+    assert [line[0] for line in lines] == ["0", "1", "2", "3", "9"]
+    for line, said in zip(lines, ("sha256 differs", "damaged", "gone", "another job", "no shard"), strict=True):
+        assert said in line
+    assert "5 files are not as they were committed" in result.stderr
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_parallel_keeps_the_order_and_raises_the_first_error() -> None:
+    def slow(number: int) -> int:
+        time.sleep(0.001 * (number % 7))
+        if number in (2000, 2003):
+            raise ValueError(number)
+        return number
+
+    assert list(in_parallel(slow, range(1500))) == list(range(1500))
+    assert list(in_parallel(slow, [])) == []
+    with pytest.raises(ValueError, match=r"^2000$"):
+        list(in_parallel(slow, range(10_000)))

@@ -1,0 +1,330 @@
+"""The first attempt wins, what it wrote stays, and a crash at any moment leaves a job that can go on."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import uuid
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from parts import FINGERPRINT, LAYERS, fake_answers, part, part_spec, part_stats
+
+from pipeline.commit.records import COMMITS, read_records, record_name
+from pipeline.commit.sink import (
+    adopt,
+    clear,
+    clear_temporaries,
+    commit,
+    commit_shards,
+    committed,
+    part_name,
+)
+from pipeline.config.job import StorageConfig
+from pipeline.generate.stage import OPTIONAL_FIELDS, part_table
+from pipeline.generate.stats import ShardStats
+from pipeline.read.source import Shard
+from pipeline.runtime.quarantine import QUARANTINE, marker_name
+from pipeline.storage.folder import Folder, open_folder
+
+SHARDS = [Shard(0, "in/a.parquet", 0, 4), Shard(1, "in/a.parquet", 4, 5), Shard(2, "in/b.parquet", 0, 1)]
+COUNTS = [
+    "shard",
+    "rows",
+    "answers",
+    "errors",
+    "duplicate_ids",
+    "prompt_tokens",
+    "generated_tokens",
+    "mean_depth",
+    "decode_steps",
+    "layer_steps",
+    "full_layer_steps",
+]
+
+
+@pytest.fixture(params=["local", "s3", pytest.param("ceph", marks=pytest.mark.ceph)])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
+    if request.param == "local":
+        return open_folder(str(tmp_path / "out"), StorageConfig())
+    return open_folder(f"s3://bucket/{uuid.uuid4().hex}", request.getfixturevalue(request.param))
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Folder:
+    return open_folder(str(tmp_path / "out"), StorageConfig())
+
+
+def records(folder: Folder) -> list[ShardStats]:
+    table = read_records(folder, FINGERPRINT)
+    return [ShardStats(**row) for row in table.drop_columns(["sha256", "bytes"]).to_pylist()]
+
+
+def commit_all(folder: Folder) -> None:
+    for shard in SHARDS:
+        assert commit(folder, shard, part(shard), part_stats(shard), FINGERPRINT)
+
+
+def test_a_part_and_then_its_record(folder: Folder) -> None:
+    data = part(SHARDS[1])
+    assert commit(folder, SHARDS[1], data, part_stats(SHARDS[1]), FINGERPRINT)
+    assert folder.names() == ["part-000001.parquet"] == [part_name(1)]
+    assert folder.names(COMMITS) == ["000001.json"]
+    assert folder.read(part_name(1)) == data
+    record = json.loads(folder.read(record_name(1)))
+    assert record["sha256"] == hashlib.sha256(data).hexdigest()
+    assert (record["shard"], record["bytes"], record["rows"]) == (1, len(data), 5)
+    (stats,) = records(folder)
+    assert stats.commit_seconds > 0
+    assert replace(stats, commit_seconds=0.0) == part_stats(SHARDS[1])
+
+
+def test_a_part_is_written_before_its_record(local: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record without its part would lose rows for ever, a part without its record costs a look."""
+    made: list[str] = []
+    create = type(local).create
+
+    def noted(self: Folder, name: str, data: bytes) -> bool:
+        made.append(name)
+        return create(self, name, data)
+
+    monkeypatch.setattr(type(local), "create", noted)
+    commit(local, SHARDS[0], part(SHARDS[0]), part_stats(SHARDS[0]), FINGERPRINT)
+    assert made == [part_name(0), record_name(0)]
+
+
+def test_a_later_attempt_is_dropped(folder: Folder) -> None:
+    first, second = part(SHARDS[0]), part(SHARDS[0], keep=("topic",))
+    assert first != second
+    assert commit(folder, SHARDS[0], first, part_stats(SHARDS[0]), FINGERPRINT)
+    record = folder.read(record_name(0))
+    assert not commit(folder, SHARDS[0], second, part_stats(SHARDS[0], attempt=2), FINGERPRINT)
+    assert folder.read(part_name(0)) == first and folder.read(record_name(0)) == record
+
+
+def test_a_later_attempt_makes_the_record_that_a_crash_left_out(folder: Folder) -> None:
+    first = part(SHARDS[0])
+    folder.create(part_name(0), first)
+    second = part(SHARDS[0], keep=("topic",))
+    assert not commit(folder, SHARDS[0], second, part_stats(SHARDS[0], attempt=2), FINGERPRINT)
+    assert folder.read(part_name(0)) == first
+    assert json.loads(folder.read(record_name(0)))["sha256"] == hashlib.sha256(first).hexdigest()
+    assert records(folder)[0].adopted
+
+
+@pytest.mark.parametrize("shard", SHARDS, ids=["errors", "more", "one-row"])
+def test_an_adopted_part_counts_the_same(local: Folder, shard: Shard, caplog: pytest.LogCaptureFixture) -> None:
+    local.create(part_name(shard.index), part(shard))
+    with caplog.at_level(logging.WARNING):
+        assert committed(local, SHARDS, FINGERPRINT) == {shard.index}
+    assert f"{part_name(shard.index)} had no commit record" in caplog.text
+    (stats,) = records(local)
+    known = part_stats(shard)
+    assert {name: getattr(stats, name) for name in COUNTS} == {name: getattr(known, name) for name in COUNTS}
+    assert stats.adopted
+    unknown = {one.name: getattr(stats, one.name) for one in fields(stats) if one.name not in [*COUNTS, "adopted"]}
+    assert not any(unknown.values())
+
+
+def test_committed_are_the_parts_that_are_there(folder: Folder) -> None:
+    assert committed(folder, SHARDS, FINGERPRINT) == set()
+    commit_all(folder)
+    assert committed(folder, SHARDS, FINGERPRINT) == {0, 1, 2}
+    assert committed(folder, SHARDS[1:], FINGERPRINT) == {1, 2}
+    assert not any(stats.adopted for stats in records(folder))
+
+
+def test_a_record_without_its_part_is_an_open_shard(folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
+    commit_all(folder)
+    folder.remove(part_name(1))
+    with caplog.at_level(logging.WARNING):
+        assert committed(folder, SHARDS, FINGERPRINT) == {0, 2}
+    assert f"{part_name(1)} is gone although it was committed" in caplog.text
+    assert folder.names(COMMITS) == ["000000.json", "000002.json"]
+
+
+def refusal(folder: Folder, index: int) -> str:
+    """The same refusal from the look at the start and from a late attempt."""
+    said = set()
+    for look in (
+        lambda: committed(folder, SHARDS, FINGERPRINT),
+        lambda: commit(folder, SHARDS[index], part(SHARDS[index]), part_stats(SHARDS[index]), FINGERPRINT),
+        lambda: adopt(folder, SHARDS[index], FINGERPRINT),
+    ):
+        with pytest.raises(ValueError, match=r".") as caught:
+            look()
+        said.add(str(caught.value))
+    (one,) = said
+    assert "\n" not in one and one.startswith(f"{folder.url}/{part_name(index)}: ")
+    assert folder.names(COMMITS) == []
+    return one
+
+
+def test_parts_that_are_not_this_jobs_are_named(folder: Folder) -> None:
+    data = part(SHARDS[1])
+    folder.replace(part_name(1), part(SHARDS[1], fingerprint="0" * 64))
+    assert "written by another job" in refusal(folder, 1)
+    folder.replace(part_name(1), _plain_parquet())
+    assert "written by another job" in refusal(folder, 1)
+    for damaged in (data[:-1], data[: len(data) // 2], b"", b"PAR1"):
+        folder.replace(part_name(1), damaged)
+        assert "damaged" in refusal(folder, 1)
+    folder.replace(part_name(1), part(SHARDS[0]))
+    assert "does not hold shard 1 (5 rows)" in refusal(folder, 1)
+    folder.replace(part_name(1), part(replace(SHARDS[1], rows=3)))
+    assert "does not hold shard 1 (5 rows)" in refusal(folder, 1)
+    folder.replace(part_name(1), data)
+    assert committed(folder, SHARDS, FINGERPRINT) == {1}
+
+
+def _plain_parquet() -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"a": [1]}), sink)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def test_a_damaged_page_is_noticed(local: Folder) -> None:
+    data = bytearray(part(SHARDS[1]))
+    data[8:200] = bytes(192)
+    local.create(part_name(1), bytes(data))
+    assert "damaged" in refusal(local, 1)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"{}", b'{"stats": {}}', b'{"stats": null}', b"\xff\xfe"])
+def test_a_damaged_record_is_named(local: Folder, text: bytes) -> None:
+    commit_all(local)
+    local.replace(record_name(1), text)
+    with pytest.raises(ValueError, match="damaged; run the job again") as caught:
+        records(local)
+    assert str(caught.value).startswith(f"{local.url}/{record_name(1)}: ") and "\n" not in str(caught.value)
+
+
+def test_records_come_by_shard(local: Folder) -> None:
+    assert records(local) == []
+    for shard in reversed(SHARDS):
+        commit(local, shard, part(shard), part_stats(shard), FINGERPRINT)
+    assert [stats.shard for stats in records(local)] == [0, 1, 2]
+
+
+def test_clear_removes_a_job_and_nothing_else(folder: Folder) -> None:
+    commit_all(folder)
+    for name in (
+        "_SUCCESS",
+        "_job/job.json",
+        "_job/plan.parquet",
+        "_job/lease/000001.json",
+        "notes.txt",
+        "other.parquet",
+    ):
+        folder.replace(name, b"x")
+    clear(folder)
+    assert folder.names() == ["notes.txt", "other.parquet"]
+    assert folder.names("_job") == folder.names(COMMITS) == [] and folder.names("_job/lease") == ["000001.json"]
+    assert committed(folder, SHARDS, FINGERPRINT) == set()
+
+
+def test_what_killed_processes_left_is_removed(local: Folder) -> None:
+    commit_all(local)
+    local.replace("_job/tmp/part-000000.parquet.0123", b"half")
+    clear_temporaries(local)
+    assert local.names("_job/tmp") == [] and len(local.names()) == 3
+
+
+class Told:
+    """Stands for the coordinator actor."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, bool, int, int, int]] = []
+
+    @property
+    def ended(self) -> Told:
+        return self
+
+    def remote(self, shard: int, first: bool, rows: int, errors: int, tokens: int) -> None:
+        self.told.append((shard, first, rows, errors, tokens))
+
+
+def finished(shards: list[Shard]) -> pa.Table:
+    stats = [json.dumps(asdict(part_stats(shard))) for shard in shards]
+    parts = pa.array([part(shard) for shard in shards], pa.large_binary())
+    return pa.table({"shard": [shard.index for shard in shards], "part": parts, "stats": stats})
+
+
+def test_the_stage_commits_each_shard_tells_of_it_and_passes_on_no_parts(local: Folder) -> None:
+    told = Told()
+    local.create(marker_name(1, "generate"), b"{}")
+    assert commit_shards(finished(SHARDS[:2]), local, FINGERPRINT, told).to_pydict() == {"shard": [0, 1]}
+    commit_shards(finished(SHARDS[1:]), local, FINGERPRINT, told)
+    assert committed(local, SHARDS, FINGERPRINT) == {0, 1, 2}
+    assert local.names(QUARANTINE) == []
+    assert [(shard, first) for shard, first, *_ in told.told] == [(0, True), (1, True), (1, False), (2, True)]
+    for shard, _, *counts in told.told:
+        stats = part_stats(SHARDS[shard])
+        assert counts == [stats.rows, stats.errors, stats.generated_tokens]
+
+
+def read(data: bytes) -> pa.Table:
+    return pq.read_table(io.BytesIO(data))
+
+
+def test_a_part_holds_id_columns_kept_and_answers() -> None:
+    table = read(part(SHARDS[0], keep=("topic", "id"), optional=("token_ids", "cumulative_logprob")))
+    assert table.column_names == [
+        "id",
+        "topic",
+        "sample_index",
+        "generated_text",
+        "finish_reason",
+        "prompt_tokens",
+        "generated_tokens",
+        "mean_depth",
+        "error",
+        "token_ids",
+        "cumulative_logprob",
+    ]
+    assert table["id"].to_pylist() == ["row-0", "row-0", "row-1", "row-2"]
+    assert table["generated_text"].to_pylist() == ["answer 0", "answer 1", None, "answer 3"]
+    assert table["error"].to_pylist() == [None, None, "prompt is null", None]
+    assert table["token_ids"].to_pylist() == [[7], [7, 7], [], [7] * 4]
+    assert table["mean_depth"].to_pylist() == [None, 3.0, None, 3.0]
+
+
+def test_ids_are_made_of_file_and_row() -> None:
+    table = read(part(SHARDS[1], id_column=None))
+    assert table["id"].to_pylist() == [f"a.parquet:{row}" for row in range(4, 9)]
+
+
+def test_a_part_hangs_on_nothing_but_its_rows() -> None:
+    assert part(SHARDS[0]) == part(SHARDS[0])
+    metadata = pq.read_schema(io.BytesIO(part(SHARDS[1]))).metadata
+    assert {key: value for key, value in metadata.items() if key.startswith(b"skipdecode")} == {
+        b"skipdecode.fingerprint": FINGERPRINT.encode(),
+        b"skipdecode.shard": b"1",
+        b"skipdecode.num_layers": b"4",
+    }
+
+
+def test_all_errors_have_the_same_schema() -> None:
+    """A shard in which every row is bad is written with the types of the others."""
+    rows = pa.table({"id": ["a", "b", "c"]})
+    optional = tuple(OPTIONAL_FIELDS)
+    last = [replace(fake_answers(3)[-1], row=0)]
+    one = part_table(rows.slice(2), last, part_spec(optional=optional), "u", 2)
+    all_ = part_table(rows, fake_answers(3), part_spec(optional=optional), "u", 0)
+    assert one.schema == all_.schema and one["error"].to_pylist() == ["prompt is null"]
+
+
+def test_samples_of_a_row_carry_its_columns_and_count_as_one_row() -> None:
+    rows = pa.table({"id": ["a", "b"], "topic": [1, 2]})
+    first, second = fake_answers(2)
+    samples = [first, replace(first, sample_index=1), replace(first, sample_index=2), second]
+    table = part_table(rows, samples, part_spec(keep=("topic",)), "u", 0)
+    assert table["id"].to_pylist() == ["a", "a", "a", "b"] and table["topic"].to_pylist() == [1, 1, 1, 2]
+    assert table["sample_index"].to_pylist() == [0, 1, 2, 0]
+    stats = ShardStats.of_part(0, table, LAYERS)
+    assert (stats.rows, stats.answers, stats.duplicate_ids, stats.prompt_tokens) == (2, 4, 0, 10)

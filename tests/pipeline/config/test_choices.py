@@ -1,0 +1,99 @@
+"""A set of labels is usable, or its row's error; a prompt leaves room for the longest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from actors.engine.loading import load_tokenizer
+from actors.engine.types import SamplingParams
+from pipeline.config.labels import longest, tokenize_labels
+from pipeline.prepare.prompts import CHOICES, ERROR, PROMPT_IDS, PromptSpec, check_spec, prepare_table
+
+LABELS = pa.list_(pa.string())
+
+
+def prepared(checkpoint: Path, labels: list[Any], **changes: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    """Prompt ids, choices and errors."""
+    values = {"column": "prompt", "choices_column": "c", **changes}
+    table = pa.table({"prompt": values.pop("prompts", ["hi"] * len(labels)), "c": pa.array(labels, LABELS)})
+    done = prepare_table(table, PromptSpec(str(checkpoint), 300, 64, **values))
+    return done[PROMPT_IDS].to_pylist(), done[CHOICES].to_pylist(), done[ERROR].to_pylist()
+
+
+def test_a_rows_labels_come_before_the_jobs(checkpoint: Path) -> None:
+    _, labels, errors = prepared(checkpoint, [["yes", "yesterday"], None], choices=("a", "b"))
+    assert labels == [["yes", "yesterday"], None] and errors == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("labels", "error"),
+    [
+        (None, "choices is null"),
+        ([], "choices is empty"),
+        (["a", ""], "choices: label 2 is empty"),
+        ([" "], "choices: label 1 is empty"),
+        (["a", None], "choices: label 2 is null"),
+        (["a", "b", "a"], "choices: 'a' is there twice"),
+        (["yes", " yes"], "choices: 'yes' and ' yes' are the same to the tokenizer"),
+    ],
+)
+def test_labels_that_cannot_be_told_apart_are_the_error_of_their_row(
+    checkpoint: Path, labels: list[str | None] | None, error: str
+) -> None:
+    ids, found, errors = prepared(checkpoint, [["a", "b"], labels])
+    assert errors == [None, error] and found == [["a", "b"], None] and ids[1] == []
+
+
+@pytest.mark.parametrize(
+    "params", [{"stop": ("x",)}, {"stop_token_ids": (5,)}, {"min_new_tokens": 2}, {"ignore_eos": True}]
+)
+def test_what_would_end_a_label_elsewhere_goes_with_none(checkpoint: Path, params: dict[str, Any]) -> None:
+    (name,) = params
+    error = f"choices do not go with sampling.{name}: a label ends where it ends"
+    assert prepared(checkpoint, [["a"]], sampling=SamplingParams(**params))[2] == [error]
+    table = pa.table({"prompt": ["hi"] * 2, "own": [params, dict.fromkeys(params)]})
+    spec = PromptSpec(str(checkpoint), 300, 64, column="prompt", choices=("a",), sampling_columns="own")
+    assert prepare_table(table, spec)[ERROR].to_pylist() == [error, None]
+
+
+def test_a_prompt_leaves_room_for_the_longest_label(checkpoint: Path) -> None:
+    label = "a b c d e f"
+    size = len(load_tokenizer(checkpoint)(label, add_special_tokens=False)["input_ids"])
+    prompts = [("a " * (64 - size - 1 - spare)).strip() for spare in (2, 1)]
+    lengths = [len(load_tokenizer(checkpoint)(prompt)["input_ids"]) for prompt in prompts]
+    assert lengths == [64 - size - 1, 64 - size]
+    ids, _, errors = prepared(checkpoint, [[label, "a"]] * 2, prompts=prompts)
+    assert errors == [
+        None,
+        f"prompt of {lengths[1]} tokens leaves no room for a label of {size} in a context of 64",
+    ]
+    ids, _, errors = prepared(checkpoint, [[label, "a"], ["a"]], prompts=[prompts[1]] * 2, too_long="truncate_left")
+    assert errors == [None, None] and [len(one) for one in ids] == [64 - size - 1, lengths[1]]
+    _, _, errors = prepared(checkpoint, [["a " * 100]], too_long="truncate_left")
+    assert errors[0] is not None and errors[0].endswith("new ones leave it no room in a context of 64")
+
+
+def test_labels_of_the_job_are_looked_at_before_it_runs(checkpoint: Path) -> None:
+    def check(*labels: str) -> None:
+        check_spec(PromptSpec(str(checkpoint), 300, 64, column="prompt", choices=labels, too_long="truncate_left"))
+
+    check("yes", "yesterday")
+    for labels, said in (
+        (("yes", " yes"), "are the same to the tokenizer"),
+        (("\ud800",), "has no tokens"),
+        (("a " * 100,), "leaves prompts no room in a context of 64"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            check(*labels)
+
+
+def test_labels_have_no_special_tokens(checkpoint: Path) -> None:
+    tokenizer = load_tokenizer(checkpoint)
+    ids = tokenize_labels(tokenizer, ["yes", "no", "yes"])
+    assert list(ids) == ["yes", "no"]
+    assert not {token for one in ids.values() for token in one} & set(tokenizer.all_special_ids)
+    assert longest(["yes", "no"], ids) == max(len(one) for one in ids.values())

@@ -1,0 +1,301 @@
+"""Every refusal of a job file is one line that names the file and the key; every key says its unit."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.engine.types import SamplingParams
+from pipeline.config import job as configs
+from pipeline.config.job import InputConfig, JobConfig, SamplingConfig, Section
+from pipeline.config.load import load_config
+from pipeline.config.tune import TuneConfig
+
+JOB: dict[str, Any] = {"input": {"path": "in"}, "output": {"path": "out"}, "model": {"path": "model"}}
+SECTIONS = [
+    one for _, one in inspect.getmembers(configs, inspect.isclass) if issubclass(one, Section) and one is not Section
+]
+
+
+def job_file(folder: Path, values: object = None) -> Path:
+    path = folder / "job.yaml"
+    path.write_text(values if isinstance(values, str) else yaml.safe_dump(JOB if values is None else values))
+    return path
+
+
+def merged(**sections: Any) -> dict[str, Any]:
+    """The smallest job file with keys added to its sections."""
+    both = {key: dict(value) for key, value in JOB.items()}
+    for key, value in sections.items():
+        both[key] = {**both.get(key, {}), **value} if isinstance(value, dict) else value
+    return both
+
+
+def refusal(path: Path, changes: list[str] | None = None, kind: type[Section] = JobConfig) -> str:
+    with pytest.raises(ValueError, match=r".") as caught:
+        load_config(kind, path, changes or [])
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_three_keys_are_enough_and_the_rest_has_defaults(tmp_path: Path) -> None:
+    config = load_config(JobConfig, job_file(tmp_path))
+    assert config.input.path == ["in"] and config.input.too_long == "error"
+    assert config.model.dtype == "bfloat16"
+    assert config.schedule.changes() == {}
+    assert config.sampling.params() == SamplingParams() and config.sampling.seed == 0
+    assert config.choices is None and config.shared_prefix
+    assert (config.actors.most, config.actors.gpus, config.shard_rows) == (1, 0, None)
+    assert (config.shard_bytes, config.max_row_errors) == (64 * 2**20, 0.01)
+
+
+def test_a_path_may_be_a_list(tmp_path: Path) -> None:
+    assert load_config(JobConfig, job_file(tmp_path, merged(input={"path": ["a", "b"]}))).input.path == ["a", "b"]
+
+
+def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
+    path = job_file(tmp_path, merged(schedule={"depths": [4, 2], "keep_order": [0, 3, 2, 1], "prompt": "first"}))
+    assert load_config(JobConfig, path).schedule.changes() == {
+        "depths": (4, 2),
+        "keep_order": (0, 3, 2, 1),
+        "prompt": "first",
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (merged(input={"path": None}), r"input\.path: "),
+        (merged(input={"path": []}), r"input\.path: "),
+        (merged(input={"path": 5}), r"input\.path: .*, not 5"),
+        (merged(input={"prompt": "a", "template": "b"}), r"input: give prompt or template, not both$"),
+        (merged(input={"messages": "a", "template": "b"}), r"input: give template or messages, not both$"),
+        (merged(input={"system": ""}), r"input\.system: "),
+        (merged(input={"chat_template_kwargs": {"a": 1}}), r"input: chat_template_kwargs is for chats: "),
+        (merged(input={"examples": [{"user": "a"}]}), r"input\.examples\.0\.assistant is missing"),
+        (
+            merged(input={"sampling": {"temprature": "t"}}),
+            r"input\.sampling: unknown parameter temprature; did you",
+        ),
+        (merged(input={"sampling": {"temperature": 1}}), r"input\.sampling: temperature must name a column"),
+        (merged(input={"sampling": {}}), r"input\.sampling: must name a struct column, or give columns as"),
+        (merged(choices=[]), r"choices: "),
+        (merged(choices=["a", "a"]), r"choices: 'a' is there twice"),
+        (merged(choices=["a", ""]), r"choices: label 2 is empty"),
+        (merged(choices=[True, False]), r"choices: labels are text, and True is none; put it in quotes"),
+        (merged(choices=["a"], sampling={"stop": "x"}), r"choices do not go with sampling\.stop: "),
+        (merged(input={"choices": "c"}, sampling={"ignore_eos": True}), r"choices do not go with sampling\.ignore_eos"),
+        (merged(input={"too_long": "cut"}), r"input\.too_long: .*'error'.*'truncate_left'.*, not 'cut'"),
+        (merged(output={"keep": "topic"}), r"output\.keep: .*list, not 'topic'"),
+        (merged(model={"dtype": "fp8"}), r"model\.dtype: .*'bfloat16'.*, not 'fp8'"),
+        (merged(model={"compile": True, "cuda_graphs": True}), r"model: compile and cuda_graphs: .*set one of them"),
+        (merged(schedule={"speedup": "fast"}), r"schedule\.speedup: .*number.*, not 'fast'"),
+        (merged(schedule={"keep_order": "odd"}), r"schedule\.keep_order: .*, not 'odd'"),
+        (merged(sampling={"max_new_tokens": 0}), r"sampling\.max_new_tokens: .*1, not 0"),
+        (merged(sampling={"max_new_tokens": 1.5}), r"sampling\.max_new_tokens: .*, not 1\.5"),
+        (merged(sampling={"max_new_tokens": True}), r"sampling\.max_new_tokens: .*integer, not True"),
+        (merged(sampling={"max_new_tokens": "64"}), r"sampling\.max_new_tokens: .*integer, not '64'"),
+        (merged(sampling={"temperature": "1"}), r"sampling\.temperature: .*number, not '1'"),
+        (merged(sampling={"temperature": float("nan")}), r"sampling\.temperature: .*, not nan"),
+        (merged(sampling={"temperature": float("inf")}), r"sampling.temperature: input should be a finite number"),
+        (merged(sampling={"ignore_eos": 1}), r"sampling\.ignore_eos: .*boolean, not 1"),
+        (merged(sampling={"stop": [""]}), r"sampling: stop = \('',\): must not hold an empty string"),
+        (merged(sampling={"stop_token_ids": [-1]}), r"sampling: stop_token_ids = \(-1,\): "),
+        (merged(sampling={"n": 2}), r"sampling: n = 2: needs a temperature above 0"),
+        (merged(sampling={"min_new_tokens": 65}), r"sampling: min_new_tokens = 65: must be 0 to max_new_tokens"),
+        (merged(sampling={"logprobs": 21}), r"sampling: logprobs = 21: must be 0 to 20"),
+        (merged(actors={"gpus": True}), r"actors\.gpus: .*number, not True"),
+        (merged(sampling={"temperature": -0.1}), r"sampling\.temperature: .*, not -0\.1"),
+        (merged(sampling={"top_p": 0}), r"sampling\.top_p: .*, not 0"),
+        (merged(sampling={"seed": 2**63}), r"sampling: seed must be below 2\^63$"),
+        (merged(actors={"count": 0}), r"actors\.count: .*, not 0"),
+        (merged(actors={"count": 2, "min": 1, "max": 2}), r"actors: give count, or min and max, not both$"),
+        (merged(actors={"count": 2, "max": 2}), r"actors: give count, or min and max, not both$"),
+        (merged(actors={"min": 1}), r"actors: min and max go together$"),
+        (merged(actors={"min": 3, "max": 2}), r"actors: min = 3 lies above max = 2$"),
+        (merged(sampling=7), r"sampling: .*, not 7"),
+        (merged(max_row_errors=2), r"max_row_errors: .*, not 2"),
+        (merged(shard_rows="many"), r"shard_rows: .*integer.*, not 'many'"),
+    ],
+)
+def test_wrong_values_are_named(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+    path = job_file(tmp_path, values)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_config(JobConfig, path)
+    assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["input.path", "output.path", "model.path", "input", "output", "model"])
+def test_required_keys_are_named(tmp_path: Path, key: str) -> None:
+    values = merged()
+    *above, last = key.split(".")
+    del (values[above[0]] if above else values)[last]
+    path = job_file(tmp_path, values)
+    assert refusal(path) == f"{path}: {key} is missing; give it a value"
+
+
+def test_an_unknown_key_suggests_the_nearest(tmp_path: Path) -> None:
+    path = job_file(tmp_path, merged(sampling={"max_tokens": 3}))
+    assert refusal(path) == f"{path}: unknown key sampling.max_tokens; did you mean max_new_tokens?"
+    path = job_file(tmp_path, merged(shardrows=3))
+    assert refusal(path) == f"{path}: unknown key shardrows; did you mean shard_rows?"
+    path = job_file(tmp_path, merged(storage={"zzz": 3}))
+    assert refusal(path) == f"{path}: unknown key storage.zzz; known: endpoint_url, region, retry_seconds"
+    path = job_file(tmp_path)
+    said = refusal(path, ["schedule.sped=2"])
+    assert said == f"{path}: unknown key schedule.sped; did you mean speedup?"
+    assert "did you mean sampling?" in refusal(path, ["samplin.top_k=2"])
+
+
+def test_a_typing_error_is_told_before_what_follows_from_it(tmp_path: Path) -> None:
+    path = job_file(tmp_path, {**JOB, "input": {"paht": "in"}})
+    assert refusal(path) == f"{path}: unknown key input.paht; did you mean path? (and 1 more)"
+
+
+def test_unknown_keys_of_a_tune_file_too(tmp_path: Path) -> None:
+    values = {"model": {"path": "m"}, "data": {"train": "a", "dev": "b", "promt": "c"}, "output": "o"}
+    path = job_file(tmp_path, values)
+    assert refusal(path, kind=TuneConfig) == f"{path}: unknown key data.promt; did you mean prompt?"
+
+
+def test_changes_are_values_of_yaml(tmp_path: Path) -> None:
+    path = job_file(tmp_path)
+    changes = [
+        "schedule.speedup=3",
+        "sampling.temperature=0.5",
+        "output.keep=[a, b]",
+        "input.path=s3://bucket/x=1/*.parquet",
+        "input.template={{ question }}",
+        "model.compile=true",
+        "shard_rows=null",
+        " output.path =elsewhere",
+    ]
+    config = load_config(JobConfig, path, changes)
+    assert config.schedule.speedup == 3 and config.sampling.temperature == 0.5
+    assert config.output.keep == ["a", "b"] and config.output.path == "elsewhere"
+    assert config.input.path == ["s3://bucket/x=1/*.parquet"] and config.input.template == "{{ question }}"
+    assert config.model.compile and config.shard_rows is None
+    assert load_config(JobConfig, path).schedule.speedup is None
+
+
+def test_sampling_is_that_of_the_engine() -> None:
+    """Neither can have a parameter, a default or a type that the other lacks."""
+    engine = {one.name: one for one in fields(SamplingParams)}
+    assert set(SamplingConfig.model_fields) == set(engine)
+    for name, field in SamplingConfig.model_fields.items():
+        if name == "seed":  # the job's own; in the engine it stands for a row's
+            continue
+        assert field.default == engine[name].default, name
+        assert str(field.annotation).removeprefix("<class '").removesuffix("'>") == engine[name].type, name
+
+
+def test_sampling_of_a_job_reaches_the_engine(tmp_path: Path) -> None:
+    values = {"stop": "x", "stop_token_ids": [4], "n": 3, "temperature": 1, "logprobs": 0, "seed": 9}
+    config = load_config(JobConfig, job_file(tmp_path, merged(sampling=values)))
+    assert config.sampling.params() == SamplingParams(
+        stop=("x",), stop_token_ids=(4,), n=3, temperature=1.0, logprobs=0, seed=None
+    )
+    assert load_config(JobConfig, job_file(tmp_path, merged(sampling={"stop": ["a", "b"]}))).sampling.stop == ("a", "b")
+
+
+def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
+    """YAML 1.1 takes them for text."""
+    for text in ("1e-2", "1.0e-2", "+1E-2", "0.1e-1"):
+        config = load_config(JobConfig, job_file(tmp_path), [f"max_row_errors={text}"])
+        assert config.max_row_errors == 0.01
+    assert load_config(JobConfig, job_file(tmp_path), ["output.path=1e"]).output.path == "1e"
+
+
+def test_a_prompt_is_one_of_three(tmp_path: Path) -> None:
+    def given(**values: Any) -> InputConfig:
+        return load_config(JobConfig, job_file(tmp_path, merged(input=values))).input
+
+    assert given().prompt_column == "prompt" and given(prompt="q").prompt_column == "q" and not given().is_chat
+    assert given(template="x").prompt_column is None and given(messages="m").prompt_column is None
+    shots = [{"user": "a", "assistant": "b"}]
+    for chat in ({"messages": "m"}, {"system": "s"}, {"examples": shots}, {"chat": True, "template": "x"}):
+        assert given(**chat, chat_template_kwargs={"enable_thinking": False}).is_chat
+    path = job_file(tmp_path, merged(input={"examples": [{"usr": "a", "assistant": "b"}]}))
+    assert refusal(path) == f"{path}: unknown key input.examples.0.usr; did you mean user? (and 1 more)"
+
+
+def test_the_last_change_wins(tmp_path: Path) -> None:
+    config = load_config(JobConfig, job_file(tmp_path), ["sampling.seed=1", "sampling.seed=2"])
+    assert config.sampling.seed == 2
+
+
+@pytest.mark.parametrize("change", ["sampling.seed", "=3", ".seed=3", "sampling.=3", "sampling..seed=3"])
+def test_changes_of_another_shape_are_refused(tmp_path: Path, change: str) -> None:
+    assert refusal(job_file(tmp_path), [change]) == f"--set {change}: must look like section.key=value"
+
+
+def test_a_change_below_a_value_is_refused(tmp_path: Path) -> None:
+    path = job_file(tmp_path, merged(shard_rows=4))
+    assert refusal(path, ["shard_rows.x=3"]) == "--set shard_rows.x=3: shard_rows is not a section"
+
+
+def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "none.yaml") == f"{tmp_path / 'none.yaml'}: no such file"
+    assert refusal(tmp_path).startswith(f"{tmp_path}: cannot be read: ")
+    for text in ("input: [1, 2", "a: b: c", "- 1\n  x: {", "\t- a"):
+        path = job_file(tmp_path, text)
+        assert refusal(path).startswith(f"{path}: not valid YAML: ")
+    for text in ("", "just words", "[1, 2]", "# nothing"):
+        path = job_file(tmp_path, text)
+        assert refusal(path) == f"{path}: must hold keys and values, such as `input:` and `output:`"
+    path.write_bytes(b"\xff\xfe\xfa")
+    assert refusal(path).startswith(f"{path}: cannot be read: ")
+
+
+def test_a_date_that_is_none_names_the_file(tmp_path: Path) -> None:
+    """YAML takes 2024-13-01 for a date, and Python refuses it with an error of its own."""
+    path = job_file(tmp_path, "input: {path: 2024-13-01}")
+    assert str(path) in refusal(path)
+    config = load_config(JobConfig, job_file(tmp_path), ["output.path=2024-13-01"])
+    assert config.output.path == "2024-13-01"
+
+
+KEYS = st.sampled_from(
+    [*sorted({name for section in SECTIONS for name in section.model_fields}), "x", "speed", "pathh", ""]
+)
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text("abc\n: {", max_size=6)
+    | st.sampled_from(["first", "error"]),
+    lambda below: st.lists(below, max_size=3) | st.dictionaries(KEYS, below, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(VALUES, st.booleans())
+@settings(deadline=None)
+def test_whatever_the_file_holds_it_is_a_job_or_one_line(
+    tmp_path_factory: pytest.TempPathFactory, values: Any, complete: bool
+) -> None:
+    if complete and isinstance(values, dict):
+        values = {**JOB, **values}
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_text(yaml.safe_dump(values))
+    said = ""
+    try:
+        load_config(JobConfig, path)
+    except ValueError as error:
+        said = str(error)
+    assert not said or (said.startswith(f"{path}: ") and "\n" not in said)
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
+def test_every_key_says_what_it_is(section: type[Section]) -> None:
+    for name, field in section.model_fields.items():
+        below = isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+        assert below or (field.description or "").strip(), f"{section.__name__}.{name} has no description"

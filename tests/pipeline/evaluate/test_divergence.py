@@ -1,0 +1,86 @@
+"""Token KL and perplexity: against the uncached oracle, and against what the engine itself said of its tokens."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from models import LAYERS, VOCAB, tiny_model
+from oracle import oracle_logits
+
+from actors.engine.decoder import Decoder
+from actors.engine.engine import Engine
+from actors.engine.schedule import ScheduleSpec
+from actors.engine.scheduler import generate
+from actors.engine.types import Request, SamplingParams
+from pipeline.evaluate import divergence as teacher_forcing
+from pipeline.evaluate.divergence import Model, Pair, teacher_forced
+
+FULL = ScheduleSpec().build(LAYERS)
+SPECS = [
+    ScheduleSpec(speedup=2, horizon=5),
+    ScheduleSpec(max_depth=5, min_depth=2, horizon=4, keep_order="even", prompt="first"),
+    ScheduleSpec(depths=(5, 3, 1), keep_order=(3, 0, 5, 1, 4, 2), warmup=0),
+]
+
+
+def pairs(seed: int, count: int = 6) -> list[Pair]:
+    rng = random.Random(seed)
+    return [
+        (rng.choices(range(3, VOCAB), k=rng.randint(1, 9)), rng.choices(range(3, VOCAB), k=rng.randint(1, 8)))
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=range(len(SPECS)))
+def test_scores_are_the_oracles(spec: ScheduleSpec) -> None:
+    decoder, schedule, rows = Decoder(tiny_model("llama")), spec.build(LAYERS), pairs(1)
+    full, line = Model(decoder, FULL), Model(decoder, schedule)
+    same, found = teacher_forced(full, [full, line], rows, max_rows=4)
+    assert (same.kl == 0).all()
+    for row, (prompt, response) in enumerate(rows):
+        kl = nll = 0.0
+        for place, token in enumerate(response):
+            p = oracle_logits(decoder, FULL, prompt, response[:place]).double().log_softmax(-1)
+            q = oracle_logits(decoder, schedule, prompt, response[:place]).double().log_softmax(-1)
+            kl += float((p.exp() * (p - q)).sum())
+            nll -= float(q[token])
+        assert found.kl[row] == pytest.approx(kl, rel=1e-3, abs=1e-4)
+        assert found.nll[row] == pytest.approx(nll, rel=1e-4)
+        assert found.tokens[row] == len(response)
+    assert found.kl.sum() > 0.01
+
+
+@pytest.mark.parametrize("spec", [ScheduleSpec(), *SPECS], ids=range(len(SPECS) + 1))
+def test_tokens_are_as_likely_as_the_engine_said_when_it_drew_them(spec: ScheduleSpec) -> None:
+    decoder, schedule = Decoder(tiny_model("llama")), spec.build(LAYERS)
+    prompts = [prompt for prompt, _ in pairs(2)]
+    sampling = SamplingParams(max_new_tokens=7, temperature=1.0)
+    requests = [Request(prompt, sampling, key=row) for row, prompt in enumerate(prompts)]
+    done = generate(Engine(decoder, schedule, {2}), requests, budget_bytes=2**24, max_rows=4)
+    rows = [(prompt, one.token_ids) for prompt, one in zip(prompts, done, strict=True)]
+    [found] = teacher_forced(Model(decoder, FULL), [Model(decoder, schedule)], rows, max_rows=4)
+    np.testing.assert_allclose(found.nll, [-one.cumulative_logprob for one in done], rtol=1e-3, atol=1e-3)
+
+
+def test_neither_batches_nor_a_padded_vocabulary_change_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, rows = Decoder(tiny_model("llama")), pairs(3)
+    line = Model(decoder, SPECS[0].build(LAYERS))
+    [whole] = teacher_forced(Model(decoder, FULL), [line], rows, max_rows=64)
+    monkeypatch.setattr(teacher_forcing, "LOGITS_AT_ONCE", 1)
+    sizes = []
+    plain = teacher_forcing.response_logits
+
+    def padded(decoder: Decoder, batch: teacher_forcing.Batch, schedule: object) -> torch.Tensor:
+        sizes.append(len(batch.ids))
+        logits = plain(decoder, batch, schedule)  # type: ignore[arg-type]
+        extra = torch.full((*logits.shape[:2], 5), 50.0)
+        return torch.cat([logits, extra], dim=-1) if schedule is FULL else logits
+
+    monkeypatch.setattr(teacher_forcing, "response_logits", padded)
+    [alone] = teacher_forced(Model(decoder, FULL), [line], rows, max_rows=64)
+    assert set(sizes) == {1}
+    np.testing.assert_allclose(alone.kl, whole.kl, rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(alone.nll, whole.nll, rtol=1e-4)

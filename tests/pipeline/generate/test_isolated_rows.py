@@ -1,0 +1,125 @@
+"""Both stages after a death, in this process: the rows that do not kill come out as if nothing had happened."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from killers import KILLER
+from parts import part_spec
+from test_quarantine import Memory
+
+from actors.engine.engine import Engine
+from pipeline.generate.stage import ShardGenerator
+from pipeline.prepare import prompts as prepares
+from pipeline.prepare.prompts import ADDED, ERROR, PromptSpec, prepare_table
+from pipeline.prepare.stage import prepare
+from pipeline.read.source import from_ipc, to_ipc
+from pipeline.runtime.quarantine import Quarantine
+
+ROWS, POISON = 21, {4, 13}
+GIVEN_UP = "the process died 2 times while it worked on this row alone"
+
+
+class Death(BaseException):
+    """The process is no more."""
+
+
+@pytest.fixture
+def spec(checkpoint: Path) -> PromptSpec:
+    return PromptSpec(str(checkpoint), 300, 64, column="prompt")
+
+
+def table() -> pa.Table:
+    prompts: list[str | None] = [" ".join(["cheap"] * (1 + row % 4)) for row in range(ROWS)]
+    prompts[8] = None
+    for row in POISON:
+        prompts[row] = f"food {KILLER}"
+    return pa.table({"id": [f"row-{row}" for row in range(ROWS)], "prompt": prompts})
+
+
+def batch(rows: pa.Table) -> dict[str, Any]:
+    column = np.empty(1, dtype=object)
+    column[0] = to_ipc(rows)
+    urls = np.array(["in/a.parquet"], dtype=object)
+    return {"shard": np.array([3]), "url": urls, "first_row": np.array([100]), "rows": column}
+
+
+def test_prepare_gives_up_only_the_rows_that_kill(spec: PromptSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    want = prepare_table(table(), spec)
+    tokenize = prepares.tokenize
+
+    def deadly(texts: Sequence[str], spec: PromptSpec) -> Any:
+        if any(KILLER in text for text in texts):
+            raise Death
+        return tokenize(texts, spec)
+
+    monkeypatch.setattr(prepares, "tokenize", deadly)
+    quarantine = Quarantine(Memory(), "run", 2, "prepare")
+    deaths = 0
+    while True:
+        try:
+            got = from_ipc(prepare(batch(table()), spec, quarantine)["rows"][0])
+            break
+        except Death:
+            deaths += 1
+    assert deaths <= 1 + len(POISON) * (2 * 2 + 5)
+    assert got.schema == want.schema
+    healthy = [row for row in range(ROWS) if row not in POISON]
+    assert got.take(healthy).to_pylist() == want.take(healthy).to_pylist()
+    for row in got.take(sorted(POISON)).to_pylist():
+        assert [row[name] for name in ADDED if name != ERROR] == [[], None, None]
+        assert row[ERROR] == GIVEN_UP
+    assert quarantine.folder.names("_job/quarantine") == ["000003.prepare.json"]  # until the shard is committed
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_generate_gives_up_only_the_rows_that_kill(
+    spec: PromptSpec, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, samples: int
+) -> None:
+    prepared = prepare_table(table(), spec)
+    given = {**batch(prepared), "prepare_seconds": np.zeros(1)}
+    settings = {
+        "checkpoint": str(checkpoint),
+        "sampling": {"max_new_tokens": 8, "temperature": 1.0, "n": samples},
+        "dtype": "float32",
+        "device": "cpu",
+        "threads": 1,
+        "max_batch": 8,
+    }
+    part = part_spec(optional=("token_ids",))
+    want = pq.read_table(io.BytesIO(ShardGenerator(settings, part)(given)["part"][0]))
+    deadly_ids = [prepared["__prompt_ids"][row].as_py() for row in sorted(POISON)]
+    admit = Engine.admit
+
+    def deadly(self: Engine, requests: Sequence[Any], prefix: Sequence[int] = ()) -> list[int]:
+        if any(list(request.prompt_ids) in deadly_ids for request in requests):
+            raise Death
+        return admit(self, requests, prefix)
+
+    monkeypatch.setattr(Engine, "admit", deadly)
+    quarantine = Quarantine(Memory(), "run", 2, "generate")
+    deaths = 0
+    while True:
+        actor = ShardGenerator(settings, part, quarantine=quarantine)
+        try:
+            got = pq.read_table(io.BytesIO(actor(given)["part"][0]))
+            break
+        except Death:
+            deaths += 1
+    assert deaths <= 1 + len(POISON) * (2 * 2 + 5)
+    names = [f"row-{row}" for row in sorted(POISON)]
+    healthy = [row for row in want.to_pylist() if row["id"] not in names]
+    assert [row for row in got.to_pylist() if row["id"] not in names] == healthy
+    bad = [row for row in got.to_pylist() if row["id"] in names]
+    assert [row["id"] for row in bad] == names
+    assert {row["error"] for row in bad} == {GIVEN_UP}
+    assert quarantine.folder.names("_job/quarantine") == [
+        "000003.generate.json"
+    ]  # until the sink has committed the part

@@ -1,0 +1,297 @@
+"""Nothing twice, nothing skipped: runs that overlap, die between any two operations, or find another job."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from memory import Killed, MemoryFolder, Stepped
+
+from pipeline.generate.stats import Totals, add_up, to_table
+from pipeline.incremental import ledger as ledgers
+from pipeline.incremental.ledger import LEDGER, ConcurrentRun
+from pipeline.incremental.runs import Job, Scheduled, run_scheduled
+from pipeline.plan.manifest import Batching, Manifest, NoRows
+from pipeline.read.source import Files, InputFile
+from pipeline.report.summary import SUMMARY
+from pipeline.storage.folder import Folder
+
+BATCHING = Batching(10, 10, 10, 10, 1)
+
+
+@dataclass
+class World:
+    """A store, and the input files that lie there: URL -> (bytes, version); a file of 0 bytes has no rows."""
+
+    store: dict[str, bytes] = field(default_factory=dict)
+    inputs: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    def root(self, gate: Callable[[], None] = lambda: None) -> MemoryFolder:
+        return MemoryFolder(self.store, gate=gate)
+
+    def run(
+        self, gate: Callable[[], None] = lambda: None, version: int = 0, changed: str = "error", overwrite: bool = False
+    ) -> Scheduled:
+        """A scheduled run of version `version` of the job, whose answers are one file for each input file."""
+        root = self.root(gate)
+
+        def plan(files: Files, stored: Manifest | None) -> Manifest:
+            pinned = stored.files if stored else [InputFile(url, *at, (at[0],), (at[0],)) for url, at in files.items()]
+            if not any(file.rows for file in pinned):
+                raise NoRows("no rows")
+            identity = {"job": version, "files": [[file.url, file.version] for file in pinned]}
+            fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()
+            return Manifest(fingerprint, identity, BATCHING, pinned, [], pa.schema([]))
+
+        def answer(folder: Folder, manifest: Manifest) -> tuple[Totals, int]:
+            fresh = [folder.create(_answer_name(file.url), manifest.fingerprint.encode()) for file in manifest.files]
+            folder.replace(SUMMARY, b"{}")
+            return add_up(to_table([])), sum(fresh)
+
+        job = Job(lambda may_be_empty: dict(self.inputs), root.sub, plan, answer)
+        return run_scheduled(root, job, changed, overwrite)
+
+    def folder(self, name: str) -> set[str]:
+        return set(self.root().sub(name).names())
+
+
+def _answer_name(url: str) -> str:
+    return f"answer-{url}"
+
+
+@settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+class OverlappingRuns(RuleBasedStateMachine):
+    """Any number of runs at once, without a lease, each stopped before every operation on the store."""
+
+    processes = Bundle("processes")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+        self.version = 0
+        self.all: list[Stepped] = []
+        self.roll_every, ledgers.ROLL_EVERY = ledgers.ROLL_EVERY, 2
+
+    @initialize(count=st.integers(1, 3))
+    def first_files(self, count: int) -> None:
+        for _ in range(count):
+            self.a_file_arrives()
+
+    @rule()
+    def a_file_arrives(self) -> None:
+        self.world.inputs[f"file-{len(self.world.inputs)}"] = (7, "1")
+
+    @rule()
+    def the_job_changes(self) -> None:
+        self.version += 1
+
+    @rule(target=processes, overwrite=st.sampled_from([False, False, False, True]), count=st.integers(1, 2))
+    def runs_begin(self, overwrite: bool, count: int) -> Any:
+        version = self.version
+        new = [Stepped(lambda gate: self.world.run(gate, version, "error", overwrite)) for _ in range(count)]
+        self.all += new
+        return multiple(*new)
+
+    @rule(process=processes, times=st.integers(1, 12) | st.just(100))
+    def one_goes_on(self, process: Stepped, times: int) -> None:
+        process.step(times)
+
+    @rule(process=consumes(processes))
+    def one_dies(self, process: Stepped) -> None:
+        if not process.ended:
+            process.kill()
+
+    @invariant()
+    def nothing_twice(self) -> None:
+        answered: list[str] = []
+        runs = ledgers.read(self.world.root()).runs
+        assert len({run.folder for run in runs}) == len(runs)
+        for run in runs:
+            files, found = {file.url for file in run.files}, self.world.folder(run.folder)
+            assert {name for name in found if name.startswith("answer-")} <= {_answer_name(url) for url in files}
+            if run.state == "success":
+                answered += files
+                assert {_answer_name(url) for url in files} <= found
+            else:
+                assert "_SUCCESS" not in found
+        assert len(answered) == len(set(answered))
+
+    @invariant()
+    def nobody_fails_but_by_being_overtaken(self) -> None:
+        for process in self.all:
+            assert process.error is None or isinstance(process.error, ConcurrentRun | Killed), repr(process.error)
+
+    def teardown(self) -> None:
+        """Whatever has happened, one undisturbed run makes everything good; and the sleepers do no harm after it."""
+        try:
+            self.world.run(version=self.version)
+            self._all_answered_once()
+            self.a_file_arrives()
+            for process in self.all:
+                process.step(1000)
+                assert process.ended
+            self.nothing_twice()
+            self.nobody_fails_but_by_being_overtaken()
+            self.world.run(version=self.version)
+            self._all_answered_once()
+            before = set(self.world.store)
+            assert self.world.run(version=self.version).finished == []
+            assert all("/through-" in name for name in before ^ set(self.world.store))
+        finally:
+            ledgers.ROLL_EVERY = self.roll_every
+            for process in self.all:
+                if not process.ended:
+                    process.kill()
+
+    def _all_answered_once(self) -> None:
+        good = [run for run in ledgers.read(self.world.root()).runs if "_SUCCESS" in self.world.folder(run.folder)]
+        assert sorted(file.url for run in good for file in run.files) == sorted(self.world.inputs)
+
+
+test_overlapping_runs = OverlappingRuns.TestCase
+
+
+def test_a_run_may_die_before_any_operation_and_sleepers_wake_up_at_any_later_one() -> None:
+    """Every crash point of a run, followed by a run of the same job or another, and by the first one's awakening."""
+    points = 0
+    for version in (0, 1):
+        for overwrite in (False, True):
+            point = 0
+            while True:
+                world = World(inputs={"a": (7, "1"), "b": (7, "1")})
+                sleeper = Stepped(world.run)
+                sleeper.step(point)
+                if sleeper.ended:
+                    break
+                world.inputs["c"] = (7, "1")
+                world.run(version=version, overwrite=overwrite)
+                sleeper.step(1000)
+                assert sleeper.error is None or isinstance(sleeper.error, ConcurrentRun)
+                good = [run for run in ledgers.read(world.root()).runs if "_SUCCESS" in world.folder(run.folder)]
+                assert sorted(file.url for run in good for file in run.files) == ["a", "b", "c"]
+                point += 1
+            points += point
+    assert points > 50
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_a_run_may_succeed_and_die_while_another_finishes_it_or_gives_it_up(version: int) -> None:
+    for point in range(100):
+        world = World(inputs={"a": (7, "1")})
+        first = Stepped(world.run)
+        while not any(path.endswith(SUMMARY) for path in world.store):
+            first.step(1)
+        second = Stepped(lambda gate: world.run(gate, version))  # noqa: B023
+        second.step(point)
+        if second.ended:
+            break
+        first.step(1)  # its end, if it comes first
+        first.kill()
+        second.step(1000)
+        assert second.error is None
+        good = [run for run in ledgers.read(world.root()).runs if "_SUCCESS" in world.folder(run.folder)]
+        assert [file.url for run in good for file in run.files] == ["a"]
+    assert point > 8
+
+
+def test_only_new_files_go_into_a_run() -> None:
+    world = World(inputs={"a": (7, "1"), "b": (8, "1")})
+    (first,) = world.run().finished
+    assert (first.run.number, [file.url for file in first.run.files], first.run.rows) == (1, ["a", "b"], 15)
+    world.inputs["c"] = (9, "1")
+    del world.inputs["a"]  # archived
+    (second,) = world.run().finished
+    assert (second.run.number, [file.url for file in second.run.files]) == (2, ["c"])
+    assert not second.resumed and second.run.folder != first.run.folder
+    again = world.run()
+    assert again.finished == [] and again.last is not None and again.last.number == 2
+
+
+def test_files_without_rows_wait_and_hold_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(inputs={"empty": (0, "1")})
+    assert world.run() == Scheduled([], None)
+    assert "1 new files have no rows" in caplog.text
+    world.inputs["a"] = (7, "1")
+    (only,) = world.run().finished
+    assert [file.url for file in only.run.files] == ["empty", "a"]
+
+
+def test_an_unfinished_run_is_finished_first_and_new_files_follow(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(inputs={"a": (7, "1"), "b": (7, "1")})
+    _stop_after(world, "answer-a")
+    world.inputs["c"] = (7, "1")
+    first, second = world.run().finished
+    assert (first.run.number, first.resumed, first.outcome.fresh_rows) == (1, True, 1)
+    assert (second.run.number, second.resumed, [file.url for file in second.run.files]) == (2, False, ["c"])
+    assert f"run 1, which had not finished, is finished: root/{first.run.folder}" in caplog.text
+
+
+def test_another_job_gives_the_unfinished_run_up_and_takes_its_files(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(inputs={"a": (7, "1"), "b": (7, "1")})
+    _stop_after(world, "answer-a")
+    (only,) = world.run(version=1).finished
+    assert only.run.number == 2 and [file.url for file in only.run.files] == ["a", "b"]
+    given_up = ledgers.read(world.root()).runs[0]
+    assert (given_up.state, given_up.why) == ("abandoned", "the job has changed in job")
+    assert "_SUCCESS" not in world.folder(given_up.folder)
+    assert "run 1 had not finished and is given up (the job has changed in job)" in caplog.text
+
+
+@pytest.mark.parametrize(("change", "says"), [("gone", "b: gone since"), ("other", "b: changed since")])
+def test_a_pinned_file_that_went_stops_the_run_until_it_is_given_up(change: str, says: str) -> None:
+    world = World(inputs={"a": (7, "1"), "b": (7, "1")})
+    _stop_after(world, "answer-a")
+    if change == "gone":
+        del world.inputs["b"]
+    else:
+        world.inputs["b"] = (9, "2")
+    before = dict(world.store)
+    with pytest.raises(ValueError, match=rf"^run 1 has not finished: {says} .* --overwrite$"):
+        world.run()
+    assert world.store == before
+    (only,) = world.run(overwrite=True).finished
+    assert only.run.number == 2 and [file.url for file in only.run.files] == sorted(world.inputs)
+    assert ledgers.read(world.root()).runs[0].why == "--overwrite"
+
+
+def test_a_pin_that_cannot_be_read_names_the_way_out() -> None:
+    world = World(inputs={"a": (7, "1")})
+    _stop_after(world, "answer-a")
+    world.store[f"root/{ledgers.read(world.root()).runs[0].folder}/_job/job.json"] = b"{"
+    with pytest.raises(ValueError, match=r"not a job of this version: .*; --overwrite gives up run 1"):
+        world.run()
+    assert len(world.run(overwrite=True).finished) == 1
+
+
+def test_success_that_was_decided_but_not_written_is_written_by_the_next_run() -> None:
+    world = World(inputs={"a": (7, "1")})
+    _stop_after(world, "000001.end.json")
+    (run,) = ledgers.read(world.root()).runs
+    assert run.state == "success" and "_SUCCESS" not in world.folder(run.folder)
+    assert world.run(version=1).finished == []
+    assert "_SUCCESS" in world.folder(run.folder)
+
+
+def test_the_folder_of_a_run_may_be_removed_and_its_files_stay_answered() -> None:
+    world = World(inputs={"a": (7, "1")})
+    world.run()
+    for name in [name for name in world.store if LEDGER not in name]:
+        del world.store[name]
+    before = dict(world.store)
+    assert world.run().finished == [] and world.store == before
+
+
+def _stop_after(world: World, name: str) -> None:
+    """A run that dies as soon as a file of that name is there."""
+    process = Stepped(world.run)
+    while not any(path.endswith(name) for path in world.store):
+        process.step(1)
+        assert not process.ended
+    process.kill()

@@ -1,0 +1,299 @@
+"""`skipdecode run` with input.since, from the job file to the dated folders; most of it without Ray and a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from click.testing import Result
+from command import assert_released
+from parts import part, part_stats
+from typer.testing import CliRunner
+
+from pipeline import job as jobs
+from pipeline.cli.app import app
+from pipeline.commit.lease import Lease
+from pipeline.commit.sink import commit
+from pipeline.config.job import StorageConfig
+from pipeline.incremental import ledger as ledgers
+from pipeline.read.source import Shard
+from pipeline.runtime.signals import Interrupted
+from pipeline.storage.folder import Folder, open_folder
+
+LOCAL = StorageConfig()
+
+
+class Inbox:
+    """Input files that grow, and the command over them."""
+
+    def __init__(self, folder: Path, checkpoint: Path) -> None:
+        self.folder, self.files, self.root = folder, folder / "in", folder / "root"
+        self.files.mkdir()
+        self.values: dict[str, Any] = {
+            "input": {"path": str(self.files), "since": "last_success", "id": "id"},
+            "output": {"path": str(self.root)},
+            "model": {"path": str(checkpoint), "dtype": "float32"},
+            "sampling": {"max_new_tokens": 4},
+            "actors": {"threads": 1},
+            "shard_rows": 2,
+            "max_row_errors": 1,
+        }
+
+    def add(self, name: str, rows: int = 3) -> None:
+        ids = [f"{name}-{row}" for row in range(rows)]
+        table = pa.table({"id": pa.array(ids, pa.string()), "prompt": pa.array(["alpha bravo"] * rows, pa.string())})
+        pq.write_table(table, self.files / f"{name}.parquet")
+
+    def run(self, *options: str) -> Result:
+        file = self.folder / "job.yaml"
+        file.write_text(yaml.safe_dump(self.values))
+        return CliRunner().invoke(app, ["run", str(file), *options])
+
+    def json(self, *options: str) -> dict[str, Any]:
+        result = self.run("--json", *options)
+        assert result.exit_code == 0, result.output
+        values: dict[str, Any] = json.loads(result.stdout)
+        return values
+
+    def refused(self, *options: str) -> str:
+        result = self.run(*options)
+        assert result.exit_code == 2, result.output
+        (line,) = result.stderr.splitlines()
+        return line.removeprefix(f"skipdecode: {self.folder / 'job.yaml'}: ")
+
+    def answered(self) -> list[str]:
+        """Ids in the folders of the runs that count."""
+        folders = [path.parent for path in self.root.glob("*/_SUCCESS")]
+        return sorted(row for folder in folders for row in pq.read_table(folder)["id"].to_pylist())
+
+    def states(self) -> list[str]:
+        return [run.state for run in ledgers.read(open_folder(str(self.root), LOCAL)).runs]
+
+
+@pytest.fixture
+def inbox(tmp_path: Path, checkpoint: Path) -> Inbox:
+    return Inbox(tmp_path, checkpoint)
+
+
+@pytest.fixture
+def flow(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None, BaseException | None], None]:
+    """Parts without a model, from each run on; from then on it stops after `count` shards with `error`."""
+
+    def behave(count: int | None = None, error: BaseException | None = None) -> None:
+        def answer(
+            config: Any, checkpoint: Any, schedule: Any, manifest: Any, folder: Folder, left: list[Shard]
+        ) -> None:
+            for shard in left[:count]:
+                table = pq.read_table(shard.url).slice(shard.first_row, shard.rows)
+                assert table.num_rows == shard.rows
+                data = part(shard, fingerprint=manifest.fingerprint)
+                commit(folder, shard, data, part_stats(shard), manifest.fingerprint)
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr(jobs, "_flow", answer)
+
+    monkeypatch.setattr(jobs, "ray_session", lambda actors, verbose: nullcontext())
+    behave()
+    return behave
+
+
+def test_row_errors_are_not_forgotten_by_the_next_command(inbox: Inbox, flow: Any) -> None:
+    """A scheduler that retries after exit 3 must not read success from "nothing new"."""
+    inbox.add("a")
+    inbox.values["shard_rows"] = 3
+    inbox.values["max_row_errors"] = 0.1  # one row of three is bad
+    assert inbox.run().exit_code == 3
+    again = inbox.run()
+    assert again.exit_code == 3 and "nothing new since run 1" in again.stdout
+
+
+def test_each_run_takes_what_came_since_and_says_so(inbox: Inbox, flow: Any) -> None:
+    inbox.add("a")
+    inbox.add("b", 5)
+    first = inbox.json()
+    assert [(run["run"], run["files"], run["rows"], run["resumed"]) for run in first["runs"]] == [(1, 2, 8, False)]
+    assert (first["output"], first["fresh_rows"], first["last_success"]) == (str(inbox.root), 8, 1)
+    inbox.add("c", 1)
+    result = inbox.run()
+    assert result.exit_code == 0 and "run 2 finished, input files: 1" in result.stdout
+    folders = sorted(path.parent.name for path in inbox.root.glob("*/_SUCCESS"))
+    assert len(folders) == 2 and all(name[:2] == "20" for name in folders)
+    assert f"answers: {inbox.root / folders[1]}/part-*.parquet" in result.stdout
+    assert pq.read_table(inbox.root / folders[1]).num_rows == 1
+
+    before = sorted(path for path in inbox.root.rglob("*") if path.parent.name != "lease")
+    last = ledgers.read(open_folder(str(inbox.root), LOCAL)).runs[1]
+    result = inbox.run()
+    assert result.exit_code == 0 and result.stdout == f"nothing new since run 2 of {last.began} ({last.folder})\n"
+    assert inbox.json() == {"output": str(inbox.root), "last_success": 2, "fresh_rows": 0, "runs": []}
+    for path in inbox.files.iterdir():
+        path.unlink()  # archived, all of it
+    assert inbox.json()["runs"] == []
+    assert sorted(path for path in inbox.root.rglob("*") if path.parent.name != "lease") == before
+
+    shown = CliRunner().invoke(app, ["report", str(inbox.root)])
+    assert shown.exit_code == 0 and "3 files and 9 rows answered in 2 runs" in shown.stdout
+    shown = CliRunner().invoke(app, ["report", str(inbox.root / folders[0])])
+    assert shown.exit_code == 0 and "8 rows in 5 shards" in shown.stdout
+
+
+def test_a_failed_run_is_finished_by_the_next_which_then_takes_what_is_new(inbox: Inbox, flow: Any) -> None:
+    inbox.add("a", 6)
+    flow(1, OSError("the disk is full"))
+    result = inbox.run()
+    assert result.exit_code == 1 and "goes on from the committed shards" in result.stderr
+    assert inbox.states() == ["unfinished"] and inbox.answered() == []
+    inbox.add("b")
+    flow()
+    done = inbox.json()
+    assert [(run["run"], run["resumed"], run["rows"], run["fresh_rows"]) for run in done["runs"]] == [
+        (1, True, 6, 4),
+        (2, False, 3, 3),
+    ]
+    assert inbox.states() == ["success", "success"] and len(inbox.answered()) == 9
+    assert_released(inbox.root)
+
+
+def test_a_job_that_changed_after_an_interrupt_gives_the_run_up(
+    inbox: Inbox, flow: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    inbox.add("a", 6)
+    flow(1, Interrupted("SIGTERM"))
+    assert inbox.run().exit_code == 4
+    flow()
+    inbox.values["sampling"] = {"max_new_tokens": 5}
+    assert inbox.run().exit_code == 0
+    assert "given up (the job has changed in sampling.max_new_tokens)" in caplog.text
+    assert inbox.states() == ["abandoned", "success"] and len(inbox.answered()) == 6
+    inbox.values["sampling"] = {"max_new_tokens": 4}  # what is answered stays so, whatever the job becomes
+    assert inbox.json()["runs"] == []
+
+
+def test_actors_and_changed_may_change_between_a_run_and_its_rest(inbox: Inbox, flow: Any) -> None:
+    inbox.add("a", 6)
+    flow(1, OSError("gone"))
+    assert inbox.run().exit_code == 1
+    flow()
+    inbox.values["actors"] = {"count": 3, "threads": 1}
+    inbox.values["input"]["changed"] = "leave"
+    assert [run["resumed"] for run in inbox.json()["runs"]] == [True]
+
+
+def test_what_is_wrong_with_the_input_is_one_line(inbox: Inbox, flow: Any, caplog: pytest.LogCaptureFixture) -> None:
+    inbox.values["input"]["path"] = str(inbox.folder / "typo")
+    assert inbox.refused() == f"{inbox.folder / 'typo'}: no such file or folder"
+    inbox.values["input"]["path"] = str(inbox.files)
+    assert inbox.refused() == f"{inbox.files}: folder without .parquet files"
+    inbox.add("a")
+    assert inbox.refused("--limit", "2").startswith("--limit: rows that it leaves out would never be answered")
+    inbox.json()
+    (inbox.files / "b.parquet").write_bytes(b"PAR1 half")
+    assert inbox.refused().startswith(f"{inbox.files / 'b.parquet'}: not readable as Parquet")
+    (inbox.files / "b.parquet").unlink()
+    inbox.add("empty", 0)
+    result = inbox.run()
+    assert result.exit_code == 0 and "nothing new since run 1" in result.stdout
+    assert "1 new files have no rows and are left for a later run" in caplog.text
+    inbox.add("a", 4)
+    assert inbox.refused().startswith(f"{inbox.files / 'a.parquet'}: changed since run 1 answered it (")
+    assert inbox.json("--set", "input.changed=leave")["runs"] == []
+    assert [run["rows"] for run in inbox.json("--set", "input.changed=take")["runs"]] == [4]
+    assert inbox.states() == ["success", "success"]
+
+
+def test_a_pinned_file_that_changed_is_refused_until_the_run_is_given_up(inbox: Inbox, flow: Any) -> None:
+    inbox.add("a", 6)
+    flow(1, OSError("gone"))
+    assert inbox.run().exit_code == 1
+    flow()
+    inbox.add("a", 7)
+    assert inbox.refused().startswith(f"run 1 has not finished: {inbox.files / 'a.parquet'}: changed since")
+    assert [run["run"] for run in inbox.json("--overwrite")["runs"]] == [2]
+    assert inbox.states() == ["abandoned", "success"] and len(inbox.answered()) == 7
+
+
+def test_plain_jobs_and_scheduled_runs_do_not_share_a_folder(inbox: Inbox, flow: Any) -> None:
+    inbox.add("a")
+    inbox.json()
+    del inbox.values["input"]["since"]
+    for options in ((), ("--overwrite",)):
+        assert "holds scheduled runs; set input.since: last_success" in inbox.refused(*options)
+    inbox.values["output"]["path"] = str(inbox.folder / "plain")
+    assert inbox.run().exit_code == 0
+    inbox.values["input"]["since"] = "last_success"
+    assert "holds what no scheduled run has written" in inbox.refused()
+    inbox.values["output"]["path"] = str(inbox.files / "root")
+    assert "lies in the input folder" in inbox.refused()
+
+
+def test_a_run_while_another_is_at_work_is_exit_5(inbox: Inbox, flow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    inbox.add("a")
+    other = Lease(open_folder(str(inbox.root), LOCAL), beat=0.1, watch=1)
+    other.acquire(lambda: None)
+    try:
+        result = inbox.run()
+    finally:
+        other.release()
+    assert result.exit_code == 5 and "another run holds" in result.stderr
+    assert not (inbox.root / "_ledger").exists()
+
+    def overtake(*args: Any) -> None:
+        root = open_folder(str(inbox.root), LOCAL)
+        ledgers.end(root, ledgers.read(root).runs[-1], "abandoned", "--overwrite")
+        flow()
+        assert inbox.states() == ["abandoned"]
+
+    monkeypatch.setattr(jobs, "_flow", overtake)
+    monkeypatch.setattr(jobs, "complete", lambda folder, manifest: None)
+    result = inbox.run()
+    assert result.exit_code == 5 and "run 1 was given up meanwhile (--overwrite)" in result.stderr
+    assert inbox.answered() == []
+
+
+def test_real_answers_from_and_to_a_bucket(own_ray: None, inbox: Inbox, s3: StorageConfig) -> None:
+    """Run; a file comes and the run over it fails; it is finished; nothing is new; all of it is archived."""
+    bucket, root = open_folder("s3://bucket/inbox", s3), open_folder("s3://bucket/root", s3)
+    inbox.values |= {"storage": s3.model_dump(exclude_none=True), "output": {"path": root.url}}
+    inbox.values["input"]["path"] = bucket.url
+
+    def arrives(name: str, rows: int) -> None:
+        inbox.add(name, rows)
+        bucket.replace(f"{name}.parquet", (inbox.files / f"{name}.parquet").read_bytes())
+
+    arrives("a", 2)
+    arrives("b", 1)
+    assert [run["rows"] for run in inbox.json()["runs"]] == [3]
+
+    arrives("c", 4)
+
+    def dies(*args: Any) -> None:
+        raise OSError("no more disk")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "_flow", dies)
+        assert inbox.run().exit_code == 1
+    assert [(run["run"], run["resumed"], run["fresh_rows"]) for run in inbox.json()["runs"]] == [(2, True, 4)]
+
+    for name in bucket.names():
+        bucket.remove(name)
+    assert inbox.json()["runs"] == []
+    runs = ledgers.read(root).runs
+    assert [[Path(file.url).name for file in run.files] for run in runs] == [["a.parquet", "b.parquet"], ["c.parquet"]]
+    ids: list[str] = []
+    for run in runs:
+        folder = open_folder(f"{root.url}/{run.folder}", s3)
+        assert "_SUCCESS" in folder.names()
+        for name in folder.names():
+            if name.endswith(".parquet"):
+                table = pq.read_table(pa.BufferReader(folder.read(name)))
+                assert table["generated_text"].null_count == 0
+                ids += table["id"].to_pylist()
+    assert sorted(ids) == ["a-0", "a-1", "b-0", "c-0", "c-1", "c-2", "c-3"]

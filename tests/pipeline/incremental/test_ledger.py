@@ -1,0 +1,195 @@
+"""The ledger's records stand once written, in a folder and in a bucket, and reading them stays cheap."""
+
+from __future__ import annotations
+
+import io
+import re
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from memory import MemoryFolder
+from rich.console import Console
+
+from pipeline.config.job import StorageConfig
+from pipeline.incremental import ledger as ledgers
+from pipeline.incremental.ledger import (
+    LEDGER,
+    ConcurrentRun,
+    Ledger,
+    Run,
+    claim_name,
+    end_name,
+    new_files,
+    print_ledger,
+    roll_up,
+)
+from pipeline.plan.manifest import Batching, Manifest
+from pipeline.read.source import InputFile
+from pipeline.storage.folder import Folder, open_folder
+
+
+@pytest.fixture(params=["memory", "local", "s3", pytest.param("ceph", marks=pytest.mark.ceph)])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
+    """A root that does not exist yet."""
+    if request.param == "memory":
+        return MemoryFolder()
+    if request.param == "local":
+        return open_folder(str(tmp_path / "root"), StorageConfig())
+    return open_folder(f"s3://bucket/{uuid.uuid4().hex}/root", request.getfixturevalue(request.param))
+
+
+def manifest(*urls: str, size: int = 7, version: str = "1") -> Manifest:
+    files = [InputFile(url, size, version, (2, 3), (10, 10)) for url in urls]
+    return Manifest("f" * 64, {}, Batching(1, 1, 1, 1, 1), files, [], pa.schema([]))
+
+
+def run_over(root: Folder, *urls: str, state: ledgers.State = "success", **of_file: Any) -> Run:
+    """A run from its claim to its end."""
+    run = ledgers.claim(root, ledgers.read(root), manifest(*urls, **of_file))
+    return run if state == "unfinished" else ledgers.end(root, run, state, "why not" if state == "abandoned" else "")
+
+
+def test_a_ledger_is_what_was_written(root: Folder) -> None:
+    assert ledgers.read(root) == Ledger() and not ledgers.holds_ledger(root)
+    first = run_over(root, "a", "b")
+    second = run_over(root, "c", state="abandoned")
+    third = run_over(root, "c", state="unfinished")
+    assert [run.number for run in (first, second, third)] == [1, 2, 3]
+    found = ledgers.read(root)
+    assert found.runs == (first, second, third) and ledgers.holds_ledger(root)
+    assert (first.rows, first.state, second.why, third.state) == (10, "success", "why not", "unfinished")
+    assert found.last == third and found.last_success == first
+
+
+def test_of_two_runs_that_begin_at_once_one_gets_the_number(root: Folder) -> None:
+    before = ledgers.read(root)
+    won = ledgers.claim(root, before, manifest("a"))
+    with pytest.raises(ConcurrentRun, match="run 1 was begun meanwhile"):
+        ledgers.claim(root, before, manifest("a"))
+    assert ledgers.read(root).runs == (won,)
+
+
+def test_who_ends_a_run_first_decides(root: Folder) -> None:
+    for first, second in (("success", "abandoned"), ("abandoned", "success"), ("success", "success")):
+        run = run_over(root, "a", state="unfinished")
+        ended = ledgers.end(root, run, first, "one")  # type: ignore[arg-type]
+        assert ledgers.end(root, run, second, "two") == ended  # type: ignore[arg-type]
+        assert ledgers.read(root).last == ended and ended.state == first
+
+
+def test_a_put_repeated_after_its_answer_was_lost_is_still_ours() -> None:
+    class Forgetful(MemoryFolder):
+        def create(self, name: str, data: bytes) -> bool:
+            return super().create(name, data) and super().create(name, data)
+
+    root = Forgetful()
+    assert ledgers.claim(root, Ledger(), manifest("a")) == ledgers.read(root).last
+
+
+def test_runs_of_one_second_or_of_a_clock_set_back_have_folders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = MemoryFolder()
+    dates = ["2026-11-20T16:40:05Z", "2026-11-20T16:40:05Z", "2026-11-19T00:00:00Z", "2026-11-20T16:40:05Z"]
+    for date in dates:
+        monkeypatch.setattr(ledgers, "_now", lambda date=date: date)
+        run_over(root, date)
+    date = "2026-11-20T16-40-05Z"
+    runs = ledgers.read(root).runs
+    assert [run.folder for run in runs] == [date, f"{date}-2", "2026-11-19T00-00-00Z", f"{date}-3"]
+    assert [run.number for run in runs] == [1, 2, 3, 4]
+
+
+def test_reading_stays_cheap_however_many_runs_there_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run reads the ledger as a scheduled run does; what it costs does not grow with what lies behind."""
+    reads = 0
+
+    class Counting(MemoryFolder):
+        def read(self, name: str) -> bytes:
+            nonlocal reads
+            reads += 1
+            return super().read(name)
+
+    root = Counting()
+    monkeypatch.setattr(ledgers, "ROLL_EVERY", 10)
+    written: list[Run] = []
+    for number in range(1, 205):
+        reads = 0
+        found = ledgers.read(root)
+        assert reads <= 2 * 10 + 1
+        assert list(found.runs) == written
+        roll_up(root, found)
+        run = ledgers.claim(root, found, manifest(f"file-{number}"))
+        written.append(ledgers.end(root, run, "abandoned" if number % 7 == 0 else "success", ""))
+    assert [name for name in root.names(LEDGER) if name.startswith("through-")] == [
+        "through-000190.parquet",
+        "through-000200.parquet",
+    ]
+    table = pq.read_table(io.BytesIO(root.read("_ledger/through-000200.parquet")))
+    assert table["number"].to_pylist() == list(range(1, 201))
+    for number in range(1, 201):  # the rolled-up records may be cleared away
+        root.remove(claim_name(number)), root.remove(end_name(number))
+    assert list(ledgers.read(root).runs) == written
+
+
+def test_new_is_what_no_successful_run_has(root: Folder) -> None:
+    run_over(root, "a")
+    run_over(root, "b", state="abandoned")
+    listed = {"b": (7, "1"), "c": (7, "1"), "a": (7, "1")}
+    assert list(new_files(listed, ledgers.read(root), "error").items()) == [("b", (7, "1")), ("c", (7, "1"))]
+    assert new_files({}, ledgers.read(root), "error") == {}  # gone since is fine
+
+
+@pytest.mark.parametrize("now", [(8, "1"), (7, "2")])
+def test_a_file_that_changed_since_is_what_the_job_says(now: tuple[int, str]) -> None:
+    root = MemoryFolder()
+    run_over(root, "x")
+    run_over(root, "a")
+    ledger = ledgers.read(root)
+    with pytest.raises(ValueError, match=rf"^a: changed since run 2 .* \(7 bytes then, {now[0]} now\); .*take"):
+        new_files({"a": now}, ledger, "error")
+    assert new_files({"a": now}, ledger, "leave") == {}
+    assert new_files({"a": now}, ledger, "take") == {"a": now}
+    run_over(root, "a", size=now[0], version=now[1])
+    for changed in ("error", "take"):  # it is the latest answer that counts
+        assert new_files({"a": now}, ledgers.read(root), changed) == {}
+
+
+def test_a_hole_in_the_ledger_is_refused_and_not_read_as_nothing_answered() -> None:
+    root = MemoryFolder()
+    for url in "abc":
+        run_over(root, url)
+    files = dict(root.files)
+    for name, says in (
+        (claim_name(2), f"root/{LEDGER}/000002.json: missing; without it files would be answered twice"),
+        (end_name(2), f"root/{LEDGER}/000002.end.json: missing, although later runs have begun"),
+    ):
+        root.remove(name)
+        with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
+            ledgers.read(root)
+        root.files.update(files)
+    for damage in (b"{", b"[]", b'{"format": 9}', b'{"format": 1}'):
+        root.replace(claim_name(3), damage)
+        with pytest.raises(ValueError, match=r"^root/_ledger/000003\.json: not "):
+            ledgers.read(root)
+    root.files.update(files)
+    root.replace("_ledger/through-000002.parquet", b"PAR1")
+    with pytest.raises(ValueError, match=r"^root/_ledger/through-000002\.parquet: cannot be read"):
+        ledgers.read(root)
+
+
+def test_the_ledger_is_shown_to_people() -> None:
+    root = MemoryFolder()
+    run_over(root, "a", "b")
+    run_over(root, "c", state="abandoned")
+    run_over(root, "c", state="unfinished")
+    out = io.StringIO()
+    print_ledger(Console(file=out, width=200), ledgers.read(root))
+    lines = [line.split() for line in out.getvalue().splitlines()]
+    runs = ledgers.read(root).runs
+    assert lines[2] == ["1", "2", "10", runs[0].folder, runs[0].ended, "success"]
+    assert lines[3][:4] == ["2", "1", "5", runs[1].folder] and lines[3][-3:] == ["abandoned:", "why", "not"]
+    assert lines[4] == ["3", "1", "5", runs[2].folder, "unfinished"]
+    assert "2 files and 10 rows answered in 1 runs" in out.getvalue()

@@ -1,0 +1,130 @@
+"""Pinned input files that change or vanish: before a resume and in the middle of a run."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from pipeline import job as jobs
+from pipeline.cli.app import app
+from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.plan import manifest as manifests
+from pipeline.read.source import ShardSource, cut_shards, list_files, read_footer
+from pipeline.storage.folder import Folder, open_folder
+
+ROWS, SHARD_ROWS = 40, 10
+SCHEMA = pa.schema([("prompt", pa.string())])
+
+
+def parquet(prompt: str) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"prompt": [f"{prompt} {row}" for row in range(ROWS)]}), sink, row_group_size=SHARD_ROWS)
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
+
+
+OLD, NEW = parquet("alpha"), parquet("bravo")  # as many bytes
+
+
+@pytest.fixture(params=["local", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Folder, StorageConfig]:
+    """A folder with in.parquet."""
+    storage: StorageConfig = request.getfixturevalue("s3") if request.param == "s3" else StorageConfig()
+    url = f"s3://bucket/{uuid.uuid4().hex}" if request.param == "s3" else str(tmp_path)
+    folder = open_folder(url, storage)
+    folder.replace("in.parquet", OLD)
+    return folder, storage
+
+
+def tasks(place: tuple[Folder, StorageConfig]) -> list[Callable[[], Any]]:
+    """The read tasks of a job that has pinned the file: one a shard pair."""
+    folder, storage = place
+    ((url, (size, version)),) = list_files([f"{folder.url}/in.parquet"], storage).items()
+    file, _ = read_footer(url, size, version, storage)
+    return ShardSource(
+        cut_shards([file], SHARD_ROWS, 2**30), [file], SCHEMA, storage, 2 * SHARD_ROWS, 2**30
+    ).get_read_tasks(1)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+@pytest.mark.parametrize("data", [NEW, OLD + b"x", b"", None], ids=["as long", "longer", "empty", "gone"])
+def test_a_file_that_changes_during_a_run_is_never_mixed(
+    place: tuple[Folder, StorageConfig], after: int, data: bytes | None
+) -> None:
+    """Before its first read task, between two shards of a task, between two tasks."""
+    folder, _ = place
+    first, second = tasks(place)
+    read = []
+
+    def go() -> None:
+        for block in (block for task in (first, second) for block in task()):
+            read.append(block)
+            if len(read) == after:
+                change()
+
+    def change() -> None:
+        if data is None:
+            folder.remove("in.parquet")
+        else:
+            folder.replace("in.parquet", data)
+
+    if after == 0:
+        change()
+    with pytest.raises(ValueError, match=r"in\.parquet: (changed|gone) since the job began$"):
+        go()
+    assert len(read) == after
+
+
+def test_a_file_written_over_in_place_is_noticed(place: tuple[Folder, StorageConfig]) -> None:
+    """Its inode stays, and a reader that has it open sees the new bytes."""
+    folder, storage = place
+    if storage.endpoint_url:
+        pytest.skip("objects are replaced whole")
+    blocks = iter(tasks(place)[0]())
+    next(blocks)
+    path = Path(folder.url) / "in.parquet"
+    before = path.stat()
+    with open(path, "r+b") as file:
+        file.write(NEW)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))  # at the least
+    with pytest.raises(ValueError, match="changed since the job began"):
+        next(blocks)
+
+
+@pytest.mark.parametrize(("data", "word"), [(NEW, "changed"), (None, "gone")])
+def test_between_run_and_resume_the_command_refuses_and_names_the_file(
+    tmp_path: Path, checkpoint: Path, data: bytes | None, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = tmp_path / "in"
+    inputs.mkdir()
+    for name in ("a", "b"):
+        (inputs / f"{name}.parquet").write_bytes(OLD)
+    values = {
+        "input": {"path": str(inputs)},
+        "output": {"path": str(tmp_path / "out")},
+        "model": {"path": str(checkpoint), "dtype": "float32"},
+    }
+    config = JobConfig.model_validate(values)
+    located, schedule = jobs._locate(config, None)
+    folder = open_folder(config.output.path, config.storage)
+    manifests.save(folder, manifests.plan_job(config, located, schedule, None, None))
+    if data is None:
+        (inputs / "b.parquet").unlink()
+    else:
+        (inputs / "b.parquet").write_bytes(data)
+    job = tmp_path / "job.yaml"
+    job.write_text(yaml.safe_dump(values))
+    monkeypatch.setattr("ray.init", lambda **_: pytest.fail("too late"))
+    result = CliRunner().invoke(app, ["run", str(job)])
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"skipdecode: {job}: {inputs}/b.parquet: {word} since the job began")

@@ -1,0 +1,95 @@
+"""The demo checkpoint on E2E test prompts at 3x, two actors: whole, killed half-way, into a bucket."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from command import Command, parts
+
+from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.storage.folder import open_folder
+
+ROOT = Path(__file__).parents[3]
+E2E = ROOT.parent / "shared" / "data" / "e2e"
+CHECKPOINT = ROOT / "configs" / "demo" / "checkpoint"
+ROWS = 504
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(not E2E.is_dir(), reason=f"the E2E data set is not at {E2E}"),
+]
+
+
+def job(output: Path | str, **changes: Any) -> JobConfig:
+    values: dict[str, Any] = {
+        "input": {"path": str(E2E / "test.parquet"), "id": "id"},
+        "output": {"path": str(output)},
+        "model": {"path": str(CHECKPOINT), "dtype": "float32"},
+        "schedule": {"speedup": 3},
+        "sampling": {"max_new_tokens": 64, "temperature": 0.7, "top_p": 0.9, "seed": 1},
+        "actors": {"count": 2, "threads": 1},
+        "shard_rows": 48,
+    }
+    return JobConfig.model_validate({**values, **changes})
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("e2e")
+    code, out, err = Command(folder, job(folder / "out"), "--json").end()
+    assert code == 0, err
+    return folder / "out", json.loads(out.splitlines()[-1])
+
+
+def test_every_prompt_has_a_text_at_less_than_half_the_depth(undisturbed: tuple[Path, dict[str, Any]]) -> None:
+    output, summary = undisturbed
+    rows = pq.read_table(output).to_pylist()
+    assert len(rows) == len({row["id"] for row in rows}) == ROWS
+    assert all(row["generated_text"] and row["error"] is None for row in rows)
+    assert all(row["mean_depth"] < 11 for row in rows)
+    assert summary["mean_depth"] < 11
+    assert summary["num_layers"] == 24
+    assert summary["layer_ratio"] > 2.7
+
+
+@pytest.mark.slow
+def test_killed_half_way_and_started_again_the_bytes_are_the_same(
+    undisturbed: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    whole = parts(undisturbed[0])
+    first = Command(tmp_path, job(tmp_path / "out"))
+    first.wait_for_parts(tmp_path / "out", len(whole) // 2)
+    os.killpg(first.process.pid, signal.SIGKILL)
+    first.process.wait()
+    early = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.parquet")}
+    assert len(early) < len(whole)
+    code, out, err = Command(tmp_path, job(tmp_path / "out"), "--json").end()
+    assert code == 0, err
+    assert json.loads(out.splitlines()[-1])["fresh_rows"] < ROWS
+    assert parts(tmp_path / "out") == whole
+    assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in early} == early
+
+
+@pytest.mark.slow
+def test_the_same_into_a_bucket(undisturbed: tuple[Path, dict[str, Any]], s3: StorageConfig, tmp_path: Path) -> None:
+    """Killed half-way, too."""
+    whole = parts(undisturbed[0])
+    bucket = job("s3://bucket/e2e", storage=s3.model_dump(exclude_none=True))
+    folder = open_folder("s3://bucket/e2e", s3)
+    first = Command(tmp_path, bucket)
+    first.wait_until(lambda: len([name for name in folder.names() if name.startswith("part-")]) >= len(whole) // 2)
+    os.killpg(first.process.pid, signal.SIGKILL)
+    first.process.wait()
+    early = {name: folder.read(name) for name in folder.names() if name.startswith("part-")}
+    assert len(early) < len(whole)
+    code, _, err = Command(tmp_path, bucket).end()
+    assert code == 0, err
+    found = {name: folder.read(name) for name in folder.names() if name.startswith("part-")}
+    assert found == whole
+    assert {name: found[name] for name in early} == early

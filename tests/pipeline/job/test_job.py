@@ -1,0 +1,361 @@
+"""The whole line on a Ray of our own: every row once, resume, kills, buckets, GPUs that are only pretended."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from command import Command, assert_no_new_rays, assert_released, parts, rays
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from actors.generator import Generator, Prompt
+from pipeline import job as jobs
+from pipeline.cli.app import app
+from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.generate.stage import ANSWER_FIELDS
+from pipeline.runtime.ray_session import check_placement
+from pipeline.storage.folder import open_folder
+
+pytestmark = pytest.mark.ray
+WORDS = ["alpha", "bravo", "charlie", "delta", "echo", "foxtrot", "golf", "hotel", "india", "juliet"]
+ROWS = 90
+TWO = {"cpu [0]", "cpu [1]"}
+SAMPLED = {"max_new_tokens": 12, "temperature": 1.0, "top_p": 0.9, "seed": 5}
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three files, 90 rows, one of them null and one too long for the context of 64."""
+    folder = tmp_path_factory.mktemp("inputs")
+    prompts: list[str | None] = [" ".join(WORDS[row % 7 : row % 7 + 1 + row % 4]) for row in range(ROWS)]
+    prompts[17], prompts[50] = None, "alpha " * 200
+    for number, (first, end) in enumerate(((0, 40), (40, 41), (41, ROWS))):
+        table = pa.table(
+            {
+                "id": [f"row-{row}" for row in range(first, end)],
+                "prompt": prompts[first:end],
+                "topic": list(range(first, end)),
+            }
+        )
+        pq.write_table(table, folder / f"in-{number}.parquet", row_group_size=25)
+    return folder
+
+
+def config(inputs: Path | str, into: Path | str, checkpoint: Path, **changes: Any) -> JobConfig:
+    values: dict[str, Any] = {
+        "input": {"path": str(inputs), "id": "id"},
+        "output": {"path": str(into), "keep": ["topic"], "token_ids": True, "cumulative_logprob": True},
+        "model": {"path": str(checkpoint), "dtype": "float32"},
+        "sampling": SAMPLED,
+        "actors": {"count": 2, "threads": 1, "max_batch": 8},
+        "shard_rows": 10,
+        "max_row_errors": 0.1,
+    }
+    return JobConfig.model_validate({**values, **changes})
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    own_ray: None, inputs: Path, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, jobs.Outcome]:
+    output = tmp_path_factory.mktemp("undisturbed") / "out"
+    return output, jobs.run(config(inputs, output, checkpoint))
+
+
+def test_every_row_is_answered_once_in_its_place(undisturbed: tuple[Path, jobs.Outcome]) -> None:
+    output, outcome = undisturbed
+    table = pq.read_table(output)  # a reader that knows nothing of the job's own files
+    rows = sorted(table.to_pylist(), key=lambda row: row["topic"])
+    assert [row["id"] for row in rows] == [f"row-{row}" for row in range(ROWS)]
+    carried, optional = ["id", "topic"], ["token_ids", "cumulative_logprob"]
+    assert table.column_names == [*carried, *(field.name for field in ANSWER_FIELDS), *optional]
+    bad = {row["topic"]: row["error"] for row in rows if row["error"] is not None}
+    assert set(bad) == {17, 50}
+    assert bad[17] == "prompt is null"
+    assert "leaves no room in a context of 64" in bad[50]
+    for row in rows:
+        if row["topic"] in bad:
+            assert (row["finish_reason"], row["generated_text"], row["generated_tokens"]) == ("error", None, 0)
+        else:
+            assert row["generated_tokens"] == len(row["token_ids"]) > 0
+    totals = outcome.totals
+    assert (totals.rows, totals.errors, outcome.fresh_rows) == (ROWS, 2, ROWS)
+    assert totals.generated_tokens == sum(row["generated_tokens"] for row in rows)
+    assert totals.layer_steps < totals.full_layer_steps
+
+
+def test_answers_are_those_of_the_bare_engine(
+    undisturbed: tuple[Path, jobs.Outcome], inputs: Path, checkpoint: Path
+) -> None:
+    """Row by row, each alone: the pipeline adds nothing and loses nothing."""
+    output, _ = undisturbed
+    sampling = {key: value for key, value in SAMPLED.items() if key != "seed"}
+    generator = Generator(str(checkpoint), sampling=sampling, seed=5, dtype="float32", threads=1)
+    compared = 0
+    differ = []
+    answered = {row["topic"]: row for row in pq.read_table(output).to_pylist()}
+    for path in sorted(inputs.glob("*.parquet"))[:2]:
+        for number, row in enumerate(pq.read_table(path).to_pylist()):
+            if answered[row["topic"]]["error"] is None:
+                ids = generator.tokenizer(row["prompt"])["input_ids"]
+                alone = generator.answer([Prompt(ids, str(path), number)])
+                compared += 1
+                if alone[0].token_ids != answered[row["topic"]]["token_ids"]:
+                    differ.append(row["topic"])
+    # alone, sums are rounded otherwise than in a batch: in one run of a hundred or so a draw falls on an edge
+    assert compared > 30 and len(differ) <= 1, differ
+
+
+def test_statistics_add_up(undisturbed: tuple[Path, jobs.Outcome]) -> None:
+    output, outcome = undisturbed
+    table = pq.read_table(output / "_job" / "stats.parquet")
+    assert table["shard"].to_pylist() == list(range(len(outcome.manifest.shards)))
+    assert sum(table["rows"].to_pylist()) == ROWS
+    for name in ("prefill_seconds", "decode_seconds", "commit_seconds", "tokens_per_second", "cache_bytes"):
+        assert min(table[name].to_pylist()) > 0
+    assert set(table["attempt"].to_pylist()) == {1}
+    summary = json.loads((output / "_SUCCESS").read_text())
+    assert summary == json.loads((output / "_job" / "summary.json").read_text())
+    assert (summary["rows"], summary["planned_rows"], summary["nominal_speedup"]) == (ROWS, ROWS, 2)
+
+
+def test_a_finished_job_does_nothing(undisturbed: tuple[Path, jobs.Outcome], inputs: Path, checkpoint: Path) -> None:
+    output, first = undisturbed
+    times = {path: path.stat().st_mtime_ns for path in output.glob("*.parquet")}
+    again = jobs.run(config(inputs, output, checkpoint, actors={"count": 1}))  # actors may change
+    assert again.fresh_rows == 0
+    assert again.totals == first.totals
+    assert {path: path.stat().st_mtime_ns for path in output.glob("*.parquet")} == times
+
+
+def test_another_job_over_the_same_output_is_refused(
+    undisturbed: tuple[Path, jobs.Outcome], inputs: Path, checkpoint: Path
+) -> None:
+    output, _ = undisturbed
+    other = config(inputs, output, checkpoint, sampling={**SAMPLED, "seed": 6}, max_row_errors=0.2)
+    with pytest.raises(ValueError, match=r"holds another job, which differs in sampling\.seed; --overwrite"):
+        jobs.run(other)
+
+
+def test_resume_answers_only_what_is_left(
+    undisturbed: tuple[Path, jobs.Outcome], inputs: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Parts without records are adopted, records without parts are run again, and the bytes are the same."""
+    output, first = undisturbed
+    copy = tmp_path / "out"
+    subprocess.run(["cp", "-r", str(output), str(copy)], check=True)
+    (copy / "_SUCCESS").unlink()
+    for shard in (1, 4, 5):
+        (copy / f"part-{shard:06d}.parquet").unlink()
+    for shard in (1, 2):
+        (copy / "_job" / "commits" / f"{shard:06d}.json").unlink()
+    kept = {path.name: path.stat().st_mtime_ns for path in copy.glob("*.parquet")}
+    again = jobs.run(config(inputs, copy, checkpoint))
+    assert again.fresh_rows == sum(first.manifest.shards[shard].rows for shard in (1, 4, 5))
+    assert parts(copy) == parts(output)
+    assert {name: (copy / name).stat().st_mtime_ns for name in kept} == kept
+    assert (again.totals.rows, again.totals.errors) == (ROWS, 2)
+    assert again.totals.layer_steps == first.totals.layer_steps
+    assert again.totals.full_layer_steps == first.totals.full_layer_steps
+    adopted = pq.read_table(copy / "_job" / "stats.parquet").to_pylist()[2]
+    assert adopted["adopted"]
+
+
+def test_overwrite_replaces_another_job(
+    own_ray: None, undisturbed: tuple[Path, jobs.Outcome], inputs: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    output, _ = undisturbed
+    copy = tmp_path / "out"
+    subprocess.run(["cp", "-r", str(output), str(copy)], check=True)
+    fewer = config(inputs, copy, checkpoint, shard_rows=50)
+    outcome = jobs.run(fewer, limit=30, overwrite=True)
+    assert outcome.totals.rows == 30 == pq.read_table(copy).num_rows
+    assert len(list(copy.glob("part-*.parquet"))) == len(list((copy / "_job" / "commits").iterdir())) == 1
+
+
+def test_a_bucket_holds_the_same_bytes(
+    undisturbed: tuple[Path, jobs.Outcome], inputs: Path, checkpoint: Path, s3: StorageConfig
+) -> None:
+    output, _ = undisturbed
+    source = open_folder("s3://bucket/job-in", s3)
+    for path in inputs.glob("*.parquet"):
+        source.replace(path.name, path.read_bytes())
+    storage = s3.model_dump()
+    job = config("s3://bucket/job-in", "s3://bucket/job-out", checkpoint, storage=storage)
+    assert jobs.run(job).totals.rows == ROWS
+    answers = open_folder("s3://bucket/job-out", s3)
+    assert {name for name in answers.names() if name.endswith(".parquet")} == set(parts(output))
+    assert "_SUCCESS" in answers.names()
+    assert jobs.run(job).fresh_rows == 0
+    # keys follow from the input's place: the same place gives the same bytes, wherever they are written to
+    jobs.run(config(inputs, "s3://bucket/job-out-2", checkpoint, storage=storage))
+    second = open_folder("s3://bucket/job-out-2", s3)
+    assert {name: second.read(name) for name in parts(output)} == parts(output)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "count", "devices"),
+    [(1.0, 2, TWO), pytest.param(0.5, 3, TWO, marks=pytest.mark.slow)],
+    ids=["whole", "halves"],
+)
+def test_actors_that_ask_for_gpus_see_their_own(
+    own_ray: None, inputs: Path, checkpoint: Path, tmp_path: Path, gpus: float, count: int, devices: set[str]
+) -> None:
+    """Two GPUs are pretended; the model runs on the CPU of each actor."""
+    job = config(
+        inputs,
+        tmp_path,
+        checkpoint,
+        model={"path": str(checkpoint), "dtype": "float32", "device": "cpu"},
+        sampling={**SAMPLED, "max_new_tokens": 24},
+        actors={"count": count, "gpus": gpus, "cpus": 0.5, "threads": 1, "max_batch": 1},  # long enough for all
+        shard_rows=4,
+    )
+    assert jobs.run(job).totals.rows == ROWS
+    assert set(pq.read_table(tmp_path / "_job" / "stats.parquet")["device"].to_pylist()) == devices
+
+
+def test_an_autoscaling_pool_with_a_template_and_made_ids(
+    own_ray: None, inputs: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    job = config(
+        inputs,
+        tmp_path,
+        checkpoint,
+        input={"path": str(inputs / "in-0.parquet"), "template": "{{ prompt }} about {{ topic }}"},
+        output={"path": str(tmp_path), "keep": ["prompt"]},
+        actors={"min": 1, "max": 2, "threads": 1},
+    )
+    outcome = jobs.run(job)
+    rows = pq.read_table(tmp_path).to_pylist()
+    assert {row["id"] for row in rows} == {f"in-0.parquet:{row}" for row in range(40)}
+    assert [row["id"] for row in rows if row["error"] is not None] == ["in-0.parquet:17"]  # its prompt is null
+    assert outcome.totals.errors == 1
+
+
+def test_placement_is_checked_before_it_can_hang() -> None:
+    def actors(**keys: Any) -> Any:
+        return JobConfig.model_validate(
+            {"input": {"path": "x"}, "output": {"path": "y"}, "model": {"path": "z"}, "actors": keys}
+        ).actors
+
+    check_placement(actors(count=2), {"CPU": 2.0}, fixed=True)
+    with pytest.raises(ValueError, match=r"4 actors of 0\.5 CPUs leave no slot .* on 2 CPUs"):
+        check_placement(actors(count=4), {"CPU": 2.0}, fixed=True)
+    with pytest.raises(ValueError, match=r"3 actors of 0\.5 CPUs leave no slot .* on 2 CPUs"):  # one CPU: repartition
+        check_placement(actors(count=3), {"CPU": 2.0}, fixed=True)
+    with pytest.raises(ValueError, match=r"3 actors of 0\.5 GPUs do not fit on 1 GPUs"):
+        check_placement(actors(count=3, gpus=0.5, cpus=0.1), {"CPU": 2.0, "GPU": 1.0}, fixed=True)
+    check_placement(actors(count=3, gpus=1), {"CPU": 1.0}, fixed=False)
+    check_placement(actors(min=1, max=9, gpus=1), {"CPU": 4.0, "GPU": 1.0}, fixed=True)
+
+
+@pytest.mark.slow  # test_faults.py kills a driver in every run of the suite
+def test_a_killed_run_started_again_is_as_if_undisturbed(
+    undisturbed: tuple[Path, jobs.Outcome], inputs: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    whole, _ = undisturbed
+    output = tmp_path / "out"
+    job = config(inputs, output, checkpoint)
+    before = rays()
+    first = Command(tmp_path, job)
+    first.wait_for_parts(output, 2)
+    os.killpg(first.process.pid, signal.SIGKILL)
+    first.process.wait()
+    early = {path.name: path.stat().st_mtime_ns for path in output.glob("*.parquet")}
+    assert len(early) < len(parts(whole)), "killed too late to prove anything"
+    code, out, err = Command(tmp_path, job, "--json").end()
+    assert code == 0, err
+    assert "resuming: " in err
+    assert "ray" not in err.lower().replace("skipdecode", "")
+    summary = json.loads(out.splitlines()[-1])
+    assert (summary["rows"], summary["errors"]) == (ROWS, 2)
+    assert 0 < summary["fresh_rows"] < ROWS
+    assert parts(output) == parts(whole)
+    assert {name: (output / name).stat().st_mtime_ns for name in early} == early
+    assert not list((output / "_job" / "tmp").iterdir())
+    assert_no_new_rays(before)
+
+
+@pytest.mark.parametrize("grace", [20, pytest.param(0, marks=pytest.mark.slow)])
+def test_sigterm_is_exit_4_and_what_is_in_flight_is_finished_or_dropped(
+    undisturbed: tuple[Path, jobs.Outcome], inputs: Path, checkpoint: Path, tmp_path: Path, grace: float
+) -> None:
+    whole, _ = undisturbed
+    output = tmp_path / "out"
+    before = rays()
+    run = Command(tmp_path, config(inputs, output, checkpoint, grace_seconds=grace))
+    run.wait_for_parts(output, 2)
+    run.process.send_signal(signal.SIGTERM)
+    early = len(parts(output))
+    code, _, err = run.end()
+    assert code == 4, err
+    assert "the same command finishes the job" in err.splitlines()[-1]
+    assert_released(output)
+    assert not (output / "_SUCCESS").exists()
+    assert len(parts(output)) < len(parts(whole))
+    stopping = re.search(r"^stopping: (\d) shards in flight are given up to 20 s", err, re.MULTILINE)
+    if grace == 0:
+        assert stopping is None
+    elif stopping is not None:  # else none was at work in that moment
+        assert len(parts(output)) >= early + int(stopping[1]) - 1  # which may be committed and counted a little later
+        assert len(list((output / "_job" / "commits").iterdir())) == len(parts(output))
+    assert_no_new_rays(before)
+    if grace:
+        assert Command(tmp_path, config(inputs, output, checkpoint)).end()[0] == 0
+        assert parts(output) == parts(whole)
+        assert_released(output)
+
+
+@pytest.mark.ray
+def test_what_is_wrong_beside_the_checkpoint_is_exit_2_and_no_ray_stays(
+    inputs: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    before = rays()
+    wrong = config(inputs, tmp_path / "out", checkpoint, actors={"cache_bytes": 2**50})
+    code, out, err = Command(tmp_path, wrong).end()
+    assert (code, out) == (2, "")
+    told = err.splitlines()
+    assert len(told) == 2 and told[0].startswith("model: ") and "do not fit in this machine's" in told[1]
+    assert_no_new_rays(before)
+    assert not (tmp_path / "out").exists()
+
+
+def invoke(folder: Path, job: JobConfig) -> Any:
+    """The command in this process, on the Ray of this file."""
+    file = folder / "job.yaml"
+    file.write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))
+    return CliRunner().invoke(app, ["run", str(file)])
+
+
+def test_too_many_row_errors_exit_3(own_ray: None, inputs: Path, checkpoint: Path, tmp_path: Path) -> None:
+    result = invoke(tmp_path, config(inputs, tmp_path / "out", checkpoint, max_row_errors=0.001))
+    assert result.exit_code == 3
+    assert "2 of 90 rows have an error, more than max_row_errors = 0.001" in result.stderr.splitlines()[-1]
+    assert "90 rows in" in result.stdout
+
+
+def test_missing_weights_fail_the_job_in_one_line(
+    ray_to_be_left: None, inputs: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    subprocess.run(["cp", "-r", str(checkpoint), str(broken)], check=True)
+    weights = load_file(broken / "model.safetensors")
+    del weights["model.layers.2.mlp.up_proj.weight"]
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    result = invoke(tmp_path, config(inputs, tmp_path / "out", broken, attempts=1))
+    assert result.exit_code == 1
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("skipdecode: failed: ")
+    assert_released(tmp_path / "out")
+    assert not list((tmp_path / "out").glob("part-*"))

@@ -1,0 +1,129 @@
+"""Whole jobs over a store that fails, refuses, or is Ceph's: the bytes are those of an undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from command import Command, parts
+from fault_proxy import DELAY, EXPIRED, Fault, Proxy, Request, fault_proxy, mixed
+
+from pipeline import job as jobs
+from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.storage.folder import Folder, open_folder
+
+pytestmark = pytest.mark.ray
+ROWS = 40
+
+
+def fill(storage: StorageConfig, checkpoint: Path, count: int = ROWS) -> str:
+    """URL of a new folder in the bucket with inputs and a checkpoint."""
+    root = f"s3://bucket/{uuid.uuid4().hex}"
+    folder = open_folder(root, storage)
+    for number in range(2):
+        rows = range(number * count // 2, (number + 1) * count // 2)
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.table({"id": [f"r{row}" for row in rows], "prompt": [f"name[{row}]" for row in rows]}), sink)
+        folder.replace(f"in/{number}.parquet", sink.getvalue().to_pybytes())
+    for path in checkpoint.iterdir():
+        folder.replace(f"model/{path.name}", path.read_bytes())
+    return root
+
+
+def config(root: str, output: Path | str, storage: StorageConfig, cache: Path, **sampling: Any) -> JobConfig:
+    values: dict[str, Any] = {
+        "input": {"path": f"{root}/in", "id": "id"},
+        "output": {"path": str(output), "token_ids": True},
+        "model": {"path": f"{root}/model", "dtype": "float32", "cache": str(cache)},
+        "sampling": {"max_new_tokens": 8, "temperature": 1.0, **sampling},
+        "actors": {"count": 1, "threads": 1},
+        "storage": storage.model_dump(exclude_none=True),
+        "shard_rows": 5,
+    }
+    return JobConfig.model_validate(values)
+
+
+def parts_of(folder: Folder) -> dict[str, bytes]:
+    return {name: folder.read(name) for name in folder.names() if name.endswith(".parquet")}
+
+
+@pytest.fixture
+def proxy(s3: StorageConfig) -> Iterator[Proxy]:
+    assert s3.endpoint_url
+    with fault_proxy(s3.endpoint_url) as proxy:
+        yield proxy
+
+
+def test_a_job_over_a_failing_store_writes_the_same_bytes(
+    own_ray: None, proxy: Proxy, s3: StorageConfig, checkpoint: Path, tmp_path: Path
+) -> None:
+    root = fill(s3, checkpoint, 20)  # four shards
+    assert jobs.run(config(root, tmp_path / "out", s3, tmp_path / "a", max_new_tokens=4)).totals.rows == 20
+    proxy.script = mixed(seed=7, share=0.15)
+    storage = StorageConfig(endpoint_url=proxy.url, retry_seconds=8)
+    outcome = jobs.run(config(root, f"{root}/out", storage, tmp_path / "b", max_new_tokens=4))
+    assert outcome.totals.rows == 20 and outcome.totals.errors == 0
+    assert parts_of(open_folder(f"{root}/out", s3)) == parts(tmp_path / "out")
+    assert sum(count for (_, fault), count in proxy.done.items() if fault != DELAY) >= 10
+    assert open_folder(f"{root}/out", s3).names("_job/tmp") == []
+
+
+@pytest.mark.slow
+def test_credentials_that_expire_end_a_job_with_one_line_and_a_rerun_finishes_it(
+    proxy: Proxy, s3: StorageConfig, checkpoint: Path, tmp_path: Path
+) -> None:
+    root = fill(s3, checkpoint)
+    undisturbed = Command(tmp_path, config(root, tmp_path / "out", s3, tmp_path / "cache"))
+    assert undisturbed.end()[0] == 0
+    storage = StorageConfig(endpoint_url=proxy.url, retry_seconds=20)
+    job = config(root, f"{root}/out", storage, tmp_path / "cache")
+    puts = 0
+
+    def expires(request: Request) -> Fault:
+        nonlocal puts
+        puts += request.method == "PUT" and "/part-" in request.target
+        return EXPIRED if puts > 3 else None
+
+    proxy.script = expires
+    code, out, err = Command(tmp_path, job).end()
+    assert code == 1 and out == "", err
+    lease, line = [line for line in err.splitlines() if "refused" in line]
+    assert lease.startswith("the lease could not be given back: ") and lease.endswith("; the next run waits it out")
+    assert line.startswith("skipdecode: failed: ") and f"{root}/" in line and "access refused (ExpiredToken)" in line
+    assert "renew the credentials; the same command goes on from the committed shards" in line
+    assert "Traceback" not in err
+    early = parts_of(open_folder(f"{root}/out", s3))
+    assert len(early) == 3
+    code, _, err = Command(tmp_path, job).end()  # not one request is answered
+    assert code != 0 and len([line for line in err.splitlines() if "refused (" in line]) == 1, err
+    proxy.script = lambda request: None
+    code, _, err = Command(tmp_path, job).end()
+    assert code == 0, err
+    assert parts_of(open_folder(f"{root}/out", s3)) == parts(tmp_path / "out")
+
+
+@pytest.mark.ceph
+def test_out_of_ceph_and_into_it_killed_half_way(ceph: StorageConfig, checkpoint: Path, tmp_path: Path) -> None:
+    root = fill(ceph, checkpoint)
+    long = {"max_new_tokens": 40, "min_new_tokens": 40}
+    code, _, err = Command(tmp_path, config(root, tmp_path / "out", ceph, tmp_path / "cache", **long)).end()
+    assert code == 0, err
+    whole = parts(tmp_path / "out")
+    job, folder = config(root, f"{root}/out", ceph, tmp_path / "cache", **long), open_folder(f"{root}/out", ceph)
+    first = Command(tmp_path, job)
+    first.wait_until(lambda: len(parts_of(folder)) >= 3)
+    os.killpg(first.process.pid, signal.SIGKILL)
+    first.process.wait()
+    early = parts_of(folder)
+    assert len(early) < len(whole)
+    code, _, err = Command(tmp_path, job).end()
+    assert code == 0, err
+    assert f"resuming: {len(early)} of {len(whole)} shards" in err
+    assert parts_of(folder) == whole

@@ -1,0 +1,114 @@
+"""Real processes that die of a row, on a real Ray: the row is found, every other one is answered, nothing loops."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import killers
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+import yaml
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from pipeline import job as jobs
+from pipeline.cli.app import app
+from pipeline.config.job import JobConfig
+
+ROWS, SHARD_ROWS, POISON = 24, 16, 11
+
+
+ray.cloudpickle.register_pickle_by_value(killers)  # workers cannot import what lies beside the tests
+
+
+@pytest.fixture
+def job(checkpoint: Path, tmp_path: Path) -> JobConfig:
+    """24 rows in two shards; row 11 is the only one of nine tokens, and has the word that kills."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    prompts = [" ".join(["cheap"] * (1 + row % 3)) for row in range(ROWS)]
+    prompts[POISON] = f"food {killers.KILLER}"
+    lengths = [len(tokenizer(prompt)["input_ids"]) for prompt in prompts]
+    assert lengths.count(lengths[POISON]) == 1, lengths
+    assert lengths[POISON] == killers.DEADLY_TOKENS, lengths
+    pq.write_table(pa.table({"id": [f"row-{row}" for row in range(ROWS)], "prompt": prompts}), tmp_path / "in.parquet")
+    return JobConfig.model_validate(
+        {
+            "input": {"path": str(tmp_path / "in.parquet"), "id": "id"},
+            "output": {"path": str(tmp_path / "out"), "token_ids": True},
+            "model": {"path": str(checkpoint), "dtype": "float32", "device": "cpu"},
+            "sampling": {"max_new_tokens": 6, "temperature": 1.0, "seed": 3},
+            "actors": {"count": 1, "threads": 1, "max_batch": 4},
+            "shard_rows": SHARD_ROWS,
+            "attempts": 1,
+            "max_row_errors": 0.1,
+        }
+    )
+
+
+def answers(job: JobConfig) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = pq.read_table(job.output.path).to_pylist()
+    assert [row["id"] for row in rows] == [f"row-{row}" for row in range(ROWS)]
+    return rows
+
+
+def undisturbed(job: JobConfig, folder: Path) -> list[dict[str, Any]]:
+    """The same rows, answered here and now by the bare stages."""
+    from actors.generator import Generator
+    from pipeline.checkpoints.resolve import resolve_checkpoint
+    from pipeline.generate.stage import prompts
+    from pipeline.prepare.prompts import prepare_table, prompt_spec
+
+    sampling = job.sampling.model_dump(exclude={"seed"})
+    generator = Generator(job.model.path, sampling=sampling, seed=3, dtype="float32", threads=1, max_batch=4)
+    table = pq.read_table(folder / "in.parquet")
+    spec = prompt_spec(job, resolve_checkpoint(job.model, job.storage, None), time.time())
+    found = generator.answer(prompts(prepare_table(table, spec), str(folder / "in.parquet"), 0))
+    return [{"token_ids": one.token_ids, "generated_text": one.generated_text} for one in found]
+
+
+@pytest.mark.parametrize(
+    ("stage", "deadly"),
+    [
+        ("ShardGenerator", killers.DeadlyGenerate),
+        pytest.param("prepare", killers.deadly_prepare, marks=pytest.mark.slow),
+    ],
+    ids=["generate", "prepare"],
+)
+def test_a_row_that_kills_its_process_is_found(
+    own_ray: None, stage: str, deadly: Any, job: JobConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = undisturbed(job, tmp_path)
+    monkeypatch.setattr(jobs, stage, deadly)
+    outcome = jobs.run(job)
+    assert (outcome.totals.rows, outcome.totals.errors) == (ROWS, 1)
+    rows = answers(job)
+    for place, (row, right) in enumerate(zip(rows, want, strict=True)):
+        if place == POISON:
+            assert (row["finish_reason"], row["generated_text"]) == ("error", None)
+            assert row["error"] == "the process died 1 time while it worked on this row alone"
+        else:
+            assert row["error"] is None
+            assert {name: row[name] for name in right} == right
+    assert list((tmp_path / "out" / "_job" / "quarantine").iterdir()) == []
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_an_actor_that_dies_while_it_loads_ends_the_job_in_one_line(
+    ray_to_be_left: None, job: JobConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = Path(job.model.path).parent / killers.LOADS
+    loads.unlink(missing_ok=True)
+    monkeypatch.setattr(jobs, "ShardGenerator", killers.DeadlyLoad)
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))
+    result = CliRunner().invoke(app, ["run", str(file)])
+    assert result.exit_code == 1
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("skipdecode: failed: ")
+    assert "an actor died while it loaded the model, attempt 1 of 1" in last
+    assert len(loads.read_text().splitlines()) == 1

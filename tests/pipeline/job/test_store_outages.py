@@ -1,0 +1,236 @@
+"""What it costs when the store, its endpoint or its credentials fail: a budget once, and one line that says which."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import logging
+import pickle
+import ssl
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from fault_proxy import DENIED, RESET, SLOW_DOWN, TRUNCATED, Fault, Proxy, Request, fault_proxy, refusal
+
+from pipeline.config.job import StorageConfig
+from pipeline.read.source import Shard, read_shards
+from pipeline.storage import s3 as object_store
+from pipeline.storage.errors import StoreFailed
+from pipeline.storage.folder import Folder, ObjectFolder, open_folder, probe_create
+
+TAKEN = refusal(412, "PreconditionFailed", "At least one of the pre-conditions you specified did not hold")
+
+
+@pytest.fixture
+def proxy(s3: StorageConfig) -> Iterator[Proxy]:
+    assert s3.endpoint_url
+    with fault_proxy(s3.endpoint_url) as proxy:
+        yield proxy
+
+
+def new_folder(url: str, seconds: float) -> Folder:
+    return open_folder(f"s3://bucket/{uuid.uuid4().hex}", StorageConfig(endpoint_url=url, retry_seconds=seconds))
+
+
+def passes(request: Request) -> Fault:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("fault", "operation", "words"),
+    [
+        (SLOW_DOWN, lambda folder: folder.create("a", b"x"), "SlowDown"),
+        (RESET, lambda folder: folder.read("a"), "endpoint URL"),
+        (TRUNCATED, lambda folder: folder.names(), ""),
+    ],
+    ids=["SlowDown", "reset", "truncated"],
+)
+def test_when_the_budget_is_over_one_line_says_where_and_what(
+    proxy: Proxy, fault: Fault, operation: Callable[[Folder], object], words: str
+) -> None:
+    folder = new_folder(proxy.url, 0.3)
+    proxy.script = lambda request: fault
+    began = time.monotonic()
+    with pytest.raises(StoreFailed) as caught:
+        operation(folder)
+    assert 0.15 < time.monotonic() - began < 5
+    message = str(caught.value)
+    assert message.startswith(f"{folder.url}") and "failed for 0.3 s" in message and words in message
+    assert "\n" not in message and len(message) < 400
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert type(copy) is StoreFailed and str(copy) == message
+
+
+def test_an_outage_costs_one_budget_and_not_one_a_call(proxy: Proxy) -> None:
+    folder = new_folder(proxy.url, 1.5)
+    folder.replace("b", b"y")
+    began = time.monotonic()
+
+    def put_head_get(request: Request) -> Fault:  # the put looks whose object it is, with a HEAD, then a GET
+        if request.method == "HEAD":
+            return refusal(403, "X")
+        return TAKEN if request.method == "PUT" and time.monotonic() > began + 1.1 else SLOW_DOWN
+
+    proxy.script = put_head_get
+    with pytest.raises(StoreFailed, match=r"failed for 1\.5 s"):
+        folder.create("a", b"x")
+    assert time.monotonic() - began < 2.2
+    proxy.script = lambda request: SLOW_DOWN
+    for operation in (folder.names, lambda: folder.read("b"), lambda: folder.replace("c", b"z")):
+        proxy.requests.clear()
+        with pytest.raises(StoreFailed, match=r": the store fails still: SlowDown"):
+            operation()
+        assert len(proxy.requests) == 1
+    proxy.script = passes
+    assert folder.read("b") == b"y"
+    proxy.requests.clear()
+    proxy.script = lambda request: SLOW_DOWN if request.number < 2 else None  # trusted again
+    assert folder.read("b") == b"y" and len(proxy.requests) == 3
+
+
+def test_an_answer_that_refuses_is_an_answer(proxy: Proxy) -> None:
+    folder = new_folder(proxy.url, 0.5)
+    proxy.script = lambda request: SLOW_DOWN
+    with pytest.raises(StoreFailed, match=r"failed for 0\.5 s"):
+        folder.names()
+    proxy.script = lambda request: DENIED
+    with pytest.raises(PermissionError):
+        folder.names()
+    proxy.requests.clear()
+    proxy.script = lambda request: SLOW_DOWN if request.number < 1 else None
+    assert folder.names() == []
+
+
+def test_an_outage_in_the_middle_of_an_input_is_not_told_as_damage(proxy: Proxy, s3: StorageConfig) -> None:
+    folder = new_folder(proxy.url, 0.2)
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"text": ["x"] * 100}), sink)
+    folder.replace("x.parquet", sink.getvalue().to_pybytes())
+    shard = Shard(0, f"{folder.url}/x.parquet", 0, 100)
+    storage = StorageConfig(endpoint_url=proxy.url, retry_seconds=0.2)
+    proxy.script = lambda request: SLOW_DOWN if request.method == "GET" else None
+    with pytest.raises(StoreFailed, match=rf"^{shard.url}: the store failed for") as caught:
+        list(read_shards([shard], ["text"], storage))
+    assert "damaged" not in str(caught.value)
+
+
+def test_every_final_error_names_the_url(proxy: Proxy) -> None:
+    folder = new_folder(proxy.url, 5)
+    with pytest.raises(FileNotFoundError, match=rf"^{folder.url}/a: "):
+        folder.read("a")
+    for code in ("InvalidDigest", "NobodyKnows"):
+        proxy.requests.clear()
+        proxy.script = lambda request, code=code: refusal(400, code)  # type: ignore[misc]
+        for operation, where in ((folder.names, folder.url), (lambda: folder.create("a", b""), f"{folder.url}/a")):
+            with pytest.raises(StoreFailed, match=rf"^{where}/?: {code}: no$"):
+                operation()
+        assert len(proxy.requests) == 2  # also a conditional put is not taken for one that was refused as such
+
+
+@pytest.mark.parametrize("answer", [refusal(501, "NotImplemented"), refusal(400, "InvalidRequest")])
+def test_a_store_that_refuses_conditions_is_one_that_ignores_them(
+    proxy: Proxy, answer: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy.script = lambda request: answer if request.conditional else None
+    unprobed = new_folder(proxy.url, 5)
+    with caplog.at_level(logging.WARNING):
+        probed = probe_create(unprobed)
+    assert len(caplog.records) == 1 and "conditional puts" in caplog.text
+    assert isinstance(probed, ObjectFolder) and not probed.conditional and unprobed != probed
+    elsewhere = pickle.loads(pickle.dumps(probed))  # as in a worker
+    proxy.requests.clear()
+    assert probed.create("a", b"1") and not elsewhere.create("a", b"2") and elsewhere.create("b", b"2")
+    assert not any(request.conditional for request in proxy.requests)
+    assert not unprobed.create("a", b"3") and unprobed.create("c", b"3")
+    assert [probed.read(name) for name in "abc"] == [b"1", b"2", b"3"]
+
+
+def test_credentials_that_come_late_are_waited_for(
+    s3: StorageConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    assert s3.endpoint_url
+    folder = new_folder(s3.endpoint_url, 0.31)  # a client of its own
+    began = time.monotonic()
+    with pytest.raises(PermissionError, match="no credentials found"):
+        folder.names()
+    assert time.monotonic() - began < 5
+    folder = new_folder(s3.endpoint_url, 20.5)
+    text = "[default]\naws_access_key_id = test\naws_secret_access_key = test\n"
+    timer = threading.Timer(0.5, (tmp_path / "credentials").write_text, [text])
+    timer.start()
+    assert folder.names() == []
+    timer.join()
+
+
+@contextmanager
+def self_signed(folder: Path) -> Iterator[str]:
+    """URL of an HTTPS server whose certificate nobody has signed."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
+        .sign(key, hashes.SHA256())
+    )
+    pem = certificate.public_bytes(serialization.Encoding.PEM) + key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    (folder / "server.pem").write_bytes(pem)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "server.pem")
+    server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield f"https://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_a_certificate_that_nobody_has_signed_is_told_at_once(s3: StorageConfig, tmp_path: Path) -> None:
+    with self_signed(tmp_path) as url:
+        folder = new_folder(url, 30)
+        began = time.monotonic()
+        with pytest.raises(StoreFailed, match=rf"^{folder.url}/: SSL validation failed"):
+            folder.names()
+        assert time.monotonic() - began < 10
+
+
+def test_an_endpoint_that_nobody_has_reached_is_told_soon(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "CONTACT_SECONDS", 0.2)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    for url in ("http://127.0.0.1:1", "http://no-such-host.invalid"):
+        folder = new_folder(url, 30)
+        with pytest.raises(StoreFailed, match=rf"failed for 0\.2 s.*{url}"):
+            folder.names()
+    for running in (True, False):  # in a job that runs, or reached once, it is waited for
+        folder = new_folder(proxy.url, 7 + running)
+        monkeypatch.setattr("ray.is_initialized", lambda running=running: running)
+        if not running:
+            folder.names()
+        end = time.monotonic() + 0.6
+        proxy.script = lambda request, end=end: RESET if time.monotonic() < end else None  # type: ignore[misc]
+        assert folder.names() == []
+        proxy.script = passes

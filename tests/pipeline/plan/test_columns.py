@@ -1,0 +1,68 @@
+"""A column must be able to hold what the job reads from it, and each is read once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from pipeline.config.job import JobConfig
+from pipeline.plan.columns import check_type, needed_columns
+from pipeline.read.schema import plain
+
+TEXT = pa.string()
+MESSAGE = pa.struct([("role", TEXT), ("content", TEXT)])
+
+
+def job(**given: Any) -> JobConfig:
+    return JobConfig.model_validate({"input": {"path": "in", **given}, "output": {"path": "o"}, "model": {"path": "m"}})
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        ({"prompt": "x"}, TEXT),
+        ({"prompt": "x"}, pa.dictionary(pa.int32(), TEXT)),
+        ({"prompt": "x"}, pa.list_(pa.int32())),
+        ({"prompt": "x"}, pa.large_list(pa.uint16())),
+        ({"messages": "x"}, pa.list_(MESSAGE)),
+        ({"messages": "x"}, pa.large_string()),
+        ({"sampling": "x"}, MESSAGE),
+        ({"sampling": "x"}, TEXT),
+        ({"sampling": "x"}, pa.map_(TEXT, pa.float64())),
+        ({"sampling": {"n": "x"}}, pa.float64()),
+        ({"choices": "x"}, pa.list_(TEXT)),
+        ({"template": "{{ x.y }}"}, MESSAGE),
+    ],
+)
+def test_types_that_fit(given: dict[str, Any], kind: pa.DataType) -> None:
+    config = job(**given)
+    assert "x" in needed_columns(config)
+    check_type(config, "x", plain(kind), "file")
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "said"),
+    [
+        ({"prompt": "x"}, pa.int64(), "a prompt must be string, or a list of token ids"),
+        ({"prompt": "x"}, pa.list_(pa.float32()), "a prompt must be"),
+        ({"prompt": "x", "system": "s"}, pa.list_(pa.int32()), "token ids go into no chat: leave out chat and system"),
+        ({"messages": "x"}, MESSAGE, "messages must be a list of structs, or JSON as string"),
+        ({"messages": "x"}, pa.list_(TEXT), "messages must be"),
+        ({"sampling": "x"}, pa.int64(), "sampling must be a struct, a map with string keys, or JSON as string"),
+        ({"sampling": "x"}, pa.map_(pa.int32(), TEXT), "sampling must be"),
+        ({"choices": "x"}, TEXT, "choices must be a list of strings"),
+        ({"choices": "x"}, pa.list_(pa.int32()), "choices must be"),
+    ],
+)
+def test_types_that_do_not_fit_are_refused(given: dict[str, Any], kind: pa.DataType, said: str) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        check_type(job(**given), "x", kind, "file")
+    assert str(caught.value).startswith(f"file: column 'x' is {kind}; {said}")
+
+
+def test_columns_of_a_job_with_everything() -> None:
+    assert needed_columns(job(messages="m", sampling="s", choices="c", id="i")) == ["i", "m", "s", "c"]
+    columns = {"temperature": "t", "seed": "i"}
+    assert needed_columns(job(template="{{ a.b }} {{ t }}", sampling=columns, id="i")) == ["i", "a", "t"]

@@ -1,0 +1,137 @@
+"""The cache of a GPU's actor is what that GPU has free, asked once, when the job is planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+
+from actors.engine.loading import memory_needed
+from actors.engine.weights import CACHE_STEP, SPARED
+from pipeline.checkpoints.resolve import resolve_checkpoint
+from pipeline.config.job import ActorsConfig, JobConfig
+from pipeline.plan import gpu_memory
+from pipeline.plan.manifest import GPU_CACHE_BYTES, Manifest, plan_job
+
+GIB = 2**30
+
+
+def job(checkpoint: Path, folder: Path, actors: dict[str, Any], **model: Any) -> JobConfig:
+    pq.write_table(pa.table({"prompt": ["a", "b"]}), folder / "in.parquet")
+    return JobConfig.model_validate(
+        {
+            "input": {"path": str(folder / "in.parquet")},
+            "output": {"path": str(folder / "out")},
+            "model": {"path": str(checkpoint), "cuda_graphs": True, **model},
+            "actors": actors,
+        }
+    )
+
+
+def plan(config: JobConfig, stored: Manifest | None = None) -> Manifest:
+    located = resolve_checkpoint(config.model, config.storage)
+    return plan_job(config, located, located.checkpoint.schedule({}), None, stored)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[ActorsConfig]:
+    """A GPU with 70 of 80 GiB free; who has asked."""
+    found: list[ActorsConfig] = []
+
+    def free(actors: ActorsConfig) -> tuple[int, int]:
+        found.append(actors)
+        return 70 * GIB, 80 * GIB
+
+    monkeypatch.setattr(gpu_memory, "free_on_a_gpu", free)
+    return found
+
+
+def test_what_is_free_beside_all_else_is_cache(checkpoint: Path, tmp_path: Path, asked: list[ActorsConfig]) -> None:
+    config = job(checkpoint, tmp_path, {"gpus": 1})
+    first = plan(config)
+    assert first.batching.max_batch == 512
+    need = memory_needed(
+        resolve_checkpoint(config.model, config.storage).checkpoint,
+        "bfloat16",
+        first.batching.cache_bytes,
+        on_gpu=True,
+        paged_rows=512,
+    )
+    left = 70 * GIB - need.total
+    assert 0 <= left < 70 * GIB // SPARED + CACHE_STEP and first.batching.cache_bytes % CACHE_STEP == 0
+    assert len(asked) == 1
+    assert plan(config, first).batching == first.batching
+    assert len(asked) == 1, "a job that goes on keeps its batches"
+
+
+@pytest.mark.parametrize(
+    ("actors", "model", "cache"),
+    [
+        ({"gpus": 1, "cache_bytes": 10**9}, {}, 10**9),
+        ({"gpus": 1}, {"cuda_graphs": False}, GPU_CACHE_BYTES),
+        ({"gpus": 0.5}, {"cuda_graphs": False}, GPU_CACHE_BYTES // 2),
+        ({}, {}, None),
+        ({"gpus": 1}, {"device": "cpu"}, GPU_CACHE_BYTES),
+    ],
+)
+def test_nobody_asks_where_it_is_known_or_there_are_no_pages(
+    checkpoint: Path,
+    tmp_path: Path,
+    asked: list[ActorsConfig],
+    actors: dict[str, Any],
+    model: dict[str, Any],
+    cache: int | None,
+) -> None:
+    batching = plan(job(checkpoint, tmp_path, actors, **model)).batching
+    assert not asked and cache in (None, batching.cache_bytes)
+    paged = "cache_bytes" in actors
+    assert batching.max_batch == (512 if paged else 64)
+
+
+@pytest.mark.parametrize("short", [1, 10**6, 2 * CACHE_STEP])
+def test_no_room_is_told_before_anything_is_loaded(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: int
+) -> None:
+    """And with one byte more a job is planned that has room for rows."""
+    config = job(checkpoint, tmp_path, {"gpus": 1})
+    need = memory_needed(
+        resolve_checkpoint(config.model, config.storage).checkpoint,
+        "bfloat16",
+        2 * CACHE_STEP,
+        on_gpu=True,
+        paged_rows=512,
+    )
+    monkeypatch.setattr(gpu_memory, "free_on_a_gpu", lambda _: (need.total - short, 80 * GIB))
+    with pytest.raises(ValueError, match=r"^the model needs .* of 80\.0 GiB are free: lower .*") as caught:
+        plan(config)
+    assert "\n" not in str(caught.value)
+    monkeypatch.setattr(gpu_memory, "free_on_a_gpu", lambda _: (need.total, 80 * GIB))
+    assert plan(config).batching.cache_bytes == CACHE_STEP
+
+
+@pytest.mark.parametrize(("gpus", "most"), [(1, 70), (0.5, 35), (2, 70), (0.25, 17.5)])
+def test_actors_that_share_a_gpu_share_it_evenly(
+    own_ray: None, monkeypatch: pytest.MonkeyPatch, gpus: float, most: float
+) -> None:
+    monkeypatch.setattr(gpu_memory, "_memory", lambda: (70 * 2**30, 80 * 2**30))
+    assert gpu_memory.free_on_a_gpu(ActorsConfig(gpus=gpus)) == (most * GIB, 80 * GIB)
+
+
+def test_a_gpu_that_torch_does_not_see_is_told(own_ray: None) -> None:
+    """Ray's are pretended here."""
+    with pytest.raises(ValueError, match=r"^actors\.gpus: Ray has GPUs, but torch sees none there: .*gpus: 0$"):
+        gpu_memory.free_on_a_gpu(ActorsConfig(gpus=1))
+
+
+@pytest.mark.slow
+def test_a_machine_without_a_gpu_is_told_at_once(ray_to_be_left: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the Ray that is started for the question, which is gone then."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    ray.shutdown()
+    with pytest.raises(ValueError, match=r"actors of 1 GPUs do not fit on 0 GPUs"):
+        gpu_memory.free_on_a_gpu(ActorsConfig(gpus=1))
+    assert not ray.is_initialized()

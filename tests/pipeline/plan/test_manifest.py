@@ -1,0 +1,449 @@
+"""A job is the same job as long as nothing that can change an answer differs, and its files stay what they were."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.checkpoints.resolve import resolve_checkpoint
+from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.generate.stage import ANSWER_FIELDS, OPTIONAL_FIELDS
+from pipeline.plan.columns import check_columns, needed_columns
+from pipeline.plan.manifest import (
+    INPUTS,
+    JOB,
+    PLAN,
+    SCHEMA,
+    Manifest,
+    difference,
+    load,
+    plan_job,
+    save,
+)
+from pipeline.prepare.prompts import ADDED, ERROR, PROMPT_IDS
+from pipeline.read.source import Shard
+from pipeline.storage.folder import Folder, open_folder
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    """Two files of 6 and 4 rows."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name, rows in (("a", 6), ("b", 4)):
+        pq.write_table(table(rows), folder / f"{name}.parquet")
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return open_folder(str(tmp_path / "out"), StorageConfig())
+
+
+def table(rows: int, **columns: Any) -> pa.Table:
+    prompts = pa.array([f"prompt {row}" for row in range(rows)], pa.string())
+    return pa.table({"id": list(range(rows)), "prompt": prompts, "topic": ["t"] * rows, **columns})
+
+
+def job(inputs: Path | list[str], checkpoint: Path, **sections: Any) -> JobConfig:
+    paths = inputs if isinstance(inputs, list) else str(inputs)
+    return JobConfig.model_validate(
+        {
+            **{key: value for key, value in sections.items() if key not in ("input", "output", "model")},
+            "input": {"path": paths, **sections.get("input", {})},
+            "output": {"path": "out", **sections.get("output", {})},
+            "model": {"path": str(checkpoint), **sections.get("model", {})},
+        }
+    )
+
+
+def plan(config: JobConfig, limit: int | None = None, stored: Manifest | None = None) -> Manifest:
+    located = resolve_checkpoint(config.model, config.storage)
+    return plan_job(config, located, located.checkpoint.schedule(config.schedule.changes()), limit, stored)
+
+
+def refusal(config: JobConfig, stored: Manifest | None = None) -> str:
+    with pytest.raises(ValueError, match=r".") as caught:
+        plan(config, stored=stored)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "actors", "limit", "shard_rows"),
+    [
+        (10, {}, None, 3),
+        (10, {"count": 2}, None, 2),
+        (10, {"min": 1, "max": 5}, None, 1),
+        (10, {}, 5, 2),
+        (10, {}, 100, 3),
+        (40_000, {"count": 2}, None, 4096),
+        (30_000, {"count": 2}, None, 3750),
+    ],
+)
+def test_shards_are_a_quarter_of_an_actors_rows(
+    tmp_path: Path, checkpoint: Path, rows: int, actors: dict[str, int], limit: int | None, shard_rows: int
+) -> None:
+    pq.write_table(table(rows), tmp_path / "a.parquet")
+    manifest = plan(job(tmp_path / "a.parquet", checkpoint, actors=actors), limit)
+    assert manifest.batching.shard_rows == shard_rows
+    most = actors.get("max", actors.get("count", 1))
+    assert shard_rows == min(4096, math.ceil(min(rows, limit or rows) / (4 * most)))
+    assert all(shard.rows <= shard_rows for shard in manifest.shards)
+
+
+def test_what_the_job_says_is_not_resolved(inputs: Path, checkpoint: Path) -> None:
+    actors = {"cache_bytes": 12_345, "max_batch": 7, "threads": 3, "scheduler": "refill"}
+    batching = plan(job(inputs, checkpoint, shard_rows=4, shard_bytes=99_999, actors=actors)).batching
+    assert (batching.shard_rows, batching.shard_bytes) == (4, 99_999)
+    assert (batching.cache_bytes, batching.max_batch, batching.threads) == (12_345, 7, 3)
+    assert batching.scheduler == "refill"
+
+
+@pytest.mark.parametrize(
+    ("keys", "scheduler"),
+    [
+        ({"schedule": {"speedup": 2, "horizon": 10}, "sampling": {"max_new_tokens": 30}}, "lock_step"),
+        ({"schedule": {"speedup": 2, "horizon": 10}, "sampling": {"max_new_tokens": 31}}, "refill"),
+        ({"schedule": {"horizon": 10}, "sampling": {"max_new_tokens": 9}, "actors": {"max_batch": 16}}, "refill"),
+        (
+            {"schedule": {"speedup": 2, "horizon": 10}, "sampling": {"max_new_tokens": 50, "ignore_eos": True}},
+            "lock_step",
+        ),
+        ({"sampling": {"max_new_tokens": 50, "ignore_eos": True, "stop": ["."]}}, "refill"),
+        ({"sampling": {"max_new_tokens": 50}}, "refill"),
+        ({"sampling": {"max_new_tokens": 50, "ignore_eos": True, "stop_token_ids": [7]}}, "refill"),
+        ({"sampling": {"max_new_tokens": 18}}, "lock_step"),  # the checkpoint's horizon is 6
+        ({"sampling": {"max_new_tokens": 19}}, "refill"),
+        ({"sampling": {"max_new_tokens": 50}, "choices": ["a", "b"]}, "lock_step"),
+        ({"sampling": {"max_new_tokens": 50}, "actors": {"scheduler": "lock_step"}}, "lock_step"),
+    ],
+)
+def test_the_plan_chooses_a_scheduler(inputs: Path, checkpoint: Path, keys: dict[str, Any], scheduler: str) -> None:
+    first = plan(job(inputs, checkpoint, **keys))
+    assert first.batching.scheduler == scheduler
+    again = plan(job(inputs, checkpoint, **{**keys, "actors": {}}), stored=first)
+    assert again.batching.scheduler == scheduler
+
+
+def test_a_plan_covers_the_files_in_order(inputs: Path, checkpoint: Path) -> None:
+    manifest = plan(job(inputs, checkpoint, shard_rows=4))
+    assert [(Path(one.url).name, one.first_row, one.rows) for one in manifest.shards] == [
+        ("a.parquet", 0, 4),
+        ("a.parquet", 4, 2),
+        ("b.parquet", 0, 4),
+    ]
+    assert manifest.rows == 10 and [one.rows for one in manifest.files] == [6, 4]
+
+
+def test_a_limit_cuts_the_last_shard(inputs: Path, checkpoint: Path) -> None:
+    config = job(inputs, checkpoint, shard_rows=4)
+    whole = plan(config).shards
+    for limit, rows in ((1, [1]), (4, [4]), (5, [4, 1]), (7, [4, 2, 1]), (10, [4, 2, 4]), (99, [4, 2, 4])):
+        cut = plan(config, limit)
+        assert [shard.rows for shard in cut.shards] == rows and cut.rows == min(limit, 10)
+        for one, before in zip(cut.shards, whole, strict=False):
+            assert (one.index, one.url, one.first_row) == (before.index, before.url, before.first_row)
+
+
+def test_a_plan_survives_its_files(inputs: Path, checkpoint: Path, folder: Folder) -> None:
+    assert load(folder) is None
+    manifest = plan(job(inputs, checkpoint, shard_rows=4, schedule={"speedup": 2}), 9)
+    save(folder, manifest)
+    assert folder.names("_job") == [Path(name).name for name in (INPUTS, JOB, PLAN, SCHEMA)]
+    assert load(folder) == manifest
+    stored = load(folder)
+    assert (
+        stored is not None and plan(job(inputs, checkpoint, shard_rows=4, schedule={"speedup": 2}), 9, stored) == stored
+    )
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"{}", b'{"format": 0}', b"\xff"])
+def test_a_plan_that_cannot_be_read_is_named(inputs: Path, checkpoint: Path, folder: Folder, text: bytes) -> None:
+    save(folder, plan(job(inputs, checkpoint)))
+    folder.replace(JOB, text)
+    with pytest.raises(ValueError, match="not a job of this version") as caught:
+        load(folder)
+    assert str(caught.value).startswith(f"{folder.url}/{JOB}: ") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [INPUTS, PLAN, SCHEMA])
+def test_a_plan_of_which_a_part_is_gone_is_named(inputs: Path, checkpoint: Path, folder: Folder, name: str) -> None:
+    save(folder, plan(job(inputs, checkpoint)))
+    folder.replace(name, b"PAR1")
+    for damage in (lambda: None, lambda: folder.remove(name)):
+        damage()
+        with pytest.raises(ValueError, match="not a job of this version"):
+            load(folder)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"actors": {"count": 3, "cpus": 2, "threads": 2, "max_batch": 5, "cache_bytes": 1000, "scheduler": "refill"}},
+        {"actors": {"min": 1, "max": 4, "gpus": 1}},
+        {"storage": {"region": "eu-west-1", "retry_seconds": 2}},
+        {"output": {"path": "elsewhere"}},
+        {"max_row_errors": 0.5, "attempts": 1},
+        {"shard_rows": 3},
+    ],
+)
+def test_where_and_how_fast_is_not_what(inputs: Path, checkpoint: Path, sections: dict[str, Any]) -> None:
+    """Sections that a job may be finished with, although it began with others."""
+    plain = plan(job(inputs, checkpoint))
+    other = plan(job(inputs, checkpoint, **sections), stored=plain)
+    assert other.fingerprint == plain.fingerprint and difference(plain.identity, other.identity) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "names"),
+    [
+        ({"sampling": {"seed": 1}}, ["sampling.seed"]),
+        ({"sampling": {"max_new_tokens": 9, "top_k": 3}}, ["sampling.max_new_tokens", "sampling.top_k"]),
+        ({"input": {"template": "{{ prompt }}!"}}, ["input.template"]),
+        ({"input": {"prompt": "topic"}}, ["input.prompt"]),
+        ({"input": {"id": "id"}}, ["input.id"]),
+        ({"input": {"too_long": "truncate_left"}}, ["input.too_long"]),
+        ({"output": {"keep": ["topic"]}}, ["output.keep"]),
+        ({"output": {"token_ids": True}}, ["output.token_ids"]),
+        ({"model": {"dtype": "float32"}}, ["model.dtype"]),
+        ({"model": {"compile": True}}, ["model.compile"]),
+        ({"schedule": {"speedup": 1}}, ["schedule.depths", "schedule.speedup"]),
+        ({"shard_rows": 2}, ["shard_rows"]),
+        ({"shard_bytes": 1000}, ["shard_bytes"]),
+        ({"schedule": {"prompt": "first"}}, ["schedule.prompt"]),
+        ({"schedule": {"keep_order": [0, 1, 2, 3]}}, ["schedule.keep_order"]),
+    ],
+)
+def test_what_changes_answers_is_named(
+    inputs: Path, checkpoint: Path, sections: dict[str, Any], names: list[str]
+) -> None:
+    plain, other = plan(job(inputs, checkpoint)), plan(job(inputs, checkpoint, **sections))
+    assert other.fingerprint != plain.fingerprint
+    assert difference(plain.identity, other.identity) == names
+    assert difference(other.identity, plain.identity) == names
+
+
+def test_limit_checkpoint_and_input_files_are_part_of_the_job(inputs: Path, checkpoint: Path, tmp_path: Path) -> None:
+    config = job(inputs, checkpoint, shard_rows=4)
+    plain = plan(config)
+    assert plan(config).fingerprint == plain.fingerprint
+    assert difference(plain.identity, plan(config, 5).identity) == ["limit"]
+
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint, copy)
+    assert plan(job(inputs, copy, shard_rows=4)).fingerprint == plain.fingerprint
+    (copy / "tokenizer.json").write_text((copy / "tokenizer.json").read_text() + "\n")
+    assert difference(plain.identity, plan(job(inputs, copy, shard_rows=4)).identity) == ["model.files.tokenizer.json"]
+    (copy / "extra.json").write_text("{}")
+    (copy / "README.md").write_text("no part of the model")
+    assert difference(plain.identity, plan(job(inputs, copy, shard_rows=4)).identity) == [
+        "model.files.extra.json",
+        "model.files.tokenizer.json",
+    ]
+
+    pq.write_table(table(5), inputs / "b.parquet")
+    changed = plan(config)
+    assert changed.fingerprint != plain.fingerprint
+    assert difference(plain.identity, changed.identity) == ["input.files"]
+
+
+NESTED = st.recursive(
+    st.integers(0, 2) | st.none(),
+    lambda below: st.dictionaries(st.sampled_from("abc"), below, max_size=3),
+    max_leaves=9,
+)
+IDENTITIES = st.dictionaries(st.sampled_from("abc"), NESTED, max_size=3)
+
+
+@given(IDENTITIES, IDENTITIES)
+@settings(deadline=None)
+def test_two_identities_differ_where_they_differ(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert difference(one, one) == []
+    names = difference(one, other)
+    assert names == difference(other, one) and len(names) == len(set(names))
+
+    def at(values: Any, name: str) -> Any:
+        for key in name.split("."):
+            values = values.get(key)
+        return values
+
+    assert all(at(one, name) != at(other, name) for name in names)
+    assert bool(names) == (_without_none(one) != _without_none(other))
+
+
+def _without_none(values: Any) -> Any:
+    """A key that is null counts as one that is not there."""
+    if not isinstance(values, dict):
+        return values
+    return {key: _without_none(value) for key, value in values.items() if value is not None}
+
+
+def test_pinned_files_that_changed_or_went_are_refused(inputs: Path, checkpoint: Path) -> None:
+    config = job(inputs, checkpoint)
+    stored = plan(config)
+    path = inputs / "b.parquet"
+    data, times = path.read_bytes(), (path.stat().st_atime_ns, path.stat().st_mtime_ns)
+    assert plan(config, stored=stored) == stored
+
+    os.utime(path, ns=(1, 1))
+    assert refusal(config, stored).startswith(f"{path}: changed since the job began")
+    path.write_bytes(data)
+    os.utime(path, ns=times)
+    assert plan(config, stored=stored) == stored
+    path.write_bytes(data + b"x")
+    os.utime(path, ns=times)
+    said = refusal(config, stored)
+    assert said.startswith(f"{path}: changed since the job began ({len(data)} bytes then, {len(data) + 1} now)")
+    path.unlink()
+    assert refusal(config, stored).startswith(f"{path}: gone since the job began")
+
+
+def test_newer_files_are_left_for_another_run(inputs: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = job(inputs, checkpoint)
+    stored = plan(config)
+    pq.write_table(table(3), inputs / "0.parquet")
+    with caplog.at_level(logging.WARNING):
+        assert plan(config, stored=stored) == stored
+    assert (
+        f"1 input files are newer than the job and left for another run, the first: {inputs}/0.parquet" in caplog.text
+    )
+
+
+def test_a_resumed_job_keeps_its_batching(inputs: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stored = plan(job(inputs, checkpoint, shard_rows=4, actors={"max_batch": 5, "threads": 1, "scheduler": "refill"}))
+    with caplog.at_level(logging.WARNING):
+        again = plan(job(inputs, checkpoint, actors={"count": 4, "max_batch": 2, "threads": 1}), stored=stored)
+    assert again == stored
+    assert [record.getMessage() for record in caplog.records] == [
+        "actors.max_batch = 2 is left aside: this job was planned with 5"
+    ]
+
+
+def test_answers_do_not_go_where_the_input_lies(inputs: Path, checkpoint: Path) -> None:
+    for output in (inputs, inputs.parent, f"{inputs}/"):
+        said = refusal(job(inputs, checkpoint, output={"path": str(output)}))
+        assert said == f"output.path: {output} holds the input file {inputs}/a.parquet; choose another folder"
+    said = refusal(job(inputs, checkpoint, output={"path": f"{inputs}/answers"}))
+    assert said == f"output.path: {inputs}/answers lies in the input folder {inputs}; choose another folder"
+    for output in (f"{inputs}-answers", str(inputs)[:-1]):
+        assert plan(job(inputs, checkpoint, output={"path": str(output)})).rows == 10
+
+
+def test_a_resumed_job_sees_what_else_changed(inputs: Path, checkpoint: Path) -> None:
+    stored = plan(job(inputs, checkpoint))
+    now = plan(job(inputs, checkpoint, sampling={"seed": 4}), stored=stored)
+    assert now.fingerprint != stored.fingerprint and difference(stored.identity, now.identity) == ["sampling.seed"]
+
+
+def test_input_of_the_wrong_shape_is_refused(inputs: Path, checkpoint: Path) -> None:
+    a, b = inputs / "a.parquet", inputs / "b.parquet"
+    said = refusal(job(inputs, checkpoint, input={"prompt": "question"}))
+    assert said == f"{a}: no column 'question'; it has id, prompt, topic"
+    assert f"{a}: no column 'x'" in refusal(job(inputs, checkpoint, input={"template": "{{ prompt }} {{ x }}"}))
+    assert f"{a}: no column 'x'" in refusal(job(inputs, checkpoint, output={"keep": ["x"]}))
+    assert f"{a}: no column 'key'" in refusal(job(inputs, checkpoint, input={"id": "key"}))
+    said = refusal(job(inputs, checkpoint, input={"prompt": "id"}))
+    assert said == f"{a}: column 'id' is int64; a prompt must be string, or a list of token ids"
+
+    pq.write_table(table(4).drop_columns("prompt"), b)
+    assert refusal(job(inputs, checkpoint)) == f"{b}: no column 'prompt'; it has id, topic"
+    pq.write_table(table(4, topic=[1, 2, 3, 4]), b)
+    assert plan(job(inputs, checkpoint)).rows == 10
+    said = refusal(job(inputs, checkpoint, output={"keep": ["topic"]}))
+    assert said == f"{b}: column 'topic' is int64, but string in {a}"
+
+    for path in (a, b):
+        pq.write_table(table(0), path)
+    assert refusal(job(inputs, checkpoint)) == f"{inputs}: no rows in 2 files"
+    pq.write_table(table(1), b)
+    assert plan(job(inputs, checkpoint)).rows == 1
+
+
+def test_a_prompt_may_be_large_string(tmp_path: Path, checkpoint: Path) -> None:
+    prompts = pa.array(["a", "b"], pa.large_string())
+    pq.write_table(pa.table({"prompt": prompts}), tmp_path / "a.parquet")
+    assert plan(job(tmp_path / "a.parquet", checkpoint)).rows == 2
+
+
+def test_one_schema_is_pinned_for_all_files(inputs: Path, checkpoint: Path, folder: Folder) -> None:
+    """Of the columns that are needed, in their order, whatever the files say of themselves."""
+    prompts = pa.array(["x", "y"], pa.large_string())
+    other = pa.table({"more": [1, 2], "topic": pa.nulls(2), "prompt": prompts, "id": pa.array([1, 2], pa.int16())})
+    pq.write_table(other.replace_schema_metadata({"of": "c"}), inputs / "c.parquet")
+    manifest = plan(job(inputs, checkpoint, input={"id": "id"}, output={"keep": ["topic"]}))
+    expected = [("id", pa.int64()), ("prompt", pa.large_string()), ("topic", pa.string())]
+    assert manifest.schema.equals(pa.schema(expected), check_metadata=True)
+    save(folder, manifest)
+    stored = load(folder)
+    assert stored is not None and stored.schema.equals(manifest.schema, check_metadata=True)
+    pq.write_table(table(2, topic=[1, 2]), inputs / "d.parquet")  # a file that appears later has no say
+    assert plan(job(inputs, checkpoint, input={"id": "id"}, output={"keep": ["topic"]}), stored=stored) == stored
+
+
+def test_prompts_and_ids_of_no_plain_type_are_refused(tmp_path: Path, checkpoint: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"prompt": [b"bytes"], "list": [["a"]], "struct": [{"a": 1}]}), path)
+    said = refusal(job(path, checkpoint))
+    assert said == f"{path}: column 'prompt' is binary; a prompt must be string, or a list of token ids"
+    for name in ("list", "struct"):
+        said = refusal(job(path, checkpoint, input={"template": "{{ prompt }}", "id": name}))
+        assert said.startswith(f"{path}: column '{name}' is {name}<")
+        assert said.endswith("; an id must be one plain value")
+
+
+def test_a_prompt_of_numbers_may_go_through_a_template(inputs: Path, checkpoint: Path) -> None:
+    assert plan(job(inputs, checkpoint, input={"template": "{{ id }} plus one"})).rows == 10
+
+
+def test_needed_columns_are_each_read_once(checkpoint: Path) -> None:
+    def needed(**sections: Any) -> list[str]:
+        return needed_columns(job(["in"], checkpoint, **sections))
+
+    assert needed() == ["prompt"]
+    assert needed(input={"id": "key", "prompt": "q"}, output={"keep": ["q", "key", "t"]}) == ["key", "q", "t"]
+    assert needed(input={"template": "{{ b }} {{ a }} {{ b }}"}, output={"keep": ["b"]}) == ["a", "b"]
+    with pytest.raises(ValueError, match=r"^input\.template: line 1: "):
+        needed(input={"template": "{{ b"})
+
+
+@pytest.mark.parametrize("name", [*(field.name for field in [*ANSWER_FIELDS, *OPTIONAL_FIELDS.values()]), *ADDED])
+def test_columns_that_would_collide_are_refused(checkpoint: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^output\.keep: {name} is the name of") as caught:
+        check_columns(job(["in"], checkpoint, output={"keep": ["topic", name]}))
+    assert "\n" not in str(caught.value)
+
+
+def test_id_is_kept_only_as_the_id(checkpoint: Path) -> None:
+    check_columns(job(["in"], checkpoint, input={"id": "id"}, output={"keep": ["id", "topic"]}))
+    for section in ({}, {"id": "key"}):
+        with pytest.raises(ValueError, match=r"^output\.keep: id is made by the job"):
+            check_columns(job(["in"], checkpoint, input=section, output={"keep": ["id"]}))
+
+
+@pytest.mark.parametrize("section", [{"prompt": ERROR}, {"id": PROMPT_IDS}, {"template": "{{ __error }}"}])
+def test_no_column_read_is_called_like_one_of_ours(checkpoint: Path, section: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="__"):
+        check_columns(job(["in"], checkpoint, input=section))
+
+
+def test_a_column_is_kept_once(checkpoint: Path) -> None:
+    """Twice would write a file with two columns of one name, which many readers refuse."""
+    with pytest.raises(ValueError, match=r"^output\.keep: topic"):
+        check_columns(job(["in"], checkpoint, output={"keep": ["topic", "topic"]}))
+
+
+def test_shards_of_a_plan_are_plain_values(inputs: Path, checkpoint: Path, folder: Folder) -> None:
+    save(folder, plan(job(inputs, checkpoint, shard_rows=6)))
+    stored = load(folder)
+    assert stored is not None and stored.shards[1] == Shard(1, str(inputs / "b.parquet"), 0, 4)

@@ -1,0 +1,94 @@
+"""What a job will need is told before it loads, and what cannot fit is refused."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+import yaml
+from typer.testing import CliRunner
+
+from actors.engine.weights import ALLOWANCE, Need
+from pipeline.cli.app import app
+from pipeline.config.job import ActorsConfig
+from pipeline.plan import memory
+from pipeline.plan.memory import check_fits, describe, machine_memory
+
+NEED = Need(1_240_000_000, 2_480_000_000, 2**30)
+
+
+@pytest.mark.parametrize(
+    ("actors", "shown"),
+    [({}, "1 actor"), ({"count": 2}, "2 actors"), ({"min": 1, "max": 8}, "1 to 8 actors")],
+)
+def test_the_need_is_one_line(actors: dict[str, Any], shown: str) -> None:
+    assert describe(NEED, "bfloat16", ActorsConfig(**actors)) == (
+        "model: 1.24 B parameters, 2.3 GiB in bfloat16; with 1.0 GiB of cache a batch and 512 MiB beside them "
+        f"3.8 GiB an actor, {shown}"
+    )
+
+
+def test_actors_that_fit_pass_and_one_byte_less_is_refused() -> None:
+    total = 2_480_000_000 + 2**30 + ALLOWANCE
+    check_fits(NEED, ActorsConfig(count=2), 2 * total)
+    check_fits(NEED, ActorsConfig(min=1, max=9), total)
+    with pytest.raises(
+        ValueError, match=r"^actors: 2 x 3\.8 GiB .* lower actors\.count or actors\.cache_bytes"
+    ) as caught:
+        check_fits(NEED, ActorsConfig(count=2), 2 * total - 1)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_limit_of_a_control_group_counts(tmp_path: Path) -> None:
+    """The least of the machine's memory and the limits of the group and of those above it; either version."""
+    whole = int(psutil.virtual_memory().total)
+    own, inner = tmp_path / "cgroup", tmp_path / "groups" / "a" / "b"
+    inner.mkdir(parents=True)
+    assert machine_memory(tmp_path / "groups", own) == whole  # no control groups here
+    own.write_text("0::/a/b\n")
+    assert machine_memory(tmp_path / "groups", own) == whole
+    (inner / "memory.max").write_text("max\n")
+    assert machine_memory(tmp_path / "groups", own) == whole
+    (inner.parent / "memory.max").write_text("3000\n")
+    assert machine_memory(tmp_path / "groups", own) == 3000
+    (inner / "memory.max").write_text("2000\n")
+    assert machine_memory(tmp_path / "groups", own) == 2000
+    first = tmp_path / "groups" / "memory" / "c"
+    first.mkdir(parents=True)
+    (first / "memory.limit_in_bytes").write_text("1000\n")
+    own.write_text("5:cpu:/a\n4:memory:/c\n")
+    assert machine_memory(tmp_path / "groups", own) == 1000
+    own.write_text("0::/\n")  # in a container its own group is the root
+    (tmp_path / "groups" / "memory.max").write_text("500\n")
+    assert machine_memory(tmp_path / "groups", own) == 500
+
+
+def test_a_job_that_cannot_fit_is_told_and_exits_2(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # other tests of this process have one
+    pq.write_table(pa.table({"prompt": ["a", "b"]}), tmp_path / "in.parquet")
+    job = {
+        "input": {"path": str(tmp_path / "in.parquet")},
+        "output": {"path": str(tmp_path / "out")},
+        "model": {"path": str(checkpoint), "dtype": "float32"},
+        "actors": {"count": 3, "cache_bytes": 10**14},
+    }
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    told: list[logging.LogRecord] = []
+    monkeypatch.setattr(memory.log, "level", logging.NOTSET)
+    monkeypatch.setattr(memory.log, "handle", told.append)
+    result = CliRunner().invoke(app, ["run", str(tmp_path / "job.yaml")])
+    assert result.exit_code == 2
+    assert "3 x 93132.8 GiB" in result.stderr and "lower actors.count" in result.stderr.splitlines()[-1]
+    (line,) = told  # said without --verbose
+    said = line.getMessage()
+    assert "K parameters" in said and said.endswith("3 actors; refill, at most 64 rows in flight")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,224 @@
+"""Messages become the prompt that the checkpoint's chat template writes, or their row's error."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from actors.engine.loading import load_tokenizer
+from actors.engine.types import SamplingParams
+from pipeline.checkpoints.resolve import resolve_checkpoint
+from pipeline.config.job import JobConfig
+from pipeline.job import run
+from pipeline.prepare.chat import Chat, check_chat, conversation, render_chat
+from pipeline.prepare.prompts import (
+    CHOICES,
+    ERROR,
+    PROMPT_IDS,
+    SAMPLING,
+    PromptSpec,
+    check_spec,
+    prepare_table,
+    prompt_spec,
+)
+from pipeline.prepare.templates import compile_template, template_columns
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+def prepared(checkpoint: Path, given: Any, chat: Chat | None = None, **changes: Any) -> tuple[list[Any], list[Any]]:
+    """Prompts as text, special tokens shown, and errors. given: an Arrow array, or values for one."""
+    values = {"messages": "m", "chat": chat or Chat(), "sampling": SamplingParams(max_new_tokens=10), **changes}
+    spec = PromptSpec(str(checkpoint), 300, 200, **values)
+    done = prepare_table(pa.table({"m": given}), spec)
+    texts = load_tokenizer(checkpoint).batch_decode(done[PROMPT_IDS].to_pylist())
+    return [text.replace("> ", ">") for text in texts], done[ERROR].to_pylist()
+
+
+def test_a_chat_goes_through_the_checkpoints_template(chat_checkpoint: Path) -> None:
+    chat = [{"role": "system", "content": "be nice"}, *USER, {"role": "assistant", "content": "yes?"}, *USER]
+    texts, errors = prepared(chat_checkpoint, [chat, USER])
+    assert errors == [None, None]
+    assert texts == [
+        "<s>[system]be nice</s>[user]hi</s>[assistant]yes?</s>[user]hi</s>[assistant]",
+        "<s>[user]hi</s>[assistant]",
+    ]
+
+
+def test_special_tokens_come_from_the_template_alone(chat_checkpoint: Path) -> None:
+    """The tokenizer puts <s> and <sep> around plain text; a chat has the one <s> that its template writes."""
+    spec = PromptSpec(str(chat_checkpoint), 300, 200, messages="m", chat=Chat())
+    ids = prepare_table(pa.table({"m": [USER]}), spec)[PROMPT_IDS].to_pylist()[0]
+    tokenizer = load_tokenizer(chat_checkpoint)
+    expected = tokenizer.apply_chat_template(USER, add_generation_prompt=True)["input_ids"]
+    assert ids == expected and ids.count(tokenizer.bos_token_id) == 1 and tokenizer.sep_token_id not in ids
+
+
+def test_json_says_the_same(chat_checkpoint: Path) -> None:
+    assert prepared(chat_checkpoint, [json.dumps(USER)]) == prepared(chat_checkpoint, [USER])
+
+
+def test_parts_of_text_become_lines_and_null_fields_are_not_there(chat_checkpoint: Path) -> None:
+    parts = [{"type": "text", "text": "one", "image": None}, {"type": "text", "text": "two", "image": None}]
+    messages = [[{"role": "user", "name": None, "content": parts}], [{"role": "user", "name": "Ann", "content": parts}]]
+    texts, errors = prepared(chat_checkpoint, messages)
+    assert errors == [None, None]
+    assert texts == ["<s>[user]one\ntwo</s>[assistant]", "<s>[user]one\ntwo(Ann)</s>[assistant]"]
+
+
+def test_the_jobs_system_message_and_examples_come_first(chat_checkpoint: Path) -> None:
+    chat = Chat("be nice", (("a", "b"), ("c", "d")))
+    own = [{"role": "system", "content": "be rude"}, *USER]
+    texts, errors = prepared(chat_checkpoint, [USER, own], chat)
+    shots = "[user]a</s>[assistant]b</s>[user]c</s>[assistant]d</s>[user]hi</s>[assistant]"
+    assert errors == [None, None]
+    assert texts == [f"<s>[system]be nice</s>{shots}", f"<s>[system]be rude</s>{shots}"]
+
+
+def test_a_system_message_further_down_still_wins() -> None:
+    later = [*USER, {"role": "system", "content": "be rude"}]
+    assert conversation(Chat("be nice"), later) == later
+
+
+def test_text_becomes_a_users_message(chat_checkpoint: Path) -> None:
+    for changes in ({"column": "m"}, {"template": "{{ m }}"}):
+        texts, errors = prepared(chat_checkpoint, ["hi", None], Chat("be nice"), messages=None, **changes)
+        assert texts[0] == "<s>[system]be nice</s>[user]hi</s>[assistant]" and errors[0] is None
+        assert errors[1] is not None
+
+
+def test_values_reach_the_chat_template(chat_checkpoint: Path) -> None:
+    texts, _ = prepared(chat_checkpoint, [USER], Chat(values={"thinking": False}))
+    assert texts == ["<s>[user]hi</s>[assistant]quick "]
+
+
+@pytest.mark.parametrize(
+    ("messages", "error"),
+    [
+        (None, "messages is null"),
+        ("[]", "messages is empty"),
+        ("[", "messages: not JSON: JSONDecodeError: "),
+        ("[" * 100_000, "messages: not JSON: RecursionError: "),
+        ("{}", "messages is a dict; it must be a list"),
+        ('"hi"', "messages is a str; it must be a list"),
+        ("[null]", "message 1 is null"),
+        ('["hi"]', "message 1 is no object"),
+        ('[{"content": "hi"}]', "message 1 has no role"),
+        ('[{"role": "wizard", "content": "hi"}]', "message 1 has role 'wizard'; known: system, user, assistant, tool"),
+        ('[{"role": [], "content": "hi"}]', "message 1 has role []; known: "),
+        ('[{"role": "user", "content": "a"}, {"role": "assistant"}]', "message 2 (assistant) has no content"),
+        ('[{"role": "user", "content": " "}]', "message 1 (user) is empty"),
+        ('[{"role": "user", "content": []}]', "message 1 (user) is empty"),
+        ('[{"role": "user", "content": 5}]', "message 1 (user): content must be text"),
+        ('[{"role": "user", "content": [{"type": "image"}]}]', "message 1 has a part of type 'image'; only text"),
+        ('[{"role": "user", "content": [{"type": "text"}]}]', "message 1 has a part without text"),
+        ('[{"role": "user", "content": ["hi"]}]', "message 1 has a part of type None"),
+        ('[{"role": "user", "content": "\\ud800"}]', "prompt is not valid Unicode"),
+        (json.dumps([*USER, *USER]), "chat template: TemplateError: roles must alternate"),
+    ],
+)
+def test_messages_that_are_none_are_the_error_of_their_row(
+    chat_checkpoint: Path, messages: str | None, error: str
+) -> None:
+    texts, errors = prepared(chat_checkpoint, [json.dumps(USER), messages])
+    assert errors[0] is None and texts[0] == "<s>[user]hi</s>[assistant]"
+    assert errors[1].startswith(error) and "\n" not in errors[1] and texts[1] == ""
+
+
+def test_a_null_in_a_list_of_structs(chat_checkpoint: Path) -> None:
+    kind = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+    _, errors = prepared(chat_checkpoint, pa.array([[None], [], None, [{"role": "user", "content": None}]], kind))
+    assert errors == ["message 1 is null", "messages is empty", "messages is null", "message 1 (user) has no content"]
+
+
+def refusal(checkpoint: Path, chat: Chat) -> str:
+    with pytest.raises(ValueError, match=r".") as caught:
+        check_chat(load_tokenizer(checkpoint), chat, checkpoint)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_would_spoil_every_row_is_refused(checkpoint: Path, chat_checkpoint: Path, tmp_path: Path) -> None:
+    check_chat(load_tokenizer(chat_checkpoint), Chat("be nice", (("a", "b"),), {"thinking": False}), chat_checkpoint)
+    said = refusal(checkpoint, Chat())
+    assert said == f"{checkpoint}: the tokenizer has no chat template, which messages and chats need"
+    for name in ("tokenize", "messages", "add_generation_prompt"):
+        said = refusal(chat_checkpoint, Chat(values={name: True}))
+        assert said == f"input.chat_template_kwargs: {name} is set by the job itself; leave it out"
+
+    copy = tmp_path / "copy"
+    shutil.copytree(chat_checkpoint, copy)
+    (copy / "chat_template.jinja").write_text("{% if messages")
+    assert refusal(copy, Chat()).startswith(f"{copy}: the chat template does not parse: TemplateSyntaxError: ")
+    no_system = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
+    (copy / "chat_template.jinja").write_text(no_system)
+    check_chat(load_tokenizer(copy), Chat(), copy)
+    said = refusal(copy, Chat("be nice"))
+    assert said == "input: the chat template refuses system or examples: TemplateError: no system role"
+
+
+def test_a_job_without_a_chat_template_ends_before_ray(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr("pipeline.job.ray_session", started.append)
+    pq.write_table(pa.table({"m": [USER]}), tmp_path / "a.parquet")
+    values = {"model": {"path": str(checkpoint)}, "output": {"path": str(tmp_path / "out")}}
+    config = JobConfig.model_validate({"input": {"path": str(tmp_path / "a.parquet"), "messages": "m"}, **values})
+    with pytest.raises(ValueError, match="the tokenizer has no chat template"):
+        run(config)
+    assert not started and not (tmp_path / "out").exists()
+
+
+def test_everything_a_job_says_reaches_the_rows_of_another_process(chat_checkpoint: Path) -> None:
+    """Ray pickles the spec; a chat has system message, examples, sampling and choices from job and row."""
+    config = JobConfig.model_validate(
+        {
+            "input": {
+                "path": "in",
+                "messages": "m",
+                "system": "s",
+                "examples": [{"user": "a", "assistant": "b"}],
+                "chat_template_kwargs": {"thinking": False},
+                "sampling": {"temperature": "t"},
+                "choices": "c",
+                "too_long": "truncate_left",
+            },
+            "output": {"path": "out"},
+            "model": {"path": str(chat_checkpoint)},
+            "sampling": {"max_new_tokens": 3},
+            "choices": ["yes", "no"],
+        }
+    )
+    spec = pickle.loads(pickle.dumps(prompt_spec(config, resolve_checkpoint(config.model, config.storage), 0)))
+    check_spec(spec)
+    done = prepare_table(pa.table({"m": [USER, USER], "t": [0.5, None], "c": [None, ["a"]]}), spec)
+    tokenizer, ids = load_tokenizer(chat_checkpoint), done[PROMPT_IDS].to_pylist()[0]
+    whole = "<s>[system]s</s>[user]a</s>[assistant]b</s>[user]hi</s>[assistant]quick "
+    room = 1 + max(len(tokenizer(label, add_special_tokens=False)["input_ids"]) for label in ("yes", "no"))
+    assert ids == tokenizer(whole, add_special_tokens=False)["input_ids"][room - 64 :]
+    assert done[SAMPLING].to_pylist() == ['{"temperature":0.5}', None]
+    assert done[CHOICES].to_pylist() == [None, ["a"]] and done[ERROR].null_count == 2
+
+
+def test_a_template_is_told_the_time_of_the_plan_and_draws_nothing(chat_checkpoint: Path) -> None:
+    """A job that is resumed another day must write the same prompts."""
+    tokenizer = load_tokenizer(chat_checkpoint)
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}"
+    assert render_chat(tokenizer, Chat(now=86400.0 * 365), [{"role": "user", "content": "hi"}]) == "01 Jan 1971: hi"
+    with pytest.raises(ValueError, match="No filter named 'random'"):
+        compile_template("{{ [1, 2] | random }}")
+    assert template_columns("{{ lipsum }} {{ namespace }} {{ range(3) }}") == ["lipsum", "namespace"]
+
+
+def test_what_is_wrong_with_a_row_is_valid_text(checkpoint: Path) -> None:
+    spec = PromptSpec(str(checkpoint), 300, 64, column="prompt", sampling_columns="own")
+    table = pa.table({"prompt": ["a"], "own": ['{"\\ud800": 1}']})
+    assert prepare_table(table, spec)[ERROR].to_pylist()[0].startswith("sampling: unknown key ?")

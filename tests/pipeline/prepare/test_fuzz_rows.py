@@ -1,0 +1,262 @@
+"""Any Parquet file, put to any use: refused in one line, or every row comes out once, in its place, with its id."""
+
+from __future__ import annotations
+
+import decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from parts import part_spec
+
+from actors.engine.types import SamplingParams
+from actors.generator import Answer
+from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.generate.stage import part_bytes, part_table, prompts
+from pipeline.plan.columns import check_columns
+from pipeline.plan.manifest import read_footers
+from pipeline.prepare.prompts import PromptSpec, prepare_table
+from pipeline.read.schema import conform
+from pipeline.read.source import cut_shards, from_ipc, list_files, read_shards, to_ipc
+
+LOCAL = StorageConfig()
+UNITS = st.sampled_from(["ms", "us", "ns"])
+ZONES = st.sampled_from([None, "UTC", "Europe/Berlin", "+05:30", "Not/AZone"])
+PLAIN = st.one_of(
+    st.sampled_from(
+        [
+            pa.null(),
+            pa.bool_(),
+            *(pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()),
+            *(pa.float16(), pa.float32(), pa.float64()),
+            *(pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view()),
+            *(pa.binary(3), pa.date32(), pa.date64(), pa.time32("ms"), pa.time64("us"), pa.time64("ns")),
+            *(pa.uuid(), pa.json_(), pa.duration("ns"), pa.duration("s"), pa.bool8()),
+        ]
+    ),
+    st.builds(pa.timestamp, UNITS, ZONES),
+    st.builds(lambda whole, scale: pa.decimal128(whole + scale, scale), st.integers(1, 30), st.integers(0, 8)),
+    st.builds(lambda whole: pa.decimal256(whole, 2), st.integers(3, 76)),
+)
+KINDS = st.recursive(
+    PLAIN,
+    lambda below: st.one_of(
+        st.builds(pa.list_, below),
+        st.builds(pa.large_list, below),
+        st.builds(lambda kind: pa.list_(kind, 2), below),
+        st.builds(lambda kind: pa.map_(pa.string(), kind), below),
+        st.builds(
+            lambda kinds: pa.struct([(f"f{n}", kind) for n, kind in enumerate(kinds)]), st.lists(below, max_size=3)
+        ),
+    ),
+    max_leaves=3,
+)
+NAMES = st.one_of(
+    st.sampled_from(
+        ["id", "prompt", "a.b", "", " ", "../x", "a\nb", "ERROR", "{{ x }}", "\u202e", "x" * 300, "row_id"]
+    ),
+    st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=4),
+)
+TEXTS = st.one_of(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
+    st.sampled_from(["../../etc", "{{ 7*7 }}", "\0", "{}", "[]", '{"seed": 1}', '{"temperature": 1e999}', "[" * 2000]),
+)
+
+
+def values_of(kind: pa.DataType) -> st.SearchStrategy[Any]:
+    """Values of a type, null among them; what Arrow can hold and Python cannot come as whole numbers, cast."""
+    found: st.SearchStrategy[Any] = st.none()
+    if pa.types.is_integer(kind):
+        bits, signed = kind.bit_width, pa.types.is_signed_integer(kind)
+        found = st.integers(-(2 ** (bits - 1)) if signed else 0, 2 ** (bits - signed) - 1) | st.integers(0, 100)
+    elif pa.types.is_boolean(kind):
+        found = st.booleans()
+    elif pa.types.is_floating(kind):
+        found = st.floats(width=kind.bit_width)
+    elif pa.types.is_decimal(kind):
+        found = (
+            st.integers(-99, 99).map(decimal.Decimal)
+            if kind.precision - kind.scale > 1
+            else st.just(decimal.Decimal(1))
+        )
+    elif pa.types.is_fixed_size_binary(kind):
+        found = st.binary(min_size=kind.byte_width, max_size=kind.byte_width)
+    elif pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
+        found = st.binary(max_size=6)
+    elif pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+        found = TEXTS
+    elif pa.types.is_date(kind):
+        found = st.dates()
+    elif pa.types.is_time(kind):
+        found = st.times().map(lambda time: time.replace(microsecond=0))
+    elif pa.types.is_timestamp(kind) or pa.types.is_duration(kind):
+        found = st.integers(-(2**62), 2**62) | st.integers(0, 10**9)
+    elif pa.types.is_map(kind):
+        found = st.lists(st.tuples(st.text("abc", min_size=1, max_size=2), values_of(kind.item_type)), max_size=2)
+    elif pa.types.is_struct(kind):
+        found = st.fixed_dictionaries({child.name: values_of(child.type) for child in kind})
+    elif pa.types.is_fixed_size_list(kind):
+        found = st.lists(values_of(kind.value_type), min_size=2, max_size=2)
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        found = st.lists(values_of(kind.value_type), max_size=3)
+    return st.none() | found
+
+
+def column(kind: pa.DataType, values: list[Any]) -> pa.Array | None:
+    """None for what this Arrow cannot make."""
+    try:
+        if isinstance(kind, pa.BaseExtensionType):
+            return kind.wrap_array(pa.array(values, kind.storage_type))
+        return pa.array(values, kind)
+    except (pa.ArrowException, ValueError, TypeError, OverflowError, AttributeError):
+        return None
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> pa.Table:
+    rows = draw(st.integers(0, 5))
+    usual = draw(st.integers(0, 3)) > 0  # else most jobs would be refused
+    names = ["prompt", "id", *draw(st.lists(NAMES, max_size=2))] if usual else draw(st.lists(NAMES, max_size=4))
+    columns, kept = [], []
+    for name in names:
+        kind = pa.string() if usual and name == "prompt" else draw(st.just(pa.string()) | KINDS)
+        storage = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
+        made = column(kind, [draw(values_of(storage)) for _ in range(rows)])
+        if made is None:
+            continue
+        if draw(st.integers(0, 9)) == 0 and pa.types.is_string(kind):
+            made = made.dictionary_encode()
+        if draw(st.integers(0, 9)) == 0 and pa.types.is_string(kind) and rows:
+            made = pa.array([b"\xff\xfe"] * rows, pa.binary()).view(pa.string())
+        columns.append(made)
+        kept.append(name)
+    return pa.Table.from_arrays(columns, names=kept) if columns else pa.table({})
+
+
+@st.composite
+def uses(draw: st.DrawFn) -> tuple[list[pa.Table], dict[str, Any]]:
+    """Files of a job, the second one perhaps of another schema, and what its columns are for."""
+    first = draw(tables())
+    files = [first, *draw(st.lists(st.just(first) | tables(), max_size=1))]
+    name = st.sampled_from([*first.column_names, "prompt"]) if first.column_names else NAMES
+    given: dict[str, Any] = {}
+    way = draw(st.integers(0, 3))
+    if way == 0:
+        given["prompt"] = draw(name)
+    elif way == 1:
+        given["template"] = draw(
+            st.sampled_from(
+                ["{{ id }}", "x{{ prompt }}", "{% for a in id %}{{ a }}{% endfor %}", "{{ prompt.f0 }}", "fixed"]
+            )
+        )
+    elif way == 2:
+        given["messages"] = draw(name)
+    if draw(st.booleans()):
+        given["id"] = draw(name)
+    if draw(st.integers(0, 3)) == 0:
+        given["sampling"] = draw(name) if draw(st.booleans()) else {"temperature": draw(name), "seed": draw(name)}
+    if draw(st.integers(0, 3)) == 0:
+        given["choices"] = draw(name)
+    return files, {"input": given, "keep": draw(st.lists(name, max_size=2))}
+
+
+def fake(prompt: Any, row: int) -> Answer:
+    bad = prompt.error is not None
+    return Answer(
+        row=row,
+        sample_index=0,
+        generated_text=None if bad else f"answer {row}",
+        finish_reason="error" if bad else "length",
+        prompt_tokens=len(prompt.ids),
+        generated_tokens=0 if bad else 1,
+        mean_depth=None,
+        error=prompt.error,
+        token_ids=[] if bad else [7],
+        cumulative_logprob=None,
+        logprobs=None,
+        choice_probability=None,
+    )
+
+
+def through(config: JobConfig, checkpoint: Path) -> list[tuple[str, int, int, pa.Table]] | None:
+    """A job's rows through all but planning's checkpoint and the model: (file, first row, rows, part) of each shard;
+    None if it is refused."""
+    try:
+        check_columns(config)
+        files, schema = read_footers(config, list_files(config.input.path, LOCAL))
+    except ValueError as error:
+        refusal = str(error)
+    else:
+        refusal = None
+    if refusal is not None:
+        assert len(refusal.splitlines()) == 1, refusal
+        return None
+    given = config.input
+    spec = PromptSpec(
+        checkpoint=str(checkpoint),
+        vocab_size=300,
+        context_length=64,
+        column=given.prompt_column,
+        template=given.template,
+        messages=given.messages,
+        sampling=SamplingParams(max_new_tokens=4),
+        sampling_columns=given.sampling or {},
+        choices_column=given.choices,
+    )
+    out = part_spec(id_column=given.id, keep=tuple(config.output.keep))
+    done = []
+    for file in files:
+        shards = cut_shards([file], 2, 2**20)
+        for shard, table in zip(shards, read_shards(shards, schema.names, LOCAL) if shards else (), strict=True):
+            rows = from_ipc(to_ipc(conform(table, schema)))
+            prepared = from_ipc(to_ipc(prepare_table(rows, spec)))
+            answers = [fake(one, row) for row, one in enumerate(prompts(prepared, shard.url, shard.first_row))]
+            part = part_bytes(part_table(prepared, answers, out, shard.url, shard.first_row), out, shard.index)
+            done.append((shard.url, shard.first_row, shard.rows, pq.read_table(pa.BufferReader(part))))
+    return done
+
+
+@settings(max_examples=100, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@given(job=uses())
+def test_every_row_of_any_parquet_comes_out_once_or_the_job_is_refused(
+    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, job: tuple[list[pa.Table], dict[str, Any]]
+) -> None:
+    files, use = job
+    folder = tmp_path_factory.mktemp("fuzz")
+    written = {}
+    for number, table in enumerate(files):
+        path = folder / f"{number}.parquet"
+        try:
+            pq.write_table(table, path, row_group_size=3)
+        except (pa.ArrowException, ValueError):
+            path.unlink(missing_ok=True)
+            continue
+        written[str(path)] = table
+    try:
+        config = JobConfig.model_validate(
+            {
+                "input": {"path": str(folder), **use["input"]},
+                "output": {"path": "unused", "keep": use["keep"]},
+                "model": {"path": "unused"},
+            }
+        )
+    except ValueError:
+        return
+    done = through(config, checkpoint)
+    if done is None:
+        return
+    places = {(url, first + row) for url, first, rows, _ in done for row in range(rows)}
+    assert places == {(url, row) for url, table in written.items() for row in range(table.num_rows)}
+    for url, first, rows, part in done:
+        assert part.num_rows == rows
+        errors, texts = part["error"].to_pylist(), part["generated_text"].to_pylist()
+        assert [text is None for text in texts] == [error is not None for error in errors]
+        assert all("\n" not in error for error in errors if error is not None)
+        if config.input.id is None:
+            assert part["id"].to_pylist() == [f"{Path(url).name}:{first + row}" for row in range(rows)]
+        elif pa.types.is_integer(written[url].schema.field(config.input.id).type) and not any(errors):
+            assert part["id"].to_pylist() == written[url][config.input.id].to_pylist()[first : first + rows]

@@ -1,0 +1,291 @@
+"""A row becomes a prompt or an error in its place; it never costs another row."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.engine.loading import load_tokenizer
+from actors.engine.types import SamplingParams
+from pipeline.prepare.prompts import ADDED, ERROR, PROMPT_IDS, PromptSpec, prepare_table, tokenizer_of
+from pipeline.prepare.stage import prepare
+from pipeline.prepare.templates import compile_template, template_columns
+from pipeline.read.source import from_ipc, to_ipc
+
+CONTEXT, VOCABULARY = 64, 300
+
+
+def spec(checkpoint: Path, **changes: Any) -> PromptSpec:
+    values: dict[str, Any] = {"checkpoint": str(checkpoint), "vocab_size": VOCABULARY, "context_length": CONTEXT}
+    values |= {"column": "prompt", "sampling": SamplingParams(max_new_tokens=10)}
+    return PromptSpec(**{**values, **changes})
+
+
+def tokens(checkpoint: Path, text: str) -> list[int]:
+    ids: list[int] = load_tokenizer(checkpoint)(text)["input_ids"]
+    return ids
+
+
+def prepared(
+    checkpoint: Path, columns: dict[str, list[Any]], **changes: Any
+) -> tuple[list[list[int]], list[str | None]]:
+    table = pa.table(columns)
+    done = prepare_table(table, spec(checkpoint, **changes))
+    assert done.column_names == [*table.column_names, *ADDED]
+    assert done.select(table.column_names).equals(table)
+    return done[PROMPT_IDS].to_pylist(), done[ERROR].to_pylist()
+
+
+def by_template(checkpoint: Path, template: str, **columns: list[Any]) -> tuple[list[list[int]], list[str | None]]:
+    return prepared(checkpoint, columns, column=None, template=template)
+
+
+def test_a_prompt_column_is_tokenized_as_the_tokenizer_does(checkpoint: Path) -> None:
+    prompts = ["one", "name[Zizzi]", "gr\u00fc\u00df \U0001f600"]
+    ids, errors = prepared(checkpoint, {"prompt": prompts, "other": [1, 2, 3]})
+    assert ids == [tokens(checkpoint, prompt) for prompt in prompts]
+    assert errors == [None] * 3
+
+
+def test_nothing_is_no_prompt(checkpoint: Path) -> None:
+    ids, errors = prepared(checkpoint, {"prompt": [None, "", " \n\t", "fine", "\u2003"]})
+    assert errors == ["prompt is null", "prompt is empty", "prompt is empty", None, "prompt is empty"]
+    assert [bool(one) for one in ids] == [False, False, False, True, False]
+
+
+def test_a_shard_of_bad_rows_alone(checkpoint: Path) -> None:
+    table = pa.table({"prompt": pa.array([None, None], pa.string())})
+    done = prepare_table(table, spec(checkpoint))
+    assert done[ERROR].to_pylist() == ["prompt is null"] * 2
+    assert done.schema.field(PROMPT_IDS).type == pa.list_(pa.int32())
+
+
+def test_a_prompt_that_fills_the_context(checkpoint: Path) -> None:
+    fits, fills, long = "a " * (CONTEXT - 3), "a " * (CONTEXT - 2), "b " + "a " * 200
+    lengths = [len(tokens(checkpoint, prompt.strip())) for prompt in (fits, fills, long)]
+    assert lengths[:2] == [CONTEXT - 1, CONTEXT] and lengths[2] > CONTEXT
+    columns = {"prompt": [fits.strip(), fills.strip(), long.strip()]}
+    ids, errors = prepared(checkpoint, columns)
+    assert [len(one) for one in ids] == [CONTEXT - 1, 0, 0]
+    assert errors == [None] + [
+        f"prompt of {length} tokens leaves no room in a context of {CONTEXT}" for length in lengths[1:]
+    ]
+    ids, errors = prepared(checkpoint, columns, too_long="truncate_left")
+    assert errors == [None] * 3
+    assert [len(one) for one in ids] == [CONTEXT - 1, CONTEXT - 10, CONTEXT - 10]
+    assert ids[2] == tokens(checkpoint, columns["prompt"][2])[-(CONTEXT - 10) :]
+
+
+def test_a_template_sees_the_row(checkpoint: Path) -> None:
+    ids, errors = by_template(checkpoint, "Q: {{ q | upper }}? {{ n + 1 }}", q=["ab", "cd"], n=[1, 2])
+    assert ids == [tokens(checkpoint, "Q: AB? 2"), tokens(checkpoint, "Q: CD? 3")]
+    assert errors == [None, None]
+
+
+def test_a_template_may_loop_and_choose(checkpoint: Path) -> None:
+    text = "{% for one in parts %}{{ loop.index }}={{ one.k }};{% else %}none{% endfor %}{% if x is none %}!{% endif %}"
+    ids, errors = by_template(checkpoint, text, parts=[[{"k": "a"}, {"k": "b"}], []], x=[1, None])
+    assert ids == [tokens(checkpoint, "1=a;2=b;"), tokens(checkpoint, "none!")] and errors == [None, None]
+
+
+def test_a_template_reaches_into_nested_columns(checkpoint: Path) -> None:
+    meta = [{"question": "why", "items": "x", "deep": {"list": [{"k": "v"}]}}]
+    text = "{{ meta.question }} {{ tags[0] }} {{ meta.items }} {{ meta.deep.list[0].k }} {{ meta['question'] }}"
+    assert template_columns(text) == ["meta", "tags"]
+    ids, errors = by_template(checkpoint, text, meta=meta, tags=[["a", "b"]])
+    assert errors == [None] and ids == [tokens(checkpoint, "why a x v why")]
+
+
+@pytest.mark.parametrize(
+    ("template", "error"),
+    [
+        ("{{ meta.answer }}", "UndefinedError: 'dict object' has no attribute 'answer'"),
+        ("{{ meta.none.deeper }}", "UndefinedError: 'None' has no attribute 'deeper'"),
+        ("{{ tags[3] }}", "UndefinedError: list object has no element 3"),
+        ("{{ meta.none }}", "UndefinedError: a null is printed"),
+    ],
+)
+def test_what_a_nested_column_lacks_is_the_error_of_its_row(checkpoint: Path, template: str, error: str) -> None:
+    meta = [{"question": "why", "none": None}, {"question": "why", "none": "x"}]
+    _, errors = by_template(checkpoint, template, meta=meta, tags=[["a"], ["a"]])
+    assert errors[0] is not None and errors[0].startswith(f"template: {error}")
+
+
+def test_a_null_may_be_guarded(checkpoint: Path) -> None:
+    ids, errors = by_template(checkpoint, "a{{ x or '' }}", x=[None, "b"])
+    assert errors == [None, None] and ids == [tokens(checkpoint, "a"), tokens(checkpoint, "ab")]
+
+
+def test_a_template_is_compiled_once() -> None:
+    assert compile_template("{{ once }}") is compile_template("{{ once }}")
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.list_(pa.uint8())])
+def test_token_ids_are_taken_as_they_are(checkpoint: Path, kind: pa.DataType) -> None:
+    rows = [[1, 5, 3], [5], [0, 255]]
+    done = prepare_table(pa.table({"prompt": pa.array(rows, kind)}), spec(checkpoint))
+    assert done[PROMPT_IDS].to_pylist() == rows and done[ERROR].null_count == 3
+
+
+def test_token_ids_that_are_none_are_the_error_of_their_row(checkpoint: Path) -> None:
+    rows = [[1], None, [], [1, None], [-1], [VOCABULARY - 1], [2, VOCABULARY], [2**40], [7] * 70]
+    ids, errors = prepared(checkpoint, {"prompt": rows})
+    assert errors == [
+        None,
+        "prompt is null",
+        "prompt is empty",
+        "prompt: token 1 is null; the vocabulary is 0 to 299",
+        "prompt: token 0 is -1; the vocabulary is 0 to 299",
+        None,
+        "prompt: token 1 is 300; the vocabulary is 0 to 299",
+        f"prompt: token 0 is {2**40}; the vocabulary is 0 to 299",
+        "prompt of 70 tokens leaves no room in a context of 64",
+    ]
+    assert [bool(one) for one in ids] == [error is None for error in errors]
+
+
+def test_a_shard_is_tokenized_at_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    tokenizer = load_tokenizer(checkpoint)
+
+    def counted(texts: list[str], **options: Any) -> Any:
+        calls.append(texts)
+        return tokenizer(texts, **options)
+
+    monkeypatch.setattr("pipeline.prepare.prompts.tokenizer_of", lambda folder: counted)
+    ids, _ = prepared(checkpoint, {"prompt": ["a", None, "b"]})
+    assert calls == [["a", "b"]] and [bool(one) for one in ids] == [True, False, True]
+
+
+@pytest.mark.parametrize("text", ["{", "{}"])
+def test_a_damaged_tokenizer_is_named(checkpoint: Path, tmp_path: Path, text: str) -> None:
+    for name in ("config.json", "tokenizer_config.json"):
+        shutil.copy(checkpoint / name, tmp_path)
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(ValueError, match="the tokenizer cannot be loaded: ") as caught:
+        tokenizer_of(str(tmp_path))
+    assert str(caught.value).startswith(f"{tmp_path}: ") and "\n" not in str(caught.value)
+
+
+def test_values_that_python_cannot_hold_are_the_error_of_their_row(checkpoint: Path) -> None:
+    """A year 300,000, and a lone surrogate that only a template can write."""
+    days = pa.array([0, 10**18, 1], pa.timestamp("us"))
+    done = prepare_table(pa.table({"d": days}), spec(checkpoint, column=None, template="{{ d.year }}"))
+    errors = done[ERROR].to_pylist()
+    assert errors[0] is None and errors[2] is None and (errors[1] or "").startswith("cannot be read: OverflowError: ")
+    _, errors = by_template(checkpoint, "{{ '\\ud800' if x else 'fine' }}", x=[1, 0])
+    assert errors == ["prompt is not valid Unicode: it holds a lone surrogate", None]
+
+
+def test_a_template_may_count(checkpoint: Path) -> None:
+    """`range` is jinja's own and no column of the input."""
+    text = "{% for i in range(n) %}{{ i }} {% endfor %}"
+    assert template_columns(text) == ["n"]
+    ids, errors = by_template(checkpoint, text, n=[3])
+    assert ids == [tokens(checkpoint, "0 1 2 ")] and errors == [None]
+
+
+def test_a_template_is_not_html(checkpoint: Path) -> None:
+    ids, _ = by_template(checkpoint, "{{ x }}", x=["a < b & c"])
+    assert ids == [tokens(checkpoint, "a < b & c")]
+
+
+def test_a_template_without_columns_still_has_rows(checkpoint: Path) -> None:
+    ids, errors = by_template(checkpoint, "Write a poem.", id=["a", "b"])
+    assert ids == [tokens(checkpoint, "Write a poem.")] * 2 and errors == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("template", "error"),
+    [
+        ("{{ x.__class__.__mro__ }}", "SecurityError"),
+        ("{{ ''.__class__.__base__.__subclasses__() }}{{ x }}", "SecurityError"),
+        ("{{ x.nothing }}", "UndefinedError"),
+        ("{{ x[7] }}", "UndefinedError"),
+        ("{{ 1 / x }}", "TypeError"),
+        ("{{ x + 1 }}", "TypeError"),
+        ("{{ x.index('q') }}", "ValueError"),
+        ("{{ 1 // (x | length - 1) }}", "ZeroDivisionError"),
+        ("{% include 'file' %}{{ x }}", "TypeError"),
+    ],
+)
+def test_a_template_that_fails_is_the_error_of_its_row(checkpoint: Path, template: str, error: str) -> None:
+    ids, errors = by_template(checkpoint, template, x=["a"])
+    assert ids == [[]] and errors[0] is not None
+    assert errors[0].startswith(f"template: {error}: ") and "\n" not in errors[0]
+
+
+def test_a_template_cannot_change_the_row(checkpoint: Path) -> None:
+    _, errors = by_template(checkpoint, "{{ x.append(1) }}", x=[[1]])
+    assert errors[0] is not None and errors[0].startswith("template: SecurityError: ")
+
+
+def test_one_bad_row_costs_no_other(checkpoint: Path) -> None:
+    ids, errors = by_template(checkpoint, "{{ 6 // n }} {{ q }}", n=[1, 0, 2, None, 3], q=["a", "b", "c", "d", "e"])
+    good = {0: "6 a", 2: "3 c", 4: "2 e"}
+    assert [error is None for error in errors] == [row in good for row in range(5)]
+    assert {row: ids[row] for row in good} == {row: tokens(checkpoint, text) for row, text in good.items()}
+
+
+def test_a_template_over_empty_columns_may_render_nothing(checkpoint: Path) -> None:
+    _, errors = by_template(checkpoint, "{{ x }}", x=["", "  ", "a"])
+    assert errors == ["prompt is empty", "prompt is empty", None]
+
+
+def test_text_that_is_not_utf8_is_the_error_of_its_row(checkpoint: Path) -> None:
+    """Arrow and Parquet do not check what writers call a string."""
+    text = b"good\xff\xfe\xfdfine"
+    offsets = pa.py_buffer(np.array([0, 4, 7, 11], dtype=np.int32).tobytes())
+    column = pa.Array.from_buffers(pa.string(), 3, [None, offsets, pa.py_buffer(text)])
+    for changes in ({}, {"column": None, "template": "{{ prompt }}"}):
+        done = prepare_table(pa.table({"prompt": column}), spec(checkpoint, **changes))
+        assert [error is None for error in done[ERROR].to_pylist()] == [True, False, True]
+        assert done[PROMPT_IDS].to_pylist()[::2] == [tokens(checkpoint, "good"), tokens(checkpoint, "fine")]
+
+
+@given(st.lists(st.none() | st.sampled_from(["", " ", "a", "b c", "x" * 150]), min_size=1, max_size=8))
+@settings(max_examples=40, deadline=None)
+def test_a_row_hangs_on_itself_alone(checkpoint: Path, prompts: list[str | None]) -> None:
+    table = pa.table({"prompt": pa.array(prompts, pa.string())})
+    whole = prepare_table(table, spec(checkpoint))
+    alone = pa.concat_tables([prepare_table(table.slice(row, 1), spec(checkpoint)) for row in range(len(prompts))])
+    assert whole.combine_chunks().equals(alone.combine_chunks())
+    for ids, error in zip(whole[PROMPT_IDS].to_pylist(), whole[ERROR].to_pylist(), strict=True):
+        assert (error is None) == bool(ids)
+
+
+def test_the_stage_keeps_shards_whole(checkpoint: Path) -> None:
+    tables = [pa.table({"prompt": ["a", None]}), pa.table({"prompt": ["b"]})]
+    rows = np.empty(2, dtype=object)
+    rows[:] = [to_ipc(table) for table in tables]
+    batch = {"shard": np.array([4, 5]), "url": np.array(["f", "g"]), "first_row": np.array([0, 8]), "rows": rows}
+    done = prepare(batch, spec(checkpoint))
+    assert set(done) == {"shard", "url", "first_row", "rows", "prepare_seconds"}
+    assert done["shard"].tolist() == [4, 5] and done["first_row"].tolist() == [0, 8]
+    for table, data in zip(tables, done["rows"], strict=True):
+        assert from_ipc(data).equals(prepare_table(table, spec(checkpoint)))
+    assert done["prepare_seconds"].shape == (2,) and (done["prepare_seconds"] > 0).all()
+
+
+def test_columns_of_a_template() -> None:
+    assert template_columns("{{ b }} {{ a.x }} {% for i in c %}{{ i }}{% endfor %}{% set d = 1 %}{{ d }}") == [
+        "a",
+        "b",
+        "c",
+    ]
+    assert template_columns("no column") == []
+
+
+@pytest.mark.parametrize("text", ["{{ a", "{% for x in y %}", "{{ a | no_such_filter }}", "a\n{% nothing %}"])
+def test_a_template_that_does_not_parse_is_refused_in_one_line(text: str) -> None:
+    for refuse in (compile_template, template_columns):
+        with pytest.raises(ValueError, match=r"^line \d+: ") as caught:
+            refuse(text)
+        assert "\n" not in str(caught.value)

@@ -1,0 +1,306 @@
+"""Totals are sums of what shards counted, and a job is finished only when every planned row is committed."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parts import FINGERPRINT, LAYERS, finish, manifest_of, part, part_spec, part_stats
+from rich.console import Console
+
+from pipeline.commit.records import read_records, record_name
+from pipeline.commit.sink import commit, committed, part_name
+from pipeline.config.job import StorageConfig
+from pipeline.generate.coordinator import Coordinator
+from pipeline.generate.stage import ShardGenerator
+from pipeline.generate.stats import ShardStats, add_up, duplicate_ids, to_table
+from pipeline.prepare.prompts import CHOICES, ERROR, PROMPT_IDS, SAMPLING
+from pipeline.read.source import Shard, to_ipc
+from pipeline.report.progress import progress_line
+from pipeline.report.summary import STATS, SUCCESS, SUMMARY, RowsMissing, first_rows, print_report, write_report
+from pipeline.storage.folder import Folder, open_folder
+
+SHARDS = [Shard(0, "in/a.parquet", 0, 4), Shard(1, "in/a.parquet", 4, 5), Shard(2, "in/b.parquet", 0, 1)]
+MANIFEST = manifest_of(SHARDS)
+KINDS: dict[str, st.SearchStrategy[Any]] = {
+    "int": st.integers(0, 10**9),
+    "float": st.floats(0, 1e6),
+    "str": st.text("ab", max_size=3),
+    "bool": st.booleans(),
+}
+ANY_STATS = st.builds(
+    ShardStats,
+    **{one.name: KINDS[str(one.type)] for one in fields(ShardStats) if one.name != "padding_fraction"},
+    padding_fraction=st.floats(0, 1),
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    """An output with three committed shards."""
+    found = open_folder(str(tmp_path / "out"), StorageConfig())
+    for shard in SHARDS:
+        commit(found, shard, part(shard), part_stats(shard), FINGERPRINT)
+    return found
+
+
+@given(st.lists(ANY_STATS, max_size=6))
+@settings(deadline=None)
+def test_totals_are_sums_and_maxima(shards: list[ShardStats]) -> None:
+    totals = add_up(to_table(shards))
+    assert totals.shards == len(shards)
+    for name in ("rows", "errors", "duplicate_ids", "prompt_tokens", "generated_tokens", "batches", "decode_steps"):
+        assert getattr(totals, name) == sum(getattr(shard, name) for shard in shards)
+    for name in ("prepare_seconds", "prefill_seconds", "decode_seconds", "generate_seconds", "commit_seconds"):
+        assert getattr(totals, name) == pytest.approx(sum(getattr(shard, name) for shard in shards))
+    for name in ("cache_bytes", "peak_memory_bytes"):
+        assert getattr(totals, name) == max((getattr(shard, name) for shard in shards), default=0)
+    steps, layers = sum(shard.decode_steps for shard in shards), sum(shard.layer_steps for shard in shards)
+    full = sum(shard.full_layer_steps for shard in shards)
+    assert totals.mean_depth == (layers / steps if steps else None)
+    assert totals.layer_ratio == (full / layers if layers else None)
+    assert 0 <= totals.padding_fraction <= 1
+    json.dumps(totals.to_dict(), allow_nan=False)
+
+
+@given(st.lists(ANY_STATS, max_size=5), st.lists(ANY_STATS, max_size=5))
+@settings(deadline=None)
+def test_the_order_of_shards_does_not_matter(one: list[ShardStats], other: list[ShardStats]) -> None:
+    assert add_up(to_table([*one, *other])).to_dict() == pytest.approx(add_up(to_table([*other, *one])).to_dict())
+
+
+@given(ANY_STATS)
+@settings(deadline=None)
+def test_a_record_keeps_every_number(stats: ShardStats) -> None:
+    assert ShardStats.from_record(json.loads(json.dumps(asdict(stats)))) == stats
+
+
+def test_a_record_without_a_number_is_none() -> None:
+    values = asdict(part_stats(SHARDS[0]))
+    del values["layer_steps"]
+    with pytest.raises(KeyError):
+        ShardStats.from_record(values)
+
+
+def test_padding_is_weighed_by_what_was_computed() -> None:
+    shards = [
+        part_stats(SHARDS[0], padding_fraction=0.5, padded_prompt_tokens=100),
+        part_stats(SHARDS[1], padding_fraction=0.0, padded_prompt_tokens=300),
+    ]
+    assert add_up(to_table(shards)).padding_fraction == 0.125
+
+
+@given(st.lists(ANY_STATS, max_size=5, unique_by=lambda shard: shard.shard))
+@settings(deadline=None)
+def test_a_table_has_a_row_a_shard_and_units(shards: list[ShardStats]) -> None:
+    table = to_table(shards)
+    assert table.to_pylist() == [asdict(shard) for shard in shards]
+    assert table.column_names == [one.name for one in fields(ShardStats)]
+    for one in table.schema:
+        assert one.metadata[b"unit"], one.name
+    assert table.schema.field("generate_seconds").metadata[b"unit"].startswith(b"s")
+    assert table.schema.field("peak_memory_bytes").metadata[b"unit"] == b"bytes"
+
+
+@given(st.lists(st.sampled_from(["a", "b", "c", None]), max_size=8))
+@settings(deadline=None)
+def test_duplicate_ids(ids: list[str | None]) -> None:
+    twice = pa.table({"id": pa.array([*ids, *ids], pa.string()), "sample_index": [0] * len(ids) + [1] * len(ids)})
+    assert duplicate_ids(twice) == len(ids) - len(set(ids))
+
+
+@pytest.mark.parametrize("cache_bytes", [2**30, 4000])
+def test_what_a_part_tells_is_what_the_actor_counts(checkpoint: Path, cache_bytes: int) -> None:
+    """Also where the actor itself refuses rows, here for want of cache."""
+    prompts = [[1, 9, 3], [1, *range(10, 30), 3], [], [1, 40, 41, 3], [1, *range(60, 80), 3]]
+    rows = pa.table(
+        {
+            "id": ["a", "b", "b", "c", "d"],
+            PROMPT_IDS: pa.array(prompts, pa.list_(pa.int32())),
+            ERROR: pa.array([None, None, "prompt is null", None, None], pa.string()),
+            SAMPLING: pa.array([None, '{"n":3,"temperature":1.0}', None, None, None], pa.string()),
+            CHOICES: pa.nulls(5, pa.list_(pa.string())),
+        }
+    )
+    actor = ShardGenerator(
+        {
+            "checkpoint": str(checkpoint),
+            "dtype": "float32",
+            "device": "cpu",
+            "sampling": {"max_new_tokens": 8},
+            "seed": 3,
+            "cache_bytes": cache_bytes,
+        },
+        part_spec(),
+    )
+    column = np.empty(1, dtype=object)
+    column[:] = [to_ipc(rows)]
+    done = actor(
+        {
+            "shard": np.array([7]),
+            "url": np.array(["in/a.parquet"]),
+            "first_row": np.array([10]),
+            "rows": column,
+            "prepare_seconds": np.array([0.25]),
+        }
+    )
+    counted = ShardStats.from_record(json.loads(done["stats"][0]))
+    table = pq.read_table(io.BytesIO(done["part"][0]))
+    told = ShardStats.of_part(7, table, LAYERS)
+    samples = 3 if cache_bytes == 2**30 else 1
+    assert table["id"].to_pylist() == ["a", *["b"] * samples, "b", "c", "d"]
+    assert (counted.rows, counted.answers) == (5, table.num_rows)
+    assert counted.errors == (1 if cache_bytes == 2**30 else 3)
+    assert counted.prepare_seconds == 0.25 and counted.generate_seconds > 0 and not counted.adopted
+    for name in (
+        "shard",
+        "rows",
+        "answers",
+        "errors",
+        "duplicate_ids",
+        "generated_tokens",
+        "decode_steps",
+        "layer_steps",
+        "full_layer_steps",
+        "prompt_tokens",
+    ):
+        assert getattr(told, name) == getattr(counted, name), name
+    assert told.mean_depth == pytest.approx(counted.mean_depth)
+    assert 0 < counted.mean_depth < LAYERS
+
+
+def test_a_finished_job_says_so(folder: Folder) -> None:
+    totals = finish(folder, MANIFEST)
+    assert totals.rows == 10 == MANIFEST.rows and totals.shards == 3
+    summary = json.loads(folder.read(SUMMARY))
+    assert folder.read(SUCCESS) == folder.read(SUMMARY)
+    assert summary == {
+        "output": folder.url,
+        "fingerprint": FINGERPRINT,
+        "planned_shards": 3,
+        "planned_rows": 10,
+        "nominal_speedup": 2.0,
+        "num_layers": LAYERS,
+        **totals.to_dict(),
+    }
+    table = pq.read_table(io.BytesIO(folder.read(STATS)))
+    assert table["shard"].to_pylist() == [0, 1, 2] and table.schema.field("rows").metadata[b"unit"] == b"input rows"
+    assert [row["generated_text"] for row in first_rows(folder, 2)] == ["answer 0", "answer 1"]
+
+
+def test_rows_that_are_missing_are_no_success(folder: Folder) -> None:
+    data = folder.read(part_name(1))
+    folder.replace(SUCCESS, b"{}")
+    folder.remove(part_name(1))
+    again = r"^part-000001.parquet was committed and is gone: run the same command again to answer it$"
+    with pytest.raises(RowsMissing, match=again):
+        finish(folder, MANIFEST)
+    assert committed(folder, SHARDS, FINGERPRINT) == {0, 2}
+    with pytest.raises(RowsMissing, match=r"^part-000001.parquet is missing: run the same command again"):
+        finish(folder, MANIFEST)
+    folder.create("part-000003.parquet", data)
+    with pytest.raises(RowsMissing, match=r"^part-000003.parquet belongs to no shard of this job: delete it$"):
+        finish(folder, MANIFEST)
+    folder.remove("part-000003.parquet")
+    assert SUCCESS not in folder.names() and "summary.json" not in folder.names("_job")
+    folder.create(part_name(1), data)
+    assert finish(folder, MANIFEST).rows == 10
+
+
+def test_a_part_of_another_size_is_believed_no_more(folder: Folder) -> None:
+    data = folder.read(part_name(1))
+    folder.replace(part_name(1), data[:-1])
+    with pytest.raises(RowsMissing, match=r"^part-000001.parquet is not what was committed: delete it"):
+        finish(folder, MANIFEST)
+    with pytest.raises(ValueError, match=r"part-000001.parquet: damaged .*; delete it and run again"):
+        committed(folder, SHARDS, FINGERPRINT)
+    folder.remove(part_name(1))
+    assert committed(folder, SHARDS, FINGERPRINT) == {0, 2}
+
+
+def test_a_lost_record_is_made_again(folder: Folder) -> None:
+    record = json.loads(folder.read(record_name(1)))
+    record["stats"]["rows"] = record["rows"] = 4
+    del record["check"]
+    for damage in (b"{", json.dumps(record).encode(), folder.read(record_name(2))):
+        folder.replace(record_name(1), damage)
+        assert finish(folder, MANIFEST).rows == 10
+        assert read_records(folder, FINGERPRINT)["adopted"].to_pylist() == [False, True, False]
+
+
+def test_a_record_of_no_shard_is_no_success(folder: Folder) -> None:
+    record = json.loads(folder.read(record_name(1)))
+    values = {**record, "shard": 9, "stats": {**record["stats"], "shard": 9}}
+    del values["check"]
+    folder.replace(record_name(9), json.dumps(values).encode())
+    with pytest.raises(RowsMissing, match=r"^_job/commits/000009.json belongs to no shard of this job: delete it$"):
+        finish(folder, MANIFEST)
+
+
+def test_a_report_of_a_job_under_way(folder: Folder) -> None:
+    folder.remove(part_name(2))
+    folder.remove(record_name(2))
+    totals = write_report(folder, MANIFEST, read_records(folder, FINGERPRINT))
+    assert (totals.shards, totals.rows) == (2, 9) and SUCCESS not in folder.names()
+    assert json.loads(folder.read(SUMMARY))["planned_rows"] == 10
+
+
+def printed(shards: pa.Table) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    print_report(console, MANIFEST, shards, add_up(shards))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_report_can_be_read(folder: Folder) -> None:
+    text = printed(read_records(folder, FINGERPRINT))
+    assert "10 rows in 3 shards, 2 with an error" in text
+    assert f"mean depth 3.00 of {LAYERS}, layer ratio 1.33x" in text
+    assert "2 rows share their id" in text
+    none = [replace(part_stats(SHARDS[2]), duplicate_ids=0)]
+    assert "no decode steps" in printed(to_table(none)) and "share their id" not in printed(to_table(none))
+
+
+def test_of_many_shards_the_slowest_are_shown() -> None:
+    records = [part_stats(Shard(index, "u", 0, 3), generate_seconds=float(index)) for index in range(30)]
+    lines = printed(to_table(records)).splitlines()
+    assert lines[0].strip() == "The 20 slowest of 30 shards"
+    assert [line.split()[0] for line in lines[2:22]] == [str(index) for index in range(10, 30)]
+
+
+def test_a_line_of_progress() -> None:
+    assert progress_line((2, 100, 0, 5000), 10.0, 8, 1000, 1, 50) == (
+        "3/8 shards  150/1,000 rows  10.0 rows/s  500 tokens/s  ETA 1:25  0:10 elapsed"
+    )
+    assert progress_line((3, 1234, 12, 99_999), 4000.0, 9, 9_999_999, 0, 0) == (
+        "3/9 shards  1,234/9,999,999 rows (12 errors)  0.3 rows/s  25 tokens/s  ETA 9003:01:48  1:06:40 elapsed"
+    )
+
+
+def test_a_line_of_progress_before_the_first_shard_and_after_the_last() -> None:
+    first = progress_line((0, 0, 0, 0), 3.0, 8, 1000, 2, 300)
+    assert first == "2/8 shards  300/1,000 rows  0.0 rows/s  0 tokens/s  0:03 elapsed"
+    last = progress_line((6, 700, 1, 0), 59.6, 8, 1000, 2, 300)
+    assert last == "8/8 shards  1,000/1,000 rows (1 errors)  11.7 rows/s  0 tokens/s  1:00 elapsed"
+
+
+def test_the_tally_adds() -> None:
+    coordinator = Coordinator()
+    assert coordinator.read() == (0, 0, 0, 0)
+    assert coordinator.begin(0) and coordinator.begin(1) and coordinator.begin(2)
+    coordinator.ended(0, True, 10, 1, 100)
+    coordinator.ended(1, True, 5, 0, 50)
+    coordinator.ended(1, False, 5, 0, 50)  # a second attempt adds nothing
+    assert coordinator.read() == (2, 15, 1, 150)
+    assert coordinator.stop() == {2}
+    assert not coordinator.begin(3) and coordinator.stop() == {2}
+    assert not coordinator.begin(2) and coordinator.working() == set()  # its actor had died

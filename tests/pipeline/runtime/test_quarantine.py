@@ -1,0 +1,179 @@
+"""Rows that kill: whatever the batches and whatever else dies, only they are given up, after so many deaths."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.runtime.quarantine import (
+    QUARANTINE,
+    Quarantine,
+    Record,
+    ShardAttempt,
+    ShardLost,
+    SuspectGroup,
+    clear_quarantine,
+    release_shard,
+)
+from pipeline.storage.folder import LocalFolder
+
+
+class Memory:
+    """A folder that is a dictionary."""
+
+    url = "memory"
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.writes = 0
+
+    def read(self, name: str) -> bytes:
+        if name not in self.files:
+            raise FileNotFoundError(name)
+        return self.files[name]
+
+    def create(self, name: str, data: bytes) -> bool:
+        self.writes += 1
+        return self.files.setdefault(name, data) is data
+
+    def replace(self, name: str, data: bytes) -> None:
+        self.writes += 1
+        self.files[name] = data
+
+    def remove(self, name: str) -> None:
+        self.files.pop(name, None)
+
+    def remove_all(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.remove(name)
+
+    def names(self, subfolder: str = "") -> list[str]:
+        return sorted(name.removeprefix(f"{subfolder}/") for name in self.files if name.startswith(f"{subfolder}/"))
+
+
+class Death(Exception):
+    """The process is no more."""
+
+
+def attempt(
+    shard_attempt: ShardAttempt, poison: set[int], chance: float, batch: int, rng: random.Random
+) -> dict[int, str]:
+    """Row -> answer; Death with the rows that were running. Batches are cut anew, in any order, each time."""
+    answers = dict.fromkeys(shard_attempt.errors, "error")
+    for group in shard_attempt.groups:
+        rows = rng.sample(group, len(group))
+        while rows:
+            size = rng.randint(1, batch)
+            running, rows = rows[:size], rows[size:]
+            shard_attempt.enter(running)
+            if poison & set(running) or rng.random() < chance:
+                raise Death(running)
+            answers |= dict.fromkeys(running, "answer")
+    shard_attempt.enter(())
+    return answers
+
+
+@given(
+    rows=st.integers(1, 60),
+    poison=st.sets(st.integers(0, 59), max_size=5),
+    attempts=st.integers(1, 4),
+    batch=st.integers(1, 70),
+    chance=st.sampled_from([0.0, 0.0, 0.05, 0.2]),
+    seed=st.integers(0, 2**32),
+)
+def test_only_rows_that_kill_are_given_up(
+    rows: int, poison: set[int], attempts: int, batch: int, chance: float, seed: int
+) -> None:
+    rng, poison = random.Random(seed), {row for row in poison if row < rows}
+    quarantine = Quarantine(Memory(), "run", attempts, "generate")
+    deaths = others = 0
+    alone = dict.fromkeys(range(rows), 0)
+    while True:
+        shard_attempt = quarantine.begin(0, rows)
+        try:
+            answers = attempt(shard_attempt, poison, chance, batch, rng)
+            break
+        except Death as death:
+            running = death.args[0]
+            deaths += 1
+            others += not poison & set(running)
+            if shard_attempt.careful and len(running) == 1:
+                alone[running[0]] += 1
+        most = 1 + others + len(poison) * (2 * attempts + math.ceil(math.log2(rows)))
+        assert deaths <= most, (deaths, most)
+    assert set(answers) == set(range(rows))  # every row, once
+    given_up = {row for row, answer in answers.items() if answer == "error"}
+    assert poison <= given_up
+    assert all(alone[row] >= attempts for row in given_up)  # a healthy row only if it died as often, alone
+    assert given_up == poison or chance
+    release_shard(quarantine.folder, 0)
+    assert quarantine.folder.names(QUARANTINE) == []
+
+
+@given(rows=st.integers(1, 300), seed=st.integers(0, 99))
+def test_an_attempt_that_lives_writes_once(rows: int, seed: int) -> None:
+    folder = Memory()
+    shard_attempt = Quarantine(folder, "run", 3, "generate").begin(7, rows)
+    assert not shard_attempt.careful and shard_attempt.groups == [tuple(range(rows))] and shard_attempt.errors == {}
+    attempt(shard_attempt, set(), 0.0, 8, random.Random(seed))
+    assert folder.writes == 1
+    assert folder.names(QUARANTINE) == ["000007.generate.json"]
+
+
+@pytest.mark.parametrize("attempts", [1, 2, 3])
+def test_deaths_outside_of_batches_fail_the_shard(attempts: int) -> None:
+    """Between batches, before the first, while the part is made: no row is to blame, so the job must end."""
+    quarantine = Quarantine(Memory(), "run", attempts, "generate")
+    assert not quarantine.begin(12, 5).careful  # the first death, of which nothing is known
+    for _ in range(attempts):
+        assert quarantine.begin(12, 5).careful
+    with pytest.raises(
+        ShardLost, match=rf"^shard 12: its process died, or .*, {attempts} times? with no row in flight"
+    ):
+        quarantine.begin(12, 5)
+
+
+def test_a_marker_of_another_run_counts_no_death_but_keeps_what_was_found() -> None:
+    folder = Memory()
+    first = Quarantine(folder, "first", 2, "generate")
+    first.begin(0, 8)
+    for _ in range(2):
+        first.begin(0, 8).enter([2, 3, 4, 5])
+    shard_attempt = first.begin(0, 8)
+    assert shard_attempt.groups == [(2, 3), (4, 5), (0, 1, 6, 7)]
+    shard_attempt.enter([2, 3])
+    later = Quarantine(folder, "second", 2, "generate").begin(0, 8)
+    assert later.careful and later.groups == shard_attempt.groups
+    folder.remove("_job/quarantine/000000.generate.json")
+    first.begin(0, 8)
+    for run in ("second", "third", "fourth"):  # drivers that die, one after the other
+        assert not Quarantine(folder, run, 1, "generate").begin(0, 8).careful
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"{}", b"null", b'{"run": "run", "suspects": 3}'])
+def test_a_damaged_marker_is_made_anew(data: bytes) -> None:
+    folder = Memory()
+    folder.replace(f"{QUARANTINE}/000003.generate.json", data)
+    shard_attempt = Quarantine(folder, "run", 2, "generate").begin(3, 4)
+    assert shard_attempt.careful and shard_attempt.groups == [(0, 1, 2, 3)]
+    assert Record.decode(folder.read(f"{QUARANTINE}/000003.generate.json"), 4).run == "run"
+    wrong = Record("run", (SuspectGroup((1, 9)),), in_flight=())
+    folder.replace(f"{QUARANTINE}/000003.generate.json", wrong.encode())  # of a shard of other rows
+    assert Quarantine(folder, "run", 2, "generate").begin(3, 4).groups == [(0, 1, 2, 3)]
+
+
+def test_markers_of_shards_that_are_done_go(tmp_path: Path) -> None:
+    folder = LocalFolder(str(tmp_path), tmp_path)
+    for shard in (0, 3, 1_000_000):
+        Quarantine(folder, "run", 2, "generate").begin(shard, 4)
+        Quarantine(folder, "run", 2, "prepare").begin(shard, 4)
+    clear_quarantine(folder, but={3})
+    assert folder.names(QUARANTINE) == ["000003.generate.json", "000003.prepare.json"]
+    release_shard(folder, 3)
+    assert folder.names(QUARANTINE) == []

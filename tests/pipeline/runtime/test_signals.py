@@ -1,0 +1,187 @@
+"""Signals: at once, or after a grace for what is at work; a second one, or a lost lease, waits for nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.commit import lease as leases
+from pipeline.commit.lease import TERMS, LeaseLost, leased
+from pipeline.config.job import StorageConfig
+from pipeline.generate.coordinator import Coordinator
+from pipeline.runtime.signals import Interrupted, graceful, interrupt_at_once, interruptible, shielded
+from pipeline.storage.folder import open_folder
+
+
+class Work:
+    """Shards 0 ... count - 1, of which one ends every `seconds`."""
+
+    def __init__(self, count: int, seconds: float) -> None:
+        self.coordinator = Coordinator()
+        for shard in range(count):
+            assert self.coordinator.begin(shard)
+        self.seconds = seconds
+        self.began = time.monotonic()
+        self.asked_from: list[str] = []
+
+    def stop(self) -> set[int]:
+        self.asked_from.append(threading.current_thread().name)
+        return set(self.coordinator.stop())
+
+    def left(self) -> set[int]:
+        for shard in list(self.coordinator.working())[: int((time.monotonic() - self.began) / self.seconds)]:
+            self.coordinator.ended(shard, True, 1, 0, 1)
+        return set(self.coordinator.working())
+
+
+def send(number: int = signal.SIGTERM) -> None:
+    os.kill(os.getpid(), number)
+
+
+def send_and_wait(number: int = signal.SIGTERM) -> None:
+    send(number)
+    time.sleep(9)
+
+
+def interrupted(seconds: float, stop: Callable[[], set[int]], left: Callable[[], set[int]], act: Any = send) -> float:
+    """Seconds from the signal to `Interrupted`."""
+    began = time.monotonic()
+
+    def run() -> None:
+        with graceful(seconds, stop, left):
+            act()
+            time.sleep(9)
+
+    with interruptible(), pytest.raises(Interrupted):
+        run()
+    return time.monotonic() - began
+
+
+@contextmanager
+def no_thread_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_outside_of_grace_a_signal_is_an_interrupt_at_once(number: int) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(Interrupted, match=signal.Signals(number).name), interruptible():
+        send_and_wait(number)
+    assert signal.getsignal(number) is before
+
+
+def test_what_is_at_work_is_finished_and_nothing_begun(capsys: pytest.CaptureFixture[str]) -> None:
+    work = Work(3, 0.3)
+    with no_thread_left():
+        assert 0.2 < interrupted(8, work.stop, work.left) < 4
+    assert work.coordinator.read()[0] == 3 and not work.coordinator.begin(7)
+    assert work.asked_from == ["grace"]  # a handler runs in the middle of anything and must not ask Ray
+    assert capsys.readouterr().err == "stopping: 3 shards in flight are given up to 8 s; once more stops at once\n"
+
+
+def test_work_that_takes_longer_is_dropped_when_time_is_up() -> None:
+    work = Work(2, 60)
+    assert 0.5 <= interrupted(0.5, work.stop, work.left) < 3
+    assert work.coordinator.read()[0] == 0
+
+
+def test_nothing_at_work_is_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    work = Work(0, 1)
+    assert interrupted(9, work.stop, work.left) < 2
+    assert capsys.readouterr().err == ""
+
+
+def test_no_grace_is_at_once() -> None:
+    work = Work(2, 60)
+    assert interrupted(0, work.stop, work.left) < 0.5
+    assert work.asked_from == []
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_stops_at_once(second: int) -> None:
+    work = Work(2, 60)
+
+    def act() -> None:
+        send(signal.SIGINT)
+        time.sleep(0.5)
+        send(second)
+
+    with no_thread_left():
+        assert interrupted(60, work.stop, work.left, act) < 2
+
+
+def test_work_that_ends_by_itself_is_told_of_the_signal() -> None:
+    with interruptible(), graceful(60, lambda: {1}, lambda: {1}) as grace:
+        assert grace.signal is None
+        send()
+        time.sleep(0.5)
+    assert grace.signal == "SIGTERM"
+    with pytest.raises(Interrupted), interruptible():  # and grace is over
+        send_and_wait()
+
+
+def test_a_signal_while_clearing_up_waits_for_its_end() -> None:
+    cleared = []
+
+    def clear_up() -> None:
+        with shielded():
+            send()
+            time.sleep(0.1)
+            cleared.append(1)
+
+    with interruptible():
+        with pytest.raises(Interrupted):
+            clear_up()
+        assert cleared
+        with shielded():  # nothing is left over
+            pass
+
+
+def test_a_lease_lost_while_clearing_up_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a run that slept for minutes would go on to report on another's folder."""
+    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.05)
+    folder = open_folder(str(tmp_path), StorageConfig())
+
+    def run() -> None:
+        with leased(folder), shielded():
+            folder.create(f"{TERMS}/000002.json", folder.read(f"{TERMS}/000001.json"))
+            time.sleep(0.5)
+
+    with interruptible(), pytest.raises(LeaseLost):
+        run()
+
+
+def test_a_lost_lease_is_given_no_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.05)
+    folder, work = open_folder(str(tmp_path), StorageConfig()), Work(2, 60)
+    began = time.monotonic()
+
+    def run() -> None:
+        with leased(folder), graceful(60, work.stop, work.left):
+            folder.create(f"{TERMS}/000002.json", folder.read(f"{TERMS}/000001.json"))
+            time.sleep(9)
+
+    with interruptible(), pytest.raises(LeaseLost):
+        run()
+    assert time.monotonic() - began < 2
+
+
+def test_an_interrupt_from_another_thread_stops_a_grace_that_has_begun() -> None:
+    work = Work(2, 60)
+
+    def act() -> None:
+        send()
+        timer = threading.Timer(0.3, interrupt_at_once)
+        timer.start()
+
+    assert interrupted(60, work.stop, work.left, act) < 3

@@ -1,0 +1,266 @@
+"""What networks and stores do to requests: data come whole or not at all, and what is written is written once."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fault_proxy import (
+    DELAY,
+    DENIED,
+    EXPIRED,
+    LOST_ANSWER,
+    PASSING,
+    RESET,
+    RESET_ANSWER,
+    RESET_BODY,
+    SHORT,
+    SLOW_DOWN,
+    TRUNCATED,
+    Fault,
+    Proxy,
+    Request,
+    fault_proxy,
+    mixed,
+    refusal,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline.checkpoints.stores import BucketStore
+from pipeline.config.job import StorageConfig
+from pipeline.read.source import Shard, list_files, read_shards
+from pipeline.storage.errors import StoreFailed
+from pipeline.storage.folder import STORE_ERRORS, Folder, ObjectFolder, open_folder
+
+BUDGET = 6.0  # seconds; waits begin at up to 0.01 s
+NAMES = {RESET: "reset", RESET_BODY: "reset in the request", LOST_ANSWER: "lost answer", RESET_ANSWER: "reset answer"}
+
+
+def label(fault: str | bytes) -> str:
+    return NAMES.get(fault, fault[:40]) if isinstance(fault, str) else fault.decode().split("Code>")[1][:-2]
+
+
+@pytest.fixture(scope="module")
+def behind(s3: StorageConfig) -> Iterator[Proxy]:
+    assert s3.endpoint_url
+    with fault_proxy(s3.endpoint_url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxy(behind: Proxy) -> Iterator[Proxy]:
+    """A proxy that passes everything on, until a test says otherwise."""
+    behind.script, behind.requests = (lambda request: None), []
+    behind.done.clear()
+    yield behind
+    behind.script = lambda request: None
+
+
+def through(proxy: Proxy, seconds: float = BUDGET) -> StorageConfig:
+    return StorageConfig(endpoint_url=proxy.url, retry_seconds=seconds)
+
+
+def new_folder(storage: StorageConfig) -> Folder:
+    return open_folder(f"s3://bucket/{uuid.uuid4().hex}", storage)
+
+
+def first(fault: str | bytes, times: int = 3) -> object:
+    """The fault on the first requests, which may be less than one call's."""
+    return lambda request: fault if request.number < times else None
+
+
+def every_other_read(fault: str | bytes) -> object:
+    """The fault on each first try of several to read an object."""
+    reads = itertools.count()
+
+    def script(request: Request) -> Fault:
+        is_read = request.method == "GET" and "list-type" not in request.target
+        return fault if is_read and next(reads) % 2 == 0 else None
+
+    return script
+
+
+def begin(proxy: Proxy, script: object) -> None:
+    proxy.requests.clear()
+    proxy.script = script  # type: ignore[assignment]
+
+
+DATA = np.random.default_rng(0).bytes(300_000)
+
+
+@pytest.mark.parametrize("fault", PASSING, ids=label)
+def test_what_passes_is_waited_out(proxy: Proxy, fault: str | bytes, s3: StorageConfig) -> None:
+    folder = new_folder(through(proxy))
+    direct = open_folder(folder.url, s3)
+    for number in (1, 3):  # also where the answer is lost: it knows its own
+        begin(proxy, first(fault, number))
+        assert folder.create("a", DATA)
+        begin(proxy, first(fault, number))
+        assert not folder.create("a", DATA)
+        if number == 1:
+            direct.remove("a")
+    begin(proxy, first(fault))
+    assert folder.read("a") == DATA == direct.read("a")
+    begin(proxy, first(fault))
+    folder.replace("b/c", DATA[:1000])
+    begin(proxy, first(fault))
+    assert folder.names() == ["a"] and folder.names("b") == ["c"]
+    assert direct.read("b/c") == DATA[:1000]
+    begin(proxy, first(fault))
+    folder.remove("a")
+    begin(proxy, first(fault))
+    folder.remove_all(["a", "b/c"])
+    assert folder.names() == folder.names("b") == direct.names() == []
+
+
+@pytest.mark.parametrize("fault", [TRUNCATED, RESET_ANSWER, SHORT, SLOW_DOWN], ids=label)
+def test_inputs_are_read_whole(proxy: Proxy, fault: str | bytes, s3: StorageConfig) -> None:
+    rows = pa.table({"text": [hashlib.sha256(str(row).encode()).hexdigest() for row in range(20_000)]})
+    sink = io.BytesIO()
+    pq.write_table(rows, sink, row_group_size=5000)
+    folder = new_folder(s3)
+    folder.replace("x.parquet", sink.getvalue())
+
+    begin(proxy, every_other_read(fault))
+    listed = list_files([folder.url], through(proxy))
+    (url,) = listed
+    (table,) = read_shards([Shard(0, url, 0, 20_000)], ["text"], through(proxy))
+    assert table.equals(rows) and proxy.done["GET", fault] >= 2
+
+
+@pytest.mark.parametrize("fault", [TRUNCATED, RESET_ANSWER, SHORT], ids=label)
+def test_checkpoints_are_fetched_whole(proxy: Proxy, fault: str | bytes, s3: StorageConfig, tmp_path: Path) -> None:
+    folder = new_folder(s3)
+    data = DATA * 60  # more than one ranged read
+    folder.replace("model.bin", data)
+    store = BucketStore(folder.url, through(proxy))
+    files = store.files()
+    begin(proxy, every_other_read(fault))
+    fetched = store.download(files, tmp_path / "x") / "model.bin"
+    assert fetched.read_bytes() == data and proxy.done["GET", fault] >= 1
+
+
+def test_no_layer_multiplies_the_tries_of_another(proxy: Proxy) -> None:
+    folder = new_folder(through(proxy, 0))
+    proxy.script = lambda request: SLOW_DOWN
+    for operation in (
+        lambda: folder.read("a"),
+        lambda: folder.create("a", b"x"),
+        lambda: folder.remove("a"),
+        folder.names,
+    ):
+        proxy.requests.clear()
+        with pytest.raises(OSError, match=r"the last of 1 tries|fails still"):
+            operation()
+        assert len(proxy.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (EXPIRED, r"access refused \(ExpiredToken\): renew the credentials"),
+        (DENIED, r"access refused: AccessDenied: Access Denied$"),
+        (refusal(403, "InvalidAccessKeyId"), r"access refused \(InvalidAccessKeyId\): renew the credentials"),
+        (refusal(403, "SignatureDoesNotMatch"), r"access refused \(SignatureDoesNotMatch\): renew the cred"),
+        (refusal(403, "RequestTimeTooSkewed"), r"access refused \(RequestTimeTooSkewed\): set this machine's clock"),
+    ],
+    ids=lambda value: label(value) if isinstance(value, bytes) else "",
+)
+def test_refused_access_is_one_line_at_once(proxy: Proxy, answer: bytes, words: str) -> None:
+    folder = new_folder(through(proxy))
+    assert isinstance(folder, ObjectFolder)
+    proxy.script = lambda request: answer
+    operations = [
+        lambda: folder.read("a"),
+        lambda: folder.create("a", b"x"),
+        lambda: folder.replace("a", b"x"),
+        lambda: folder.remove("a"),
+        lambda: folder.remove_all(["a"]),
+        folder.names,
+        lambda: folder.fs.info(folder.path),
+        lambda: folder.fs.open(f"{folder.path}/a"),
+    ]
+    for operation in operations:
+        proxy.requests.clear()
+        with pytest.raises(PermissionError, match=words) as caught:
+            operation()
+        assert (
+            str(caught.value).startswith("s3://bucket") and len(proxy.requests) <= 3
+        )  # boto looks for the region after a HEAD of 400
+        assert "test" not in str(caught.value)
+
+
+def test_a_bucket_that_is_not_there_is_named(s3: StorageConfig) -> None:
+    folder = open_folder("s3://no-such-bucket/out", s3)
+    for operation in (
+        folder.names,
+        lambda: folder.read("a"),
+        lambda: folder.create("a", b""),
+        lambda: folder.remove("a"),
+    ):
+        with pytest.raises(OSError, match=r"^s3://no-such-bucket: no such bucket$"):
+            operation()
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["create", "replace", "remove", "remove_all", "read", "names"]),
+        st.sampled_from(["a", "b", "s/a"]),
+        st.binary(max_size=3000),
+    ),
+    max_size=12,
+)
+
+
+@given(steps=STEPS, seed=st.integers(0, 2**32))
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+def test_under_any_mix_of_faults_a_folder_is_a_dictionary(
+    proxy: Proxy, s3: StorageConfig, steps: list[tuple[str, str, bytes]], seed: int
+) -> None:
+    """Each call does what it says, or raises and has done it or nothing."""
+    folder = new_folder(through(proxy, 1.0))
+    direct = open_folder(folder.url, s3)
+    proxy.script = mixed(seed, 0.4)
+    held: dict[str, bytes] = {}
+    for step, name, data in steps:
+        try:
+            if step == "create":
+                assert folder.create(name, data) == (name not in held)
+                held.setdefault(name, data)
+            elif step == "replace":
+                folder.replace(name, data)
+                held[name] = data
+            elif step == "remove":
+                folder.remove(name)
+                held.pop(name, None)
+            elif step == "remove_all":
+                folder.remove_all(["a", name])
+                held.pop("a", None), held.pop(name, None)
+            elif step == "names":
+                assert folder.names() == sorted(set(held) & {"a", "b"})
+            elif name in held:
+                assert folder.read(name) == held[name]
+            else:
+                with pytest.raises(FileNotFoundError):
+                    folder.read(name)
+        except STORE_ERRORS as error:
+            if not isinstance(error, StoreFailed):
+                raise
+            held = {one: direct.read(one) for one in [*direct.names(), *(f"s/{x}" for x in direct.names("s"))]}
+    proxy.script = lambda request: None
+    assert {one: direct.read(one) for one in ("a", "b", "s/a") if one in held} == held
+
+
+def test_delays_cost_only_time(proxy: Proxy) -> None:
+    folder = new_folder(through(proxy))
+    proxy.script = lambda request: DELAY
+    assert folder.create("a", b"1") and folder.read("a") == b"1"

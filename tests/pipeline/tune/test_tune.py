@@ -1,0 +1,356 @@
+"""Training follows the inference path: its logits are the oracle's, and skipped layers are not computed."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from models import LAYERS, VOCAB, tiny_model
+from oracle import oracle_logits
+from pydantic import ValidationError
+from safetensors.torch import load_file
+from tiny import tiny_checkpoint
+
+from actors.engine.decoder import Decoder
+from actors.engine.loading import inspect, load_tokenizer
+from actors.engine.schedule import ScheduleSpec
+from pipeline.config.tune import TuneConfig, TuneDataConfig
+from pipeline.tune.data import IGNORED, Batch, collate, encode, read_pairs
+from pipeline.tune.run import tune
+from pipeline.tune.trainer import response_logits
+
+SPECS = [
+    ScheduleSpec(),
+    ScheduleSpec(speedup=2, horizon=6),
+    ScheduleSpec(max_depth=5, min_depth=2, horizon=4, keep_order="even", prompt="first"),
+    ScheduleSpec(depths=(5, 3, 1), keep_order=(3, 0, 5, 1, 4, 2), warmup=0),
+]
+
+
+def pairs(seed: int, count: int = 5) -> list[dict[str, Any]]:
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        prompt, response = rng.randint(1, 9), rng.randint(1, 8)
+        rows.append({"input_ids": rng.choices(range(3, VOCAB), k=prompt + response), "prompt_tokens": prompt})
+    return rows
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "opt-post-norm", "mistral", "gemma2", "gemma3", "gpt-neox"])
+@pytest.mark.parametrize("spec", SPECS, ids=range(len(SPECS)))
+def test_training_logits_are_those_of_inference(family: str, spec: ScheduleSpec) -> None:
+    decoder, schedule, rows = Decoder(tiny_model(family)), spec.build(LAYERS), pairs(seed=1)
+    inputs = collate(rows)
+    logits = response_logits(decoder, Batch(**inputs), schedule)
+    for row, pair in enumerate(rows):
+        prompt, response = pair["input_ids"][: pair["prompt_tokens"]], pair["input_ids"][pair["prompt_tokens"] :]
+        for place, token in enumerate(response):
+            want = oracle_logits(decoder, schedule, prompt, response[:place])
+            torch.testing.assert_close(logits[row, place], want, rtol=1e-3, atol=1e-3)
+            assert inputs["labels"][row, place] == token
+        assert (inputs["labels"][row, len(response) :] == IGNORED).all()
+
+
+def test_a_layer_is_run_only_over_the_columns_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, rows = Decoder(tiny_model("llama")), pairs(seed=2)
+    schedule = ScheduleSpec(max_depth=4, min_depth=2, horizon=3).build(LAYERS)
+    run: dict[int, int] = {}
+    plain = decoder.run_layer
+
+    def counting(layer: int, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+        run[layer] = hidden.shape[1]
+        return plain(layer, hidden, *rest)
+
+    monkeypatch.setattr(decoder, "run_layer", counting)
+    batch = Batch(**collate(rows))
+    response_logits(decoder, batch, schedule)
+    inputs = batch.ids.shape[1] - batch.prompt_columns
+    assert run == {layer: batch.prompt_columns + schedule.uses(layer, inputs + 1) for layer in range(LAYERS)}
+    assert len(set(run.values())) == 4
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> dict[str, Any]:
+    """A copying task that a tiny model learns something of in a few steps."""
+    rng = random.Random(3)
+    words = ["red", "green", "blue", "round", "square", "small"]
+    rows = [" ".join(rng.choices(words, k=3)) for _ in range(64)]
+    pq.write_table(pa.table({"prompt": rows, "reference": rows}), tmp_path / "train.parquet")
+    pq.write_table(
+        pa.table({"prompt": rows[:8], "references": [[row, row] for row in rows[:8]]}), tmp_path / "dev.parquet"
+    )
+    return {
+        "model": {
+            "new": {
+                "model_type": "llama",
+                "num_hidden_layers": 4,
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_attention_heads": 2,
+                "max_position_embeddings": 64,
+            },
+            "vocab_size": 300,
+        },
+        "data": {"train": str(tmp_path / "train.parquet"), "dev": str(tmp_path / "dev.parquet")},
+        "output": str(tmp_path / "out"),
+        "schedule": {"speedups": [1, 2]},
+        "training": {
+            "max_steps": 12,
+            "batch_size": 16,
+            "learning_rate": 0.01,
+            "warmup_steps": 2,
+            "eval_steps": 6,
+            "save_steps": 6,
+            "threads": 1,
+        },
+    }
+
+
+def parquet(path: Path, **columns: Any) -> str:
+    pq.write_table(pa.table(columns), path)
+    return str(path)
+
+
+def run(recipe: dict[str, Any], **training: Any) -> dict[str, Any]:
+    values = {**recipe, "training": {**recipe["training"], **training}}
+    output = tune(TuneConfig.model_validate(values), "recipe.yaml")
+    return json.loads((output / "tune.json").read_text())  # type: ignore[no-any-return]
+
+
+def test_tune_from_scratch_then_from_its_checkpoint(recipe: dict[str, Any], tmp_path: Path) -> None:
+    record = run(recipe)
+    assert record["steps"] == 12
+    assert set(record["dev_loss"]) == {"eval_loss_1x", "eval_loss_2x", "eval_loss"}
+    assert record["dev_loss"]["eval_loss"] < 4.5  # untrained: ln 300 = 5.7
+    found = inspect(tmp_path / "out")
+    assert found.spec is not None
+    assert (found.spec.speedup, found.num_layers) == (2, 4)
+    assert found.spec.horizon is not None and 3 <= found.spec.horizon <= 20
+    further = {
+        **recipe,
+        "model": {"path": str(tmp_path / "out")},
+        "output": str(tmp_path / "further"),
+        "schedule": {"speedups": [2], "horizon": 5},
+    }
+    assert run(further, bf16=False)["dev_loss"]["eval_loss_2x"] < record["dev_loss"]["eval_loss_2x"]
+    spec = inspect(tmp_path / "further").spec
+    assert spec is not None and spec.horizon == 5
+
+
+def test_a_run_that_was_cut_off_goes_on(recipe: dict[str, Any]) -> None:
+    first = run(recipe, max_steps=6)
+    assert (first["steps"], first["resumed_at_step"]) == (6, 0)
+    second = run(recipe)
+    assert (second["steps"], second["resumed_at_step"]) == (12, 6)
+    with pytest.raises(ValueError, match="holds a run of another recipe"):
+        run(recipe, learning_rate=0.02)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "message"),
+    [
+        ("data", "train", "none.parquet", "none.parquet: cannot be read as Parquet"),
+        ("data", "prompt", "question", r"train.parquet: no column 'question'; it has prompt, reference"),
+        ("data", "max_tokens", 4, "no pair within 4 tokens"),
+        ("schedule", "speedups", [0.5], "speedup = 0.5: must be at least 1"),
+        ("schedule", "keep_order", [0, 1], "keep_order has 2 entries for 4 layers"),
+    ],
+)
+def test_bad_recipes_are_refused_before_training(
+    recipe: dict[str, Any], section: str, key: str, value: Any, message: str, tmp_path: Path
+) -> None:
+    bad = {**recipe, section: {**recipe[section], key: value}}
+    with pytest.raises(ValueError, match=message) as caught:
+        tune(TuneConfig.model_validate(bad), "recipe.yaml")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint to begin from, with words that the recipe's data has."""
+    return tiny_checkpoint(tmp_path_factory.mktemp("start"))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_accumulated_micro_batches_are_one_batch(recipe: dict[str, Any], tmp_path: Path) -> None:
+    curves = [
+        run({**recipe, "output": str(tmp_path / str(parts))}, accumulation=parts, bf16=False)["dev_loss"]
+        for parts in (1, 4)
+    ]
+    assert curves[1] == pytest.approx(curves[0], rel=2e-3)
+
+
+def test_a_finished_run_is_left_as_it_is(recipe: dict[str, Any], tmp_path: Path) -> None:
+    run(recipe)
+    record = tmp_path / "out" / "tune.json"
+    written = record.stat().st_mtime_ns
+    run(recipe)
+    assert record.stat().st_mtime_ns == written
+    table = pq.read_table(tmp_path / "train.parquet")
+    pq.write_table(table.slice(1), tmp_path / "train.parquet")
+    with pytest.raises(ValueError, match="another recipe, or of files that have changed"):
+        run(recipe)
+    shutil.rmtree(tmp_path / "out" / "_training")
+    with pytest.raises(ValueError, match="holds a checkpoint already"):
+        run(recipe)
+
+
+def test_a_checkpoint_cut_off_in_writing_is_passed_by(recipe: dict[str, Any], tmp_path: Path) -> None:
+    run(recipe, max_steps=6)
+    torn = tmp_path / "out" / "_training" / "checkpoint-9"
+    torn.mkdir()
+    (torn / "model.safetensors").write_bytes(b"torn")
+    assert run(recipe)["resumed_at_step"] == 6
+
+
+def test_what_a_recipe_leaves_out_is_as_the_start_has_it(recipe: dict[str, Any], tmp_path: Path) -> None:
+    run({**recipe, "schedule": {"speedups": [2], "keep_order": "even", "decay": "cosine"}})
+    further = {**recipe, "model": {"path": str(tmp_path / "out")}, "output": str(tmp_path / "further")}
+    run({**further, "schedule": {"speedups": [2], "decay": "linear"}}, max_steps=1)
+    spec = inspect(tmp_path / "further").spec
+    assert spec is not None and (spec.keep_order, spec.decay) == ("even", "linear")
+    with pytest.raises(ValueError, match="would be written over"):
+        run({**further, "output": str(tmp_path / "out")})
+
+
+def test_low_rank_adapters_merge_into_a_plain_checkpoint(recipe: dict[str, Any], start: Path, tmp_path: Path) -> None:
+    lora = {"rank": 4, "alpha": 8, "targets": ["q_proj", "down_proj"]}
+    adapted = {**recipe, "model": {"path": str(start)}, "lora": lora, "loss": {"references": 0.0, "distillation": 1.0}}
+    record = run(adapted, learning_rate=0.05)
+    before, after = weights(start), weights(tmp_path / "out")
+    changed = {name for name in before if not torch.equal(before[name].bfloat16(), after[name])}
+    assert changed == {name for name in before if "q_proj" in name or "down_proj" in name}
+    losses = record["dev_loss"]
+    # at full depth it begins as its own teacher; at 2x it has something to learn
+    assert losses["eval_loss_1x"] < 0.5 and losses["eval_loss_2x"] > 0
+
+    apart = run({**adapted, "output": str(tmp_path / "apart"), "lora": {**lora, "merge": False}}, learning_rate=0.05)
+    assert apart["dev_loss"] == losses
+    assert (tmp_path / "apart" / "adapter_model.safetensors").is_file()
+    with pytest.raises(ValueError, match=r"LoRA adapters of .*; tune with lora.merge: true"):
+        inspect(tmp_path / "apart")
+
+
+def test_distillation_brings_skipping_nearer_to_full_depth(recipe: dict[str, Any], start: Path, tmp_path: Path) -> None:
+    taught = {
+        **recipe,
+        "model": {"path": str(start)},
+        "loss": {"references": 0.0, "distillation": 1.0},
+        "schedule": {"speedups": [2]},
+    }
+    first, last = (
+        run({**taught, "output": str(tmp_path / str(steps))}, max_steps=steps, learning_rate=0.003)["dev_loss"]
+        for steps in (1, 40)
+    )
+    assert last["eval_loss_2x"] < 0.7 * first["eval_loss_2x"]
+
+
+def test_the_best_weights_are_kept_when_it_stops_early(recipe: dict[str, Any]) -> None:
+    record = run(recipe, max_steps=200, eval_steps=4, learning_rate=1.0, early_stopping=2, warmup_steps=0)
+    assert record["steps"] < 200
+    calm = run({**recipe, "output": recipe["output"] + "-calm"}, max_steps=8, eval_steps=4, early_stopping=2)
+    assert calm["steps"] == 8
+
+
+def test_token_ids_and_cut_off_responses(recipe: dict[str, Any], start: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(start)
+    texts = ["Zizzi is cheap", "The Eagle is near"]
+    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    prompts = tokenizer(texts)["input_ids"]
+    path = parquet(tmp_path / "ids.parquet", prompt=prompts, response=ids, ended=[True, False])
+    data = TuneDataConfig.model_validate({"train": path, "dev": path, "ended": "ended"})
+    rows = encode(tokenizer, read_pairs(data, [path], "response"), 256, 300)
+    assert [row["input_ids"] for row in rows] == [
+        [*prompts[0], *ids[0], tokenizer.eos_token_id],
+        [*prompts[1], *ids[1]],
+    ]
+    plain = parquet(tmp_path / "plain.parquet", prompt=texts, response=texts)
+    text = read_pairs(data.model_copy(update={"ended": None}), [plain], "response")
+    assert encode(tokenizer, text, 256, 300)[0] == rows[0]
+    with pytest.raises(ValueError, match="pair 0: a token id lies outside the model's vocabulary of 5"):
+        encode(tokenizer, text, 256, 5)
+    columns = {"train_reference": "response", "dev_reference": "response", "ended": "ended"}
+    run({**recipe, "model": {"path": str(start)}, "data": {"train": path, "dev": path, **columns}})
+
+
+def test_schedules_to_draw_from_may_differ_in_anything(recipe: dict[str, Any]) -> None:
+    record = run({**recipe, "schedule": {"speedups": [1, 2], "also": [{"speedup": 2.0, "prompt": "first"}]}})
+    assert set(record["dev_loss"]) == {
+        "eval_loss_1x",
+        "eval_loss_2x",
+        "eval_loss_speedup=2.0 prompt=first",
+        "eval_loss",
+    }
+
+
+def test_comparisons_are_trained_side_by_side(recipe: dict[str, Any]) -> None:
+    compared = {"speedups": [2], "compare": 2.0, "learned_order": [0, 2, 3, 1]}
+    losses = run({**recipe, "schedule": compared})["dev_loss"]
+    assert {"eval_loss_2x", "eval_loss_2x early exit", "eval_loss_2x learned order"} <= set(losses)
+    assert "eval_loss_2x paper" not in losses  # which is 2x
+
+
+@pytest.mark.parametrize(
+    ("columns", "changes", "message"),
+    [
+        ({"reference": ["a", ""]}, {}, r"bad.parquet: row 1: reference is empty"),
+        ({"reference": ["a", None]}, {}, r"bad.parquet: row 1: reference is empty"),
+        ({"prompt": ["a", " "]}, {}, r"bad.parquet: row 1: prompt is empty"),
+        ({"reference": ["red", "yelow"]}, {"data": {"choices": ["red", "yellow"]}}, r"row 1: 'yelow' is none of the 2"),
+        ({}, {"model": {"path": "START"}, "lora": {"targets": ["wq"]}}, r"no 'wq'; it has down_proj, .*v_proj"),
+        (
+            {},
+            {"model": {"new": {"model_type": "llama", "hiden_size": 8}}},
+            "unknown key hiden_size; did you mean hid",
+        ),
+        ({}, {"model": {"new": {"model_type": "lama"}}}, "transformers has no 'lama'"),
+        ({}, {"lora": {"targets": ["q_proj"]}}, "lora adapts a checkpoint"),
+        ({}, {"loss": {"distillation": 1.0}}, "a new model cannot teach itself"),
+        ({}, {"loss": {"distillation": 1.0, "teacher": "START"}}, "START has another tokenizer"),
+        ({}, {"loss": {"references": 0.0}}, "nothing to learn from"),
+        ({}, {"training": {"accumulation": 3}}, "batch_size = 16 cannot be cut into 3"),
+    ],
+)
+def test_bad_data_and_settings_are_one_line_before_training(
+    recipe: dict[str, Any], start: Path, tmp_path: Path, columns: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    path = parquet(tmp_path / "bad.parquet", **{"prompt": ["a", "b"], "reference": ["a", "b"], **columns})
+    bad = {**recipe, "data": {**recipe["data"], "train": path}}
+    for section, values in json.loads(json.dumps(changes).replace("START", str(start))).items():
+        bad[section] = values if "path" in values else {**bad.get(section, {}), **values}
+    with pytest.raises(ValueError, match=message.replace("START", str(start))) as caught:
+        tune(TuneConfig.model_validate(bad), "recipe.yaml")
+    assert isinstance(caught.value, ValidationError) or "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dev_set_of_one_pair_is_refused(recipe: dict[str, Any], tmp_path: Path) -> None:
+    path = parquet(tmp_path / "one.parquet", prompt=["red"], references=["red"])
+    with pytest.raises(ValueError, match=r"one.parquet: a dev set of one pair says nothing"):
+        tune(TuneConfig.model_validate({**recipe, "data": {**recipe["data"], "dev": path}}), "recipe.yaml")
+
+
+def test_two_workers_learn_as_one(
+    recipe: dict[str, Any], own_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = run(recipe, bf16=False)
+    monkeypatch.chdir(tmp_path)
+    both = run({**recipe, "output": "both", "workers": {"count": 2}}, bf16=False)
+    assert both["steps"] == alone["steps"] == 12
+    # the same pairs in another order
+    assert both["dev_loss"] == pytest.approx(alone["dev_loss"], rel=0.03)
+    assert both["config"]["output"] == "both"
+    assert run({**recipe, "output": "both", "workers": {"count": 2}}, bf16=False) == both  # finished
+    with pytest.raises(ValueError, match="workers: 64 × 1 CPU asked for"):
+        run({**recipe, "output": str(tmp_path / "many"), "workers": {"count": 64}}, batch_size=64)
