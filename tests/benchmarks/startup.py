@@ -5,8 +5,8 @@
 The demo's job goes into a fresh folder; its prompts are written before it, timed apart. What a job has come to is
 read off its output folder, every 20 ms: planned (`_job/job.json` is there), a first shard in preparation, a first
 shard at an actor whose model is loaded (their markers in `_job/quarantine`). The first batch has no time of
-its own: it is taken to end where the earliest shard began, plus that shard's seconds over its batches. Medians; a first run, which
-finds no file in memory, is not told apart. The last line is one JSON object.
+its own: it is taken to end where the earliest shard began, plus that shard's seconds over its batches. Medians; a
+first run, which finds no file in memory, is not told apart. The last line is one JSON object.
 """
 
 from __future__ import annotations
