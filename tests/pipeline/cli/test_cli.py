@@ -190,6 +190,27 @@ def test_a_job_can_be_looked_at_before_torch_is_imported() -> None:
     assert imported_with("pipeline.job") == {"ray"}
 
 
+@pytest.mark.parametrize("command", ["run", "adapt", "tune", "evaluate"])
+@pytest.mark.parametrize("text", ["input: [", "inptu: {}"])
+def test_a_mistyped_file_is_refused_before_heavy_libraries_are_imported(
+    tmp_path: Path, command: str, text: str
+) -> None:
+    file = tmp_path / "file.yaml"
+    file.write_text(text)
+    code = f"""
+import sys
+from pipeline.cli.app import app
+try:
+    app(["{command}", "{file}"])
+except SystemExit as error:
+    assert error.code == 2, error.code
+print(*sorted({{"torch", "ray", "transformers", "pyarrow", "numpy", "s3fs"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_help_is_quick_to_import_and_names_the_commands() -> None:
     assert imported_with("pipeline.cli.app") == set()
     output = CliRunner().invoke(app, ["--help"]).output
