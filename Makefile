@@ -32,6 +32,8 @@ lint: .venv/installed-dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	.venv/bin/lint-imports
+	.venv/bin/deptry .
 
 # Speed of the engine against the machine's limits and against peers, under ten minutes.
 bench: .venv/installed-dev
