@@ -8,13 +8,14 @@ cut is a function of the rows given and the settings alone.
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import jinja2
 import numpy as np
@@ -22,13 +23,17 @@ import numpy as np
 from actors.engine.batching import constant_prefix
 from actors.engine.choices import ChoiceTrie
 from actors.engine.errors import UserError
-from actors.engine.loading import inspect, load_decoder, load_tokenizer, memory_needed, stop_ids
+from actors.engine.loading import Checkpoint, inspect, load_decoder, load_tokenizer, memory_needed, stop_ids
 from actors.engine.row_key import row_key
 from actors.engine.stopping import StopStrings
-from actors.engine.types import Completion, EngineStats, FinishReason, Request, SamplingParams, TokenLogprob
+from actors.engine.types import Completion, EngineName, EngineStats, FinishReason, Request, SamplingParams, TokenLogprob
 from actors.engine.weights import check_free
 
+if TYPE_CHECKING:
+    import torch
+
 KEPT_TRIES = 64
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,8 +80,9 @@ class Generator:
     sampling: fields of SamplingParams. choices: labels; every answer is one of them. strip: take white space
     off both ends of a text. dtype: float32, bfloat16 or float16. device: auto, cpu or cuda. threads: torch
     threads on CPU. cache_bytes: key/value cache of the rows in flight. max_batch: of them. scheduler: lock_step, or
-    refill: rows that have ended are replaced at once. compile: torch.compile the layers. cuda_graphs: on a GPU, fused
-    layers, CUDA graphs and a cache in pages, where the family has them. cumulative_logprob: tell it, which takes
+    refill: rows that have ended are replaced at once. compile: torch.compile the layers. engine: paged
+    (on a GPU: fused layers, CUDA graphs and a paged cache, for the families that have fused layers), library (layers
+    of transformers, on a CPU with kernels of this package) or auto (library). cumulative_logprob: tell it, which takes
     time. Raises ValueError of one line if these do not fit.
     """
 
@@ -95,7 +101,7 @@ class Generator:
         max_batch: int = 64,
         scheduler: str = "lock_step",
         compile: bool = False,
-        cuda_graphs: bool = False,
+        engine: EngineName = "auto",
         cumulative_logprob: bool = True,
         seed: int = 0,
         prompt_column: str = "prompt",
@@ -107,6 +113,10 @@ class Generator:
 
         if scheduler not in SCHEDULERS:
             raise UserError(f"scheduler = {scheduler!r}: must be one of {', '.join(SCHEDULERS)}")
+        if engine not in get_args(EngineName):
+            raise UserError(f"engine = {engine!r}: must be one of {', '.join(get_args(EngineName))}")
+        if compile and engine == "paged":
+            raise UserError("compile and engine = 'paged' exclude each other: the paged engine has kernels of its own")
         if threads is not None:
             torch.set_num_threads(threads)
         found = inspect(checkpoint)
@@ -116,7 +126,7 @@ class Generator:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)
         on_gpu = self.device.type == "cuda"
-        paged = cuda_graphs and on_gpu and found.has_pages
+        paged = uses_pages(engine, found, self.device)
         needed = memory_needed(found, dtype, cache_bytes, on_gpu=on_gpu, paged_rows=max_batch if paged else 0)
         if on_gpu:
             check_free(needed, *torch.cuda.mem_get_info(self.device))
@@ -360,6 +370,18 @@ class Generator:
             name = torch.cuda.get_device_name(self.device)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         return f"{name} [{visible}]" if visible else name
+
+
+def uses_pages(engine: EngineName, checkpoint: Checkpoint, device: torch.device) -> bool:
+    """Whether the paged engine runs the checkpoint; logs why not, where it was asked for."""
+    if engine != "paged":
+        return False
+    if device.type != "cuda":
+        log.warning("engine: library in place of paged, which needs a GPU")
+    elif not checkpoint.has_pages:
+        family = checkpoint.config.model_type
+        log.warning("engine: library in place of paged, which has no fused layers for %s models", family)
+    return device.type == "cuda" and checkpoint.has_pages
 
 
 def _bad(row: int, prompt_tokens: int, error: str) -> Answer:

@@ -220,7 +220,7 @@ def _flow(
         "dtype": config.model.dtype,
         "device": config.model.device,
         "compile": config.model.compile,
-        "cuda_graphs": config.model.cuda_graphs,
+        "engine": config.model.engine,
         "cumulative_logprob": config.output.cumulative_logprob,
         "threads": batching.threads,
         "cache_bytes": batching.cache_bytes,

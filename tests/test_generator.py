@@ -11,11 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import CONTEXT, LAYERS, tiny_checkpoint
+from transformers import AutoConfig
 
-from actors.generator import Generator, Prompt
+from actors.engine.loading import inspect
+from actors.generator import Generator, Prompt, uses_pages
 
 PROMPTS = ["a", "name[Zizzi]", "The Eagle serves", "cheap food", "name[Alimentum], area[city centre]", "b c d e f", "a"]
 NEW_TOKENS = 12
@@ -363,6 +366,28 @@ assert not found, f"actors.generator imports {found}"
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_engine_is_checked_before_a_model_is_loaded(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match=r"^engine = 'graphs': must be one of auto, library, paged$"):
+        Generator(str(checkpoint), engine="graphs")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^compile and engine = 'paged' exclude each other: .*"):
+        Generator(str(checkpoint), engine="paged", compile=True)
+
+
+def test_a_family_without_fused_layers_falls_back_and_says_so(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    llama = inspect(checkpoint)
+    gemma = replace(llama, config=AutoConfig.for_model("gemma3_text"))
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert uses_pages("paged", llama, gpu) and not uses_pages("auto", gemma, gpu)
+    assert not caplog.messages
+    assert not uses_pages("paged", gemma, gpu) and not uses_pages("paged", llama, cpu)
+    assert caplog.messages == [
+        "engine: library in place of paged, which has no fused layers for gemma3_text models",
+        "engine: library in place of paged, which needs a GPU",
+    ]
 
 
 def test_a_gpu_without_room_is_said_before_loading(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,14 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from actors.engine.errors import UserError
 
 if TYPE_CHECKING:
     from actors.engine.choices import ChoiceTrie
+
+EngineName = Literal["auto", "library", "paged"]
 
 
 class FinishReason(StrEnum):

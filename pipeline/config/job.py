@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from actors.engine.errors import UserError
-from actors.engine.types import SamplingParams
+from actors.engine.types import EngineName, SamplingParams
 from pipeline.config.adapt import AdaptConfig
 from pipeline.config.base import Endpoint, Place
 from pipeline.config.base import Section as Section
@@ -144,16 +144,24 @@ class ModelConfig(Section):
     compile: bool = Field(
         False, description="torch.compile the layers, on a CPU in place of the kernels; needs a C++ compiler"
     )
-    cuda_graphs: bool = Field(
-        False,
-        description="on a GPU, for Llama, Mistral without a window, Qwen2 and OPT: fused layers, CUDA graphs and a "
-        "cache that grows by pages; not yet tried on a GPU",
+    engine: EngineName = Field(
+        "auto",
+        description="paged: on a GPU, for Llama, Mistral without a window, Qwen2 and OPT, fused layers, CUDA graphs "
+        "and a paged cache, not yet run on a GPU; library: the layers of transformers, on a CPU with kernels of this "
+        "package; auto: library",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_old_key(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "cuda_graphs" in values:
+            raise UserError("cuda_graphs is replaced by model.engine: for cuda_graphs: true write engine: paged")
+        return values
+
     @model_validator(mode="after")
-    def _one_or_the_other(self) -> ModelConfig:
-        if self.compile and self.cuda_graphs:
-            raise UserError("compile and cuda_graphs: the graphs hold kernels of their own; set one of them")
+    def _compile_needs_library(self) -> ModelConfig:
+        if self.compile and self.engine == "paged":
+            raise UserError("compile and engine: paged exclude each other: the paged engine has kernels of its own")
         return self
 
 
@@ -224,10 +232,10 @@ class ActorsConfig(Section):
         None,
         ge=1,
         description="bytes of key/value cache of the rows in flight; default 1 GiB on CPU, 8 GiB a GPU, with "
-        "model.cuda_graphs what a GPU has free when the job is planned, beside weights and activations",
+        "model.engine: paged what a GPU has free when the job is planned, beside weights and activations",
     )
     max_batch: int | None = Field(
-        None, ge=1, description="rows in flight at most; default 64, with model.cuda_graphs on GPUs 512"
+        None, ge=1, description="rows in flight at most; default 64, with model.engine: paged on GPUs 512"
     )
     scheduler: Literal["lock_step", "refill"] | None = Field(
         None,
@@ -290,7 +298,7 @@ class JobConfig(Section):
     @property
     def paged(self) -> bool:
         """Whether actors keep their cache in a GPU's pages, if the model's family has them."""
-        return self.model.cuda_graphs and self.actors.gpus > 0 and self.model.device != "cpu"
+        return self.model.engine == "paged" and self.actors.gpus > 0 and self.model.device != "cpu"
 
     def rows_in_flight(self, has_pages: bool) -> int:
         """At most, in an actor. has_pages: whether the checkpoint's family has them."""

@@ -65,7 +65,8 @@ class Subject:
     def load(self, found: ResolvedCheckpoint) -> Generator:
         """One of the models, at full depth."""
         config = self.config
-        models = 1 + (self.reference is not None) + len(self.beside)
+        paged = config.model.engine == "paged" and not on_cpu(config)  # its cache stays allocated, once a model
+        caches = 1 + (self.reference is not None) + len(self.beside) if paged else 1
         return Generator(
             str(fetch(found.source)),
             schedule={"speedup": 1.0},
@@ -75,10 +76,9 @@ class Subject:
             dtype=config.model.dtype,
             device=config.model.device,
             compile=config.model.compile,
-            cuda_graphs=config.model.cuda_graphs,
+            engine=config.model.engine,
             threads=config.threads,
-            # a GPU's pages stay where they are, for each of the models
-            cache_bytes=_cache_bytes(config) // (models if config.model.cuda_graphs and not on_cpu(config) else 1),
+            cache_bytes=_cache_bytes(config) // caches,
             max_batch=config.max_batch,
             cumulative_logprob=False,  # as a job, unless it writes them
         )

@@ -34,7 +34,7 @@ def demo(rows: int, device: str, cache_bytes: int) -> list[dict[str, Any]]:
                 str(DEMO),
                 dtype=dtype,
                 device=device,
-                cuda_graphs=graphs,
+                engine="paged" if graphs else "library",
                 cache_bytes=cache_bytes,
                 max_batch=256,
                 schedule={"speedup": 3.0},

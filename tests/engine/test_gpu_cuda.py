@@ -141,16 +141,16 @@ def test_long_prompts_in_pieces_and_shared_beginnings_change_little(monkeypatch:
         assert error < bound, f"{error:.3f}, the bound is {bound:.3f}"
 
 
-def test_a_generator_with_graphs_answers_what_one_without_answers(tmp_path: Path) -> None:
+def test_the_paged_engine_gives_the_library_engines_texts(tmp_path: Path) -> None:
     """The engine's half of an actor with a GPU: from a checkpoint to texts, greedy, in float32."""
     tiny = pytest.importorskip("tiny", reason="what makes a checkpoint is not installed", exc_type=ImportError)
     checkpoint = tiny.tiny_checkpoint(tmp_path / "checkpoint")
     column = {"prompt": [f"row {row}: {'word ' * (row % 7)}" for row in range(40)]}
     texts = [
-        Generator(str(checkpoint), dtype="float32", device="cuda", cuda_graphs=graphs, cache_bytes=2**26, max_batch=16)(
+        Generator(str(checkpoint), dtype="float32", device="cuda", engine=engine, cache_bytes=2**26, max_batch=16)(
             column
         )["generated_text"].tolist()
-        for graphs in (False, True)
+        for engine in ("library", "paged")
     ]
     assert texts[0] == texts[1]
 

@@ -36,7 +36,7 @@ def test_a_gpu_answers_what_the_cpu_answers(checkpoint: Path, tmp_path: Path) ->
         return table.sort_by("id")["generated_text"].to_pylist(), outcome
 
     on_cpu, _ = texts("cpu", {}, device="cpu")
-    on_gpu, outcome = texts("gpu", {"gpus": 1}, cuda_graphs=True)
+    on_gpu, outcome = texts("gpu", {"gpus": 1}, engine="paged")
     assert on_gpu == on_cpu
     assert outcome.manifest.batching.cache_bytes > 2**30, "planned from what is free"
     (device,) = set(pq.read_table(tmp_path / "gpu" / "_job" / "stats.parquet")["device"].to_pylist())

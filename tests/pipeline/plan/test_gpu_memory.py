@@ -26,7 +26,7 @@ def job(checkpoint: Path, folder: Path, actors: dict[str, Any], **model: Any) ->
         {
             "input": {"path": str(folder / "in.parquet")},
             "output": {"path": str(folder / "out")},
-            "model": {"path": str(checkpoint), "cuda_graphs": True, **model},
+            "model": {"path": str(checkpoint), "engine": "paged", **model},
             "actors": actors,
         }
     )
@@ -72,8 +72,8 @@ def test_what_is_free_beside_all_else_is_cache(checkpoint: Path, tmp_path: Path,
     ("actors", "model", "cache"),
     [
         ({"gpus": 1, "cache_bytes": 10**9}, {}, 10**9),
-        ({"gpus": 1}, {"cuda_graphs": False}, GPU_CACHE_BYTES),
-        ({"gpus": 0.5}, {"cuda_graphs": False}, GPU_CACHE_BYTES // 2),
+        ({"gpus": 1}, {"engine": "library"}, GPU_CACHE_BYTES),
+        ({"gpus": 0.5}, {"engine": "library"}, GPU_CACHE_BYTES // 2),
         ({}, {}, None),
         ({"gpus": 1}, {"device": "cpu"}, GPU_CACHE_BYTES),
     ],
