@@ -38,7 +38,9 @@ from pipeline.plan.manifest import Manifest
 from pipeline.plan.memory import log_memory_estimate
 from pipeline.prepare.prompts import check_spec, prompt_spec
 from pipeline.prepare.stage import prepare
-from pipeline.read.source import Files, Shard, ShardSource, list_files
+from pipeline.read.files import Files, list_files
+from pipeline.read.shards import Shard
+from pipeline.read.source import ShardSource
 from pipeline.report.progress import Progress
 from pipeline.report.summary import SUCCESS, Outcome, complete, seal
 from pipeline.runtime.quarantine import STAGES, Quarantine, clear_quarantine

@@ -14,8 +14,10 @@ from actors.engine.errors import UserError
 from pipeline.config.job import JobConfig
 from pipeline.plan.manifest import read_footers
 from pipeline.prepare.prompts import ERROR
+from pipeline.read.files import Files, InputFile
+from pipeline.read.ipc import from_ipc, to_ipc
 from pipeline.read.schema import conform, is_text
-from pipeline.read.source import Files, InputFile, Shard, from_ipc, read_shards, to_ipc
+from pipeline.read.shards import Shard, read_shards
 
 
 def draw(total: int, count: int, seed: int) -> list[int]:

@@ -24,7 +24,7 @@ from pipeline.config.job import JobConfig
 from pipeline.plan.columns import check_columns
 from pipeline.plan.manifest import check_output_disjoint
 from pipeline.prepare.prompts import check_spec, prompt_spec
-from pipeline.read.source import InputFile, list_files
+from pipeline.read.files import InputFile, list_files
 from pipeline.storage.folder import filesystem
 
 

@@ -33,7 +33,7 @@ from pipeline.commit.records import (
     records_table,
 )
 from pipeline.generate.stats import ShardStats
-from pipeline.read.source import Shard
+from pipeline.read.shards import Shard
 from pipeline.runtime.quarantine import clear_quarantine, release_shard
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import Folder

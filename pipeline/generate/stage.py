@@ -23,7 +23,7 @@ from actors.generator import Answer, Generator, Prompt
 from pipeline.checkpoints.resolve import fetch
 from pipeline.generate.stats import ShardStats, duplicate_ids
 from pipeline.prepare.prompts import CHOICES, ERROR, PROMPT_IDS, SAMPLING
-from pipeline.read.source import from_ipc
+from pipeline.read.ipc import from_ipc
 from pipeline.runtime.quarantine import Quarantine, ShardAttempt
 
 ANSWER_FIELDS = [

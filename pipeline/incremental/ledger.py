@@ -29,7 +29,7 @@ from rich.table import Table
 
 from actors.engine.errors import UserError
 from pipeline.plan.manifest import Manifest
-from pipeline.read.source import Files
+from pipeline.read.files import Files
 from pipeline.storage.folder import Folder
 
 LEDGER = "_ledger"

@@ -25,7 +25,7 @@ from pipeline.incremental import ledger as ledgers
 from pipeline.incremental.ledger import ConcurrentRun, Ledger, Run
 from pipeline.plan import manifest as manifests
 from pipeline.plan.manifest import Manifest, NoRows
-from pipeline.read.source import Files
+from pipeline.read.files import Files
 from pipeline.report.summary import SUCCESS, Outcome, seal
 from pipeline.storage.folder import Folder, probe_create
 

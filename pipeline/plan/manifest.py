@@ -31,8 +31,9 @@ from pipeline.plan.columns import check_type, needed_columns
 from pipeline.plan.scheduler_choice import chosen_scheduler
 from pipeline.plan.shared_prefix import sampled_prefix
 from pipeline.prepare.prompts import prompt_spec
+from pipeline.read.files import Files, InputFile, list_files, read_footer
 from pipeline.read.schema import one_schema, plain
-from pipeline.read.source import Files, InputFile, Shard, cut_shards, list_files, read_footer
+from pipeline.read.shards import Shard, cut_shards
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import Folder, filesystem
 

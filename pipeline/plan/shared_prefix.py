@@ -12,7 +12,7 @@ from actors.engine.batching import constant_prefix
 from pipeline.config.job import StorageConfig
 from pipeline.prepare.prompts import PROMPT_IDS, PromptSpec, prepare_table
 from pipeline.read.schema import conform
-from pipeline.read.source import Shard
+from pipeline.read.shards import Shard
 from pipeline.storage.folder import STORE_ERRORS, filesystem
 
 SAMPLE_ROWS = 16  # of each shard that is looked at

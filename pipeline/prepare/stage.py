@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.prepare.prompts import PromptSpec, given_up, prepare_table
-from pipeline.read.source import from_ipc, to_ipc
+from pipeline.read.ipc import from_ipc, to_ipc
 from pipeline.runtime.quarantine import Quarantine, ShardAttempt
 
 PIECE_ROWS = 256  # in flight at once after a death: of so many rows the one that kills is then looked for

@@ -9,3 +9,7 @@ class StoreFailed(OSError):
 
 class ConditionRefused(StoreFailed):
     """The store does not take conditional puts."""
+
+
+class NoSuchBucket(StoreFailed):
+    """The bucket does not exist."""

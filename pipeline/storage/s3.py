@@ -23,7 +23,7 @@ from fsspec.asyn import sync_wrapper
 from s3fs import S3FileSystem
 
 from pipeline.runtime.under_way import is_under_way
-from pipeline.storage.errors import ConditionRefused, StoreFailed
+from pipeline.storage.errors import ConditionRefused, NoSuchBucket, StoreFailed
 
 log = logging.getLogger(__name__)
 PASSING_STATUS = {408, 409, 429, 500, 502, 503, 504}  # 409: two at once, S3 says try again
@@ -260,7 +260,7 @@ def _final(url: str, method: str, error: Exception) -> Exception:
             return PermissionError(f"{url}: access refused: {_flat(error)}")
         return PermissionError(f"{url}: access refused ({code}): renew the credentials")
     if code == "NoSuchBucket":
-        return StoreFailed(f"s3://{url.split('/')[2]}: no such bucket")
+        return NoSuchBucket(f"s3://{url.split('/')[2]}: no such bucket")
     if code == "PreconditionFailed" or isinstance(error, boto.ParamValidationError):
         return error  # s3fs makes more of these
     for kind in (FileNotFoundError, FileExistsError):

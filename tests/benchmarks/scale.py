@@ -41,7 +41,9 @@ from watch import MIB, Watch  # noqa: E402
 
 from pipeline import job  # noqa: E402
 from pipeline.config.job import JobConfig, StorageConfig  # noqa: E402
-from pipeline.read.source import InputFile, ShardSource, cut_shards  # noqa: E402
+from pipeline.read.files import InputFile  # noqa: E402
+from pipeline.read.shards import cut_shards  # noqa: E402
+from pipeline.read.source import ShardSource  # noqa: E402
 from pipeline.runtime.ray_session import OBJECT_STORE_BYTES, ray_session  # noqa: E402
 
 MODES = ("million", "shards", "nodes", "plan")

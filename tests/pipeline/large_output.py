@@ -15,7 +15,8 @@ from parts import FINGERPRINT, LAYERS, part_stats
 from pipeline.commit.records import RECORDS_SCHEMA, Record, encode, record_name, records_table, write_segment
 from pipeline.commit.sink import part_name
 from pipeline.plan.manifest import Batching, Manifest
-from pipeline.read.source import InputFile, Shard
+from pipeline.read.files import InputFile
+from pipeline.read.shards import Shard
 
 PART = b"x"
 PART_DIGEST = hashlib.sha256(PART).hexdigest()

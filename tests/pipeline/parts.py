@@ -10,7 +10,7 @@ from actors.generator import Answer
 from pipeline.generate.stage import PartSpec, part_bytes, part_table
 from pipeline.generate.stats import ShardStats, Totals
 from pipeline.plan.manifest import Batching, Manifest
-from pipeline.read.source import Shard
+from pipeline.read.shards import Shard
 from pipeline.report.summary import complete, seal
 from pipeline.storage.folder import Folder
 

@@ -11,7 +11,7 @@ from pipeline import job as jobs
 from pipeline.commit.sink import commit
 from pipeline.config.job import JobConfig
 from pipeline.plan.manifest import Manifest
-from pipeline.read.source import Shard
+from pipeline.read.shards import Shard
 from pipeline.storage.folder import open_folder
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipeline.adapt.sample import draw, layout, write_sample
 from pipeline.config.job import JobConfig, StorageConfig
-from pipeline.read.source import list_files
+from pipeline.read.files import list_files
 from pipeline.storage.folder import open_folder
 
 # what is drawn

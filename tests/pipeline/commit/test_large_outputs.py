@@ -18,7 +18,7 @@ from pipeline.commit.records import encode, record_name
 from pipeline.commit.sink import committed, part_name
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.plan.manifest import load, plan_job, save
-from pipeline.read.source import read_units
+from pipeline.read.shards import group_shards
 from pipeline.report.summary import complete
 from pipeline.storage.folder import open_folder
 
@@ -88,7 +88,7 @@ def plan(inputs: Path, output: Path, checkpoint: Path, files: int, shards: int) 
     planned_in = time.monotonic() - began
     stored = load(folder)
     assert stored == manifest and len(manifest.shards) == shards and manifest.rows == 4000 * shards
-    tasks = read_units(manifest.shards, manifest.files, 50_000, 2**29)
+    tasks = group_shards(manifest.shards, manifest.files, 50_000, 2**29)
     again = plan_job(config, located, schedule, None, stored)
     assert again.fingerprint == manifest.fingerprint and sum(map(len, tasks)) == shards
     seconds, own = time.monotonic() - began, peak() / GIB

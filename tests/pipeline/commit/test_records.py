@@ -23,7 +23,7 @@ from pipeline.commit.sink import commit, committed, part_name
 from pipeline.commit.verify import verify
 from pipeline.config.job import StorageConfig
 from pipeline.plan import manifest as manifests
-from pipeline.read.source import Shard
+from pipeline.read.shards import Shard
 from pipeline.report.summary import SUCCESS, RowsMissing, complete
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import Folder, open_folder

@@ -28,7 +28,7 @@ from pipeline.commit.sink import (
 from pipeline.config.job import StorageConfig
 from pipeline.generate.stage import OPTIONAL_FIELDS, part_table
 from pipeline.generate.stats import ShardStats
-from pipeline.read.source import Shard
+from pipeline.read.shards import Shard
 from pipeline.runtime.quarantine import QUARANTINE, marker_name
 from pipeline.storage.folder import Folder, open_folder
 

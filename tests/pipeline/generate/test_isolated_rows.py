@@ -20,7 +20,7 @@ from pipeline.generate.stage import ShardGenerator
 from pipeline.prepare import prompts as prepares
 from pipeline.prepare.prompts import ADDED, ERROR, PromptSpec, prepare_table
 from pipeline.prepare.stage import prepare
-from pipeline.read.source import from_ipc, to_ipc
+from pipeline.read.ipc import from_ipc, to_ipc
 from pipeline.runtime.quarantine import Quarantine
 
 ROWS, POISON = 21, {4, 13}

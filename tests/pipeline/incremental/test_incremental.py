@@ -19,7 +19,7 @@ from pipeline.incremental import ledger as ledgers
 from pipeline.incremental.ledger import LEDGER, ConcurrentRun
 from pipeline.incremental.runs import Job, Scheduled, run_scheduled
 from pipeline.plan.manifest import Batching, Manifest, NoRows
-from pipeline.read.source import Files, InputFile
+from pipeline.read.files import Files, InputFile
 from pipeline.report.summary import SUMMARY
 from pipeline.storage.folder import Folder
 

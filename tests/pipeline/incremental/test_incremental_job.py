@@ -23,7 +23,7 @@ from pipeline.commit.lease import Lease
 from pipeline.commit.sink import commit
 from pipeline.config.job import StorageConfig
 from pipeline.incremental import ledger as ledgers
-from pipeline.read.source import Shard
+from pipeline.read.shards import Shard
 from pipeline.runtime.signals import Interrupted
 from pipeline.storage.folder import Folder, open_folder
 

@@ -28,7 +28,7 @@ from pipeline.incremental.ledger import (
     roll_up,
 )
 from pipeline.plan.manifest import Batching, Manifest
-from pipeline.read.source import InputFile
+from pipeline.read.files import InputFile
 from pipeline.storage.folder import Folder, open_folder
 
 

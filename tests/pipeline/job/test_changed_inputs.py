@@ -18,7 +18,9 @@ from pipeline import job as jobs
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.plan import manifest as manifests
-from pipeline.read.source import ShardSource, cut_shards, list_files, read_footer
+from pipeline.read.files import list_files, read_footer
+from pipeline.read.shards import cut_shards
+from pipeline.read.source import ShardSource
 from pipeline.storage.folder import Folder, open_folder
 
 ROWS, SHARD_ROWS = 40, 10

@@ -13,7 +13,8 @@ from parts import fake_answers, part_spec
 from pipeline.commit.sink import PART, part_name
 from pipeline.config.job import StorageConfig
 from pipeline.generate.stage import part_bytes, part_table
-from pipeline.read.source import Shard, cut_shards, list_files, read_footer, read_shards
+from pipeline.read.files import list_files, read_footer
+from pipeline.read.shards import Shard, cut_shards, read_shards
 
 LOCAL = StorageConfig()
 ROWS = 500

@@ -21,8 +21,9 @@ from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.generate.stats import duplicate_ids
 from pipeline.prepare import prompts as prepare
 from pipeline.prepare.prompts import ADDED, ERROR, PROMPT_IDS, PromptSpec, prepare_table
+from pipeline.read.files import InputFile, list_files, read_footer
 from pipeline.read.schema import conform
-from pipeline.read.source import InputFile, cut_shards, list_files, read_footer, read_shards
+from pipeline.read.shards import cut_shards, read_shards
 
 LOCAL = StorageConfig()
 
@@ -260,9 +261,9 @@ def test_a_large_row_group_is_decoded_once_and_bit_by_bit(tmp_path: Path, monkey
             yield batch
 
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", counted)
-    monkeypatch.setattr("pipeline.read.source.BATCH_BYTES", 100_000)
+    monkeypatch.setattr("pipeline.read.shards.BATCH_BYTES", 100_000)
     for stream in (10**9, 1):  # whole columns at once, and page by page
-        monkeypatch.setattr("pipeline.read.source.STREAM_BYTES", stream)
+        monkeypatch.setattr("pipeline.read.shards.STREAM_BYTES", stream)
         for left in (shards, shards[2:3], shards[:1] + shards[4:6]):
             decoded.clear()
             tables = list(read_shards(left, ["n", "prompt"], LOCAL))
@@ -277,7 +278,9 @@ LARGE = '''
 import sys
 from pipeline.config.job import StorageConfig
 from pipeline.read.schema import conform
-from pipeline.read.source import cut_shards, list_files, read_footer, read_units, read_shards, to_ipc
+from pipeline.read.files import list_files, read_footer
+from pipeline.read.ipc import to_ipc
+from pipeline.read.shards import cut_shards, group_shards, read_shards
 
 
 def peak() -> int:
@@ -288,7 +291,7 @@ def peak() -> int:
 file, schema = read_footer(url, size, version, StorageConfig())
 before = peak()
 shards = cut_shards([file], 4096, 64 * 2**20)
-(task,) = read_units(shards, [file], 50_000, 512 * 2**20)
+(task,) = group_shards(shards, [file], 50_000, 512 * 2**20)
 row = characters = 0
 for shard, table in zip(task, read_shards(task, schema.names, StorageConfig()), strict=True):
     table = conform(table, schema)

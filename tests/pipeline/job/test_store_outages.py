@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fault_proxy import DENIED, RESET, SLOW_DOWN, TRUNCATED, Fault, Proxy, Request, fault_proxy, refusal
 
 from pipeline.config.job import StorageConfig
-from pipeline.read.source import Shard, read_shards
+from pipeline.read.shards import Shard, read_shards
 from pipeline.storage import s3 as object_store
 from pipeline.storage.errors import StoreFailed
 from pipeline.storage.folder import Folder, ObjectFolder, open_folder, probe_create

@@ -31,7 +31,7 @@ from pipeline.plan.manifest import (
     save,
 )
 from pipeline.prepare.prompts import ADDED, ERROR, PROMPT_IDS
-from pipeline.read.source import Shard
+from pipeline.read.shards import Shard
 from pipeline.storage.folder import Folder, open_folder
 
 

@@ -20,8 +20,10 @@ from pipeline.generate.stage import part_bytes, part_table, prompts
 from pipeline.plan.columns import check_columns
 from pipeline.plan.manifest import read_footers
 from pipeline.prepare.prompts import PromptSpec, prepare_table
+from pipeline.read.files import list_files
+from pipeline.read.ipc import from_ipc, to_ipc
 from pipeline.read.schema import conform
-from pipeline.read.source import cut_shards, from_ipc, list_files, read_shards, to_ipc
+from pipeline.read.shards import cut_shards, read_shards
 
 LOCAL = StorageConfig()
 UNITS = st.sampled_from(["ms", "us", "ns"])

@@ -17,7 +17,7 @@ from actors.engine.types import SamplingParams
 from pipeline.prepare.prompts import ADDED, ERROR, PROMPT_IDS, PromptSpec, prepare_table, tokenizer_of
 from pipeline.prepare.stage import prepare
 from pipeline.prepare.templates import compile_template, template_columns
-from pipeline.read.source import from_ipc, to_ipc
+from pipeline.read.ipc import from_ipc, to_ipc
 
 CONTEXT, VOCABULARY = 64, 300
 

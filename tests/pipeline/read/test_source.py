@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import gzip
 import os
 import uuid
 from collections import Counter
@@ -14,18 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config.job import StorageConfig
-from pipeline.read.source import (
-    InputFile,
-    Shard,
-    ShardSource,
-    cut_shards,
-    from_ipc,
-    list_files,
-    read_footer,
-    read_shards,
-    read_units,
-    to_ipc,
-)
+from pipeline.read.files import InputFile, list_files, read_footer
+from pipeline.read.ipc import from_ipc, to_ipc
+from pipeline.read.shards import Shard, cut_shards, group_shards, read_shards
+from pipeline.read.source import ShardSource
+from pipeline.storage.errors import StoreFailed
 from pipeline.storage.folder import filesystem
 
 LOCAL = StorageConfig()
@@ -129,9 +124,60 @@ def test_a_missing_bucket_and_an_unknown_scheme_are_named(s3: StorageConfig) -> 
     assert refusal(["gs://bucket/in"]).startswith("gs://bucket/in: storage gs:// is not supported")
 
 
-def test_a_store_that_cannot_be_reached_is_one_line(s3: StorageConfig) -> None:
+def test_a_store_outage_while_planning_is_no_mistake_of_the_user(s3: StorageConfig, tmp_path: Path) -> None:
     nowhere = StorageConfig(endpoint_url="http://127.0.0.1:1", retry_seconds=0)
-    assert refusal(["s3://bucket/in"], nowhere).startswith("s3://bucket/in: cannot be listed: ")
+    for ask in (
+        lambda: list_files(["s3://bucket/in"], nowhere),
+        lambda: read_footer("s3://bucket/in", 1, "v", nowhere),
+    ):
+        with pytest.raises(StoreFailed, match=r"^s3://bucket/in/?: the store [^\n]+$"):
+            ask()
+
+
+def test_a_failing_disk_is_no_mistake_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a.parquet", [3])
+
+    def broken(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(pq, "ParquetFile", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        read_footer(f"{tmp_path}/a.parquet", 1, "v", LOCAL)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b'{"prompt": "a"}\n{"prompt": "b"}\n', "JSON"),
+        (b'\xef\xbb\xbf[\n  {"prompt": "gr\xc3\xbc\xc3\x9f"}\n]', "JSON"),
+        (b"id,prompt\n1,a\n", "CSV"),
+        (b"id\tprompt\r\n1\ta\r\n", "CSV"),
+        (gzip.compress(b"id,prompt\n1,a\n"), "gzip"),
+        (b"ARROW1\0\0" + b"\0" * 99, "an Arrow IPC file"),
+    ],
+)
+def test_a_file_of_another_format_is_named_as_such(tmp_path: Path, content: bytes, kind: str) -> None:
+    (tmp_path / "a.parquet").write_bytes(content)
+    named = f"{tmp_path}/a.parquet: not readable as Parquet: the file is {kind}; convert it to Parquet"
+    assert refusal([str(tmp_path)]) == named
+
+
+def test_a_damaged_footer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1" + b"x" * 30 + b"\x10\0\0\0PAR1")
+    assert refusal([str(tmp_path)]).startswith(f"{tmp_path}/a.parquet: not readable as Parquet: Couldn't deserialize")
+
+
+def test_an_existing_file_is_no_glob(tmp_path: Path) -> None:
+    write(tmp_path / "[x].parquet", [3])
+    write(tmp_path / "x.parquet", [2])
+    assert list(list_files([f"{tmp_path}/[x].parquet"], LOCAL)) == [f"{tmp_path}/[x].parquet"]
+    assert list(list_files([f"{tmp_path}/[xy].parquet"], LOCAL)) == [f"{tmp_path}/x.parquet"]
+
+
+def test_a_file_name_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", [3])
+    os.rename(tmp_path / "a.parquet", os.fsencode(tmp_path) + b"/a\xff.parquet")
+    assert refusal([str(tmp_path)]) == f"{tmp_path}/a\ufffd.parquet: the file name is not UTF-8; rename the file"
 
 
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:
@@ -250,10 +296,10 @@ def test_read_tasks_keep_to_one_file_and_their_limits() -> None:
     """Whole row groups, five files' worth of four rows and forty bytes each."""
     files = [InputFile(url, 1, "v", (4,) * 5, (40,) * 5) for url in "ab"]
     shards = cut_shards(files, 4, 10**9)
-    assert rows_of(read_units(shards, files, 8, 10**9)) == [[4, 4], [4, 4], [4]] * 2
-    assert rows_of(read_units(shards, files, 100, 10**9)) == [[4] * 5] * 2
-    assert rows_of(read_units(shards, files, 100, 90)) == [[4, 4], [4, 4], [4]] * 2
-    assert rows_of(read_units(shards, files, 1, 1)) == [[4]] * 10
+    assert rows_of(group_shards(shards, files, 8, 10**9)) == [[4, 4], [4, 4], [4]] * 2
+    assert rows_of(group_shards(shards, files, 100, 10**9)) == [[4] * 5] * 2
+    assert rows_of(group_shards(shards, files, 100, 90)) == [[4, 4], [4, 4], [4]] * 2
+    assert rows_of(group_shards(shards, files, 1, 1)) == [[4]] * 10
     tasks = ShardSource(shards, files, PROMPT, LOCAL, 8, 10**9).get_read_tasks(1)
     assert [task.metadata.num_rows for task in tasks] == [2, 2, 1, 2, 2, 1]
     names = Counter(name for task in tasks for name in task.metadata.input_files or ())
@@ -266,9 +312,9 @@ def test_pieces_of_a_row_group_are_one_read_task() -> None:
     shards = cut_shards(files, 10, 10**9)
     assert [shard.rows for shard in shards] == [4, *[10] * 10, 8]
     for limits in ((20, 10**9), (10**9, 100), (1, 1)):
-        assert rows_of(read_units(shards, files, *limits)) == [[4], [10] * 10, [8]]
-    assert rows_of(read_units(shards, files, 112, 10**9)) == [[4, *[10] * 10, 8]]
-    assert rows_of(read_units(shards[3:7:2], files, 1, 1)) == [[10, 10]]
+        assert rows_of(group_shards(shards, files, *limits)) == [[4], [10] * 10, [8]]
+    assert rows_of(group_shards(shards, files, 112, 10**9)) == [[4, *[10] * 10, 8]]
+    assert rows_of(group_shards(shards[3:7:2], files, 1, 1)) == [[10, 10]]
 
 
 @given(input_files(), st.integers(1, 50), st.integers(1, 600), st.integers(1, 80), st.integers(1, 900))
@@ -277,7 +323,7 @@ def test_no_row_group_is_in_two_read_tasks(
     files: list[InputFile], shard_rows: int, shard_bytes: int, task_rows: int, task_bytes: int
 ) -> None:
     shards = cut_shards(files, shard_rows, shard_bytes)
-    tasks = read_units(shards, files, task_rows, task_bytes)
+    tasks = group_shards(shards, files, task_rows, task_bytes)
     assert [shard for task in tasks for shard in task] == shards
     seen: set[tuple[str, int]] = set()
     for task in tasks:

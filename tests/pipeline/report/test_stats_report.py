@@ -24,7 +24,8 @@ from pipeline.generate.coordinator import Coordinator
 from pipeline.generate.stage import ShardGenerator
 from pipeline.generate.stats import ShardStats, add_up, duplicate_ids, to_table
 from pipeline.prepare.prompts import CHOICES, ERROR, PROMPT_IDS, SAMPLING
-from pipeline.read.source import Shard, to_ipc
+from pipeline.read.ipc import to_ipc
+from pipeline.read.shards import Shard
 from pipeline.report.progress import progress_line
 from pipeline.report.summary import STATS, SUCCESS, SUMMARY, RowsMissing, first_rows, print_report, write_report
 from pipeline.storage.folder import Folder, open_folder

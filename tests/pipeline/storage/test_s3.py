@@ -37,7 +37,8 @@ from hypothesis import strategies as st
 
 from pipeline.checkpoints.stores import BucketStore
 from pipeline.config.job import StorageConfig
-from pipeline.read.source import Shard, list_files, read_shards
+from pipeline.read.files import list_files
+from pipeline.read.shards import Shard, read_shards
 from pipeline.storage.errors import StoreFailed
 from pipeline.storage.folder import STORE_ERRORS, Folder, ObjectFolder, open_folder
 

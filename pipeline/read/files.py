@@ -1,0 +1,181 @@
+"""Input files: listing, Parquet footers, and the check that a pinned file is unchanged."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+from fsspec.implementations.local import LocalFileSystem
+
+from actors.engine.errors import UserError
+from pipeline.config.job import StorageConfig
+from pipeline.storage.errors import NoSuchBucket
+from pipeline.storage.folder import filesystem
+
+Files = Mapping[str, tuple[int, str]]  # URL -> (bytes, version)
+_MAGIC = {  # first bytes of formats that are often mistaken for Parquet
+    b"ARROW1": "an Arrow IPC file",
+    b"PARE": "encrypted Parquet",
+    b"\x1f\x8b": "gzip",
+    b"PK\x03\x04": "a zip archive",
+    b"(\xb5/\xfd": "zstandard",
+    b"ORC": "ORC",
+    b"Obj\x01": "Avro",
+}
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A pinned input file.
+
+    Args:
+        url: absolute path or s3:// URL.
+        size: bytes.
+        version: etag, or modification time in ns of a local file.
+        group_rows: rows of each row group.
+        group_bytes: uncompressed bytes of each row group.
+    """
+
+    url: str
+    size: int
+    version: str
+    group_rows: tuple[int, ...]
+    group_bytes: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(self.group_rows)
+
+
+def list_files(
+    paths: Sequence[str], storage: StorageConfig, *, may_be_empty: bool = False
+) -> dict[str, tuple[int, str]]:
+    """URL -> (bytes, version) of every input file: paths in order, the files of a folder or glob sorted by name.
+
+    Args:
+        paths: files, folders or globs, local or s3://. An existing local file is never read as a glob.
+        storage: the job's storage settings.
+        may_be_empty: accept folders and globs without files; a folder of a bucket disappears with its last file.
+
+    Raises:
+        UserError: a path matches nothing, is not readable, or a file name is not UTF-8.
+        StoreFailed: the store does not answer.
+    """
+    files: dict[str, tuple[int, str]] = {}
+    for path in paths:
+        fs, inside = filesystem(path, storage)
+        is_local = isinstance(fs, LocalFileSystem)
+        try:
+            entries, nothing = _entries(path, fs, inside)
+        except (FileNotFoundError, NotADirectoryError):
+            if may_be_empty and not is_local:
+                continue
+            raise UserError(f"{path}: no such file or folder") from None
+        except (PermissionError, NoSuchBucket, ValueError) as error:
+            raise UserError(f"{path}: cannot be listed: {' '.join(str(error).split())}") from None
+        if not entries and not may_be_empty:
+            raise UserError(nothing)
+        for name in sorted(entries):
+            url = name if is_local else f"s3://{name}"
+            _check_name(url)
+            files[url] = (int(entries[name]["size"]), _version(entries[name], fs, name))
+    return files
+
+
+def _entries(path: str, fs: fsspec.AbstractFileSystem, inside: str) -> tuple[dict[str, dict[str, Any]], str]:
+    """Name -> entry of the files that a path names, and the error message if there is none."""
+    if glob.has_magic(inside) and not (isinstance(fs, LocalFileSystem) and os.path.exists(inside)):
+        entries, nothing = fs.glob(inside, detail=True), f"{path}: matches no file"
+    elif fs.isdir(inside):
+        entries = {
+            name: entry
+            for name, entry in fs.find(inside, detail=True).items()
+            if name.endswith(".parquet") and not _hidden(name[len(inside) :])
+        }
+        nothing = f"{path}: folder without .parquet files"
+    else:
+        entries, nothing = {inside: fs.info(inside)}, f"{path}: not a file"
+    return {name: entry for name, entry in entries.items() if entry["type"] == "file"}, nothing
+
+
+def _hidden(name: str) -> bool:
+    return any(part.startswith(("_", ".")) for part in name.split("/"))
+
+
+def _check_name(url: str) -> None:
+    try:
+        url.encode()
+    except UnicodeEncodeError:
+        shown = os.fsencode(url).decode(errors="replace")
+        raise UserError(f"{shown}: the file name is not UTF-8; rename the file") from None
+
+
+def _version(entry: dict[str, Any], fs: fsspec.AbstractFileSystem, name: str) -> str:
+    if isinstance(fs, LocalFileSystem):
+        return str(os.stat(name).st_mtime_ns)
+    return str(entry.get("ETag") or entry.get("LastModified")).strip('"')
+
+
+def read_footer(url: str, size: int, version: str, storage: StorageConfig) -> tuple[InputFile, pa.Schema]:
+    """The pinned file and its schema.
+
+    Raises:
+        UserError: the file is not Parquet, is damaged, gone, or access is refused.
+        StoreFailed, OSError: the store or the disk fails.
+    """
+    fs, path = filesystem(url, storage)
+    try:
+        with fs.open(path, "rb") as file:
+            try:
+                parquet = pq.ParquetFile(file)
+                groups = [parquet.metadata.row_group(number) for number in range(parquet.metadata.num_row_groups)]
+                schema = parquet.schema_arrow
+            except (pa.ArrowException, OSError) as error:
+                if isinstance(error, pa.ArrowException) or (type(error) is OSError and error.errno is None):
+                    file.seek(0)
+                    raise UserError(_not_parquet(url, file.read(4096), error)) from None
+                raise
+    except FileNotFoundError:
+        raise UserError(f"{url}: no such file") from None
+    except PermissionError as error:
+        raise UserError(f"{url}: cannot be read: {' '.join(str(error).split())}") from None
+    rows = tuple(group.num_rows for group in groups)
+    return InputFile(url, size, version, rows, tuple(group.total_byte_size for group in groups)), schema
+
+
+def _not_parquet(url: str, head: bytes, error: Exception) -> str:
+    """The message for a file that Arrow refuses; names the format where the file's first bytes show another."""
+    kind = _other_format(head)
+    reason = " ".join(str(error).split()) if kind is None else f"the file is {kind}; convert it to Parquet"
+    return f"{url}: not readable as Parquet: {reason}"
+
+
+def _other_format(head: bytes) -> str | None:
+    for magic, kind in _MAGIC.items():
+        if head.startswith(magic):
+            return kind
+    text = head.decode(errors="ignore").lstrip("\ufeff \t\r\n")
+    if any(not char.isprintable() and char not in "\t\r\n" for char in text):
+        return None
+    if text.startswith(("{", "[")):
+        return "JSON"
+    first = text.split("\n", 1)[0]
+    return "CSV" if "\n" in text and any(mark in first for mark in ",;\t") else None
+
+
+def check_unchanged(file: InputFile, storage: StorageConfig) -> None:
+    """Raise UserError if a pinned file is gone or has another size or version."""
+    fs, path = filesystem(file.url, storage)
+    try:
+        entry = fs.info(path)
+        same = (int(entry["size"]), _version(entry, fs, path)) == (file.size, file.version)
+    except FileNotFoundError:
+        raise UserError(f"{file.url}: gone since the job began") from None
+    if not same:
+        raise UserError(f"{file.url}: changed since the job began")

@@ -1,0 +1,173 @@
+"""Shards: stable row ranges of input files; cutting, grouping into read tasks, and reading."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.config.job import StorageConfig
+from pipeline.read.files import InputFile, check_unchanged
+from pipeline.read.ipc import to_ipc
+from pipeline.read.schema import conform
+from pipeline.storage.folder import STORE_ERRORS, filesystem
+
+STREAM_BYTES = 128 * 2**20  # uncompressed; a larger row group is fetched page by page
+FETCH_BYTES = 8 * 2**20  # read-ahead of each column of a large row group
+BATCH_ROWS, BATCH_BYTES = 1024, 8 * 2**20  # decoded per batch; repeated texts decode to more than the footer states
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Rows first_row ... first_row + rows - 1 of a file, the unit of commit; `index` numbers the shards of a job."""
+
+    index: int
+    url: str
+    first_row: int
+    rows: int
+
+
+def cut_shards(files: Iterable[InputFile], shard_rows: int, shard_bytes: int) -> list[Shard]:
+    """Shards of all files, in order: whole row groups while they fit the limits; a larger row group is cut."""
+    shards: list[Shard] = []
+
+    def add(file: InputFile, first: int, rows: int) -> None:
+        if rows:
+            shards.append(Shard(len(shards), file.url, first, rows))
+
+    for file in files:
+        first = start = held_rows = held_bytes = 0
+        for rows, size in zip(file.group_rows, file.group_bytes, strict=True):
+            if held_rows and (held_rows + rows > shard_rows or held_bytes + size > shard_bytes):
+                add(file, start, held_rows)
+                start, held_rows, held_bytes = first, 0, 0
+            if rows > shard_rows or size > shard_bytes:
+                most = max(1, min(shard_rows, rows * shard_bytes // max(size, 1)))
+                for offset in range(0, rows, most):
+                    add(file, first + offset, min(most, rows - offset))
+                start = first + rows
+            else:
+                held_rows, held_bytes = held_rows + rows, held_bytes + size
+            first += rows
+        add(file, start, held_rows)
+    return shards
+
+
+def read_shards(shards: Sequence[Shard], columns: Sequence[str], storage: StorageConfig) -> Iterator[pa.Table]:
+    """Tables of shards of one file, in order. A row group is read once, in batches, and no further than needed.
+
+    Raises:
+        OSError: the file is damaged or has fewer rows than planned; one line that names the file.
+        StoreFailed: the store fails.
+    """
+    try:
+        yield from _tables(shards, columns, storage)
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, pa.ArrowException) or type(error) is OSError:  # subclasses name their own cause
+            text = " ".join(str(error).split())
+            raise OSError(f"{shards[0].url}: cannot be read, damaged or cut short: {text}") from None
+        raise
+
+
+def _tables(shards: Sequence[Shard], columns: Sequence[str], storage: StorageConfig) -> Iterator[pa.Table]:
+    fs, path = filesystem(shards[0].url, storage)
+    with fs.open(path, "rb") as file:
+        footer = pq.read_metadata(file)
+    groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
+    starts = list(accumulate((group.num_rows for group in groups), initial=0))
+    # large row groups are streamed page by page; small ones are fetched whole in few requests
+    large = any(group.total_byte_size > STREAM_BYTES for group in groups)
+    with fs.open(path, "rb", cache_type="none" if large else "readahead") as file:
+        parquet = pq.ParquetFile(file, metadata=footer, pre_buffer=not large, buffer_size=FETCH_BYTES if large else 0)
+        opened, first, batch = -1, 0, pa.record_batch([], [])  # the current row group; the batch and its first row
+        for shard in shards:
+            slices, row, end = [], shard.first_row, shard.first_row + shard.rows
+            while row < end:
+                number = bisect_right(starts, row) - 1
+                if number >= len(groups):
+                    raise OSError("fewer rows than when the job was planned")
+                if number != opened:
+                    row_bytes = max(groups[number].total_byte_size // groups[number].num_rows, 1)
+                    rows = max(1, min(BATCH_ROWS, BATCH_BYTES // row_bytes))
+                    batches = parquet.iter_batches(rows, row_groups=[number], columns=list(columns))
+                    opened, first, batch = number, starts[number], _next(batches)
+                while first + batch.num_rows <= row:
+                    first, batch = first + batch.num_rows, _next(batches)
+                slices.append(batch.slice(row - first, end - row))
+                row += slices[-1].num_rows
+            yield pa.Table.from_batches(slices)
+
+
+def _next(batches: Iterator[pa.RecordBatch]) -> pa.RecordBatch:
+    batch = next(batches, None)
+    if batch is None:
+        raise OSError("fewer rows than its footer says")
+    return batch
+
+
+def read_pinned(
+    shards: Sequence[Shard], file: InputFile, columns: Sequence[str], storage: StorageConfig
+) -> Iterator[pa.Table]:
+    """`read_shards` of a pinned file. Raises UserError before the first table that a changed file would yield."""
+    try:
+        for table in read_shards(shards, columns, storage):
+            check_unchanged(file, storage)
+            yield table
+    except (*STORE_ERRORS, pa.ArrowException, AssertionError, RuntimeError):
+        check_unchanged(file, storage)  # a changed file is the cause
+        raise
+
+
+def read_blocks(
+    shards: Sequence[Shard], file: InputFile, schema: pa.Schema, storage: StorageConfig
+) -> Iterator[pa.Table]:
+    """A table of one row for each shard of one file: `shard` (its index), `url`, `first_row`, and `rows`, the shard's
+    rows as IPC bytes in the job's schema. One row, so that no splitting of blocks tears the unit of commit apart."""
+    for shard, table in zip(shards, read_pinned(shards, file, schema.names, storage), strict=True):
+        yield pa.table(
+            {
+                "shard": pa.array([shard.index], pa.int64()),
+                "url": [shard.url],
+                "first_row": pa.array([shard.first_row], pa.int64()),
+                "rows": pa.array([to_ipc(conform(table, schema))], pa.large_binary()),
+            }
+        )
+
+
+def group_shards(
+    shards: Iterable[Shard], files: Iterable[InputFile], task_rows: int, task_bytes: int
+) -> list[list[Shard]]:
+    """Shards of each read task: consecutive shards of one file, within both limits.
+
+    All shards of one row group stay together, above the limits if need be: the row group is read once.
+    """
+    layout = {file.url: (file, list(accumulate(file.group_rows, initial=0))) for file in files}
+    located = [(shard, *_locate(shard, *layout[shard.url])) for shard in shards]
+    tasks: list[list[Shard]] = []
+    rows, size = 0, 0.0
+    for _, run in groupby(located, key=lambda item: (item[0].url, item[0] if item[1] is None else item[1])):
+        unit = list(run)
+        more_rows, more_size = sum(shard.rows for shard, _, _ in unit), sum(shard_bytes for _, _, shard_bytes in unit)
+        fits = rows + more_rows <= task_rows and size + more_size <= task_bytes
+        if not (tasks and tasks[-1][0].url == unit[0][0].url and fits):
+            tasks.append([])
+            rows, size = 0, 0.0
+        tasks[-1] += [shard for shard, _, _ in unit]
+        rows, size = rows + more_rows, size + more_size
+    return tasks
+
+
+def _locate(shard: Shard, file: InputFile, starts: Sequence[int]) -> tuple[int | None, float]:
+    """The row group of which the shard is a part, None if it holds whole row groups; and its bytes."""
+    end = shard.first_row + shard.rows
+    number = bisect_right(starts, shard.first_row) - 1
+    size = 0.0
+    for group in range(number, bisect_left(starts, end)):
+        rows = min(end, starts[group + 1]) - max(shard.first_row, starts[group])
+        size += file.group_bytes[group] * rows / max(file.group_rows[group], 1)
+    is_part = starts[number] < shard.first_row or end < starts[number + 1]
+    return (number if is_part else None), size
