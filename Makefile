@@ -70,7 +70,7 @@ work/peers/ctranslate2/installed:
 bench-parts: .venv/installed-dev
 	.venv/bin/python tests/benchmarks/pipeline_overhead.py
 	.venv/bin/python tests/benchmarks/startup.py
-	.venv/bin/python tests/benchmarks/prefix.py
+	.venv/bin/python tests/benchmarks/prefix_speed.py
 	.venv/bin/python tests/benchmarks/features.py
 	.venv/bin/python tests/benchmarks/training_step.py
 

@@ -3,19 +3,22 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-if not any(Path(one).exists() for one in ("/dev/nvidiactl", "/dev/nvidia0", "/proc/driver/nvidia")):
+if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/nvidia0", "/proc/driver/nvidia")):
     os.environ.setdefault(
         "TRITON_INTERPRET", "1"
-    )  # before torch imports Triton: its kernels are tried without a GPU too
+    )  # set before torch imports Triton; without a GPU kernels are interpreted
 
 import pytest
 import torch
+from hypothesis import settings
 
-torch.set_num_threads(1)  # tiny tensors: a second thread only waits, and two busy ones get in each other's way
+torch.set_num_threads(1)  # tensors are tiny: a second thread only spins
+settings.register_profile("suite", deadline=None)  # a slow machine fails no test
+settings.load_profile("suite")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """All that starts a Ray is marked: `make test` runs it in one process and the rest in another. Two Rays that
-    start at once on two cores outlast the 30 s that Ray gives itself."""
+    """Mark every test that starts Ray. `make test` runs these in one process and all others in another: two Ray
+    clusters that start at the same time on two cores exceed Ray's own limit of 30 s."""
     if "own_ray" in getattr(item, "fixturenames", ()):
         item.add_marker(pytest.mark.ray)

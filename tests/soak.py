@@ -32,8 +32,8 @@ os.environ.update(PYTHONPATH=os.pathsep.join(PATHS), OMP_NUM_THREADS="1", RAY_AU
 import boto3  # noqa: E402
 import ray  # noqa: E402
 from fault_bench import Bench, Trial  # noqa: E402
-from faults import TwoNodes, kill_driver, kill_worker  # noqa: E402
 from moto.server import ThreadedMotoServer  # noqa: E402
+from process_kills import TwoNodes, kill_driver, kill_worker  # noqa: E402
 
 from pipeline.config.job import StorageConfig  # noqa: E402
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import CONTEXT, LAYERS, tiny_checkpoint
+from tiny_checkpoint import CONTEXT, LAYERS, tiny_checkpoint
 from transformers import AutoConfig
 
 from actors.engine.loading import inspect

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from models import VOCAB, tiny_model
 from output_length import LengthPredictor, explained
 from stragglers import Measured, by, full_batch, medians, run, ways
+from tiny_models import VOCAB, tiny_model
 from workloads import Workload
 
 from actors.engine.decoder import Decoder

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import torch
 from peak_memory import forget_peak, peak_bytes
-from physics import Counter, Part
+from roofline import Counter, Part
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from workloads import Forced, Workload
 

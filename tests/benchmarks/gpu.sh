@@ -5,4 +5,4 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONPATH=. TOKENIZERS_PARALLELISM=false
-exec "${PYTHON:-python3}" tests/benchmarks/gpu.py --out "${OUT:-work/gpu}" "$@"
+exec "${PYTHON:-python3}" tests/benchmarks/gpu_speed.py --out "${OUT:-work/gpu}" "$@"

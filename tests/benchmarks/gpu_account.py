@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import physics
+import roofline
 from gpu_parts import NEW, PROMPT
 
 from actors.engine.decoder import Decoder
@@ -15,7 +15,7 @@ from actors.engine.types import Request
 class Account:
     """Bytes and FLOPs that decode must move and make, and the least time for them."""
 
-    def __init__(self, decoder: Decoder, weights: Sequence[int], head: int, ceilings: physics.Ceilings) -> None:
+    def __init__(self, decoder: Decoder, weights: Sequence[int], head: int, ceilings: roofline.Ceilings) -> None:
         self.decoder, self.weights, self.head, self.ceilings = decoder, weights, head, ceilings
 
     def decode(self, schedule: Schedule, rows: Sequence[Request]) -> tuple[float, float]:

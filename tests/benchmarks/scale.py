@@ -36,7 +36,7 @@ import pyarrow.parquet as pq  # noqa: E402
 import ray  # noqa: E402
 from fake_engine import StartingLine, hook  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
-from tiny import tiny_checkpoint  # noqa: E402
+from tiny_checkpoint import tiny_checkpoint  # noqa: E402
 from watch import MIB, Watch  # noqa: E402
 
 from pipeline import job  # noqa: E402

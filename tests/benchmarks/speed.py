@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from contestants import Ours, Peer, PeerEnded, Timing  # noqa: E402
-from physics import Ceilings, Counter, least, measure  # noqa: E402
+from roofline import Ceilings, Counter, least, measure  # noqa: E402
 from shapes import SHAPES, write  # noqa: E402
 from workloads import CONTEXT, KINDS, Workload, available, make  # noqa: E402
 

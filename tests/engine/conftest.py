@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from models import MODELS, tiny_model
+from tiny_models import MODELS, tiny_model
 
 from actors.engine.decoder import Decoder
 

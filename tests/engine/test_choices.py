@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models import LAYERS, tiny_model
 from oracle import oracle_logits
+from tiny_models import LAYERS, tiny_model
 
 from actors.engine.choices import ChoiceTrie
 from actors.engine.decoder import Decoder

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import LAYERS, MODELS, tiny_model
+from tiny_models import LAYERS, MODELS, tiny_model
 from torch import nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.pytorch_utils import Conv1D

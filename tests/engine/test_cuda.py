@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import LAYERS, MODELS, tiny_model
+from engine_cases import STOP, answer, requests
 from oracle import oracle
-from test_engine import STOP, answer, requests
+from tiny_models import LAYERS, MODELS, tiny_model
 
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine

@@ -9,63 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from engine_cases import SPECS, STOP, answer, any_schedule, every_case, requests, thoroughly
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import CONTEXT, LAYERS, MODELS, VOCAB
 from oracle import oracle, oracle_logits
+from tiny_models import CONTEXT, LAYERS
 
 from actors.engine.cpu import packing
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.schedule import Schedule, ScheduleSpec
-from actors.engine.scheduler import generate
 from actors.engine.types import Completion, FinishReason, Request, SamplingParams
-
-STOP = {2, 5, 9, 33}
-SPECS = [
-    ScheduleSpec(),
-    ScheduleSpec(speedup=2, horizon=6),
-    ScheduleSpec(max_depth=5, min_depth=2, horizon=4, decay="cosine", keep_order="even"),
-    ScheduleSpec(max_depth=6, min_depth=1, horizon=8, decay="power", prompt="first"),
-    ScheduleSpec(max_depth=4, min_depth=2, horizon=7, decay="step", steps=3, prompt="first", keep_order="even"),
-    ScheduleSpec(max_depth=3, min_depth=3, decay="constant"),
-    ScheduleSpec(depths=(6, 6, 4, 4, 4, 3, 2), warmup=2),
-    ScheduleSpec(depths=(5, 3, 1), keep_order=(3, 0, 5, 1, 4, 2), warmup=0),
-]
-
-# what does not hang on the family is tried with these; the laws of the engine with all
-THOROUGH = ["llama", "opt-post-norm", "gemma3"]
-thoroughly = pytest.mark.parametrize("family", THOROUGH, indirect=True)
-CASES = [(name, place) for name in MODELS for place in (range(len(SPECS)) if name in THOROUGH else (1, 3))]
-every_case = pytest.mark.parametrize(("family", "spec"), CASES, indirect=["family"])
-
-
-def requests(count: int, seed: int, *, sampled: bool = False, most_new: int = 14, longest: int = 20) -> list[Request]:
-    rng = random.Random(seed)
-    rows = []
-    for _ in range(count):
-        sampling = SamplingParams(max_new_tokens=rng.randint(1, most_new))
-        if sampled:
-            sampling = SamplingParams(
-                max_new_tokens=sampling.max_new_tokens,
-                min_new_tokens=rng.choice([0, 0, sampling.max_new_tokens // 2]),
-                temperature=rng.choice([0.0, 0.7, 1.3]),
-                top_k=rng.choice([0, 5]),
-                top_p=rng.choice([1.0, 0.8]),
-                min_p=rng.choice([0.0, 0.05]),
-                repetition_penalty=rng.choice([1.0, 1.2]),
-                presence_penalty=rng.choice([0.0, 0.5]),
-                frequency_penalty=rng.choice([0.0, 0.3]),
-                stop_token_ids=rng.choice([(), (40, 50, 60)]),
-                ignore_eos=rng.choice([False, False, True]),
-            )
-        prompt = [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, longest))]
-        rows.append(Request(prompt, sampling, key=rng.getrandbits(62)))
-    return rows
-
-
-def answer(engine: Engine, rows: Sequence[Request], max_rows: int = 64) -> list[Completion]:
-    return generate(engine, rows, budget_bytes=2**40, max_rows=max_rows)
 
 
 def test_full_depth_equals_generate(decoder: Decoder, library: Decoder) -> None:
@@ -101,14 +55,6 @@ def test_cached_batches_equal_the_oracle(decoder: Decoder, library: Decoder, spe
     answers = answer(Engine(decoder if prepared else library, schedule, STOP), rows, max_rows=5)
     for row, got in zip(rows, answers, strict=True):
         assert list(got.token_ids) == oracle(library, schedule, row, STOP)
-
-
-@st.composite
-def any_schedule(draw: st.DrawFn) -> Schedule:
-    warmup = draw(st.integers(0, LAYERS))
-    depths = sorted(draw(st.lists(st.integers(max(warmup, 1), LAYERS), min_size=1, max_size=12)), reverse=True)
-    order = (*draw(st.permutations(range(warmup))), *draw(st.permutations(range(warmup, LAYERS))))
-    return Schedule(LAYERS, tuple(depths), order, warmup, draw(st.sampled_from(["full", "first"])))
 
 
 @thoroughly

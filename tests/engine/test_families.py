@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import CONTEXT, LAYERS, MODELS, WINDOW, tiny_model
-from test_engine import answer, requests
+from engine_cases import answer, requests
+from tiny_models import CONTEXT, LAYERS, MODELS, WINDOW, tiny_model
 from transformers import AutoConfig
 
 from actors.engine.decoder import Decoder, causal_mask

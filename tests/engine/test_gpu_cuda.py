@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import LAYERS, tiny_model
+from engine_cases import PREFIX, SPECS, STOP, requests
 from oracle import oracle, oracle_logits
-from test_engine import SPECS, STOP, requests
-from test_sharing import PREFIX
+from tiny_models import LAYERS, tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 pytest.importorskip("triton", reason="Triton is not installed: it comes with a GPU's torch, and with .[dev]")

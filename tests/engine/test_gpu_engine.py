@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_cases import PREFIX, SPECS, STOP, any_schedule, requests, with_prefix
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import LAYERS, MODELS, tiny_model
 from oracle import oracle
-from test_engine import SPECS, STOP, any_schedule, requests
-from test_sharing import PREFIX, with_prefix
+from tiny_models import LAYERS, MODELS, tiny_model
 from transformers import AutoConfig
 
 from actors.engine.choices import ChoiceTrie

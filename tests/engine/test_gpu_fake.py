@@ -18,7 +18,16 @@ pytest.importorskip("triton", reason="Triton is not installed: it comes with a G
 
 def run(*chosen: str) -> None:
     here = Path(__file__).parent
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(here / "on_fake_gpu.py"), *chosen]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(here / "fake_gpu_checks.py"),
+        *chosen,
+    ]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import LAYERS, tiny_model
+from tiny_models import LAYERS, tiny_model
 
 from actors.engine.loading import inspect, load_decoder
 from actors.engine.schedule import ScheduleSpec

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from engine_cases import PREFIX, STOP, requests, with_prefix
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import LAYERS, tiny_model
-from test_engine import STOP, requests
-from test_sharing import PREFIX, with_prefix
+from tiny_models import LAYERS, tiny_model
 
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from engine_cases import SPECS, STOP, every_case, requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import LAYERS, tiny_model
 from oracle import oracle
-from test_engine import SPECS, STOP, every_case, requests
+from tiny_models import LAYERS, tiny_model
 
 from actors.engine.batching import plan_batches
 from actors.engine.decoder import Decoder

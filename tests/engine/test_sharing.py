@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 import torch
-from models import LAYERS, VOCAB, tiny_model
-from test_engine import SPECS, STOP
+from engine_cases import PREFIX, SPECS, STOP, with_prefix
+from tiny_models import LAYERS, tiny_model
 
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
@@ -16,24 +15,10 @@ from actors.engine.schedule import ScheduleSpec
 from actors.engine.scheduler import generate
 from actors.engine.types import Completion, Request, SamplingParams
 
-PREFIX = [(7 * place) % 90 + 3 for place in range(17)]
-
 
 def plain(decoder: Decoder, spec: ScheduleSpec, rows: list[Request]) -> list[Completion]:
     engine = Engine(decoder, spec.build(LAYERS), STOP)
     return [generate(engine, [row], budget_bytes=2**40, max_rows=1)[0] for row in rows]
-
-
-def with_prefix(count: int, seed: int) -> list[Request]:
-    """Prompts that begin with PREFIX, but for every fifth; one is the prefix itself."""
-    rng = random.Random(seed)
-    rows = []
-    for row in range(count):
-        own = [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 14))]
-        sampling = SamplingParams(max_new_tokens=rng.randint(1, 12), temperature=rng.choice([0.0, 1.0]))
-        prompt = PREFIX if row == 3 else own if row % 5 == 4 else PREFIX + own
-        rows.append(Request(prompt, sampling, rng.getrandbits(60)))
-    return rows
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=range(len(SPECS)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from models import LAYERS, tiny_model
+from tiny_models import LAYERS, tiny_model
 
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine

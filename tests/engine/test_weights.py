@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models import tiny_model
 from safetensors.torch import save, save_file
+from tiny_models import tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from actors.engine.loading import inspect, load_decoder, memory_needed

@@ -10,7 +10,7 @@ import boto3
 import pytest
 import ray
 from moto.server import ThreadedMotoServer
-from tiny import tiny_checkpoint
+from tiny_checkpoint import tiny_checkpoint
 
 from pipeline.config.job import StorageConfig
 

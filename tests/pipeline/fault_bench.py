@@ -18,8 +18,8 @@ from types import FrameType
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from slowed import Slowness, slowed
-from tiny import tiny_checkpoint
+from slow_stages import Slowness, slowed
+from tiny_checkpoint import tiny_checkpoint
 
 from pipeline import job as jobs
 from pipeline.commit.sink import PART

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication
 from moto.s3.models import s3_backends
-from parts import FINGERPRINT, LAYERS, part_stats
+from part_builders import FINGERPRINT, LAYERS, part_stats
 
 from pipeline.commit.records import RECORDS_SCHEMA, Record, encode, record_name, records_table, write_segment
 from pipeline.commit.sink import part_name

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from adapt_parts import END, ROWS, Fakes, Run, command_over, values, write_inputs
+from adapt_fakes import END, ROWS, Fakes, Run, command_over, values, write_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from adapt_parts import ROWS, Fakes, Run, command_over
+from adapt_fakes import ROWS, Fakes, Run, command_over
 
 
 @pytest.fixture

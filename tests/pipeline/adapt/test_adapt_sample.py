@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from adapt_parts import ROWS, values, write_inputs
+from adapt_fakes import ROWS, values, write_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

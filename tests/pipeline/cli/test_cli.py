@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from command import assert_released
+from cli_command import assert_released
 from typer.testing import CliRunner
 
 from pipeline.cli.app import app

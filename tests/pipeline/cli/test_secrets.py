@@ -13,7 +13,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from command import Command
+from cli_command import Command
 from typer.testing import CliRunner
 
 from pipeline.cli.app import app

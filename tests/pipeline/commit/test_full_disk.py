@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from command import Command, assert_no_new_rays, assert_released, rays
-from command import parts as parts_of
-from parts import FINGERPRINT, part, part_stats
+from cli_command import Command, assert_no_new_rays, assert_released, rays
+from cli_command import parts as parts_of
+from part_builders import FINGERPRINT, part, part_stats
 from typer.testing import CliRunner
 
 from pipeline.cli.app import app

@@ -11,7 +11,7 @@ import time
 from multiprocessing.context import ForkServerContext
 
 import pytest
-import rayless
+import ray_free_run
 from fault_bench import SHARDS, Bench, Trial, digests
 
 from pipeline.config.job import JobConfig, StorageConfig
@@ -24,7 +24,7 @@ def processes() -> ForkServerContext:
     """Processes forked off one that has imported everything and has no threads."""
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the server does not get our path otherwise
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rayless"])
+    context.set_forkserver_preload(["ray_free_run"])
     return context
 
 
@@ -38,7 +38,7 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def ended(processes: ForkServerContext, job: JobConfig, after: float | None = None) -> float:
     """Run the job to its end, or SIGKILL it after so many seconds; the seconds it lived."""
-    process = processes.Process(target=rayless.run, args=(job.model_dump(exclude_none=True),))
+    process = processes.Process(target=ray_free_run.run, args=(job.model_dump(exclude_none=True),))
     process.start()
     began = time.monotonic()
     process.join(60 if after is None else after)

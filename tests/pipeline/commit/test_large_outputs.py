@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from large_output import PART, Bucket, counted, planned
-from parts import FINGERPRINT, part_stats
-from peak import watch_peak
+from memory_probe import watch_peak
+from part_builders import FINGERPRINT, part_stats
 
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.commit.records import encode, record_name

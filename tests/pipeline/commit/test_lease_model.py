@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory import MemoryFolder, Stepped
+from memory_folder import MemoryFolder, Stepped
 
 from pipeline.commit import lease as leases
 from pipeline.commit.lease import TERMS, Lease, LeaseHeld

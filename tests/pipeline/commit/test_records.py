@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from memory import MemoryFolder, Stepped
-from parts import FINGERPRINT, finish, manifest_of, part, part_stats
+from memory_folder import MemoryFolder, Stepped
+from part_builders import FINGERPRINT, finish, manifest_of, part, part_stats
 from typer.testing import CliRunner
 
 from pipeline.cli.app import app

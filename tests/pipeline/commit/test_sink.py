@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from parts import FINGERPRINT, LAYERS, fake_answers, part, part_spec, part_stats
+from part_builders import FINGERPRINT, LAYERS, fake_answers, part, part_spec, part_stats
 
 from pipeline.commit.records import COMMITS, read_records, record_name
 from pipeline.commit.sink import (

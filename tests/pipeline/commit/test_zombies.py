@@ -17,9 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from command import Command, assert_no_new_rays, assert_released, rays
-from command import parts as parts_of
-from parts import FINGERPRINT, part, part_stats
+from cli_command import Command, assert_no_new_rays, assert_released, rays
+from cli_command import parts as parts_of
+from part_builders import FINGERPRINT, part, part_stats
 
 from pipeline.commit.sink import clear_temporaries, commit
 from pipeline.config.job import JobConfig, StorageConfig
@@ -31,7 +31,7 @@ SHARD = Shard(3, "in.parquet", 18, 6)
 
 ATTEMPTS = """
 import json, os, signal, sys
-from parts import FINGERPRINT, part, part_stats
+from part_builders import FINGERPRINT, part, part_stats
 from pipeline.commit import sink
 from pipeline.config.job import StorageConfig
 from pipeline.read.shards import Shard

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import LAYERS, VOCAB, tiny_model
 from oracle import oracle_logits
+from tiny_models import LAYERS, VOCAB, tiny_model
 
 from actors.engine.decoder import Decoder
 from actors.engine.schedule import Schedule, ScheduleSpec

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parts import part_spec
+from part_builders import part_spec
 
 from actors.generator import Answer, Generator, Prompt
 from pipeline.generate import stage as generate

@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from killers import KILLER
-from parts import part_spec
-from test_quarantine import Memory
+from memory_folder import MemoryFolder
+from part_builders import part_spec
+from poison_stages import KILLER
 
 from actors.engine.engine import Engine
 from pipeline.generate.stage import ShardGenerator
@@ -61,7 +61,7 @@ def test_prepare_gives_up_only_the_rows_that_kill(spec: PromptSpec, monkeypatch:
         return tokenize(texts, spec)
 
     monkeypatch.setattr(prepares, "tokenize", deadly)
-    quarantine = Quarantine(Memory(), "run", 2, "prepare")
+    quarantine = Quarantine(MemoryFolder(), "run", 2, "prepare")
     deaths = 0
     while True:
         try:
@@ -104,7 +104,7 @@ def test_generate_gives_up_only_the_rows_that_kill(
         return admit(self, requests, prefix)
 
     monkeypatch.setattr(Engine, "admit", deadly)
-    quarantine = Quarantine(Memory(), "run", 2, "generate")
+    quarantine = Quarantine(MemoryFolder(), "run", 2, "generate")
     deaths = 0
     while True:
         actor = ShardGenerator(settings, part, quarantine=quarantine)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
-from memory import Killed, MemoryFolder, Stepped
+from memory_folder import Killed, MemoryFolder, Stepped
 
 from pipeline.generate.stats import Totals, add_up, to_table
 from pipeline.incremental import ledger as ledgers

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from cli_command import assert_released
 from click.testing import Result
-from command import assert_released
-from parts import part, part_stats
+from part_builders import part, part_stats
 from typer.testing import CliRunner
 
 from pipeline import job as jobs

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from memory import MemoryFolder
+from memory_folder import MemoryFolder
 from rich.console import Console
 
 from pipeline.config.job import StorageConfig

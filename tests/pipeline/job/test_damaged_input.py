@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from parts import fake_answers, part_spec
+from part_builders import fake_answers, part_spec
 
 from pipeline.commit.sink import PART, part_name
 from pipeline.config.job import StorageConfig

@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from command import Command, parts
+from cli_command import Command, parts
 
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.storage.folder import open_folder

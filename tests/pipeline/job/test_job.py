@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from command import Command, assert_no_new_rays, assert_released, parts, rays
+from cli_command import Command, assert_no_new_rays, assert_released, parts, rays
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from command import Command, parts
+from cli_command import Command, parts
 from fault_proxy import DELAY, EXPIRED, Fault, Proxy, Request, fault_proxy, mixed
 
 from pipeline import job as jobs

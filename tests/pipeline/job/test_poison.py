@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import killers
+import poison_stages
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -22,7 +22,7 @@ from pipeline.config.job import JobConfig
 ROWS, SHARD_ROWS, POISON = 24, 16, 11
 
 
-ray.cloudpickle.register_pickle_by_value(killers)  # workers cannot import what lies beside the tests
+ray.cloudpickle.register_pickle_by_value(poison_stages)  # workers cannot import what lies beside the tests
 
 
 @pytest.fixture
@@ -30,10 +30,10 @@ def job(checkpoint: Path, tmp_path: Path) -> JobConfig:
     """24 rows in two shards; row 11 is the only one of nine tokens, and has the word that kills."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     prompts = [" ".join(["cheap"] * (1 + row % 3)) for row in range(ROWS)]
-    prompts[POISON] = f"food {killers.KILLER}"
+    prompts[POISON] = f"food {poison_stages.KILLER}"
     lengths = [len(tokenizer(prompt)["input_ids"]) for prompt in prompts]
     assert lengths.count(lengths[POISON]) == 1, lengths
-    assert lengths[POISON] == killers.DEADLY_TOKENS, lengths
+    assert lengths[POISON] == poison_stages.DEADLY_TOKENS, lengths
     pq.write_table(pa.table({"id": [f"row-{row}" for row in range(ROWS)], "prompt": prompts}), tmp_path / "in.parquet")
     return JobConfig.model_validate(
         {
@@ -73,8 +73,8 @@ def undisturbed(job: JobConfig, folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("stage", "deadly"),
     [
-        ("ShardGenerator", killers.DeadlyGenerate),
-        pytest.param("prepare", killers.deadly_prepare, marks=pytest.mark.slow),
+        ("ShardGenerator", poison_stages.DeadlyGenerate),
+        pytest.param("prepare", poison_stages.deadly_prepare, marks=pytest.mark.slow),
     ],
     ids=["generate", "prepare"],
 )
@@ -101,9 +101,9 @@ def test_a_row_that_kills_its_process_is_found(
 def test_an_actor_that_dies_while_it_loads_ends_the_job_in_one_line(
     ray_to_be_left: None, job: JobConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loads = Path(job.model.path).parent / killers.LOADS
+    loads = Path(job.model.path).parent / poison_stages.LOADS
     loads.unlink(missing_ok=True)
-    monkeypatch.setattr(jobs, "ShardGenerator", killers.DeadlyLoad)
+    monkeypatch.setattr(jobs, "ShardGenerator", poison_stages.DeadlyLoad)
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))
     result = CliRunner().invoke(app, ["run", str(file)])

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from parts import part_spec
+from part_builders import part_spec
 
 from actors.engine.types import SamplingParams
 from actors.generator import Answer

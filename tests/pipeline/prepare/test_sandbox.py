@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from peak import watch_peak
+from memory_probe import watch_peak
 
 from actors.engine.loading import load_tokenizer
 from actors.engine.types import SamplingParams

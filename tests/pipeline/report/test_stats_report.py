@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parts import FINGERPRINT, LAYERS, finish, manifest_of, part, part_spec, part_stats
+from part_builders import FINGERPRINT, LAYERS, finish, manifest_of, part, part_spec, part_stats
 from rich.console import Console
 
 from pipeline.commit.records import read_records, record_name

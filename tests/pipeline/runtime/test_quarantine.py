@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from memory_folder import MemoryFolder
 
 from pipeline.runtime.quarantine import (
     QUARANTINE,
@@ -24,37 +24,18 @@ from pipeline.runtime.quarantine import (
 from pipeline.storage.folder import LocalFolder
 
 
-class Memory:
-    """A folder that is a dictionary."""
+class CountingFolder(MemoryFolder):
+    """A folder in memory that counts its writes."""
 
-    url = "memory"
-
-    def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
-        self.writes = 0
-
-    def read(self, name: str) -> bytes:
-        if name not in self.files:
-            raise FileNotFoundError(name)
-        return self.files[name]
+    writes = 0
 
     def create(self, name: str, data: bytes) -> bool:
         self.writes += 1
-        return self.files.setdefault(name, data) is data
+        return super().create(name, data)
 
     def replace(self, name: str, data: bytes) -> None:
         self.writes += 1
-        self.files[name] = data
-
-    def remove(self, name: str) -> None:
-        self.files.pop(name, None)
-
-    def remove_all(self, names: Sequence[str]) -> None:
-        for name in names:
-            self.remove(name)
-
-    def names(self, subfolder: str = "") -> list[str]:
-        return sorted(name.removeprefix(f"{subfolder}/") for name in self.files if name.startswith(f"{subfolder}/"))
+        super().replace(name, data)
 
 
 class Death(Exception):
@@ -91,7 +72,7 @@ def test_only_rows_that_kill_are_given_up(
     rows: int, poison: set[int], attempts: int, batch: int, chance: float, seed: int
 ) -> None:
     rng, poison = random.Random(seed), {row for row in poison if row < rows}
-    quarantine = Quarantine(Memory(), "run", attempts, "generate")
+    quarantine = Quarantine(MemoryFolder(), "run", attempts, "generate")
     deaths = others = 0
     alone = dict.fromkeys(range(rows), 0)
     while True:
@@ -118,7 +99,7 @@ def test_only_rows_that_kill_are_given_up(
 
 @given(rows=st.integers(1, 300), seed=st.integers(0, 99))
 def test_an_attempt_that_lives_writes_once(rows: int, seed: int) -> None:
-    folder = Memory()
+    folder = CountingFolder()
     shard_attempt = Quarantine(folder, "run", 3, "generate").begin(7, rows)
     assert not shard_attempt.careful and shard_attempt.groups == [tuple(range(rows))] and shard_attempt.errors == {}
     attempt(shard_attempt, set(), 0.0, 8, random.Random(seed))
@@ -129,7 +110,7 @@ def test_an_attempt_that_lives_writes_once(rows: int, seed: int) -> None:
 @pytest.mark.parametrize("attempts", [1, 2, 3])
 def test_deaths_outside_of_batches_fail_the_shard(attempts: int) -> None:
     """Between batches, before the first, while the part is made: no row is to blame, so the job must end."""
-    quarantine = Quarantine(Memory(), "run", attempts, "generate")
+    quarantine = Quarantine(MemoryFolder(), "run", attempts, "generate")
     assert not quarantine.begin(12, 5).careful  # the first death, of which nothing is known
     for _ in range(attempts):
         assert quarantine.begin(12, 5).careful
@@ -140,7 +121,7 @@ def test_deaths_outside_of_batches_fail_the_shard(attempts: int) -> None:
 
 
 def test_a_marker_of_another_run_counts_no_death_but_keeps_what_was_found() -> None:
-    folder = Memory()
+    folder = MemoryFolder()
     first = Quarantine(folder, "first", 2, "generate")
     first.begin(0, 8)
     for _ in range(2):
@@ -158,7 +139,7 @@ def test_a_marker_of_another_run_counts_no_death_but_keeps_what_was_found() -> N
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"{}", b"null", b'{"run": "run", "suspects": 3}'])
 def test_a_damaged_marker_is_made_anew(data: bytes) -> None:
-    folder = Memory()
+    folder = MemoryFolder()
     folder.replace(f"{QUARANTINE}/000003.generate.json", data)
     shard_attempt = Quarantine(folder, "run", 2, "generate").begin(3, 4)
     assert shard_attempt.careful and shard_attempt.groups == [(0, 1, 2, 3)]

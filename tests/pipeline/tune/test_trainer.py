@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import LAYERS, tiny_model
-from test_tune import SPECS, pairs
+from tiny_models import LAYERS, tiny_model
 from torch.distributions import Categorical, kl_divergence
+from training_cases import SPECS, pairs
 
 from actors.engine.decoder import Decoder
 from actors.engine.schedule import ScheduleSpec

@@ -12,11 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from models import LAYERS, VOCAB, tiny_model
 from oracle import oracle_logits
 from pydantic import ValidationError
 from safetensors.torch import load_file
-from tiny import tiny_checkpoint
+from tiny_checkpoint import tiny_checkpoint
+from tiny_models import LAYERS, tiny_model
+from training_cases import SPECS, pairs
 
 from actors.engine.decoder import Decoder
 from actors.engine.loading import inspect, load_tokenizer
@@ -25,22 +26,6 @@ from pipeline.config.tune import TuneConfig, TuneDataConfig
 from pipeline.tune.data import IGNORED, Batch, collate, encode, read_pairs
 from pipeline.tune.run import tune
 from pipeline.tune.trainer import response_logits
-
-SPECS = [
-    ScheduleSpec(),
-    ScheduleSpec(speedup=2, horizon=6),
-    ScheduleSpec(max_depth=5, min_depth=2, horizon=4, keep_order="even", prompt="first"),
-    ScheduleSpec(depths=(5, 3, 1), keep_order=(3, 0, 5, 1, 4, 2), warmup=0),
-]
-
-
-def pairs(seed: int, count: int = 5) -> list[dict[str, Any]]:
-    rng = random.Random(seed)
-    rows = []
-    for _ in range(count):
-        prompt, response = rng.randint(1, 9), rng.randint(1, 8)
-        rows.append({"input_ids": rng.choices(range(3, VOCAB), k=prompt + response), "prompt_tokens": prompt})
-    return rows
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "opt-post-norm", "mistral", "gemma2", "gemma3", "gpt-neox"])

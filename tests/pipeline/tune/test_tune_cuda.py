@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import LAYERS, tiny_model
-from test_tune import SPECS, pairs
+from tiny_models import LAYERS, tiny_model
+from training_cases import SPECS, pairs
 
 from actors.engine.decoder import Decoder
 from actors.engine.schedule import ScheduleSpec

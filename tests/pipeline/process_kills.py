@@ -25,7 +25,7 @@ import ray
 import yaml
 from fault_bench import SHARDS, TRIAL_SECONDS, Bench, Hung, Trial, parts, time_limit
 from ray.cluster_utils import Cluster
-from slowed import Slowness, slowed
+from slow_stages import Slowness, slowed
 
 from pipeline import job as jobs
 from pipeline.commit.sink import PART
@@ -195,7 +195,7 @@ def kill_driver(bench: Bench, seed: int) -> Trial:
     file.write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))
     began, mark = time.monotonic(), uuid.uuid4().hex
     said = bench.folder / f"driver-{seed}.log"
-    first = _start([str(ROOT / "tests" / "pipeline" / "slowed.py"), "run", str(file)], mark, said)
+    first = _start([str(ROOT / "tests" / "pipeline" / "slow_stages.py"), "run", str(file)], mark, said)
 
     def kill(process: psutil.Process) -> None:
         if seed % 2:

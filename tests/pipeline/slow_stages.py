@@ -1,6 +1,6 @@
 """Jobs whose stages take their time, so that a kill can hit them; the answers stay the same.
 
-    python tests/pipeline/slowed.py run job.yaml
+    python tests/pipeline/slow_stages.py run job.yaml
 
 is `skipdecode run job.yaml` so slowed.
 """

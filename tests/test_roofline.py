@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from models import LAYERS, VOCAB, tiny_model
-from physics import Ceilings, Counter, least
+from roofline import Ceilings, Counter, least
+from tiny_models import LAYERS, VOCAB, tiny_model
 
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import Gpu, fake_gpu
-from models import MODELS
+from tiny_models import MODELS
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from actors.engine.decoder import Decoder
@@ -195,7 +195,7 @@ def test_a_planned_batch_stays_within_its_memory(gpu: Gpu, name: str, lengths: s
 def test_the_benchmark_comes_to_its_end(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All parts but transformers, whose own loop waits for values; rows end as soon as the host looks."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
-    import gpu as benchmark
+    import gpu_speed as benchmark
 
     arguments = "--shapes opt-125m --batches 2,largest --speeds 1,3 --no-peers --device cuda --demo-rows 0"
     arguments += f" --choices-shape opt-125m --tail-rows 8 --most-rows 4 --out {tmp_path}"

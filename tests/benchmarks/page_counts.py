@@ -1,7 +1,7 @@
 """How many rows a cache in pages holds at once, against slots of full length: the GPU engine itself, over a model that
 has a real one's layers and pages but no work to do, on a CPU.
 
-    .venv/bin/python tests/benchmarks/pages.py [--gib 100] [--rows 2000] [--speeds 1,3]
+    .venv/bin/python tests/benchmarks/page_counts.py [--gib 100] [--rows 2000] [--speeds 1,3]
 
 The shape is Llama-3-8B's: 32 layers, pages of 64 KiB. Prompts of 512 tokens, answers lognormal (median 300, sigma 0.7,
 at most 1,536), refill. Time means nothing here; steps do. The last line is one JSON object.

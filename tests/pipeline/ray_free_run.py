@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-from parts import part, part_stats
+from part_builders import part, part_stats
 
 from pipeline import job as jobs
 from pipeline.commit.sink import commit

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_choices
-import physics
+import roofline
 import torch
 import transformers
 from gpu_account import Account, exact_row_bytes
@@ -71,7 +71,7 @@ def profile(engine: GpuEngine, rows: list[Request]) -> dict[str, Any]:
     }
 
 
-def made_ready(shape: str, given: argparse.Namespace, ceilings: physics.Ceilings) -> tuple[Decoder, Account, int]:
+def made_ready(shape: str, given: argparse.Namespace, ceilings: roofline.Ceilings) -> tuple[Decoder, Account, int]:
     """A model with the GPU's layers, what its passes must move, and bytes for its cache."""
     device = torch.device(given.device)
     operations: Any = reference
@@ -133,7 +133,7 @@ def cell(
 
 
 def measure(
-    shape: str, given: argparse.Namespace, ceilings: physics.Ceilings, clock: Clock, keep: dict[str, Any]
+    shape: str, given: argparse.Namespace, ceilings: roofline.Ceilings, clock: Clock, keep: dict[str, Any]
 ) -> None:
     """All there is to know of a shape, as far as the time goes; kept as it comes."""
     device = torch.device(given.device)
@@ -151,7 +151,7 @@ def measure(
 def own(
     shape: str,
     given: argparse.Namespace,
-    ceilings: physics.Ceilings,
+    ceilings: roofline.Ceilings,
     clock: Clock,
     keep: dict[str, Any],
     found: dict[str, Any],
@@ -201,7 +201,7 @@ def own(
 
 
 def chosen_between(
-    shape: str, given: argparse.Namespace, ceilings: physics.Ceilings, clock: Clock, keep: dict[str, Any]
+    shape: str, given: argparse.Namespace, ceilings: roofline.Ceilings, clock: Clock, keep: dict[str, Any]
 ) -> None:
     """What could be done in several ways: see gpu_choices."""
     device = torch.device(given.device)
@@ -292,7 +292,7 @@ def main() -> None:
     clock = Clock(given.minutes)
     device = torch.device(given.device)
     large = (8192, 2**31) if device.type == "cuda" else (1024, 2**26)
-    ceilings = physics.measure(torch.bfloat16, device, *large)
+    ceilings = roofline.measure(torch.bfloat16, device, *large)
     facts = {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "torch": torch.__version__,

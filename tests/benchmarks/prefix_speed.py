@@ -1,6 +1,6 @@
 """What it saves to compute the beginning that all prompts share once an actor: a labelling job's prefill, both ways.
 
-    .venv/bin/python tests/benchmarks/prefix.py [--shapes demo,opt-125m] [--rows 64] [--instruction 500] [--new 8]
+    .venv/bin/python tests/benchmarks/prefix_speed.py [--shapes demo,opt-125m] [--rows 64] [--instruction 500] [--new 8]
         [--batch 64] [--speed 1] [--runs 3] [--threads 2]
 
 Random weights at real shapes, bfloat16, bare engine. Every prompt is an instruction of so many tokens and then a
