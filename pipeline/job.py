@@ -23,9 +23,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.engine.errors import UserError
 from actors.engine.schedule import Schedule
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, resolve_checkpoint
+from pipeline.commit.finalize import finalize, finished_totals, write_success
 from pipeline.commit.lease import leased
 from pipeline.commit.records import Compaction
-from pipeline.commit.sink import PART, clear, clear_temporaries, commit_shards, committed
+from pipeline.commit.sink import PART, SUCCESS, clear, clear_temporaries, commit_shards, committed_shards
 from pipeline.config.job import ActorsConfig, JobConfig
 from pipeline.generate.coordinator import Coordinator
 from pipeline.generate.stage import PartSpec, ShardGenerator
@@ -42,7 +43,7 @@ from pipeline.read.files import Files, list_files
 from pipeline.read.shards import Shard
 from pipeline.read.source import ShardSource
 from pipeline.report.progress import Progress
-from pipeline.report.summary import SUCCESS, Outcome, complete, seal
+from pipeline.report.summary import JobResult
 from pipeline.runtime.quarantine import STAGES, Quarantine, clear_quarantine
 from pipeline.runtime.ray_session import actor_cpus, early_ray, ray_session
 from pipeline.runtime.signals import Interrupted, graceful, interruptible
@@ -55,7 +56,7 @@ QUARANTINED_RETRIES = 1000  # of one that `Quarantine` keeps count of
 READ_TASK_ROWS, READ_TASK_BYTES = 50_000, 512 * 2**20  # a read task at most, or one row group
 
 
-def run(config: JobConfig, *, limit: int | None = None, overwrite: bool = False, verbose: bool = False) -> Outcome:
+def run(config: JobConfig, *, limit: int | None = None, overwrite: bool = False, verbose: bool = False) -> JobResult:
     """Run the job to its end, or to the end of what an earlier run has left.
 
     Raises ValueError (configuration or input is wrong, or the output belongs to another job), LeaseHeld,
@@ -80,7 +81,7 @@ def run_since(
         return _run_since(config, overwrite, verbose)
 
 
-def _run(config: JobConfig, limit: int | None, overwrite: bool, verbose: bool) -> Outcome:
+def _run(config: JobConfig, limit: int | None, overwrite: bool, verbose: bool) -> JobResult:
     began = time.monotonic()
     check_columns(config)
     folder = open_folder(config.output.path, config.storage)
@@ -90,7 +91,7 @@ def _run(config: JobConfig, limit: int | None, overwrite: bool, verbose: bool) -
     left = stored is None or not folder.exists(SUCCESS)  # as far as can be told before the job is planned
     with early_ray(verbose) if left else nullcontext():
         manifest, totals, fresh_rows = _plan_and_answer(config, folder, stored, limit, overwrite, verbose)
-    return Outcome(manifest, totals, fresh_rows, time.monotonic() - began)
+    return JobResult(manifest, totals, fresh_rows, time.monotonic() - began)
 
 
 def _plan_and_answer(
@@ -101,6 +102,9 @@ def _plan_and_answer(
     if stored is not None and stored.fingerprint != manifest.fingerprint:
         names = ", ".join(manifests.difference(stored.identity, manifest.identity))
         raise UserError(f"{folder.url}: holds another job, which differs in {names}; --overwrite replaces it")
+    finished = finished_totals(folder, manifest) if stored is not None else None
+    if finished is not None:  # nothing is written, so that read-only rights suffice
+        return manifest, finished, 0
     if stored is None or not folder.exists(SUCCESS):
         log_memory_estimate(config, located, manifest.batching)
     with leased(folder):
@@ -111,7 +115,7 @@ def _plan_and_answer(
         if stored is None:
             manifests.save(folder, manifest)
         totals, fresh_rows = _answer(config, located, schedule, manifest, verbose)
-        seal(folder)
+        write_success(folder, manifest, totals)
     return manifest, totals, fresh_rows
 
 
@@ -153,7 +157,7 @@ def _answer(
 ) -> tuple[Totals, int]:
     """Answer the shards that are left and check that every row is there: totals, and the rows that were left."""
     folder = open_folder(config.output.path, config.storage)
-    done = committed(folder, manifest.shards, manifest.fingerprint)
+    done = committed_shards(folder, manifest.shards, manifest.fingerprint)
     left = [shard for shard in manifest.shards if shard.index not in done]
     clear_quarantine(folder, but={shard.index for shard in left})
     if done and left:
@@ -163,7 +167,7 @@ def _answer(
         folder = probe_create(folder)
         with ray_session(config.actors, verbose), Compaction(folder, manifest.fingerprint):
             _flow(config, located, schedule, manifest, folder, left)
-    return complete(folder, manifest), sum(shard.rows for shard in left)
+    return finalize(folder, manifest), sum(shard.rows for shard in left)
 
 
 def _locate(config: JobConfig, stored: Manifest | None) -> tuple[ResolvedCheckpoint, Schedule]:

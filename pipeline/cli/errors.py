@@ -27,9 +27,9 @@ def job_errors(job: Path, output: str, again: str, goes_on: str, verbose: bool) 
     """What a job may raise, as one line and the exit status that says of which kind it is."""
     import ray
 
+    from pipeline.commit.finalize import RowsMissing
     from pipeline.commit.lease import LeaseHeld, LeaseLost
     from pipeline.incremental.ledger import ConcurrentRun
-    from pipeline.report.summary import RowsMissing
     from pipeline.runtime.signals import Interrupted
     from pipeline.storage.folder import STORE_ERRORS
 

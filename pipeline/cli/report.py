@@ -24,14 +24,18 @@ def report(
             "(digest, rows, job); exit 1 if any.",
         ),
     ] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="Also write _job/stats.parquet and _job/summary.json; not while a job runs.")
+    ] = False,
 ) -> None:
-    """Rebuild a job's statistics and summary from its commit records, finished or not, and print them.
+    """Print a job's statistics from its commit records, finished or not. Only reads, unless --write is given.
 
-    Of a root of scheduled runs: the ledger of its runs.
+    For a root of scheduled runs: print the ledger of its runs.
     """
     setup(False)
     from rich.console import Console
 
+    from pipeline.commit.finalize import totals_of, write_statistics
     from pipeline.commit.records import read_records
     from pipeline.commit.verify import verify
     from pipeline.config.job import StorageConfig
@@ -39,7 +43,7 @@ def report(
     from pipeline.incremental.ledger import holds_ledger, print_ledger
     from pipeline.incremental.ledger import read as read_ledger
     from pipeline.plan import manifest as manifests
-    from pipeline.report.summary import print_report, write_report
+    from pipeline.report.summary import print_report
     from pipeline.storage.folder import STORE_ERRORS, open_folder
 
     try:
@@ -60,7 +64,9 @@ def report(
             typer.echo(f"{output}: every part is as it was committed")
             return
         records = read_records(folder, manifest.fingerprint)
-        print_report(Console(soft_wrap=True), manifest, records, write_report(folder, manifest, records))
+        if write:
+            write_statistics(folder, manifest, records)
+        print_report(Console(soft_wrap=True), manifest, records, totals_of(records))
     except ValueError as error:
         raise stop(BAD_CONFIG, str(error)) from None
     except STORE_ERRORS as error:

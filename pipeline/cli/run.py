@@ -35,33 +35,38 @@ def run(
     from rich.console import Console
 
     from pipeline import job as jobs
+    from pipeline.commit.finalize import summary
     from pipeline.incremental.runs import print_scheduled, scheduled_summary
-    from pipeline.report.summary import last_errors, print_outcome, summary
+    from pipeline.report.summary import last_errors, print_result
     from pipeline.storage.folder import open_folder
 
     again = "the same command without --overwrite" if overwrite else "the same command"
     with job_errors(job, config.output.path, again, "goes on from the committed shards", verbose):
         if config.input.since:
             scheduled = jobs.run_since(config, limit=limit, overwrite=overwrite, verbose=verbose)
-            done = [(one.folder, one.outcome) for one in scheduled.finished]
+            done = [(run.folder, run.result) for run in scheduled.finished]
         else:
             scheduled = None
-            outcome = jobs.run(config, limit=limit, overwrite=overwrite, verbose=verbose)
-            done = [(open_folder(config.output.path, config.storage), outcome)]
+            result = jobs.run(config, limit=limit, overwrite=overwrite, verbose=verbose)
+            done = [(open_folder(config.output.path, config.storage), result)]
     console = Console(soft_wrap=True, stderr=as_json)
-    for folder, outcome in done:
-        print_outcome(console, folder, outcome, show)
+    for folder, result in done:
+        print_result(console, folder, result, show)
     if scheduled is not None:
         print_scheduled(console, scheduled)
     if as_json:
         values = [
-            {**summary(folder, one.manifest, one.totals), "fresh_rows": one.fresh_rows, "seconds": one.seconds}
-            for folder, one in done
+            {
+                **summary(folder, result.manifest, result.totals),
+                "fresh_rows": result.fresh_rows,
+                "seconds": result.seconds,
+            }
+            for folder, result in done
         ]
         typer.echo(
             json.dumps(values[0] if scheduled is None else scheduled_summary(config.output.path, scheduled, values))
         )
-    judged = [(outcome.totals.errors, outcome.totals.rows) for _, outcome in done]
+    judged = [(result.totals.errors, result.totals.rows) for _, result in done]
     if scheduled is not None and scheduled.last is not None and not done:  # a retry must not turn errors into success
         last = open_folder(f"{config.output.path.rstrip('/')}/{scheduled.last.folder}", config.storage)
         judged = last_errors(last)

@@ -1,10 +1,11 @@
-"""Commit records: a small file for each shard, rolled up into segments while the job runs.
+"""Commit records: one small file per shard, compacted into segments while the job runs.
 
-    _job/commits/000123.json          the record of a shard, written by whoever committed it
-    _job/segments/<sha256>.parquet    many records, named after its own digest; then the small files are removed
+    _job/commits/000123.json          the record of a shard, written by the task that committed it
+    _job/segments/<sha256>.parquet    many records, named after the file's digest; their small files are then removed
 
-The records are the union of both. A crash before the small files are removed leaves some twice, and two runs that
-roll up at once write the same rows: neither harms. The part is the commit, so a record can always be made again.
+All records are the union of both. A crash before the small files are removed leaves duplicates, and two runs that
+compact at the same time write the same rows; both are harmless. The part is the commit: a lost record is rebuilt
+from its part.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from pipeline.storage.folder import STORE_ERRORS, Folder
 
 log = logging.getLogger(__name__)
 COMMITS, SEGMENTS = "_job/commits", "_job/segments"
-ROLL_AT = 1000  # loose records
-ROLL_SECONDS = 30.0  # between looks at how many there are
+COMPACT_AT = 1000  # loose records
+COMPACT_SECONDS = 30.0  # between two counts of the loose records
 SEGMENT_ROWS = 10_000  # at most
 RECORD, SEGMENT = re.compile(r"(\d{6,})\.json"), re.compile(r"([0-9a-f]{64})\.parquet")
 DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -40,8 +41,8 @@ RECORDS_SCHEMA = pa.schema([*STATS_SCHEMA, pa.field("sha256", pa.string()), pa.f
 
 
 @dataclass(frozen=True)
-class Record:
-    """What is known of a committed part: the digest and the size of its file, and the shard's statistics."""
+class CommitRecord:
+    """A committed part: digest and size in bytes of its file, and the shard's statistics."""
 
     sha256: str
     bytes: int
@@ -52,81 +53,81 @@ def record_name(shard: int) -> str:
     return f"{COMMITS}/{shard:06d}.json"
 
 
-def encode(data: bytes, stats: ShardStats, fingerprint: str) -> bytes:
+def encode_record(part: bytes, stats: ShardStats, fingerprint: str) -> bytes:
     """The record file of a part with these bytes."""
     values = {
         "shard": stats.shard,
         "fingerprint": fingerprint,
-        "sha256": hashlib.sha256(data).hexdigest(),
-        "bytes": len(data),
+        "sha256": hashlib.sha256(part).hexdigest(),
+        "bytes": len(part),
         "rows": stats.rows,
         "stats": asdict(stats),
     }
     return (json.dumps({**values, "check": _check(values)}, indent=1) + "\n").encode()
 
 
-def decode(text: bytes, shard: int, fingerprint: str) -> Record | None:
-    """The record of a shard; None if the file is damaged, or another shard's or job's."""
+def decode_record(text: bytes, shard: int, fingerprint: str) -> CommitRecord | None:
+    """The record of a shard; None if the file is damaged, or belongs to another shard or job."""
     try:
         values = json.loads(text)
-        check = values.pop("check", None)
-        record = Record(values["sha256"], values["bytes"], ShardStats.from_record(values["stats"]))
-        sound = (
-            values["shard"] == record.stats.shard == shard
+        check = values.pop("check")
+        record = CommitRecord(values["sha256"], values["bytes"], ShardStats.from_record(values["stats"]))
+        valid = (
+            check == _check(values)
+            and values["fingerprint"] == fingerprint
+            and values["shard"] == record.stats.shard == shard
             and values["rows"] == record.stats.rows
             and type(record.bytes) is int
             and 0 <= record.bytes < 2**63
             and DIGEST.fullmatch(record.sha256) is not None
-            # versions before the first segments wrote neither of these two
-            and values.get("fingerprint", fingerprint) == fingerprint
-            and check in (None, _check(values))
         )
-        return record if sound else None
+        return record if valid else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
 def _check(values: dict[str, object]) -> str:
-    """Of all that a record says: one digit changed would otherwise go unnoticed."""
+    """Digest of a record's values: without it a changed digit would go unnoticed."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def records_table(records: Sequence[Record]) -> pa.Table:
-    """One row a record, in their order."""
+def records_table(records: Sequence[CommitRecord]) -> pa.Table:
+    """One row per record, in their order."""
     table = to_table(record.stats for record in records)
     table = table.append_column("sha256", pa.array([record.sha256 for record in records], pa.string()))
     return table.append_column("bytes", pa.array([record.bytes for record in records], pa.int64()))
 
 
-def loose_records(folder: Folder) -> list[int]:
+def loose_shards(folder: Folder) -> list[int]:
     """Shards with a record file of their own."""
-    return sorted(int(found[1]) for name in folder.names(COMMITS) if (found := RECORD.fullmatch(name)))
+    return sorted(int(match[1]) for name in folder.names(COMMITS) if (match := RECORD.fullmatch(name)))
 
 
-def read_loose(folder: Folder, shards: Iterable[int], fingerprint: str) -> tuple[list[Record], list[int]]:
-    """Records from files of their own, and the shards whose file is damaged; a file that is gone is left out."""
+def read_loose(folder: Folder, shards: Iterable[int], fingerprint: str) -> tuple[list[CommitRecord], list[int]]:
+    """The loose records of these shards, and the shards whose record is damaged. Skips files that are gone."""
 
-    def read(shard: int) -> Record | int | None:
+    def read(shard: int) -> CommitRecord | int | None:
         try:
-            record = decode(folder.read(record_name(shard)), shard, fingerprint)
-        except FileNotFoundError:  # rolled up since it was listed
+            record = decode_record(folder.read(record_name(shard)), shard, fingerprint)
+        except FileNotFoundError:  # compacted since it was listed
             return None
         return shard if record is None else record
 
-    found = list(in_parallel(read, shards))
-    return [one for one in found if isinstance(one, Record)], [one for one in found if isinstance(one, int)]
+    results = list(in_parallel(read, shards))
+    records = [result for result in results if isinstance(result, CommitRecord)]
+    return records, [result for result in results if isinstance(result, int)]
 
 
 def read_segments(folder: Folder, fingerprint: str) -> tuple[dict[str, pa.Table], list[str]]:
-    """Segments by name, and the names of those that are damaged, or that a run of another job has left since."""
+    """Segments by name, and the names of segments that are damaged or belong to another job."""
 
     def read(name: str) -> pa.Table | None:
         try:
             data = folder.read(f"{SEGMENTS}/{name}")
         except FileNotFoundError:  # replaced by another since it was listed
             return RECORDS_SCHEMA.empty_table()
-        found = SEGMENT.fullmatch(name)
-        if not found or hashlib.sha256(data).hexdigest() != found[1]:
+        match = SEGMENT.fullmatch(name)
+        if not match or hashlib.sha256(data).hexdigest() != match[1]:
             return None
         table = pq.read_table(io.BytesIO(data))
         if table.schema.metadata.get(b"skipdecode.fingerprint") != fingerprint.encode():
@@ -135,51 +136,51 @@ def read_segments(folder: Folder, fingerprint: str) -> tuple[dict[str, pa.Table]
 
     names = folder.names(SEGMENTS)
     tables = dict(zip(names, in_parallel(read, names), strict=True))
-    return {name: one for name, one in tables.items() if one is not None}, [
-        name for name in names if tables[name] is None
-    ]
+    segments = {name: table for name, table in tables.items() if table is not None}
+    return segments, [name for name in names if name not in segments]
 
 
-def joined(tables: Iterable[pa.Table]) -> pa.Table:
-    """One row a shard, by shard; of two records of one the one that was not made again from the part."""
-    table = pa.concat_tables([RECORDS_SCHEMA.empty_table(), *(one.replace_schema_metadata() for one in tables)])
+def merge_records(tables: Iterable[pa.Table]) -> pa.Table:
+    """One row per shard, sorted by shard. An original record precedes one that was rebuilt from the part."""
+    table = pa.concat_tables([RECORDS_SCHEMA.empty_table(), *(table.replace_schema_metadata() for table in tables)])
     table = table.sort_by([("shard", "ascending"), ("adopted", "ascending")])
     shards = table["shard"].to_numpy()
     return table.filter(pa.array(np.append(True, shards[1:] != shards[:-1])[: len(shards)]))
 
 
-def sound_records(folder: Folder, fingerprint: str) -> tuple[pa.Table, list[str]]:
-    """All records that can be read, one row a shard, by shard; and a line for each file that cannot."""
-    loose, damaged = read_loose(folder, loose_records(folder), fingerprint)  # before the segments that may take them
-    segments, broken = read_segments(folder, fingerprint)
-    names = [record_name(shard) for shard in damaged] + [f"{SEGMENTS}/{name}" for name in broken]
-    return joined([records_table(loose), *segments.values()]), [
-        f"{folder.url}/{name}: damaged; run the job again, which makes it anew from its parts" for name in names
+def read_valid_records(folder: Folder, fingerprint: str) -> tuple[pa.Table, list[str]]:
+    """All valid records as in `merge_records`, and one line for each damaged file. Changes nothing."""
+    # loose records first: a compaction moves them into segments, never back
+    loose, damaged = read_loose(folder, loose_shards(folder), fingerprint)
+    segments, damaged_segments = read_segments(folder, fingerprint)
+    names = [record_name(shard) for shard in damaged] + [f"{SEGMENTS}/{name}" for name in damaged_segments]
+    return merge_records([records_table(loose), *segments.values()]), [
+        f"{folder.url}/{name}: damaged; run the job again to rebuild it from its parts" for name in names
     ]
 
 
 def read_records(folder: Folder, fingerprint: str) -> pa.Table:
-    """All records, one row a shard, by shard. ValueError names a file that cannot be read."""
-    records, problems = sound_records(folder, fingerprint)
+    """All records as in `merge_records`. Raises UserError that names a damaged file."""
+    records, problems = read_valid_records(folder, fingerprint)
     if problems:
         raise UserError(problems[0])
     return records
 
 
 def write_segment(folder: Folder, table: pa.Table, fingerprint: str) -> None:
-    """Write records into a new segment; one with the same rows may be there already."""
+    """Write records into a new segment. A segment with the same rows may exist already."""
     sink = pa.BufferOutputStream()
     pq.write_table(table.replace_schema_metadata({"skipdecode.fingerprint": fingerprint}), sink, compression="zstd")
     data = sink.getvalue().to_pybytes()
     folder.create(f"{SEGMENTS}/{hashlib.sha256(data).hexdigest()}.parquet", data)
 
 
-def roll_up(folder: Folder, fingerprint: str, least: int = ROLL_AT) -> int:
-    """Move loose records, if there are at least so many, into segments; how many were moved.
+def compact(folder: Folder, fingerprint: str, least: int = COMPACT_AT) -> int:
+    """Move loose records into segments if there are at least `least`; the number moved.
 
-    Damaged ones are left: whoever reads all records at the end makes them again from their parts.
+    Damaged records stay: the end of the job rebuilds them from their parts.
     """
-    shards = loose_records(folder)
+    shards = loose_shards(folder)
     moved = 0
     for first in range(0, len(shards) if len(shards) >= least else 0, SEGMENT_ROWS):
         records, _ = read_loose(folder, shards[first : first + SEGMENT_ROWS], fingerprint)
@@ -190,8 +191,8 @@ def roll_up(folder: Folder, fingerprint: str, least: int = ROLL_AT) -> int:
     return moved
 
 
-def forget(folder: Folder, shards: Sequence[int], fingerprint: str) -> None:
-    """Remove the records of shards, so that they count as open again."""
+def drop_records(folder: Folder, shards: Sequence[int], fingerprint: str) -> None:
+    """Remove the records of shards whose parts are gone, so that the shards are open again."""
     gone = pa.array(shards, pa.int64())
     segments, _ = read_segments(folder, fingerprint)
     for name, table in segments.items():
@@ -204,14 +205,14 @@ def forget(folder: Folder, shards: Sequence[int], fingerprint: str) -> None:
 
 
 class Compaction:
-    """Rolls records up beside the job, from `with` to its end."""
+    """A thread that compacts records while the `with` block runs, and once more after it ends well."""
 
     def __init__(self, folder: Folder, fingerprint: str) -> None:
         self.folder = folder
         self.fingerprint = fingerprint
         self._failed = False
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="roll-up", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="compaction", daemon=True)
 
     def __enter__(self) -> Compaction:
         self._thread.start()
@@ -224,15 +225,15 @@ class Compaction:
         self._stop.set()
         self._thread.join()
 
-    def _watch(self) -> None:
+    def _run(self) -> None:
         while True:
-            last = self._stop.is_set()  # once more after a good end
+            last = self._stop.is_set()
             if last and self._failed:
                 return
             try:
-                roll_up(self.folder, self.fingerprint)
-            except STORE_ERRORS as error:  # the store may come back; what was not rolled up lies there still
-                log.warning("commit records could not be rolled up: %s", " ".join(str(error).split()))
+                compact(self.folder, self.fingerprint)
+            except STORE_ERRORS as error:  # loose records stay where they are; the store may recover
+                log.warning("commit records could not be compacted: %s", " ".join(str(error).split()))
             if last:
                 return
-            self._stop.wait(ROLL_SECONDS)
+            self._stop.wait(COMPACT_SECONDS)

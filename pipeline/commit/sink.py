@@ -1,7 +1,9 @@
 """The commit protocol. A part file, created once and whole, *is* the commit of its shard; its record follows.
 
-The first attempt wins and a later one drops its own. A part whose record is missing, because the process died
-between the two, is checked and adopted. Readers that glob ``*.parquet`` see only whole, committed parts.
+The first attempt wins; a later attempt discards its part. A part without a record (the process died between the two)
+is validated and its record rebuilt. Readers that glob ``*.parquet`` see only whole, committed parts.
+
+    commit ──> committed_shards (start of a run) ──> load_records (end of a run) ──> finalize.py
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from actors.engine.errors import UserError
 from pipeline.commit.records import (
     COMMITS,
     SEGMENTS,
-    Record,
-    encode,
-    joined,
-    loose_records,
+    CommitRecord,
+    encode_record,
+    loose_shards,
+    merge_records,
     read_loose,
     read_segments,
     record_name,
@@ -39,7 +41,8 @@ from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import Folder
 
 log = logging.getLogger(__name__)
-PARTS_AT_ONCE = 8  # of those that are read whole
+SUCCESS = "_SUCCESS"
+PARTS_AT_ONCE = 8  # parts that are held in memory whole
 PART = re.compile(r"part-\d{6,}\.parquet")
 
 
@@ -47,43 +50,43 @@ def part_name(shard: int) -> str:
     return f"part-{shard:06d}.parquet"
 
 
-def commit(folder: Folder, shard: Shard, data: bytes, stats: ShardStats, fingerprint: str) -> bool:
-    """Commit a shard's part and then its record; False if an earlier attempt had committed it.
+def commit(folder: Folder, shard: Shard, part: bytes, stats: ShardStats, fingerprint: str) -> bool:
+    """Commit a shard: create its part, then its record. False if an earlier attempt has committed it.
 
-    Raises ValueError if a part of that name is there and is not this job's.
+    Raises UserError if the existing part is damaged or another job's.
     """
     began = time.perf_counter()
-    first = folder.create(part_name(shard.index), data)
+    first = folder.create(part_name(shard.index), part)
     if first:
         stats = replace(stats, commit_seconds=time.perf_counter() - began)
-        folder.create(record_name(shard.index), encode(data, stats, fingerprint))
+        folder.create(record_name(shard.index), encode_record(part, stats, fingerprint))
     else:
-        adopt(folder, shard, fingerprint)
+        rebuild_record(folder, shard, fingerprint)
     return first
 
 
-def adopt(folder: Folder, shard: Shard, fingerprint: str) -> Record:
-    """Check a part that is there and make its record, if it has none, from what the part itself tells."""
-    data = folder.read(part_name(shard.index))
-    stats = check_part(folder, shard, data, fingerprint)
-    folder.create(record_name(shard.index), encode(data, stats, fingerprint))
-    return Record(hashlib.sha256(data).hexdigest(), len(data), stats)
+def rebuild_record(folder: Folder, shard: Shard, fingerprint: str) -> CommitRecord:
+    """Validate an existing part and create its record from the part itself. An existing record is kept."""
+    part = folder.read(part_name(shard.index))
+    stats = check_part(folder, shard, part, fingerprint)
+    folder.create(record_name(shard.index), encode_record(part, stats, fingerprint))
+    return CommitRecord(hashlib.sha256(part).hexdigest(), len(part), stats)
 
 
-def check_part(folder: Folder, shard: Shard, data: bytes, fingerprint: str) -> ShardStats:
-    """What a part tells of itself. ValueError if it is damaged, another job's, or does not hold the shard."""
+def check_part(folder: Folder, shard: Shard, part: bytes, fingerprint: str) -> ShardStats:
+    """Statistics of a part. Raises UserError if it is damaged, another job's, or does not hold the shard."""
     name = f"{folder.url}/{part_name(shard.index)}"
     try:
-        parquet = pq.ParquetFile(io.BytesIO(data), page_checksum_verification=True)
+        parquet = pq.ParquetFile(io.BytesIO(part), page_checksum_verification=True)
         table = parquet.read()
-        if data[:4] != b"PAR1":  # which pyarrow does not look at and other readers do
+        if part[:4] != b"PAR1":  # pyarrow does not check it, other readers do
             raise UserError("no Parquet magic at its beginning")
         metadata = parquet.schema_arrow.metadata or {}
         ours = metadata.get(b"skipdecode.fingerprint") == fingerprint.encode()
         stats = ShardStats.of_part(shard.index, table, int(metadata[b"skipdecode.num_layers"])) if ours else None
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
-        said = "".join(one if one.isprintable() else "?" for one in " ".join(str(error).split()))
-        raise UserError(f"{name}: damaged ({said}); delete it and run again") from None
+        reason = "".join(char if char.isprintable() else "?" for char in " ".join(str(error).split()))
+        raise UserError(f"{name}: damaged ({reason}); delete it and run again") from None
     if stats is None:
         raise UserError(f"{name}: written by another job; move it away, or start anew with --overwrite")
     if metadata.get(b"skipdecode.shard") != str(shard.index).encode() or stats.rows != shard.rows:
@@ -91,80 +94,71 @@ def check_part(folder: Folder, shard: Shard, data: bytes, fingerprint: str) -> S
     return stats
 
 
-def committed(folder: Folder, shards: Iterable[Shard], fingerprint: str) -> set[int]:
-    """Indices of the shards that are committed, after parts without a record have been adopted.
+def committed_shards(folder: Folder, shards: Iterable[Shard], fingerprint: str) -> set[int]:
+    """Indices of the committed shards, at the start of a run; rebuilds the records of parts that have none.
 
-    A record in a segment is believed; `settled` looks at every part. Raises ValueError for a part that is not
-    this job's.
+    Trusts the records in segments; `load_records` checks every part at the end. Raises UserError for a part that is
+    damaged or another job's.
     """
     planned = {shard.index: shard for shard in shards}
-    loose = set(loose_records(folder))  # before the parts: a part comes first, so none is missed for its record
+    loose = set(loose_shards(folder))  # before the parts: a part precedes its record, so none is missed
     segments, damaged = read_segments(folder, fingerprint)
     _drop_segments(folder, damaged)
-    rolled = {shard for table in segments.values() for shard in table["shard"].to_pylist()} & planned.keys()
-    last = max(rolled | loose, default=-1)
-    unsure = [index for index in planned.keys() - rolled if index <= last]
-    parts = part_sizes(folder, unsure, last).keys() & (planned.keys() - rolled)
-    _adopt_all(folder, [planned[index] for index in sorted(parts - loose)], fingerprint)
-    gone = sorted((loose & planned.keys()) - rolled - parts)
+    compacted = {shard for table in segments.values() for shard in table["shard"].to_pylist()} & planned.keys()
+    last = max(compacted | loose, default=-1)
+    unknown = [index for index in planned.keys() - compacted if index <= last]
+    parts = part_sizes(folder, unknown, last).keys() & (planned.keys() - compacted)
+    _rebuild_records(folder, [planned[index] for index in sorted(parts - loose)], fingerprint)
+    gone = sorted((loose & planned.keys()) - compacted - parts)
     for index in gone:
-        log.warning("%s is gone although it was committed: its shard is run again", part_name(index))
+        log.warning("%s was committed and is gone: its shard is run again", part_name(index))
     folder.remove_all([record_name(index) for index in gone])
-    return rolled | parts
+    return compacted | parts
 
 
-def settled(folder: Folder, shards: Iterable[Shard], fingerprint: str) -> tuple[pa.Table, dict[int, int]]:
-    """The records of all committed shards, by shard, and every part's size in bytes.
+def load_records(folder: Folder, shards: Iterable[Shard], fingerprint: str) -> tuple[pa.Table, dict[int, int]]:
+    """Records of all committed shards as in `merge_records`, and the size in bytes of every part by shard.
 
-    Records that are damaged, or missing beside their part, are made again. Raises ValueError for a part that is
-    not this job's.
+    Rebuilds records that are damaged or missing from their parts. Raises UserError for a part that is damaged or
+    another job's.
     """
     planned = {shard.index: shard for shard in shards}
-    loose, damaged = read_loose(folder, loose_records(folder), fingerprint)  # before segments that may take them
-    segments, broken = read_segments(folder, fingerprint)
-    _drop_segments(folder, broken)
-    sound = [one for one in loose if _fits(one, planned.get(one.stats.shard))]
-    damaged += [one.stats.shard for one in loose if not _fits(one, planned.get(one.stats.shard))]
+    loose, damaged = read_loose(folder, loose_shards(folder), fingerprint)  # before segments: records move there
+    segments, damaged_segments = read_segments(folder, fingerprint)
+    _drop_segments(folder, damaged_segments)
     for index in damaged:
         log.warning("%s/%s: damaged and removed", folder.url, record_name(index))
     folder.remove_all([record_name(index) for index in damaged])
     parts = part_sizes(folder, planned, max(planned, default=-1))
-    table = joined([records_table(sound), *segments.values()])
+    table = merge_records([records_table(loose), *segments.values()])
     missing = sorted(parts.keys() & planned.keys() - set(table["shard"].to_pylist()))
-    adopted = _adopt_all(folder, [planned[index] for index in missing], fingerprint)
-    return joined([table, records_table(adopted)]), parts
-
-
-def _fits(record: Record, shard: Shard | None) -> bool:
-    return shard is None or record.stats.rows == shard.rows
+    rebuilt = _rebuild_records(folder, [planned[index] for index in missing], fingerprint)
+    return merge_records([table, records_table(rebuilt)]), parts
 
 
 def part_sizes(folder: Folder, shards: Iterable[int], last: int) -> dict[int, int]:
-    """Size in bytes, by shard, of the parts of these shards, and of all whose name comes after the last shard's."""
+    """Sizes in bytes, by shard, of the parts of `shards` and of all parts after shard `last`."""
     stems = {part_name(index)[: -len("000.parquet")] for index in shards}
-    found = folder.sizes(stems, after=part_name(last) if last >= 0 else "")
-    return {int(name[5:-8]): size for name, size in found.items() if PART.fullmatch(name)}
+    sizes = folder.sizes(stems, after=part_name(last) if last >= 0 else "")
+    return {int(name[5:-8]): size for name, size in sizes.items() if PART.fullmatch(name)}
 
 
-def _adopt_all(folder: Folder, shards: Sequence[Shard], fingerprint: str) -> list[Record]:
-    """Adopt parts that have no record; each is held in memory whole, so few at once."""
+def _rebuild_records(folder: Folder, shards: Sequence[Shard], fingerprint: str) -> list[CommitRecord]:
     if shards:
         others = f" and {len(shards) - 1:,} others" if len(shards) > 1 else ""
-        log.warning("%s%s had no commit record: checked and adopted", part_name(shards[0].index), others)
-    return list(in_parallel(lambda shard: adopt(folder, shard, fingerprint), shards, PARTS_AT_ONCE))
+        log.warning("%s%s had no commit record: validated and recorded", part_name(shards[0].index), others)
+    return list(in_parallel(lambda shard: rebuild_record(folder, shard, fingerprint), shards, PARTS_AT_ONCE))
 
 
 def _drop_segments(folder: Folder, names: Sequence[str]) -> None:
     for name in names:
-        log.warning(
-            "%s/%s/%s: damaged or another job's, removed; what it held is made again", folder.url, SEGMENTS, name
-        )
+        log.warning("%s/%s/%s: damaged or another job's, removed; its records are rebuilt", folder.url, SEGMENTS, name)
     folder.remove_all([f"{SEGMENTS}/{name}" for name in names])
 
 
 def clear(folder: Folder) -> None:
-    """Remove what an earlier job left in an output folder: parts first, what vouches for them last."""
-    folder.remove_all([name for name in folder.names() if name == "_SUCCESS" or PART.fullmatch(name)])
+    """Remove an earlier job from an output folder: parts first, its plan last."""
+    folder.remove_all([name for name in folder.names() if name == SUCCESS or PART.fullmatch(name)])
     for subfolder in (COMMITS, SEGMENTS):
         folder.remove_all([f"{subfolder}/{name}" for name in folder.names(subfolder)])
     clear_quarantine(folder)
@@ -172,19 +166,26 @@ def clear(folder: Folder) -> None:
 
 
 def clear_temporaries(folder: Folder) -> None:
-    """Remove what killed processes left half-written."""
+    """Remove half-written files of killed processes."""
     for name in folder.names("_job/tmp"):
         folder.remove(f"_job/tmp/{name}")
 
 
 def commit_shards(batch: pa.Table, folder: Folder, fingerprint: str, coordinator: Any) -> pa.Table:
-    """Ray Data stage over finished shards, columns part and stats: commits each and passes on its index.
+    """Ray Data stage: commit finished shards.
 
-    coordinator: a `Coordinator` actor that is told of each one.
+    Args:
+        batch: columns shard, part (Parquet bytes) and stats (JSON of `ShardStats`).
+        folder: the job's output.
+        fingerprint: the job's.
+        coordinator: `Coordinator` actor that counts the commits.
+
+    Returns:
+        The column shard.
     """
     for row in batch.select(["part", "stats"]).to_pylist():
         stats = ShardStats.from_record(json.loads(row["stats"]))
-        shard = Shard(stats.shard, "", 0, stats.rows)  # where it came from is not asked here
+        shard = Shard(stats.shard, "", 0, stats.rows)  # commit uses index and rows only
         first = commit(folder, shard, row["part"], stats, fingerprint)
         release_shard(folder, stats.shard)
         coordinator.ended.remote(stats.shard, first, stats.rows, stats.errors, stats.generated_tokens)

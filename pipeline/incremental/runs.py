@@ -13,20 +13,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 
 from actors.engine.errors import UserError
+from pipeline.commit.finalize import totals_of, write_success
+from pipeline.commit.records import read_records
+from pipeline.commit.sink import SUCCESS
 from pipeline.generate.stats import Totals
 from pipeline.incremental import ledger as ledgers
 from pipeline.incremental.ledger import ConcurrentRun, Ledger, Run
 from pipeline.plan import manifest as manifests
 from pipeline.plan.manifest import Manifest, NoRows
 from pipeline.read.files import Files
-from pipeline.report.summary import SUCCESS, Outcome, seal
+from pipeline.report.summary import JobResult
 from pipeline.storage.folder import Folder, probe_create
 
 log = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ class FinishedRun:
 
     run: Run
     folder: Folder
-    outcome: Outcome
+    result: JobResult
     resumed: bool
 
 
@@ -83,7 +85,7 @@ def run_scheduled(root: Folder, job: Job, changed: str, overwrite: bool) -> Sche
             finished.append(resumed)
         ledger = _read_again(root, last.number)
     elif last is not None and last.state == "success":
-        _seal(job.open(last.folder))
+        _write_missing_success(job.open(last.folder))
     ledgers.roll_up(root, ledger)
     listed = job.inputs(bool(ledger.runs))
     new = ledgers.new_files(listed, ledger, changed)
@@ -168,7 +170,7 @@ def _give_up(root: Folder, run: Run, folder: Folder, why: str) -> None:
     """Abandon a run, unless it succeeds in this very moment."""
     ended = ledgers.end(root, run, "abandoned", why)
     if ended.state == "success":
-        _seal(folder)
+        _write_missing_success(folder)
         return
     log.warning(
         "run %d had not finished and is given up (%s): its files are new again, and %s never gets a _SUCCESS",
@@ -184,12 +186,14 @@ def _answer(root: Folder, run: Run, folder: Folder, manifest: Manifest, job: Job
     ended = ledgers.end(root, run, "success")
     if ended.state != "success":
         raise ConcurrentRun(f"run {run.number} was given up meanwhile ({ended.why}); {folder.url} does not count")
-    seal(folder)
-    return FinishedRun(ended, folder, Outcome(manifest, totals, fresh_rows, time.monotonic() - began), resumed)
+    write_success(folder, manifest, totals)
+    return FinishedRun(ended, folder, JobResult(manifest, totals, fresh_rows, time.monotonic() - began), resumed)
 
 
-def _seal(folder: Folder) -> None:
-    """Write the `_SUCCESS` of a run that died just before it, unless its folder has been removed since."""
-    if not folder.exists(SUCCESS):
-        with suppress(FileNotFoundError):
-            seal(folder)
+def _write_missing_success(folder: Folder) -> None:
+    """Write the `_SUCCESS` of a run that died just before it, unless its folder was removed since."""
+    if folder.exists(SUCCESS) or (manifest := manifests.load(folder)) is None:
+        return
+    totals = totals_of(read_records(folder, manifest.fingerprint))
+    if totals.rows == manifest.rows:
+        write_success(folder, manifest, totals)

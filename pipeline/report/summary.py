@@ -1,4 +1,4 @@
-"""What a job did, from its commit records: `_job/stats.parquet`, `_job/summary.json`, `_SUCCESS` and a table."""
+"""Print the statistics of a job and the result of a run."""
 
 from __future__ import annotations
 
@@ -12,23 +12,18 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.commit.records import forget, record_name
-from pipeline.commit.sink import part_name, settled
-from pipeline.generate.stats import STATS_SCHEMA, ShardStats, Totals, add_up
+from pipeline.commit.finalize import STATS, SUMMARY
+from pipeline.commit.sink import SUCCESS, part_name
+from pipeline.generate.stats import STATS_SCHEMA, ShardStats, Totals
 from pipeline.plan.manifest import Manifest
 from pipeline.storage.folder import Folder
 
-STATS, SUMMARY, SUCCESS = "_job/stats.parquet", "_job/summary.json", "_SUCCESS"
 SHOWN_SHARDS = 20
 
 
-class RowsMissing(Exception):
-    """The committed rows are not the planned ones; the message says which shard."""
-
-
 @dataclass(frozen=True)
-class Outcome:
-    """What a run came to. fresh_rows, seconds: of this run alone."""
+class JobResult:
+    """Result of a run. totals: of the whole job; fresh_rows, seconds: of this run alone."""
 
     manifest: Manifest
     totals: Totals
@@ -36,66 +31,8 @@ class Outcome:
     seconds: float
 
 
-def seal(folder: Folder) -> None:
-    """Write `_SUCCESS`, after `complete`."""
-    folder.replace(SUCCESS, folder.read(SUMMARY))
-
-
-def complete(folder: Folder, manifest: Manifest) -> Totals:
-    """Check that every planned row is committed once, then write statistics and summary.
-
-    RowsMissing says what is wrong. What is believed no more is forgotten, so that the next run looks at it anew.
-    """
-    records, sizes = settled(folder, manifest.shards, manifest.fingerprint)
-    planned = {shard.index: shard.rows for shard in manifest.shards}
-    recorded = dict(zip(records["shard"].to_pylist(), records["rows"].to_pylist(), strict=True))
-    for shard in sorted(sizes.keys() - planned.keys()):
-        raise RowsMissing(f"{part_name(shard)} belongs to no shard of this job: delete it")
-    for shard in sorted(recorded.keys() - planned.keys()):
-        raise RowsMissing(f"{record_name(shard)} belongs to no shard of this job: delete it")
-    wrong = [
-        shard
-        for shard, size in zip(records["shard"].to_pylist(), records["bytes"].to_pylist(), strict=True)
-        if sizes.get(shard) != size or recorded[shard] != planned[shard]
-    ]
-    if wrong:
-        folder.remove(SUCCESS)
-        forget(folder, wrong, manifest.fingerprint)
-        first, others = part_name(wrong[0]), f" (and {len(wrong) - 1:,} others)" if len(wrong) > 1 else ""
-        if wrong[0] not in sizes:
-            raise RowsMissing(f"{first}{others} was committed and is gone: run the same command again to answer it")
-        raise RowsMissing(f"{first}{others} is not what was committed: delete it, then run the same command again")
-    for shard in sorted(planned.keys() - recorded.keys()):
-        raise RowsMissing(f"{part_name(shard)} is missing: run the same command again to answer it")
-    return write_report(folder, manifest, records)
-
-
-def write_report(folder: Folder, manifest: Manifest, records: pa.Table) -> Totals:
-    """Statistics of all commit records, whether the job is finished or not."""
-    shards = records.select(STATS_SCHEMA.names).cast(STATS_SCHEMA)
-    totals = add_up(shards)
-    sink = pa.BufferOutputStream()
-    pq.write_table(shards, sink)
-    folder.replace(STATS, sink.getvalue().to_pybytes())
-    folder.replace(SUMMARY, (json.dumps(summary(folder, manifest, totals), indent=2) + "\n").encode())
-    return totals
-
-
-def summary(folder: Folder, manifest: Manifest, totals: Totals) -> dict[str, Any]:
-    """Totals with what they are totals of."""
-    return {
-        "output": folder.url,
-        "fingerprint": manifest.fingerprint,
-        "planned_shards": len(manifest.shards),
-        "planned_rows": manifest.rows,
-        "nominal_speedup": manifest.identity["schedule"]["speedup"],
-        "num_layers": manifest.identity["schedule"]["num_layers"],
-        **totals.to_dict(),
-    }
-
-
 def print_report(console: Console, manifest: Manifest, shards: pa.Table, totals: Totals) -> None:
-    """The table of shards, the slowest ones if they are many, and the totals."""
+    """Print the table of shards, the slowest `SHOWN_SHARDS` if there are more, and the totals."""
     slowest = shards.sort_by([("generate_seconds", "descending"), ("shard", "ascending")]).slice(0, SHOWN_SHARDS)
     shown = [ShardStats(**row) for row in slowest.select(STATS_SCHEMA.names).to_pylist()]
     title = "Shards" if len(shown) == totals.shards else f"The {len(shown)} slowest of {totals.shards} shards"
@@ -113,18 +50,18 @@ def print_report(console: Console, manifest: Manifest, shards: pa.Table, totals:
         "depth",
     ):
         table.add_column(name, justify="right")
-    for one in sorted(shown, key=lambda one: one.shard):
+    for shard in sorted(shown, key=lambda shard: shard.shard):
         table.add_row(
-            str(one.shard),
-            f"{one.rows:,}",
-            f"{one.errors:,}",
-            f"{one.prompt_tokens:,}",
-            f"{one.generated_tokens:,}",
-            f"{one.prefill_seconds:.2f}",
-            f"{one.decode_seconds:.2f}",
-            f"{one.tokens_per_second:,.0f}",
-            f"{100 * one.padding_fraction:.1f}",
-            f"{one.mean_depth:.2f}",
+            str(shard.shard),
+            f"{shard.rows:,}",
+            f"{shard.errors:,}",
+            f"{shard.prompt_tokens:,}",
+            f"{shard.generated_tokens:,}",
+            f"{shard.prefill_seconds:.2f}",
+            f"{shard.decode_seconds:.2f}",
+            f"{shard.tokens_per_second:,.0f}",
+            f"{100 * shard.padding_fraction:.1f}",
+            f"{shard.mean_depth:.2f}",
         )
     console.print(table)
     layers = manifest.identity["schedule"]["num_layers"]
@@ -157,8 +94,8 @@ def print_report(console: Console, manifest: Manifest, shards: pa.Table, totals:
         console.print(f"warning: {totals.duplicate_ids:,} rows share their id with another row of their shard")
 
 
-def print_outcome(console: Console, folder: Folder, outcome: Outcome, show: int) -> None:
-    """What a run has done, and where it lies; before it, `show` rows with their answers."""
+def print_result(console: Console, folder: Folder, result: JobResult, show: int) -> None:
+    """Print `show` rows with their answers, the statistics of a run, and the paths of its output."""
     for row in first_rows(folder, show) if show else []:
         console.print(f"\n[{row['id']}]", markup=False, highlight=False)
         for name in ("prompt", "generated_text", "error"):
@@ -167,15 +104,15 @@ def print_outcome(console: Console, folder: Folder, outcome: Outcome, show: int)
                 console.print(f"  {shown}: {row[name]}", markup=False, highlight=False)
     if show:
         console.print()
-    if outcome.fresh_rows:
-        shards = pq.read_table(io.BytesIO(folder.read(STATS)))
-        print_report(console, outcome.manifest, shards, outcome.totals)
-        rate = outcome.fresh_rows / outcome.seconds
+    if result.fresh_rows:
+        statistics = pq.read_table(io.BytesIO(folder.read(STATS)))
+        print_report(console, result.manifest, statistics, result.totals)
+        rate = result.fresh_rows / result.seconds
         console.print(
-            f"{outcome.fresh_rows:,} rows in {outcome.seconds:.1f} s with start-up, {rate:,.1f} rows/s", highlight=False
+            f"{result.fresh_rows:,} rows in {result.seconds:.1f} s with start-up, {rate:,.1f} rows/s", highlight=False
         )
     else:
-        console.print(f"nothing left to do: all {outcome.totals.rows:,} rows are answered already", highlight=False)
+        console.print(f"nothing left to do: all {result.totals.rows:,} rows are answered already", highlight=False)
     console.print(
         f"answers: {folder.url}/part-*.parquet\nstatistics: {folder.url}/{STATS}, summary: {folder.url}/{SUMMARY}",
         highlight=False,
@@ -183,9 +120,9 @@ def print_outcome(console: Console, folder: Folder, outcome: Outcome, show: int)
 
 
 def last_errors(folder: Folder) -> list[tuple[int, int]]:
-    """Errors and rows of the finished job in a folder, from its summary; none if it holds none any more."""
+    """Errors and rows of the finished job in a folder, from `_SUCCESS`; empty if the folder is gone."""
     try:
-        values = json.loads(folder.read(SUMMARY))
+        values = json.loads(folder.read(SUCCESS))
     except FileNotFoundError:
         return []
     return [(values["errors"], values["rows"])]

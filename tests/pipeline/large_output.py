@@ -12,7 +12,14 @@ from moto.moto_server.werkzeug_app import DomainDispatcherApplication
 from moto.s3.models import s3_backends
 from part_builders import FINGERPRINT, LAYERS, part_stats
 
-from pipeline.commit.records import RECORDS_SCHEMA, Record, encode, record_name, records_table, write_segment
+from pipeline.commit.records import (
+    RECORDS_SCHEMA,
+    CommitRecord,
+    encode_record,
+    record_name,
+    records_table,
+    write_segment,
+)
 from pipeline.commit.sink import part_name
 from pipeline.plan.manifest import Batching, Manifest
 from pipeline.read.files import InputFile
@@ -47,7 +54,7 @@ class Bucket:
 
     def fill(self, manifest: Manifest, done: int, loose: int, each: int = 1000) -> None:
         """The first `done` shards as a run leaves them: parts, segments, and the last records loose."""
-        one = records_table([Record(PART_DIGEST, len(PART), part_stats(manifest.shards[0]))]).to_pylist()[0]
+        one = records_table([CommitRecord(PART_DIGEST, len(PART), part_stats(manifest.shards[0]))]).to_pylist()[0]
         for index in range(done):
             self.create(part_name(index), PART)
         rolled = done - loose
@@ -58,7 +65,7 @@ class Bucket:
             table = pa.table(columns, schema=RECORDS_SCHEMA)
             write_segment(self, table, FINGERPRINT)
         for shard in manifest.shards[rolled:done]:
-            self.create(record_name(shard.index), encode(PART, part_stats(shard), FINGERPRINT))
+            self.create(record_name(shard.index), encode_record(PART, part_stats(shard), FINGERPRINT))
 
 
 @contextmanager

@@ -7,11 +7,11 @@ from typing import Any
 import pyarrow as pa
 
 from actors.generator import Answer
+from pipeline.commit.finalize import finalize, write_success
 from pipeline.generate.stage import PartSpec, part_bytes, part_table
 from pipeline.generate.stats import ShardStats, Totals
 from pipeline.plan.manifest import Batching, Manifest
 from pipeline.read.shards import Shard
-from pipeline.report.summary import complete, seal
 from pipeline.storage.folder import Folder
 
 LAYERS = 4
@@ -100,6 +100,6 @@ def manifest_of(shards: list[Shard]) -> Manifest:
 
 def finish(folder: Folder, manifest: Manifest) -> Totals:
     """The end of a job whose shards are committed."""
-    totals = complete(folder, manifest)
-    seal(folder)
+    totals = finalize(folder, manifest)
+    write_success(folder, manifest, totals)
     return totals

@@ -28,8 +28,8 @@ from ray.cluster_utils import Cluster
 from slow_stages import Slowness, slowed
 
 from pipeline import job as jobs
+from pipeline.commit.finalize import RowsMissing
 from pipeline.commit.sink import PART
-from pipeline.report.summary import RowsMissing
 from pipeline.storage.folder import Folder
 
 ROOT = Path(__file__).parents[2]

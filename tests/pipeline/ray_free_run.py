@@ -1,4 +1,4 @@
-"""A whole run but for Ray and the model: plan, lease, commits, report and seal are real, the parts are made up."""
+"""A whole run but for Ray and the model: plan, lease, commits and finalization are real, the parts are made up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline.commit.sink import commit
 from pipeline.config.job import JobConfig
 from pipeline.plan.manifest import Manifest
 from pipeline.read.shards import Shard
-from pipeline.storage.folder import open_folder
+from pipeline.storage.folder import Folder
 
 
 def run(values: dict[str, Any]) -> None:
@@ -22,8 +22,9 @@ def run(values: dict[str, Any]) -> None:
     jobs.run(JobConfig.model_validate(values))
 
 
-def _flow(config: JobConfig, located: Any, schedule: Any, manifest: Manifest, left: list[Shard], *more: Any) -> None:
-    folder = open_folder(config.output.path, config.storage)
+def _flow(
+    config: JobConfig, located: Any, schedule: Any, manifest: Manifest, folder: Folder, left: list[Shard]
+) -> None:
     for shard in left:
         data = part(shard, fingerprint=manifest.fingerprint)
         commit(folder, shard, data, part_stats(shard), manifest.fingerprint)

@@ -18,7 +18,7 @@ from part_builders import FINGERPRINT, part, part_stats
 from typer.testing import CliRunner
 
 from pipeline.cli.app import app
-from pipeline.commit.sink import commit, committed, part_name
+from pipeline.commit.sink import commit, committed_shards, part_name
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.read.shards import Shard
 from pipeline.storage.folder import LocalFolder, open_folder
@@ -66,7 +66,7 @@ def test_what_is_committed_on_a_full_disk_stays_and_the_rest_follows(disk: Disk)
     assert 0 < len(parts) < len(SHARDS)
     assert all(folder.read(name) == part(shard) for name, shard in zip(parts, SHARDS, strict=False))
     disk.remount("size=1m")
-    assert committed(folder, SHARDS, FINGERPRINT) == set(range(len(parts)))
+    assert committed_shards(folder, SHARDS, FINGERPRINT) == set(range(len(parts)))
     commit_shards(folder)
     assert {name: folder.read(name) for name in folder.names()} == {part_name(s.index): part(s) for s in SHARDS}
 

@@ -14,12 +14,12 @@ from memory_probe import watch_peak
 from part_builders import FINGERPRINT, part_stats
 
 from pipeline.checkpoints.resolve import resolve_checkpoint
-from pipeline.commit.records import encode, record_name
-from pipeline.commit.sink import committed, part_name
+from pipeline.commit.finalize import finalize
+from pipeline.commit.records import encode_record, record_name
+from pipeline.commit.sink import committed_shards, part_name
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.plan.manifest import load, plan_job, save
 from pipeline.read.shards import group_shards
-from pipeline.report.summary import complete
 from pipeline.storage.folder import open_folder
 
 GIB = 2**30
@@ -36,7 +36,7 @@ def resume(s3: StorageConfig, shards: int, loose: int) -> None:
     with counted() as seen:
         stored = load(folder)
         assert stored is not None
-        done = committed(folder, stored.shards, FINGERPRINT)
+        done = committed_shards(folder, stored.shards, FINGERPRINT)
     seconds = time.monotonic() - began
     assert done == set(range(shards - 50))
     print(f"\nresume of {shards:,}: {seconds:.1f} s, {len(seen)} requests")
@@ -46,10 +46,10 @@ def resume(s3: StorageConfig, shards: int, loose: int) -> None:
     assert len(seen) <= 4 + 2 + segments + -(-loose // 1000) + 3
     for shard in manifest.shards[shards - 50 :]:
         bucket.create(part_name(shard.index), PART)
-        bucket.create(record_name(shard.index), encode(PART, part_stats(shard), FINGERPRINT))
+        bucket.create(record_name(shard.index), encode_record(PART, part_stats(shard), FINGERPRINT))
     began = time.monotonic()
     with counted() as seen:
-        totals = complete(folder, manifest)
+        totals = finalize(folder, manifest)
     own = peak() / GIB
     print(f"its end: {time.monotonic() - began:.1f} s, {len(seen)} requests, {own:.2f} GiB more")
     assert own < 2

@@ -18,13 +18,13 @@ from typer.testing import CliRunner
 
 from pipeline.cli.app import app
 from pipeline.commit import records, sink
-from pipeline.commit.records import COMMITS, RECORDS_SCHEMA, SEGMENTS, Compaction, read_records, roll_up, write_segment
-from pipeline.commit.sink import commit, committed, part_name
+from pipeline.commit.finalize import RowsMissing, finalize
+from pipeline.commit.records import COMMITS, RECORDS_SCHEMA, SEGMENTS, Compaction, compact, read_records, write_segment
+from pipeline.commit.sink import SUCCESS, commit, committed_shards, part_name
 from pipeline.commit.verify import verify
 from pipeline.config.job import StorageConfig
 from pipeline.plan import manifest as manifests
 from pipeline.read.shards import Shard
-from pipeline.report.summary import SUCCESS, RowsMissing, complete
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import Folder, open_folder
 
@@ -59,10 +59,10 @@ def commit_all(folder: Folder, shards: Iterable[Shard] = SHARDS) -> None:
 
 def run_job(folder: Folder) -> None:
     """A run as the job makes it: plan the resume, commit what is left, roll up, look at everything."""
-    done = committed(folder, SHARDS, FINGERPRINT)
+    done = committed_shards(folder, SHARDS, FINGERPRINT)
     commit_all(folder, [shard for shard in SHARDS if shard.index not in done])
-    roll_up(folder, FINGERPRINT, 3)
-    complete(folder, MANIFEST)
+    compact(folder, FINGERPRINT, 3)
+    finalize(folder, MANIFEST)
 
 
 def assert_whole(folder: Folder, doubtful: Iterable[str] = ()) -> None:
@@ -82,17 +82,17 @@ def assert_whole(folder: Folder, doubtful: Iterable[str] = ()) -> None:
 def test_rolled_up_records_are_the_same_records(folder: Folder) -> None:
     commit_all(folder)
     before = read_records(folder, FINGERPRINT)
-    assert roll_up(folder, FINGERPRINT, 7) == 0 and folder.names(SEGMENTS) == []
-    assert roll_up(folder, FINGERPRINT, 6) == 6
+    assert compact(folder, FINGERPRINT, 7) == 0 and folder.names(SEGMENTS) == []
+    assert compact(folder, FINGERPRINT, 6) == 6
     assert folder.names(COMMITS) == [] and len(folder.names(SEGMENTS)) == 1
     assert read_records(folder, FINGERPRINT).equals(before)
-    assert committed(folder, SHARDS, FINGERPRINT) == set(range(6))
+    assert committed_shards(folder, SHARDS, FINGERPRINT) == set(range(6))
     assert_whole(folder)
 
 
 def test_records_are_rolled_up_beside_the_job(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "ROLL_SECONDS", 0.05)
-    monkeypatch.setattr(roll_up, "__defaults__", (2,))
+    monkeypatch.setattr(records, "COMPACT_SECONDS", 0.05)
+    monkeypatch.setattr(compact, "__defaults__", (2,))
     commit_all(folder, SHARDS[:2])
     with Compaction(folder, FINGERPRINT):
         deadline = time.monotonic() + 20
@@ -109,7 +109,7 @@ def test_no_record_is_away_while_it_is_rolled_up(one_at_a_time: None) -> None:
     root = MemoryFolder()
     commit_all(root)
     before = read_records(root, FINGERPRINT)
-    rolling = Stepped(lambda gate: roll_up(MemoryFolder(root.files, root.prefix, gate), FINGERPRINT, 1))
+    rolling = Stepped(lambda gate: compact(MemoryFolder(root.files, root.prefix, gate), FINGERPRINT, 1))
     while not rolling.ended:
         rolling.step(1)
         assert read_records(root, FINGERPRINT).equals(before)
@@ -118,10 +118,10 @@ def test_no_record_is_away_while_it_is_rolled_up(one_at_a_time: None) -> None:
 
 def test_a_part_that_is_gone_is_taken_out_of_its_segment(folder: Folder) -> None:
     commit_all(folder)
-    roll_up(folder, FINGERPRINT, 1)
+    compact(folder, FINGERPRINT, 1)
     finish(folder, MANIFEST)
     folder.remove(part_name(2))
-    assert committed(folder, SHARDS, FINGERPRINT) == set(range(6))  # a segment is believed until the end
+    assert committed_shards(folder, SHARDS, FINGERPRINT) == set(range(6))  # a segment is believed until the end
     with pytest.raises(RowsMissing, match=r"^part-000002.parquet was committed and is gone: run the same command"):
         run_job(folder)
     assert not folder.exists(SUCCESS)
@@ -131,10 +131,10 @@ def test_a_part_that_is_gone_is_taken_out_of_its_segment(folder: Folder) -> None
 
 def test_orphans_beside_and_after_what_segments_hold_are_adopted(folder: Folder) -> None:
     commit_all(folder, [SHARDS[0], SHARDS[3]])
-    roll_up(folder, FINGERPRINT, 1)
+    compact(folder, FINGERPRINT, 1)
     for index in (1, 5):
         folder.create(part_name(index), PARTS[index])
-    assert committed(folder, SHARDS, FINGERPRINT) == {0, 1, 3, 5}
+    assert committed_shards(folder, SHARDS, FINGERPRINT) == {0, 1, 3, 5}
     assert folder.names(COMMITS) == ["000001.json", "000005.json"]
     run_job(folder)
     assert_whole(folder)
@@ -146,7 +146,7 @@ def test_a_segment_that_another_job_has_left_behind_is_removed(
     """A run that slept while its output was given to another job, and then rolled its records up."""
     commit_all(folder)
     write_segment(folder, RECORDS_SCHEMA.empty_table(), "0" * 64)
-    assert committed(folder, SHARDS, FINGERPRINT) == set(range(len(SHARDS)))
+    assert committed_shards(folder, SHARDS, FINGERPRINT) == set(range(len(SHARDS)))
     assert folder.names(SEGMENTS) == [] and "damaged or another job's, removed" in caplog.text
     run_job(folder)
     assert_whole(folder)
@@ -166,7 +166,7 @@ def test_each_shard_counts_once_whatever_dies_when(one_at_a_time: None, data: st
             if what == "run":
                 run_job(gated)
             elif what == "roll":
-                roll_up(gated, FINGERPRINT, 1)
+                compact(gated, FINGERPRINT, 1)
             else:  # workers of a driver that is no more
                 commit_all(gated, data_order)
 
@@ -203,7 +203,7 @@ def outputs(rolled: int, done: int) -> dict[str, bytes]:
     """Files of an output with `done` committed shards, the first of which are rolled up; the same at each call."""
     folder = MemoryFolder()
     commit_all(folder, SHARDS[:rolled])
-    roll_up(folder, FINGERPRINT, 1)
+    compact(folder, FINGERPRINT, 1)
     commit_all(folder, SHARDS[rolled:done])
     return folder.files
 
@@ -282,7 +282,7 @@ def test_a_job_is_verified(tmp_path: Path) -> None:
     folder = open_folder(str(tmp_path / "out"), StorageConfig())
     manifests.save(folder, MANIFEST)
     commit_all(folder)
-    roll_up(folder, FINGERPRINT, 1)
+    compact(folder, FINGERPRINT, 1)
     finish(folder, MANIFEST)
     result = CliRunner().invoke(app, ["report", folder.url, "--verify"])
     assert (result.exit_code, result.stdout) == (0, f"{folder.url}: every part is as it was committed\n")

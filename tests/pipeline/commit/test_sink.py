@@ -17,13 +17,13 @@ from part_builders import FINGERPRINT, LAYERS, fake_answers, part, part_spec, pa
 
 from pipeline.commit.records import COMMITS, read_records, record_name
 from pipeline.commit.sink import (
-    adopt,
     clear,
     clear_temporaries,
     commit,
     commit_shards,
-    committed,
+    committed_shards,
     part_name,
+    rebuild_record,
 )
 from pipeline.config.job import StorageConfig
 from pipeline.generate.stage import OPTIONAL_FIELDS, part_table
@@ -121,7 +121,7 @@ def test_a_later_attempt_makes_the_record_that_a_crash_left_out(folder: Folder) 
 def test_an_adopted_part_counts_the_same(local: Folder, shard: Shard, caplog: pytest.LogCaptureFixture) -> None:
     local.create(part_name(shard.index), part(shard))
     with caplog.at_level(logging.WARNING):
-        assert committed(local, SHARDS, FINGERPRINT) == {shard.index}
+        assert committed_shards(local, SHARDS, FINGERPRINT) == {shard.index}
     assert f"{part_name(shard.index)} had no commit record" in caplog.text
     (stats,) = records(local)
     known = part_stats(shard)
@@ -132,10 +132,10 @@ def test_an_adopted_part_counts_the_same(local: Folder, shard: Shard, caplog: py
 
 
 def test_committed_are_the_parts_that_are_there(folder: Folder) -> None:
-    assert committed(folder, SHARDS, FINGERPRINT) == set()
+    assert committed_shards(folder, SHARDS, FINGERPRINT) == set()
     commit_all(folder)
-    assert committed(folder, SHARDS, FINGERPRINT) == {0, 1, 2}
-    assert committed(folder, SHARDS[1:], FINGERPRINT) == {1, 2}
+    assert committed_shards(folder, SHARDS, FINGERPRINT) == {0, 1, 2}
+    assert committed_shards(folder, SHARDS[1:], FINGERPRINT) == {1, 2}
     assert not any(stats.adopted for stats in records(folder))
 
 
@@ -143,8 +143,8 @@ def test_a_record_without_its_part_is_an_open_shard(folder: Folder, caplog: pyte
     commit_all(folder)
     folder.remove(part_name(1))
     with caplog.at_level(logging.WARNING):
-        assert committed(folder, SHARDS, FINGERPRINT) == {0, 2}
-    assert f"{part_name(1)} is gone although it was committed" in caplog.text
+        assert committed_shards(folder, SHARDS, FINGERPRINT) == {0, 2}
+    assert f"{part_name(1)} was committed and is gone" in caplog.text
     assert folder.names(COMMITS) == ["000000.json", "000002.json"]
 
 
@@ -152,9 +152,9 @@ def refusal(folder: Folder, index: int) -> str:
     """The same refusal from the look at the start and from a late attempt."""
     said = set()
     for look in (
-        lambda: committed(folder, SHARDS, FINGERPRINT),
+        lambda: committed_shards(folder, SHARDS, FINGERPRINT),
         lambda: commit(folder, SHARDS[index], part(SHARDS[index]), part_stats(SHARDS[index]), FINGERPRINT),
-        lambda: adopt(folder, SHARDS[index], FINGERPRINT),
+        lambda: rebuild_record(folder, SHARDS[index], FINGERPRINT),
     ):
         with pytest.raises(ValueError, match=r".") as caught:
             look()
@@ -179,7 +179,7 @@ def test_parts_that_are_not_this_jobs_are_named(folder: Folder) -> None:
     folder.replace(part_name(1), part(replace(SHARDS[1], rows=3)))
     assert "does not hold shard 1 (5 rows)" in refusal(folder, 1)
     folder.replace(part_name(1), data)
-    assert committed(folder, SHARDS, FINGERPRINT) == {1}
+    assert committed_shards(folder, SHARDS, FINGERPRINT) == {1}
 
 
 def _plain_parquet() -> bytes:
@@ -225,7 +225,7 @@ def test_clear_removes_a_job_and_nothing_else(folder: Folder) -> None:
     clear(folder)
     assert folder.names() == ["notes.txt", "other.parquet"]
     assert folder.names("_job") == folder.names(COMMITS) == [] and folder.names("_job/lease") == ["000001.json"]
-    assert committed(folder, SHARDS, FINGERPRINT) == set()
+    assert committed_shards(folder, SHARDS, FINGERPRINT) == set()
 
 
 def test_what_killed_processes_left_is_removed(local: Folder) -> None:
@@ -260,7 +260,7 @@ def test_the_stage_commits_each_shard_tells_of_it_and_passes_on_no_parts(local: 
     local.create(marker_name(1, "generate"), b"{}")
     assert commit_shards(finished(SHARDS[:2]), local, FINGERPRINT, told).to_pydict() == {"shard": [0, 1]}
     commit_shards(finished(SHARDS[1:]), local, FINGERPRINT, told)
-    assert committed(local, SHARDS, FINGERPRINT) == {0, 1, 2}
+    assert committed_shards(local, SHARDS, FINGERPRINT) == {0, 1, 2}
     assert local.names(QUARANTINE) == []
     assert [(shard, first) for shard, first, *_ in told.told] == [(0, True), (1, True), (1, False), (2, True)]
     for shard, _, *counts in told.told:

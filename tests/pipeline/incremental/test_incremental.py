@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 from memory_folder import Killed, MemoryFolder, Stepped
 
+from pipeline.commit.finalize import SUMMARY
 from pipeline.generate.stats import Totals, add_up, to_table
 from pipeline.incremental import ledger as ledgers
 from pipeline.incremental.ledger import LEDGER, ConcurrentRun
 from pipeline.incremental.runs import Job, Scheduled, run_scheduled
 from pipeline.plan.manifest import Batching, Manifest, NoRows
 from pipeline.read.files import Files, InputFile
-from pipeline.report.summary import SUMMARY
 from pipeline.storage.folder import Folder
 
 BATCHING = Batching(10, 10, 10, 10, 1)
@@ -46,8 +46,9 @@ class World:
             pinned = stored.files if stored else [InputFile(url, *at, (at[0],), (at[0],)) for url, at in files.items()]
             if not any(file.rows for file in pinned):
                 raise NoRows("no rows")
-            identity = {"job": version, "files": [[file.url, file.version] for file in pinned]}
+            identity: dict[str, Any] = {"job": version, "files": [[file.url, file.version] for file in pinned]}
             fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()
+            identity["schedule"] = {"speedup": 1.0, "num_layers": 4}
             return Manifest(fingerprint, identity, BATCHING, pinned, [], pa.schema([]))
 
         def answer(folder: Folder, manifest: Manifest) -> tuple[Totals, int]:
@@ -228,7 +229,7 @@ def test_an_unfinished_run_is_finished_first_and_new_files_follow(caplog: pytest
     _stop_after(world, "answer-a")
     world.inputs["c"] = (7, "1")
     first, second = world.run().finished
-    assert (first.run.number, first.resumed, first.outcome.fresh_rows) == (1, True, 1)
+    assert (first.run.number, first.resumed, first.result.fresh_rows) == (1, True, 1)
     assert (second.run.number, second.resumed, [file.url for file in second.run.files]) == (2, False, ["c"])
     assert f"run 1, which had not finished, is finished: root/{first.run.folder}" in caplog.text
 

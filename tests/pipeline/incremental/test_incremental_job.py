@@ -252,7 +252,7 @@ def test_a_run_while_another_is_at_work_is_exit_5(inbox: Inbox, flow: Any, monke
         assert inbox.states() == ["abandoned"]
 
     monkeypatch.setattr(jobs, "_flow", overtake)
-    monkeypatch.setattr(jobs, "complete", lambda folder, manifest: None)
+    monkeypatch.setattr(jobs, "finalize", lambda folder, manifest: None)
     result = inbox.run()
     assert result.exit_code == 5 and "run 1 was given up meanwhile (--overwrite)" in result.stderr
     assert inbox.answered() == []

@@ -1,0 +1,124 @@
+"""The end of the commit protocol: check that every planned row is committed once, write statistics and `_SUCCESS`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.commit.records import drop_records, read_valid_records, record_name
+from pipeline.commit.sink import SUCCESS, load_records, part_name, part_sizes
+from pipeline.generate.stats import STATS_SCHEMA, Totals, add_up
+from pipeline.plan.manifest import Manifest
+from pipeline.read.shards import Shard
+from pipeline.storage.folder import Folder
+
+STATS, SUMMARY = "_job/stats.parquet", "_job/summary.json"
+
+
+class RowsMissing(Exception):
+    """The committed rows are not the planned rows; the message names the first shard that differs."""
+
+
+def finalize(folder: Folder, manifest: Manifest) -> Totals:
+    """Check that every planned row is committed once, then write statistics and summary.
+
+    Raises RowsMissing with the remedy; `_SUCCESS` is then removed. A part that is not the committed one keeps its
+    record, so that no later run accepts it; the record of a part that is gone is dropped, so that its shard is run
+    again.
+    """
+    records, sizes = load_records(folder, manifest.shards, manifest.fingerprint)
+    try:
+        check_rows(records, sizes, manifest.shards)
+    except RowsMissing:
+        folder.remove(SUCCESS)
+        gone = [shard for shard in records["shard"].to_pylist() if shard not in sizes]
+        if gone:
+            drop_records(folder, gone, manifest.fingerprint)
+        raise
+    return write_statistics(folder, manifest, records)
+
+
+def write_success(folder: Folder, manifest: Manifest, totals: Totals) -> None:
+    """Write `_SUCCESS` with the totals that `finalize` has returned."""
+    folder.replace(SUCCESS, _encode(summary(folder, manifest, totals)))
+
+
+def finished_totals(folder: Folder, manifest: Manifest) -> Totals | None:
+    """Totals of a finished job; None if `_SUCCESS`, a record or a part is missing or differs. Changes nothing."""
+    if not folder.exists(SUCCESS):
+        return None
+    records, damaged = read_valid_records(folder, manifest.fingerprint)
+    planned = [shard.index for shard in manifest.shards]
+    try:
+        check_rows(records, part_sizes(folder, planned, max(planned, default=-1)), manifest.shards)
+    except RowsMissing:
+        return None
+    return None if damaged else totals_of(records)
+
+
+def check_rows(records: pa.Table, sizes: Mapping[int, int], shards: Sequence[Shard]) -> None:
+    """Compare records, parts and plan.
+
+    Args:
+        records: as from `load_records`.
+        sizes: size in bytes of every part, by shard.
+        shards: the planned ones.
+
+    Raises:
+        RowsMissing: names the first part or record that differs, and the remedy.
+    """
+    planned = {shard.index: shard.rows for shard in shards}
+    recorded = dict(zip(records["shard"].to_pylist(), records["rows"].to_pylist(), strict=True))
+    for name, known in ((part_name, sizes.keys()), (record_name, recorded.keys())):
+        surplus = known - planned.keys()
+        if surplus:
+            raise RowsMissing(f"{name(min(surplus))} belongs to no shard of this job: delete it")
+    wrong = [
+        shard
+        for shard, size in zip(records["shard"].to_pylist(), records["bytes"].to_pylist(), strict=True)
+        if sizes.get(shard) != size or recorded[shard] != planned[shard]
+    ]
+    if wrong:
+        first, others = part_name(wrong[0]), f" (and {len(wrong) - 1:,} others)" if len(wrong) > 1 else ""
+        if wrong[0] not in sizes:
+            raise RowsMissing(f"{first}{others} was committed and is gone: run the same command again to answer it")
+        raise RowsMissing(f"{first}{others} is not what was committed: delete it, then run the same command again")
+    missing = planned.keys() - recorded.keys()
+    if missing:
+        raise RowsMissing(f"{part_name(min(missing))} is missing: run the same command again to answer it")
+
+
+def write_statistics(folder: Folder, manifest: Manifest, records: pa.Table) -> Totals:
+    """Write statistics and summary of these records, of a job that may be unfinished."""
+    totals = totals_of(records)
+    sink = pa.BufferOutputStream()
+    pq.write_table(records.select(STATS_SCHEMA.names).cast(STATS_SCHEMA), sink)
+    folder.replace(STATS, sink.getvalue().to_pybytes())
+    folder.replace(SUMMARY, _encode(summary(folder, manifest, totals)))
+    return totals
+
+
+def summary(folder: Folder, manifest: Manifest, totals: Totals) -> dict[str, Any]:
+    """Totals, and the job and plan that they belong to."""
+    return {
+        "output": folder.url,
+        "fingerprint": manifest.fingerprint,
+        "planned_shards": len(manifest.shards),
+        "planned_rows": manifest.rows,
+        "nominal_speedup": manifest.identity["schedule"]["speedup"],
+        "num_layers": manifest.identity["schedule"]["num_layers"],
+        **totals.to_dict(),
+    }
+
+
+def totals_of(records: pa.Table) -> Totals:
+    """Totals over the records' shards."""
+    return add_up(records.select(STATS_SCHEMA.names).cast(STATS_SCHEMA))
+
+
+def _encode(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2) + "\n").encode()

@@ -1,0 +1,55 @@
+"""The same command over a finished job changes nothing; over a finished job with a lost part it answers that part."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray_free_run
+
+from pipeline import job as jobs
+from pipeline.config.job import JobConfig
+
+
+@pytest.fixture
+def config(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> JobConfig:
+    """A job of ten rows whose parts no model writes."""
+    for name in ("ray_session", "early_ray"):
+        monkeypatch.setattr(jobs, name, lambda *_: nullcontext())
+    monkeypatch.setattr(jobs, "_flow", ray_free_run._flow)
+    pq.write_table(pa.table({"prompt": [f"prompt {row}" for row in range(10)]}), tmp_path / "in.parquet")
+    values = {"input": {"path": str(tmp_path / "in.parquet")}, "output": {"path": str(tmp_path / "out")}}
+    return JobConfig.model_validate({**values, "model": {"path": str(checkpoint)}, "shard_rows": 4})
+
+
+def files(config: JobConfig) -> dict[str, tuple[int, int, bytes]]:
+    """Inode, modification time and bytes of every file of the output."""
+    paths = [path for path in Path(config.output.path).rglob("*") if path.is_file()]
+    return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns, path.read_bytes()) for path in paths}
+
+
+def test_a_finished_job_run_again_writes_nothing(config: JobConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = jobs.run(config)
+    before = files(config)
+
+    def write(*_: object) -> None:
+        raise PermissionError("read-only")
+
+    for name in ("create", "replace", "remove", "remove_all"):
+        monkeypatch.setattr(f"pipeline.storage.folder.LocalFolder.{name}", write)
+    again = jobs.run(config)
+    assert (again.totals, again.fresh_rows) == (first.totals, 0)
+    assert files(config) == before
+
+
+def test_a_part_that_is_gone_from_a_finished_job_is_answered_again(config: JobConfig) -> None:
+    jobs.run(config)
+    part = Path(config.output.path) / "part-000001.parquet"
+    data = part.read_bytes()
+    part.unlink()
+    again = jobs.run(config)
+    assert again.fresh_rows == 4 and part.read_bytes() == data
+    assert (Path(config.output.path) / "_SUCCESS").exists()
