@@ -20,6 +20,7 @@ KEPT = ("horizon", "decay", "power", "steps", "warmup", "keep_order", "prompt") 
 NOT_TRAINED_FOR = {"power": "power", "steps": "step"}  # key -> the decay that it shapes
 SAMPLE, ANSWERS, TRAIN, HELD_OUT = "sample.parquet", "full-depth", "train.parquet", "held-out.parquet"
 CHECKPOINT, BEFORE, AFTER, JOB_FILE = "checkpoint", "before", "after", "job.yaml"
+STAGE_FILES = (SAMPLE, ANSWERS, TRAIN, HELD_OUT, CHECKPOINT, BEFORE, AFTER)  # files and folders of the stages
 
 
 def options(config: JobConfig) -> AdaptConfig:
@@ -108,7 +109,7 @@ def tune_config(
         "schedule": {"speedups": list(given.speedups), **shape},
         "loss": {**LOSS, **given.loss},
         "lora": given.lora,
-        "training": {**TRAINING, **given.training},
+        "training": {**TRAINING, "bf16": config.model.dtype != "float32", **given.training},
     }
     return validated(TuneConfig, values, f"{source}: adapt")
 

@@ -15,6 +15,7 @@ from pipeline.adapt.configs import ANSWERS, HELD_OUT, SAMPLE, TRAIN
 from pipeline.config.adapt import OF_TEXTS
 from pipeline.evaluate.data import normal
 from pipeline.prepare.prompts import ERROR, PROMPT_IDS, PromptSpec, prepare_table, tokenizer_of
+from pipeline.storage.owned_folder import replacing
 
 SCHEMA = pa.schema(
     [
@@ -106,9 +107,8 @@ def write_pairs(
                 f"prompt; raise adapt.rows, or look into {folder / ANSWERS}"
             )
     for name, rows in kept.items():
-        temporary = folder / f"{name}.tmp"
-        pq.write_table(pa.Table.from_pylist(rows, SCHEMA), temporary)
-        temporary.replace(folder / name)
+        with replacing(folder / name) as temporary:
+            pq.write_table(pa.Table.from_pylist(rows, SCHEMA), temporary)
     longest = max(
         len(row["prompt"]) + len(row["response"]) + int(row["ended"]) for rows in kept.values() for row in rows
     )

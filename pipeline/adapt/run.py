@@ -28,7 +28,7 @@ from pipeline.adapt.choice import BreakEven, Measured, Quality, choose, nearest,
 from pipeline.adapt.pairs import check_metric, write_pairs
 from pipeline.adapt.sample import draw, write_sample
 from pipeline.adapt.setup import Task, on_cluster, plan_adaptation
-from pipeline.adapt.state import Record
+from pipeline.adapt.state import StageRecord
 from pipeline.checkpoints.resolve import fetch
 from pipeline.commit.lease import leased
 from pipeline.config.adapt import TOLERANCES
@@ -71,16 +71,17 @@ def adapt(config: JobConfig, values: Mapping[str, Any], source: str, *, verbose:
     """
     config = config.model_copy(update={"adapt": configs.options(config)})
     folder = configs.output_folder(config)
-    stored = Record(folder, STAGES)
+    stored = StageRecord(folder, STAGES)
     task = plan_adaptation(config, source, folder, stored)
     stored.check(task.settings)
+    stored.folder.claim(configs.STAGE_FILES)
     with interruptible(), leased(LocalFolder(str(folder), folder)):
-        record = Record(folder, STAGES)  # anew: until now another run may have held the folder
+        record = StageRecord(folder, STAGES)  # read again: another run may have held the folder until now
         record.check(task.settings)
         return _adapt(task, values, record, verbose)
 
 
-def _adapt(task: Task, values: Mapping[str, Any], record: Record, verbose: bool) -> Adapted:
+def _adapt(task: Task, values: Mapping[str, Any], record: StageRecord, verbose: bool) -> Adapted:
     config, folder = task.config, task.folder
 
     def run(stage: str, files: list[str], work: Any) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def _adapt(task: Task, values: Mapping[str, Any], record: Record, verbose: bool)
     chosen = choose(metric, tolerance, after)
     seconds = {stage: record.seconds[stage] for stage in STAGES}
     break_even, job_file = None, folder / configs.JOB_FILE
-    job_file.unlink(missing_ok=True)  # of another tolerance
+    record.folder.discard([configs.JOB_FILE])  # of another tolerance
     if chosen is not None:
         break_even = BreakEven(
             cost=sum(seconds[stage] for stage in STAGES if stage != "before"),  # which is for the table alone
@@ -114,6 +115,7 @@ def _adapt(task: Task, values: Mapping[str, Any], record: Record, verbose: bool)
             rows=task.rows,
             actors=_side_by_side(config.actors, actors["threads"]),
         )
+        record.folder.claim([configs.JOB_FILE])
         _write_job(task, values, chosen, metric, tolerance, job_file)
     return Adapted(
         folder=folder,

@@ -18,6 +18,7 @@ from pipeline.read.files import Files, InputFile
 from pipeline.read.ipc import from_ipc, to_ipc
 from pipeline.read.schema import conform, is_text
 from pipeline.read.shards import Shard, read_shards
+from pipeline.storage.owned_folder import replacing
 
 
 def draw(total: int, count: int, seed: int) -> list[int]:
@@ -54,9 +55,8 @@ def write_sample(
     readable = [rows[row][ERROR][0].as_py() is None for row in drawn]
     good = [rows[row].drop_columns(ERROR) for row, fine in zip(drawn, readable, strict=True) if fine]
     table = pa.concat_tables([schema.empty_table(), *good]).combine_chunks()
-    temporary = path.with_suffix(".tmp")
-    pq.write_table(table, temporary)
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        pq.write_table(table, temporary)
     return readable
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 from actors.engine.errors import UserError
 from pipeline.adapt import configs
 from pipeline.adapt.sample import layout
-from pipeline.adapt.state import Record
+from pipeline.adapt.state import StageRecord
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, resolve_checkpoint
 from pipeline.config.adapt import OF_TEXTS
 from pipeline.config.job import JobConfig
@@ -26,6 +26,7 @@ from pipeline.plan.manifest import check_output_disjoint
 from pipeline.prepare.prompts import check_spec, prompt_spec
 from pipeline.read.files import InputFile, list_files
 from pipeline.storage.folder import filesystem
+from pipeline.storage.owned_folder import check_apart
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Task:
         return sum(file.rows for file in self.files)
 
 
-def plan_adaptation(config: JobConfig, source: str, folder: Path, record: Record) -> Task:
+def plan_adaptation(config: JobConfig, source: str, folder: Path, record: StageRecord) -> Task:
     """The task, from a job file with a section `adapt`. ValueError of one line for what is wrong."""
     given = configs.options(config)
     if config.input.choices is not None:
@@ -72,7 +73,7 @@ def plan_adaptation(config: JobConfig, source: str, folder: Path, record: Record
         )
     stored = record.settings("sample")
     located = resolve_checkpoint(config.model, config.storage, stored["model"] if stored else None)
-    _check_folder(config, located, folder)
+    _check_folder(config, located, files, record)
     check_spec(prompt_spec(config, located, 0.0))
     shape = configs.schedule_shape(config, located.checkpoint.spec)
     configs.tune_config(config, shape, ".", 4, folder, source)  # options of tune's are looked at now
@@ -89,17 +90,17 @@ def on_cluster() -> bool:
     return bool(os.environ.get("RAY_ADDRESS"))
 
 
-def _check_folder(config: JobConfig, located: ResolvedCheckpoint, folder: Path) -> None:
-    """ValueError if the folder is, holds or lies in the job's output or its checkpoint: stages replace files."""
-    mine = folder.resolve()
+def _check_folder(
+    config: JobConfig, located: ResolvedCheckpoint, files: Sequence[InputFile], record: StageRecord
+) -> None:
+    """Raise UserError if stages could replace files that are not the adaptation's own."""
     fs, path = filesystem(config.output.path, config.storage)
-    others = {"output.path": Path(path)} if isinstance(fs, LocalFileSystem) else {}
+    others = {"output.path": [path]} if isinstance(fs, LocalFileSystem) else {}
+    others["input.path"] = [file.url for file in files if "://" not in file.url]
     if isinstance(located.source, str):
-        others["model.path"] = Path(located.source)
-    for key, other in others.items():
-        theirs = other.resolve()
-        if mine.is_relative_to(theirs) or theirs.is_relative_to(mine):
-            raise UserError(f"adapt.output: {folder} and {key} {other} lie in each other; choose another folder")
+        others["model.path"] = [located.source]
+    check_apart("adapt.output", record.folder.path, others)
+    record.folder.check([*configs.STAGE_FILES, configs.JOB_FILE])
 
 
 def _settings(config: JobConfig, located: ResolvedCheckpoint, shape: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""`adapt.json`: which stages of an adaptation are done, what they were done with, came to and cost."""
+"""`adapt.json`: the stages of an adaptation that are done, with their settings, results and cost, and the files."""
 
 from __future__ import annotations
 
@@ -10,35 +10,42 @@ from typing import Any
 
 from actors.engine.errors import UserError
 from pipeline.plan.manifest import difference
-from pipeline.storage.folder import LocalFolder
+from pipeline.storage.owned_folder import FILES, OwnedFolder
 
 RECORD = "adapt.json"
-FORMAT = 2
+FORMAT = 3
 
 
-class Record:
-    """The stages done in a folder, in their order; a stage done anew undoes those behind it."""
+class StageRecord:
+    """The stages done in a folder, in order; a stage that runs again undoes those behind it.
+
+    Args:
+        folder: where the adaptation is written.
+        names: of all stages, in order.
+
+    Raises:
+        UserError: the folder's record cannot be read.
+    """
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
-        """ValueError if the folder's record cannot be read."""
-        self.folder = LocalFolder(str(folder), folder)
+        self.folder = OwnedFolder(folder, RECORD, "adapt.output")
         self.names = names
         self.done: dict[str, dict[str, Any]] = {}  # name -> {"settings", "result"}
         self.seconds: dict[str, float] = {}  # of every attempt
+        values = self.folder.values()
+        if not values.keys() - {FILES}:
+            return  # no record, or no stage yet
         try:
-            values = json.loads(self.folder.read(RECORD))
             if values["format"] != FORMAT:
                 raise UserError(f"format {values['format']}, this version writes {FORMAT}")
             self.done, self.seconds = dict(values["done"]), dict(values["seconds"])
-        except FileNotFoundError:
-            pass
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{folder}/{RECORD}: not of this version: {' '.join(str(error).split())}; remove the folder"
             ) from None
 
     def check(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
-        """ValueError names the settings in which a stage that is done differs from what is asked for now."""
+        """Raise UserError that names the settings in which a stage that is done differs from those asked for now."""
         names = [
             name
             for stage in self.names
@@ -47,18 +54,21 @@ class Record:
         ]
         if names:
             raise UserError(
-                f"{self.folder.url}: holds another adaptation, which differs in {', '.join(dict.fromkeys(names))}; "
+                f"{self.folder.path}: holds another adaptation, which differs in {', '.join(dict.fromkeys(names))}; "
                 "remove the folder, or choose another adapt.output"
             )
 
     def settings(self, stage: str) -> dict[str, Any] | None:
-        """What a stage was done with; None if it is not done."""
+        """Settings of a stage that is done, else None."""
         return self.done[stage]["settings"] if stage in self.done else None
 
     def run(
         self, stage: str, settings: Mapping[str, Any], files: Sequence[str], work: Callable[[], dict[str, Any]]
     ) -> dict[str, Any]:
-        """Result of a stage, done now unless it is done and its files are there. An attempt cut off costs too."""
+        """The stage's result; `work` is called unless the stage is done and its `files` exist.
+
+        The seconds of an attempt that failed count too.
+        """
         if stage in self.done and all((self.folder.path / name).exists() for name in files):
             return dict(self.done[stage]["result"])
         for later in self.names[self.names.index(stage) :]:
@@ -73,11 +83,10 @@ class Record:
         return result
 
     def _save(self) -> None:
-        values = {"format": FORMAT, "done": self.done, "seconds": self.seconds}
-        self.folder.replace(RECORD, (json.dumps(values, indent=2) + "\n").encode())
+        self.folder.save({"format": FORMAT, "done": self.done, "seconds": self.seconds})
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """As JSON gives it back."""
-    found: dict[str, Any] = json.loads(json.dumps(values))
-    return found
+    """The values after a round trip through JSON."""
+    plain: dict[str, Any] = json.loads(json.dumps(values))
+    return plain

@@ -66,7 +66,8 @@ class AdaptConfig(Section):
     lora: dict[str, Any] | None = Field(None, description="keys of tune's lora; none: all weights are trained")
     training: dict[str, Any] = Field(
         default_factory=dict,
-        description="keys of tune's training; default 3 epochs, 16 rows a step, learning rate 1e-4, 20 warm-up steps",
+        description="keys of tune's training; default 3 epochs, 16 rows a step, learning rate 1e-4, 20 warm-up steps, "
+        "bf16 unless model.dtype is float32",
     )
     runs: int = Field(2, ge=1, description="times each speed of the tuned checkpoint is timed; the median counts")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -103,7 +102,9 @@ class TrainingConfig(Section):
     learning_rate: float = Field(1e-3, gt=0, description="peak; cosine to zero after the warm-up")
     warmup_steps: int = Field(50, ge=0, description="optimizer steps over which the rate rises")
     weight_decay: float = Field(0.01, ge=0, description="AdamW")
-    bf16: bool = Field(True, description="autocast to bfloat16")
+    bf16: bool = Field(
+        True, description="compute in bfloat16 (autocast) and save bfloat16 weights; false: float32 for both"
+    )
     seed: int = Field(0, ge=0, description="initial weights, order of pairs, drawn speeds")
     eval_steps: int = Field(200, ge=1, description="optimizer steps between dev-set losses")
     save_steps: int = Field(200, ge=1, description="optimizer steps between checkpoints to resume from")
@@ -143,9 +144,6 @@ class TuneConfig(Section):
             raise UserError("schedule.learned_order is one of the comparisons: give schedule.compare too")
         if "vocab_size" in self.model.model_fields_set and self.model.path is not None:
             raise UserError("model.vocab_size is of a new model's tokenizer: leave it out")
-        for name, path in (("model.path", self.model.path), ("loss.teacher", self.loss.teacher)):
-            if path is not None and Path(path).resolve() == Path(self.output).resolve():
-                raise UserError(f"output: {self.output} is {name}, and would be written over; choose another folder")
         parts = self.training.accumulation * (self.workers.count if self.workers else 1)
         if self.training.batch_size % parts:
             raise UserError(

@@ -14,13 +14,15 @@ from actors.engine.choices import ChoiceTrie
 from actors.engine.errors import UserError
 from actors.engine.loading import load_tokenizer
 from actors.engine.schedule import ScheduleSpec
+from actors.engine.schedule_file import SCHEDULE_FILE
 from actors.engine.schedule_variants import comparisons, speeds
 from actors.generator import Generator, Prompt
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, fetch, resolve_checkpoint
 from pipeline.config.evaluate import EvalConfig
 from pipeline.config.labels import longest, tokenize_labels
 from pipeline.evaluate.data import EvalRow, read_rows
-from pipeline.evaluate.results import slug
+from pipeline.evaluate.results import RECORD, output_files, slug
+from pipeline.storage.owned_folder import OwnedFolder, check_apart
 
 REFERENCE = "reference model"  # its line, at full depth
 
@@ -41,6 +43,7 @@ class Subject:
     reference: ResolvedCheckpoint | None
     beside: dict[str, ResolvedCheckpoint]
     spec: ScheduleSpec
+    folder: OwnedFolder
 
     @property
     def num_layers(self) -> int:
@@ -84,12 +87,12 @@ class Subject:
         )
 
 
-def prepare(config: EvalConfig, source: str) -> Subject:
-    """Make the output folder, read the rows and look at the checkpoints.
+def prepare(config: EvalConfig, source: str, *, search: bool = False) -> Subject:
+    """Check the output folder, read the rows and resolve the checkpoints.
 
-    ValueError of one line for what does not fit; loads no model.
+    Loads no model. search: the output is a schedule, not tables. Raises UserError of one line for what does not fit.
     """
-    _make_output(config.output, source)
+    folder = _make_output(config.output, source)
     rows = read_rows(config.data, config.choices)
     model = resolve_checkpoint(config.model, config.storage)
     checkpoint = model.checkpoint
@@ -106,6 +109,9 @@ def prepare(config: EvalConfig, source: str) -> Subject:
             planned += comparisons(spec, checkpoint.num_layers, config.compare, config.sampling.max_new_tokens, order)
         except ValueError as error:
             raise UserError(f"{source}: compare: {error}") from None
+    folder.check(
+        [SCHEDULE_FILE] if search else output_files([REFERENCE, *(one.name for one in planned), *config.beside])
+    )
     _check_names(config.beside, [REFERENCE, *(one.name for one in planned)], source)
     trie = _trie(model, config, source)
     room = 1 if trie is None else trie.most_tokens
@@ -116,15 +122,22 @@ def prepare(config: EvalConfig, source: str) -> Subject:
         _check_room(rows, prompts, found, room, key)
         return found
 
+    reference = None if config.reference_model is None else other("reference_model", config.reference_model)
+    beside = {name: other(f"beside.{name}", path) for name, path in config.beside.items()}
+    models = {"model.path": model, **({} if reference is None else {"reference_model": reference})}
+    models |= {f"beside.{name}": found for name, found in beside.items()}
+    local = {key: [found.source] for key, found in models.items() if isinstance(found.source, str)}
+    check_apart(f"{source}: output", folder.path, {"data.path": config.data.path, **local})
     return Subject(
         config=config,
         rows=rows,
         prompts=prompts,
         new_tokens=config.sampling.max_new_tokens if trie is None else trie.most_tokens,
         model=model,
-        reference=None if config.reference_model is None else other("reference_model", config.reference_model),
-        beside={name: other(f"beside.{name}", path) for name, path in config.beside.items()},
+        reference=reference,
+        beside=beside,
         spec=spec,
+        folder=folder,
     )
 
 
@@ -141,11 +154,13 @@ def on_cpu(config: EvalConfig) -> bool:
     return device == "cpu" or (device == "auto" and not torch.cuda.is_available())
 
 
-def _make_output(output: str, source: str) -> None:
-    """ValueError if it cannot be a folder that files are written into."""
+def _make_output(output: str, source: str) -> OwnedFolder:
+    """The output folder, made unless it holds files of the user; UserError if it cannot be written into."""
     if "://" in output:
         raise UserError(f"{source}: output: {output}: evaluate writes into a local folder; copy it from there")
     folder = Path(output)
+    owned = OwnedFolder(folder, RECORD, f"{source}: output")
+    owned.check([])
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -154,6 +169,7 @@ def _make_output(output: str, source: str) -> None:
         raise UserError(f"{source}: output: {output}: cannot be made: {error.strerror}") from None
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(f"{source}: output: {output}: not writable")
+    return owned
 
 
 def _check_names(beside: Iterable[str], planned: Iterable[str], source: str) -> None:

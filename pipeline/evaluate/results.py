@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+RECORD = "evaluate.json"
+TABLES = ("table.json", "table.parquet", "plot.png", "plot.svg")
 
 
 @dataclass(frozen=True)
@@ -69,3 +73,13 @@ class Evaluation:
 def slug(name: str) -> str:
     """A line's name as part of a file name."""
     return re.sub(r"[^\w.]+", "-", name).strip("-")
+
+
+def answers_file(line: str) -> str:
+    """Name of the file with a line's answers."""
+    return f"answers-{slug(line)}.parquet"
+
+
+def output_files(lines: Iterable[str]) -> list[str]:
+    """Names of all files of an evaluation of these lines, but for its record."""
+    return [*TABLES, *map(answers_file, lines)]

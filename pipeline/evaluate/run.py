@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 
 from actors.engine.schedule import ScheduleSpec
+from actors.engine.schedule_file import SCHEDULE_FILE
 from actors.engine.schedule_variants import Variant, comparisons, speeds
 from actors.generator import Generator
 from pipeline.config.evaluate import EvalConfig
@@ -25,9 +26,9 @@ from pipeline.evaluate.inputs import REFERENCE, Subject, prepare
 from pipeline.evaluate.intervals import paired_scores
 from pipeline.evaluate.layer_ranking import learned_order
 from pipeline.evaluate.plot import write_plot
-from pipeline.evaluate.results import Evaluation, Line, Score
+from pipeline.evaluate.results import Evaluation, Line, Score, output_files
 from pipeline.evaluate.row_statistics import metrics_of, row_statistics
-from pipeline.evaluate.tables import write_answers, write_json, write_table
+from pipeline.evaluate.tables import write_answers, write_table
 from pipeline.evaluate.timed_runs import Run, answer, common_batch, time_in_turn
 
 __all__ = ["Evaluation", "Line", "Score", "evaluate"]
@@ -69,10 +70,13 @@ def evaluate(config: EvalConfig, source: str) -> Evaluation:
         full_depth=full_depth,
         confidence=config.bootstrap.confidence,
     )
+    folder = subject.folder
+    folder.discard(folder.files() - {SCHEDULE_FILE})  # a search's schedule stays
+    folder.claim(output_files(runs))
     write_answers(evaluation.output, subject.rows, {name: run.answers for name, run in runs.items()})
     write_table(evaluation)
     write_plot(evaluation)
-    write_json(evaluation.output / "evaluate.json", _made_by(config, generator))
+    folder.save(_made_by(config, generator))
     return evaluation
 
 

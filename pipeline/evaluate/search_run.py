@@ -12,11 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.engine.errors import UserError
-from actors.engine.schedule import ScheduleSpec
 from actors.engine.schedule_file import SCHEDULE_FILE, save_spec
 from actors.engine.schedule_variants import Variant
 from pipeline.config.evaluate import EvalConfig
-from pipeline.evaluate.inputs import prepare
+from pipeline.evaluate.inputs import Subject, prepare
 from pipeline.evaluate.intervals import paired_scores
 from pipeline.evaluate.metrics import METRICS
 from pipeline.evaluate.results import Score
@@ -71,7 +70,9 @@ def search_schedule(config: EvalConfig, source: str, goal: Goal) -> Outcome:
 
     Raises ValueError of one line for bad input, before a model is loaded.
     """
-    subject = prepare(config.model_copy(update=dict.fromkeys(("compare", "learned_order")) | {"beside": {}}), source)
+    subject = prepare(
+        config.model_copy(update=dict.fromkeys(("compare", "learned_order")) | {"beside": {}}), source, search=True
+    )
     known, metric = metrics_of(subject), goal.metric or subject.metric
     if metric not in known:
         raise UserError(f"{source}: --search metric={metric}: not for these rows, which allow {', '.join(known)}")
@@ -91,7 +92,7 @@ def search_schedule(config: EvalConfig, source: str, goal: Goal) -> Outcome:
         return paired_scores(statistics, full_name, config.bootstrap)[variant.name][metric]
 
     found = search(candidates(subject.spec, subject.num_layers, tokens), measure, goal.tolerance, MOST)
-    return Outcome(found, metric, goal.tolerance, _write(found, subject.num_layers, Path(config.output)))
+    return Outcome(found, metric, goal.tolerance, _write(found, subject))
 
 
 def print_search(console: Console, outcome: Outcome, data: str) -> None:
@@ -118,10 +119,10 @@ def print_search(console: Console, outcome: Outcome, data: str) -> None:
         )
 
 
-def _write(found: Result[Score], num_layers: int, output: Path) -> Path | None:
-    (output / SCHEDULE_FILE).unlink(missing_ok=True)  # of a search before
+def _write(found: Result[Score], subject: Subject) -> Path | None:
+    subject.folder.discard([SCHEDULE_FILE])  # of a search before
     if found.best is None:
         return None
-    spec: ScheduleSpec = found.best.spec
-    save_spec(spec, num_layers, output)
-    return output / SCHEDULE_FILE
+    subject.folder.claim([SCHEDULE_FILE])
+    save_spec(found.best.spec, subject.num_layers, subject.folder.path)
+    return subject.folder.path / SCHEDULE_FILE

@@ -17,7 +17,7 @@ from rich.table import Table
 from actors.generator import Answer
 from pipeline.evaluate.data import EvalRow
 from pipeline.evaluate.metrics import METRICS
-from pipeline.evaluate.results import Evaluation, Line, Score, slug
+from pipeline.evaluate.results import Evaluation, Line, Score, answers_file
 
 WIDTH = 120  # columns that the tables are made for, whatever a pipe says its width is
 
@@ -38,15 +38,11 @@ def flat(evaluation: Evaluation) -> list[dict[str, Any]]:
 def write_table(evaluation: Evaluation) -> None:
     """`table.json` and `table.parquet` in the output folder."""
     rows = flat(evaluation)
-    write_json(evaluation.output / "table.json", [{key: _finite(value) for key, value in row.items()} for row in rows])
+    finite = [{key: _finite(value) for key, value in row.items()} for row in rows]
+    (evaluation.output / "table.json").write_text(json.dumps(finite, indent=2, allow_nan=False) + "\n")
     table = pa.Table.from_pylist(rows)
     fields = [one.with_type(pa.float64()) if pa.types.is_null(one.type) else one for one in table.schema]
     pq.write_table(table.cast(pa.schema(fields)), evaluation.output / "table.parquet")
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Indented; NaN and infinity, which JSON does not know, are an error."""
-    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def _finite(value: Any) -> Any:
@@ -54,12 +50,7 @@ def _finite(value: Any) -> Any:
 
 
 def write_answers(output: Path, rows: Sequence[EvalRow], answers: Mapping[str, Sequence[Answer]]) -> None:
-    """`answers-<line>.parquet` for each line: prompt, answer, its length, references if there are any.
-
-    Those of an earlier run go: its lines need not be these.
-    """
-    for stale in output.glob("answers-*.parquet"):
-        stale.unlink()
+    """`answers-<line>.parquet` for each line: prompt, answer, its length, references if there are any."""
     prompts = [row.prompt for row in rows]
     if any(isinstance(one, str) for one in prompts):  # files of both kinds: ids as text
         prompts = [one if isinstance(one, str) else json.dumps(one) for one in prompts]
@@ -72,7 +63,7 @@ def write_answers(output: Path, rows: Sequence[EvalRow], answers: Mapping[str, S
         }
         if rows[0].references:
             columns["references"] = [list(row.references) for row in rows]
-        pq.write_table(pa.table(columns), output / f"answers-{slug(name)}.parquet")
+        pq.write_table(pa.table(columns), output / answers_file(name))
 
 
 def print_tables(console: Console, evaluation: Evaluation) -> None:

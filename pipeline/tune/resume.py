@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from actors.engine.errors import UserError
 from pipeline.config.tune import TuneConfig
+from pipeline.storage.owned_folder import OwnedFolder, check_apart
 
 RECORD = "tune.json"
+STATE = "_training"
 RECIPE = "recipe.json"
 # what may change between a run that was cut off and the one that goes on
 FREE: dict[str, Any] = {
@@ -22,34 +24,40 @@ FREE: dict[str, Any] = {
 
 def folder(config: TuneConfig) -> Path:
     """Where a run that was cut off lies."""
-    return Path(config.output) / "_training"
+    return Path(config.output) / STATE
 
 
 def finished(config: TuneConfig) -> bool:
-    """Whether the output holds what this very config makes of these very files."""
+    """Whether the output holds the checkpoint that this config makes of these files."""
     record = _read(Path(config.output) / RECORD)
-    if record is None or _read(folder(config) / RECIPE) != _recipe(config):
+    if not isinstance(record, dict) or "config" not in record or _read(folder(config) / RECIPE) != _recipe(config):
         return False
     asked: Any = config.model_dump(mode="json")
     return _without_hardware(record["config"]) == _without_hardware(asked)
 
 
 def begin(config: TuneConfig) -> None:
-    """Note the recipe, before anything is trained.
+    """Record the recipe, before anything is trained.
 
-    Raises ValueError if the output holds a checkpoint of something else, or the state of another recipe's run.
+    Raises UserError if the output folder holds files of the user, a checkpoint, or the state of another recipe's run.
     """
-    state = folder(config)
-    if state.is_dir() and any(state.glob("checkpoint-*")):
+    output, state = Path(config.output), folder(config)
+    models = {"model.path": config.model.path, "loss.teacher": config.loss.teacher}
+    others: dict[str, list[str]] = {key: [path] for key, path in models.items() if path is not None}
+    check_apart("output", output, {**others, "data.train": config.data.train, "data.dev": config.data.dev})
+    owned = OwnedFolder(output, RECORD, "output")
+    owned.check([])
+    if any(state.glob("checkpoint-*")):
         if _read(state / RECIPE) != _recipe(config):
             raise UserError(
                 f"output: {state} holds a run of another recipe, or of files that have changed; remove it, or choose "
                 "another output"
             )
         return
-    if (Path(config.output) / "config.json").exists():
-        raise UserError(f"output: {config.output} holds a checkpoint already; remove it, or choose another output")
-    state.mkdir(parents=True, exist_ok=True)
+    if (output / "config.json").exists():
+        raise UserError(f"output: {output} holds a checkpoint already; remove it, or choose another output")
+    owned.claim([STATE])
+    state.mkdir(exist_ok=True)
     (state / RECIPE).write_text(json.dumps(_recipe(config), indent=2))
 
 
@@ -63,11 +71,23 @@ def last_checkpoint(config: TuneConfig) -> str | None:
     return str(whole[max(whole)]) if whole else None
 
 
-def finish(config: TuneConfig, record: Mapping[str, Any]) -> None:
-    """The record of a training that has come to its end; last, and in one piece."""
-    path = Path(config.output) / RECORD
-    path.with_suffix(".tmp").write_text(json.dumps(record, indent=2) + "\n")
-    os.replace(path.with_suffix(".tmp"), path)
+def finish(config: TuneConfig, save: Callable[[Path], None], record: Mapping[str, Any]) -> None:
+    """Move the files that `save` writes into the output folder, and write the record last.
+
+    Raises UserError if a file of the user has one of their names.
+    """
+    output, new = Path(config.output), folder(config) / "new"
+    shutil.rmtree(new, ignore_errors=True)
+    save(new)
+    owned = OwnedFolder(output, RECORD, "output")
+    names = sorted(path.name for path in new.iterdir())
+    owned.save({})  # not finished while files are replaced
+    owned.claim(names)
+    for name in names:
+        (new / name).replace(output / name)
+    owned.discard(owned.files() - {STATE, *names})  # such as shards of a larger type
+    new.rmdir()
+    owned.save(record)
 
 
 def _recipe(config: TuneConfig) -> dict[str, Any]:

@@ -261,10 +261,13 @@ def _teacher(config: TuneConfig, student: Decoder, adapted: Any, device: torch.d
 
 
 def _save(config: TuneConfig, plan: Plan, adapted: Any, record: Mapping[str, Any]) -> None:
-    output = Path(config.output)
     model: Any = lora.merged(adapted) if config.lora is not None and config.lora.merge else adapted
     model.config._attn_implementation = "sdpa"
-    model.to(torch.bfloat16).save_pretrained(output, safe_serialization=True)
-    plan.tokenizer.save_pretrained(output)
-    save_spec(plan.spec, plan.architecture.num_hidden_layers, output)
-    tune_state.finish(config, record)
+    model.to(torch.bfloat16 if config.training.bf16 else torch.float32)
+
+    def save(folder: Path) -> None:
+        model.save_pretrained(folder, safe_serialization=True)
+        plan.tokenizer.save_pretrained(folder)
+        save_spec(plan.spec, plan.architecture.num_hidden_layers, folder)
+
+    tune_state.finish(config, save, record)

@@ -179,3 +179,48 @@ def test_what_a_stage_lacks_is_one_line(fakes: Fakes, command: Run, error: Excep
     lines = result.stderr.strip().splitlines()
     assert (result.exit_code, len(lines)) == (code, 1)
     assert said in lines[0]
+
+
+OF_THE_USER = ("job.yaml", "train.parquet", "sample.parquet", "held-out.parquet", "checkpoint/model.safetensors")
+
+
+def test_a_folder_of_the_user_is_refused_and_untouched(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+    folder = tmp_path / "project"
+    for name in OF_THE_USER:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("mine")
+    for link in (False, True):
+        output = tmp_path / "link" if link else folder
+        if link:
+            output.symlink_to(folder)
+        result = command(output=str(output))
+        lines = result.stderr.strip().splitlines()
+        assert (result.exit_code, len(lines), fakes.calls) == (2, 1, [])
+        assert "holds 'checkpoint' and no adapt.json of an earlier run; choose an empty or a new folder" in lines[0]
+        assert all((folder / name).read_text() == "mine" for name in OF_THE_USER)
+        assert sorted(path.name for path in folder.iterdir()) == sorted({name.split("/")[0] for name in OF_THE_USER})
+
+
+def test_a_job_file_of_the_user_in_an_adaptations_folder_is_kept(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+    assert command(tolerance=1.5).exit_code == 1  # no job file is written
+    path = tmp_path / "out-adapt" / "job.yaml"
+    path.write_text("mine")
+    for tolerance in (1.5, 4.0):  # would remove it, would replace it
+        result = command(tolerance=tolerance)
+        assert result.exit_code == 2
+        assert "job.yaml exists and adapt.json does not list it; move it, or choose another folder" in result.stderr
+        assert path.read_text() == "mine"
+    path.unlink()
+    assert command(tolerance=4.0).exit_code == 0
+
+
+def test_an_adaptation_killed_before_its_first_stage_goes_on(
+    tmp_path: Path, fakes: Fakes, command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.adapt.run.leased", killed)
+        assert command().exit_code != 0
+    assert command().exit_code == 0

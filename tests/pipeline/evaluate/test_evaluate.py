@@ -60,9 +60,6 @@ def run(recipe: dict[str, Any], tmp_path: Path, *options: str) -> Result:
 def test_quality_and_the_three_speeds(recipe: dict[str, Any], tmp_path: Path) -> None:
     recipe["data"]["limit"] = 2
     out = tmp_path / "out"
-    out.mkdir()
-    for name in ("answers-9x.parquet", "notes.txt"):
-        (out / name).write_text("of an earlier run")
     result = run(recipe, tmp_path)
     assert result.exit_code == 0, result.output
     one, two = json.loads((out / "table.json").read_text())
@@ -81,12 +78,67 @@ def test_quality_and_the_three_speeds(recipe: dict[str, Any], tmp_path: Path) ->
     assert answers.num_rows == 2
     assert answers["references"].to_pylist()[0] == [ROWS[0], "x y"]
     written = {"answers-1x.parquet", "answers-2x.parquet", "evaluate.json", "plot.png", "plot.svg"}
-    assert {path.name for path in out.iterdir()} == {*written, "table.json", "table.parquet", "notes.txt"}
+    assert {path.name for path in out.iterdir()} == {*written, "table.json", "table.parquet"}
     made_by = json.loads((out / "evaluate.json").read_text())
     assert EvalConfig.model_validate(made_by["config"]) == EvalConfig.model_validate(recipe)
     assert (made_by["device"].split()[0], made_by["threads"]) == ("cpu", 1) and made_by["version"] and made_by["torch"]
     assert all(len(text) <= 120 for text in result.output.splitlines())
     assert "BLEU" in result.output and "token KL nats" in result.output
+
+
+def test_only_files_of_the_last_evaluation_are_replaced(recipe: dict[str, Any], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run({**recipe, "speedups": [1, 3]}, tmp_path).exit_code == 0
+    for name in ("answers-9x.parquet", "notes.txt"):
+        (out / name).write_text("mine")
+    assert run({**recipe, "speedups": [1, 2]}, tmp_path).exit_code == 0
+    names = {path.name for path in out.iterdir()}
+    assert {"answers-2x.parquet", "answers-9x.parquet", "notes.txt"} <= names and "answers-3x.parquet" not in names
+    assert (out / "answers-9x.parquet").read_text() == (out / "notes.txt").read_text() == "mine"
+    result = run({**recipe, "speedups": [1, 9]}, tmp_path)
+    assert result.exit_code == 2
+    assert "answers-9x.parquet exists and evaluate.json does not list it; move it, or choose" in result.stderr
+    assert (out / "answers-9x.parquet").read_text() == "mine"
+
+
+def test_a_folder_of_the_user_is_refused(recipe: dict[str, Any], tmp_path: Path) -> None:
+    """Its own input among them, also through a symbolic link."""
+    user = tmp_path / "user"
+    user.mkdir()
+    (tmp_path / "eval.parquet").rename(user / "answers-customers.parquet")
+    before = (user / "answers-customers.parquet").read_bytes()
+    (tmp_path / "link").symlink_to(user)
+    recipe["data"]["path"] = str(user / "answers-customers.parquet")
+    for output in ("user", "link"):
+        result = run({**recipe, "output": str(tmp_path / output)}, tmp_path)
+        assert result.exit_code == 2 and result.stderr.count("\n") == 1
+        assert "holds 'answers-customers.parquet' and no evaluate.json of an earlier run; choose" in result.stderr
+    result = run({**recipe, "data": {"path": str(user)}, "output": str(tmp_path / "link" / "out")}, tmp_path)
+    assert result.exit_code == 2
+    assert "/link/out and data.path " in result.stderr and "lie in each other" in result.stderr
+    assert (user / "answers-customers.parquet").read_bytes() == before
+
+
+def test_an_answers_file_is_no_input_of_the_next_evaluation(recipe: dict[str, Any], tmp_path: Path) -> None:
+    assert run(recipe, tmp_path).exit_code == 0
+    answers = tmp_path / "out" / "answers-1x.parquet"
+    before = answers.read_bytes()
+    result = run({**recipe, "data": {"path": str(answers), "references": None}}, tmp_path)
+    assert result.exit_code == 2 and "lie in each other; choose another folder" in result.stderr
+    assert answers.read_bytes() == before
+
+
+def test_search_does_not_touch_a_checkpoints_schedule(recipe: dict[str, Any], tmp_path: Path, checkpoint: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint, copy)
+    before = (copy / "skipdecode.json").read_text()
+    for model in (checkpoint, copy):
+        recipe |= {"output": str(copy), "model": {"path": str(model), "dtype": "float32"}}
+        for goal in ("tolerance=1000", "metric=agreement_exact,tolerance=0"):
+            result = run(recipe, tmp_path, "--search", goal)
+            assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.output
+            assert "no evaluate.json of an earlier run; choose an empty or a new folder" in result.stderr
+    assert (copy / "skipdecode.json").read_text() == before
 
 
 def test_without_references_agreement_with_full_depth_is_the_measure(recipe: dict[str, Any], tmp_path: Path) -> None:
@@ -198,12 +250,15 @@ def test_search_writes_the_cheapest_schedule_within_the_tolerance(
     shutil.copy(file, copy)
     spec = inspect(copy).spec  # what a job would read
     assert spec is not None and spec.build(4).mean_depth(12) == 2  # anything is within 1000 BLEU: the shallowest
+    assert run(recipe, tmp_path).exit_code == 0 and file.exists()  # an evaluation leaves it
+    assert json.loads((tmp_path / "out" / "evaluate.json").read_text())["version"]
     recipe |= {"compare": 2, "beside": {"2x": "nowhere"}}
     result = run(recipe, tmp_path, "--search", "metric=agreement_exact,tolerance=0")
     assert "--search tries schedules of model alone: compare and beside not used\n" in result.stderr
     assert result.exit_code == 1
     assert "no schedule stays within" in result.output
     assert not file.exists()
+    assert (tmp_path / "out" / "answers-1x.parquet").exists()
 
 
 @pytest.mark.parametrize(

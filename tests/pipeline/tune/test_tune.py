@@ -205,8 +205,48 @@ def test_what_a_recipe_leaves_out_is_as_the_start_has_it(recipe: dict[str, Any],
     run({**further, "schedule": {"speedups": [2], "decay": "linear"}}, max_steps=1)
     spec = inspect(tmp_path / "further").spec
     assert spec is not None and (spec.keep_order, spec.decay) == ("even", "linear")
-    with pytest.raises(ValueError, match="would be written over"):
-        run({**further, "output": str(tmp_path / "out")})
+    (tmp_path / "link").symlink_to("out")
+    for output in ("out", "link", "out/further", "."):
+        with pytest.raises(
+            ValueError, match=r"output: .* and model.path .*/out lie in each other; choose another folder"
+        ):
+            run({**further, "output": str(tmp_path / output)})
+
+
+def test_weights_are_saved_in_the_type_asked_for(recipe: dict[str, Any], tmp_path: Path) -> None:
+    for bf16, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        output = tmp_path / str(bf16)
+        run({**recipe, "output": str(output)}, max_steps=1, bf16=bf16)
+        assert {tensor.dtype for tensor in weights(output).values()} == {dtype}
+        assert json.loads((output / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+
+
+def test_a_folder_of_the_user_is_refused_and_untouched(recipe: dict[str, Any], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / "_training").mkdir(parents=True)
+    for name in ("model.safetensors", "tokenizer.json", "_training/recipe.json"):
+        (out / name).write_text("mine")
+    with pytest.raises(ValueError, match=r"output: .*out holds '_training' and no tune.json of an earlier run; choose"):
+        run(recipe)
+    for name in ("model.safetensors", "tokenizer.json", "_training/recipe.json"):
+        assert (out / name).read_text() == "mine"
+
+
+def test_a_file_of_the_user_stays_when_training_ends(recipe: dict[str, Any], tmp_path: Path) -> None:
+    run(recipe, max_steps=6)
+    out = tmp_path / "out"
+    (out / "notes.txt").write_text("mine")
+    (out / "generation_config.json").unlink()
+    listed = json.loads((out / "tune.json").read_text())
+    listed["files"].remove("generation_config.json")
+    (out / "tune.json").write_text(json.dumps(listed))
+    (out / "generation_config.json").write_text("mine")
+    with pytest.raises(ValueError, match=r"generation_config.json exists and tune.json does not list it; move it"):
+        run(recipe)
+    assert (out / "generation_config.json").read_text() == (out / "notes.txt").read_text() == "mine"
+    (out / "generation_config.json").unlink()
+    assert run(recipe)["steps"] == 12
+    assert (out / "notes.txt").read_text() == "mine"
 
 
 def test_low_rank_adapters_merge_into_a_plain_checkpoint(recipe: dict[str, Any], start: Path, tmp_path: Path) -> None:

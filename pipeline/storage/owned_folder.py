@@ -1,0 +1,123 @@
+"""Local output folders of tune, evaluate and adapt: only files that the folder's own record lists are ever replaced.
+
+The record is a JSON object in the folder; its key `files` lists the names that the command has written or is about to
+write. A folder that holds anything but no record belongs to the user.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from actors.engine.errors import UserError
+
+FILES = "files"
+
+
+class OwnedFolder:
+    """An output folder and the record of the files in it.
+
+    Args:
+        path: the folder; it need not exist.
+        record: name of the record in it.
+        key: the config key that names the folder, for messages.
+    """
+
+    def __init__(self, path: Path, record: str, key: str) -> None:
+        self.path = path
+        self.record = record
+        self.key = key
+
+    def values(self) -> dict[str, Any]:
+        """The record's values; empty if the folder has no record, or one that was claimed and nothing more."""
+        try:
+            text = (self.path / self.record).read_text()
+            values = json.loads(text) if text else {}
+            if not isinstance(values, dict) or not isinstance(values.get(FILES, []), list):
+                raise ValueError("no list of files in it")
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{self.key}: {self.path / self.record} is not a record of this version "
+                f"({' '.join(str(error).split())}); remove the folder, or choose another"
+            ) from None
+        return values
+
+    def files(self) -> set[str]:
+        """Names that the record lists."""
+        return set(self.values().get(FILES, []))
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raise UserError if the folder holds files and no record, or if one of `names` exists and is not listed."""
+        if not (self.path / self.record).exists():
+            held = sorted(os.listdir(self.path)) if self.path.is_dir() else []
+            if held:
+                raise UserError(
+                    f"{self.key}: {self.path} holds {held[0]!r} and no {self.record} of an earlier run; "
+                    "choose an empty or a new folder"
+                )
+            return
+        listed = self.files()
+        for name in names:
+            if name not in listed and os.path.lexists(self.path / name):
+                raise UserError(
+                    f"{self.key}: {self.path / name} exists and {self.record} does not list it; move it, or choose "
+                    "another folder"
+                )
+
+    def claim(self, names: Iterable[str]) -> None:
+        """Check `names`, make the folder, and list them in the record; call it before they are written."""
+        names = set(names)
+        self.check(names)
+        self.path.mkdir(parents=True, exist_ok=True)
+        if not (self.path / self.record).exists() or names - self.files():
+            self._write(self.values(), names | self.files())
+
+    def discard(self, names: Iterable[str]) -> None:
+        """Remove those of `names` that the record lists, and their entries."""
+        listed = self.files()
+        names = listed & set(names)
+        for name in names:
+            (self.path / name).unlink(missing_ok=True)
+        if names:
+            self._write(self.values(), listed - names)
+
+    def save(self, values: Mapping[str, Any]) -> None:
+        """Write the record's values; the list of files stays."""
+        self._write(values, self.files())
+
+    def _write(self, values: Mapping[str, Any], files: Iterable[str]) -> None:
+        text = json.dumps({**values, FILES: sorted(files)}, indent=2, allow_nan=False)
+        with replacing(self.path / self.record) as temporary:
+            temporary.write_text(text + "\n")
+
+
+def check_apart(key: str, folder: Path, others: Mapping[str, Iterable[Path | str]]) -> None:
+    """Raise UserError if the output `folder` is, holds or lies in one of `others`, symbolic links resolved.
+
+    Args:
+        key: the config key that names the folder.
+        others: config key of each input or model -> its local paths.
+    """
+    output = folder.resolve()
+    for other, paths in others.items():
+        for path in paths:
+            theirs = Path(path).resolve()
+            if output.is_relative_to(theirs) or theirs.is_relative_to(output):
+                raise UserError(f"{key}: {folder} and {other} {path} lie in each other; choose another folder")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path that replaces `path` in one step at the end, and is removed if an error is raised."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
