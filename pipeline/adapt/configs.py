@@ -111,7 +111,7 @@ def tune_config(
         "lora": given.lora,
         "training": {**TRAINING, "bf16": config.model.dtype != "float32", **given.training},
     }
-    return validated(TuneConfig, values, f"{source}: adapt")
+    return validated(TuneConfig, values, "adapt")
 
 
 def eval_values(

@@ -1,53 +1,98 @@
-"""How a command ends that fails: one line, and the exit status that says of which kind it is."""
+"""How a command that fails ends: one line on standard error, and the exit status of its kind of failure."""
 
 from __future__ import annotations
 
 import logging
 import re
+import sys
+import tempfile
+import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from os import getpid
 from pathlib import Path
 
 import typer
 
+from actors.engine.errors import UserError
 from pipeline.messages import without_secrets
 
 OK, FAILED, BAD_CONFIG, ROW_ERRORS, INTERRUPTED, LEASE = 0, 1, 2, 3, 4, 5
 RETRY_ADVICE = re.compile(r"Failed to .+ after \d+/\d+ attempts")
+EXTRAS = {"peft": "tune", "matplotlib": "eval", "rouge_score": "eval", "sacrebleu": "eval"}  # package -> extra
+UNTYPED = ("actors", "botocore", "pipeline", "ray")  # their errors need no type name to be understood
+
+
+@dataclass
+class Advice:
+    """What a command's last line adds to an error.
+
+    file: configuration file that a UserError concerns; set once it is loaded, as loading names the file itself.
+    output: the folder whose lease another run may hold.
+    failed, interrupted: what to do next, a clause each.
+    out_of_memory: what to lower after torch has run out of memory, a clause.
+    verbose: print the traceback too.
+    """
+
+    file: str = ""
+    output: str = ""
+    failed: str = ""
+    interrupted: str = "run the same command again"
+    out_of_memory: str = ""
+    verbose: bool = False
 
 
 def stop(code: int, message: str) -> typer.Exit:
-    """To be raised after the one line is told."""
+    """Print the command's last line; the exception to raise."""
     typer.echo(f"skipdecode: {without_secrets(' '.join(message.split()))}", err=True)
     return typer.Exit(code)
 
 
 @contextmanager
-def job_errors(job: Path, output: str, again: str, goes_on: str, verbose: bool) -> Iterator[None]:
-    """What a job may raise, as one line and the exit status that says of which kind it is."""
-    import ray
+def errors_as_exit_status(advice: Advice) -> Iterator[None]:
+    """End the command with one line and an exit status after any exception.
 
-    from pipeline.commit.finalize import RowsMissing
-    from pipeline.commit.lease import LeaseHeld, LeaseLost
-    from pipeline.incremental.ledger import ConcurrentRun
-    from pipeline.runtime.signals import Interrupted
-    from pipeline.storage.folder import STORE_ERRORS
-
+    2: a `UserError`, also one raised in a Ray task, or a missing optional package. 4: a signal. 5: another run holds
+    the output. 1: everything else; its traceback goes to a log file, which the line names.
+    """
     try:
         yield
-    except Interrupted as error:
-        raise stop(INTERRUPTED, f"interrupted ({error}); {again} finishes the job") from None
-    except (LeaseHeld, LeaseLost, ConcurrentRun) as error:
-        raise stop(LEASE, f"another run holds {output}: {error}") from None
-    # before ValueError: Ray's error of a task is also an instance of what the task raised
-    except (RowsMissing, ray.exceptions.RayError, *STORE_ERRORS) as error:
-        if verbose:
-            logging.exception("job failed")
-        raise stop(FAILED, f"failed: {cause(error)}; {again} {goes_on}") from None
-    except ValueError as error:
-        if verbose:
-            logging.exception("bad configuration or input")
-        raise stop(BAD_CONFIG, f"{job}: {error}".replace(f"{job}: {job}: ", f"{job}: ")) from None
+    except (typer.Exit, typer.Abort, typer.BadParameter):
+        raise
+    except KeyboardInterrupt as error:
+        signal = f" ({error})" if str(error) else ""
+        raise stop(INTERRUPTED, f"interrupted{signal}; {advice.interrupted}") from None
+    except Exception as error:
+        if advice.verbose:
+            logging.exception("the command failed")
+        raise _end(error, advice) from None
+
+
+def _end(error: Exception, advice: Advice) -> typer.Exit:
+    wrong = user_error(error)
+    if wrong is not None:
+        return stop(BAD_CONFIG, ": ".join(filter(None, (advice.file, str(wrong)))))
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if package in EXTRAS:
+        return stop(BAD_CONFIG, f"{package} is not installed: pip install 'skipdecode[{EXTRAS[package]}]'")
+    if not isinstance(error, ImportError) and _is_held(error):
+        return stop(LEASE, f"another run holds {advice.output}: {error}")
+    clauses = [f"failed: {_described(error)}", advice.failed]
+    if _is_out_of_memory(error):
+        clauses = [f"failed: {str(error).partition('. ')[0]}", advice.out_of_memory, advice.failed]
+    log = _write_log(error)
+    clauses.append(f"traceback: {log}" if log else "--verbose prints the traceback")
+    return stop(FAILED, "; ".join(filter(None, clauses)))
+
+
+def user_error(error: BaseException) -> UserError | None:
+    """The `UserError` that an exception is, or that it brings from a Ray task; None if there is none."""
+    cause = getattr(error, "cause", None)  # Ray's error of a task is also an instance of what the task raised
+    if isinstance(cause, BaseException):
+        return user_error(cause)
+    return error if isinstance(error, UserError) else None
 
 
 def cause(error: BaseException) -> str:
@@ -56,3 +101,35 @@ def cause(error: BaseException) -> str:
     advice = [number for number, line in enumerate(lines) if RETRY_ADVICE.match(line)]
     lines = lines[: advice[0]] or lines if advice else lines
     return lines[-1] if lines else type(error).__name__
+
+
+def _described(error: BaseException) -> str:
+    """`cause`, after the name of the type where the text alone could not be understood, such as of a KeyError."""
+    package = type(error).__module__.partition(".")[0]
+    if isinstance(error, OSError | RuntimeError) or package in UNTYPED or not str(error).strip():
+        return cause(error)
+    return f"{type(error).__name__}: {cause(error)}"
+
+
+def _is_held(error: BaseException) -> bool:
+    from pipeline.commit.lease import LeaseHeld, LeaseLost
+    from pipeline.incremental.ledger import ConcurrentRun
+
+    return isinstance(error, LeaseHeld | LeaseLost | ConcurrentRun)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
+
+
+def _write_log(error: BaseException) -> Path | None:
+    """The file in the temporary folder that holds the error's traceback; None if none can be written."""
+    now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    path = Path(tempfile.gettempdir()) / f"skipdecode-{now}-{getpid()}.log"
+    text = f"{' '.join(sys.argv)}\n{''.join(traceback.format_exception(error))}"
+    try:
+        path.write_text(without_secrets(text), errors="backslashreplace")
+    except OSError:
+        return None
+    return path

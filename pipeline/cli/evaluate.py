@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pipeline.cli.errors import BAD_CONFIG, FAILED, INTERRUPTED, stop
+from pipeline.cli.errors import FAILED, Advice, errors_as_exit_status, stop
 from pipeline.cli.options import Changes, Verbose, setup
 
 
@@ -27,21 +26,26 @@ def evaluate(
 ) -> None:
     """Quality and wall clock at several speeds, against references and against full depth."""
     setup(verbose)
-    from rich.console import Console
+    advice = Advice(
+        interrupted="nothing is kept, the same command starts again from the beginning",
+        out_of_memory="lower max_batch",
+        verbose=verbose,
+    )
+    with errors_as_exit_status(advice):
+        from pipeline.config.evaluate import EvalConfig
+        from pipeline.config.load import load_config
 
-    from pipeline.config.evaluate import EvalConfig
-    from pipeline.config.load import load_config
-    from pipeline.storage.folder import STORE_ERRORS
-
-    console = Console(soft_wrap=True)
-    try:
         config = load_config(EvalConfig, recipe, changes or [])
+        advice.file = str(recipe)
+
+        from rich.console import Console
         from transformers.utils.logging import disable_progress_bar
 
         from pipeline.evaluate.run import evaluate as measure
         from pipeline.evaluate.search_run import parse_goal, print_search, search_schedule
         from pipeline.evaluate.tables import print_tables
 
+        console = Console(soft_wrap=True)
         disable_progress_bar()
         if search is not None:
             unused = [name for name in ("compare", "beside") if getattr(config, name)]
@@ -52,22 +56,5 @@ def evaluate(
             if outcome.file is None:
                 raise stop(FAILED, f"no schedule stays within {search}")
             return
-        evaluation = measure(config, str(recipe))
-    except ImportError as error:
-        raise stop(BAD_CONFIG, f"{error.name} is not installed: pip install -c constraints.txt -e '.[eval]'") from None
-    except ValueError as error:
-        if verbose:
-            logging.exception("bad configuration or input")
-        raise stop(BAD_CONFIG, str(error)) from None
-    except STORE_ERRORS as error:
-        raise stop(FAILED, f"failed: {error}") from None
-    except RuntimeError as error:
-        import torch
-
-        if not isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise stop(FAILED, "out of memory: lower max_batch") from None
-    except KeyboardInterrupt:
-        raise stop(INTERRUPTED, "interrupted; nothing is kept, the same command begins anew") from None
-    print_tables(console, evaluation)
-    typer.echo(f"tables, plot and answers: {config.output}")
+        print_tables(console, measure(config, str(recipe)))
+        typer.echo(f"tables, plot and answers: {config.output}")

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from actors.engine.errors import UserError
-from pipeline.cli.errors import BAD_CONFIG, FAILED, stop
+from pipeline.cli.errors import FAILED, Advice, errors_as_exit_status, stop
 from pipeline.cli.options import setup
+
+if TYPE_CHECKING:
+    from pipeline.config.job import StorageConfig
 
 
 def report(
     output: Annotated[
-        str, typer.Argument(metavar="OUTPUT_URI", help="A job's output folder, or the root of scheduled runs.")
+        str,
+        typer.Argument(
+            metavar="OUTPUT", help="A job's output folder, the root of scheduled runs, or a job file (.yaml)."
+        ),
     ],
-    endpoint_url: Annotated[str | None, typer.Option(help="S3 endpoint.")] = None,
+    endpoint_url: Annotated[str | None, typer.Option(help="S3 endpoint; default that of the job file.")] = None,
     check: Annotated[
         bool,
         typer.Option(
@@ -33,41 +40,55 @@ def report(
     For a root of scheduled runs: print the ledger of its runs.
     """
     setup(False)
+    advice = Advice()
+    with errors_as_exit_status(advice):
+        url, storage = _location(output, endpoint_url)
+        if url.startswith("s3://") and storage.endpoint_url is None:
+            advice.failed = "if the bucket is not on AWS, give --endpoint-url or the job file"
+        _report(url, storage, check, write)
+
+
+def _location(output: str, endpoint_url: str | None) -> tuple[str, StorageConfig]:
+    """URL and storage of an output folder, or of the output that a job file names."""
+    from pipeline.config.job import JobConfig, StorageConfig
+    from pipeline.config.load import load_config, validated
+
+    given = {} if endpoint_url is None else {"endpoint_url": endpoint_url}
+    if output.endswith((".yaml", ".yml")) and "://" not in output and not Path(output).is_dir():
+        config = load_config(JobConfig, output)
+        return config.output.path, validated(StorageConfig, config.storage.model_dump() | given, "--endpoint-url")
+    return output, validated(StorageConfig, given, "--endpoint-url")
+
+
+def _report(url: str, storage: StorageConfig, check: bool, write: bool) -> None:
     from rich.console import Console
 
     from pipeline.commit.finalize import totals_of, write_statistics
     from pipeline.commit.records import read_records
     from pipeline.commit.verify import verify
-    from pipeline.config.job import StorageConfig
-    from pipeline.config.load import validated
     from pipeline.incremental.ledger import holds_ledger, print_ledger
     from pipeline.incremental.ledger import read as read_ledger
     from pipeline.plan import manifest as manifests
     from pipeline.report.summary import print_report
-    from pipeline.storage.folder import STORE_ERRORS, open_folder
+    from pipeline.storage.folder import open_folder
 
-    try:
-        folder = open_folder(output, validated(StorageConfig, {"endpoint_url": endpoint_url}, "--endpoint-url"))
-        if holds_ledger(folder) and not check:
-            print_ledger(Console(soft_wrap=True), read_ledger(folder))
-            return
-        manifest = manifests.load(folder)
-        if manifest is None:
-            raise UserError(f"{output}: no job here (no _job/job.json)")
-        if check:
-            bad = 0
-            for line in verify(folder, manifest):
-                typer.echo(line)
-                bad += 1
-            if bad:
-                raise stop(FAILED, f"{output}: {bad:,} files are not as they were committed")
-            typer.echo(f"{output}: every part is as it was committed")
-            return
-        records = read_records(folder, manifest.fingerprint)
-        if write:
-            write_statistics(folder, manifest, records)
-        print_report(Console(soft_wrap=True), manifest, records, totals_of(records))
-    except ValueError as error:
-        raise stop(BAD_CONFIG, str(error)) from None
-    except STORE_ERRORS as error:
-        raise stop(FAILED, f"failed: {error}") from None
+    folder = open_folder(url, storage)
+    if holds_ledger(folder) and not check:
+        print_ledger(Console(soft_wrap=True), read_ledger(folder))
+        return
+    manifest = manifests.load(folder)
+    if manifest is None:
+        raise UserError(f"{url}: no job here (no _job/job.json)")
+    if check:
+        bad = 0
+        for line in verify(folder, manifest):
+            typer.echo(line)
+            bad += 1
+        if bad:
+            raise stop(FAILED, f"{url}: {bad:,} files are not as they were committed")
+        typer.echo(f"{url}: every part is as it was committed")
+        return
+    records = read_records(folder, manifest.fingerprint)
+    if write:
+        write_statistics(folder, manifest, records)
+    print_report(Console(soft_wrap=True), manifest, records, totals_of(records))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.errors import BAD_CONFIG, ROW_ERRORS, job_errors, stop
+from pipeline.cli.errors import ROW_ERRORS, Advice, errors_as_exit_status, stop
 from pipeline.cli.options import Changes, Verbose, setup
+
+if TYPE_CHECKING:
+    from pipeline.config.job import JobConfig
 
 
 def run(
@@ -25,13 +28,22 @@ def run(
 ) -> None:
     """Run a bulk job; the same command again finishes it, or with input.since takes what is new."""
     setup(verbose)
-    from pipeline.config.job import JobConfig
-    from pipeline.config.load import load_config
+    again = "the same command without --overwrite" if overwrite else "the same command"
+    advice = Advice(
+        failed=f"{again} goes on from the committed shards",
+        interrupted=f"{again} finishes the job",
+        verbose=verbose,
+    )
+    with errors_as_exit_status(advice):
+        from pipeline.config.job import JobConfig
+        from pipeline.config.load import load_config
 
-    try:
         config = load_config(JobConfig, job, changes or [])
-    except ValueError as error:
-        raise stop(BAD_CONFIG, str(error)) from None
+        advice.file, advice.output = str(job), config.output.path
+        _run(config, limit=limit, overwrite=overwrite, as_json=as_json, show=show, verbose=verbose)
+
+
+def _run(config: JobConfig, *, limit: int | None, overwrite: bool, as_json: bool, show: int, verbose: bool) -> None:
     from rich.console import Console
 
     from pipeline import job as jobs
@@ -40,15 +52,13 @@ def run(
     from pipeline.report.summary import last_errors, print_result
     from pipeline.storage.folder import open_folder
 
-    again = "the same command without --overwrite" if overwrite else "the same command"
-    with job_errors(job, config.output.path, again, "goes on from the committed shards", verbose):
-        if config.input.since:
-            scheduled = jobs.run_since(config, limit=limit, overwrite=overwrite, verbose=verbose)
-            done = [(run.folder, run.result) for run in scheduled.finished]
-        else:
-            scheduled = None
-            result = jobs.run(config, limit=limit, overwrite=overwrite, verbose=verbose)
-            done = [(open_folder(config.output.path, config.storage), result)]
+    if config.input.since:
+        scheduled = jobs.run_since(config, limit=limit, overwrite=overwrite, verbose=verbose)
+        done = [(run.folder, run.result) for run in scheduled.finished]
+    else:
+        scheduled = None
+        result = jobs.run(config, limit=limit, overwrite=overwrite, verbose=verbose)
+        done = [(open_folder(config.output.path, config.storage), result)]
     console = Console(soft_wrap=True, stderr=as_json)
     for folder, result in done:
         print_result(console, folder, result, show)
@@ -66,11 +76,12 @@ def run(
         typer.echo(
             json.dumps(values[0] if scheduled is None else scheduled_summary(config.output.path, scheduled, values))
         )
-    judged = [(result.totals.errors, result.totals.rows) for _, result in done]
-    if scheduled is not None and scheduled.last is not None and not done:  # a retry must not turn errors into success
+    errors_and_rows = [(result.totals.errors, result.totals.rows) for _, result in done]
+    if scheduled is not None and scheduled.last is not None and not done:
+        # nothing new: the last run's row errors still decide the exit status
         last = open_folder(f"{config.output.path.rstrip('/')}/{scheduled.last.folder}", config.storage)
-        judged = last_errors(last)
-    for errors, rows in judged:
+        errors_and_rows = last_errors(last)
+    for errors, rows in errors_and_rows:
         if errors > config.max_row_errors * rows:
             raise stop(
                 ROW_ERRORS,

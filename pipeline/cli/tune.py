@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pipeline.cli.errors import BAD_CONFIG, FAILED, INTERRUPTED, cause, stop
+from pipeline.cli.errors import Advice, errors_as_exit_status
 from pipeline.cli.options import Changes, Verbose, setup
 
 
@@ -20,11 +19,15 @@ def tune(
 ) -> None:
     """Adapt a checkpoint to a schedule or to any speed; the same command again goes on where it stopped."""
     setup(verbose)
-    from pipeline.config.load import load_config
-    from pipeline.config.tune import TuneConfig
+    again = "the same command goes on from the last saved step"
+    advice = Advice(failed=again, interrupted=again, out_of_memory="raise training.accumulation", verbose=verbose)
+    with errors_as_exit_status(advice):
+        from pipeline.config.load import load_config
+        from pipeline.config.tune import TuneConfig
 
-    try:
         config = load_config(TuneConfig, recipe, changes or [])
+        advice.file = str(recipe)
+
         from transformers.utils.logging import disable_progress_bar
 
         from pipeline.tune.run import tune as train
@@ -32,16 +35,4 @@ def tune(
         disable_progress_bar()
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         folder = train(config, str(recipe))
-    except ImportError as error:
-        raise stop(BAD_CONFIG, f"{error.name} is not installed: pip install -c constraints.txt -e '.[tune]'") from None
-    except ValueError as error:
-        if verbose:
-            logging.exception("bad configuration or input")
-        raise stop(BAD_CONFIG, f"{recipe}: {error}".replace(f"{recipe}: {recipe}: ", f"{recipe}: ")) from None
-    except (OSError, RuntimeError) as error:  # such as out of memory, or a worker's end
-        if verbose:
-            logging.exception("training failed")
-        raise stop(FAILED, f"failed: {cause(error)}; the same command goes on from the last saved step") from None
-    except KeyboardInterrupt:
-        raise stop(INTERRUPTED, "interrupted; the same command goes on from the last saved step") from None
     typer.echo(f"checkpoint: {folder}")

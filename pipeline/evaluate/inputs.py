@@ -102,13 +102,13 @@ def prepare(config: EvalConfig, source: str, *, search: bool = False) -> Subject
         for one in planned:
             one.spec.build(checkpoint.num_layers)
     except ValueError as error:
-        raise UserError(f"{source}: schedule: {error}") from None
+        raise UserError(f"schedule: {error}") from None
     if config.compare is not None:
         try:
             order = config.learned_order or list(range(checkpoint.num_layers))  # not yet learned: any will do
             planned += comparisons(spec, checkpoint.num_layers, config.compare, config.sampling.max_new_tokens, order)
         except ValueError as error:
-            raise UserError(f"{source}: compare: {error}") from None
+            raise UserError(f"compare: {error}") from None
     folder.check(
         [SCHEDULE_FILE] if search else output_files([REFERENCE, *(one.name for one in planned), *config.beside])
     )
@@ -127,7 +127,7 @@ def prepare(config: EvalConfig, source: str, *, search: bool = False) -> Subject
     models = {"model.path": model, **({} if reference is None else {"reference_model": reference})}
     models |= {f"beside.{name}": found for name, found in beside.items()}
     local = {key: [found.source] for key, found in models.items() if isinstance(found.source, str)}
-    check_apart(f"{source}: output", folder.path, {"data.path": config.data.path, **local})
+    check_apart("output", folder.path, {"data.path": config.data.path, **local})
     return Subject(
         config=config,
         rows=rows,
@@ -157,18 +157,18 @@ def on_cpu(config: EvalConfig) -> bool:
 def _make_output(output: str, source: str) -> OwnedFolder:
     """The output folder, made unless it holds files of the user; UserError if it cannot be written into."""
     if "://" in output:
-        raise UserError(f"{source}: output: {output}: evaluate writes into a local folder; copy it from there")
+        raise UserError(f"output: {output}: evaluate writes into a local folder; copy it from there")
     folder = Path(output)
-    owned = OwnedFolder(folder, RECORD, f"{source}: output")
+    owned = OwnedFolder(folder, RECORD, "output")
     owned.check([])
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise UserError(f"{source}: output: {output}: there is a file of that name; give a folder") from None
+        raise UserError(f"output: {output}: there is a file of that name; give a folder") from None
     except OSError as error:
-        raise UserError(f"{source}: output: {output}: cannot be made: {error.strerror}") from None
+        raise UserError(f"output: {output}: cannot be made: {error.strerror}") from None
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"{source}: output: {output}: not writable")
+        raise UserError(f"output: {output}: not writable")
     return owned
 
 
@@ -178,9 +178,9 @@ def _check_names(beside: Iterable[str], planned: Iterable[str], source: str) -> 
     for name in beside:
         file = slug(name)
         if not file:
-            raise UserError(f"{source}: beside: {name!r} leaves nothing to name a file by; use letters or digits")
+            raise UserError(f"beside: {name!r} leaves nothing to name a file by; use letters or digits")
         if file in taken:
-            raise UserError(f"{source}: beside: {name!r} is the name of another line, {taken[file]!r}; choose its own")
+            raise UserError(f"beside: {name!r} is the name of another line, {taken[file]!r}; choose its own")
         taken[file] = name
 
 
@@ -189,7 +189,7 @@ def _other(key: str, path: str, model: ResolvedCheckpoint, config: EvalConfig, s
     found = resolve_checkpoint(config.model.model_copy(update={"path": path}), config.storage)
     if load_tokenizer(found.checkpoint.path).get_vocab() != load_tokenizer(model.checkpoint.path).get_vocab():
         raise UserError(
-            f"{source}: {key}: {path} has another tokenizer than {config.model.path}; answers can only be held "
+            f"{key}: {path} has another tokenizer than {config.model.path}; answers can only be held "
             "against each other token by token if the vocabulary is the same"
         )
     return found
@@ -205,7 +205,7 @@ def _trie(model: ResolvedCheckpoint, config: EvalConfig, source: str) -> ChoiceT
         longest(config.choices, ids)  # refuses by the label's text, where the trie knows but its number
         return ChoiceTrie([ids[label] for label in config.choices], tokenizer.eos_token_id)
     except ValueError as error:
-        raise UserError(f"{source}: {error}") from None
+        raise UserError(str(error)) from None
 
 
 def _tokenized(rows: Sequence[EvalRow], model: ResolvedCheckpoint, room: int) -> list[Prompt]:

@@ -75,7 +75,7 @@ def search_schedule(config: EvalConfig, source: str, goal: Goal) -> Outcome:
     )
     known, metric = metrics_of(subject), goal.metric or subject.metric
     if metric not in known:
-        raise UserError(f"{source}: --search metric={metric}: not for these rows, which allow {', '.join(known)}")
+        raise UserError(f"--search metric={metric}: not for these rows, which allow {', '.join(known)}")
     candidates(subject.spec, subject.num_layers, config.sampling.max_new_tokens)  # refused now, if ever
     generator, reference, _ = load(subject)
     full = reference or generator

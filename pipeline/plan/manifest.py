@@ -43,7 +43,7 @@ FORMAT = 2
 GPU_CACHE_BYTES = 8 * 2**30  # of a GPU that slots of full length are kept on
 
 
-class NoRows(ValueError):
+class NoRows(UserError):
     """The input files have no rows."""
 
 

@@ -164,7 +164,7 @@ def test_references_of_one_word_are_labels_and_that_is_told_before_training(fake
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (ImportError("no", name="peft"), 2, "peft is not installed: pip install -c constraints.txt -e '.[tune,eval]'"),
+        (ModuleNotFoundError("no", name="peft"), 2, "peft is not installed: pip install 'skipdecode[tune]'"),
         (RuntimeError("a worker\nended"), 1, "failed: ended; the same command goes on from the last stage"),
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. And\nmore."),

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import typer
 import yaml
 from cli_command import assert_released
 from typer.testing import CliRunner
 
+from actors.engine.errors import UserError
 from pipeline.cli.app import app
-from pipeline.cli.errors import cause
+from pipeline.cli.errors import Advice, cause, errors_as_exit_status
 
 
 @pytest.fixture
@@ -177,6 +180,64 @@ def test_the_cause_of_a_failed_task_is_what_went_wrong_and_not_advice_on_retries
         )
     assert str(error).splitlines()[-1].startswith("To change retry attempts")
     assert cause(error) == "ValueError: weights are missing"
+
+
+def ended(error: Exception, **advice: Any) -> tuple[int, str]:
+    """Exit status and last line of a command that raises an error."""
+    command = typer.Typer()
+
+    @command.command()
+    def main() -> None:
+        with errors_as_exit_status(Advice(**advice)):
+            raise error
+
+    result = CliRunner().invoke(command, [])
+    assert len(result.stderr.splitlines()) == 1
+    return result.exit_code, result.stderr.strip().removeprefix("skipdecode: ")
+
+
+def test_a_deliberate_error_is_exit_2_and_names_the_file_once_it_is_loaded() -> None:
+    assert ended(UserError("input.path: none")) == (2, "input.path: none")
+    assert ended(UserError("input.path: none"), file="job.yaml") == (2, "job.yaml: input.path: none")
+
+
+def test_a_deliberate_error_of_a_ray_task_is_exit_2() -> None:
+    from ray.exceptions import RayTaskError
+
+    inner = RayTaskError("f", "Traceback\nUserError: a.parquet: changed", UserError("a.parquet: changed"))
+    assert ended(inner.as_instanceof_cause()) == (2, "a.parquet: changed")
+    outer = RayTaskError("g", "Traceback\nUserError: a.parquet: changed", inner.as_instanceof_cause())
+    assert ended(outer.as_instanceof_cause()) == (2, "a.parquet: changed")
+    other = RayTaskError("f", "Traceback\nValueError: shapes differ", ValueError("shapes differ"))
+    code, line = ended(other.as_instanceof_cause())
+    assert code == 1 and line.startswith("failed: ValueError: shapes differ; traceback: ")
+
+
+@pytest.mark.parametrize("error", [ValueError("shapes (2,) and (3,)"), pa.ArrowInvalid("shapes (2,) and (3,)")])
+def test_an_error_of_a_library_is_exit_1_with_its_traceback_in_a_file(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code, line = ended(error, failed="the same command goes on")
+    (log,) = tmp_path.glob("skipdecode-*.log")
+    name = type(error).__name__
+    assert (code, line) == (1, f"failed: {name}: shapes (2,) and (3,); the same command goes on; traceback: {log}")
+    assert "Traceback" in log.read_text() and f"{name}: shapes (2,) and (3,)" in log.read_text()
+
+
+def test_a_log_file_that_cannot_be_written_changes_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/none/at/all")
+    assert ended(KeyError("x")) == (1, "failed: KeyError: 'x'; --verbose prints the traceback")
+
+
+def test_an_import_error_says_what_failed() -> None:
+    missing = ModuleNotFoundError("No module named 'rouge_score'", name="rouge_score")
+    assert ended(missing) == (2, "rouge_score is not installed: pip install 'skipdecode[eval]'")
+    conflict = ImportError("cannot import name 'Foo' from 'peft' (peft 0.1)", name="peft")
+    code, line = ended(conflict)
+    assert code == 1 and line.startswith("failed: ImportError: cannot import name 'Foo' from 'peft' (peft 0.1); ")
+    code, line = ended(ModuleNotFoundError("No module named 'typing_x'", name="typing_x"))
+    assert code == 1 and line.startswith("failed: ModuleNotFoundError: No module named 'typing_x'; ")
 
 
 def imported_with(module: str) -> set[str]:

@@ -357,7 +357,8 @@ def test_a_prompt_without_tokens_is_refused_before_a_model_is_loaded(
     result = run(recipe, tmp_path)
     assert result.exit_code == 2
     assert result.stderr == (
-        f"skipdecode: {tmp_path}/eval.parquet: row 1: the tokenizer finds no token in this prompt; leave the row out\n"
+        f"skipdecode: {tmp_path}/eval.yaml: {tmp_path}/eval.parquet: row 1: "
+        "the tokenizer finds no token in this prompt; leave the row out\n"
     )
 
 
@@ -368,7 +369,7 @@ def test_a_prompt_without_tokens_is_refused_before_a_model_is_loaded(
             EndpointConnectionError(endpoint_url="http://s3"),
             'failed: Could not connect to the endpoint URL: "http://s3"',
         ),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried\nto"), "out of memory: lower max_batch"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried\nto"), "failed: CUDA out of memory; lower max_batch"),
     ],
     ids=["store", "memory"],
 )
@@ -380,4 +381,7 @@ def test_what_fails_later_is_one_line_and_exit_1(
 
     monkeypatch.setattr("pipeline.evaluate.run.evaluate", fail)
     result = run(recipe, tmp_path)
-    assert (result.exit_code, result.stderr) == (1, f"skipdecode: {message}\n")
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    line, log = result.stderr.strip().split("; traceback: ")
+    assert line == f"skipdecode: {message}"
+    assert type(error).__name__ in Path(log).read_text()

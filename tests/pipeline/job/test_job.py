@@ -354,8 +354,8 @@ def test_missing_weights_fail_the_job_in_one_line(
     del weights["model.layers.2.mlp.up_proj.weight"]
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     result = invoke(tmp_path, config(inputs, tmp_path / "out", broken, attempts=1))
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     last = result.stderr.strip().splitlines()[-1]
-    assert last.startswith("skipdecode: failed: ")
+    assert last == f"skipdecode: {tmp_path}/job.yaml: {broken}: no weights for model.layers.2.mlp.up_proj.weight"
     assert_released(tmp_path / "out")
     assert not list((tmp_path / "out").glob("part-*"))
