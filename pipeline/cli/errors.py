@@ -22,6 +22,7 @@ from pipeline.messages import without_secrets
 OK, FAILED, BAD_CONFIG, ROW_ERRORS, INTERRUPTED, LEASE = 0, 1, 2, 3, 4, 5
 RETRY_ADVICE = re.compile(r"Failed to .+ after \d+/\d+ attempts")
 EXTRAS = {"peft": "tune", "matplotlib": "eval", "rouge_score": "eval", "sacrebleu": "eval"}  # package -> extra
+USER_ERROR = f"{UserError.__module__}.{UserError.__qualname__}: "  # how a traceback's last line begins
 UNTYPED = ("actors", "botocore", "pipeline", "ray")  # their errors need no type name to be understood
 
 
@@ -92,10 +93,13 @@ def user_error(error: BaseException) -> UserError | None:
     cause = getattr(error, "cause", None)  # Ray's error of a task is also an instance of what the task raised
     if isinstance(cause, BaseException):
         return user_error(cause)
-    return error if isinstance(error, UserError) else None
+    if isinstance(error, UserError):
+        return error
+    text = cause_line(error)  # Ray keeps only the text of an error in an actor's constructor
+    return UserError(text.removeprefix(USER_ERROR)) if text.startswith(USER_ERROR) else None
 
 
-def cause(error: BaseException) -> str:
+def cause_line(error: BaseException) -> str:
     """The last line of an error that Ray may have wrapped, without the advice on retries that Ray Data adds."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     advice = [number for number, line in enumerate(lines) if RETRY_ADVICE.match(line)]
@@ -104,11 +108,11 @@ def cause(error: BaseException) -> str:
 
 
 def _described(error: BaseException) -> str:
-    """`cause`, after the name of the type where the text alone could not be understood, such as of a KeyError."""
+    """`cause_line`, after the name of the type where the text alone could not be understood, such as of a KeyError."""
     package = type(error).__module__.partition(".")[0]
     if isinstance(error, OSError | RuntimeError) or package in UNTYPED or not str(error).strip():
-        return cause(error)
-    return f"{type(error).__name__}: {cause(error)}"
+        return cause_line(error)
+    return f"{type(error).__name__}: {cause_line(error)}"
 
 
 def _is_held(error: BaseException) -> bool:

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from actors.engine.errors import UserError
 from pipeline.cli.app import app
-from pipeline.cli.errors import Advice, cause, errors_as_exit_status
+from pipeline.cli.errors import Advice, cause_line, errors_as_exit_status
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_the_cause_of_a_failed_task_is_what_went_wrong_and_not_advice_on_retries
             error, description="run it", attempts=1, max_attempts=3, total_backoff_s=0.0, exception_str=""
         )
     assert str(error).splitlines()[-1].startswith("To change retry attempts")
-    assert cause(error) == "ValueError: weights are missing"
+    assert cause_line(error) == "ValueError: weights are missing"
 
 
 def ended(error: Exception, **advice: Any) -> tuple[int, str]:
@@ -202,12 +202,14 @@ def test_a_deliberate_error_is_exit_2_and_names_the_file_once_it_is_loaded() -> 
 
 
 def test_a_deliberate_error_of_a_ray_task_is_exit_2() -> None:
-    from ray.exceptions import RayTaskError
+    from ray.exceptions import ActorDiedError, RayTaskError
 
     inner = RayTaskError("f", "Traceback\nUserError: a.parquet: changed", UserError("a.parquet: changed"))
     assert ended(inner.as_instanceof_cause()) == (2, "a.parquet: changed")
-    outer = RayTaskError("g", "Traceback\nUserError: a.parquet: changed", inner.as_instanceof_cause())
+    outer = RayTaskError("g", "Traceback\nUserError: a.parquet: changed", inner)
     assert ended(outer.as_instanceof_cause()) == (2, "a.parquet: changed")
+    died = ActorDiedError("The actor died in its constructor: f()\nactors.engine.errors.UserError: m: no weights for x")
+    assert ended(died) == (2, "m: no weights for x")
     other = RayTaskError("f", "Traceback\nValueError: shapes differ", ValueError("shapes differ"))
     code, line = ended(other.as_instanceof_cause())
     assert code == 1 and line.startswith("failed: ValueError: shapes differ; traceback: ")
