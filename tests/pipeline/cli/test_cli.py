@@ -208,7 +208,8 @@ def test_a_deliberate_error_of_a_ray_task_is_exit_2() -> None:
     assert ended(inner.as_instanceof_cause()) == (2, "a.parquet: changed")
     outer = RayTaskError("g", "Traceback\nUserError: a.parquet: changed", inner)
     assert ended(outer.as_instanceof_cause()) == (2, "a.parquet: changed")
-    died = ActorDiedError("The actor died in its constructor: f()\nactors.engine.errors.UserError: m: no weights for x")
+    text = "Traceback\nactors.engine.errors.UserError: m: no weights for x"
+    died = ActorDiedError(RayTaskError("f", text, UserError("m: no weights for x"), actor_id="0" * 32))
     assert ended(died) == (2, "m: no weights for x")
     other = RayTaskError("f", "Traceback\nValueError: shapes differ", ValueError("shapes differ"))
     code, line = ended(other.as_instanceof_cause())
