@@ -2,8 +2,8 @@
 
 SkipDecode (Del Corro et al., 2023, arXiv 2307.02628). Positions t = 0, 1, 2 ... number the *generated*
 tokens of a row; the step that takes token t as input runs ``depth(t)`` of the model's L layers. The curve
-never rises and the layer sets are nested, so a layer that runs for a token has run for every earlier one:
-no hole in any layer's key/value cache, nothing ever recomputed.
+never rises and the layer sets are nested, so a layer that runs for a token has run for every earlier token
+of that row: no layer's key/value cache has a hole, and nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ PROMPT_POLICIES = ("full", "first")
 
 @dataclass(frozen=True)
 class Schedule:
-    """A resolved schedule: what every layer does at every position.
+    """A resolved schedule: the layers that run at every position.
 
-    depths: d(0), d(1), ...; the last one holds for ever after.
-    keep_order: a permutation of the layers; at depth d its first d entries run.
-    warmup: lowest layers that always run, counted inside d.
-    prompt: ``full`` runs every layer over the prompt, ``first`` only those of d(0).
-    speedup: the nominal speed-up this was made from, if it was; says nothing about what is run.
+    Args:
+        num_layers: L, the decoder layers of the model.
+        depths: d(0), d(1), ...; later positions have the last depth.
+        keep_order: a permutation of the layers; at depth d its first d entries run.
+        warmup: number of lowest layers that always run; they count towards d.
+        prompt: ``full`` runs every layer over the prompt, ``first`` only the layers of d(0).
+        speedup: the nominal speed-up from which the schedule was made; it determines no layer.
 
-    Raises ValueError, naming the position, if the curve rises or leaves [warmup, L], or if the order is no
-    permutation.
+    Raises:
+        UserError: the curve rises or leaves [warmup, L] (names the position), or the order is no permutation.
     """
 
     num_layers: int
@@ -86,14 +88,14 @@ class Schedule:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """ranks[layer] = its place in the keep order; it runs at depths above that."""
+        """ranks[layer] = index of the layer in the keep order; the layer runs at depths above its rank."""
         ranks = [0] * self.num_layers
         for rank, layer in enumerate(self.keep_order):
             ranks[layer] = rank
         return tuple(ranks)
 
     def uses(self, layer: int, max_new_tokens: int) -> int:
-        """n_l: input positions t in 0 ... max_new_tokens - 2 at which `layer` runs; they are the first ones."""
+        """n_l: input positions t in 0 ... max_new_tokens - 2 at which `layer` runs: the first n_l positions."""
         steps = max(max_new_tokens - 1, 0)
         rank = self.ranks[layer]
         inside = sum(1 for depth in self.depths[:steps] if depth > rank)
@@ -106,12 +108,12 @@ class Schedule:
         return inside + max(steps - len(self.depths), 0) * self.depths[-1]
 
     def mean_depth(self, generated_tokens: int) -> float | None:
-        """Mean d(t) over a row's decode steps; None if it had none (at most one token generated)."""
+        """Mean d(t) over a row's decode steps; None without decode steps (at most one token generated)."""
         steps = generated_tokens - 1
         return self.layer_steps(steps) / steps if steps > 0 else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that determine what is run, e.g. for a job's fingerprint."""
+        """Plain values that determine the layers that run, e.g. for a job's fingerprint."""
         return {
             "num_layers": self.num_layers,
             "depths": list(self.depths),
@@ -123,10 +125,10 @@ class Schedule:
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """A schedule as it is asked for, in a job file or in a checkpoint's ``skipdecode.json``.
+    """A schedule as written in a job file or in a checkpoint's ``skipdecode.json``.
 
-    How deep: one of `depths` (an explicit list), `max_depth` with `min_depth`, or `speedup`; none of them
-    is full depth. `horizon`: positions over which the curve falls, in generated tokens. `power` is the
+    Depth comes from one of `depths` (an explicit list), `max_depth` with `min_depth`, or `speedup`; without any of
+    them every layer runs. `horizon`: positions over which the curve falls, in generated tokens. `power` is the
     exponent of decay ``power``, `steps` the number of stairs of decay ``step``.
     """
 
@@ -143,7 +145,7 @@ class ScheduleSpec:
     prompt: str = "full"
 
     def build(self, num_layers: int) -> Schedule:
-        """Resolve for a model of `num_layers` layers. ValueError names the key or the position at fault."""
+        """Resolve for a model of `num_layers` layers. Raises UserError with the key or position at fault."""
         keep_order = self._keep_order(num_layers)
         depths = self._depths(num_layers)
         return Schedule(num_layers, depths, keep_order, self.warmup, self.prompt, self.speedup)
@@ -162,11 +164,11 @@ class ScheduleSpec:
         raise UserError(f"keep_order = {self.keep_order!r}: must be {', '.join(KEEP_ORDERS)} or a list of layers")
 
     def _depths(self, num_layers: int) -> tuple[int, ...]:
-        given = [name for name in ("depths", "speedup") if getattr(self, name) is not None] + (
+        depth_keys = [name for name in ("depths", "speedup") if getattr(self, name) is not None] + (
             ["max_depth/min_depth"] if (self.max_depth, self.min_depth) != (None, None) else []
         )
-        if len(given) > 1:
-            raise UserError(f"{' and '.join(given)} both say how deep: give one")
+        if len(depth_keys) > 1:
+            raise UserError(f"{' and '.join(depth_keys)} both set the depth: keep one of them")
         if self.depths is not None:
             return tuple(self.depths)
         if self.decay not in DECAYS:
@@ -201,7 +203,7 @@ class ScheduleSpec:
         }
 
     def overridden(self, changes: Mapping[str, Any]) -> ScheduleSpec:
-        """This spec with `changes` on top; a change of how deep replaces the old depth altogether."""
+        """This spec with `changes` applied; a changed depth key replaces all depth keys of this spec."""
         depth_keys = ("speedup", "max_depth", "min_depth", "depths")
         base = self
         if any(changes.get(key) is not None for key in depth_keys):
@@ -225,7 +227,7 @@ def depths_for_speedup(num_layers: int, speedup: float, warmup: int = 1) -> tupl
 def curve(
     decay: str, max_depth: int, min_depth: int, horizon: int, *, power: float = 2.0, steps: int = 4
 ) -> tuple[int, ...]:
-    """Depths d(0) ... d(horizon - 1), falling from max to min; past the horizon the last one holds."""
+    """Depths d(0) ... d(horizon - 1), falling from max to min; past the horizon the last depth holds."""
     if horizon < 2:
         raise UserError(f"horizon = {horizon}: must be at least 2")
     span = max_depth - min_depth
@@ -233,15 +235,15 @@ def curve(
     for t in range(horizon):
         fallen = fall(decay, Fraction(t, horizon - 1), power=power, steps=steps)
         depths.append(max_depth - round(fallen * span) if decay != "linear" else round(max_depth - fallen * span))
-    for t in range(1, horizon):  # a float's last bit must not make the curve rise
+    for t in range(1, horizon):  # float rounding must not make the curve rise
         depths[t] = min(depths[t], depths[t - 1])
     return tuple(depths)
 
 
 def fall(decay: str, done: Fraction, *, power: float = 2.0, steps: int = 4) -> float | Fraction:
-    """Share of the way from max to min depth that is behind at `done`, from 0 at position 0 to 1 at the horizon.
+    """Fraction of the way from max to min depth at `done`: 0 at position 0, 1 at the horizon.
 
-    `done` is u in the paper. Raises ValueError if `power` or `steps` is out of range.
+    `done` is u in the paper. Raises UserError if `power` or `steps` is out of range.
     """
     if decay == "power" and not 0 < power < math.inf:
         raise UserError(f"power = {power}: must be above 0")
@@ -254,29 +256,29 @@ def fall(decay: str, done: Fraction, *, power: float = 2.0, steps: int = 4) -> f
         return fallen
     if decay == "step":
         return min(math.floor(done * steps), steps - 1) / (steps - 1)
-    return done  # exact: linear depths must not hang on a float's last bit
+    return done  # a fraction: linear depths must not depend on float rounding
 
 
 def paper_order(num_layers: int, warmup: int) -> tuple[int, ...]:
-    """The paper's: the lowest `warmup` layers, then from the top layer down."""
+    """The paper's order: the lowest `warmup` layers, then from the top layer down."""
     return (*range(warmup), *range(num_layers - 1, warmup - 1, -1))
 
 
 def even_order(num_layers: int, warmup: int) -> tuple[int, ...]:
-    """The lowest `warmup` layers and the top one, then always the layer farthest from all that are kept."""
+    """The lowest `warmup` layers and the top layer, then repeatedly the layer farthest from all kept layers."""
     order = list(range(warmup))
     if num_layers > warmup:
         order.append(num_layers - 1)
     rest = set(range(warmup, num_layers - 1))
     while rest:
-        layer = max(rest, key=lambda one: (min(abs(one - kept) for kept in order), one))
+        layer = max(rest, key=lambda layer: (min(abs(layer - kept) for kept in order), layer))
         order.append(layer)
         rest.remove(layer)
     return tuple(order)
 
 
 def early_exit_order(num_layers: int) -> tuple[int, ...]:
-    """From the lowest layer up: the upper ones are dropped, as if the token left the model early."""
+    """From the lowest layer up: upper layers are dropped, as if the token left the model early."""
     return tuple(range(num_layers))
 
 

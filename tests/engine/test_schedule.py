@@ -149,7 +149,7 @@ def test_orders() -> None:
         (ScheduleSpec(speedup=0.5), "speedup = 0.5"),
         (ScheduleSpec(speedup=2), "horizon is not set"),
         (ScheduleSpec(speedup=2, horizon=1), "horizon = 1"),
-        (ScheduleSpec(speedup=2, depths=(3,)), "depths and speedup both say how deep"),
+        (ScheduleSpec(speedup=2, depths=(3,)), "depths and speedup both set the depth"),
         (ScheduleSpec(max_depth=3, min_depth=4), "min_depth = 4 lies above max_depth = 3"),
         (ScheduleSpec(max_depth=4, min_depth=3, decay="constant"), "decay = constant needs"),
         (ScheduleSpec(speedup=2, horizon=4, decay="power", power=0.0), "power = 0.0"),
