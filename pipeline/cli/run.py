@@ -48,12 +48,13 @@ def _run(config: JobConfig, *, limit: int | None, overwrite: bool, as_json: bool
 
     from pipeline import job as jobs
     from pipeline.commit.finalize import summary
+    from pipeline.incremental import runs as incremental
     from pipeline.incremental.runs import print_scheduled, scheduled_summary
     from pipeline.report.summary import last_errors, print_result
     from pipeline.storage.folder import open_folder
 
     if config.input.since:
-        scheduled = jobs.run_since(config, limit=limit, overwrite=overwrite, verbose=verbose)
+        scheduled = incremental.run(config, limit=limit, overwrite=overwrite, verbose=verbose)
         done = [(run.folder, run.result) for run in scheduled.finished]
     else:
         scheduled = None

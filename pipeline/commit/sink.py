@@ -16,7 +16,6 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -34,6 +33,7 @@ from pipeline.commit.records import (
     record_name,
     records_table,
 )
+from pipeline.generate.coordinator import RunCoordinator
 from pipeline.generate.stats import ShardStats
 from pipeline.read.shards import Shard
 from pipeline.runtime.quarantine import clear_quarantine, release_shard
@@ -171,14 +171,14 @@ def clear_temporaries(folder: Folder) -> None:
         folder.remove(f"_job/tmp/{name}")
 
 
-def commit_shards(batch: pa.Table, folder: Folder, fingerprint: str, coordinator: Any) -> pa.Table:
-    """Ray Data stage: commit finished shards.
+def commit_shards(batch: pa.Table, folder: Folder, fingerprint: str, coordinator: RunCoordinator) -> pa.Table:
+    """The commit stage: commit finished shards.
 
     Args:
         batch: columns shard, part (Parquet bytes) and stats (JSON of `ShardStats`).
         folder: the job's output.
         fingerprint: the job's.
-        coordinator: `Coordinator` actor that counts the commits.
+        coordinator: of the run; it counts the commits.
 
     Returns:
         The column shard.
@@ -188,5 +188,5 @@ def commit_shards(batch: pa.Table, folder: Folder, fingerprint: str, coordinator
         shard = Shard(stats.shard, "", 0, stats.rows)  # commit uses index and rows only
         first = commit(folder, shard, row["part"], stats, fingerprint)
         release_shard(folder, stats.shard)
-        coordinator.ended.remote(stats.shard, first, stats.rows, stats.errors, stats.generated_tokens)
+        coordinator.ended(stats.shard, first, stats.rows, stats.errors, stats.generated_tokens)
     return batch.select(["shard"])

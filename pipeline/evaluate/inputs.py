@@ -22,6 +22,7 @@ from pipeline.config.evaluate import EvalConfig
 from pipeline.config.labels import longest, tokenize_labels
 from pipeline.evaluate.data import EvalRow, read_rows
 from pipeline.evaluate.results import RECORD, output_files, slug
+from pipeline.generate.settings import generator_settings
 from pipeline.storage.owned_folder import OwnedFolder, check_apart
 
 REFERENCE = "reference model"  # its line, at full depth
@@ -73,13 +74,7 @@ class Subject:
         return Generator(
             str(fetch(found.source)),
             schedule={"speedup": 1.0},
-            sampling=config.sampling.model_dump(exclude={"seed"}),
-            choices=config.choices,
-            seed=config.sampling.seed,
-            dtype=config.model.dtype,
-            device=config.model.device,
-            compile=config.model.compile,
-            engine=config.model.engine,
+            **generator_settings(config.model, config.sampling, config.choices),
             threads=config.threads,
             cache_bytes=_cache_bytes(config) // caches,
             max_batch=config.max_batch,

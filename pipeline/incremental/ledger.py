@@ -28,11 +28,11 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.engine.errors import UserError
+from pipeline.commit.claim import LEDGER
 from pipeline.plan.manifest import Manifest
 from pipeline.read.files import Files
 from pipeline.storage.folder import Folder
 
-LEDGER = "_ledger"
 FORMAT = 1
 SHOWN_RUNS = 20
 ROLL_EVERY = 50  # runs; reading takes at most two small files for each run since

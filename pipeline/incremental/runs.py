@@ -1,58 +1,49 @@
-"""One scheduled run: finish what the last one left, then answer the input files that nobody has answered yet.
+"""Incremental runs: finish the unfinished run, then answer the input files that no run has answered.
 
-What a run does to the ledger and to its dated folder, in this order; it may die after any step:
+Steps of a run on the ledger and on its dated folder; it may die after any of them:
 
-    claim the files ─> pin the job in the folder ─> answer, shard by shard ─> check every row ─> end ─> _SUCCESS
+    claim the files ─> save the plan in the folder ─> answer, shard by shard ─> check every row ─> end ─> _SUCCESS
 
-The next run then goes on from there, or gives the run up and takes its files itself. Overlapping runs may both
-work on one folder, which costs time and harms nothing; `end` decides once and for all whether a run counts.
+The next command continues from there, or abandons the run and claims its files again. Overlapping commands may both
+work on one folder, which wastes time but is harmless; `end` decides once whether a run counts.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 
 from actors.engine.errors import UserError
+from pipeline import job as jobs
+from pipeline.backends.stages import Backend
 from pipeline.commit.finalize import totals_of, write_success
+from pipeline.commit.lease import leased
 from pipeline.commit.records import read_records
-from pipeline.commit.sink import SUCCESS
-from pipeline.generate.stats import Totals
+from pipeline.commit.sink import SUCCESS, clear_temporaries
+from pipeline.config.job import JobConfig
 from pipeline.incremental import ledger as ledgers
 from pipeline.incremental.ledger import ConcurrentRun, Ledger, Run
+from pipeline.job import PlannedJob
 from pipeline.plan import manifest as manifests
-from pipeline.plan.manifest import Manifest, NoRows
-from pipeline.read.files import Files
+from pipeline.plan.columns import check_columns
+from pipeline.plan.manifest import NoRows
+from pipeline.plan.memory import log_memory_estimate
+from pipeline.read.files import Files, list_files
 from pipeline.report.summary import JobResult
-from pipeline.storage.folder import Folder, probe_create
+from pipeline.runtime.signals import interruptible
+from pipeline.storage.folder import Folder, open_folder, probe_create
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Job:
-    """What a scheduled run needs of its job.
-
-    inputs: the input files as they lie there now; False: none is an error.
-    open: the folder of a run, by its name in the root.
-    plan: a manifest over these files, or the continuation of a stored one over its own.
-    answer: every row of a manifest in its folder, checked, without `_SUCCESS`; totals, and the rows that were left.
-    """
-
-    inputs: Callable[[bool], Files]
-    open: Callable[[str], Folder]
-    plan: Callable[[Files, Manifest | None], Manifest]
-    answer: Callable[[Folder, Manifest], tuple[Totals, int]]
-
-
-@dataclass(frozen=True)
 class FinishedRun:
-    """A run of the ledger that this command has brought to its end."""
+    """A run of the ledger that this command has finished. resumed: an earlier command began it."""
 
     run: Run
     folder: Folder
@@ -62,51 +53,89 @@ class FinishedRun:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """What one command did: at most the rest of an unfinished run, and a new one. last: the last that succeeded."""
+    """Runs that one command finished, at most an unfinished one and a new one. last: the last successful run."""
 
     finished: list[FinishedRun]
     last: Run | None
 
 
-def run_scheduled(root: Folder, job: Job, changed: str, overwrite: bool) -> Scheduled:
-    """Finish the unfinished run of a root, then run over what is new. overwrite: give the unfinished run up.
+def run(
+    config: JobConfig,
+    *,
+    limit: int | None = None,
+    overwrite: bool = False,
+    verbose: bool = False,
+    backend: Backend | None = None,
+) -> Scheduled:
+    """Answer the input files that no successful run has answered, after the rest of an unfinished run.
 
-    Raises ValueError (input is wrong, or no longer what an unfinished run has pinned), ConcurrentRun, and whatever
-    answering raises.
+    Args:
+        limit: refused, rows left out would never be answered.
+        overwrite: abandon an unfinished run.
+        verbose, backend: as for `job.run`.
+
+    Raises what `job.run` raises, and ConcurrentRun.
     """
+    assert config.input.since == "last_success"
+    if limit is not None:
+        raise UserError("--limit: rows that it leaves out would never be answered; leave out --limit or input.since")
+    backend = backend or jobs.ray_backend(verbose=verbose)
+    with interruptible():
+        check_columns(config)
+        root = open_folder(config.output.path, config.storage)
+        if any(name.endswith(".parquet") for name in root.names()) or manifests.load(root) is not None:
+            raise UserError(
+                f"{root.url}: holds what no scheduled run has written; choose another folder for input.since"
+            )
+        with leased(root):
+            clear_temporaries(root)
+            return run_in(root, config, backend, overwrite)
+
+
+def run_in(root: Folder, config: JobConfig, backend: Backend, overwrite: bool) -> Scheduled:
+    """`run` in an open root. Correct without a lease too: of two commands the ledger lets one win."""
     finished: list[FinishedRun] = []
     ledger = ledgers.read(root)
     if not ledger.runs:
         root = probe_create(root)
     last = ledger.last
     if last is not None and last.state == "unfinished":
-        resumed = _resume(root, last, job, overwrite)
+        resumed = _resume(root, last, config, backend, overwrite)
         if resumed is not None:
             finished.append(resumed)
         ledger = _read_again(root, last.number)
     elif last is not None and last.state == "success":
-        _write_missing_success(job.open(last.folder))
+        _write_missing_success(_folder(root, last, config))
     ledgers.roll_up(root, ledger)
-    listed = job.inputs(bool(ledger.runs))
-    new = ledgers.new_files(listed, ledger, changed)
+    new = ledgers.new_files(_inputs(config, may_be_empty=bool(ledger.runs)), ledger, config.input.changed)
     if new:
         try:
-            manifest = job.plan(new, None)
+            job = jobs.plan(config, None, backend, files=new)
         except NoRows:
             log.warning("%d new files have no rows and are left for a later run", len(new))
         else:
-            run = ledgers.claim(root, ledger, manifest)
-            folder = job.open(run.folder)
-            manifests.save(folder, manifest)
-            finished.append(_answer(root, run, folder, manifest, job, resumed=False))
+            # before the claim: a job that does not fit must not be saved
+            log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
+            run = ledgers.claim(root, ledger, job.manifest)
+            folder = _folder(root, run, config)
+            manifests.save(folder, job.manifest)
+            finished.append(_answer(root, run, folder, job, backend, resumed=False))
     return Scheduled(finished, finished[-1].run if finished else ledger.last_success)
+
+
+def _inputs(config: JobConfig, *, may_be_empty: bool) -> Files:
+    return list_files(config.input.path, config.storage, may_be_empty=may_be_empty)
+
+
+def _folder(root: Folder, run: Run, config: JobConfig) -> Folder:
+    return open_folder(f"{root.url.rstrip('/')}/{run.folder}", config.storage)
 
 
 def print_scheduled(console: Console, scheduled: Scheduled) -> None:
     """One line: which runs were finished, or since when there is nothing new."""
     if scheduled.finished:
-        runs = [f"run {one.run.number}{' (resumed)' if one.resumed else ''}" for one in scheduled.finished]
-        files = sum(len(one.run.files) for one in scheduled.finished)
+        runs = [f"run {done.run.number}{' (resumed)' if done.resumed else ''}" for done in scheduled.finished]
+        files = sum(len(done.run.files) for done in scheduled.finished)
         console.print(f"{' and '.join(runs)} finished, input files: {files:,}", highlight=False)
     elif scheduled.last is not None:
         last = scheduled.last
@@ -121,10 +150,10 @@ def scheduled_summary(root: str, scheduled: Scheduled, runs: Sequence[Mapping[st
     return {
         "output": root,
         "last_success": scheduled.last.number if scheduled.last else None,
-        "fresh_rows": sum(one["fresh_rows"] for one in runs),
+        "fresh_rows": sum(run["fresh_rows"] for run in runs),
         "runs": [
-            {"run": one.run.number, "resumed": one.resumed, "files": len(one.run.files), **values}
-            for one, values in finished
+            {"run": done.run.number, "resumed": done.resumed, "files": len(done.run.files), **values}
+            for done, values in finished
         ],
     }
 
@@ -137,37 +166,37 @@ def _read_again(root: Folder, number: int) -> Ledger:
     return ledger
 
 
-def _resume(root: Folder, run: Run, job: Job, overwrite: bool) -> FinishedRun | None:
-    """Finish a run with its pinned files; None if it is given up, because it is not this job's or by --overwrite."""
-    folder = job.open(run.folder)
+def _resume(root: Folder, run: Run, config: JobConfig, backend: Backend, overwrite: bool) -> FinishedRun | None:
+    """Finish a run over its pinned files; None if it is abandoned: it is another job's, or by --overwrite."""
+    folder = _folder(root, run, config)
     if overwrite:
-        _give_up(root, run, folder, "--overwrite")
+        _abandon(root, run, folder, "--overwrite")
         return None
     try:
         stored = manifests.load(folder)
     except ValueError as error:
         raise UserError(f"{error}; --overwrite gives up run {run.number}, which has not finished") from None
     if stored is None:
-        _give_up(root, run, folder, "its folder holds no job yet")
+        _abandon(root, run, folder, "its folder holds no job yet")
         return None
     pinned = {file.url: (file.size, file.version) for file in stored.files}
-    manifest = job.plan(pinned, stored)
-    if manifest.fingerprint != stored.fingerprint:
-        names = ", ".join(manifests.difference(stored.identity, manifest.identity))
-        _give_up(root, run, folder, f"the job has changed in {names}")
+    job = jobs.plan(config, stored, backend, files=pinned)  # keeps the commit of the checkpoint that the run has pinned
+    if job.manifest.fingerprint != stored.fingerprint:
+        names = ", ".join(manifests.difference(stored.identity, job.manifest.identity))
+        _abandon(root, run, folder, f"the job has changed in {names}")
         return None
     try:
-        listed = job.inputs(True)
-        manifests.check_inputs_unchanged(stored.files, {url: found for url, found in listed.items() if url in pinned})
+        listed = {url: entry for url, entry in _inputs(config, may_be_empty=True).items() if url in pinned}
+        manifests.check_inputs_unchanged(stored.files, listed)
     except ValueError as error:
         raise UserError(f"run {run.number} has not finished: {error}") from None
-    finished = _answer(root, run, folder, manifest, job, resumed=True)
+    finished = _answer(root, run, folder, job, backend, resumed=True)
     log.warning("run %d, which had not finished, is finished: %s", run.number, folder.url)
     return finished
 
 
-def _give_up(root: Folder, run: Run, folder: Folder, why: str) -> None:
-    """Abandon a run, unless it succeeds in this very moment."""
+def _abandon(root: Folder, run: Run, folder: Folder, why: str) -> None:
+    """Abandon a run, unless it succeeds at this moment."""
     ended = ledgers.end(root, run, "abandoned", why)
     if ended.state == "success":
         _write_missing_success(folder)
@@ -180,14 +209,15 @@ def _give_up(root: Folder, run: Run, folder: Folder, why: str) -> None:
     )
 
 
-def _answer(root: Folder, run: Run, folder: Folder, manifest: Manifest, job: Job, *, resumed: bool) -> FinishedRun:
+def _answer(root: Folder, run: Run, folder: Folder, job: PlannedJob, backend: Backend, *, resumed: bool) -> FinishedRun:
     began = time.monotonic()
-    totals, fresh_rows = job.answer(folder, manifest)
+    clear_temporaries(folder)
+    totals, fresh_rows = jobs.answer(job, folder, backend)
     ended = ledgers.end(root, run, "success")
     if ended.state != "success":
         raise ConcurrentRun(f"run {run.number} was given up meanwhile ({ended.why}); {folder.url} does not count")
-    write_success(folder, manifest, totals)
-    return FinishedRun(ended, folder, JobResult(manifest, totals, fresh_rows, time.monotonic() - began), resumed)
+    write_success(folder, job.manifest, totals)
+    return FinishedRun(ended, folder, JobResult(job.manifest, totals, fresh_rows, time.monotonic() - began), resumed)
 
 
 def _write_missing_success(folder: Folder) -> None:

@@ -6,7 +6,7 @@ import pyarrow as pa
 
 from actors.engine.errors import UserError
 from pipeline.config.job import JobConfig
-from pipeline.generate.stage import ANSWER_FIELDS, OPTIONAL_FIELDS
+from pipeline.generate.output import ANSWER_FIELDS, OPTIONAL_FIELDS
 from pipeline.messages import printable
 from pipeline.prepare.prompts import ADDED, read_names
 from pipeline.read.schema import is_text

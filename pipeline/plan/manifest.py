@@ -28,6 +28,8 @@ from actors.engine.schedule import Schedule
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import JobConfig
 from pipeline.plan.columns import check_type, needed_columns
+from pipeline.plan.gpu_memory import planned_cache
+from pipeline.plan.memory import Hardware
 from pipeline.plan.scheduler_choice import chosen_scheduler
 from pipeline.plan.shared_prefix import sampled_prefix
 from pipeline.prepare.prompts import prompt_spec
@@ -88,10 +90,13 @@ def plan_job(
     limit: int | None,
     stored: Manifest | None,
     files: Files | None = None,
+    *,
+    hardware: Hardware | None = None,
 ) -> Manifest:
     """Plan a new job, or the continuation of a stored one: with its pinned files and its batching.
 
-    files: what to plan over, in place of all that lies in `input.path`.
+    files: what to plan over, in place of all that lies in `input.path`. hardware: asked for the memory of a GPU, where
+    a new job's cache depends on it.
     Raises ValueError of one line for input that is missing, unreadable, of the wrong type, or has changed
     since the stored job began; NoRows if there is nothing to answer.
     """
@@ -102,7 +107,7 @@ def plan_job(
         rows = sum(file.rows for file in pinned)
         if rows == 0:
             raise NoRows(f"{config.input.path[0]}: no rows in {len(pinned)} files")
-        batching = _batching(config, located, min(rows, limit or rows))
+        batching = _batching(config, located, min(rows, limit or rows), hardware)
         shards = _limited(cut_shards(pinned, batching.shard_rows, batching.shard_bytes), limit)
         batching = replace(batching, planned=float(int(time.time())))
         if config.shared_prefix:
@@ -245,13 +250,12 @@ def _identity(
     }
 
 
-def _batching(config: JobConfig, located: ResolvedCheckpoint, rows: int) -> Batching:
+def _batching(config: JobConfig, located: ResolvedCheckpoint, rows: int, hardware: Hardware | None) -> Batching:
     actors = config.actors
     cores = os.cpu_count() or 1
     if config.paged and located.checkpoint.has_pages and actors.cache_bytes is None:
-        from pipeline.plan.gpu_memory import planned_cache  # Ray, which whoever only reads a manifest needs not
-
-        cache = planned_cache(config, located)
+        assert hardware is not None
+        cache = planned_cache(config, located, hardware)
     elif actors.gpus:
         cache = int(GPU_CACHE_BYTES * min(actors.gpus, 1))
     else:

@@ -1,9 +1,10 @@
-"""The memory that a job's actors will need, told and checked before a weight is read."""
+"""The memory that a job's actors need: logged, and checked before weights are read."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
@@ -12,31 +13,47 @@ from actors.engine.loading import memory_needed
 from actors.engine.weights import Need, gib
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import ActorsConfig, JobConfig
-from pipeline.plan.manifest import Batching
-from pipeline.runtime.ray_session import is_own_ray
+
+if TYPE_CHECKING:
+    from pipeline.plan.manifest import Batching
 
 log = logging.getLogger(__name__)
 CGROUPS = Path("/sys/fs/cgroup")
 
 
-def log_memory_estimate(config: JobConfig, located: ResolvedCheckpoint, batching: Batching) -> None:
-    """Log what the actors will need; ValueError if a Ray of this machine alone cannot hold them, or weights are broken.
+class Hardware(Protocol):
+    """Where the actors will run."""
 
-    An actor on a GPU looks at the free memory there itself, before it loads.
+    @property
+    def on_this_machine(self) -> bool:
+        """Whether every actor shares this machine's memory."""
+        ...
+
+    def free_gpu_memory(self, actors: ActorsConfig) -> tuple[int, int]:
+        """Bytes of a GPU that an actor may use, and all bytes of that GPU. UserError if there is no GPU."""
+        ...
+
+
+def log_memory_estimate(
+    config: JobConfig, checkpoint: ResolvedCheckpoint, batching: Batching, hardware: Hardware
+) -> None:
+    """Log the memory estimate; raise UserError if this machine cannot hold the actors, or weights are damaged.
+
+    An actor on a GPU checks the free memory there itself, before it loads.
     """
     model, actors = config.model, config.actors
     on_gpu = actors.gpus > 0 and model.device != "cpu"
     need = memory_needed(
-        located.checkpoint,
+        checkpoint.checkpoint,
         model.dtype,
         batching.cache_bytes,
-        located.sizes(),
+        checkpoint.sizes(),
         on_gpu=on_gpu,
-        paged_rows=batching.max_batch if config.paged and located.checkpoint.has_pages else 0,
+        paged_rows=batching.max_batch if config.paged and checkpoint.checkpoint.has_pages else 0,
     )
     plan = f"{batching.scheduler}, at most {batching.max_batch} rows in flight"
     log.info("%s; %s", describe(need, model.dtype, actors), plan)
-    if not on_gpu and is_own_ray():
+    if not on_gpu and hardware.on_this_machine:
         check_fits(need, actors, machine_memory())
 
 

@@ -36,10 +36,10 @@ def _prepare_shard(shard: int, table: pa.Table, spec: PromptSpec, quarantine: Qu
     if quarantine is None:
         return prepare_table(table, spec)
     shard_attempt = quarantine.begin(shard, table.num_rows)
-    return prepare_carefully(table, spec, shard_attempt) if shard_attempt.careful else prepare_table(table, spec)
+    return prepare_isolated(table, spec, shard_attempt) if shard_attempt.isolated else prepare_table(table, spec)
 
 
-def prepare_carefully(table: pa.Table, spec: PromptSpec, shard_attempt: ShardAttempt) -> pa.Table:
+def prepare_isolated(table: pa.Table, spec: PromptSpec, shard_attempt: ShardAttempt) -> pa.Table:
     """`prepare_table`, piece by piece, each written down before; the same rows in the same order."""
     order = list(shard_attempt.errors)
     tables = [given_up(table.take(order), list(shard_attempt.errors.values()))] if order else []

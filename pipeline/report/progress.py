@@ -7,22 +7,21 @@ import sys
 import threading
 import time
 from types import TracebackType
-from typing import Any
 
 import ray
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from pipeline.generate.coordinator import Counts, RunCoordinator
+
 log = logging.getLogger(__name__)
 PLAIN_SECONDS = 10.0
 LIVE_SECONDS = 0.5
 
 
-def progress_line(
-    counts: tuple[int, int, int, int], seconds: float, shards: int, rows: int, done_shards: int, done_rows: int
-) -> str:
-    """Shards, rows, rates and time left, of this run's `counts` on top of what earlier runs had done."""
+def progress_line(counts: Counts, seconds: float, shards: int, rows: int, done_shards: int, done_rows: int) -> str:
+    """Shards, rows, rates and time left: this run's `counts` on top of what earlier runs committed."""
     new_shards, new_rows, errors, tokens = counts
     line = f"{done_shards + new_shards}/{shards} shards  {done_rows + new_rows:,}/{rows:,} rows"
     if errors:
@@ -43,7 +42,7 @@ def _clock(seconds: float) -> str:
 class Progress:
     """Shows progress from `with` to its end. shards, rows: of the job; done_*: before this run."""
 
-    def __init__(self, coordinator: Any, shards: int, rows: int, done_shards: int, done_rows: int) -> None:
+    def __init__(self, coordinator: RunCoordinator, shards: int, rows: int, done_shards: int, done_rows: int) -> None:
         self.coordinator = coordinator
         self.shape = (shards, rows, done_shards, done_rows)
         self.began = time.monotonic()
@@ -62,7 +61,7 @@ class Progress:
 
     def _line(self) -> str:
         try:
-            counts = ray.get(self.coordinator.read.remote(), timeout=5)
+            counts = self.coordinator.read()
         except (ray.exceptions.RayError, TimeoutError) as error:
             return f"progress unknown: {type(error).__name__}"
         return progress_line(counts, time.monotonic() - self.began, *self.shape)

@@ -157,7 +157,7 @@ class ShardAttempt:
         self.groups: list[Rows] = [group.rows for group in record.suspects] + ([rest] if rest else [])
 
     @property
-    def careful(self) -> bool:
+    def isolated(self) -> bool:
         """An attempt has died before: batches are written down, suspects run apart, rows given up are left out."""
         return self.record.in_flight is not None
 
@@ -171,7 +171,7 @@ class ShardAttempt:
 
     def enter(self, rows: Collection[int]) -> None:
         """These rows are about to run; none: a batch is over."""
-        if self.careful:
+        if self.isolated:
             self.record = replace(self.record, in_flight=tuple(sorted(rows)))
             self.quarantine.folder.replace(marker_name(self.shard, self.quarantine.stage), self.record.encode())
 

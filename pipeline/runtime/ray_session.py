@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import signal
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import ray
@@ -36,36 +34,6 @@ def is_own_ray() -> bool:
 def actor_cpus(actors: ActorsConfig) -> float:
     """Logical CPUs that an actor takes: on CPU half a one, so that reads and writes always find a slot."""
     return actors.cpus if actors.cpus is not None else (1.0 if actors.gpus else 0.5)
-
-
-@contextmanager
-def early_ray(verbose: bool) -> Iterator[None]:
-    """A Ray of our own for the `ray_session` inside, which ends it, started while the model's libraries are imported:
-    the one waits for other processes, the other for the processor. Does nothing where there is nothing to wait for."""
-    if ray.is_initialized() or os.environ.get("RAY_ADDRESS") or "transformers" in sys.modules:
-        yield
-        return
-    imports = threading.Thread(target=_import_libraries, name="imports")
-    try:
-        plan(True)
-        imports.start()
-        try:
-            _connect(verbose)
-        except ray.exceptions.RaySystemError as error:
-            log.debug("tried again when the job is planned: %s", error)
-        imports.join()
-        yield
-    finally:
-        plan(False)
-        if imports.ident is not None:
-            imports.join()
-        if _own:
-            _disconnect()
-
-
-def _import_libraries() -> None:
-    with suppress(ImportError, OSError, RuntimeError):  # whoever needs them will meet it
-        importlib.import_module("transformers.models.auto")
 
 
 @contextmanager
@@ -106,6 +74,33 @@ def ray_session(actors: ActorsConfig, verbose: bool) -> Iterator[None]:
     finally:
         if ours:  # before whoever called us gives the lease back
             _disconnect()
+
+
+def free_gpu_memory(actors: ActorsConfig) -> tuple[int, int]:
+    """Bytes of a GPU that an actor may use, and all bytes of it. Actors that share a GPU share it evenly.
+
+    Waits for a GPU where the cluster has yet to grow. UserError if there is none, or torch sees none.
+    """
+    with planning_session():
+        check_placement(actors, ray.cluster_resources(), fixed=is_own_ray())
+        log.info("reading the free memory of a GPU; actors.cache_bytes sets the cache without")
+        # its process must end before the actors start: it holds memory of the GPU as long as it lives
+        task = ray.remote(num_cpus=0, num_gpus=actors.gpus, max_calls=1)(_gpu_memory)
+        free, total = ray.get(task.remote())
+    if not total:
+        raise UserError(
+            "actors.gpus: Ray has GPUs, but torch sees none there: install a torch built for CUDA, or set gpus: 0"
+        )
+    return int(free * min(1.0, actors.gpus)), total
+
+
+def _gpu_memory() -> tuple[int, int]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0, 0
+    free, total = torch.cuda.mem_get_info()
+    return int(free), int(total)
 
 
 def _level(verbose: bool) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ray
+import sys
 
 _planning = False
 
@@ -15,4 +15,5 @@ def plan(being_planned: bool) -> None:
 
 def is_under_way() -> bool:
     """Whether its driver, this process or another one, has planned it, and so has reached the stores that it names."""
-    return bool(ray.is_initialized()) and not _planning
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized()) and not _planning

@@ -40,6 +40,7 @@ from tiny_checkpoint import tiny_checkpoint  # noqa: E402
 from watch import MIB, Watch  # noqa: E402
 
 from pipeline import job  # noqa: E402
+from pipeline.backends.ray_data import READ_TASK_BYTES, READ_TASK_ROWS  # noqa: E402
 from pipeline.config.job import JobConfig, StorageConfig  # noqa: E402
 from pipeline.read.files import InputFile  # noqa: E402
 from pipeline.read.shards import cut_shards  # noqa: E402
@@ -185,7 +186,7 @@ def plan(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     figures["shards_mib"] = round((process.memory_info().rss - before) / MIB)
     began = time.perf_counter()
     schema = pa.schema([("id", pa.int64()), ("prompt", pa.string())])
-    source = ShardSource(listed, files, schema, StorageConfig(), job.READ_TASK_ROWS, job.READ_TASK_BYTES)
+    source = ShardSource(listed, files, schema, StorageConfig(), READ_TASK_ROWS, READ_TASK_BYTES)
     figures["units_seconds"] = round(time.perf_counter() - began, 2)
     figures["read_tasks"] = len(source.tasks)
     began = time.perf_counter()

@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from actors.generator import Answer
 from pipeline.commit.finalize import finalize, write_success
-from pipeline.generate.stage import PartSpec, part_bytes, part_table
+from pipeline.generate.output import PartSpec, part_bytes, part_table
 from pipeline.generate.stats import ShardStats, Totals
 from pipeline.plan.manifest import Batching, Manifest
 from pipeline.read.shards import Shard

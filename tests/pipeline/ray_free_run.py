@@ -1,30 +1,52 @@
-"""A whole run but for Ray and the model: plan, lease, commits and finalization are real, the parts are made up."""
+"""A whole run without Ray and without a model: everything is real but the stages; the parts are made up."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from part_builders import part, part_stats
 
 from pipeline import job as jobs
+from pipeline.backends.in_process import InProcess, InProcessSession
+from pipeline.backends.stages import Read, Stage, Workload
 from pipeline.commit.sink import commit
-from pipeline.config.job import JobConfig
-from pipeline.plan.manifest import Manifest
+from pipeline.config.job import ActorsConfig, JobConfig
 from pipeline.read.shards import Shard
 from pipeline.storage.folder import Folder
 
+Answer = Callable[[Sequence[Shard], Folder, str], None]  # shards, output folder, fingerprint
+
+
+def commit_made_up_parts(shards: Sequence[Shard], folder: Folder, fingerprint: str) -> None:
+    for shard in shards:
+        commit(folder, shard, part(shard, fingerprint=fingerprint), part_stats(shard), fingerprint)
+
+
+class MadeUpParts(InProcess):
+    """A backend that does `answer` in place of the stages."""
+
+    def __init__(self, answer: Answer = commit_made_up_parts) -> None:
+        self.answer = answer
+
+    @contextmanager
+    def session(self, actors: ActorsConfig) -> Iterator[InProcessSession]:
+        yield MadeUpSession(self.answer)
+
+
+class MadeUpSession(InProcessSession):
+    def __init__(self, answer: Answer) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def run(self, stages: Sequence[Stage], workload: Workload, grace_seconds: float) -> None:
+        read, *_, committing = stages
+        assert isinstance(read, Read)
+        arguments = committing.arguments  # type: ignore[union-attr]
+        self.answer(read.shards, arguments["folder"], arguments["fingerprint"])
+
 
 def run(values: dict[str, Any]) -> None:
-    """Run a job, given as JobConfig's values, in a process that does nothing else afterwards."""
-    jobs.ray_session = jobs.early_ray = lambda *given: nullcontext()  # type: ignore[assignment]
-    jobs._flow = _flow  # type: ignore[assignment]
-    jobs.run(JobConfig.model_validate(values))
-
-
-def _flow(
-    config: JobConfig, located: Any, schedule: Any, manifest: Manifest, folder: Folder, left: list[Shard]
-) -> None:
-    for shard in left:
-        data = part(shard, fingerprint=manifest.fingerprint)
-        commit(folder, shard, data, part_stats(shard), manifest.fingerprint)
+    """Run a job, given as JobConfig's values."""
+    jobs.run(JobConfig.model_validate(values), backend=MadeUpParts())

@@ -26,7 +26,8 @@ from pipeline.commit.sink import (
     rebuild_record,
 )
 from pipeline.config.job import StorageConfig
-from pipeline.generate.stage import OPTIONAL_FIELDS, part_table
+from pipeline.generate.coordinator import Coordinator
+from pipeline.generate.output import OPTIONAL_FIELDS, part_table
 from pipeline.generate.stats import ShardStats
 from pipeline.read.shards import Shard
 from pipeline.runtime.quarantine import QUARANTINE, marker_name
@@ -235,17 +236,14 @@ def test_what_killed_processes_left_is_removed(local: Folder) -> None:
     assert local.names("_job/tmp") == [] and len(local.names()) == 3
 
 
-class Told:
+class Told(Coordinator):
     """Stands for the coordinator actor."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.told: list[tuple[int, bool, int, int, int]] = []
 
-    @property
-    def ended(self) -> Told:
-        return self
-
-    def remote(self, shard: int, first: bool, rows: int, errors: int, tokens: int) -> None:
+    def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int) -> None:
         self.told.append((shard, first, rows, errors, tokens))
 
 

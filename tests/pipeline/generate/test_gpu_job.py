@@ -23,7 +23,7 @@ def test_a_gpu_answers_what_the_cpu_answers(checkpoint: Path, tmp_path: Path) ->
     prompts = [f"row {row}: {'word ' * (row % 9)}" for row in range(60)]
     pq.write_table(pa.table({"id": list(range(60)), "prompt": prompts}), tmp_path / "in.parquet")
 
-    def texts(name: str, actors: dict[str, Any], **model: Any) -> tuple[list[str], jobs.Outcome]:
+    def texts(name: str, actors: dict[str, Any], **model: Any) -> tuple[list[str], jobs.JobResult]:
         config = {
             "input": {"path": str(tmp_path / "in.parquet"), "id": "id"},
             "output": {"path": str(tmp_path / name)},

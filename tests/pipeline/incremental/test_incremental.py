@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pyarrow as pa
 import pytest
@@ -17,8 +18,9 @@ from memory_folder import Killed, MemoryFolder, Stepped
 from pipeline.commit.finalize import SUMMARY
 from pipeline.generate.stats import Totals, add_up, to_table
 from pipeline.incremental import ledger as ledgers
+from pipeline.incremental import runs
 from pipeline.incremental.ledger import LEDGER, ConcurrentRun
-from pipeline.incremental.runs import Job, Scheduled, run_scheduled
+from pipeline.incremental.runs import Scheduled
 from pipeline.plan.manifest import Batching, Manifest, NoRows
 from pipeline.read.files import Files, InputFile
 from pipeline.storage.folder import Folder
@@ -40,27 +42,48 @@ class World:
         self, gate: Callable[[], None] = lambda: None, version: int = 0, changed: str = "error", overwrite: bool = False
     ) -> Scheduled:
         """A scheduled run of version `version` of the job, whose answers are one file for each input file."""
-        root = self.root(gate)
-
-        def plan(files: Files, stored: Manifest | None) -> Manifest:
-            pinned = stored.files if stored else [InputFile(url, *at, (at[0],), (at[0],)) for url, at in files.items()]
-            if not any(file.rows for file in pinned):
-                raise NoRows("no rows")
-            identity: dict[str, Any] = {"job": version, "files": [[file.url, file.version] for file in pinned]}
-            fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()
-            identity["schedule"] = {"speedup": 1.0, "num_layers": 4}
-            return Manifest(fingerprint, identity, BATCHING, pinned, [], pa.schema([]))
-
-        def answer(folder: Folder, manifest: Manifest) -> tuple[Totals, int]:
-            fresh = [folder.create(_answer_name(file.url), manifest.fingerprint.encode()) for file in manifest.files]
-            folder.replace(SUMMARY, b"{}")
-            return add_up(to_table([])), sum(fresh)
-
-        job = Job(lambda may_be_empty: dict(self.inputs), root.sub, plan, answer)
-        return run_scheduled(root, job, changed, overwrite)
+        config: Any = VersionedJob(self, version, SimpleNamespace(changed=changed))
+        return runs.run_in(self.root(gate), config, cast(Any, None), overwrite)
 
     def folder(self, name: str) -> set[str]:
         return set(self.root().sub(name).names())
+
+
+@dataclass
+class VersionedJob:
+    """Stands for a job's configuration and its plan."""
+
+    world: World
+    version: int
+    input: SimpleNamespace
+    manifest: Any = None
+    checkpoint: Any = None
+
+
+def _plan(config: Any, stored: Manifest | None, backend: Any, *, files: Files) -> VersionedJob:
+    pinned = stored.files if stored else [InputFile(url, *at, (at[0],), (at[0],)) for url, at in files.items()]
+    if not any(file.rows for file in pinned):
+        raise NoRows("no rows")
+    identity: dict[str, Any] = {"job": config.version, "files": [[file.url, file.version] for file in pinned]}
+    fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()
+    identity["schedule"] = {"speedup": 1.0, "num_layers": 4}
+    return replace(config, manifest=Manifest(fingerprint, identity, BATCHING, pinned, [], pa.schema([])))
+
+
+def _answer(job: VersionedJob, folder: Folder, backend: Any) -> tuple[Totals, int]:
+    manifest = job.manifest
+    fresh = [folder.create(_answer_name(file.url), manifest.fingerprint.encode()) for file in manifest.files]
+    folder.replace(SUMMARY, b"{}")
+    return add_up(to_table([])), sum(fresh)
+
+
+@pytest.fixture(autouse=True)
+def _one_file_is_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs.jobs, "plan", _plan)
+    monkeypatch.setattr(runs.jobs, "answer", _answer)
+    monkeypatch.setattr(runs, "log_memory_estimate", lambda *_: None)
+    monkeypatch.setattr(runs, "_inputs", lambda config, may_be_empty: dict(config.world.inputs))
+    monkeypatch.setattr(runs, "_folder", lambda root, run, config: root.sub(run.folder))
 
 
 def _answer_name(url: str) -> str:
@@ -112,9 +135,9 @@ class OverlappingRuns(RuleBasedStateMachine):
     @invariant()
     def nothing_twice(self) -> None:
         answered: list[str] = []
-        runs = ledgers.read(self.world.root()).runs
-        assert len({run.folder for run in runs}) == len(runs)
-        for run in runs:
+        listed = ledgers.read(self.world.root()).runs
+        assert len({run.folder for run in listed}) == len(listed)
+        for run in listed:
             files, found = {file.url for file in run.files}, self.world.folder(run.folder)
             assert {name for name in found if name.startswith("answer-")} <= {_answer_name(url) for url in files}
             if run.state == "success":

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,12 @@ import pytest
 import yaml
 from cli_command import assert_released
 from click.testing import Result
-from part_builders import part, part_stats
+from ray_free_run import Answer, MadeUpParts, commit_made_up_parts
 from typer.testing import CliRunner
 
 from pipeline import job as jobs
 from pipeline.cli.app import app
 from pipeline.commit.lease import Lease
-from pipeline.commit.sink import commit
 from pipeline.config.job import StorageConfig
 from pipeline.incremental import ledger as ledgers
 from pipeline.read.shards import Shard
@@ -87,22 +85,22 @@ def flow(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None, BaseException
     """Parts without a model, from each run on; from then on it stops after `count` shards with `error`."""
 
     def behave(count: int | None = None, error: BaseException | None = None) -> None:
-        def answer(
-            config: Any, checkpoint: Any, schedule: Any, manifest: Any, folder: Folder, left: list[Shard]
-        ) -> None:
-            for shard in left[:count]:
+        def answer(shards: Sequence[Shard], folder: Folder, fingerprint: str) -> None:
+            for shard in shards:
                 table = pq.read_table(shard.url).slice(shard.first_row, shard.rows)
                 assert table.num_rows == shard.rows
-                data = part(shard, fingerprint=manifest.fingerprint)
-                commit(folder, shard, data, part_stats(shard), manifest.fingerprint)
+            commit_made_up_parts(shards[:count], folder, fingerprint)
             if error is not None:
                 raise error
 
-        monkeypatch.setattr(jobs, "_flow", answer)
+        answer_by(monkeypatch, answer)
 
-    monkeypatch.setattr(jobs, "ray_session", lambda actors, verbose: nullcontext())
     behave()
     return behave
+
+
+def answer_by(monkeypatch: pytest.MonkeyPatch, answer: Answer) -> None:
+    monkeypatch.setattr(jobs, "ray_backend", lambda **_: MadeUpParts(answer))
 
 
 def test_row_errors_are_not_forgotten_by_the_next_command(inbox: Inbox, flow: Any) -> None:
@@ -251,7 +249,7 @@ def test_a_run_while_another_is_at_work_is_exit_5(inbox: Inbox, flow: Any, monke
         flow()
         assert inbox.states() == ["abandoned"]
 
-    monkeypatch.setattr(jobs, "_flow", overtake)
+    answer_by(monkeypatch, overtake)
     monkeypatch.setattr(jobs, "finalize", lambda folder, manifest: None)
     result = inbox.run()
     assert result.exit_code == 5 and "run 1 was given up meanwhile (--overwrite)" in result.stderr
@@ -278,7 +276,7 @@ def test_real_answers_from_and_to_a_bucket(own_ray: None, inbox: Inbox, s3: Stor
         raise OSError("no more disk")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jobs, "_flow", dies)
+        answer_by(patch, dies)
         assert inbox.run().exit_code == 1
     assert [(run["run"], run["resumed"], run["fresh_rows"]) for run in inbox.json()["runs"]] == [(2, True, 4)]
 

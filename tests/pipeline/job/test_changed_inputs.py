@@ -15,6 +15,7 @@ import yaml
 from typer.testing import CliRunner
 
 from pipeline import job as jobs
+from pipeline.backends.in_process import InProcess
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.plan import manifest as manifests
@@ -116,9 +117,8 @@ def test_between_run_and_resume_the_command_refuses_and_names_the_file(
         "model": {"path": str(checkpoint), "dtype": "float32"},
     }
     config = JobConfig.model_validate(values)
-    located, schedule = jobs._locate(config, None)
     folder = open_folder(config.output.path, config.storage)
-    manifests.save(folder, manifests.plan_job(config, located, schedule, None, None))
+    manifests.save(folder, jobs.plan(config, None, InProcess()).manifest)
     if data is None:
         (inputs / "b.parquet").unlink()
     else:

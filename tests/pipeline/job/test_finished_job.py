@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import ray_free_run
+from ray_free_run import MadeUpParts
 
 from pipeline import job as jobs
 from pipeline.config.job import JobConfig
@@ -17,9 +16,7 @@ from pipeline.config.job import JobConfig
 @pytest.fixture
 def config(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> JobConfig:
     """A job of ten rows whose parts no model writes."""
-    for name in ("ray_session", "early_ray"):
-        monkeypatch.setattr(jobs, name, lambda *_: nullcontext())
-    monkeypatch.setattr(jobs, "_flow", ray_free_run._flow)
+    monkeypatch.setattr(jobs, "ray_backend", lambda **_: MadeUpParts())
     pq.write_table(pa.table({"prompt": [f"prompt {row}" for row in range(10)]}), tmp_path / "in.parquet")
     values = {"input": {"path": str(tmp_path / "in.parquet")}, "output": {"path": str(tmp_path / "out")}}
     return JobConfig.model_validate({**values, "model": {"path": str(checkpoint)}, "shard_rows": 4})

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from cli_command import Command, assert_no_new_rays, assert_released, parts, rays
+from in_process import run_in_process
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -22,7 +23,7 @@ from actors.generator import Generator, Prompt
 from pipeline import job as jobs
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig, StorageConfig
-from pipeline.generate.stage import ANSWER_FIELDS
+from pipeline.generate.output import ANSWER_FIELDS
 from pipeline.runtime.ray_session import check_placement
 from pipeline.storage.folder import open_folder
 
@@ -67,12 +68,12 @@ def config(inputs: Path | str, into: Path | str, checkpoint: Path, **changes: An
 @pytest.fixture(scope="module")
 def undisturbed(
     own_ray: None, inputs: Path, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, jobs.Outcome]:
+) -> tuple[Path, jobs.JobResult]:
     output = tmp_path_factory.mktemp("undisturbed") / "out"
     return output, jobs.run(config(inputs, output, checkpoint))
 
 
-def test_every_row_is_answered_once_in_its_place(undisturbed: tuple[Path, jobs.Outcome]) -> None:
+def test_every_row_is_answered_once_in_its_place(undisturbed: tuple[Path, jobs.JobResult]) -> None:
     output, outcome = undisturbed
     table = pq.read_table(output)  # a reader that knows nothing of the job's own files
     rows = sorted(table.to_pylist(), key=lambda row: row["topic"])
@@ -95,7 +96,7 @@ def test_every_row_is_answered_once_in_its_place(undisturbed: tuple[Path, jobs.O
 
 
 def test_answers_are_those_of_the_bare_engine(
-    undisturbed: tuple[Path, jobs.Outcome], inputs: Path, checkpoint: Path
+    undisturbed: tuple[Path, jobs.JobResult], inputs: Path, checkpoint: Path
 ) -> None:
     """Row by row, each alone: the pipeline adds nothing and loses nothing."""
     output, _ = undisturbed
@@ -116,7 +117,16 @@ def test_answers_are_those_of_the_bare_engine(
     assert compared > 30 and len(differ) <= 1, differ
 
 
-def test_statistics_add_up(undisturbed: tuple[Path, jobs.Outcome]) -> None:
+def test_one_process_without_ray_writes_the_same_parts(
+    undisturbed: tuple[Path, jobs.JobResult], inputs: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    run_in_process(config(inputs, tmp_path / "out", checkpoint))
+    names = sorted(path.name for path in undisturbed[0].glob("*.parquet"))
+    assert names == sorted(path.name for path in (tmp_path / "out").glob("*.parquet"))
+    assert all((tmp_path / "out" / name).read_bytes() == (undisturbed[0] / name).read_bytes() for name in names)
+
+
+def test_statistics_add_up(undisturbed: tuple[Path, jobs.JobResult]) -> None:
     output, outcome = undisturbed
     table = pq.read_table(output / "_job" / "stats.parquet")
     assert table["shard"].to_pylist() == list(range(len(outcome.manifest.shards)))
@@ -129,7 +139,7 @@ def test_statistics_add_up(undisturbed: tuple[Path, jobs.Outcome]) -> None:
     assert (summary["rows"], summary["planned_rows"], summary["nominal_speedup"]) == (ROWS, ROWS, 2)
 
 
-def test_a_finished_job_does_nothing(undisturbed: tuple[Path, jobs.Outcome], inputs: Path, checkpoint: Path) -> None:
+def test_a_finished_job_does_nothing(undisturbed: tuple[Path, jobs.JobResult], inputs: Path, checkpoint: Path) -> None:
     output, first = undisturbed
     times = {path: path.stat().st_mtime_ns for path in output.glob("*.parquet")}
     again = jobs.run(config(inputs, output, checkpoint, actors={"count": 1}))  # actors may change
@@ -139,7 +149,7 @@ def test_a_finished_job_does_nothing(undisturbed: tuple[Path, jobs.Outcome], inp
 
 
 def test_another_job_over_the_same_output_is_refused(
-    undisturbed: tuple[Path, jobs.Outcome], inputs: Path, checkpoint: Path
+    undisturbed: tuple[Path, jobs.JobResult], inputs: Path, checkpoint: Path
 ) -> None:
     output, _ = undisturbed
     other = config(inputs, output, checkpoint, sampling={**SAMPLED, "seed": 6}, max_row_errors=0.2)
@@ -148,7 +158,7 @@ def test_another_job_over_the_same_output_is_refused(
 
 
 def test_resume_answers_only_what_is_left(
-    undisturbed: tuple[Path, jobs.Outcome], inputs: Path, checkpoint: Path, tmp_path: Path
+    undisturbed: tuple[Path, jobs.JobResult], inputs: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
     """Parts without records are adopted, records without parts are run again, and the bytes are the same."""
     output, first = undisturbed
@@ -172,7 +182,7 @@ def test_resume_answers_only_what_is_left(
 
 
 def test_overwrite_replaces_another_job(
-    own_ray: None, undisturbed: tuple[Path, jobs.Outcome], inputs: Path, checkpoint: Path, tmp_path: Path
+    own_ray: None, undisturbed: tuple[Path, jobs.JobResult], inputs: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
     output, _ = undisturbed
     copy = tmp_path / "out"
@@ -184,7 +194,7 @@ def test_overwrite_replaces_another_job(
 
 
 def test_a_bucket_holds_the_same_bytes(
-    undisturbed: tuple[Path, jobs.Outcome], inputs: Path, checkpoint: Path, s3: StorageConfig
+    undisturbed: tuple[Path, jobs.JobResult], inputs: Path, checkpoint: Path, s3: StorageConfig
 ) -> None:
     output, _ = undisturbed
     source = open_folder("s3://bucket/job-in", s3)
@@ -262,7 +272,7 @@ def test_placement_is_checked_before_it_can_hang() -> None:
 
 @pytest.mark.slow  # test_faults.py kills a driver in every run of the suite
 def test_a_killed_run_started_again_is_as_if_undisturbed(
-    undisturbed: tuple[Path, jobs.Outcome], inputs: Path, checkpoint: Path, tmp_path: Path
+    undisturbed: tuple[Path, jobs.JobResult], inputs: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
     whole, _ = undisturbed
     output = tmp_path / "out"
@@ -289,7 +299,7 @@ def test_a_killed_run_started_again_is_as_if_undisturbed(
 
 @pytest.mark.parametrize("grace", [20, pytest.param(0, marks=pytest.mark.slow)])
 def test_sigterm_is_exit_4_and_what_is_in_flight_is_finished_or_dropped(
-    undisturbed: tuple[Path, jobs.Outcome], inputs: Path, checkpoint: Path, tmp_path: Path, grace: float
+    undisturbed: tuple[Path, jobs.JobResult], inputs: Path, checkpoint: Path, tmp_path: Path, grace: float
 ) -> None:
     whole, _ = undisturbed
     output = tmp_path / "out"

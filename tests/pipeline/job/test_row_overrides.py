@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from actors.generator import Generator, Prompt
 from pipeline import job as jobs
 from pipeline.config.job import JobConfig
-from pipeline.generate.stage import ANSWER_FIELDS
+from pipeline.generate.output import ANSWER_FIELDS
 from pipeline.prepare.chat import Chat, render_chat
 
 ROWS = 24
@@ -39,7 +39,7 @@ def write_input(folder: Path) -> None:
     pq.write_table(table, folder / "in.parquet")
 
 
-def run(tmp_path: Path, checkpoint: Path, name: str, **changes: Any) -> tuple[jobs.Outcome, list[dict[str, Any]]]:
+def run(tmp_path: Path, checkpoint: Path, name: str, **changes: Any) -> tuple[jobs.JobResult, list[dict[str, Any]]]:
     values: dict[str, Any] = {
         "input": {"path": str(tmp_path / "in"), "id": "id", "messages": "chat", "system": SYSTEM, "sampling": "own"},
         "output": {"path": str(tmp_path / name), "token_ids": True, "cumulative_logprob": True},

@@ -12,10 +12,11 @@ import ray
 
 from actors.engine.loading import memory_needed
 from actors.engine.weights import CACHE_STEP, SPARED
+from pipeline.backends.in_process import InProcess
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import ActorsConfig, JobConfig
-from pipeline.plan import gpu_memory
 from pipeline.plan.manifest import GPU_CACHE_BYTES, Manifest, plan_job
+from pipeline.runtime import ray_session
 
 GIB = 2**30
 
@@ -34,7 +35,7 @@ def job(checkpoint: Path, folder: Path, actors: dict[str, Any], **model: Any) ->
 
 def plan(config: JobConfig, stored: Manifest | None = None) -> Manifest:
     located = resolve_checkpoint(config.model, config.storage)
-    return plan_job(config, located, located.checkpoint.schedule({}), None, stored)
+    return plan_job(config, located, located.checkpoint.schedule({}), None, stored, hardware=InProcess())
 
 
 @pytest.fixture
@@ -42,11 +43,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[ActorsConfig]:
     """A GPU with 70 of 80 GiB free; who has asked."""
     found: list[ActorsConfig] = []
 
-    def free(actors: ActorsConfig) -> tuple[int, int]:
+    def free(self: InProcess, actors: ActorsConfig) -> tuple[int, int]:
         found.append(actors)
         return 70 * GIB, 80 * GIB
 
-    monkeypatch.setattr(gpu_memory, "free_on_a_gpu", free)
+    monkeypatch.setattr(InProcess, "free_gpu_memory", free)
     return found
 
 
@@ -105,11 +106,11 @@ def test_no_room_is_told_before_anything_is_loaded(
         on_gpu=True,
         paged_rows=512,
     )
-    monkeypatch.setattr(gpu_memory, "free_on_a_gpu", lambda _: (need.total - short, 80 * GIB))
+    monkeypatch.setattr(InProcess, "free_gpu_memory", lambda *_: (need.total - short, 80 * GIB))
     with pytest.raises(ValueError, match=r"^the model needs .* of 80\.0 GiB are free: lower .*") as caught:
         plan(config)
     assert "\n" not in str(caught.value)
-    monkeypatch.setattr(gpu_memory, "free_on_a_gpu", lambda _: (need.total, 80 * GIB))
+    monkeypatch.setattr(InProcess, "free_gpu_memory", lambda *_: (need.total, 80 * GIB))
     assert plan(config).batching.cache_bytes == CACHE_STEP
 
 
@@ -117,14 +118,14 @@ def test_no_room_is_told_before_anything_is_loaded(
 def test_actors_that_share_a_gpu_share_it_evenly(
     own_ray: None, monkeypatch: pytest.MonkeyPatch, gpus: float, most: float
 ) -> None:
-    monkeypatch.setattr(gpu_memory, "_memory", lambda: (70 * 2**30, 80 * 2**30))
-    assert gpu_memory.free_on_a_gpu(ActorsConfig(gpus=gpus)) == (most * GIB, 80 * GIB)
+    monkeypatch.setattr(ray_session, "_gpu_memory", lambda: (70 * 2**30, 80 * 2**30))
+    assert ray_session.free_gpu_memory(ActorsConfig(gpus=gpus)) == (most * GIB, 80 * GIB)
 
 
 def test_a_gpu_that_torch_does_not_see_is_told(own_ray: None) -> None:
     """Ray's are pretended here."""
     with pytest.raises(ValueError, match=r"^actors\.gpus: Ray has GPUs, but torch sees none there: .*gpus: 0$"):
-        gpu_memory.free_on_a_gpu(ActorsConfig(gpus=1))
+        ray_session.free_gpu_memory(ActorsConfig(gpus=1))
 
 
 @pytest.mark.slow
@@ -133,5 +134,5 @@ def test_a_machine_without_a_gpu_is_told_at_once(ray_to_be_left: None, monkeypat
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     ray.shutdown()
     with pytest.raises(ValueError, match=r"actors of 1 GPUs do not fit on 0 GPUs"):
-        gpu_memory.free_on_a_gpu(ActorsConfig(gpus=1))
+        ray_session.free_gpu_memory(ActorsConfig(gpus=1))
     assert not ray.is_initialized()

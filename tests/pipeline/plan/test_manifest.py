@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig, StorageConfig
-from pipeline.generate.stage import ANSWER_FIELDS, OPTIONAL_FIELDS
+from pipeline.generate.output import ANSWER_FIELDS, OPTIONAL_FIELDS
 from pipeline.plan.columns import check_columns, needed_columns
 from pipeline.plan.manifest import (
     INPUTS,

@@ -16,7 +16,8 @@ from part_builders import part_spec
 from actors.engine.types import SamplingParams
 from actors.generator import Answer
 from pipeline.config.job import JobConfig, StorageConfig
-from pipeline.generate.stage import part_bytes, part_table, prompts
+from pipeline.generate.output import part_bytes, part_table
+from pipeline.generate.stage import prompts
 from pipeline.plan.columns import check_columns
 from pipeline.plan.manifest import read_footers
 from pipeline.prepare.prompts import PromptSpec, prepare_table

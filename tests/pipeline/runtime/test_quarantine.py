@@ -84,7 +84,7 @@ def test_only_rows_that_kill_are_given_up(
             running = death.args[0]
             deaths += 1
             others += not poison & set(running)
-            if shard_attempt.careful and len(running) == 1:
+            if shard_attempt.isolated and len(running) == 1:
                 alone[running[0]] += 1
         most = 1 + others + len(poison) * (2 * attempts + math.ceil(math.log2(rows)))
         assert deaths <= most, (deaths, most)
@@ -101,7 +101,7 @@ def test_only_rows_that_kill_are_given_up(
 def test_an_attempt_that_lives_writes_once(rows: int, seed: int) -> None:
     folder = CountingFolder()
     shard_attempt = Quarantine(folder, "run", 3, "generate").begin(7, rows)
-    assert not shard_attempt.careful and shard_attempt.groups == [tuple(range(rows))] and shard_attempt.errors == {}
+    assert not shard_attempt.isolated and shard_attempt.groups == [tuple(range(rows))] and shard_attempt.errors == {}
     attempt(shard_attempt, set(), 0.0, 8, random.Random(seed))
     assert folder.writes == 1
     assert folder.names(QUARANTINE) == ["000007.generate.json"]
@@ -111,9 +111,9 @@ def test_an_attempt_that_lives_writes_once(rows: int, seed: int) -> None:
 def test_deaths_outside_of_batches_fail_the_shard(attempts: int) -> None:
     """Between batches, before the first, while the part is made: no row is to blame, so the job must end."""
     quarantine = Quarantine(MemoryFolder(), "run", attempts, "generate")
-    assert not quarantine.begin(12, 5).careful  # the first death, of which nothing is known
+    assert not quarantine.begin(12, 5).isolated  # the first death, of which nothing is known
     for _ in range(attempts):
-        assert quarantine.begin(12, 5).careful
+        assert quarantine.begin(12, 5).isolated
     with pytest.raises(
         ShardLost, match=rf"^shard 12: its process died, or .*, {attempts} times? with no row in flight"
     ):
@@ -130,11 +130,11 @@ def test_a_marker_of_another_run_counts_no_death_but_keeps_what_was_found() -> N
     assert shard_attempt.groups == [(2, 3), (4, 5), (0, 1, 6, 7)]
     shard_attempt.enter([2, 3])
     later = Quarantine(folder, "second", 2, "generate").begin(0, 8)
-    assert later.careful and later.groups == shard_attempt.groups
+    assert later.isolated and later.groups == shard_attempt.groups
     folder.remove("_job/quarantine/000000.generate.json")
     first.begin(0, 8)
     for run in ("second", "third", "fourth"):  # drivers that die, one after the other
-        assert not Quarantine(folder, run, 1, "generate").begin(0, 8).careful
+        assert not Quarantine(folder, run, 1, "generate").begin(0, 8).isolated
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"{}", b"null", b'{"run": "run", "suspects": 3}'])
@@ -142,7 +142,7 @@ def test_a_damaged_marker_is_made_anew(data: bytes) -> None:
     folder = MemoryFolder()
     folder.replace(f"{QUARANTINE}/000003.generate.json", data)
     shard_attempt = Quarantine(folder, "run", 2, "generate").begin(3, 4)
-    assert shard_attempt.careful and shard_attempt.groups == [(0, 1, 2, 3)]
+    assert shard_attempt.isolated and shard_attempt.groups == [(0, 1, 2, 3)]
     assert Record.decode(folder.read(f"{QUARANTINE}/000003.generate.json"), 4).run == "run"
     wrong = Record("run", (SuspectGroup((1, 9)),), in_flight=())
     folder.replace(f"{QUARANTINE}/000003.generate.json", wrong.encode())  # of a shard of other rows

@@ -1,0 +1,78 @@
+"""The stages one after the other in this process: for `skipdecode try` and for tests. Imports no ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+
+from actors.engine.errors import UserError
+from pipeline.backends.stages import Actors, Read, Stage, Tasks, Workload
+from pipeline.config.job import ActorsConfig
+from pipeline.generate.coordinator import Coordinator
+from pipeline.generate.stage import ThisProcess
+from pipeline.read.shards import group_shards, read_blocks
+from pipeline.runtime.signals import Interrupted, graceful
+
+READ_ROWS, READ_BYTES = 50_000, 512 * 2**20
+
+
+class InProcess:
+    """Backend of one process: one actor, no retries. A row that kills the process kills the caller."""
+
+    on_this_machine = True
+
+    def free_gpu_memory(self, actors: ActorsConfig) -> tuple[int, int]:
+        """See `Hardware`."""
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UserError("actors.gpus: torch finds no GPU here; set gpus: 0")
+        free, total = torch.cuda.mem_get_info()
+        return int(free), int(total)
+
+    @contextmanager
+    def session(self, actors: ActorsConfig) -> Iterator[InProcessSession]:
+        """See `Backend`."""
+        yield InProcessSession()
+
+
+class InProcessSession:
+    """See `Session`."""
+
+    def __init__(self) -> None:
+        self.coordinator = Coordinator()
+        self.worker = ThisProcess()
+
+    def run(self, stages: Sequence[Stage], workload: Workload, grace_seconds: float) -> None:
+        """See `Session`."""
+        batches: Iterator[Any] = iter(())
+        for stage in stages:
+            batches = self._read(stage) if isinstance(stage, Read) else map(_function(stage), batches)
+        with graceful(grace_seconds, self.coordinator.stop, self.coordinator.working) as grace:
+            for _ in batches:
+                pass
+        if grace.signal is not None:
+            raise Interrupted(grace.signal)
+
+    def _read(self, stage: Read) -> Iterator[dict[str, Any]]:
+        files = {file.url: file for file in stage.files}
+        for shards in group_shards(stage.shards, stage.files, READ_ROWS, READ_BYTES):
+            for block in read_blocks(shards, files[shards[0].url], stage.schema, stage.storage):
+                if self.coordinator.stopped:
+                    return
+                yield {name: block[name].to_numpy() for name in block.column_names}
+
+
+def _function(stage: Tasks | Actors) -> Callable[[Any], Any]:
+    if isinstance(stage, Actors):
+        function: Callable[[Any], Any] = stage.callable_class(**stage.arguments)
+        return function
+    if stage.batch_format == "numpy":
+        return partial(stage.function, **stage.arguments)
+    return lambda batch: stage.function(
+        pa.table({name: list(values) for name, values in batch.items()}), **stage.arguments
+    )

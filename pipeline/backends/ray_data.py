@@ -1,0 +1,133 @@
+"""The stages on Ray Data: read tasks, prepare tasks, an actor pool, commit tasks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple
+from typing import Any, cast
+
+import ray
+from ray.data import ActorPoolStrategy, Dataset
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from pipeline.backends.remote import RayWorker, RemoteCoordinator
+from pipeline.backends.stages import Actors, Read, Stage, Tasks, Workload
+from pipeline.config.job import ActorsConfig
+from pipeline.generate.coordinator import Coordinator
+from pipeline.read.source import ShardSource
+from pipeline.report.progress import Progress
+from pipeline.runtime.ray_session import actor_cpus, free_gpu_memory, is_own_ray, ray_session
+from pipeline.runtime.signals import Interrupted, graceful
+
+STAGE_CPUS = 0.5  # of a read, prepare or commit task; each new worker process costs imports
+READ_TASK_ROWS, READ_TASK_BYTES = 50_000, 512 * 2**20  # of a read task at most, or one row group
+READ_RETRIES = 20  # of a read task whose process died, or whose result was lost with its node
+
+
+class RayData:
+    """Backend on a Ray of our own, or on the cluster that RAY_ADDRESS names or the caller has connected to.
+
+    Args:
+        verbose: show Ray's own messages.
+    """
+
+    def __init__(self, *, verbose: bool = False) -> None:
+        self.verbose = verbose
+
+    @property
+    def on_this_machine(self) -> bool:
+        """See `Hardware`."""
+        return is_own_ray()
+
+    def free_gpu_memory(self, actors: ActorsConfig) -> tuple[int, int]:
+        """See `Hardware`."""
+        return free_gpu_memory(actors)
+
+    @contextmanager
+    def session(self, actors: ActorsConfig) -> Iterator[RaySession]:
+        """See `Backend`."""
+        with ray_session(actors, self.verbose):
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            # on the driver's node: it then dies only with the driver
+            handle = ray.remote(num_cpus=0)(Coordinator).options(scheduling_strategy=here).remote()
+            try:
+                yield RaySession(RemoteCoordinator(handle))
+            finally:
+                ray.kill(cast(Any, handle))
+
+
+class RaySession:
+    """See `Session`."""
+
+    def __init__(self, coordinator: RemoteCoordinator) -> None:
+        self.coordinator = coordinator
+        self.worker = RayWorker()
+
+    def run(self, stages: Sequence[Stage], workload: Workload, grace_seconds: float) -> None:
+        """See `Session`. Raises RayError of a task that failed for good."""
+        batches = _dataset(stages)
+        with (
+            Progress(self.coordinator, *astuple(workload)),
+            graceful(grace_seconds, self.coordinator.stop, self.coordinator.working) as grace,
+        ):
+            try:
+                for _ in batches.iter_internal_ref_bundles():
+                    pass
+            except ray.exceptions.RayError:
+                if grace.signal is None:
+                    raise
+                # a signal to the whole process group has stopped Ray's processes too
+                raise Interrupted(grace.signal) from None
+        if grace.signal is not None:  # shards were left out
+            raise Interrupted(grace.signal)
+
+
+def _dataset(stages: Sequence[Stage]) -> Dataset:
+    """Lazily, the batches after the last stage.
+
+    `write_datasink` in place of commit tasks would keep a result of every shard, and everything that led to it, until
+    the last.
+    """
+    read, *others = stages
+    assert isinstance(read, Read)
+    source = ShardSource(read.shards, read.files, read.schema, read.storage, READ_TASK_ROWS, READ_TASK_BYTES)
+    with warnings.catch_warnings():
+        # Ray Data retries a task whose process died without limit, unless max_retries is passed in a deprecated way
+        warnings.simplefilter("ignore", ray.util.annotations.RayDeprecationWarning)
+        batches: Dataset = ray.data.read_datasource(
+            source, num_cpus=STAGE_CPUS, ray_remote_args={"max_retries": READ_RETRIES}
+        ).repartition(target_num_rows_per_block=1)
+        for stage in others:
+            batches = batches.map_batches(**_arguments(stage), batch_size=1)
+    return batches
+
+
+def _arguments(stage: Stage) -> dict[str, Any]:
+    """Of `map_batches`."""
+    if isinstance(stage, Tasks):
+        return {
+            "fn": stage.function,
+            "fn_kwargs": dict(stage.arguments),
+            "batch_format": stage.batch_format,
+            "num_cpus": STAGE_CPUS,
+            "max_retries": stage.retries,
+        }
+    assert isinstance(stage, Actors)
+    return {
+        "fn": stage.callable_class,
+        "fn_constructor_kwargs": dict(stage.arguments),
+        "compute": _pool(stage.actors),
+        "batch_format": "numpy",
+        "num_cpus": actor_cpus(stage.actors),
+        "num_gpus": stage.actors.gpus or None,
+        "max_restarts": -1,  # the coordinator counts those that die while they load
+        "max_task_retries": stage.retries,
+    }
+
+
+def _pool(actors: ActorsConfig) -> ActorPoolStrategy:
+    if actors.min is not None:
+        return ActorPoolStrategy(min_size=actors.min, max_size=actors.max, max_tasks_in_flight_per_actor=2)
+    return ActorPoolStrategy(size=actors.most, max_tasks_in_flight_per_actor=2)

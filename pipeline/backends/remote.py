@@ -1,0 +1,87 @@
+"""What stages see of Ray in a worker process: the run's coordinator, and the process itself."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import ray
+from ray.util.metrics import Counter
+
+from pipeline.generate.coordinator import Counts
+from pipeline.generate.stage import METRICS
+
+ANSWER_SECONDS = 5.0  # in which the driver expects the coordinator to answer
+
+
+class RemoteCoordinator:
+    """A handle to the `Coordinator` actor, in any process of the run."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    def loading(self, actor: str | None) -> int:
+        """See `RunCoordinator`, also for the methods below."""
+        loads: int = ray.get(self.handle.loading.remote(actor))
+        return loads
+
+    def loaded(self, actor: str | None) -> None:
+        self.handle.loaded.remote(actor)
+
+    def begin(self, shard: int) -> bool:
+        begins: bool = ray.get(self.handle.begin.remote(shard))
+        return begins
+
+    def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int) -> None:
+        self.handle.ended.remote(shard, first, rows, errors, tokens)
+
+    def stop(self) -> set[int]:
+        """Empty if the coordinator does not answer."""
+        return self._shards(self.handle.stop)
+
+    def working(self) -> set[int]:
+        """Empty if the coordinator does not answer."""
+        return self._shards(self.handle.working)
+
+    def read(self) -> Counts:
+        """Raises RayError or TimeoutError."""
+        counts: Counts = ray.get(self.handle.read.remote(), timeout=ANSWER_SECONDS)
+        return counts
+
+    def _shards(self, method: Any) -> set[int]:
+        try:
+            shards: set[int] = ray.get(method.remote(), timeout=ANSWER_SECONDS)
+        except (ray.exceptions.RayError, TimeoutError):
+            return set()
+        return shards
+
+
+class RayWorker:
+    """A process of Ray's; see `Worker`."""
+
+    owns_process = True
+
+    def actor(self) -> str | None:
+        actor: str | None = ray.get_runtime_context().get_actor_id()
+        return actor
+
+    def node(self) -> str:
+        """Host and the beginning of the Ray node's id: containers and local nodes share host names."""
+        return f"{socket.gethostname()} {ray.get_runtime_context().get_node_id()[:8]}"
+
+    def attempt(self) -> int:
+        """Ray counts no attempts of a task, only whether its actor was restarted."""
+        return 1 + int(ray.get_runtime_context().was_current_actor_reconstructed)
+
+    def count(self, amounts: Mapping[str, float], fingerprint: str) -> None:
+        for name, amount in amounts.items():
+            if amount:
+                _counters()[name].inc(amount, tags={"fingerprint": fingerprint[:12]})
+
+
+@cache
+def _counters() -> dict[str, Counter]:
+    tags = ("fingerprint",)
+    return {name: Counter(f"skipdecode_{name}", description=text, tag_keys=tags) for name, text in METRICS.items()}

@@ -1,0 +1,105 @@
+"""A job's stages as data, and what a backend must offer to run them. Imports no ray.
+
+Between two stages travels a batch that holds one shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import pyarrow as pa
+
+from pipeline.config.job import ActorsConfig, StorageConfig
+from pipeline.generate.coordinator import RunCoordinator
+from pipeline.generate.stage import Worker
+from pipeline.plan.memory import Hardware
+from pipeline.read.files import InputFile
+from pipeline.read.shards import Shard
+
+
+@dataclass(frozen=True)
+class Read:
+    """Reads shards of the input, in the job's schema."""
+
+    shards: Sequence[Shard]
+    files: Sequence[InputFile]
+    schema: pa.Schema
+    storage: StorageConfig
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """A function over batches, without state.
+
+    Args:
+        function: called with a batch and `arguments`.
+        retries: of a task whose process died, or whose result was lost with its node.
+    """
+
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    retries: int
+    batch_format: Literal["numpy", "pyarrow"] = "numpy"
+
+
+@dataclass(frozen=True)
+class Actors:
+    """A callable class over batches: constructed once per actor with `arguments`.
+
+    Args:
+        retries: of a batch whose actor died.
+    """
+
+    callable_class: type
+    arguments: Mapping[str, Any]
+    actors: ActorsConfig
+    retries: int
+
+
+Stage = Read | Tasks | Actors
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Shards and rows of the job, and of them those that earlier runs have committed."""
+
+    shards: int
+    rows: int
+    done_shards: int
+    done_rows: int
+
+
+class Session(Protocol):
+    """A backend at work: everything that stages need while they are built and run."""
+
+    @property
+    def coordinator(self) -> RunCoordinator:
+        """Of this run."""
+        ...
+
+    @property
+    def worker(self) -> Worker:
+        """A process of the actor stage; used there."""
+        ...
+
+    def run(self, stages: Sequence[Stage], workload: Workload, grace_seconds: float) -> None:
+        """Run the stages to their end.
+
+        Args:
+            grace_seconds: for shards at work after a first signal.
+
+        Raises:
+            Interrupted: after a signal.
+        """
+        ...
+
+
+class Backend(Hardware, Protocol):
+    """Where a job runs."""
+
+    def session(self, actors: ActorsConfig) -> AbstractContextManager[Session]:
+        """Start what the stages run on. UserError if the actors can never be placed."""
+        ...

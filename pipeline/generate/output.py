@@ -1,0 +1,92 @@
+"""A part: its columns, its table and its Parquet bytes. Imports no ray."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from actors.generator import Answer
+
+ANSWER_FIELDS = [
+    pa.field("sample_index", pa.int32()),
+    pa.field("generated_text", pa.string()),
+    pa.field("finish_reason", pa.string()),
+    pa.field("prompt_tokens", pa.int32()),
+    pa.field("generated_tokens", pa.int32()),
+    pa.field("mean_depth", pa.float64()),
+    pa.field("error", pa.string()),
+]
+_TOKEN_LOGPROB = [pa.field("token_id", pa.int32()), pa.field("logprob", pa.float64())]
+OPTIONAL_FIELDS = {
+    "token_ids": pa.field("token_ids", pa.list_(pa.int32())),
+    "cumulative_logprob": pa.field("cumulative_logprob", pa.float64()),
+    "logprobs": pa.field(
+        "logprobs",
+        pa.list_(pa.struct([*_TOKEN_LOGPROB, pa.field("top", pa.list_(pa.struct(_TOKEN_LOGPROB)))])),
+    ),
+    "choice_probability": pa.field("choice_probability", pa.float64()),
+}
+
+
+@dataclass(frozen=True)
+class PartSpec:
+    """What a part holds.
+
+    Args:
+        id_column: input column copied to `id`; None makes ids from file name and row number.
+        keep: further input columns to copy.
+        optional: names from `OPTIONAL_FIELDS`.
+        fingerprint: of the job, for the footer.
+        num_layers: of the model, for the footer.
+    """
+
+    id_column: str | None
+    keep: tuple[str, ...]
+    optional: tuple[str, ...]
+    fingerprint: str
+    num_layers: int
+
+
+def part_table(rows: pa.Table, answers: Sequence[Answer], spec: PartSpec, url: str, first_row: int) -> pa.Table:
+    """Output rows of a shard: id, kept columns, answers. An input row with several answers is repeated.
+
+    Args:
+        rows: the shard's input rows.
+        answers: sorted by row and sample index.
+        url: of the input file.
+        first_row: row number in the file of the shard's first row.
+    """
+    owners = [answer.row for answer in answers]
+    if spec.id_column is None:
+        ids = pa.array([f"{os.path.basename(url)}:{first_row + row}" for row in range(rows.num_rows)], pa.string())
+    else:
+        ids = rows[spec.id_column]
+    carried = {"id": ids, **{name: rows[name] for name in spec.keep if name != "id"}}
+    names, columns = list(carried), list(carried.values())
+    if owners != list(range(rows.num_rows)):
+        columns = [column.take(pa.array(owners, pa.int64())) for column in columns]
+    for field in [*ANSWER_FIELDS, *(OPTIONAL_FIELDS[name] for name in spec.optional)]:
+        values = [getattr(answer, field.name) for answer in answers]
+        if field.name == "logprobs":
+            values = [None if tokens is None else [token.to_dict() for token in tokens] for tokens in values]
+        names.append(field.name)
+        columns.append(pa.array(values, field.type))
+    return pa.table(columns, names=names)
+
+
+def part_bytes(table: pa.Table, spec: PartSpec, shard: int) -> bytes:
+    """The part as Parquet bytes. Its footer names job and shard; it is the same for every attempt."""
+    metadata = {
+        "skipdecode.fingerprint": spec.fingerprint,
+        "skipdecode.shard": str(shard),
+        "skipdecode.num_layers": str(spec.num_layers),
+    }
+    sink = pa.BufferOutputStream()
+    combined = table.replace_schema_metadata(metadata).combine_chunks()  # pages must not depend on input batches
+    pq.write_table(combined, sink, compression="zstd", write_page_checksum=True)
+    data: bytes = sink.getvalue().to_pybytes()
+    return data

@@ -1,0 +1,121 @@
+"""Whole jobs on the in-process backend: every row once, row errors, resume, interrupts. No Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from in_process import run_in_process
+
+from pipeline import job as jobs
+from pipeline.commit.sink import PART
+from pipeline.config.job import JobConfig
+from pipeline.report.summary import JobResult
+from pipeline.runtime.signals import Interrupted
+from pipeline.storage.folder import open_folder
+
+ROWS = 24
+BAD = {5: "prompt is null", 13: "prompt of 201 tokens leaves no room in a context of 64"}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    prompts: list[str | None] = [" ".join(["alpha", "bravo", "cheap"][: 1 + row % 3]) for row in range(ROWS)]
+    prompts[5], prompts[13] = None, "alpha " * 200
+    for number, (first, end) in enumerate(((0, 15), (15, ROWS))):
+        ids = [f"row-{row}" for row in range(first, end)]
+        pq.write_table(pa.table({"id": ids, "prompt": prompts[first:end]}), folder / f"in-{number}.parquet")
+    return folder
+
+
+def config(inputs: Path, output: Path, checkpoint: Path, **changes: Any) -> JobConfig:
+    values: dict[str, Any] = {
+        "input": {"path": str(inputs), "id": "id"},
+        "output": {"path": str(output), "token_ids": True},
+        "model": {"path": str(checkpoint), "dtype": "float32"},
+        "sampling": {"max_new_tokens": 6, "temperature": 1.0, "seed": 5},
+        "actors": {"threads": 1, "max_batch": 8},
+        "shard_rows": 6,
+        "max_row_errors": 0.1,
+    }
+    return JobConfig.model_validate({**values, **changes})
+
+
+@pytest.fixture(scope="module")
+def finished(inputs: Path, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, JobResult]:
+    output = tmp_path_factory.mktemp("finished") / "out"
+    return output, run_in_process(config(inputs, output, checkpoint))
+
+
+def parts(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.parquet"))}
+
+
+def test_every_row_is_answered_once_and_row_errors_say_why(finished: tuple[Path, JobResult]) -> None:
+    output, outcome = finished
+    rows = [row for name in sorted(parts(output)) for row in pq.read_table(output / name).to_pylist()]
+    assert [row["id"] for row in rows] == [f"row-{row}" for row in range(ROWS)]
+    errors = {number: row["error"] for number, row in enumerate(rows) if row["error"] is not None}
+    assert errors.keys() == BAD.keys() and errors[5] == BAD[5] and errors[13].startswith("prompt of ")
+    assert all(row["generated_text"] is not None for number, row in enumerate(rows) if number not in BAD)
+    assert (outcome.totals.rows, outcome.totals.errors, outcome.fresh_rows) == (ROWS, len(BAD), ROWS)
+    assert json.loads((output / "_SUCCESS").read_text())["rows"] == ROWS
+    assert not list((output / "_job" / "quarantine").iterdir())
+
+
+def test_a_lost_part_is_answered_again_with_the_same_bytes(
+    finished: tuple[Path, JobResult], inputs: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    output, _ = finished
+    copy = tmp_path / "out"
+    shutil.copytree(output, copy)
+    (copy / "part-000001.parquet").unlink()
+    outcome = run_in_process(config(inputs, copy, checkpoint))
+    assert outcome.fresh_rows == 6 and parts(copy) == parts(output)
+    assert run_in_process(config(inputs, copy, checkpoint)).fresh_rows == 0
+
+
+def test_another_job_over_the_same_output_is_refused_unless_overwritten(
+    finished: tuple[Path, JobResult], inputs: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "out"
+    shutil.copytree(finished[0], copy)
+    other = config(inputs, copy, checkpoint, sampling={"max_new_tokens": 3})
+    with pytest.raises(ValueError, match=r"holds another job, which differs in sampling\.max_new_tokens"):
+        run_in_process(other)
+    assert run_in_process(other, overwrite=True, limit=10).totals.rows == 10
+
+
+def test_an_interrupt_lets_shards_at_work_end_and_the_same_command_finishes(
+    finished: tuple[Path, JobResult],
+    inputs: Path,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = config(inputs, tmp_path / "out", checkpoint)
+    commit_shards = jobs.commit_shards
+
+    def signalled(*arguments: Any, **named: Any) -> Any:
+        monkeypatch.setattr(jobs, "commit_shards", commit_shards)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return commit_shards(*arguments, **named)
+
+    monkeypatch.setattr(jobs, "commit_shards", signalled)
+    with pytest.raises(Interrupted):
+        run_in_process(job)
+    folder = open_folder(job.output.path, job.storage)
+    committed = [name for name in folder.names() if PART.fullmatch(name)]
+    assert 1 <= len(committed) < 5 and "_SUCCESS" not in folder.names()
+    assert run_in_process(job).fresh_rows == ROWS - sum(
+        pq.read_metadata(tmp_path / "out" / name).num_rows for name in committed
+    )
+    assert parts(tmp_path / "out") == parts(finished[0])

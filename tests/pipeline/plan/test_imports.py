@@ -1,0 +1,14 @@
+"""Planning a job, and running one in this process, load no Ray."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("module", ["plan.manifest", "plan.columns", "generate.output", "job", "backends.in_process"])
+def test_ray_is_not_imported(module: str) -> None:
+    script = f"import sys, pipeline.{module}; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
