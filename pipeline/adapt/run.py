@@ -160,7 +160,7 @@ def _tune(task: Task, longest: int) -> dict[str, Any]:
     model = str(fetch(task.located.source))
     recipe = configs.tune_config(task.config, task.shape, model, longest, task.folder, task.source)
     with memory_given_back(), redirect_stdout(sys.stderr):  # losses are progress; what we print is the result
-        return {"checkpoint": str(tune(recipe, task.source))}
+        return {"checkpoint": str(tune(recipe))}
 
 
 def _evaluate(task: Task, *, tuned: bool, actors: Mapping[str, int | None]) -> dict[str, Any]:

@@ -34,5 +34,5 @@ def tune(
 
         disable_progress_bar()
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        folder = train(config, str(recipe))
+        folder = train(config)
     typer.echo(f"checkpoint: {folder}")

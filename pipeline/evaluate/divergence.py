@@ -11,9 +11,8 @@ from torch import Tensor
 
 from actors.engine.decoder import Decoder
 from actors.engine.schedule import Schedule
+from actors.engine.teacher_forcing import IGNORED, ResponseBatch, response_logits
 from pipeline.evaluate.metrics import Array
-from pipeline.tune.data import IGNORED, Batch
-from pipeline.tune.trainer import response_logits
 
 LOGITS_AT_ONCE = 2**25  # numbers of one batch's logits, and of its attention mask; 128 MiB in fp32
 
@@ -86,6 +85,6 @@ def _batches(pairs: Sequence[Pair], max_rows: int, vocab_size: int) -> Iterator[
         yield rows
 
 
-def _batch(pairs: Sequence[Pair], device: torch.device) -> Batch:
+def _batch(pairs: Sequence[Pair], device: torch.device) -> ResponseBatch:
     given = [{"input_ids": [*prompt, *response], "prompt_tokens": len(prompt)} for prompt, response in pairs]
-    return Batch.of(given, device)
+    return ResponseBatch.of(given, device)

@@ -13,8 +13,7 @@ from torch import nn
 from actors.engine.decoder import Decoder
 from actors.engine.errors import UserError
 from actors.engine.schedule import Schedule
-from pipeline.tune.data import IGNORED, Batch
-from pipeline.tune.trainer import response_logits
+from actors.engine.teacher_forcing import IGNORED, ResponseBatch, response_logits
 
 log = logging.getLogger(__name__)
 Row = tuple[Sequence[int], Sequence[int]]  # token ids of prompt and response
@@ -52,7 +51,7 @@ def learned_order(decoder: Decoder, rows: Sequence[Row], warmup: int) -> tuple[i
     return (*range(warmup), *left, *reversed(gone))
 
 
-def _batches(decoder: Decoder, rows: Sequence[Row]) -> list[Batch]:
+def _batches(decoder: Decoder, rows: Sequence[Row]) -> list[ResponseBatch]:
     pairs: list[dict[str, Any]] = [
         {"input_ids": [*prompt, *response], "prompt_tokens": len(prompt)}
         for prompt, response in rows
@@ -62,12 +61,13 @@ def _batches(decoder: Decoder, rows: Sequence[Row]) -> list[Batch]:
         raise UserError("no row with a prompt and a response to learn a keep order from")
     pairs.sort(key=lambda pair: len(pair["input_ids"]))
     return [
-        Batch.of(pairs[start : start + ROWS_PER_PASS], decoder.device) for start in range(0, len(pairs), ROWS_PER_PASS)
+        ResponseBatch.of(pairs[start : start + ROWS_PER_PASS], decoder.device)
+        for start in range(0, len(pairs), ROWS_PER_PASS)
     ]
 
 
 @torch.no_grad()
-def _loss(decoder: Decoder, batches: Sequence[Batch], bypassed: set[int]) -> float:
+def _loss(decoder: Decoder, batches: Sequence[ResponseBatch], bypassed: set[int]) -> float:
     """Mean cross-entropy per response token, nats, if response tokens bypass these layers; inf if not a number."""
     kept = [layer for layer in range(decoder.num_layers) if layer not in bypassed]
     schedule = Schedule(decoder.num_layers, (len(kept),), (*kept, *sorted(bypassed)), warmup=0)

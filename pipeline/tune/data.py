@@ -1,14 +1,12 @@
-"""Prompts with their responses -> token ids -> padded batches. It knows no schedule, loss or model."""
+"""Prompts with their responses, from Parquet files to token ids."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from actors.engine.errors import UserError
@@ -16,7 +14,6 @@ from pipeline.config.tune import TuneDataConfig
 from pipeline.storage.parquet import read_columns
 
 log = logging.getLogger(__name__)
-IGNORED = -100
 
 Text = str | list[int]  # text, or its token ids
 
@@ -28,52 +25,6 @@ class Pair:
     prompt: Text
     response: Text
     ended: bool = True
-
-
-@dataclass(frozen=True)
-class Batch:
-    """B pairs, prompts padded on the left to P columns, R response columns behind them.
-
-    ids, positions: [B, P + R]. mask: [B, 1, P + R, P + R], added to attention scores.
-    labels: [B, R + 1], what columns P - 1 ... P + R - 1 predict; IGNORED where nothing.
-    """
-
-    ids: Tensor
-    positions: Tensor
-    mask: Tensor
-    labels: Tensor
-    prompt_columns: int
-
-    @classmethod
-    def of(cls, pairs: Sequence[Mapping[str, Any]], device: torch.device) -> Batch:
-        """The padded batch of some pairs, see `collate`, on a device."""
-        values: dict[str, Any] = collate(pairs)
-        moved: dict[str, Any] = {key: one.to(device) if isinstance(one, Tensor) else one for key, one in values.items()}
-        return cls(**moved)
-
-
-def collate(pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Pairs of `input_ids` (prompt then response) and `prompt_tokens` -> the fields of one padded `Batch`."""
-    prompt_columns = max(pair["prompt_tokens"] for pair in pairs)
-    # the last response token is never an input
-    response_columns = max(len(pair["input_ids"]) - pair["prompt_tokens"] for pair in pairs) - 1
-    columns = prompt_columns + response_columns
-    ids = torch.zeros(len(pairs), columns, dtype=torch.long)
-    labels = torch.full((len(pairs), response_columns + 1), IGNORED)
-    starts = torch.tensor([prompt_columns - pair["prompt_tokens"] for pair in pairs])
-    for row, pair in enumerate(pairs):
-        tokens = torch.tensor(pair["input_ids"])
-        start = int(starts[row])
-        ids[row, start : start + len(tokens) - 1] = tokens[:-1]
-        response = tokens[pair["prompt_tokens"] :]
-        labels[row, : len(response)] = response
-    column = torch.arange(columns)
-    visible = (column[None, :] >= starts[:, None])[:, None, :] & (column[None, :] <= column[:, None])[None]
-    visible |= torch.eye(columns, dtype=torch.bool)  # a padding column sees itself, or softmax gives NaN
-    mask = torch.where(visible, 0.0, torch.finfo(torch.bfloat16).min)[:, None]
-    positions = (column[None, :] - starts[:, None]).clamp(min=0)
-    # plain tensors: Trainer takes these to the device, and counts predicted tokens by `labels`
-    return {"ids": ids, "positions": positions, "mask": mask, "labels": labels, "prompt_columns": prompt_columns}
 
 
 def read_pairs(data: TuneDataConfig, paths: Sequence[str], reference: str) -> list[Pair]:

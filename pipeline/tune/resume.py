@@ -1,4 +1,4 @@
-"""What a training leaves behind to go on from: its recipe, the library's own checkpoints, the record of its end."""
+"""The files that an interrupted training resumes from: its recipe, the Trainer's checkpoints, the final record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.storage.owned_folder import OwnedFolder, check_apart
 RECORD = "tune.json"
 STATE = "_training"
 RECIPE = "recipe.json"
-# what may change between a run that was cut off and the one that goes on
+# keys that may change when an interrupted training is resumed
 FREE: dict[str, Any] = {
     "training": {"epochs", "max_steps", "threads", "eval_steps", "save_steps", "compile"},
     "workers": True,
@@ -23,7 +23,7 @@ FREE: dict[str, Any] = {
 
 
 def folder(config: TuneConfig) -> Path:
-    """Where a run that was cut off lies."""
+    """The folder of the training's state."""
     return Path(config.output) / STATE
 
 
@@ -32,8 +32,7 @@ def finished(config: TuneConfig) -> bool:
     record = _read(Path(config.output) / RECORD)
     if not isinstance(record, dict) or "config" not in record or _read(folder(config) / RECIPE) != _recipe(config):
         return False
-    asked: Any = config.model_dump(mode="json")
-    return _without_hardware(record["config"]) == _without_hardware(asked)
+    return _without_hardware(record["config"]) == _without_hardware(config.model_dump(mode="json"))
 
 
 def begin(config: TuneConfig) -> None:
@@ -62,13 +61,13 @@ def begin(config: TuneConfig) -> None:
 
 
 def last_checkpoint(config: TuneConfig) -> str | None:
-    """The newest one that was written whole: the trainer's state comes last, and older ones go after that."""
-    whole = {
-        int(one.parent.name.rpartition("-")[2]): one.parent
-        for one in folder(config).glob("checkpoint-*/trainer_state.json")
-        if _read(one) is not None
+    """The newest complete checkpoint of the Trainer, which writes trainer_state.json last."""
+    complete = {
+        int(path.parent.name.rpartition("-")[2]): path.parent
+        for path in folder(config).glob("checkpoint-*/trainer_state.json")
+        if _read(path) is not None
     }
-    return str(whole[max(whole)]) if whole else None
+    return str(complete[max(complete)]) if complete else None
 
 
 def finish(config: TuneConfig, save: Callable[[Path], None], record: Mapping[str, Any]) -> None:
@@ -91,12 +90,12 @@ def finish(config: TuneConfig, save: Callable[[Path], None], record: Mapping[str
 
 
 def _recipe(config: TuneConfig) -> dict[str, Any]:
-    """The config but what is free, and the size and time of every file that it reads."""
-    files = [Path(one) for one in (*config.data.train, *config.data.dev)]
+    """The config without the keys in FREE, and size and time of every file that it reads."""
+    files = [Path(path) for path in (*config.data.train, *config.data.dev)]
     for checkpoint in (config.model.path, config.loss.teacher):
         if checkpoint is not None:
             files += sorted(Path(checkpoint).glob("*.safetensors"))
-    versions = {str(one): [one.stat().st_size, one.stat().st_mtime_ns] for one in files}
+    versions = {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
     recipe: dict[str, Any] = json.loads(config.model_dump_json(exclude=FREE))
     return {"config": recipe, "files": versions}
 

@@ -1,9 +1,4 @@
-"""Training along the inference path: a batch's logits under a schedule, and the Trainer that draws schedules.
-
-SkipDecode (arXiv 2307.02628): the prompt runs all layers (or those of d(0)), response token t as input runs the
-layers of d(t). Responses are aligned behind left-padded prompts, so that the columns a layer needs are a
-prefix: it runs over these alone, and what is skipped costs nothing.
-"""
+"""The training objective, and transformers' Trainer with a schedule drawn for each step."""
 
 from __future__ import annotations
 
@@ -15,43 +10,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Sampler
 from transformers import Trainer
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
-from actors.engine.decoder import Decoder, causal_mask, part
+from actors.engine.decoder import Decoder
 from actors.engine.schedule import Schedule, ScheduleSpec
+from actors.engine.teacher_forcing import IGNORED, ResponseBatch, collate, response_logits
 from pipeline.config.tune import LossConfig
-from pipeline.tune.data import IGNORED, Batch, collate
-
-
-def response_logits(decoder: Decoder, batch: Batch, schedule: Schedule, *, recompute: bool = False) -> Tensor:
-    """Logits [B, R + 1, V] of columns P - 1 ... P + R - 1, each column through the layers it has at inference.
-
-    recompute: keep only each layer's input for the backward pass (gradient checkpointing).
-    """
-    hidden, rotary = decoder.embed(batch.ids, batch.positions)
-    columns = batch.ids.shape[1]
-    prompt_layers = set(schedule.prompt_layers)
-    response = columns - batch.prompt_columns
-    # of the scores' own type, or the sum is done and kept in fp32
-    mask = batch.mask.to(
-        torch.get_autocast_dtype(hidden.device.type) if torch.is_autocast_enabled(hidden.device.type) else hidden.dtype
-    )
-    for layer in range(decoder.num_layers):
-        if layer not in prompt_layers:
-            continue  # what the prompt skips, every response token skips too
-        end = batch.prompt_columns + schedule.uses(layer, response + 1)
-        visible = mask[:, :, :end, :end]
-        if (window := decoder.windows[layer]) is not None:
-            far = ~causal_mask(end, 0, window, mask.device)
-            visible = visible.masked_fill(far, torch.finfo(mask.dtype).min)
-        given = (layer, hidden[:, :end], part(rotary[layer], columns=slice(end)), visible)
-        output = checkpoint(decoder.run_layer, *given, use_reentrant=False) if recompute else decoder.run_layer(*given)
-        hidden = output if end == columns else torch.cat([output, hidden[:, end:]], dim=1)
-    needed = hidden[:, batch.prompt_columns - 1 :]
-    return decoder.logits(needed.flatten(0, 1)).view(*needed.shape[:2], -1)
 
 
 class Teacher:
@@ -66,7 +32,7 @@ class Teacher:
         self.alone = alone
         self.schedule = ScheduleSpec().build(decoder.num_layers)
 
-    def logits(self, batch: Batch) -> Tensor:
+    def logits(self, batch: ResponseBatch) -> Tensor:
         """[B, R + 1, V] at full depth, without gradients."""
         model = self.decoder.model
         was_training = model.training
@@ -128,7 +94,7 @@ class SkipTrainer(Trainer):
 
         def forward(schedule: str, **inputs: Any) -> Tensor:
             with self.accelerator.autocast():
-                return response_logits(decoder, Batch(**inputs), self.schedules[schedule], recompute=recompute)
+                return response_logits(decoder, ResponseBatch(**inputs), self.schedules[schedule], recompute=recompute)
 
         # calls go through the model, so that what wraps it (DistributedDataParallel) sees them
         cast(Any, self.model).forward = forward
@@ -154,7 +120,7 @@ class SkipTrainer(Trainer):
         if self.teacher is None:
             return None
         with self.accelerator.autocast():
-            return self.teacher.logits(Batch(**inputs))
+            return self.teacher.logits(ResponseBatch(**inputs))
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         """The library's own groups of like lengths, but the same after a resume and in every worker."""
@@ -177,7 +143,7 @@ class SkipTrainer(Trainer):
                 taught = self._taught(inputs)
                 for place, name in enumerate(names):
                     with self.accelerator.autocast():
-                        logits = response_logits(self.decoder, Batch(**inputs), self.schedules[name])
+                        logits = response_logits(self.decoder, ResponseBatch(**inputs), self.schedules[name])
                     total, count = summed_loss(logits, inputs["labels"], self.loss, 0.0, taught)
                     sums[place] += torch.tensor([float(total), count], dtype=torch.double, device=sums.device)
         totals = self.accelerator.reduce(sums, "sum").tolist()

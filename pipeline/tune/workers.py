@@ -1,4 +1,4 @@
-"""The same training in several processes, on one machine or many, by Ray Train: data parallel, gradients averaged."""
+"""A training in several processes, on one machine or many, by Ray Train: data parallel, gradients averaged."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from typing import Any
 
 from actors.engine.errors import UserError
 from pipeline.config.tune import TuneConfig
-from pipeline.tune import resume as tune_state
+from pipeline.tune import resume
+from pipeline.tune.plan import plan_training
+from pipeline.tune.train import train
 
 
 def train_in_workers(config: TuneConfig) -> None:
-    """Run `tune.train` in `workers.count` processes. Data, checkpoint and output must be paths that all can reach.
+    """Run `train` in `workers.count` processes, which must all reach the data, the checkpoint and the output.
 
-    A worker that dies takes its run down; the run begins again, up to three times, from the last saved step.
-    Raises ValueError of one line if the cluster can never hold the workers, RuntimeError if training failed,
-    KeyboardInterrupt if it was stopped.
+    If a worker dies, all start again from the last saved step, up to three times.
+
+    Raises:
+        UserError: the cluster is too small for the workers.
+        RuntimeError: training failed.
+        KeyboardInterrupt: it was interrupted.
     """
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -30,8 +35,8 @@ def train_in_workers(config: TuneConfig) -> None:
     workers = config.workers
     assert workers is not None
     resolved = _absolute(config)
-    ours = not ray.is_initialized()
-    if ours:
+    owns_ray = not ray.is_initialized()
+    if owns_ray:
         settings: dict[str, Any] = {"address": workers.address, "logging_level": logging.ERROR}
         if workers.address is None:
             settings |= {**LOOPBACK, "num_cpus": math.ceil(workers.cpus * workers.count)}
@@ -43,7 +48,7 @@ def train_in_workers(config: TuneConfig) -> None:
             _worker,
             train_loop_config={
                 "config": resolved.model_dump(exclude_unset=True),
-                "asked": config.model_dump(exclude_unset=True),
+                "recorded": config.model_dump(exclude_unset=True),
             },
             torch_config=TorchConfig(backend="nccl" if workers.gpus else "gloo"),
             scaling_config=ScalingConfig(
@@ -53,41 +58,43 @@ def train_in_workers(config: TuneConfig) -> None:
             ),
             run_config=RunConfig(
                 name="ray",
-                storage_path=str(tune_state.folder(resolved)),
+                storage_path=str(resume.folder(resolved)),
                 failure_config=FailureConfig(max_failures=3),
             ),
         ).fit()
-    except SystemExit:  # Ray Train's own way to end after an interrupt
+    except SystemExit:  # Ray Train ends so after an interrupt
         raise KeyboardInterrupt from None
     except (TrainingFailedError, ray.exceptions.RayError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise RuntimeError(lines[-1] if lines else type(error).__name__) from error
     finally:
-        if ours:
+        if owns_ray:
             ray.shutdown()
 
 
 def _worker(options: dict[str, Any]) -> None:
-    from pipeline.tune.run import train
-
-    train(TuneConfig.model_validate(options["config"]), asked=TuneConfig.model_validate(options["asked"]))
+    config = TuneConfig.model_validate(options["config"])
+    train(config, plan_training(config), recorded=TuneConfig.model_validate(options["recorded"]))
 
 
 def _absolute(config: TuneConfig) -> TuneConfig:
-    """Local paths made absolute: a worker has a working directory of its own."""
+    """The config with absolute local paths: a worker has a working directory of its own."""
 
-    def whole(path: str | None) -> str | None:
+    def absolute(path: str | None) -> str | None:
         return None if path is None else str(Path(path).absolute())
 
     data = config.data.model_copy(
-        update={"train": [whole(one) for one in config.data.train], "dev": [whole(one) for one in config.data.dev]}
+        update={
+            "train": [absolute(path) for path in config.data.train],
+            "dev": [absolute(path) for path in config.data.dev],
+        }
     )
     return config.model_copy(
         update={
             "data": data,
-            "model": config.model.model_copy(update={"path": whole(config.model.path)}),
-            "loss": config.loss.model_copy(update={"teacher": whole(config.loss.teacher)}),
-            "output": whole(config.output),
+            "model": config.model.model_copy(update={"path": absolute(config.model.path)}),
+            "loss": config.loss.model_copy(update={"teacher": absolute(config.loss.teacher)}),
+            "output": absolute(config.output),
         }
     )
 

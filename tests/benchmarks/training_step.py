@@ -23,22 +23,22 @@ from transformers import AutoModelForCausalLM
 
 from actors.engine.decoder import Decoder
 from actors.engine.loading import inspect
+from actors.engine.teacher_forcing import ResponseBatch, response_logits
 from pipeline.config.tune import LossConfig
-from pipeline.tune.data import Batch
-from pipeline.tune.trainer import response_logits, summed_loss
+from pipeline.tune.trainer import summed_loss
 
 ROOT = Path(__file__).parents[2]
 SPEEDS = (1.0, 2.0, 3.0, 4.0, 5.0)
 
 
-def batch_of(pairs: int, prompt: int, response: int, vocabulary: int, device: torch.device) -> Batch:
+def batch_of(pairs: int, prompt: int, response: int, vocabulary: int, device: torch.device) -> ResponseBatch:
     """Pairs whose lengths lie within a tenth of those given, as length-grouped batches have them."""
     rng = random.Random(0)
     rows = []
     for _ in range(pairs):
         lengths = [rng.randint(length * 9 // 10, length) for length in (prompt, response)]
         rows.append({"input_ids": rng.choices(range(4, vocabulary), k=sum(lengths)), "prompt_tokens": lengths[0]})
-    return Batch.of(rows, device)
+    return ResponseBatch.of(rows, device)
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.engine.schedule import ScheduleSpec
-from actors.engine.schedule_variants import comparisons, named, speeds
+from actors.engine.schedule_variants import comparison_schedules, comparisons, speeds
 
 
 @settings(deadline=None, max_examples=40)
@@ -20,7 +20,7 @@ def test_all_comparisons_have_one_mean_depth(
     own = {"decay": "cosine", "keep_order": "even", "prompt": "first", "depths": (layers,)}
     spec = ScheduleSpec(horizon=horizon, warmup=warmup, steps=steps, **data.draw(st.sampled_from([{}, own])))
     learned = (*range(warmup), *data.draw(st.permutations(range(warmup, layers))))
-    made = named(spec, layers, speedup, tokens, learned)
+    made = comparison_schedules(spec, layers, speedup, tokens, learned)
     assert len(made) == 10
     first, *others = made.values()
     paper = ScheduleSpec(speedup=speedup, horizon=horizon, warmup=warmup).build(layers)
@@ -38,7 +38,7 @@ def test_all_comparisons_have_one_mean_depth(
 @given(st.integers(4, 48), st.sampled_from([1, 1.5, 2, 3, 4, 5]), st.integers(2, 80))
 def test_a_decay_keeps_its_shape(layers: int, speedup: float, horizon: int) -> None:
     """Where no end of the range is in the way, each is its own curve moved by the same amount, rounded."""
-    made = named(ScheduleSpec(horizon=horizon), layers, speedup, horizon + 1)
+    made = comparison_schedules(ScheduleSpec(horizon=horizon), layers, speedup, horizon + 1)
     high, low = made[f"{speedup:g}x paper"].depths[0], made[f"{speedup:g}x paper"].depths[-1]
     for name, decay, power in (("cosine", "cosine", 2.0), ("power 0.5", "power", 0.5), ("power 2", "power", 2.0)):
         got = made[f"{speedup:g}x {name}"]
@@ -94,5 +94,5 @@ def test_what_cannot_be_built_is_refused() -> None:
 
 
 def test_a_constant_depth_between_two_integers_is_two_stairs() -> None:
-    made = named(ScheduleSpec(horizon=9), 24, 3, tokens=7)  # the first six of nine positions: 55 layers
+    made = comparison_schedules(ScheduleSpec(horizon=9), 24, 3, tokens=7)  # the first six of nine positions: 55 layers
     assert made["3x constant"].depths == (10, 9)

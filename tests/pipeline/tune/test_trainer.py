@@ -15,9 +15,9 @@ from training_cases import SPECS, pairs
 
 from actors.engine.decoder import Decoder
 from actors.engine.schedule import ScheduleSpec
+from actors.engine.teacher_forcing import IGNORED, ResponseBatch, collate, response_logits
 from pipeline.config.tune import LossConfig
-from pipeline.tune.data import IGNORED, Batch, collate
-from pipeline.tune.trainer import LengthGroups, Teacher, response_logits, summed_loss
+from pipeline.tune.trainer import LengthGroups, Teacher, summed_loss
 
 
 @settings(max_examples=50, deadline=None)
@@ -51,7 +51,7 @@ def test_the_objective_is_the_weighted_sum_of_cross_entropy_and_divergence(
 
 
 def test_a_teacher_that_is_the_student_has_nothing_to_say() -> None:
-    decoder, batch = Decoder(tiny_model("llama")), Batch(**collate(pairs(seed=4)))
+    decoder, batch = Decoder(tiny_model("llama")), ResponseBatch(**collate(pairs(seed=4)))
     logits = response_logits(decoder, batch, ScheduleSpec().build(LAYERS))
     taught = Teacher(decoder).logits(batch)
     assert not taught.requires_grad
@@ -62,7 +62,7 @@ def test_a_teacher_that_is_the_student_has_nothing_to_say() -> None:
 
 
 def test_a_teacher_answers_alone() -> None:
-    decoder, batch = Decoder(tiny_model("llama")), Batch(**collate(pairs(seed=4)))
+    decoder, batch = Decoder(tiny_model("llama")), ResponseBatch(**collate(pairs(seed=4)))
     entered = []
 
     @contextmanager
@@ -79,7 +79,7 @@ def test_a_teacher_that_is_the_student_in_training_does_not_drop_out() -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.5
-    decoder, batch = Decoder(model.train()), Batch(**collate(pairs(seed=4)))
+    decoder, batch = Decoder(model.train()), ResponseBatch(**collate(pairs(seed=4)))
     first, second = (Teacher(decoder).logits(batch) for _ in range(2))
     torch.testing.assert_close(first, second)
     assert model.training
@@ -98,7 +98,7 @@ def test_groups_of_like_lengths_are_the_same_after_a_resume() -> None:
 @pytest.mark.parametrize("spec", SPECS, ids=range(len(SPECS)))
 def test_recomputed_activations_give_the_same_gradients(family: str, spec: ScheduleSpec) -> None:
     model = tiny_model(family).requires_grad_(True)
-    decoder, schedule, batch = Decoder(model), spec.build(LAYERS), Batch(**collate(pairs(seed=5)))
+    decoder, schedule, batch = Decoder(model), spec.build(LAYERS), ResponseBatch(**collate(pairs(seed=5)))
     found = []
     for recompute in (False, True):
         model.zero_grad()
@@ -118,7 +118,7 @@ def test_the_gradient_of_a_batch_is_that_of_its_rows(spec: ScheduleSpec) -> None
     for batches in ([rows], [[row] for row in rows]):
         model.zero_grad()
         for one in batches:
-            batch = Batch(**collate(one))
+            batch = ResponseBatch(**collate(one))
             summed_loss(response_logits(decoder, batch, schedule), batch.labels, LossConfig(), 0.0, None)[0].backward()
         found.append(torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None]))
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)

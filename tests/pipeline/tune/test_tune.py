@@ -22,10 +22,10 @@ from training_cases import SPECS, pairs
 from actors.engine.decoder import Decoder
 from actors.engine.loading import inspect, load_tokenizer
 from actors.engine.schedule import ScheduleSpec
+from actors.engine.teacher_forcing import IGNORED, ResponseBatch, collate, response_logits
 from pipeline.config.tune import TuneConfig, TuneDataConfig
-from pipeline.tune.data import IGNORED, Batch, collate, encode, read_pairs
+from pipeline.tune.data import encode, read_pairs
 from pipeline.tune.run import tune
-from pipeline.tune.trainer import response_logits
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "opt-post-norm", "mistral", "gemma2", "gemma3", "gpt-neox"])
@@ -33,7 +33,7 @@ from pipeline.tune.trainer import response_logits
 def test_training_logits_are_those_of_inference(family: str, spec: ScheduleSpec) -> None:
     decoder, schedule, rows = Decoder(tiny_model(family)), spec.build(LAYERS), pairs(seed=1)
     inputs = collate(rows)
-    logits = response_logits(decoder, Batch(**inputs), schedule)
+    logits = response_logits(decoder, ResponseBatch(**inputs), schedule)
     for row, pair in enumerate(rows):
         prompt, response = pair["input_ids"][: pair["prompt_tokens"]], pair["input_ids"][pair["prompt_tokens"] :]
         for place, token in enumerate(response):
@@ -54,7 +54,7 @@ def test_a_layer_is_run_only_over_the_columns_that_need_it(monkeypatch: pytest.M
         return plain(layer, hidden, *rest)
 
     monkeypatch.setattr(decoder, "run_layer", counting)
-    batch = Batch(**collate(rows))
+    batch = ResponseBatch(**collate(rows))
     response_logits(decoder, batch, schedule)
     inputs = batch.ids.shape[1] - batch.prompt_columns
     assert run == {layer: batch.prompt_columns + schedule.uses(layer, inputs + 1) for layer in range(LAYERS)}
@@ -105,7 +105,7 @@ def parquet(path: Path, **columns: Any) -> str:
 
 def run(recipe: dict[str, Any], **training: Any) -> dict[str, Any]:
     values = {**recipe, "training": {**recipe["training"], **training}}
-    output = tune(TuneConfig.model_validate(values), "recipe.yaml")
+    output = tune(TuneConfig.model_validate(values))
     return json.loads((output / "tune.json").read_text())  # type: ignore[no-any-return]
 
 
@@ -153,7 +153,7 @@ def test_bad_recipes_are_refused_before_training(
 ) -> None:
     bad = {**recipe, section: {**recipe[section], key: value}}
     with pytest.raises(ValueError, match=message) as caught:
-        tune(TuneConfig.model_validate(bad), "recipe.yaml")
+        tune(TuneConfig.model_validate(bad))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 
@@ -355,7 +355,7 @@ def test_bad_data_and_settings_are_one_line_before_training(
     for section, values in json.loads(json.dumps(changes).replace("START", str(start))).items():
         bad[section] = values if "path" in values else {**bad.get(section, {}), **values}
     with pytest.raises(ValueError, match=message.replace("START", str(start))) as caught:
-        tune(TuneConfig.model_validate(bad), "recipe.yaml")
+        tune(TuneConfig.model_validate(bad))
     assert isinstance(caught.value, ValidationError) or "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 
@@ -363,7 +363,7 @@ def test_bad_data_and_settings_are_one_line_before_training(
 def test_a_dev_set_of_one_pair_is_refused(recipe: dict[str, Any], tmp_path: Path) -> None:
     path = parquet(tmp_path / "one.parquet", prompt=["red"], references=["red"])
     with pytest.raises(ValueError, match=r"one.parquet: a dev set of one pair says nothing"):
-        tune(TuneConfig.model_validate({**recipe, "data": {**recipe["data"], "dev": path}}), "recipe.yaml")
+        tune(TuneConfig.model_validate({**recipe, "data": {**recipe["data"], "dev": path}}))
 
 
 def test_two_workers_learn_as_one(

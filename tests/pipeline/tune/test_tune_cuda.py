@@ -11,8 +11,7 @@ from training_cases import SPECS, pairs
 
 from actors.engine.decoder import Decoder
 from actors.engine.schedule import ScheduleSpec
-from pipeline.tune.data import Batch, collate
-from pipeline.tune.trainer import response_logits
+from actors.engine.teacher_forcing import ResponseBatch, collate, response_logits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -27,7 +26,7 @@ def test_logits_and_gradients_are_those_of_the_cpu(family: str, spec: ScheduleSp
             name: value.to(device) if isinstance(value, torch.Tensor) else value
             for name, value in collate(pairs(seed=7)).items()
         }
-        logits = response_logits(Decoder(model), Batch(**inputs), schedule)
+        logits = response_logits(Decoder(model), ResponseBatch(**inputs), schedule)
         logits.logsumexp(-1).sum().backward()
         gradients = [one.grad.flatten().cpu() for one in model.parameters() if one.grad is not None]
         found.append((logits.detach().cpu(), torch.cat(gradients)))
