@@ -173,7 +173,7 @@ class Generator:
         A prompt is text, a list of token ids, or a list of messages for the checkpoint's chat template. A row's
         random numbers follow from seed and prompt, so that batches may be cut in any way. Where n is above 1, a
         row comes back n times. A chat template runs in transformers' own sandbox, which bounds neither its time nor
-        its memory, unless `pipeline.prepare.chat.bound_templates` was called.
+        its memory.
         """
         prompts = [self._prompt(value) for value in batch[self.prompt_column]]
         answers = self.answer(prompts, constant_prefix([one.ids for one in prompts if one.error is None]))

@@ -21,7 +21,8 @@ from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint, f
 from pipeline.config.job import JobConfig
 from pipeline.config.labels import check_compatible, check_labels, longest, tokenize_labels
 from pipeline.messages import is_unicode, one_line
-from pipeline.prepare.chat import Chat, check_chat, read_messages, render_chat
+from pipeline.prepare.chat import Chat, read_messages
+from pipeline.prepare.chat_template import check_chat, render_chat
 from pipeline.prepare.row_sampling import own_sampling, read_overrides
 from pipeline.prepare.templates import render, template_columns
 from pipeline.read import schema

@@ -1,75 +1,67 @@
-"""Bounds on what one row's template may do: seconds of work, and characters that it makes.
+"""jinja2's sandbox with bounds on time and size: no template stops a job.
 
-Templates come with job files and checkpoints, values with data: none of them may stop a job, or take its memory.
-Each operation that can make something large out of something small is looked at before it is done; what is left,
-loops and recursion, is ended by a watchdog.
+Operations that multiply text are estimated before they run, every result is measured, and a watchdog ends a template
+that runs for too long. A template that still takes all memory ends its worker process, and the row is quarantined.
 """
 
 from __future__ import annotations
 
 import ctypes
+import re
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from functools import wraps
+from collections.abc import Callable, Iterable, Mapping
+from functools import update_wrapper, wraps
 from typing import Any, TypeVar
 
 import jinja2
-from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+from markupsafe import Markup
 
-from pipeline.prepare.template_fields import filled
-from pipeline.prepare.template_held import Held
-from pipeline.prepare.template_sizes import (
-    CHARACTERS,
-    FILTERS,
-    INTEGER_BITS,
-    METHODS,
-    TooLarge,
-    measure,
-    printed,
-    refuse_above,
-    repeated,
-    too_large,
-)
-
-SECONDS = 5.0  # processor seconds of one row's template: another process's load must not fail a row
-HELD = 2**29  # bytes of all values that one row's template holds at a time
+SECONDS = 5.0  # processor time of one row's template: the load of other processes must not fail a row
+CHARACTERS = 2**23  # of one value, with all that it contains; a context of a million tokens is half of that
+TOTAL = 2**31  # characters of all texts that one row's template makes
+ITEM_CHARACTERS = 24  # what a list or a mapping counts, apart from its items
+INTEGER_BITS = 2**16
 _POLL_SECONDS = 0.1
 
 T = TypeVar("T")
 
 
 class OutOfBounds(ValueError):
-    """A row's template takes too long or makes too much; in one line."""
+    """A row's template takes too long or makes too much; one line."""
 
 
 class OutOfTime(BaseException):
-    """Raised in the midst of a template by the watchdog; nothing on the way up may take it for its own."""
+    """Raised inside a template by the watchdog; no handler on the way up may catch it by accident."""
 
 
-@dataclass(eq=False)
+class TooLarge(jinja2.TemplateRuntimeError):
+    """A template makes more than the bounds allow."""
+
+
 class _Run:
-    """A template at work."""
+    """A template that runs in a thread: its deadline on the thread's clock, and the characters made so far."""
 
-    held: Held = field(default_factory=Held)
+    def __init__(self, thread: int) -> None:
+        self.deadline = _processor_seconds(thread) + SECONDS
+        self.made = 0
 
 
-_lock = threading.Lock()
-_running: dict[int, _Run] = {}  # thread -> its run; changed, and looked through, under the lock
+_lock = threading.Lock()  # a thread ends only after its run has been removed: its clock can be read under the lock
+_runs: dict[int, _Run] = {}
 _watchdog: threading.Thread | None = None
 
 
 def bounded(action: Callable[[], T]) -> T:
-    """The action's value. OutOfBounds if its templates take too long or make too much."""
+    """The action's value. Raises OutOfBounds if the templates that it runs take too long or make too much."""
     global _watchdog
     thread = threading.get_ident()
-    if thread in _running:  # compiled within the run of the first row
+    if thread in _runs:  # nested: a template is compiled within the run of the first row
         return action()
     with _lock:
-        _running[thread] = _Run()
+        _runs[thread] = _Run(thread)
         if _watchdog is None or not _watchdog.is_alive():  # a forked process has none
             _watchdog = threading.Thread(target=_watch, name="template-watchdog", daemon=True)
             _watchdog.start()
@@ -86,172 +78,208 @@ def bounded(action: Callable[[], T]) -> T:
 
 
 def _end(thread: int) -> None:
-    """Nothing is sent to the thread any more; what was sent too late comes here."""
+    """Remove the run; an exception that the watchdog has sent too late is caught here."""
     while True:
         try:
             with _lock:
-                _running.pop(thread, None)
-            for _ in range(10):  # at one of these steps. Taking it back leaves Python 3.11 in an endless loop if traced
+                _runs.pop(thread, None)
+            for _ in range(10):  # a pending exception is raised here; clearing it makes Python 3.11 loop when traced
                 pass
             return
         except OutOfTime:
             continue
 
 
-def _send(thread: int, error: type[BaseException]) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
+def _watch() -> None:
+    while True:
+        time.sleep(_POLL_SECONDS)
+        with _lock:
+            for thread, run in _runs.items():
+                if _processor_seconds(thread) > run.deadline:
+                    run.deadline += SECONDS  # sent again then: a destructor may have swallowed the first
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(OutOfTime))
 
 
-def _worked(thread: int) -> float:
-    """Processor seconds of a thread; those of the clock where a thread has none (macOS)."""
+def _processor_seconds(thread: int) -> float:
+    """Processor time of a thread; wall-clock time where threads have no clock (macOS)."""
     if hasattr(time, "pthread_getcpuclockid"):
         return time.clock_gettime(time.pthread_getcpuclockid(thread))
     return time.monotonic()
 
 
-def _watch() -> None:
-    """Send `OutOfTime` into threads whose template has worked for too long."""
-    seen: dict[int, tuple[_Run, float]] = {}  # thread -> its run, and the thread's seconds when it was first seen
-    while True:
-        time.sleep(_POLL_SECONDS)
-        with _lock:
-            for thread, run in _running.items():
-                worked = _worked(thread)
-                before, began = seen.get(thread, (None, 0.0))
-                if before is not run:
-                    seen[thread] = run, worked
-                elif worked - began > SECONDS:
-                    seen[thread] = run, worked  # again after as long: a destructor may have swallowed it
-                    _send(thread, OutOfTime)
+_FLAT: tuple[type[Any], ...] = (list, tuple, set, frozenset, type({}.keys()), type({}.values()), type({}.items()))
+
+
+def measure(value: Any) -> int:
+    """Characters of a value with all that it contains. Raises TooLarge above `CHARACTERS`."""
+    size, left = 0, [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, str | bytes):
+            size += max(1, len(item))
+        elif isinstance(item, int):
+            refuse_above(INTEGER_BITS, item.bit_length())
+            size += 4 + item.bit_length() // 3
+        elif isinstance(item, _FLAT):
+            if len(item) > 24 and set(map(type, item)) <= {str, bytes, Markup}:  # a document's words, without a loop
+                size += max(len(item), sum(map(len, item)))
+            else:
+                size += ITEM_CHARACTERS
+                left += item
+        elif isinstance(item, Mapping):
+            size += ITEM_CHARACTERS
+            left += [*item.keys(), *item.values()]
+        else:
+            size += 4
+        refuse_above(CHARACTERS, size)
+    return size
+
+
+def refuse_above(bound: int, size: int) -> None:
+    if size > bound:
+        raise TooLarge(f"makes more than {CHARACTERS:,} characters")
+
+
+_FIELD = re.compile(r"%(?:\((?:[^()]|\([^()]*\))*\))?[#0\- +]*(\*|\d*)(?:\.(\*|\d*))?")
+
+
+def _widths(form: Any, values: Any) -> int:
+    """Sum of the widths and precisions in `form % values`."""
+    text = form.decode("latin-1") if isinstance(form, bytes) else str(form)
+    widths = [width for field in _FIELD.findall(text) for width in field if width]
+    arguments = values if isinstance(values, tuple) else (values,)
+    return sum(int(width) for width in widths if width != "*") + widths.count("*") * _largest(None, *arguments)
+
+
+def _largest(_text: Any, *arguments: Any, **named: Any) -> int:
+    """The largest integer argument: a width or a count."""
+    return max((abs(number) for number in (*arguments, *named.values()) if isinstance(number, int)), default=0)
+
+
+def _summed(_items: Any, *others: Any, **named: Any) -> int:
+    """Lists are summed in quadratic time: refused."""
+    return (CHARACTERS + 1) * any(isinstance(start, list | tuple) for start in (*others, *named.values()))
+
+
+def _searched(text: Any, *others: Any) -> int:
+    """A search from the right takes time of the order n * m."""
+    return len(text) * sum(len(part) for part in others if isinstance(part, str | bytes)) >> 8
+
+
+# filters and methods of text and numbers that are refused before they run, by what they are called with
+_ESTIMATES: dict[str, Callable[..., int]] = {
+    **dict.fromkeys(("batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice"), _largest),
+    **dict.fromkeys(("to_bytes", "tojson", "zfill"), _largest),
+    **dict.fromkeys(("rfind", "rindex", "rpartition", "rsplit"), _searched),
+    "format": lambda form, *values, **named: _widths(form, named or values),
+    "sum": _summed,
+}
 
 
 class _Generator(CodeGenerator):
-    """Literals and `~` through the bounds: a list of a list twice, in a macro that calls itself, would double."""
+    """Measures literals and `~`: `[x, x]` in a macro that calls itself doubles with every call."""
 
-    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
-        self.write("environment.text((")
-        for one in node.nodes:
-            self.visit(one, frame)
-            self.write(", ")
-        self.write("))")
 
-    def visit_List(self, node: nodes.List, frame: Frame) -> None:  # noqa: N802
-        self._kept(super().visit_List, node, frame, node.items)
+def _measured(visit: Callable[[Any, Any, Frame], None]) -> Callable[[Any, Any, Frame], None]:
+    def measured(self: Any, node: Any, frame: Frame) -> None:
+        if getattr(node, "ctx", "load") != "load":  # the target of an assignment
+            return visit(self, node, frame)
+        self.write("environment.check(")
+        visit(self, node, frame)
+        self.write(")")
 
-    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:  # noqa: N802
-        if node.ctx == "load":
-            self._kept(super().visit_Tuple, node, frame, node.items)
-        else:
-            super().visit_Tuple(node, frame)
+    return measured
 
-    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802
-        self._kept(super().visit_Dict, node, frame, [half for pair in node.items for half in (pair.key, pair.value)])
 
-    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
-        if isinstance(node.arg, nodes.Slice):  # the library writes Python's own, without the environment
-            self._kept(super().visit_Getitem, node, frame, [node.node])
-        else:
-            super().visit_Getitem(node, frame)
+for _name in ("Concat", "Dict", "List", "Tuple"):
+    setattr(_Generator, f"visit_{_name}", _measured(getattr(CodeGenerator, f"visit_{_name}")))
 
-    def _kept(self, visit: Callable[[Any, Frame], None], node: Any, frame: Frame, items: list[Any]) -> None:
-        if all(isinstance(item, nodes.Const) for item in items):
-            visit(node, frame)
-        else:
-            self.write("environment.keep(")
-            visit(node, frame)
-            self.write(")")
+
+class _Fields(SandboxedFormatter):
+    """`str.format`, refused before a field that is too wide and after fields that are too much together."""
+
+    made = 0
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        refuse_above(CHARACTERS, sum(map(int, re.findall(r"\d+", format_spec))))
+        text = str(super().format_field(value, format_spec))
+        self.made += len(text)
+        refuse_above(CHARACTERS, self.made)
+        return text
 
 
 class BoundedSandbox(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox, whose values have bounds: `CHARACTERS` each, `HELD` at a time."""
+    """jinja2's sandbox whose values have bounds: `CHARACTERS` each, `TOTAL` together.
+
+    Filters and globals that draw at random are missing: a row must always give the same prompt.
+    """
 
     code_generator_class = _Generator
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
-    is_bound = False
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        del self.filters["random"], self.globals["lipsum"]
+        for name, function in self.filters.items():
+            self.add_filter(name, function)
 
-    def from_string(self, *args: Any, **kwargs: Any) -> jinja2.Template:
-        if not self.is_bound:
-            self._bound()
-        return super().from_string(*args, **kwargs)
+    def add_filter(self, name: str, function: Callable[..., Any]) -> None:
+        """Register a filter whose arguments and results are bounded."""
+        estimate, passed = _ESTIMATES.get(name), int(hasattr(function, "jinja_pass_arg"))  # the context, in front
 
-    def _bound(self) -> None:
-        """Put the bounds on filters and globals; once, when they are all there."""
-        self.is_bound = True
-        self.filters = {name: _bounded_filter(name, one) for name, one in self.filters.items() if name != "random"}
-        self.globals.pop("lipsum", None)  # draws at random, as the filter does: a row must always give one prompt
-        space = self.globals.get("namespace")
-        if isinstance(space, type):  # else its text shows what it holds, which may be a tower of others
-            self.globals["namespace"] = type("Namespace", (space,), {"__repr__": lambda _: "<Namespace>"})
+        @wraps(function)
+        def bounded_filter(*args: Any, **kwargs: Any) -> Any:
+            if estimate is not None:
+                refuse_above(CHARACTERS, estimate(*args[passed:], **kwargs))
+            return self.check(function(*args, **kwargs))
 
-    def keep(self, value: T) -> T:
-        """The value, if it is within the bounds; TooLarge if it is not."""
-        _charge(value)
+        self.filters[name] = bounded_filter
+
+    def check(self, value: T) -> T:
+        """The value. Raises TooLarge if it is, or if the row has made too much."""
+        size = measure(value)
+        run = _runs.get(threading.get_ident())
+        if run is not None and isinstance(value, str | bytes):
+            run.made += size
+            if run.made > TOTAL:
+                raise TooLarge(f"makes more than {TOTAL:,} characters in all")
         return value
 
-    def concat(self, pieces: Iterable[str]) -> str:
-        """What the library joins with: a template's output, a macro's, a block's."""
-        found, size = [], 0
-        for piece in pieces:
-            size += len(piece)
-            if size > CHARACTERS:
-                raise too_large()
-            found.append(piece)
-        return self.keep("".join(found))
-
-    def text(self, values: tuple[Any, ...]) -> str:
-        """`a ~ b`."""
-        return self.concat(map(str, values))
+    def concat(self, texts: Iterable[str]) -> str:
+        """Join the output of a template, a macro or a block."""
+        parts, size = [], 0
+        for text in texts:
+            size += len(text)
+            refuse_above(CHARACTERS, size)
+            parts.append(text)
+        return self.check("".join(parts))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "*":
-            refuse_above(CHARACTERS, repeated(left, right))
-        elif operator == "**":
-            if isinstance(left, int) and isinstance(right, int) and left.bit_length() * max(right, 0) > INTEGER_BITS:
-                raise too_large()
-        elif operator == "%" and isinstance(left, str | bytes):
-            refuse_above(CHARACTERS, printed(left, right))
-        return self.keep(super().call_binop(context, operator, left, right))
+        if operator == "%" and isinstance(left, str | bytes):
+            refuse_above(CHARACTERS, _widths(left, right))
+        elif operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * max(right, 0) if operator == "**" else left.bit_length() + right.bit_length()
+            refuse_above(INTEGER_BITS, bits)
+        elif operator == "*" and isinstance(left, int) != isinstance(right, int):
+            times, value = (left, right) if isinstance(left, int) else (right, left)
+            refuse_above(CHARACTERS, measure(value) * max(times, 0))
+        return self.check(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         name, owner = getattr(__obj, "__name__", None), getattr(__obj, "__self__", None)
-        if name in METHODS and isinstance(owner, str | bytes | int):
-            if name == "join":
-                args = _with_length(args, 0)
-            refuse_above(CHARACTERS, METHODS[name](owner, *args, **kwargs))
-        return __self.keep(super().call(__context, __obj, *args, **kwargs))
+        if isinstance(owner, str | bytes | int) and name in _ESTIMATES:
+            refuse_above(CHARACTERS, _ESTIMATES[name](owner, *args, **kwargs))
+        return __self.check(super().call(__context, __obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        return None if super().wrap_str_format(value) is None else filled(self, value)
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None or isinstance(value.__self__, Markup):  # escapes its fields; the result is measured
+            return wrapped
+        form, is_map = value.__self__, value.__name__ == "format_map"
 
+        def fill(*args: Any, **kwargs: Any) -> str:
+            if is_map:
+                (kwargs,), args = args, ()
+            return _Fields(self).vformat(form, args, kwargs)
 
-def _charge(value: Any) -> None:
-    characters, size = measure(value)
-    refuse_above(CHARACTERS, characters)
-    run = _running.get(threading.get_ident())
-    if run is not None and run.held.add(value, size) > HELD:
-        raise TooLarge(f"makes more than {HELD:,} bytes at a time")
-
-
-def _with_length(args: tuple[Any, ...], place: int) -> tuple[Any, ...]:
-    """The arguments, with a list in place of an iterator."""
-    if len(args) <= place or hasattr(args[place], "__len__"):
-        return args
-    return (*args[:place], list(args[place]), *args[place + 1 :])
-
-
-def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    estimate = FILTERS.get(name)
-    context = 1 if hasattr(function, "jinja_pass_arg") else 0  # arguments that the library puts in front
-
-    @wraps(function)
-    def within(*args: Any, **kwargs: Any) -> Any:
-        if estimate is not None:
-            if name == "join":
-                args = _with_length(args, context)
-            refuse_above(CHARACTERS, estimate(*args[context:], **kwargs))
-        found = function(*args, **kwargs)
-        _charge(found)
-        return found
-
-    return within
+        return update_wrapper(fill, value)

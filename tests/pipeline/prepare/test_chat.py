@@ -17,7 +17,8 @@ from actors.engine.types import SamplingParams
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig
 from pipeline.job import run
-from pipeline.prepare.chat import Chat, check_chat, conversation, render_chat
+from pipeline.prepare.chat import Chat, conversation
+from pipeline.prepare.chat_template import check_chat, render_chat
 from pipeline.prepare.prompts import (
     CHOICES,
     ERROR,
@@ -216,6 +217,80 @@ def test_a_template_is_told_the_time_of_the_plan_and_draws_nothing(chat_checkpoi
     with pytest.raises(ValueError, match="No filter named 'random'"):
         compile_template("{{ [1, 2] | random }}")
     assert template_columns("{{ lipsum }} {{ namespace }} {{ range(3) }}") == ["lipsum", "namespace"]
+
+
+HEADERS = (
+    "{{- bos_token }}{%- for message in messages %}{{- '<|' + message.role + '|>\\n' + message.content | trim }}"
+    "{%- endfor %}{% if add_generation_prompt %}{{- '<|assistant|>' }}{% endif %}"
+)
+TEMPLATES = [
+    HEADERS,
+    "{% set ns = namespace(found=false, text='') %}\n    {% for m in messages %}\n  {% if m.role == 'user' %}"
+    "{% set ns.found = true %}{% set ns.text = ns.text ~ m.content %}{% else %}{% continue %}{% endif %}"
+    "\n{% endfor %}\n{{ ns.text if ns.found else 'none' }}",
+    "{% for m in messages[::-1] %}{{ m['content'].split('i')[0] | upper }}{% break %}{% endfor %}",
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}",
+    "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}"
+    "{{ {'b': '<&\u00fc>', 'a': none} | tojson(sort_keys=true) }}",
+    "{{ dict(a=1, b=messages[0].content).items() | list }}{{ dict.fromkeys(['x', 'y'], 2) }}",
+    "{% macro turn(m, first=false) %}[{{ m.role }}{{ ' first' if first }}]{{ m.content }}{% endmacro %}"
+    "{% for m in messages %}{{ turn(m, loop.first) }}{% endfor %}{{ eos_token }}",
+    "{% for m in messages %}{% if m.reasoning_content is defined %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.thinking }}{{ m.content }}{{ m.nothing }}{% endfor %}",
+    "{{ tools is none }}{{ tools }}{{ documents }}{% if tools %}tools{% endif %}{{ thinking }}{{ messages[5] }}",
+    "{{ messages | map(attribute='role') | join(', ') }}{{ '%s|%5d' % (messages[0].role, 3) }}"
+    "{{ '{:>8}'.format('x') }}",
+    "{{ raise_exception('no') if messages | length > 3 }}{{ strftime_now('%Y') | length }}",
+    "{{ '<b>{}</b>' | safe }}{{ messages[0].content | e }}{{ loop_messages | default([]) }}",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_chat_template_writes_what_it_writes_in_transformers(chat_checkpoint: Path, template: str) -> None:
+    tokenizer = load_tokenizer(chat_checkpoint)
+    tokenizer.chat_template = template
+    messages = [
+        {"role": "system", "content": "be <nice>", "name": None},
+        {"role": "user", "content": " hi "},
+        {"role": "assistant", "content": "hm", "reasoning": "why"},
+    ]
+    values = {"thinking": False, "enable": ["a", 1]}
+    expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **values)
+    assert render_chat(tokenizer, Chat(values=values), messages) == expected
+
+
+def test_the_libraries_own_chat_templates_stay_as_they_are(chat_checkpoint: Path) -> None:
+    """A job in the same process changes neither the sandbox nor the clock of transformers."""
+    import transformers.utils.chat_template_utils as library
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    tokenizer = load_tokenizer(chat_checkpoint)
+    tokenizer.chat_template = "{{ strftime_now('%Y') }}{{ 'a' * 9000000 }}"
+    with pytest.raises(ValueError, match="makes more than"):
+        render_chat(tokenizer, Chat(now=0.0), USER)
+    assert library.ImmutableSandboxedEnvironment is ImmutableSandboxedEnvironment
+    text = tokenizer.apply_chat_template(USER, tokenize=False)
+    assert len(text) == 9_000_004 and not text.startswith("1970")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ dict.__class__ }}{{ dict.mro() }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{% set ns = namespace(__class__=1) %}",
+        "{% set ns = namespace(a=1) %}{% set ns._b = 1 %}",
+        "{{ raise_exception.__globals__.os }}",
+        "{{ strftime_now.func.__globals__.os }}",
+        "{{ messages.append(1) }}",
+    ],
+)
+def test_a_chat_template_stays_in_its_sandbox(chat_checkpoint: Path, template: str) -> None:
+    tokenizer = load_tokenizer(chat_checkpoint)
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=r"^chat template: (SecurityError|UndefinedError): [^\n]+$"):
+        render_chat(tokenizer, Chat(), USER)
 
 
 def test_what_is_wrong_with_a_row_is_valid_text(checkpoint: Path) -> None:
