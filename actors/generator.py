@@ -2,88 +2,70 @@
 
     ds.map_batches(Generator, fn_constructor_kwargs={"checkpoint": "..."}, compute=ActorPoolStrategy(size=2))
 
-It imports no ray. Rows are answered in batches of similar length under a budget of cache bytes; how they are
-cut is a function of the rows given and the settings alone.
+It imports no ray. Rows are answered in batches of similar length within a budget of cache bytes; the batches are a
+function of the rows and the settings alone.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import resource
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, get_args
+from dataclasses import replace
+from typing import Any
 
 import jinja2
-import numpy as np
 
+from actors.answers import Answer, Prompt, answer_columns, as_column, error_answer
 from actors.engine.batching import constant_prefix
+from actors.engine.build import EngineSettings, build_engine, check_choice, current_device
 from actors.engine.choices import ChoiceTrie
 from actors.engine.errors import UserError
-from actors.engine.loading import Checkpoint, inspect, load_decoder, load_tokenizer, memory_needed, stop_ids
-from actors.engine.row_key import row_key
+from actors.engine.loading import inspect, load_tokenizer
 from actors.engine.stopping import StopStrings
-from actors.engine.types import Completion, EngineName, EngineStats, FinishReason, Request, SamplingParams, TokenLogprob
-from actors.engine.weights import check_free
-
-if TYPE_CHECKING:
-    import torch
+from actors.engine.types import (
+    SCHEDULERS,
+    Completion,
+    EngineName,
+    EngineStats,
+    FinishReason,
+    Request,
+    SamplingParams,
+    row_key,
+)
 
 KEPT_TRIES = 64
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A row to answer.
-
-    ids: tokens of the prompt. source, row: what its random numbers follow from, beside the seed. error: why it
-    cannot be answered. sampling: its own parameters, on top of the Generator's. choices: its own labels.
-    """
-
-    ids: Sequence[int]
-    source: str
-    row: int
-    error: str | None = None
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    choices: Sequence[str] | None = None
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One answer to a row; a bad row has a single one, with an error and no text.
-
-    row: place of its prompt among those given. cumulative_logprob, logprobs: see Completion.
-    """
-
-    row: int
-    sample_index: int
-    generated_text: str | None
-    finish_reason: str
-    prompt_tokens: int
-    generated_tokens: int
-    mean_depth: float | None
-    error: str | None
-    token_ids: list[int] | None
-    cumulative_logprob: float | None
-    logprobs: list[TokenLogprob] | None
-    choice_probability: float | None
 
 
 class Generator:
-    """Holds one model on one device.
+    """Answers rows with one model on one device.
 
-    checkpoint: folder. schedule: keys of a job's `schedule` section, on top of what the checkpoint stores.
-    sampling: fields of SamplingParams. choices: labels; every answer is one of them. strip: take white space
-    off both ends of a text. dtype: float32, bfloat16 or float16. device: auto, cpu or cuda. threads: torch
-    threads on CPU. cache_bytes: key/value cache of the rows in flight. max_batch: of them. scheduler: lock_step, or
-    refill: rows that have ended are replaced at once. compile: torch.compile the layers. engine: paged
-    (on a GPU: fused layers, CUDA graphs and a paged cache, for the families that have fused layers), library (layers
-    of transformers, on a CPU with kernels of this package) or auto (library). cumulative_logprob: tell it, which takes
-    time. Raises ValueError of one line if these do not fit.
+    It is single-threaded: calls must come one after another, so an actor that holds one needs `max_concurrency` 1, the
+    default of Ray. Loading prints nothing.
+
+    Args:
+        checkpoint: Folder with config.json, safetensors and a tokenizer.
+        schedule: Keys of a job's `schedule` section, on top of the schedule that the checkpoint stores.
+        sampling: Fields of `SamplingParams`.
+        choices: Labels; every answer is one of them.
+        strip: Remove white space from both ends of a text.
+        dtype: float32, bfloat16 or float16, of weights, activations and cache.
+        device: auto, cpu, cuda or cuda:N; auto is cuda where torch sees a GPU.
+        threads: torch threads on a CPU; None keeps the process's setting.
+        cache_bytes: Bytes of key/value cache of the rows in flight.
+        max_batch: Most rows in flight.
+        scheduler: lock_step: rows of a batch begin together; refill: a row that has ended is replaced immediately.
+        compile: Compile the layers with torch.compile, in place of this package's CPU kernels.
+        engine: library: layers of transformers, on a CPU with kernels of this package; paged: on a GPU, fused layers,
+            CUDA graphs and a paged cache, for the families that have fused layers, else library; auto: library.
+        cumulative_logprob: Compute the sum of each answer's log-probabilities, nats, which takes time.
+        seed: Seed of the random numbers, from which and from each prompt a row's own follow.
+        prompt_column: Column of a batch that holds the prompts.
+
+    Raises:
+        UserError: Arguments, checkpoint or device that do not fit, in one line.
     """
 
     def __init__(
@@ -106,94 +88,45 @@ class Generator:
         seed: int = 0,
         prompt_column: str = "prompt",
     ) -> None:
-        import torch
-
-        from actors.engine.engine import Engine
-        from actors.engine.scheduler import SCHEDULERS
-
-        if scheduler not in SCHEDULERS:
-            raise UserError(f"scheduler = {scheduler!r}: must be one of {', '.join(SCHEDULERS)}")
-        if engine not in get_args(EngineName):
-            raise UserError(f"engine = {engine!r}: must be one of {', '.join(get_args(EngineName))}")
-        if compile and engine == "paged":
-            raise UserError("compile and engine = 'paged' exclude each other: the paged engine has kernels of its own")
-        if threads is not None:
-            torch.set_num_threads(threads)
-        found = inspect(checkpoint)
-        self.schedule = found.schedule(dict(schedule or {}))
+        check_choice("scheduler", scheduler, SCHEDULERS)
+        settings = EngineSettings(engine, dtype, device, compile, cache_bytes, max_batch, cumulative_logprob)
         self.sampling = SamplingParams().merged(dict(sampling or {}))
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(device)
-        on_gpu = self.device.type == "cuda"
-        paged = uses_pages(engine, found, self.device)
-        needed = memory_needed(found, dtype, cache_bytes, on_gpu=on_gpu, paged_rows=max_batch if paged else 0)
-        if on_gpu:
-            check_free(needed, *torch.cuda.mem_get_info(self.device))
-        decoder = load_decoder(checkpoint, getattr(torch, dtype), self.device)
-        if compile:
-            decoder.compile()
-        elif paged:
-            from actors.engine.gpu import kernels
+        self.strip, self.seed, self.prompt_column = strip, seed, prompt_column
+        self.cache_bytes, self.max_batch, self.scheduler = cache_bytes, max_batch, scheduler
+        if threads is not None:
+            import torch
 
-            decoder.prepare_for_gpu(kernels)
-        else:
-            decoder.prepare_for_cpu()
+            torch.set_num_threads(threads)
+        inspected = inspect(checkpoint)
+        self.schedule = inspected.schedule(dict(schedule or {}))
         self.tokenizer = load_tokenizer(checkpoint)
-        ends = stop_ids(decoder, self.tokenizer)
-        self.engine: Engine
-        if paged:
-            from actors.engine.gpu.engine import GpuEngine
-
-            self.engine = GpuEngine(
-                decoder,
-                self.schedule,
-                ends,
-                budget_bytes=cache_bytes,
-                max_rows=max_batch,
-                cumulative_logprob=cumulative_logprob,
-            )
-        else:
-            self.engine = Engine(decoder, self.schedule, ends, cumulative_logprob=cumulative_logprob)
         self.special_ids = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
-        self.strip = strip
-        self.cache_bytes = cache_bytes
-        self.max_batch = max_batch
-        self.scheduler = scheduler
-        self.seed = seed
-        self.prompt_column = prompt_column
+        self.engine = build_engine(inspected, self.schedule, self.tokenizer, settings)
+        self.device = self.engine.decoder.device
         self._tries: dict[tuple[str, ...], ChoiceTrie] = {}
         self.choices = None if choices is None else tuple(choices)
         if self.choices is not None:
             self._trie(self.choices)
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Columns of a batch, with a column of prompts -> the same columns and the answers' columns.
 
         A prompt is text, a list of token ids, or a list of messages for the checkpoint's chat template. A row's
-        random numbers follow from seed and prompt, so that batches may be cut in any way. Where n is above 1, a
-        row comes back n times. A chat template runs in transformers' own sandbox, which bounds neither its time nor
-        its memory.
+        random numbers follow from seed and prompt, so that batches may be cut in any way; equal prompts have equal
+        answers. With n above 1, a row is repeated n times. A number that is missing, such as the `mean_depth` of an
+        answer of one token, is None. A chat template runs in transformers' own sandbox, which bounds neither its time
+        nor its memory.
         """
-        prompts = [self._prompt(value) for value in batch[self.prompt_column]]
-        answers = self.answer(prompts, constant_prefix([one.ids for one in prompts if one.error is None]))
-        rows = [one.row for one in answers]
-        columns = {name: np.asarray(values)[rows] for name, values in batch.items()}
-        for name in ("sample_index", "prompt_tokens", "generated_tokens"):
-            columns[name] = np.array([getattr(one, name) for one in answers])
-        for name in ("generated_text", "finish_reason", "error"):
-            columns[name] = np.array([getattr(one, name) for one in answers], dtype=object)
-        floats = ("mean_depth", "cumulative_logprob", *(("choice_probability",) if self.choices else ()))
-        for name in floats:
-            columns[name] = np.array([getattr(one, name) for one in answers], dtype=float)
-        if self.sampling.logprobs is not None:
-            columns["logprobs"] = np.empty(len(answers), dtype=object)
-            for place, one in enumerate(answers):
-                columns["logprobs"][place] = [token.to_dict() for token in one.logprobs or ()]
-        return columns
+        kept = {name: as_column(values) for name, values in batch.items()}
+        prompts = [self._prompt(value) for value in kept[self.prompt_column]]
+        answers = self.answer(prompts, constant_prefix([prompt.ids for prompt in prompts if prompt.error is None]))
+        rows = [answer.row for answer in answers]
+        columns = {name: values[rows] for name, values in kept.items()}
+        choices, logprobs = self.choices is not None, self.sampling.logprobs is not None
+        return columns | answer_columns(answers, choices=choices, logprobs=logprobs)
 
     def _prompt(self, value: Any) -> Prompt:
-        """A value of a prompt column, whatever its kind."""
+        """The prompt of any value of a prompt column."""
         ids: list[int] = []
         error = None
         try:
@@ -207,8 +140,8 @@ class Generator:
             elif all(token == int(token) >= 0 for token in value):
                 ids = [int(token) for token in value]
             else:
-                error = "prompt holds what is no token id"
-        # what a value of any kind, or a chat template, may raise
+                error = "prompt holds values that are no token ids"
+        # errors that a value of any type, or a chat template, may raise
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
             error = f"prompt cannot be read: {' '.join(str(problem).split())}"
         return Prompt(ids, f"prompt:{ids}", 0, error)
@@ -219,68 +152,73 @@ class Generator:
         prefix: Sequence[int] = (),
         on_batch: Callable[[Sequence[int]], None] | None = None,
     ) -> list[Answer]:
-        """Answer rows, each `n` times, in their order; rows that come with an error are passed by.
+        """Answer rows, each `n` times, in their order; a row with an error has one answer that carries it.
 
-        prefix: token ids with which most of them begin; computed once. on_batch: told the rows that may be in flight
-        until it is told again, before they are, and none when all have run.
+        Args:
+            prompts: The rows.
+            prefix: Token ids with which most prompts begin; their keys and values are computed once.
+            on_batch: Called, before each batch, with the rows that may be in flight until its next call, and with no
+                rows at the end.
         """
         from actors.engine.scheduler import generate
 
         requests: list[Request] = []
-        owners: list[int] = []
+        owners: list[int] = []  # the row of each request
         errors: dict[int, str] = {}
         for row, prompt in enumerate(prompts):
             try:
-                wanted = self._requests(prompt)
-            except ValueError as problem:
-                errors[row] = str(problem)
+                samples = self._requests(prompt)
+            except ValueError as error:
+                errors[row] = str(error)
                 continue
-            requests += wanted
-            owners += [row] * len(wanted)
+            requests += samples
+            owners += [row] * len(samples)
 
-        def tell(places: Sequence[int]) -> None:
+        def report(indices: Sequence[int]) -> None:
             if on_batch is not None:
-                on_batch(sorted({owners[place] for place in places}))
+                on_batch(sorted({owners[index] for index in indices}))
 
-        done = generate(
-            self.engine,
-            requests,
-            budget_bytes=self.cache_bytes,
-            max_rows=self.max_batch,
-            prefix=list(prefix),
-            scheduler=self.scheduler,
-            on_batch=tell,
-        )
-        tell(())
-        # one sample that does not fit the memory makes its row a bad one, which has a single answer
-        errors |= {row: one.error for row, one in zip(owners, done, strict=True) if one.error is not None}
-        answers = [_bad(row, len(prompts[row].ids), error) for row, error in errors.items()]
-        samples: Counter[int] = Counter()
-        for row, request, completion in zip(owners, requests, done, strict=True):
-            if row in errors:
-                continue
-            count = len(completion.token_ids)
-            answers.append(
-                Answer(
-                    row=row,
-                    sample_index=samples[row],
-                    generated_text=self._text(prompts[row], request, completion),
-                    finish_reason=str(completion.finish_reason),
-                    prompt_tokens=len(request.prompt_ids),
-                    generated_tokens=count,
-                    mean_depth=self.schedule.mean_depth(count),
-                    error=None,
-                    token_ids=list(completion.token_ids),
-                    cumulative_logprob=completion.cumulative_logprob,
-                    logprobs=None if completion.logprobs is None else list(completion.logprobs),
-                    choice_probability=completion.choice_probability,
-                )
+        with current_device(self.device):
+            completions = generate(
+                self.engine,
+                requests,
+                budget_bytes=self.cache_bytes,
+                max_rows=self.max_batch,
+                prefix=list(prefix),
+                scheduler=self.scheduler,
+                on_batch=report,
             )
-            samples[row] += 1
-        return sorted(answers, key=lambda one: (one.row, one.sample_index))
+        report(())
+        # a sample that does not fit the memory makes its row an error, which has a single answer
+        errors |= {row: done.error for row, done in zip(owners, completions, strict=True) if done.error is not None}
+        answers = [error_answer(row, len(prompts[row].ids), error) for row, error in errors.items()]
+        counts: Counter[int] = Counter()
+        for row, request, completion in zip(owners, requests, completions, strict=True):
+            if row not in errors:
+                answers.append(self._answer(row, counts[row], prompts[row], request, completion))
+                counts[row] += 1
+        return sorted(answers, key=lambda answer: (answer.row, answer.sample_index))
+
+    def _answer(self, row: int, sample: int, prompt: Prompt, request: Request, completion: Completion) -> Answer:
+        """The answer of a completion without an error."""
+        count = len(completion.token_ids)
+        return Answer(
+            row=row,
+            sample_index=sample,
+            generated_text=self._text(prompt, request, completion),
+            finish_reason=str(completion.finish_reason),
+            prompt_tokens=len(request.prompt_ids),
+            generated_tokens=count,
+            mean_depth=self.schedule.mean_depth(count),
+            error=None,
+            token_ids=list(completion.token_ids),
+            cumulative_logprob=completion.cumulative_logprob,
+            logprobs=None if completion.logprobs is None else list(completion.logprobs),
+            choice_probability=completion.choice_probability,
+        )
 
     def _requests(self, prompt: Prompt) -> list[Request]:
-        """The row's samples as the engine's requests; ValueError says why it cannot be answered."""
+        """The row's samples as requests; raises UserError for a row that cannot be answered."""
         if prompt.error is not None:
             raise UserError(prompt.error)
         try:
@@ -293,8 +231,8 @@ class Generator:
         for name, ids in (("sampling: stop_token_ids", params.stop_token_ids), ("prompt", prompt.ids)):
             if ids and max(ids) >= vocabulary:
                 raise UserError(f"{name}: token {max(ids)} lies outside the model's vocabulary of {vocabulary}")
-        special = [self.special_ids[one] for one in params.stop if one in self.special_ids]
-        if special:  # they decode to nothing, where no string can be found
+        special = [self.special_ids[text] for text in params.stop if text in self.special_ids]
+        if special:  # they decode to no text, so no string is found in it
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
         labels = self.choices if prompt.choices is None else tuple(prompt.choices)
         trie = None if labels is None else self._trie(labels)
@@ -315,11 +253,11 @@ class Generator:
         return requests
 
     def _trie(self, labels: tuple[str, ...]) -> ChoiceTrie:
-        """The labels' trie; the last few are kept. ValueError if they cannot be told apart."""
+        """The labels' trie; recent ones are kept. Raises UserError for labels that cannot be distinguished."""
         if labels not in self._tries:
             ids = [self.tokenizer(label, add_special_tokens=False)["input_ids"] for label in labels]
             vocabulary = self.engine.decoder.vocab_size
-            wrong = [label for label, one in zip(labels, ids, strict=True) if one and max(one) >= vocabulary]
+            wrong = [label for label, tokens in zip(labels, ids, strict=True) if tokens and max(tokens) >= vocabulary]
             if wrong:
                 raise UserError(f"choices: {wrong[0]!r} holds a token outside the model's vocabulary of {vocabulary}")
             stops = self.engine.stop_ids
@@ -337,7 +275,7 @@ class Generator:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _text(self, prompt: Prompt, request: Request, completion: Completion) -> str:
-        """The answer's text, without the stop token or string that ended it; a label as it was given."""
+        """The answer's text without the stop token or string that ended it; for choices the label itself."""
         if completion.choice is not None:
             labels = self.choices if prompt.choices is None else prompt.choices
             assert labels is not None
@@ -349,11 +287,11 @@ class Generator:
         return text.strip() if self.strip else text
 
     def take_stats(self) -> EngineStats:
-        """What the engine has counted since the last call."""
+        """The engine's counts since the last call."""
         return self.engine.take_stats()
 
     def peak_memory_bytes(self) -> int:
-        """Largest memory so far: of the GPU if there is one, else of this process."""
+        """Largest memory so far, bytes: of the GPU if there is one, else of this process."""
         if self.device.type == "cuda":
             import torch
 
@@ -362,7 +300,7 @@ class Generator:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
     def device_name(self) -> str:
-        """For the statistics: the GPU's name, or cpu, and in brackets the GPUs this process may see."""
+        """For the statistics: the GPU's name, or cpu, and in brackets the GPUs that this process may see."""
         name = "cpu"
         if self.device.type == "cuda":
             import torch
@@ -370,20 +308,3 @@ class Generator:
             name = torch.cuda.get_device_name(self.device)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         return f"{name} [{visible}]" if visible else name
-
-
-def uses_pages(engine: EngineName, checkpoint: Checkpoint, device: torch.device) -> bool:
-    """Whether the paged engine runs the checkpoint; logs why not, where it was asked for."""
-    if engine != "paged":
-        return False
-    if device.type != "cuda":
-        log.warning("engine: library in place of paged, which needs a GPU")
-    elif not checkpoint.has_pages:
-        family = checkpoint.config.model_type
-        log.warning("engine: library in place of paged, which has no fused layers for %s models", family)
-    return device.type == "cuda" and checkpoint.has_pages
-
-
-def _bad(row: int, prompt_tokens: int, error: str) -> Answer:
-    """The one answer of a row that cannot be answered."""
-    return Answer(row, 0, None, str(FinishReason.ERROR), prompt_tokens, 0, None, error, None, None, None, None)

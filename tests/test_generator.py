@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from tiny_checkpoint import CONTEXT, LAYERS, tiny_checkpoint
 from transformers import AutoConfig
 
+from actors.answers import Prompt
+from actors.engine.build import uses_pages
 from actors.engine.loading import inspect
-from actors.generator import Generator, Prompt, uses_pages
+from actors.generator import Generator
 
 PROMPTS = ["a", "name[Zizzi]", "The Eagle serves", "cheap food", "name[Alimentum], area[city centre]", "b c d e f", "a"]
 NEW_TOKENS = 12
@@ -90,7 +92,7 @@ def test_a_bad_row_keeps_its_place(generator: Generator) -> None:
     assert done[4][1] == "error" and done[4][4].endswith(f"leaves no room in a context of {CONTEXT}")
     good = [row for row in range(6) if row not in (1, 3, 4)]
     assert [done[row] for row in good] == answers(generator, [prompts[row] for row in good])
-    assert np.isnan(generator({"prompt": column([None])})["mean_depth"]).all()
+    assert generator({"prompt": column([None])})["mean_depth"].tolist() == [None]
 
 
 def test_nothing_to_answer(generator: Generator) -> None:
@@ -127,7 +129,7 @@ def test_neither_the_scheduler_nor_unwanted_logprobs_change_an_answer(checkpoint
     prompts = [*PROMPTS, None, *PROMPTS]
     assert answers(other, prompts) == answers(sampled, prompts)
     assert other.take_stats().batches < sampled.take_stats().batches
-    assert np.isnan(other({"prompt": column(["a"])})["cumulative_logprob"]).all()
+    assert other({"prompt": column(["a"])})["cumulative_logprob"].tolist() == [None]
 
 
 def test_sampled_answers_follow_the_seed(checkpoint: Path, sampled: Generator) -> None:
@@ -351,6 +353,45 @@ def test_another_prompt_column(checkpoint: Path, generator: Generator) -> None:
     assert done["generated_text"].tolist() == [answers(generator, ["a"])[0][0]]
 
 
+def test_list_columns_are_kept_whatever_their_lengths(generator: Generator) -> None:
+    """As plain lists, ragged or not; a list of prompts' token ids is such a column too."""
+    ids = [generator.tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    ragged = [[1] * row for row in range(len(PROMPTS))]
+    equal = [[row, row] for row in range(len(PROMPTS))]
+    messages = [[{"role": "user"}] * (1 + row % 2) for row in range(len(PROMPTS))]
+    done = generator({"prompt": ids, "ragged": ragged, "equal": equal, "messages": messages, "id": range(len(PROMPTS))})
+    assert done["ragged"].tolist() == ragged and done["messages"].tolist() == messages
+    assert done["equal"].shape == (len(PROMPTS),) and done["equal"].tolist() == equal
+    assert done["prompt"].tolist() == ids and done["id"].tolist() == list(range(len(PROMPTS)))
+    assert done["generated_text"].tolist() == [answer[0] for answer in answers(generator, list(PROMPTS))]
+
+
+def test_an_answer_of_one_token_has_no_mean_depth(checkpoint: Path) -> None:
+    """As in a job, where the column is null: there was no decode step."""
+    generator = make(checkpoint, sampling={"max_new_tokens": 1})
+    done = generator({"prompt": column(["a", "b"])})
+    assert done["generated_tokens"].tolist() == [1, 1] and done["mean_depth"].tolist() == [None, None]
+
+
+def test_loading_prints_nothing_and_leaves_transformers_as_it_was(checkpoint: Path) -> None:
+    """In a process of its own: other tests may have silenced the library."""
+    code = f"""
+import logging
+from huggingface_hub.utils import are_progress_bars_disabled
+from transformers.utils import logging as library
+def settings():
+    level = logging.getLogger("transformers").level
+    return library.is_progress_bar_enabled(), are_progress_bars_disabled(), level
+before = settings()
+from actors.generator import Generator
+Generator({str(checkpoint)!r}, device="cpu")
+assert before == settings()
+assert before[:2] == (True, False)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_imports_stay_light() -> None:
     """The engine runs where neither Ray nor Arrow is, the generator in anyone's map_batches."""
     code = """
@@ -373,6 +414,53 @@ def test_the_engine_is_checked_before_a_model_is_loaded(checkpoint: Path) -> Non
         Generator(str(checkpoint), engine="graphs")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^compile and engine = 'paged' exclude each other: .*"):
         Generator(str(checkpoint), engine="paged", compile=True)
+    with pytest.raises(ValueError, match=r"^dtype = 'fp8': must be one of float32, bfloat16, float16$"):
+        make(checkpoint, dtype="fp8")
+
+
+@pytest.mark.parametrize(("device", "sees"), [("cuda:1", 1), ("cuda", 0), ("cuda:0", 0)])
+def test_a_gpu_that_is_not_there_is_refused(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, device: str, sees: int
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: sees)
+    with pytest.raises(ValueError, match=rf"^device = '{device}': this process sees {sees} GPUs$"):
+        make(checkpoint, device=device)
+
+
+@pytest.mark.parametrize("device", ["gpu", "meta", "xpu"])
+def test_a_device_of_another_kind_is_refused(checkpoint: Path, device: str) -> None:
+    with pytest.raises(ValueError, match=rf"^device = '{device}': must be auto, cpu, cuda or cuda:N$"):
+        make(checkpoint, device=device)
+
+
+def test_the_second_gpu_is_the_current_one_while_rows_are_answered(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams, events and kernels without a device belong to the current one."""
+    entered: list[torch.device] = []
+
+    class Guard:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            entered.append(self.device)
+
+        def __exit__(self, *error: object) -> None:
+            entered.remove(self.device)
+
+    generator = make(checkpoint)
+    monkeypatch.setattr("torch.cuda.device", Guard)
+    monkeypatch.setattr(generator, "device", torch.device("cuda:1"))
+    seen: list[list[torch.device]] = []
+
+    def watched(*given: Any, **more: Any) -> list[Any]:
+        seen.append(list(entered))
+        return []
+
+    monkeypatch.setattr("actors.engine.scheduler.generate", watched)
+    generator.answer([])
+    assert seen == [[torch.device("cuda:1")]] and not entered
 
 
 def test_a_family_without_fused_layers_falls_back_and_says_so(
@@ -391,6 +479,7 @@ def test_a_family_without_fused_layers_falls_back_and_says_so(
 
 
 def test_a_gpu_without_room_is_said_before_loading(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (2**28, 2**30))
     with pytest.raises(ValueError, match=r"256 MiB of 1\.0 GiB are free: lower actors\.cache_bytes"):
         make(checkpoint, device="cuda")

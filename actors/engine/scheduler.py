@@ -17,9 +17,8 @@ from itertools import islice
 from actors.engine.batching import plan_batches
 from actors.engine.engine import Engine
 from actors.engine.out_of_memory import alone_error, free_memory, is_out_of_memory
-from actors.engine.types import Completion, FinishReason, Request
+from actors.engine.types import SCHEDULERS, Completion, FinishReason, Request
 
-SCHEDULERS = ("lock_step", "refill")
 REFILL_SHARE = 8  # newcomers wait until one in so many places is free: one row's pass costs as much time as a few rows'
 SPREAD = 2  # the longest prompt of a run is at most so many times its shortest one: all places are as long as it
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from actors.engine.choices import ChoiceTrie
 
 EngineName = Literal["auto", "library", "paged"]
+SCHEDULERS = ("lock_step", "refill")
 
 
 class FinishReason(StrEnum):
@@ -119,6 +121,12 @@ _KINDS = {
     "tuple[str, ...]": "a string or a list of strings",
     "tuple[int, ...]": "a list of whole numbers",
 }
+
+
+def row_key(seed: int, source: str, row: int, sample: int = 0) -> int:
+    """64-bit key of one row's random numbers, from job seed, file, row number and sample index."""
+    digest = hashlib.blake2b(f"{seed}\0{source}\0{row}\0{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 class Ending(Protocol):

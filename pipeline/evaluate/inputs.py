@@ -10,13 +10,14 @@ from pathlib import Path
 import psutil
 import torch
 
+from actors.answers import Prompt
 from actors.engine.choices import ChoiceTrie
 from actors.engine.errors import UserError
 from actors.engine.loading import load_tokenizer
 from actors.engine.schedule import ScheduleSpec
 from actors.engine.schedule_file import SCHEDULE_FILE
 from actors.engine.schedule_variants import comparisons, speeds
-from actors.generator import Generator, Prompt
+from actors.generator import Generator
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, fetch, resolve_checkpoint
 from pipeline.config.evaluate import EvalConfig
 from pipeline.config.labels import longest, tokenize_labels

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
-from actors.generator import Answer
+from actors.answers import Answer
 from pipeline.evaluate.data import EvalRow
 from pipeline.evaluate.metrics import METRICS
 from pipeline.evaluate.results import Evaluation, Line, Score, answers_file

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 from rich.progress import track
 
+from actors.answers import Answer, Prompt
 from actors.engine.errors import UserError
 from actors.engine.schedule import Schedule
 from actors.engine.types import EngineStats
-from actors.generator import Answer, Generator, Prompt
+from actors.generator import Generator
 
 
 @dataclass

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from actors.generator import Answer, Generator, Prompt
+from actors.answers import Answer, Prompt
+from actors.generator import Generator
 from pipeline.checkpoints.resolve import fetch
 from pipeline.generate.coordinator import RunCoordinator
 from pipeline.generate.output import PartSpec, part_bytes, part_table

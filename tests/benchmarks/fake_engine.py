@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actors.answers import Answer, Prompt
 from actors.engine.types import EngineStats
-from actors.generator import Answer, Generator, Prompt
+from actors.generator import Generator
 
 TOKENS = [5, 6, 7, 8]
 TEXT = "a cheap pub near the river"

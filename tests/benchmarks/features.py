@@ -20,7 +20,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import torch
 
-from actors.generator import Generator, Prompt
+from actors.answers import Prompt
+from actors.generator import Generator
 from pipeline.demo_data import write_prompts
 
 CHECKPOINT = "configs/demo/checkpoint"

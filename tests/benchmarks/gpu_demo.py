@@ -12,7 +12,8 @@ from typing import Any
 
 from shapes import DEMO
 
-from actors.generator import Generator, Prompt
+from actors.answers import Prompt
+from actors.generator import Generator
 
 NAMES = ["Alimentum", "Zizzi", "The Eagle", "Blue Spice", "The Mill", "Clowns"]
 FOODS = ["Chinese", "French", "Indian", "Italian", "Japanese"]

@@ -36,7 +36,8 @@ import torch  # noqa: E402
 import yaml  # noqa: E402
 from workloads import DATA  # noqa: E402
 
-from actors.generator import Generator, Prompt  # noqa: E402
+from actors.answers import Prompt  # noqa: E402
+from actors.generator import Generator  # noqa: E402
 from pipeline.demo_data import write_prompts  # noqa: E402
 
 CHECKPOINT = ROOT / "configs/demo/checkpoint"

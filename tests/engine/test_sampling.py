@@ -16,9 +16,8 @@ from transformers import (
 )
 
 from actors.engine import sampling
-from actors.engine.row_key import row_key
 from actors.engine.sampling import RowSampling, _adjust, narrow, sample, uniforms
-from actors.engine.types import SamplingParams
+from actors.engine.types import SamplingParams, row_key
 
 
 def splitmix64(key: int, position: int) -> float:

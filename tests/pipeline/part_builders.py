@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from actors.generator import Answer
+from actors.answers import Answer
 from pipeline.commit.finalize import finalize, write_success
 from pipeline.generate.output import PartSpec, part_bytes, part_table
 from pipeline.generate.stats import ShardStats, Totals

@@ -37,7 +37,7 @@ def refused(tmp_path: Path, job: dict[str, Any], *options: str) -> str:
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(job))
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in (("ray", "init"), ("actors.generator", "load_decoder")):
+        for module, name in (("ray", "init"), ("actors.engine.build", "load_decoder")):
             patch.setattr(f"{module}.{name}", lambda *args, **kwargs: pytest.fail("too late"))
         result = CliRunner().invoke(app, ["run", str(file), *options])
     assert result.exit_code == 2, result.output

@@ -109,7 +109,7 @@ def test_an_output_that_may_not_be_written_is_one_line_at_once(
     tmp_path: Path, disk: Disk, job: JobConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk.remount("ro")
-    for name in ("ray.init", "actors.generator.load_decoder"):
+    for name in ("ray.init", "actors.engine.build.load_decoder"):
         monkeypatch.setattr(name, lambda *args, **kwargs: pytest.fail("too late"))
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))

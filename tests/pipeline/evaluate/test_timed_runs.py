@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.answers import Answer, Prompt
 from actors.engine.batching import plan_batches
-from actors.generator import Answer, Prompt
 from pipeline.evaluate import timed_runs as timing
 from pipeline.evaluate.timed_runs import Run, common_batch, time_in_turn
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from part_builders import part_spec
 
-from actors.generator import Answer, Generator, Prompt
+from actors.answers import Answer, Prompt
+from actors.generator import Generator
 from pipeline.generate import stage as generate
 
 

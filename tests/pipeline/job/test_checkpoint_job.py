@@ -12,7 +12,8 @@ import pytest
 from hub_server import REPO, Hub, running_hub
 from transformers import AutoModelForCausalLM
 
-from actors.generator import Generator, Prompt
+from actors.answers import Prompt
+from actors.generator import Generator
 from pipeline import job as jobs
 from pipeline.config.evaluate import EvalConfig
 from pipeline.config.job import JobConfig, StorageConfig

@@ -19,7 +19,8 @@ from in_process import run_in_process
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from actors.generator import Generator, Prompt
+from actors.answers import Prompt
+from actors.generator import Generator
 from pipeline import job as jobs
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig, StorageConfig

@@ -8,7 +8,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from actors.generator import Generator, Prompt
+from actors.answers import Prompt
+from actors.generator import Generator
 from pipeline import job as jobs
 from pipeline.config.job import JobConfig
 from pipeline.generate.output import ANSWER_FIELDS

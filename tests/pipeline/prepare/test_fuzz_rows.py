@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from part_builders import part_spec
 
+from actors.answers import Answer
 from actors.engine.types import SamplingParams
-from actors.generator import Answer
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.generate.output import part_bytes, part_table
 from pipeline.generate.stage import prompts

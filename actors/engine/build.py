@@ -1,0 +1,170 @@
+"""Checkpoint folder and settings -> an engine that is ready for rows. Imports torch only when it builds one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, get_args
+
+from actors.engine.errors import UserError
+from actors.engine.loading import Checkpoint, load_decoder, memory_needed, stop_ids
+from actors.engine.schedule import Schedule
+from actors.engine.types import EngineName
+from actors.engine.weights import ITEM_BYTES, check_free
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from actors.engine.engine import Engine
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Settings of an engine, checked at construction.
+
+    Args:
+        engine: `paged`, `library`, or `auto` for the library engine.
+        dtype: float32, bfloat16 or float16, of weights, activations and cache.
+        device: auto, cpu, cuda or cuda:N.
+        compile: Compile the layers with torch.compile.
+        cache_bytes: Bytes of key/value cache.
+        max_rows: Most rows in flight.
+        cumulative_logprob: Compute each answer's log-probability.
+
+    Raises:
+        UserError: A value that is not known, or `compile` with the paged engine.
+    """
+
+    engine: EngineName
+    dtype: str
+    device: str
+    compile: bool
+    cache_bytes: int
+    max_rows: int
+    cumulative_logprob: bool
+
+    def __post_init__(self) -> None:
+        check_choice("engine", self.engine, get_args(EngineName))
+        check_choice("dtype", self.dtype, ITEM_BYTES)
+        if self.compile and self.engine == "paged":
+            raise UserError("compile and engine = 'paged' exclude each other: the paged engine has kernels of its own")
+
+
+def check_choice(name: str, value: str, choices: Iterator[str] | tuple[str, ...] | dict[str, int]) -> None:
+    """Raise UserError if an argument is none of its choices."""
+    known = list(choices)
+    if value not in known:
+        raise UserError(f"{name} = {value!r}: must be one of {', '.join(known)}")
+
+
+def resolve_device(name: str) -> torch.device:
+    """The torch device of a name; raises UserError for a name that is not known and for a GPU that is not there."""
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"device = {name!r}: must be auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (count := torch.cuda.device_count()) <= (device.index or 0):
+        raise UserError(f"device = {name!r}: this process sees {count} GPUs")
+    return device
+
+
+def uses_pages(engine: EngineName, checkpoint: Checkpoint, device: torch.device) -> bool:
+    """Whether the paged engine runs the checkpoint; logs the reason where it was asked for and cannot."""
+    if engine != "paged":
+        return False
+    if device.type != "cuda":
+        log.warning("engine: library in place of paged, which needs a GPU")
+    elif not checkpoint.has_pages:
+        family = checkpoint.config.model_type
+        log.warning("engine: library in place of paged, which has no fused layers for %s models", family)
+    return device.type == "cuda" and checkpoint.has_pages
+
+
+def build_engine(
+    checkpoint: Checkpoint, schedule: Schedule, tokenizer: PreTrainedTokenizerBase, settings: EngineSettings
+) -> Engine:
+    """Load the checkpoint's weights and build the engine that the settings ask for.
+
+    Raises:
+        UserError: Weights that are missing or damaged, a device that is not there, or a GPU without enough free
+            memory.
+    """
+    import torch
+
+    from actors.engine.engine import Engine
+
+    device = resolve_device(settings.device)
+    paged = uses_pages(settings.engine, checkpoint, device)
+    need = memory_needed(
+        checkpoint,
+        settings.dtype,
+        settings.cache_bytes,
+        on_gpu=device.type == "cuda",
+        paged_rows=settings.max_rows if paged else 0,
+    )
+    if device.type == "cuda":
+        check_free(need, *torch.cuda.mem_get_info(device))
+    with quiet_transformers(), current_device(device):
+        decoder = load_decoder(checkpoint.path, getattr(torch, settings.dtype), device)
+        ends = stop_ids(decoder, tokenizer)
+        if paged:
+            from actors.engine.gpu import kernels
+            from actors.engine.gpu.engine import GpuEngine
+
+            decoder.prepare_for_gpu(kernels)
+            return GpuEngine(
+                decoder,
+                schedule,
+                ends,
+                budget_bytes=settings.cache_bytes,
+                max_rows=settings.max_rows,
+                cumulative_logprob=settings.cumulative_logprob,
+            )
+        if settings.compile:
+            decoder.compile()
+        else:
+            decoder.prepare_for_cpu()
+        return Engine(decoder, schedule, ends, cumulative_logprob=settings.cumulative_logprob)
+
+
+@contextmanager
+def current_device(device: torch.device) -> Iterator[None]:
+    """Make a GPU the current one of this thread: streams, events and kernels without a device belong to it."""
+    if device.type != "cuda":
+        yield
+        return
+    import torch
+
+    with torch.cuda.device(device):
+        yield
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers' progress bars and load reports; the caller's settings are restored afterwards."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
+    from transformers.utils import logging as settings
+
+    logger = logging.getLogger("transformers")
+    level, bars, no_hub_bars = logger.level, settings.is_progress_bar_enabled(), are_progress_bars_disabled()
+    settings.disable_progress_bar()
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if bars:
+            settings.enable_progress_bar()
+        if no_hub_bars:
+            disable_progress_bars()
