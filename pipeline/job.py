@@ -28,6 +28,7 @@ from pipeline.generate.stage import ShardGenerator
 from pipeline.generate.stats import Totals
 from pipeline.plan import manifest as manifests
 from pipeline.plan.columns import check_columns, optional_columns
+from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import Manifest
 from pipeline.plan.memory import log_memory_estimate
 from pipeline.prepare.prompts import check_spec, prompt_spec
@@ -81,6 +82,7 @@ def run(
     began, backend = time.monotonic(), backend or ray_backend(verbose=verbose)
     with interruptible():
         check_columns(config)
+        check_output_disjoint(config)
         folder = open_folder(config.output.path, config.storage)
         stored = stored_job(folder, overwrite=overwrite)
         job = plan(config, stored, backend, limit=limit)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -31,6 +31,7 @@ from pipeline.incremental.ledger import ConcurrentRun, Ledger, Run
 from pipeline.job import PlannedJob
 from pipeline.plan import manifest as manifests
 from pipeline.plan.columns import check_columns
+from pipeline.plan.inputs import check_output_disjoint, unchanged_files
 from pipeline.plan.manifest import NoRows
 from pipeline.plan.memory import log_memory_estimate
 from pipeline.read.files import Files, list_files
@@ -82,6 +83,7 @@ def run(
     backend = backend or jobs.ray_backend(verbose=verbose)
     with interruptible():
         check_columns(config)
+        check_output_disjoint(config)
         root = open_folder(config.output.path, config.storage)
         if any(name.endswith(".parquet") for name in root.names()) or manifests.load(root) is not None:
             raise UserError(
@@ -187,9 +189,10 @@ def _resume(root: Folder, run: Run, config: JobConfig, backend: Backend, overwri
         return None
     try:
         listed = {url: entry for url, entry in _inputs(config, may_be_empty=True).items() if url in pinned}
-        manifests.check_inputs_unchanged(stored.files, listed)
-    except ValueError as error:
+        files = unchanged_files(stored.files, listed)
+    except UserError as error:
         raise UserError(f"run {run.number} has not finished: {error}") from None
+    job = replace(job, manifest=replace(job.manifest, files=files))
     finished = _answer(root, run, folder, job, backend, resumed=True)
     log.warning("run %d, which had not finished, is finished: %s", run.number, folder.url)
     return finished

@@ -1,7 +1,10 @@
-"""What a job is, settled once and written down: its identity, its shards, and what shapes its batches.
+"""The plan of a job: its identity, its input files and shards, and the values that shape its batches.
 
-`_job/job.json` and the Parquet files beside it make a resumed job the same job: the file list is pinned, and
-so is every value that a batch hangs on. The fingerprint covers all that can change an answer.
+    _job/inputs.parquet, plan.parquet, schema.arrow     input files, shards, types of the columns read
+    _job/job.json                                       identity, batching, and the digests of the other three
+
+A resumed job reads its plan from these files. The fingerprint is a digest of the identity: of all that can change an
+answer. Every file is held against its digest when it is loaded: a flipped bit would lose and repeat rows.
 """
 
 from __future__ import annotations
@@ -15,20 +18,20 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from typing import Any
 
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
-from fsspec.implementations.local import LocalFileSystem
 
 from actors.engine.errors import UserError
 from actors.engine.schedule import Schedule
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import JobConfig
+from pipeline.messages import one_line, printable
 from pipeline.plan.columns import check_type, needed_columns
 from pipeline.plan.gpu_memory import planned_cache
+from pipeline.plan.inputs import check_output_disjoint, unchanged_files, with_digests
 from pipeline.plan.memory import Hardware
 from pipeline.plan.scheduler_choice import chosen_scheduler
 from pipeline.plan.shared_prefix import sampled_prefix
@@ -37,12 +40,14 @@ from pipeline.read.files import Files, InputFile, list_files, read_footer
 from pipeline.read.schema import one_schema, plain
 from pipeline.read.shards import Shard, cut_shards
 from pipeline.storage.concurrency import in_parallel
-from pipeline.storage.folder import Folder, filesystem
+from pipeline.storage.folder import Folder
 
 log = logging.getLogger(__name__)
 JOB, PLAN, INPUTS, SCHEMA = "_job/job.json", "_job/plan.parquet", "_job/inputs.parquet", "_job/schema.arrow"
-FORMAT = 2
-GPU_CACHE_BYTES = 8 * 2**30  # of a GPU that slots of full length are kept on
+FORMAT = 3
+ANSWERS_VERSION = 1  # raise by hand when a change of the code gives the same job file other answers
+CHECK = ',\n  "check": "'  # in job.json: what follows is the digest of all bytes before
+GPU_CACHE_BYTES = 8 * 2**30  # cache of an actor on a whole GPU, where the engine has no pages
 
 
 class NoRows(UserError):
@@ -51,10 +56,17 @@ class NoRows(UserError):
 
 @dataclass(frozen=True)
 class Batching:
-    """Values that shape batches, resolved when the job is first planned; bytes and rows.
+    """Values that shape batches, fixed when the job is first planned.
 
-    prefix: token ids that prompts begin with, computed once an actor; () for none. planned: when the job was,
-    seconds since 1970: what its chat template is told is now. scheduler: of actors.engine.scheduler.
+    Args:
+        shard_rows: rows of a shard, at most.
+        shard_bytes: uncompressed bytes of a shard's row groups, at most.
+        cache_bytes: key-value cache of an actor.
+        max_batch: rows of a batch, at most.
+        threads: torch threads of an actor.
+        prefix: token ids that all prompts begin with, computed once per actor; () for none.
+        planned: time of planning, seconds since 1970; the present time for chat templates.
+        scheduler: name in actors.engine.scheduler.
     """
 
     shard_rows: int
@@ -69,7 +81,16 @@ class Batching:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A planned job. schema: of the columns that it reads, one for all files."""
+    """A planned job.
+
+    Args:
+        fingerprint: SHA-256 of the identity.
+        identity: everything that can change an answer.
+        batching: see `Batching`.
+        files: the pinned input files.
+        shards: in order of index, which is their position.
+        schema: of the columns that the job reads, one for all files.
+    """
 
     fingerprint: str
     identity: dict[str, Any]
@@ -93,17 +114,24 @@ def plan_job(
     *,
     hardware: Hardware | None = None,
 ) -> Manifest:
-    """Plan a new job, or the continuation of a stored one: with its pinned files and its batching.
+    """Plan a new job, or the continuation of a stored one with its pinned files and batching.
 
-    files: what to plan over, in place of all that lies in `input.path`. hardware: asked for the memory of a GPU, where
-    a new job's cache depends on it.
-    Raises ValueError of one line for input that is missing, unreadable, of the wrong type, or has changed
-    since the stored job began; NoRows if there is nothing to answer.
+    Args:
+        located: the checkpoint.
+        limit: number of input rows; None is all.
+        stored: the job in the output folder.
+        files: to plan over; default all files of `input.path`.
+        hardware: asked for a GPU's memory where a new job's cache depends on it.
+
+    Raises:
+        UserError: input is missing, unreadable, of the wrong type, or changed since the stored job began.
+        NoRows: the input has no rows.
     """
     listed = list_files(config.input.path, config.storage) if files is None else files
     check_output_disjoint(config, listed)
     if stored is None:
         pinned, schema = read_footers(config, listed)
+        pinned = with_digests(pinned)
         rows = sum(file.rows for file in pinned)
         if rows == 0:
             raise NoRows(f"{config.input.path[0]}: no rows in {len(pinned)} files")
@@ -115,113 +143,143 @@ def plan_job(
             prefix = sampled_prefix(shards, schema, config.storage, spec)
             batching = replace(batching, prefix=tuple(prefix))
     else:
-        pinned, schema, batching, shards = stored.files, stored.schema, stored.batching, stored.shards
-        check_inputs_unchanged(pinned, listed)
+        schema, batching, shards = stored.schema, stored.batching, stored.shards
+        pinned = unchanged_files(stored.files, listed)
         for name in ("cache_bytes", "max_batch", "threads", "scheduler"):
             asked, planned = getattr(config.actors, name), getattr(batching, name)
             if asked not in (None, planned):
-                log.warning("actors.%s = %s is left aside: this job was planned with %s", name, asked, planned)
-    identity = _identity(config, located, schedule, pinned, batching, limit)
+                log.warning("actors.%s = %s is ignored: this job was planned with %s", name, asked, planned)
+    # a file uploaded again with the same bytes has another version, but does not make another job
+    identity = _identity(config, located, schedule, stored.files if stored else pinned, batching, limit)
     fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     return Manifest(fingerprint, identity, batching, pinned, shards, schema)
 
 
 def difference(stored: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> list[str]:
     """Dotted names of the values in which two identities differ."""
-    found: list[str] = []
+    names: list[str] = []
     for key in sorted({*stored, *now}):
         old, new = stored.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            found += difference(old, new, f"{path}{key}.")
+            names += difference(old, new, f"{path}{key}.")
         elif old != new:
-            found.append(f"{path}{key}")
-    return found
+            names.append(f"{path}{key}")
+    return names
 
 
 def save(folder: Folder, manifest: Manifest) -> None:
-    """Write the manifest; `job.json` last, so that it vouches for the rest."""
-    folder.replace(INPUTS, _parquet(pa.Table.from_pylist([asdict(file) for file in manifest.files], schema=_FILES)))
+    """Write the plan; `job.json`, which holds the digests of the other files, last."""
     columns = {name: [getattr(shard, name) for shard in manifest.shards] for name in _SHARDS.names}
-    folder.replace(PLAN, _parquet(pa.table(columns, schema=_SHARDS)))
-    folder.replace(SCHEMA, manifest.schema.serialize().to_pybytes())
+    files = {
+        INPUTS: _parquet(pa.Table.from_pylist([asdict(file) for file in manifest.files], schema=_FILES)),
+        PLAN: _parquet(pa.table(columns, schema=_SHARDS)),
+        SCHEMA: manifest.schema.serialize().to_pybytes(),
+    }
+    for name, data in files.items():
+        folder.replace(name, data)
     values = {
         "format": FORMAT,
         "fingerprint": manifest.fingerprint,
         "identity": manifest.identity,
         "batching": asdict(manifest.batching),
+        "sha256": {name: _sha256(data) for name, data in files.items()},
     }
-    folder.replace(JOB, (json.dumps(values, indent=2) + "\n").encode())
+    text = json.dumps(values, indent=2).removesuffix("\n}")
+    folder.replace(JOB, _with_check(text.encode()))
 
 
 def load(folder: Folder) -> Manifest | None:
-    """The manifest in an output folder, None if it has none. ValueError if it cannot be read."""
+    """The plan in an output folder; None if there is none.
+
+    Raises:
+        UserError: a file is damaged or missing, or of another format; names the file and the remedy.
+    """
     try:
         text = folder.read(JOB)
     except FileNotFoundError:
         return None
+    values = _job_values(f"{folder.url}/{JOB}", text)
+    data: dict[str, bytes] = {}
+    for name in (INPUTS, PLAN, SCHEMA):
+        try:
+            data[name] = folder.read(name)
+        except FileNotFoundError:
+            raise UserError(f"{folder.url}/{name}: missing; {_REMEDY}") from None
+        if _sha256(data[name]) != values["sha256"][name]:
+            raise UserError(f"{folder.url}/{name}: damaged (its SHA-256 is not the one in {JOB}); {_REMEDY}")
+    files = [
+        InputFile(**{**row, "group_rows": tuple(row["group_rows"]), "group_bytes": tuple(row["group_bytes"])})
+        for row in pq.read_table(io.BytesIO(data[INPUTS]), schema=_FILES).to_pylist()
+    ]
+    shards = _shards(pq.read_table(io.BytesIO(data[PLAN]), schema=_SHARDS))
+    schema = pa.ipc.read_schema(pa.py_buffer(data[SCHEMA]))
+    batching = Batching(**{**values["batching"], "prefix": tuple(values["batching"]["prefix"])})
+    return Manifest(values["fingerprint"], values["identity"], batching, files, shards, schema)
+
+
+_REMEDY = "restore the file from a copy, or start again with --overwrite"
+
+
+def _with_check(text: bytes) -> bytes:
+    """A JSON object without its last brace, completed by the digest of these bytes."""
+    return text + CHECK.encode() + _sha256(text).encode() + b'"\n}\n'
+
+
+def _job_values(name: str, text: bytes) -> dict[str, Any]:
+    """Values of a job.json. UserError if it is damaged or of another format."""
     try:
         values = json.loads(text)
-        if values["format"] != FORMAT:
-            raise UserError(f"format {values['format']}, this version writes {FORMAT}")
-        files = [
-            InputFile(row["url"], row["size"], row["version"], tuple(row["group_rows"]), tuple(row["group_bytes"]))
-            for row in pq.read_table(io.BytesIO(folder.read(INPUTS))).to_pylist()
-        ]
-        shards = _shards(pq.read_table(io.BytesIO(folder.read(PLAN)), schema=_SHARDS))
-        schema = pa.ipc.read_schema(pa.py_buffer(folder.read(SCHEMA)))
-        batching = Batching(**{**values["batching"], "prefix": tuple(values["batching"]["prefix"])})
-        return Manifest(values["fingerprint"], values["identity"], batching, files, shards, schema)
-    except (ValueError, KeyError, TypeError, FileNotFoundError, pa.ArrowException) as error:
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{name}: damaged ({one_line(error)}); {_REMEDY}") from None
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        found = values.get("format") if isinstance(values, dict) else type(values).__name__
         raise UserError(
-            f"{folder.url}/{JOB}: not a job of this version: {' '.join(str(error).split())}; --overwrite starts anew"
-        ) from None
+            f"{name}: not a job of this version: format {printable(found)[:40]}, this version reads {FORMAT}; finish "
+            "it with the version that began it, or start again with --overwrite"
+        )
+    if _with_check(text.rpartition(CHECK.encode())[0]) != text:
+        raise UserError(f"{name}: damaged (its digest is not that of its content); {_REMEDY}")
+    return values
+
+
+def coverage_problems(manifest: Manifest) -> list[str]:
+    """One line for each gap, overlap or unknown file: shards must cover the rows of every file once, in order."""
+    rows = {file.url: file.rows for file in manifest.files}
+    covered = dict.fromkeys(rows, 0)
+    problems = []
+    for position, shard in enumerate(manifest.shards):
+        name, expected = f"shard {shard.index}", covered.get(shard.url)
+        if shard.index != position:
+            problems.append(f"{name}: is number {position} of the plan")
+        if expected is None:
+            problems.append(f"{name}: {shard.url} is no input file of the job")
+            continue
+        if shard.first_row != expected:
+            problems.append(f"{name}: begins at row {shard.first_row} of {shard.url}, not at {expected}")
+        covered[shard.url] = shard.first_row + shard.rows
+        if shard.rows <= 0 or covered[shard.url] > rows[shard.url]:
+            problems.append(f"{name}: {shard.rows} rows from {shard.first_row} of {shard.url}: {rows[shard.url]} rows")
+    limit = manifest.identity.get("limit")
+    if limit is None:
+        problems += [
+            f"{url}: rows {end} to {rows[url]} are in no shard" for url, end in covered.items() if end < rows[url]
+        ]
+    elif manifest.rows != min(limit, sum(rows.values())):
+        problems.append(f"the shards hold {manifest.rows} rows, the job's limit is {limit}")
+    return problems
 
 
 def read_footers(config: JobConfig, listed: Files) -> tuple[list[InputFile], pa.Schema]:
-    """Every file as it is pinned, and one schema of the needed columns for all. ValueError as for `plan_job`."""
-    read = list(in_parallel(lambda url: read_footer(url, *listed[url], config.storage), listed))
-    files = [file for file, _ in read]
-    schemas = {file.url: schema for file, schema in read}
+    """The pinned files, and one schema of the needed columns for all. UserError as for `plan_job`."""
+    footers = list(in_parallel(lambda url: read_footer(url, *listed[url], config.storage), listed))
+    schemas = {file.url: schema for file, schema in footers}
     schema = one_schema(needed_columns(config), schemas)
-    for url, one in schemas.items():
+    for url, columns in schemas.items():
         for name in schema.names:
-            kind = plain(one.field(name).type)
+            kind = plain(columns.field(name).type)
             if not pa.types.is_null(kind):
                 check_type(config, name, kind, url)
-    return files, schema
-
-
-def check_output_disjoint(
-    config: JobConfig, listed: Mapping[str, Any], key: str = "output.path", output: str = ""
-) -> None:
-    """ValueError if `output`, or the job's own, would hold input files or become one; `key` names it."""
-    shown = output or config.output.path
-    fs, path = filesystem(shown, config.storage)
-    folder_url = path if isinstance(fs, LocalFileSystem) else f"s3://{path}"
-    for url in listed:
-        if url.startswith(f"{folder_url}/"):
-            raise UserError(f"{key}: {shown} holds the input file {url}; choose another folder")
-    for given in config.input.path:
-        inputs, folder = filesystem(given, config.storage)
-        if isinstance(inputs, LocalFileSystem) == isinstance(fs, LocalFileSystem) and f"{path}/".startswith(
-            f"{folder}/"
-        ):
-            raise UserError(f"{key}: {shown} lies in the input folder {given}; choose another folder")
-
-
-def check_inputs_unchanged(pinned: Sequence[InputFile], listed: Files) -> None:
-    """ValueError names a pinned file that is gone or has changed; a warning counts the files that are not pinned."""
-    for file in pinned:
-        if file.url not in listed:
-            raise UserError(f"{file.url}: gone since the job began; put it back, or start anew with --overwrite")
-        if listed[file.url] != (file.size, file.version):
-            raise UserError(
-                f"{file.url}: changed since the job began ({file.size} bytes then, {listed[file.url][0]} now); "
-                "put it back, or start anew with --overwrite"
-            )
-    new = sorted(set(listed) - {file.url for file in pinned})
-    if new:
-        log.warning("%d input files are newer than the job and left for another run, the first: %s", len(new), new[0])
+    return [file for file, _ in footers], schema
 
 
 def _identity(
@@ -246,7 +304,7 @@ def _identity(
         "shard_rows": config.shard_rows or batching.shard_rows,
         "shard_bytes": config.shard_bytes,
         "limit": limit,
-        "version": version("skipdecode"),
+        "answers_version": ANSWERS_VERSION,
     }
 
 
@@ -289,17 +347,22 @@ _FILES = pa.schema(
         ("version", pa.string()),
         ("group_rows", pa.list_(pa.int64())),
         ("group_bytes", pa.list_(pa.int64())),
+        ("digest", pa.string()),
     ]
 )
 _SHARDS = pa.schema([("index", pa.int64()), ("url", pa.string()), ("first_row", pa.int64()), ("rows", pa.int64())])
 
 
 def _shards(table: pa.Table) -> list[Shard]:
-    """Shards of a plan; those of one file hold one string, its URL."""
+    """Shards of a plan; shards of one file share the string of its URL."""
     urls: dict[str, str] = {}
     indices, files, firsts, rows = (table[name].to_pylist() for name in ("index", "url", "first_row", "rows"))
     shared = [urls.setdefault(url, url) for url in files]
     return [Shard(*values) for values in zip(indices, shared, firsts, rows, strict=True)]
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _parquet(table: pa.Table) -> bytes:

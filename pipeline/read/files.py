@@ -40,6 +40,7 @@ class InputFile:
         version: etag, or modification time in ns of a local file.
         group_rows: rows of each row group.
         group_bytes: uncompressed bytes of each row group.
+        digest: SHA-256 of a local file, "" if none is recorded.
     """
 
     url: str
@@ -47,6 +48,7 @@ class InputFile:
     version: str
     group_rows: tuple[int, ...]
     group_bytes: tuple[int, ...]
+    digest: str = ""
 
     @property
     def rows(self) -> int:
@@ -91,7 +93,9 @@ def list_files(
 def _entries(path: str, fs: fsspec.AbstractFileSystem, inside: str) -> tuple[dict[str, dict[str, Any]], str]:
     """Name -> entry of the files that a path names, and the error message if there is none."""
     if glob.has_magic(inside) and not (isinstance(fs, LocalFileSystem) and os.path.exists(inside)):
-        entries, nothing = fs.glob(inside, detail=True), f"{path}: matches no file"
+        matches = fs.glob(inside, detail=True)
+        entries = {name: entry for name, entry in matches.items() if "/_job/" not in name}  # of some output
+        nothing = f"{path}: matches no file"
     elif fs.isdir(inside):
         entries = {
             name: entry

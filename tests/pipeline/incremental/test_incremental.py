@@ -289,7 +289,7 @@ def test_a_pin_that_cannot_be_read_names_the_way_out() -> None:
     world = World(inputs={"a": (7, "1")})
     _stop_after(world, "answer-a")
     world.store[f"root/{ledgers.read(world.root()).runs[0].folder}/_job/job.json"] = b"{"
-    with pytest.raises(ValueError, match=r"not a job of this version: .*; --overwrite gives up run 1"):
+    with pytest.raises(ValueError, match=r"job.json: damaged .*; --overwrite gives up run 1"):
         world.run()
     assert len(world.run(overwrite=True).finished) == 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from ray_free_run import MadeUpParts
 
+from actors.engine.errors import UserError
 from pipeline import job as jobs
 from pipeline.config.job import JobConfig
 
@@ -50,3 +52,20 @@ def test_a_part_that_is_gone_from_a_finished_job_is_answered_again(config: JobCo
     again = jobs.run(config)
     assert again.fresh_rows == 4 and part.read_bytes() == data
     assert (Path(config.output.path) / "_SUCCESS").exists()
+
+
+def test_an_output_that_is_the_input_folder_is_refused_without_proposing_to_overwrite(config: JobConfig) -> None:
+    folder = Path(config.input.path[0]).parent
+    for path in (f"{folder}/*.parquet", str(folder)):
+        section = config.input.model_copy(update={"path": [path]})
+        values = {"input": section, "output": config.output.model_copy(update={"path": str(folder)})}
+        with pytest.raises(UserError, match=r"^output\.path: .*; choose another folder$"):
+            jobs.run(config.model_copy(update=values))
+
+
+def test_an_unfinished_job_goes_on_after_a_file_was_uploaded_again(config: JobConfig) -> None:
+    jobs.run(config)
+    path, part = Path(config.input.path[0]), Path(config.output.path) / "part-000001.parquet"
+    part.unlink()
+    os.utime(path, ns=(1, 1))
+    assert jobs.run(config).fresh_rows == 4

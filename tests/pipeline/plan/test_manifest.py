@@ -6,25 +6,32 @@ import logging
 import math
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from memory_folder import MemoryFolder
 
+from actors.engine.errors import UserError
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.generate.output import ANSWER_FIELDS, OPTIONAL_FIELDS
+from pipeline.plan import inputs as inputs_module
+from pipeline.plan import manifest as manifests
 from pipeline.plan.columns import check_columns, needed_columns
+from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import (
     INPUTS,
     JOB,
     PLAN,
     SCHEMA,
     Manifest,
+    coverage_problems,
     difference,
     load,
     plan_job,
@@ -168,11 +175,11 @@ def test_a_plan_survives_its_files(inputs: Path, checkpoint: Path, folder: Folde
     )
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"{}", b'{"format": 0}', b"\xff"])
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"{}", b'{"format": 0}', b"\xff", b"[" * 100_000, b"9" * 5000])
 def test_a_plan_that_cannot_be_read_is_named(inputs: Path, checkpoint: Path, folder: Folder, text: bytes) -> None:
     save(folder, plan(job(inputs, checkpoint)))
     folder.replace(JOB, text)
-    with pytest.raises(ValueError, match="not a job of this version") as caught:
+    with pytest.raises(UserError, match=r"(damaged|not a job of this version).*start again with --overwrite") as caught:
         load(folder)
     assert str(caught.value).startswith(f"{folder.url}/{JOB}: ") and "\n" not in str(caught.value)
 
@@ -183,8 +190,63 @@ def test_a_plan_of_which_a_part_is_gone_is_named(inputs: Path, checkpoint: Path,
     folder.replace(name, b"PAR1")
     for damage in (lambda: None, lambda: folder.remove(name)):
         damage()
-        with pytest.raises(ValueError, match="not a job of this version"):
+        with pytest.raises(UserError, match=rf"^{folder.url}/{name}: (damaged|missing).*start again with --overwrite$"):
             load(folder)
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_flipped_bit_of_a_plan_is_refused(saved_plan: dict[str, bytes], data: st.DataObject) -> None:
+    """A shard that begins at another row would lose rows and repeat others, and nothing would notice."""
+    folder = MemoryFolder(dict(saved_plan))
+    assert load(folder) is not None
+    name = data.draw(st.sampled_from([JOB, PLAN, INPUTS, SCHEMA]))
+    text = bytearray(folder.read(name))
+    text[data.draw(st.integers(0, len(text) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    folder.replace(name, bytes(text))
+    with pytest.raises(UserError) as caught:
+        load(folder)
+    message = str(caught.value)
+    assert message.startswith(f"root/{name}: ") and message.isprintable() and "--overwrite" in message
+
+
+@pytest.fixture
+def saved_plan(inputs: Path, checkpoint: Path) -> dict[str, bytes]:
+    """Files of a saved plan."""
+    folder = MemoryFolder()
+    save(folder, plan(job(inputs, checkpoint, shard_rows=2)))
+    return folder.files
+
+
+def test_shards_cover_each_file_once(inputs: Path, checkpoint: Path) -> None:
+    for limit in (None, 1, 7, 99):
+        manifest = plan(job(inputs, checkpoint, shard_rows=2), limit)
+        assert coverage_problems(manifest) == []
+    manifest = plan(job(inputs, checkpoint, shard_rows=2))
+    shards = manifest.shards
+    for wrong in (
+        shards[:-1],
+        shards[1:],
+        [*shards[:1], replace(shards[1], first_row=1), *shards[2:]],
+        [*shards[:2], replace(shards[2], rows=1), *shards[3:]],
+        [*shards[:4], replace(shards[4], rows=3)],
+        [replace(shards[0], url="elsewhere"), *shards[1:]],
+        [*shards, shards[-1]],
+    ):
+        assert coverage_problems(replace(manifest, shards=wrong))
+    assert coverage_problems(replace(plan(job(inputs, checkpoint, shard_rows=2), 7), shards=shards[:3]))
+
+
+def test_the_package_version_is_not_part_of_the_job(
+    inputs: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A patch release finishes the jobs of the release before; code that answers otherwise raises ANSWERS_VERSION."""
+    config = job(inputs, checkpoint)
+    stored = plan(config)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "99.0")
+    assert plan(config, stored=stored).fingerprint == stored.fingerprint
+    monkeypatch.setattr(manifests, "ANSWERS_VERSION", manifests.ANSWERS_VERSION + 1)
+    assert difference(stored.identity, plan(config, stored=stored).identity) == ["answers_version"]
 
 
 @pytest.mark.parametrize(
@@ -296,8 +358,6 @@ def test_pinned_files_that_changed_or_went_are_refused(inputs: Path, checkpoint:
     data, times = path.read_bytes(), (path.stat().st_atime_ns, path.stat().st_mtime_ns)
     assert plan(config, stored=stored) == stored
 
-    os.utime(path, ns=(1, 1))
-    assert refusal(config, stored).startswith(f"{path}: changed since the job began")
     path.write_bytes(data)
     os.utime(path, ns=times)
     assert plan(config, stored=stored) == stored
@@ -309,15 +369,36 @@ def test_pinned_files_that_changed_or_went_are_refused(inputs: Path, checkpoint:
     assert refusal(config, stored).startswith(f"{path}: gone since the job began")
 
 
+def test_a_file_uploaded_again_with_the_same_bytes_is_unchanged(
+    inputs: Path, checkpoint: Path, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = job(inputs, checkpoint)
+    save(folder, plan(config))
+    stored = load(folder)
+    assert stored is not None
+    path = inputs / "b.parquet"
+    data = path.read_bytes()
+    os.utime(path, ns=(1, 1))
+    again = plan(config, stored=stored)
+    assert again.fingerprint == stored.fingerprint and again.shards == stored.shards
+    assert [file.version for file in again.files] == [stored.files[0].version, "1"]  # as the read tasks find it
+    path.write_bytes(data[:-20] + bytes([data[-20] ^ 1]) + data[-19:])
+    assert refusal(config, stored).startswith(f"{path}: changed since the job began (same size, other content)")
+    path.write_bytes(data)
+    monkeypatch.setattr(inputs_module, "DIGEST_BYTES", len(data))  # too much to hash: the time alone decides
+    stored = plan(config)
+    assert [file.digest for file in stored.files] == ["", ""]
+    os.utime(path, ns=(1, 1))
+    assert refusal(config, stored).startswith(f"{path}: changed since the job began (same size, no digest")
+
+
 def test_newer_files_are_left_for_another_run(inputs: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = job(inputs, checkpoint)
     stored = plan(config)
     pq.write_table(table(3), inputs / "0.parquet")
     with caplog.at_level(logging.WARNING):
         assert plan(config, stored=stored) == stored
-    assert (
-        f"1 input files are newer than the job and left for another run, the first: {inputs}/0.parquet" in caplog.text
-    )
+    assert f"1 input files are newer than the job and not part of it, the first: {inputs}/0.parquet" in caplog.text
 
 
 def test_a_resumed_job_keeps_its_batching(inputs: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -326,7 +407,7 @@ def test_a_resumed_job_keeps_its_batching(inputs: Path, checkpoint: Path, caplog
         again = plan(job(inputs, checkpoint, actors={"count": 4, "max_batch": 2, "threads": 1}), stored=stored)
     assert again == stored
     assert [record.getMessage() for record in caplog.records] == [
-        "actors.max_batch = 2 is left aside: this job was planned with 5"
+        "actors.max_batch = 2 is ignored: this job was planned with 5"
     ]
 
 
@@ -338,6 +419,46 @@ def test_answers_do_not_go_where_the_input_lies(inputs: Path, checkpoint: Path) 
     assert said == f"output.path: {inputs}/answers lies in the input folder {inputs}; choose another folder"
     for output in (f"{inputs}-answers", str(inputs)[:-1]):
         assert plan(job(inputs, checkpoint, output={"path": str(output)})).rows == 10
+
+
+@pytest.mark.parametrize(
+    ("pattern", "output"),
+    [("*/*.parquet", "answers"), ("**/*.parquet", "in/answers"), ("*/*", "answers"), ("i*/part-*.parquet", "in-out")],
+)
+def test_a_glob_that_matches_the_output_is_refused_at_the_first_plan(
+    inputs: Path, checkpoint: Path, pattern: str, output: str
+) -> None:
+    """Later runs would list the job's own parts as input, also with --overwrite."""
+    (inputs / "part-a.parquet").write_bytes((inputs / "a.parquet").read_bytes())
+    given, folder = f"{inputs.parent}/{pattern}", f"{inputs.parent}/{output}"
+    said = refusal(job([given], checkpoint, output={"path": folder}))
+    assert said == f"output.path: the input glob {given} matches files in {folder}; choose another folder"
+    if "**" not in given:
+        assert plan(job([given], checkpoint, output={"path": f"{inputs.parent}/far/from/here"})).rows >= 6
+
+
+def test_plan_files_are_no_input(inputs: Path, checkpoint: Path) -> None:
+    (inputs / "old" / "_job").mkdir(parents=True)
+    (inputs / "old" / "_job" / "plan.parquet").write_bytes(b"no prompts")
+    assert plan(job([f"{inputs}/**/*.parquet", f"{inputs}/*.parquet"], checkpoint)).rows == 10
+
+
+def test_a_symlink_does_not_hide_that_the_output_lies_in_the_input(inputs: Path, checkpoint: Path) -> None:
+    link = inputs.parent / "link"
+    link.symlink_to(inputs)
+    said = refusal(job(inputs, checkpoint, output={"path": f"{link}/answers"}))
+    assert said == f"output.path: {link}/answers lies in the input folder {inputs}; choose another folder"
+    said = refusal(job(link, checkpoint, output={"path": f"{inputs}/answers"}))
+    assert said == f"output.path: {inputs}/answers lies in the input folder {link}; choose another folder"
+    said = refusal(job(inputs, checkpoint, output={"path": str(link)}))
+    assert said == f"output.path: {link} holds the input file {inputs}/a.parquet; choose another folder"
+    said = refusal(job([f"{inputs}/*.parquet"], checkpoint, output={"path": str(link)}))
+    assert "choose another folder" in said and "--overwrite" not in said
+    for output in (inputs, link, inputs.parent):  # before the files are listed
+        with pytest.raises(
+            UserError, match=rf"^output.path: {output} holds the input {inputs}; choose another folder$"
+        ):
+            check_output_disjoint(job(inputs, checkpoint, output={"path": str(output)}))
 
 
 def test_a_resumed_job_sees_what_else_changed(inputs: Path, checkpoint: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from actors.engine.batching import SHORTEST_PREFIX, constant_prefix
 from actors.engine.loading import load_tokenizer
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig, StorageConfig
-from pipeline.plan.manifest import JOB, Manifest, difference, load, plan_job, save
+from pipeline.plan.manifest import Manifest, difference, load, plan_job, save
 from pipeline.storage.folder import open_folder
 
 RULES = "Name the place, its area and its food in one line."
@@ -69,9 +69,7 @@ def test_a_templates_beginning_is_found_and_pinned(inputs: Path, checkpoint: Pat
     save(folder, manifest)
     stored = load(folder)
     assert stored == manifest
-    values = json.loads(folder.read(JOB))
-    values["batching"]["prefix"] = [1, 2, 3]
-    folder.replace(JOB, json.dumps(values).encode())
+    save(folder, replace(manifest, batching=replace(manifest.batching, prefix=(1, 2, 3))))
     resumed = plan(inputs, checkpoint, load(folder))
     assert resumed.batching.prefix == (1, 2, 3) and resumed.fingerprint == manifest.fingerprint
 

@@ -1,0 +1,141 @@
+"""Checks of the input files: apart from the output, and unchanged since they were pinned."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.utils import glob_translate
+
+from actors.engine.errors import UserError
+from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.read.files import Files, InputFile
+from pipeline.storage.concurrency import in_parallel
+from pipeline.storage.folder import filesystem
+
+log = logging.getLogger(__name__)
+DIGEST_BYTES = 4 * 2**30  # local files together; above it, their modification times alone decide
+DIGEST_THREADS = 8
+RUN_FOLDER = "2026-01-31T00-00-00Z"  # an example of the dated folders of incremental runs
+
+
+def check_output_disjoint(
+    config: JobConfig, listed: Collection[str] = (), key: str = "output.path", output: str = ""
+) -> None:
+    """Check that an output folder neither holds input files nor is read as input. Compares real paths.
+
+    Args:
+        listed: URLs of the input files, where they are listed already.
+        key: the folder's key in the job file, for the message.
+        output: the folder; default `output.path`.
+
+    Raises:
+        UserError: names the input and the remedy.
+    """
+    shown = output or config.output.path
+    folder = _real(shown, config.storage)
+    real_folder = cache(lambda path: _real(path, config.storage))
+    for url in listed:
+        if f"{real_folder(os.path.dirname(url))}/".startswith(f"{folder}/"):
+            raise UserError(f"{key}: {shown} holds the input file {url}; choose another folder")
+    for given in config.input.path:
+        path = _real(given, config.storage)
+        if glob.has_magic(path) and not os.path.lexists(path):
+            pattern = re.compile(glob_translate(path))
+            if any(pattern.match(f"{folder}/{name}") for name in _future_names(config)):
+                raise UserError(f"{key}: the input glob {given} matches files in {shown}; choose another folder")
+        elif path == folder or path.startswith(f"{folder}/"):
+            raise UserError(f"{key}: {shown} holds the input {given}; choose another folder")
+        elif folder.startswith(f"{path}/"):
+            raise UserError(f"{key}: {shown} lies in the input folder {given}; choose another folder")
+
+
+def with_digests(files: Sequence[InputFile]) -> list[InputFile]:
+    """Record the SHA-256 of local files, so that a file uploaded again with the same bytes counts as unchanged.
+
+    None is recorded if the local files are larger than `DIGEST_BYTES` together: planning never hashes for long. A
+    store's own version, the ETag, needs no digest.
+    """
+    if sum(file.size for file in files if _is_local(file.url)) > DIGEST_BYTES:
+        return list(files)
+
+    def digest(file: InputFile) -> InputFile:
+        return replace(file, digest=_digest(file.url, file.version)) if _is_local(file.url) else file
+
+    return list(in_parallel(digest, files, DIGEST_THREADS))
+
+
+def has_same_content(url: str, digest: str, version: str) -> bool:
+    """Whether a local file, modified at `version`, still has the content of a recorded digest; "" is never the same."""
+    return bool(digest) and _is_local(url) and _digest(url, version) == digest
+
+
+def unchanged_files(pinned: Sequence[InputFile], listed: Files) -> list[InputFile]:
+    """The pinned files with their present versions. Logs the number of files that are not pinned.
+
+    Raises:
+        UserError: a pinned file is gone or has other content.
+    """
+    files = []
+    for file in pinned:
+        if file.url not in listed:
+            raise UserError(f"{file.url}: gone since the job began; put it back, or start again with --overwrite")
+        size, version = listed[file.url]
+        if (size, version) != (file.size, file.version):
+            if size != file.size or not has_same_content(file.url, file.digest, version):
+                sizes = f"{file.size} bytes then, {size} now"
+                if size == file.size and _is_local(file.url):
+                    sizes = "same size, other content" if file.digest else "same size, no digest of its content"
+                raise UserError(
+                    f"{file.url}: changed since the job began ({sizes}); put the old file back, or start again with "
+                    "--overwrite"
+                )
+            file = replace(file, version=version)
+        files.append(file)
+    new = sorted(set(listed) - {file.url for file in pinned})
+    if new:
+        log.warning("%d input files are newer than the job and not part of it, the first: %s", len(new), new[0])
+    return files
+
+
+def _future_names(config: JobConfig) -> Iterator[str]:
+    """Names of Parquet files that the job may write into its output."""
+    for index in range(1000):
+        yield f"part-{index:06d}.parquet"
+    if config.input.since:
+        yield f"{RUN_FOLDER}/part-000000.parquet"
+
+
+def _is_local(url: str) -> bool:
+    return not url.startswith("s3://")
+
+
+def _real(url: str, storage: StorageConfig) -> str:
+    """Absolute path with symlinks resolved, before the first wildcard of a glob; s3/bucket/key in a bucket."""
+    fs, path = filesystem(url, storage)
+    if not isinstance(fs, LocalFileSystem):
+        return f"s3/{path}"
+    if os.path.lexists(path):
+        return os.path.realpath(path)
+    fixed = path
+    while glob.has_magic(fixed):
+        fixed = os.path.dirname(fixed)
+    return os.path.realpath(fixed).rstrip("/") + path[len(fixed.rstrip("/")) :]
+
+
+def _digest(url: str, version: str) -> str:
+    """SHA-256 of a local file; "" if it is not the file that was modified at `version`, before and after."""
+    try:
+        with open(url, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            same = str(os.fstat(file.fileno()).st_mtime_ns) == version == str(os.stat(url).st_mtime_ns)
+    except FileNotFoundError:
+        return ""
+    return digest if same else ""
