@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from actors.engine.schedule import Schedule
 from pipeline.backends.stages import Actors, Backend, Read, Session, Stage, Tasks, Workload
@@ -136,7 +136,9 @@ def answer(job: PlannedJob, folder: Folder, backend: Backend) -> tuple[Totals, i
         log.warning("resuming: %d of %d shards are committed already", len(done), len(manifest.shards))
     if left:
         folder.remove(SUCCESS)  # of a finished job that has lost parts since
-        folder = probe_create(folder)
+        storage = job.config.storage.after_planning()
+        job = replace(job, config=job.config.model_copy(update={"storage": storage}))
+        folder = probe_create(open_folder(folder.url, storage))
         workload = Workload(len(manifest.shards), manifest.rows, len(done), manifest.rows - left_rows)
         with backend.session(job.config.actors) as session, Compaction(folder, manifest.fingerprint):
             session.run(stages(job, folder, left, session), workload, job.config.grace_seconds)

@@ -14,12 +14,17 @@ def is_unicode(text: str) -> bool:
     return True
 
 
+def flat(value: object) -> str:
+    """The text of an error or another value without line breaks."""
+    return " ".join(str(value).split())
+
+
 LINE = 1000  # characters: an error may hold all of what it complains about
 
 
 def one_line(error: BaseException) -> str:
     """Type and text of an error, without line breaks, and no longer than a reader takes."""
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    text = f"{type(error).__name__}: {flat(error)}"
     return text if len(text) <= LINE else f"{text[:LINE]}…"
 
 

@@ -176,7 +176,7 @@ def _look(
     text = "\n".join([path, str(commit), *(f"{file.name} {file.size} {file.version}" for file in files)])
     name = re.sub(r"[^\w.-]+", "-", path.removeprefix("s3://"))[-60:].strip("-.")
     key = f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    remote = RemoteCheckpoint(path, commit, endpoint, key, tuple(files), storage, model.cache)
+    remote = RemoteCheckpoint(path, commit, endpoint, key, tuple(files), storage.after_planning(), model.cache)
     folder = fetch(remote, weights=False)
     names = [file.name for file in listed]
     try:

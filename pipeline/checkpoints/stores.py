@@ -17,7 +17,9 @@ from typing import Protocol
 from actors.engine.errors import UserError
 from actors.engine.weights import gib, tensor_sizes
 from pipeline.config.job import StorageConfig
-from pipeline.storage.folder import STORE_ERRORS, filesystem
+from pipeline.messages import flat
+from pipeline.storage.errors import NoSuchBucket, StoreFailed
+from pipeline.storage.folder import filesystem
 
 CHUNK = 16 * 2**20  # bytes of one ranged read
 STREAMS = 4  # files downloaded at once
@@ -34,7 +36,10 @@ class RemoteFile:
 
 
 class Store(Protocol):
-    """A checkpoint's place. All methods raise ValueError of one line that names it and says what to do."""
+    """The files of a checkpoint outside this machine.
+
+    All methods raise UserError if the files are missing or access is refused, and StoreFailed if the store fails.
+    """
 
     def files(self) -> list[RemoteFile]:
         """The files directly in it, by name."""
@@ -62,7 +67,7 @@ class BucketStore:
 
     def files(self) -> list[RemoteFile]:
         fs, path = filesystem(self.url, self.storage)
-        with self._told():
+        with self._user_errors():
             entries = [entry for entry in fs.ls(path, detail=True) if entry["type"] == "file"]
         found = [
             RemoteFile(entry["name"].removeprefix(f"{path}/"), int(entry["size"]), str(entry["ETag"]).strip('"'))
@@ -83,7 +88,7 @@ class BucketStore:
             data: bytes = fs.cat_file(f"{path}/{file.name}", start=first, end=first + count)
             return data
 
-        with self._told():
+        with self._user_errors():
             return tensor_sizes(read, file.size, f"{self.url}/{file.name}")
 
     def download(self, files: Sequence[RemoteFile], folder: Path) -> Path:
@@ -96,14 +101,14 @@ class BucketStore:
             raise UserError(
                 f"{self.url}: {gib(needed)} to fetch, but {folder} has {gib(free)} left: make room, or set model.cache"
             )
-        with self._told(), ThreadPoolExecutor(STREAMS) as threads:
+        with self._user_errors(), ThreadPoolExecutor(STREAMS) as threads:
             list(threads.map(lambda file: self._get(file, folder), missing))
         return folder
 
     def digests(self, file: RemoteFile) -> dict[str, str]:
         fs, path = filesystem(self.url, self.storage)
         bucket, _, key = f"{path}/{file.name}".partition("/")
-        with self._told():
+        with self._user_errors():
             head = fs.call_s3("head_object", Bucket=bucket, Key=key, ChecksumMode="ENABLED")
         found: dict[str, str] = {}
         checksum = head.get("ChecksumSHA256", "-")
@@ -131,15 +136,15 @@ class BucketStore:
         temporary.replace(folder / file.name)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _user_errors(self) -> Iterator[None]:
         try:
             yield
         except FileNotFoundError:
             raise UserError(f"{self.url}: no checkpoint here: no such file") from None
         except PermissionError as error:  # it names the URL
-            raise UserError(_flat(error)) from None
-        except STORE_ERRORS as error:
-            raise UserError(f"{self.url}: cannot be read: {_flat(error)}") from None
+            raise UserError(flat(error)) from None
+        except NoSuchBucket as error:
+            raise UserError(f"{self.url}: cannot be read: {flat(error)}") from None
 
 
 @dataclass(frozen=True)
@@ -158,7 +163,7 @@ class HubStore:
         """The commit that the revision names now, and its files."""
         from huggingface_hub import HfApi
 
-        with self._told():
+        with self._user_errors():
             info = HfApi(endpoint=self.endpoint).model_info(self.repo, revision=self.revision, files_metadata=True)
         assert info.sha is not None
         files = [
@@ -174,7 +179,7 @@ class HubStore:
     def sizes(self, file: RemoteFile) -> dict[str, int]:
         from huggingface_hub import HfApi
 
-        with self._told():
+        with self._user_errors():
             api = HfApi(endpoint=self.endpoint)
             header = api.parse_safetensors_file_metadata(self.repo, file.name, revision=self.revision)
         return {name: tensor.parameter_count for name, tensor in header.tensors.items()}
@@ -184,7 +189,7 @@ class HubStore:
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
         disable_progress_bars()
-        with self._told():
+        with self._user_errors():
             return Path(
                 snapshot_download(
                     self.repo,
@@ -200,7 +205,7 @@ class HubStore:
         return {} if file.sha256 is None else {"sha256": file.sha256}
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _user_errors(self) -> Iterator[None]:
         from huggingface_hub import errors
 
         name = f"{self.repo}@{self.revision}"
@@ -215,18 +220,14 @@ class HubStore:
         except errors.RevisionNotFoundError:
             raise UserError(f"{name}: the model has no such revision: give a branch, tag or commit") from None
         except (errors.SafetensorsParsingError, errors.HFValidationError) as error:
-            raise UserError(f"{name}: {_flat(error)}") from None
+            raise UserError(f"{name}: {flat(error)}") from None
         except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]
             where = self.endpoint or "https://huggingface.co"
-            raise UserError(
-                f"{name}: the hub at {where} cannot be reached or does not answer: {_flat(error)}; "
+            raise StoreFailed(
+                f"{name}: the hub at {where} cannot be reached or does not answer: {flat(error)[:200]}; "
                 "without network use a local folder or s3://"
             ) from None
 
 
 def _is_there(path: Path, size: int) -> bool:
     return path.is_file() and os.stat(path).st_size == size
-
-
-def _flat(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]

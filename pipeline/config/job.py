@@ -266,6 +266,13 @@ class StorageConfig(Section):
     retry_seconds: float = Field(
         300, ge=0, description="seconds for which a failing S3 call is tried again, with growing waits; 0 is one try"
     )
+    contact_seconds: float = Field(
+        20, ge=0, description="seconds of these for an S3 endpoint that has never answered while a job is planned"
+    )
+
+    def after_planning(self) -> StorageConfig:
+        """The same for a job that runs: its driver has reached the endpoint, so that an outage may last longer."""
+        return self.model_copy(update={"contact_seconds": self.retry_seconds})
 
 
 class JobConfig(Section):

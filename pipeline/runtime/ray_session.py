@@ -18,7 +18,6 @@ from actors.engine.errors import UserError
 from pipeline.config.job import ActorsConfig
 from pipeline.runtime.loopback import LOOPBACK, on_loopback
 from pipeline.runtime.signals import Interrupted, shielded
-from pipeline.runtime.under_way import plan
 
 log = logging.getLogger(__name__)
 SLOT_CPUS = 1.0  # the largest slot that a task beside the actors needs: repartition takes one CPU, whatever we say
@@ -43,18 +42,15 @@ def planning_session() -> Iterator[None]:
         yield
         return
     try:
-        plan(True)
         _connect(verbose=False)
         yield
     finally:
         _disconnect()
-        plan(False)
 
 
 @contextmanager
 def ray_session(actors: ActorsConfig, verbose: bool) -> Iterator[None]:
     """A Ray of our own, or the cluster that RAY_ADDRESS names; ValueError if the actors can never be placed."""
-    plan(False)
     ours = _own or not ray.is_initialized()
     logging.getLogger("ray").setLevel(_level(verbose))
     if not ray.is_initialized():

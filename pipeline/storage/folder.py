@@ -89,6 +89,7 @@ def filesystem(url: str, storage: StorageConfig) -> tuple[fsspec.AbstractFileSys
 
     fs = PatientS3FileSystem(
         retry_seconds=storage.retry_seconds,
+        contact_seconds=storage.contact_seconds,
         client_kwargs=client,
         use_listings_cache=False,  # another process may have written since
     )

@@ -22,6 +22,7 @@ from pipeline.checkpoints import stores as checkpoint_stores
 from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint, fetch, resolve_checkpoint
 from pipeline.checkpoints.stores import BucketStore, RemoteFile
 from pipeline.config.job import ModelConfig, StorageConfig
+from pipeline.storage.errors import StoreFailed
 
 WEIGHTS = "model.safetensors"
 
@@ -295,7 +296,8 @@ def test_buckets_that_cannot_be_read_are_one_line(
     assert "s3://nobody-has-this: no such bucket" in refusal("s3://nobody-has-this/model", s3)
     assert "no such" in refusal("s3://bucket/nothing/here", s3)
     closed = StorageConfig(endpoint_url="http://127.0.0.1:9", retry_seconds=0)
-    assert "cannot be read" in refusal("s3://bucket/model", closed)
+    with pytest.raises(StoreFailed, match=r"^s3://bucket/model/?: the store failed for 0 s .*Could not connect"):
+        find("s3://bucket/model", closed)
     client_of(s3).put_object(Bucket="bucket", Key="odd/README.md", Body=b"x")
     assert refusal("s3://bucket/odd", s3) == "s3://bucket/odd: not a checkpoint: no config.json"
     located = find(put(checkpoint, "s3://bucket/full", s3), s3)

@@ -11,6 +11,7 @@ from hub_server import REPO, Hub, running_hub
 from actors.engine.weights import folder_sizes
 from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint, fetch, resolve_checkpoint
 from pipeline.config.job import ModelConfig, StorageConfig
+from pipeline.storage.errors import StoreFailed
 
 WEIGHTS = "model.safetensors"
 
@@ -97,7 +98,8 @@ def test_what_the_hub_does_not_have_is_one_line(hub: Hub, monkeypatch: pytest.Mo
     hub.gated = True
     assert "ask for access on the hub, and set HF_TOKEN" in refusal(f"{REPO}@main")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    assert "http://127.0.0.1:9 cannot be reached" in refusal(f"{REPO}@main")
+    with pytest.raises(StoreFailed, match=rf"^{REPO}@main: the hub at http://127\.0\.0\.1:9 cannot be reached"):
+        find()
 
 
 def test_the_hub_travels_with_the_checkpoint(hub: Hub, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

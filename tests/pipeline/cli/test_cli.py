@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from actors.engine.errors import UserError
 from pipeline.cli.app import app
 from pipeline.cli.errors import Advice, cause_line, errors_as_exit_status
+from pipeline.storage.errors import StoreFailed
 
 
 @pytest.fixture
@@ -110,6 +111,49 @@ def test_files_of_nobodys_job_are_not_mixed_with_answers(tmp_path: Path, job: di
     assert "holds Parquet files of no job known here" in refused(tmp_path, job)
 
 
+@pytest.mark.parametrize("section", ["input", "model", "output"])
+def test_a_store_outage_while_planning_is_exit_1(tmp_path: Path, job: dict[str, Any], section: str) -> None:
+    job[section]["path"] = "s3://bucket/folder"
+    job["storage"] = {"endpoint_url": "http://127.0.0.1:9", "retry_seconds": 0}
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ray.init", lambda **_: pytest.fail("too late"))
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "test")
+        result = CliRunner().invoke(app, ["run", str(file)])
+    assert result.exit_code == 1, result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("skipdecode: failed: s3://bucket/folder") and "Could not connect" in line
+
+
+def test_a_report_of_a_job_file_uses_its_endpoint(
+    tmp_path: Path, job: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    job["output"]["path"] = "s3://bucket/folder"
+    job["storage"] = {"endpoint_url": "http://127.0.0.1:9", "retry_seconds": 0}
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job))
+    result = CliRunner().invoke(app, ["report", str(file)])
+    assert result.exit_code == 1 and "http://127.0.0.1:9" in result.stderr
+    job["output"]["path"] = str(tmp_path / "out")
+    file.write_text(yaml.safe_dump(job))
+    result = CliRunner().invoke(app, ["report", str(file)])
+    assert (result.exit_code, result.stderr) == (2, f"skipdecode: {tmp_path}/out: no job here (no _job/job.json)\n")
+
+
+def test_a_report_that_cannot_reach_a_bucket_names_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise StoreFailed("s3://bucket/out: the store failed for 20 s (tries: 7): Could not connect")
+
+    monkeypatch.setattr("pipeline.storage.folder.open_folder", fail)
+    result = CliRunner().invoke(app, ["report", "s3://bucket/out"])
+    assert result.exit_code == 1
+    assert "Could not connect; if the bucket is not on AWS, give --endpoint-url or the job file; " in result.stderr
+
+
 def test_a_lease_that_is_held_is_exit_5(tmp_path: Path, job: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline.commit import lease
     from pipeline.config.job import StorageConfig
@@ -155,19 +199,6 @@ def test_a_ray_that_does_not_start_is_one_line(
     assert (result.exit_code, result.exception.__class__) == (code, SystemExit)
     assert result.stderr.splitlines()[-1].startswith(f"skipdecode: {line}")
     assert_released(tmp_path / "out")
-
-
-def test_a_ray_that_is_up_early_makes_no_job_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    import ray
-
-    from pipeline.runtime.under_way import is_under_way, plan
-
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    assert is_under_way()
-    plan(True)
-    assert not is_under_way()
-    plan(False)
-    assert is_under_way()
 
 
 def test_the_cause_of_a_failed_task_is_what_went_wrong_and_not_advice_on_retries() -> None:
@@ -264,6 +295,7 @@ def test_a_mistyped_file_is_refused_before_heavy_libraries_are_imported(
     code = f"""
 import sys
 from pipeline.cli.app import app
+from pipeline.storage.errors import StoreFailed
 try:
     app(["{command}", "{file}"])
 except SystemExit as error:

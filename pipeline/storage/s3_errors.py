@@ -1,0 +1,83 @@
+"""Errors of botocore and s3fs: which are temporary, and what the final ones become."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+from botocore import exceptions as boto
+
+from pipeline.messages import flat
+from pipeline.storage.errors import NoSuchBucket, StoreFailed
+
+TEMPORARY_STATUS = {408, 409, 429, 500, 502, 503, 504}  # 409: two requests conflict, S3 asks for another try
+TEMPORARY_CODES = {"RequestTimeout", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch"}  # with status 400
+REFUSED_CODES = {"ExpiredToken", "InvalidToken", "TokenRefreshRequired"}  # with status 400
+EXPLAINED_CODES = {"AccessDenied", "InvalidObjectState"}  # their messages name the missing right
+CONDITION_CODES = {"NotImplemented", "InvalidArgument", "InvalidRequest"}  # of stores without conditional puts
+MISSING_CREDENTIALS = (boto.NoCredentialsError, boto.CredentialRetrievalError, boto.MetadataRetrievalError)
+WRONG_CREDENTIALS = (boto.PartialCredentialsError, boto.TokenRetrievalError, boto.ProfileNotFound, boto.SSOError)
+TEXT = 200  # characters of a store's message that are shown
+
+
+def response_of(error: BaseException) -> Mapping[str, Any]:
+    """The store's response, empty if there was none. s3fs turns botocore's errors into OSErrors with a cause."""
+    for candidate in (error, error.__cause__):
+        if isinstance(candidate, boto.ClientError):
+            response: Mapping[str, Any] = candidate.response
+            return response
+    return {}
+
+
+def error_code(error: BaseException) -> str:
+    """The store's error code, empty if there was no response."""
+    return str(response_of(error).get("Error", {}).get("Code", ""))
+
+
+def error_text(error: BaseException) -> str:
+    """What failed, on one short line."""
+    details = response_of(error).get("Error", {})
+    text = f"{details.get('Code')}: {details.get('Message')}" if details else str(error)
+    return flat(text)[:TEXT] or type(error).__name__
+
+
+def is_temporary(error: BaseException) -> bool:
+    """Whether the same call may succeed later."""
+    response = response_of(error)
+    if response:
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return status in TEMPORARY_STATUS or error_code(error) in TEMPORARY_CODES
+    if isinstance(error, boto.SSLError):
+        return not isinstance(error.kwargs.get("error"), aiohttp.ClientConnectorCertificateError)
+    return not isinstance(error, boto.BotoCoreError) or isinstance(
+        error, boto.HTTPClientError | boto.ConnectionError | boto.IncompleteReadError | boto.FlexibleChecksumError
+    )
+
+
+def no_credentials(url: str, error: Exception) -> PermissionError:
+    """The error for a host without credentials. It names the host, which may be a node of a cluster."""
+    return PermissionError(
+        f"{url}: no credentials found on host {socket.gethostname()} ({type(error).__name__}): give that host AWS "
+        "credentials by its environment, ~/.aws or an instance role; every node of a cluster needs them"
+    )
+
+
+def final_error(url: str, method: str, error: Exception) -> Exception:
+    """The OSError of one line for a failure that no retry will mend."""
+    code = error_code(error)
+    if code == "RequestTimeTooSkewed":
+        return PermissionError(f"{url}: access refused ({code}): set this machine's clock, it differs from the store's")
+    if isinstance(error, PermissionError) or code in REFUSED_CODES or (method.startswith("head_") and code == "400"):
+        if code in EXPLAINED_CODES:
+            return PermissionError(f"{url}: access refused: {error_text(error)}")
+        return PermissionError(f"{url}: access refused ({code}): renew the credentials")
+    if code == "NoSuchBucket":
+        return NoSuchBucket(f"s3://{url.split('/')[2]}: no such bucket")
+    if code == "PreconditionFailed" or isinstance(error, boto.ParamValidationError):
+        return error  # s3fs interprets these
+    for kind in (FileNotFoundError, FileExistsError):
+        if isinstance(error, kind):
+            return kind(f"{url}: {error_text(error)}")
+    return StoreFailed(f"{url}: {error_text(error)}")
