@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pipeline.runtime.signals import Interrupted, interrupt_at_once, shielded
+from pipeline.runtime.signals import Interrupted, interrupter, shielded
 from pipeline.storage.folder import STORE_ERRORS, Folder
 
 log = logging.getLogger(__name__)
@@ -211,12 +211,12 @@ class Lease:
 @contextmanager
 def leased(folder: Folder) -> Iterator[None]:
     """Hold the lease of a folder. LeaseHeld at the start; LeaseLost if another run takes over meanwhile."""
-    lost = False
+    lost, interrupt = False, interrupter()
 
     def on_lost() -> None:
         nonlocal lost
         lost = True
-        interrupt_at_once()
+        interrupt()
 
     lease = Lease(folder, beat=BEAT_SECONDS, watch=WATCH_SECONDS)
     lease.acquire(on_lost)

@@ -1,12 +1,15 @@
-"""What SIGTERM and SIGINT do: `Interrupted` in the main thread, at once or after a grace for what is at work.
+"""Interrupts of a job: SIGTERM and SIGINT in the main thread, a lost lease in any thread.
 
-signal ──> Interrupted                                         outside of `graceful`
-signal ──> nothing new is begun ──> idle, or time is up ──> Interrupted      inside
-                    signal again ──> Interrupted
+signal ──> Interrupted                                                       outside of `graceful`
+signal ──> no further shard begins ──> idle, or time is up ──> Interrupted   inside
+                        second signal ──> Interrupted
+
+All state belongs to the `interruptible` block of one job, so that jobs in several threads do not meet.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -21,28 +24,100 @@ POLL_SECONDS = 0.2
 
 
 class Interrupted(KeyboardInterrupt):
-    """SIGTERM or SIGINT; the same command finishes the job."""
+    """SIGTERM, SIGINT or a lost lease; the same command finishes the job."""
+
+
+class _Job:
+    """The interrupts of one job, which runs in the thread that makes this.
+
+    A job in the main thread is interrupted by signals; in another thread, where the caller handles signals, by an
+    exception that Python raises there.
+    """
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.has_handlers = False
+        self.grace: Grace | None = None
+        self.shields = 0
+        self.missed = ""  # a signal that came while shielded
+        self.raised = threading.Event()  # Interrupted is raised, or nothing may raise it any more
+        self.lock = threading.RLock()
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Signal handler, in the main thread."""
+        name = signal.Signals(number).name
+        if self.shields:
+            self.missed = name
+        elif self.grace is not None and self.grace.signal is None:
+            self.grace.ask(name)
+        else:
+            self.raised.set()
+            raise Interrupted(name if self.grace is None or self.grace.signal is None else self.grace.signal)
+
+    def interrupt(self) -> None:
+        """Raise `Interrupted` in the job's thread, from another thread, without grace."""
+        if self.grace is not None and self.grace.signal is None:
+            self.grace.signal = signal.SIGTERM.name
+        if self.has_handlers:
+            while not self.raised.is_set():  # a signal just before a call that waits does not end that call
+                os.kill(os.getpid(), signal.SIGTERM)
+                if self.shields or self.raised.wait(POLL_SECONDS):
+                    return
+            return
+        with self.lock:
+            if self.shields:
+                self.missed = signal.SIGTERM.name
+            elif not self.raised.is_set():
+                self.raised.set()
+                _raise_in(self.thread, Interrupted)
+
+    def end(self) -> None:
+        """After this nothing is raised."""
+        with self.lock:
+            if not self.has_handlers and self.raised.is_set():
+                _raise_in(self.thread, None)
+            self.raised.set()
+
+
+class _Jobs(threading.local):
+    current: _Job | None = None  # of this thread
+
+
+_jobs = _Jobs()
+
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    """Raise an exception in another thread as soon as it runs Python code; None takes back one not yet raised."""
+    exception = None if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), exception)
 
 
 class Grace:
-    """The main thread is at work that may be finished after the first signal.
+    """Work that may be finished after the first signal.
 
-    seconds: how long. stop: begin nothing new; returns what is at work, by number. at_work: what still is. Both are
-    called in a thread of their own and end the grace if they return nothing. After `ask` that thread sends SIGTERM
-    to this process; signal: name of the first one, None so far.
+    Args:
+        seconds: for the work to end.
+        stop: begins nothing new; returns the numbers of the shards at work.
+        at_work: the numbers that still are. Both run in a thread of their own and end the grace by an empty set.
+        job: whose thread is interrupted at the end of the grace.
+
+    `signal` is the name of the first signal, None before it.
     """
 
-    def __init__(self, seconds: float, stop: Callable[[], set[int]], at_work: Callable[[], set[int]]) -> None:
+    def __init__(
+        self, seconds: float, stop: Callable[[], set[int]], at_work: Callable[[], set[int]], job: _Job | None
+    ) -> None:
         self.seconds = seconds
         self.stop = stop
         self.at_work = at_work
+        self.job = job
         self.signal: str | None = None
-        # a handler may run inside any other call of the main thread, and this queue alone can be put into from there
+        # a handler may run inside any call of the main thread; SimpleQueue.put alone is safe there
         self._asked: SimpleQueue[str | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._wait, name="grace", daemon=True)
 
     def ask(self, name: str) -> None:
-        """The first signal has come."""
+        """The first signal came."""
         self.signal = name
         self._asked.put(name)
 
@@ -51,18 +126,18 @@ class Grace:
         self._thread.start()
 
     def end(self) -> None:
-        """Nothing is called any more, and no signal sent, once this returns."""
+        """After this nothing is called and no signal sent."""
         self._asked.put(None)
         self._thread.join()
 
     def _wait(self) -> None:
         if self._asked.get() is None:
             return
-        raised, at_work = _raised, self.stop()
+        assert self.job is not None
+        raised, at_work = self.job.raised, self.stop()
         if at_work:
             print(
-                f"stopping: {len(at_work)} shards in flight are given up to {self.seconds:g} s; "
-                "once more stops at once",
+                f"stopping: up to {self.seconds:g} s for {len(at_work)} shards at work; a second signal stops at once",
                 file=sys.stderr,
                 flush=True,
             )
@@ -73,7 +148,7 @@ class Grace:
                 return
             except Empty:
                 at_work = self.at_work()
-        while not raised.is_set():  # a signal that comes just before a call that waits does not end it
+        while not raised.is_set():  # as in `_Job.interrupt`
             os.kill(os.getpid(), signal.SIGTERM)
             try:
                 self._asked.get(timeout=POLL_SECONDS)
@@ -82,78 +157,70 @@ class Grace:
                 continue
 
 
-_grace: Grace | None = None  # as signals are, of the whole process
-_shielded = False
-_missed = ""  # the signal that came while shielded
-_raised = threading.Event()  # `Interrupted` is on its way, or nobody waits for it any more
-
-
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM and SIGINT become `Interrupted` in the main thread."""
-    global _raised
-    _raised = raised = threading.Event()
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        global _missed
-        name = signal.Signals(number).name
-        if _shielded:
-            _missed = name
-            return
-        if _grace is not None and _grace.signal is None:
-            _grace.ask(name)
-            return
-        raised.set()
-        raise Interrupted(name if _grace is None or _grace.signal is None else _grace.signal)
-
-    try:
-        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    except ValueError:  # not the main thread: whoever called us handles signals
-        before = {}
+    """A job in this thread: SIGTERM and SIGINT become `Interrupted` if it is the main thread."""
+    before, job = _jobs.current, _Job()
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():
+        job.has_handlers = True
+        handlers = {number: signal.signal(number, job.on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    _jobs.current = job
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        raised.set()
+        try:
+            job.end()
+        finally:
+            _jobs.current = before
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
 
 @contextmanager
 def graceful(seconds: float, stop: Callable[[], set[int]], at_work: Callable[[], set[int]]) -> Iterator[Grace]:
-    """The first signal is answered as `Grace` says. Work may end by itself after it: look at `signal` then."""
-    global _grace
-    grace = Grace(seconds, stop, at_work)
+    """The first signal begins the `Grace`. The work may also end by itself after a signal: check `signal` then."""
+    job = _jobs.current
+    grace = Grace(seconds, stop, at_work, job)
     grace.begin()
-    if seconds > 0:
-        _grace = grace
+    if job is not None and seconds > 0:
+        job.grace = grace
     try:
         yield grace
     finally:
         try:
             grace.end()
         finally:
-            _grace = None
+            if job is not None:
+                job.grace = None
 
 
 @contextmanager
 def shielded() -> Iterator[None]:
-    """Clearing up that a signal must not cut short: `Interrupted` comes at its end."""
-    global _shielded, _missed
-    _shielded, _missed = True, ""
+    """Cleanup that no interrupt cuts short: `Interrupted` is raised at the end of the outermost block."""
+    job = _jobs.current
+    if job is None:
+        yield
+        return
+    with job.lock:
+        job.shields += 1
     try:
         yield
     finally:
-        _shielded = False
-    if _missed:
-        raise Interrupted(_missed)
+        with job.lock:
+            job.shields -= 1
+            missed = "" if job.shields else job.missed
+            if missed:
+                job.missed = ""
+    if missed:
+        job.raised.set()
+        raise Interrupted(missed)
 
 
-def interrupt_at_once() -> None:
-    """Raise `Interrupted` in the main thread, from another one, without grace."""
-    if _grace is not None and _grace.signal is None:
-        _grace.signal = signal.SIGTERM.name
-    raised = _raised
-    while not raised.is_set():  # see above
-        os.kill(os.getpid(), signal.SIGTERM)
-        if _shielded or raised.wait(POLL_SECONDS):
-            return
+def interrupter() -> Callable[[], None]:
+    """A function for other threads: it raises `Interrupted` in the job of this thread, without grace.
+
+    Outside of `interruptible` it does nothing.
+    """
+    job = _jobs.current
+    return job.interrupt if job is not None else lambda: None

@@ -315,7 +315,7 @@ def test_sigterm_is_exit_4_and_what_is_in_flight_is_finished_or_dropped(
     assert_released(output)
     assert not (output / "_SUCCESS").exists()
     assert len(parts(output)) < len(parts(whole))
-    stopping = re.search(r"^stopping: (\d) shards in flight are given up to 20 s", err, re.MULTILINE)
+    stopping = re.search(r"^stopping: up to 20 s for (\d) shards at work", err, re.MULTILINE)
     if grace == 0:
         assert stopping is None
     elif stopping is not None:  # else none was at work in that moment

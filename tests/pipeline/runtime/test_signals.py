@@ -17,7 +17,7 @@ from pipeline.commit import lease as leases
 from pipeline.commit.lease import TERMS, LeaseLost, leased
 from pipeline.config.job import StorageConfig
 from pipeline.generate.coordinator import Coordinator
-from pipeline.runtime.signals import Interrupted, graceful, interrupt_at_once, interruptible, shielded
+from pipeline.runtime.signals import Interrupted, graceful, interrupter, interruptible, shielded
 from pipeline.storage.folder import open_folder
 
 
@@ -86,7 +86,7 @@ def test_what_is_at_work_is_finished_and_nothing_begun(capsys: pytest.CaptureFix
         assert 0.2 < interrupted(8, work.stop, work.left) < 4
     assert work.coordinator.read()[0] == 3 and not work.coordinator.begin(7)
     assert work.asked_from == ["grace"]  # a handler runs in the middle of anything and must not ask Ray
-    assert capsys.readouterr().err == "stopping: 3 shards in flight are given up to 8 s; once more stops at once\n"
+    assert capsys.readouterr().err == "stopping: up to 8 s for 3 shards at work; a second signal stops at once\n"
 
 
 def test_work_that_takes_longer_is_dropped_when_time_is_up() -> None:
@@ -181,7 +181,102 @@ def test_an_interrupt_from_another_thread_stops_a_grace_that_has_begun() -> None
 
     def act() -> None:
         send()
-        timer = threading.Timer(0.3, interrupt_at_once)
+        timer = threading.Timer(0.3, interrupter())
         timer.start()
 
     assert interrupted(60, work.stop, work.left, act) < 3
+
+
+def lose_the_lease_in_a_thread(folder: Any, work: Callable[[], None]) -> BaseException | None:
+    """What ends a job in a thread of its own, whose lease another run takes over."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with interruptible(), leased(folder):
+                folder.create(f"{TERMS}/000002.json", folder.read(f"{TERMS}/000001.json"))
+                work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    return errors[0] if errors else None
+
+
+def wait_in_python() -> None:
+    """As Ray Data waits for its next block."""
+    for _ in range(2000):
+        time.sleep(0.01)
+
+
+def test_a_lease_lost_in_a_thread_ends_that_thread_and_signals_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.05)
+    signals: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+    try:
+        assert isinstance(
+            lose_the_lease_in_a_thread(open_folder(str(tmp_path), StorageConfig()), wait_in_python), LeaseLost
+        )
+        time.sleep(0.5)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert signals == []
+
+
+def test_a_job_in_another_thread_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs in one process, of which one loses its lease while the other is in its grace."""
+    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.05)
+    work = Work(2, 0.1)
+    with interruptible(), graceful(60, work.stop, work.left) as grace:
+        error = lose_the_lease_in_a_thread(open_folder(str(tmp_path), StorageConfig()), wait_in_python)
+        assert isinstance(error, LeaseLost)
+        assert grace.signal is None and work.asked_from == []
+
+
+def test_a_thread_that_ends_just_before_its_interrupt_is_left_alone() -> None:
+    done = threading.Event()
+    interrupts: list[Callable[[], None]] = []
+
+    def run() -> None:
+        with interruptible():
+            interrupts.append(interrupter())
+        wait_in_python_until(done)
+
+    def wait_in_python_until(event: threading.Event) -> None:
+        while not event.is_set():
+            time.sleep(0.01)
+        interrupts.clear()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while not interrupts:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    interrupts[0]()
+    time.sleep(0.1)
+    done.set()
+    thread.join(5)
+    assert interrupts == [], "the thread went on to its end"
+
+
+def test_a_shield_inside_a_shield_keeps_the_outer_one() -> None:
+    cleaned: list[str] = []
+
+    def clean_up() -> None:
+        with shielded():
+            with shielded():
+                send()
+                time.sleep(0.1)
+                cleaned.append("inner")
+            cleaned.append("outer")
+            time.sleep(0.1)
+            cleaned.append("end")
+
+    with interruptible(), pytest.raises(Interrupted):
+        clean_up()
+    assert cleaned == ["inner", "outer", "end"]
