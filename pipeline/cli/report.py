@@ -81,7 +81,7 @@ def _report(url: str, storage: StorageConfig, check: bool, write: bool) -> None:
         raise UserError(f"{url}: no job here (no _job/job.json)")
     if check:
         bad = 0
-        for line in verify(folder, manifest):
+        for line in verify(folder, manifest, storage):
             typer.echo(line)
             bad += 1
         if bad:

@@ -34,6 +34,7 @@ from pipeline.commit.records import (
     records_table,
 )
 from pipeline.generate.coordinator import RunCoordinator
+from pipeline.generate.output import shard_metadata, shard_of_part
 from pipeline.generate.stats import ShardStats
 from pipeline.read.shards import Shard
 from pipeline.runtime.quarantine import clear_quarantine, release_shard
@@ -89,8 +90,10 @@ def check_part(folder: Folder, shard: Shard, part: bytes, fingerprint: str) -> S
         raise UserError(f"{name}: damaged ({reason}); delete it and run again") from None
     if stats is None:
         raise UserError(f"{name}: written by another job; move it away, or start anew with --overwrite")
-    if metadata.get(b"skipdecode.shard") != str(shard.index).encode() or stats.rows != shard.rows:
-        raise UserError(f"{name}: does not hold shard {shard.index} ({shard.rows} rows); delete it and run again")
+    named = all(metadata.get(key.encode()) == value.encode() for key, value in shard_metadata(shard).items())
+    if not named or stats.rows != shard.rows:
+        rows = f"{shard.rows} rows from row {shard.first_row} of {shard.url}"
+        raise UserError(f"{name}: does not hold shard {shard.index} ({rows}); delete it and run again")
     return stats
 
 
@@ -185,8 +188,7 @@ def commit_shards(batch: pa.Table, folder: Folder, fingerprint: str, coordinator
     """
     for row in batch.select(["part", "stats"]).to_pylist():
         stats = ShardStats.from_record(json.loads(row["stats"]))
-        shard = Shard(stats.shard, "", 0, stats.rows)  # commit uses index and rows only
-        first = commit(folder, shard, row["part"], stats, fingerprint)
+        first = commit(folder, shard_of_part(row["part"], stats.rows), row["part"], stats, fingerprint)
         release_shard(folder, stats.shard)
         coordinator.ended(stats.shard, first, stats.rows, stats.errors, stats.generated_tokens)
     return batch.select(["shard"])

@@ -1,26 +1,33 @@
-"""Read every part of an output again and compare it with its commit record and with the plan."""
+"""Read every part of an output again; compare parts with records and plan, and the plan with the input's footers."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
 
+from actors.engine.errors import UserError
 from pipeline.commit.records import read_valid_records
 from pipeline.commit.sink import PARTS_AT_ONCE, SUCCESS, check_part, part_name, part_sizes
-from pipeline.plan.manifest import Manifest
+from pipeline.config.job import StorageConfig
+from pipeline.plan.manifest import PLAN, Manifest, coverage_problems
+from pipeline.read.files import InputFile, check_unchanged, read_footer
 from pipeline.storage.concurrency import in_parallel
+from pipeline.storage.errors import NoSuchBucket
 from pipeline.storage.folder import Folder
 
 
-def verify(folder: Folder, manifest: Manifest) -> Iterator[str]:
-    """Yield one line for each file that differs from what was committed. Changes nothing."""
+def verify(folder: Folder, manifest: Manifest, storage: StorageConfig) -> Iterator[str]:
+    """Yield one line for each file that differs from what was committed or planned. Changes nothing."""
+    yield from (
+        f"{folder.url}/{PLAN}: {problem}; start again with --overwrite" for problem in plan_problems(manifest, storage)
+    )
     records, problems = read_valid_records(folder, manifest.fingerprint)
     yield from problems
     digests = dict(zip(records["shard"].to_pylist(), records["sha256"].to_pylist(), strict=True))
     planned = {shard.index: shard for shard in manifest.shards}
     parts = part_sizes(folder, planned, max(planned, default=-1))
 
-    def problem(index: int) -> str | None:
+    def part_problem(index: int) -> str | None:
         name = f"{folder.url}/{part_name(index)}"
         if index not in planned:
             return f"{name}: belongs to no shard of this job: delete it"
@@ -41,4 +48,23 @@ def verify(folder: Folder, manifest: Manifest) -> Iterator[str]:
 
     expected = planned.keys() if folder.exists(SUCCESS) else set()
     shards = sorted(parts.keys() | digests.keys() | expected)
-    yield from (line for line in in_parallel(problem, shards, PARTS_AT_ONCE) if line is not None)
+    yield from (line for line in in_parallel(part_problem, shards, PARTS_AT_ONCE) if line is not None)
+
+
+def plan_problems(manifest: Manifest, storage: StorageConfig) -> list[str]:
+    """One line for each row range that does not cover its file, and for each footer with other rows than the plan.
+
+    Skips input files that are gone or changed since: the parts answer the pinned ones.
+    """
+
+    def problem(file: InputFile) -> str | None:
+        try:
+            check_unchanged(file, storage)
+            footer, _ = read_footer(file.url, file.size, file.version, storage)
+        except (UserError, PermissionError, NoSuchBucket):
+            return None
+        same = footer.group_rows == file.group_rows
+        return None if same else f"{file.url}: its footer holds {footer.rows} rows, the plan {file.rows}"
+
+    lines = [line for line in in_parallel(problem, manifest.files) if line is not None]
+    return [*lines, *coverage_problems(manifest)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from actors.generator import Answer
+from pipeline.read.shards import Shard
 
 ANSWER_FIELDS = [
     pa.field("sample_index", pa.int32()),
@@ -78,11 +80,11 @@ def part_table(rows: pa.Table, answers: Sequence[Answer], spec: PartSpec, url: s
     return pa.table(columns, names=names)
 
 
-def part_bytes(table: pa.Table, spec: PartSpec, shard: int) -> bytes:
-    """The part as Parquet bytes. Its footer names job and shard; it is the same for every attempt."""
+def part_bytes(table: pa.Table, spec: PartSpec, shard: Shard) -> bytes:
+    """The part as Parquet bytes. Its footer names job, shard, input file and first row; equal for every attempt."""
     metadata = {
         "skipdecode.fingerprint": spec.fingerprint,
-        "skipdecode.shard": str(shard),
+        **shard_metadata(shard),
         "skipdecode.num_layers": str(spec.num_layers),
     }
     sink = pa.BufferOutputStream()
@@ -90,3 +92,21 @@ def part_bytes(table: pa.Table, spec: PartSpec, shard: int) -> bytes:
     pq.write_table(combined, sink, compression="zstd", write_page_checksum=True)
     data: bytes = sink.getvalue().to_pybytes()
     return data
+
+
+def shard_metadata(shard: Shard) -> dict[str, str]:
+    """Footer metadata of a part that names its shard."""
+    return {
+        "skipdecode.shard": str(shard.index),
+        "skipdecode.file": shard.url,
+        "skipdecode.first_row": str(shard.first_row),
+    }
+
+
+def shard_of_part(part: bytes, rows: int) -> Shard:
+    """The shard that a part written by this process names in its footer. rows: input rows of the shard."""
+    index, url, first_row = (pq.read_schema(io.BytesIO(part)).metadata[name.encode()].decode() for name in _NAMES)
+    return Shard(int(index), url, int(first_row), rows)
+
+
+_NAMES = tuple(shard_metadata(Shard(0, "", 0, 0)))

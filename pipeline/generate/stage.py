@@ -23,6 +23,7 @@ from pipeline.generate.output import PartSpec, part_bytes, part_table
 from pipeline.generate.stats import ShardStats, duplicate_ids
 from pipeline.prepare.prompts import CHOICES, ERROR, PROMPT_IDS, SAMPLING
 from pipeline.read.ipc import from_ipc
+from pipeline.read.shards import Shard
 from pipeline.runtime.quarantine import Quarantine, ShardAttempt
 
 METRICS = {
@@ -160,7 +161,7 @@ class ShardGenerator:
         shard_attempt = None if self.quarantine is None else self.quarantine.begin(shard, rows.num_rows)
         answers = self._answers(shard_attempt, prompts(rows, url, first_row))
         table = part_table(rows, answers, self.part, url, first_row)
-        data = part_bytes(table, self.part, shard)
+        data = part_bytes(table, self.part, Shard(shard, url, first_row, rows.num_rows))
         seconds = time.perf_counter() - began
         engine = self.generator.take_stats()
         errors = sum(answer.error is not None for answer in answers)

@@ -11,6 +11,7 @@ from pipeline.commit.finalize import finalize, write_success
 from pipeline.generate.output import PartSpec, part_bytes, part_table
 from pipeline.generate.stats import ShardStats, Totals
 from pipeline.plan.manifest import Batching, Manifest
+from pipeline.read.files import InputFile
 from pipeline.read.shards import Shard
 from pipeline.storage.folder import Folder
 
@@ -50,7 +51,7 @@ def part(shard: Shard, **changes: Any) -> bytes:
     ids = [f"row-{shard.first_row + max(row - 1, 0)}" for row in range(shard.rows)]
     rows = pa.table({"id": ids, "topic": list(range(shard.rows))})
     spec = part_spec(**changes)
-    return part_bytes(part_table(rows, fake_answers(shard.rows), spec, shard.url, shard.first_row), spec, shard.index)
+    return part_bytes(part_table(rows, fake_answers(shard.rows), spec, shard.url, shard.first_row), spec, shard)
 
 
 def part_stats(shard: Shard, **changes: Any) -> ShardStats:
@@ -95,7 +96,11 @@ def part_stats(shard: Shard, **changes: Any) -> ShardStats:
 def manifest_of(shards: list[Shard]) -> Manifest:
     """Of a job of these shards."""
     identity = {"schedule": {"speedup": 2.0, "num_layers": LAYERS}}
-    return Manifest(FINGERPRINT, identity, Batching(5, 1, 1, 1, 1), [], shards, pa.schema([]))
+    rows: dict[str, int] = {}
+    for shard in shards:
+        rows[shard.url] = rows.get(shard.url, 0) + shard.rows
+    files = [InputFile(url, 1, "1", (count,), (1,)) for url, count in rows.items()]
+    return Manifest(FINGERPRINT, identity, Batching(5, 1, 1, 1, 1), files, shards, pa.schema([]))
 
 
 def finish(folder: Folder, manifest: Manifest) -> Totals:

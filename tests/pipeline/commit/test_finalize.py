@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from part_builders import FINGERPRINT, finish, manifest_of, part, part_stats
 from typer.testing import CliRunner
@@ -14,9 +18,10 @@ from pipeline.cli.app import app
 from pipeline.commit.finalize import RowsMissing, finalize, finished_totals, write_statistics, write_success
 from pipeline.commit.records import compact, loose_shards, read_records
 from pipeline.commit.sink import SUCCESS, commit, committed_shards, part_name
-from pipeline.commit.verify import verify
+from pipeline.commit.verify import plan_problems, verify
 from pipeline.config.job import StorageConfig
 from pipeline.plan import manifest as manifests
+from pipeline.read.files import list_files, read_footer
 from pipeline.read.shards import Shard
 from pipeline.storage.folder import Folder, open_folder
 
@@ -52,14 +57,14 @@ def test_a_refused_part_is_refused_until_it_is_deleted(folder: Folder, compacted
         assert committed_shards(folder, SHARDS, FINGERPRINT) == {0, 1, 2}
         with pytest.raises(RowsMissing, match=r"^part-000001.parquet is not what was committed: delete it, then run"):
             finalize(folder, MANIFEST)
-        assert len(list(verify(folder, MANIFEST))) == 1
+        assert len(list(verify(folder, MANIFEST, StorageConfig()))) == 1
     folder.remove(part_name(1))
     if compacted:
         with pytest.raises(RowsMissing, match=r"was committed and is gone: run the same command again"):
             finalize(folder, MANIFEST)
     assert committed_shards(folder, SHARDS, FINGERPRINT) == {0, 2}
     commit(folder, SHARDS[1], part(SHARDS[1]), part_stats(SHARDS[1]), FINGERPRINT)
-    assert finish(folder, MANIFEST).rows == 10 and list(verify(folder, MANIFEST)) == []
+    assert finish(folder, MANIFEST).rows == 10 and list(verify(folder, MANIFEST, StorageConfig())) == []
 
 
 def test_success_holds_the_totals_that_were_checked(folder: Folder) -> None:
@@ -111,3 +116,33 @@ def test_the_check_of_a_finished_job_writes_nothing(folder: Folder) -> None:
             folder.replace(os.path.relpath(name, folder.url), held)
         assert finished_totals(folder, MANIFEST) == totals
     assert loose_shards(folder) == [0, 1, 2]
+
+
+def test_verify_compares_the_plan_with_the_footers_of_the_input(folder: Folder, tmp_path: Path) -> None:
+    """The plan says that the parts are whole; if it is wrong itself, only the input shows it."""
+    url = str(tmp_path / "in.parquet")
+    pq.write_table(pa.table({"prompt": ["p"] * 10}), url)
+    size, version = list_files([url], StorageConfig())[url]
+    file, _ = read_footer(url, size, version, StorageConfig())
+
+    def problems(**changes: Any) -> list[str]:
+        shards = [Shard(0, url, 0, 4), Shard(1, url, 4, 6)]
+        manifest = replace(MANIFEST, files=[replace(file, **changes)], shards=shards)
+        return plan_problems(manifest, StorageConfig())
+
+    assert problems() == []
+    assert problems(group_rows=(9,), group_bytes=(1,)) == [
+        f"{url}: its footer holds 10 rows, the plan 9",
+        f"shard 1: 6 rows from 4 of {url}: 9 rows",
+    ]
+    assert problems(version="1", group_rows=(4, 6)) == []  # changed since: nothing can be said of it
+
+
+def test_verify_names_shards_that_overlap(folder: Folder) -> None:
+    wrong = manifest_of([SHARDS[0], replace(SHARDS[1], first_row=3), SHARDS[2]])
+    lines = list(verify(folder, wrong, StorageConfig()))
+    assert lines[0] == (
+        f"{folder.url}/_job/plan.parquet: shard 1: begins at row 3 of in/a.parquet, not at 4; "
+        "start again with --overwrite"
+    )
+    assert "does not hold shard 1 (5 rows from row 3 of in/a.parquet)" in lines[-1]

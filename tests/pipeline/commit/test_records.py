@@ -28,7 +28,8 @@ from pipeline.read.shards import Shard
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import Folder, open_folder
 
-SHARDS = [Shard(index, "in/a.parquet", 5 * index, 2 + index % 3) for index in range(6)]
+FIRST_ROWS = [0, 2, 5, 9, 11, 14]
+SHARDS = [Shard(index, "in/a.parquet", FIRST_ROWS[index], 2 + index % 3) for index in range(6)]
 MANIFEST = manifest_of(SHARDS)
 PARTS = [part(shard) for shard in SHARDS]
 ROWS, TOKENS = MANIFEST.rows, sum(part_stats(shard).generated_tokens for shard in SHARDS)
@@ -76,7 +77,7 @@ def assert_whole(folder: Folder, doubtful: Iterable[str] = ()) -> None:
     for shard in SHARDS:
         if part_name(shard.index) not in doubtful:
             assert folder.read(part_name(shard.index)) == PARTS[shard.index]
-    assert list(verify(folder, MANIFEST)) == []
+    assert list(verify(folder, MANIFEST, StorageConfig())) == []
 
 
 def test_rolled_up_records_are_the_same_records(folder: Folder) -> None:
@@ -267,7 +268,7 @@ def test_damage_is_mended_or_named(one_at_a_time: None, data: st.DataObject) -> 
                 folder.remove(max(named, key=len))
     else:
         pytest.fail(said)
-    for line in list(verify(folder, MANIFEST)):  # of the same size, so that only its digest tells
+    for line in list(verify(folder, MANIFEST, StorageConfig())):  # of the same size, so that only its digest tells
         name = next(name for name in folder.names() if name in line)
         folder.remove(name)
     with_retries(lambda: run_job(folder), 2)

@@ -176,9 +176,12 @@ def test_parts_that_are_not_this_jobs_are_named(folder: Folder) -> None:
         folder.replace(part_name(1), damaged)
         assert "damaged" in refusal(folder, 1)
     folder.replace(part_name(1), part(SHARDS[0]))
-    assert "does not hold shard 1 (5 rows)" in refusal(folder, 1)
+    assert "does not hold shard 1 (5 rows from row 4 of in/a.parquet)" in refusal(folder, 1)
+    for other in (replace(SHARDS[1], first_row=3), replace(SHARDS[1], url="in/b.parquet")):
+        folder.replace(part_name(1), part(other))
+        assert "does not hold shard 1 (5 rows from row 4 of in/a.parquet)" in refusal(folder, 1)
     folder.replace(part_name(1), part(replace(SHARDS[1], rows=3)))
-    assert "does not hold shard 1 (5 rows)" in refusal(folder, 1)
+    assert "does not hold shard 1 (5 rows from row 4 of in/a.parquet)" in refusal(folder, 1)
     folder.replace(part_name(1), data)
     assert committed_shards(folder, SHARDS, FINGERPRINT) == {1}
 
@@ -303,6 +306,8 @@ def test_a_part_hangs_on_nothing_but_its_rows() -> None:
     assert {key: value for key, value in metadata.items() if key.startswith(b"skipdecode")} == {
         b"skipdecode.fingerprint": FINGERPRINT.encode(),
         b"skipdecode.shard": b"1",
+        b"skipdecode.file": b"in/a.parquet",
+        b"skipdecode.first_row": b"4",
         b"skipdecode.num_layers": b"4",
     }
 

@@ -75,5 +75,5 @@ def test_names_in_the_data_name_no_file_of_the_output(tmp_path: Path, name: str)
         assert table["id"].to_pylist() == (
             rows["id"].to_pylist() if spec.id_column else [f"{name}:{n}" for n in range(3)]
         )
-        assert pq.read_table(pa.BufferReader(part_bytes(table, spec, shard.index))).num_rows == 3
+        assert pq.read_table(pa.BufferReader(part_bytes(table, spec, shard))).num_rows == 3
     assert PART.fullmatch(part_name(shard.index))

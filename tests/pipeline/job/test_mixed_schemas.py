@@ -154,7 +154,8 @@ def test_a_folder_of_doubtful_files(own_ray: None, checkpoint: Path, tmp_path: P
     parts = sorted(output.glob("part-*.parquet"))
     schemas = [pq.read_schema(part) for part in parts]
     assert len(parts) == len(outcome.manifest.shards) >= 8
-    ours = {b"skipdecode.fingerprint", b"skipdecode.shard", b"skipdecode.num_layers"}
+    names = ("fingerprint", "shard", "file", "first_row", "num_layers")
+    ours = {f"skipdecode.{name}".encode() for name in names}
     assert all(set(schema.metadata) == ours for schema in schemas)
     assert len({schema.remove_metadata().serialize().to_pybytes() for schema in schemas}) == 1
     kinds = {field.name: field.type for field in schemas[0]}

@@ -218,7 +218,7 @@ def through(config: JobConfig, checkpoint: Path) -> list[tuple[str, int, int, pa
             rows = from_ipc(to_ipc(conform(table, schema)))
             prepared = from_ipc(to_ipc(prepare_table(rows, spec)))
             answers = [fake(one, row) for row, one in enumerate(prompts(prepared, shard.url, shard.first_row))]
-            part = part_bytes(part_table(prepared, answers, out, shard.url, shard.first_row), out, shard.index)
+            part = part_bytes(part_table(prepared, answers, out, shard.url, shard.first_row), out, shard)
             done.append((shard.url, shard.first_row, shard.rows, pq.read_table(pa.BufferReader(part))))
     return done
 
