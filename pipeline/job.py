@@ -12,6 +12,7 @@ import logging
 import time
 import uuid
 from dataclasses import dataclass, replace
+from typing import Any
 
 from actors.engine.schedule import Schedule
 from pipeline.backends.stages import Actors, Backend, Read, Session, Stage, Tasks, Workload
@@ -160,7 +161,7 @@ def stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Sessio
         Actors(
             ShardGenerator,
             {
-                "generator": _generator(job),
+                "generator": generator_arguments(job),
                 "part": _part(job),
                 "prefix": manifest.batching.prefix,
                 "coordinator": coordinator,
@@ -179,8 +180,8 @@ def stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Sessio
     ]
 
 
-def _generator(job: PlannedJob) -> dict[str, object]:
-    """Arguments of `Generator`."""
+def generator_arguments(job: PlannedJob) -> dict[str, Any]:
+    """Arguments of `Generator`; the checkpoint as `fetch` takes it."""
     batching = job.manifest.batching
     return {
         **generator_settings(job.config.model, job.config.sampling, job.config.choices),

@@ -11,6 +11,7 @@ from pipeline.cli.adapt import adapt
 from pipeline.cli.evaluate import evaluate
 from pipeline.cli.report import report
 from pipeline.cli.run import run
+from pipeline.cli.try_rows import try_rows
 from pipeline.cli.tune import tune
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 for command in (run, adapt, tune, evaluate, report):
     app.command()(command)
+app.command("try")(try_rows)
 
 
 def main() -> None:

@@ -135,8 +135,8 @@ def plan_job(
         rows = sum(file.rows for file in pinned)
         if rows == 0:
             raise NoRows(f"{config.input.path[0]}: no rows in {len(pinned)} files")
-        batching = _batching(config, located, min(rows, limit or rows), hardware)
-        shards = _limited(cut_shards(pinned, batching.shard_rows, batching.shard_bytes), limit)
+        batching = plan_batching(config, located, min(rows, limit or rows), hardware)
+        shards = limited(cut_shards(pinned, batching.shard_rows, batching.shard_bytes), limit)
         batching = replace(batching, planned=float(int(time.time())))
         if config.shared_prefix:
             spec = prompt_spec(config, located, batching.planned)
@@ -308,7 +308,8 @@ def _identity(
     }
 
 
-def _batching(config: JobConfig, located: ResolvedCheckpoint, rows: int, hardware: Hardware | None) -> Batching:
+def plan_batching(config: JobConfig, located: ResolvedCheckpoint, rows: int, hardware: Hardware | None) -> Batching:
+    """Batching of a new job over `rows` rows, without a shared prefix. `hardware` is asked for a GPU's memory."""
     actors = config.actors
     cores = os.cpu_count() or 1
     if config.paged and located.checkpoint.has_pages and actors.cache_bytes is None:
@@ -328,7 +329,8 @@ def _batching(config: JobConfig, located: ResolvedCheckpoint, rows: int, hardwar
     )
 
 
-def _limited(shards: Sequence[Shard], limit: int | None) -> list[Shard]:
+def limited(shards: Sequence[Shard], limit: int | None) -> list[Shard]:
+    """The shards of the first `limit` rows; None is all."""
     if limit is None:
         return list(shards)
     kept: list[Shard] = []

@@ -1,0 +1,46 @@
+"""`skipdecode try`: answer a few rows in this process and print them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipeline.cli.errors import Advice, errors_as_exit_status
+from pipeline.cli.options import Changes, Verbose, setup
+
+
+def try_rows(
+    job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
+    changes: Changes = None,
+    rows: Annotated[int, typer.Option(min=1, help="How many rows, from the first on.")] = 5,
+    verbose: Verbose = False,
+) -> None:
+    """Answer a few rows in this process and print prompts and answers. Writes nothing and starts no Ray."""
+    setup(verbose)
+    advice = Advice(out_of_memory="lower actors.cache_bytes or choose model.dtype: bfloat16", verbose=verbose)
+    with errors_as_exit_status(advice):
+        from pipeline.config.job import JobConfig
+        from pipeline.config.load import load_config
+
+        config = load_config(JobConfig, job, changes or [])
+        advice.file = str(job)
+        from rich.console import Console
+
+        from pipeline.trial import answer_first_rows
+
+        console = Console(soft_wrap=True)
+        for row in answer_first_rows(config, rows):
+            lines = [f"\n[{row.id}]", f"  prompt: {row.prompt}" if row.prompt else ""]
+            for answer in row.answers:
+                if answer.error is not None:
+                    lines.append(f"  error: {answer.error}")
+                    continue
+                name = f"answer {answer.sample_index}" if len(row.answers) > 1 else "answer"
+                depth = "" if answer.mean_depth is None else f", {answer.mean_depth:.2f} layers on average"
+                lines += [
+                    f"  {name}: {answer.generated_text}",
+                    f"    ({answer.finish_reason}, {answer.generated_tokens} tokens{depth})",
+                ]
+            console.print("\n".join(filter(None, lines)), markup=False, highlight=False)

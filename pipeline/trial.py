@@ -1,0 +1,139 @@
+"""The first rows of a job answered in this process. Nothing is written, and ray is not imported."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+
+from actors.answers import Answer, Prompt
+from pipeline.backends.in_process import InProcess
+from pipeline.checkpoints.resolve import fetch, resolve_checkpoint
+from pipeline.config.job import JobConfig
+from pipeline.generate.stage import prompts
+from pipeline.job import PlannedJob, generator_arguments
+from pipeline.plan.columns import check_columns
+from pipeline.plan.inputs import check_output_disjoint
+from pipeline.plan.manifest import Manifest, NoRows, limited, plan_batching, read_footers
+from pipeline.prepare.prompts import check_spec, prepare_table, prompt_spec, tokenizer_of
+from pipeline.read.files import InputFile, list_files
+from pipeline.read.ipc import from_ipc
+from pipeline.read.shards import Shard, cut_shards, read_blocks
+
+QUIET_SECONDS = 2.0  # after which a phase says what it does
+
+
+@dataclass(frozen=True)
+class TriedRow:
+    """A row as the model saw it, and its answers.
+
+    Args:
+        id: the row's id column, else file name and row number.
+        prompt: text of the prompt's tokens; "" for a row with an error.
+    """
+
+    id: Any
+    prompt: str
+    answers: list[Answer]
+
+
+def answer_first_rows(config: JobConfig, rows: int) -> list[TriedRow]:
+    """Answers to the first `rows` rows of the input.
+
+    Random numbers, prompts and row errors are those of the job. Batches are smaller and no prefix is shared, so
+    that in types other than float32 an answer may differ.
+
+    Raises:
+        UserError: configuration, checkpoint or input are wrong.
+        NoRows: the input has no rows.
+    """
+    with _says("reading the configuration and the checkpoint's description"):
+        check_columns(config)
+        config = _on_this_machine(config)
+        checkpoint = resolve_checkpoint(config.model, config.storage)
+        schedule = checkpoint.checkpoint.schedule(config.schedule.changes())
+        check_spec(prompt_spec(config, checkpoint, time.time()))
+    with _says("reading the input"):
+        files, shards, schema = _first_rows(config, rows)
+    batching = replace(plan_batching(config, checkpoint, rows, InProcess()), planned=float(int(time.time())))
+    job = PlannedJob(config, checkpoint, schedule, Manifest("", {}, batching, files, shards, schema))
+    spec = prompt_spec(config, checkpoint, batching.planned)
+    ids: list[Any] = []
+    prepared: list[Prompt] = []
+    with _says("preparing the prompts"):
+        for shard, table in _tables(config, job.manifest):
+            prepared += prompts(prepare_table(table, spec), shard.url, shard.first_row)
+            ids += _ids(config, shard, table)
+    with _says("loading the model"):
+        from actors.generator import Generator
+
+        arguments = generator_arguments(job)
+        generator = Generator(**{**arguments, "checkpoint": str(fetch(arguments["checkpoint"]))})
+    with _says("answering"):
+        answers = generator.answer(prepared)
+    tokenizer = tokenizer_of(checkpoint.source)
+    return [
+        TriedRow(
+            ids[row],
+            tokenizer.decode(list(prompt.ids)) if prompt.ids else "",
+            [answer for answer in answers if answer.row == row],
+        )
+        for row, prompt in enumerate(prepared)
+    ]
+
+
+def _on_this_machine(config: JobConfig) -> JobConfig:
+    """One actor, on a GPU only where this machine has one."""
+    import torch
+
+    gpus = 1.0 if config.actors.gpus and torch.cuda.is_available() else 0.0
+    return config.model_copy(update={"actors": config.actors.model_copy(update={"gpus": gpus})})
+
+
+def _first_rows(config: JobConfig, rows: int) -> tuple[list[InputFile], list[Shard], pa.Schema]:
+    """Files and shards of the first rows, and their schema; files after them are not opened."""
+    listed = list_files(config.input.path, config.storage)
+    check_output_disjoint(config, listed)
+    files: list[InputFile] = []
+    for url, entry in listed.items():
+        files += read_footers(config, {url: entry})[0]
+        if sum(file.rows for file in files) >= rows:
+            break
+    files, schema = read_footers(config, {file.url: listed[file.url] for file in files})
+    shards = limited(cut_shards(files, rows, config.shard_bytes), rows)
+    if not shards:
+        raise NoRows(f"{config.input.path[0]}: no rows in {len(files)} files")
+    return files, shards, schema
+
+
+def _tables(config: JobConfig, manifest: Manifest) -> Iterator[tuple[Shard, pa.Table]]:
+    files = {file.url: file for file in manifest.files}
+    for shard in manifest.shards:
+        for block in read_blocks([shard], files[shard.url], manifest.schema, config.storage):
+            yield shard, from_ipc(block["rows"][0].as_py())
+
+
+def _ids(config: JobConfig, shard: Shard, table: pa.Table) -> Sequence[Any]:
+    if config.input.id is not None:
+        ids: list[Any] = table[config.input.id].to_pylist()
+        return ids
+    name = shard.url.rpartition("/")[2]
+    return [f"{name}:{shard.first_row + row}" for row in range(shard.rows)]
+
+
+@contextmanager
+def _says(what: str) -> Iterator[None]:
+    """Print on standard error what is being done, once it takes longer than `QUIET_SECONDS`."""
+    timer = threading.Timer(QUIET_SECONDS, print, (f"{what} ...",), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,0 +1,88 @@
+"""`skipdecode try`: rows, answers and row errors on the screen; nothing written; no Ray."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from in_process import run_in_process
+from typer.testing import CliRunner
+
+from pipeline.cli.app import app
+from pipeline.config.job import JobConfig
+from pipeline.trial import answer_first_rows
+
+
+@pytest.fixture
+def values(tmp_path: Path, checkpoint: Path) -> dict[str, Any]:
+    """Two files of three rows; the second row is null."""
+    (tmp_path / "in").mkdir()
+    for number, prompts in enumerate((["alpha", None, "bravo"], ["cheap pub", "alpha bravo", "food"])):
+        table = pa.table({"id": [f"{number}-{row}" for row in range(3)], "prompt": pa.array(prompts, pa.string())})
+        pq.write_table(table, tmp_path / "in" / f"{number}.parquet")
+    return {
+        "input": {"path": str(tmp_path / "in"), "id": "id"},
+        "output": {"path": str(tmp_path / "out")},
+        "model": {"path": str(checkpoint), "dtype": "float32"},
+        "sampling": {"max_new_tokens": 6, "temperature": 1.0, "seed": 5},
+        "actors": {"threads": 1},
+        "max_row_errors": 1,
+    }
+
+
+def job_file(folder: Path, values: dict[str, Any]) -> str:
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return str(path)
+
+
+def tree(folder: Path) -> list[tuple[str, int]]:
+    return sorted((str(path), path.stat().st_mtime_ns) for path in folder.rglob("*"))
+
+
+def test_prompts_answers_and_row_errors_are_printed_and_nothing_is_written(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
+    job = job_file(tmp_path, values)
+    before = tree(tmp_path)
+    result = CliRunner().invoke(app, ["try", job, "--rows", "4"])
+    assert result.exit_code == 0, result.output
+    assert tree(tmp_path) == before
+    shown = [block.splitlines() for block in result.stdout.strip().split("\n\n")]
+    assert [block[0] for block in shown] == ["[0-0]", "[0-1]", "[0-2]", "[1-0]"]
+    assert "prompt: " in shown[0][1] and "alpha" in shown[0][1] and shown[0][2].startswith("  answer")
+    assert shown[1][1:] == ["  error: prompt is null"]
+
+
+def test_its_answers_are_those_of_the_job(values: dict[str, Any], tmp_path: Path) -> None:
+    config = JobConfig.model_validate(values)
+    tried = answer_first_rows(config, 6)
+    run_in_process(config)
+    rows = pq.read_table(tmp_path / "out").to_pylist()
+    assert [row.id for row in tried] == [row["id"] for row in rows]
+    for row, answered in zip(tried, rows, strict=True):
+        assert [answer.generated_text for answer in row.answers] == [answered["generated_text"]]
+
+
+def test_keys_can_be_set_and_a_mistake_is_one_line(tmp_path: Path, values: dict[str, Any]) -> None:
+    job = job_file(tmp_path, values)
+    result = CliRunner().invoke(app, ["try", job, "--rows", "1", "--set", "sampling.n=2"])
+    assert result.exit_code == 0 and "  answer 0: " in result.stdout and "  answer 1: " in result.stdout
+    result = CliRunner().invoke(app, ["try", job, "--set", "input.prompt=nothing"])
+    assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1 and "nothing" in result.stderr
+
+
+def test_ray_is_not_imported(tmp_path: Path, values: dict[str, Any]) -> None:
+    script = (
+        "import sys; from typer.testing import CliRunner; from pipeline.cli.app import app; "
+        "result = CliRunner().invoke(app, sys.argv[1:]); assert result.exit_code == 0, result.output; "
+        "sys.exit('ray' in sys.modules)"
+    )
+    command = [sys.executable, "-c", script, "try", job_file(tmp_path, values), "--rows", "2"]
+    assert subprocess.run(command, check=False).returncode == 0
