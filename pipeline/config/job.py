@@ -98,9 +98,9 @@ class InputConfig(Section):
     since: Literal["last_success"] | None = Field(
         None, description="scheduled runs: each takes the files that no successful run has, into a dated folder"
     )
-    changed: Literal["error", "take", "leave"] = Field(
+    changed: Literal["error", "reprocess", "ignore"] = Field(
         "error",
-        description="with since, a file that changed after it was answered: stop, answer it again, or let it be",
+        description="with since, a file that changed after it was answered: stop, answer it again, or keep its answers",
     )
 
     @model_validator(mode="after")

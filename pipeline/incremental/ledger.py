@@ -1,12 +1,12 @@
-"""Which input file went into which run, for a job that runs again and again over inputs that grow.
+"""The ledger of incremental runs: which input files each run has claimed, and how the run ended.
 
-    _ledger/000007.json             run 7 takes these files; written before anything else of it
-    _ledger/000007.end.json         how it ended, success or abandoned; what stands there cannot be taken back
-    _ledger/through-000050.parquet  runs 1 to 50 once more in one file, so that reading stays cheap
+    _ledger/000007.json             run 7 claims these files; written before anything else of the run
+    _ledger/000007.end.json         its end, success or abandoned; final
+    _ledger/through-000050.parquet  copy of runs 1 to 50 in one file, so that reading stays cheap
 
-Each record is created once, and a run is only begun when the one before it has ended: of two runs that begin at
-the same instant one gets the number, of two that end the same run the first decides. No lock and no clock is
-needed for that. A file is answered if a run that ended in success holds it; every other file is new.
+Each record is created once, and a run begins only after the previous run has ended: of two runs that begin at the
+same moment one gets the number; of two that end the same run the first decides. This needs no lock and no clock. A
+file is answered if a successful run holds it; every other file is new.
 """
 
 from __future__ import annotations
@@ -29,41 +29,52 @@ from rich.table import Table
 
 from actors.engine.errors import UserError
 from pipeline.commit.claim import LEDGER
+from pipeline.plan.inputs import has_same_content
 from pipeline.plan.manifest import Manifest
 from pipeline.read.files import Files
 from pipeline.storage.folder import Folder
 
-FORMAT = 1
+FORMAT = 2
 SHOWN_RUNS = 20
-ROLL_EVERY = 50  # runs; reading takes at most two small files for each run since
-CLAIM, ROLLED = re.compile(r"(\d{6,})\.json"), re.compile(r"through-(\d{6,})\.parquet")
+COMPACT_EVERY = 50  # runs; a reader reads at most two small files for each later run
+CLAIM, COMPACTED = re.compile(r"(\d{6,})\.json"), re.compile(r"through-(\d{6,})\.parquet")
 State = Literal["unfinished", "success", "abandoned"]
 
 
 class ConcurrentRun(Exception):
-    """Another run was quicker: it took the files, or gave this run up; the message says which run."""
+    """Another run claimed the files first, or abandoned this run; the message names the run."""
 
 
 @dataclass(frozen=True)
-class TakenFile:
-    """An input file as a run took it: size in bytes, version as in `InputFile`."""
+class ClaimedFile:
+    """An input file that a run has claimed. size: bytes; version, digest: as in `InputFile`."""
 
     url: str
     size: int
     version: str
+    digest: str
     rows: int
 
 
 @dataclass(frozen=True)
 class Run:
-    """A line of the ledger. folder: beside the ledger; began, ended: UTC; why: for an abandoned run."""
+    """A run of the ledger.
+
+    Args:
+        folder: name of its output folder in the root.
+        fingerprint: of its job.
+        began, ended: UTC.
+        by: the process that began it.
+        files: that it claims.
+        why: reason of an abandoned run.
+    """
 
     number: int
     folder: str
     fingerprint: str
     began: str
     by: str
-    files: tuple[TakenFile, ...]
+    files: tuple[ClaimedFile, ...]
     state: State = "unfinished"
     ended: str = ""
     why: str = ""
@@ -75,10 +86,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Ledger:
-    """All runs in order; all but the last have ended. rolled: the runs up to this one came from one file."""
+    """All runs in order; all but the last have ended. compacted: number of the last run in the compacted file."""
 
     runs: tuple[Run, ...] = ()
-    rolled: int = 0
+    compacted: int = 0
 
     @property
     def last(self) -> Run | None:
@@ -97,7 +108,7 @@ def end_name(number: int) -> str:
     return f"{LEDGER}/{number:06d}.end.json"
 
 
-def rolled_name(number: int) -> str:
+def compacted_name(number: int) -> str:
     return f"{LEDGER}/through-{number:06d}.parquet"
 
 
@@ -106,13 +117,13 @@ def holds_ledger(root: Folder) -> bool:
 
 
 def read(root: Folder) -> Ledger:
-    """The ledger as it stands. ValueError of one line if a record is missing or cannot be read."""
+    """The present ledger. UserError if a record is missing or cannot be read."""
     names = root.names(LEDGER)
-    rolled = max((int(found[1]) for name in names if (found := ROLLED.fullmatch(name))), default=0)
-    last = max((int(found[1]) for name in names if (found := CLAIM.fullmatch(name))), default=0)
-    runs = _unrolled(root, rolled) if rolled else []
-    for number in range(rolled + 1, last + 1):
-        # by name and not as listed: a listing may have been made while two records were written
+    compacted = max((int(match[1]) for name in names if (match := COMPACTED.fullmatch(name))), default=0)
+    last = max((int(match[1]) for name in names if (match := CLAIM.fullmatch(name))), default=0)
+    runs = _read_compacted(root, compacted) if compacted else []
+    for number in range(compacted + 1, last + 1):
+        # read by name, not from the listing, which may miss one of two records written meanwhile
         values = _record(root, claim_name(number))
         if values is None:
             raise UserError(f"{root.url}/{claim_name(number)}: missing; without it files would be answered twice")
@@ -123,42 +134,49 @@ def read(root: Folder) -> Ledger:
             runs.append(_run({**values, **(end or {})}))
         except (KeyError, TypeError) as error:
             raise UserError(f"{root.url}/{claim_name(number)}: not a record of a run: {error!r}") from None
-    return Ledger(tuple(runs), rolled)
+    return Ledger(tuple(runs), compacted)
 
 
 def claim(root: Folder, ledger: Ledger, manifest: Manifest) -> Run:
-    """Begin the run after the last one, over the files of its manifest.
+    """Begin the next run, over the files of its manifest.
 
-    Raises ConcurrentRun if somebody else has begun it since the ledger was read.
+    Raises ConcurrentRun if another process has begun it since the ledger was read.
     """
-    assert ledger.last is None or ledger.last.state != "unfinished", "the run before must have ended"
+    assert ledger.last is None or ledger.last.state != "unfinished", "the previous run must have ended"
     number = ledger.last.number + 1 if ledger.last else 1
     began = _now()
-    files = tuple(TakenFile(file.url, file.size, file.version, file.rows) for file in manifest.files)
+    files = tuple(ClaimedFile(file.url, file.size, file.version, file.digest, file.rows) for file in manifest.files)
     run = Run(number, _folder_name(began, ledger), manifest.fingerprint, began, _me(), files)
     claimed = asdict(run)
     del claimed["state"], claimed["ended"], claimed["why"]
-    # the nonce tells our own record, when a put is repeated after its answer was lost, from another's
+    # a put repeated after its answer was lost finds our own record: the nonce identifies it
     data = _encode({"format": FORMAT, **claimed, "nonce": uuid.uuid4().hex})
     if not root.create(claim_name(number), data) and root.read(claim_name(number)) != data:
-        raise ConcurrentRun(f"run {number} was begun meanwhile; look at it, then run again")
+        raise ConcurrentRun(f"run {number} was begun meanwhile; check it, then run again")
     return run
 
 
 def end(root: Folder, run: Run, state: State, why: str = "") -> Run:
-    """End a run, unless it has ended already: the run as the first to end it has decided."""
+    """End a run; the first end is final. Returns the run with the end that counts."""
     values = {"state": state, "ended": _now(), "why": why}
     if not root.create(end_name(run.number), _encode({"format": FORMAT, "number": run.number, **values})):
-        found = _record(root, end_name(run.number))
-        assert found is not None, "a record is never removed"
-        values = {key: found[key] for key in values}
+        first = _record(root, end_name(run.number))
+        assert first is not None, "a record is never removed"
+        values = {key: first[key] for key in values}
     return replace(run, **values)  # type: ignore[arg-type]
 
 
 def new_files(listed: Files, ledger: Ledger, changed: str) -> dict[str, tuple[int, str]]:
-    """Of the files listed now those that no successful run holds, as `list_files` gives them.
+    """The listed files that no successful run holds, as from `list_files`.
 
-    changed: what to do with a file that was answered and is another one now: error, take or leave it.
+    A file with another version but the recorded content, uploaded again, is not new.
+
+    Args:
+        listed: the present input files.
+        changed: `input.changed`, for a file that was answered and has other content now.
+
+    Raises:
+        UserError: such a file, with `changed` error.
     """
     answered = {file.url: (run, file) for run in ledger.runs if run.state == "success" for file in run.files}
     new: dict[str, tuple[int, str]] = {}
@@ -167,34 +185,36 @@ def new_files(listed: Files, ledger: Ledger, changed: str) -> dict[str, tuple[in
             new[url] = size, version
             continue
         run, file = answered[url]
-        if (size, version) == (file.size, file.version) or changed == "leave":
+        if (size, version) == (file.size, file.version) or changed == "ignore":
+            continue
+        if size == file.size and has_same_content(url, file.digest, version):
             continue
         if changed == "error":
             raise UserError(
                 f"{url}: changed since run {run.number} answered it ({file.size} bytes then, {size} now); "
-                "put it back, or set input.changed: take (answer all of it again) or leave (what run "
-                f"{run.number} answered stands)"
+                "put the old file back, or set input.changed: reprocess (answer all of it again) or ignore (keep the "
+                f"answers of run {run.number})"
             )
         new[url] = size, version
     return new
 
 
-def roll_up(root: Folder, ledger: Ledger) -> None:
-    """Write the runs that have ended into one file, once there are enough of them; two such files are kept."""
+def compact(root: Folder, ledger: Ledger) -> None:
+    """Write the ended runs into one file, once there are `COMPACT_EVERY` more; keeps two such files."""
     ended = [run for run in ledger.runs if run.state != "unfinished"]
-    if not ended or ended[-1].number - ledger.rolled < ROLL_EVERY:
+    if not ended or ended[-1].number - ledger.compacted < COMPACT_EVERY:
         return
     sink = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist([asdict(run) for run in ended], schema=_RUNS), sink)
-    # two who write it at once write the same: runs that have ended do not change
-    root.replace(rolled_name(ended[-1].number), sink.getvalue().to_pybytes())
-    numbers = sorted(int(found[1]) for name in root.names(LEDGER) if (found := ROLLED.fullmatch(name)))
+    # two processes write the same bytes: ended runs do not change
+    root.replace(compacted_name(ended[-1].number), sink.getvalue().to_pybytes())
+    numbers = sorted(int(match[1]) for name in root.names(LEDGER) if (match := COMPACTED.fullmatch(name)))
     for number in numbers[:-2]:
-        root.remove(rolled_name(number))
+        root.remove(compacted_name(number))
 
 
 def print_ledger(console: Console, ledger: Ledger) -> None:
-    """The last runs as a table, and what all of them come to."""
+    """Print the last runs as a table, and the totals of all successful runs."""
     shown = ledger.runs[-SHOWN_RUNS:]
     title = "Runs" if len(shown) == len(ledger.runs) else f"The last {len(shown)} of {len(ledger.runs)} runs"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
@@ -211,8 +231,8 @@ def print_ledger(console: Console, ledger: Ledger) -> None:
     console.print(f"\n{files:,} files and {rows:,} rows answered in {len(counted):,} runs", highlight=False)
 
 
-def _unrolled(root: Folder, number: int) -> list[Run]:
-    name = rolled_name(number)
+def _read_compacted(root: Folder, number: int) -> list[Run]:
+    name = compacted_name(number)
     try:
         runs = [_run(row) for row in pq.read_table(io.BytesIO(root.read(name))).to_pylist()]
     except (KeyError, TypeError, OSError, pa.ArrowException) as error:
@@ -224,7 +244,7 @@ def _unrolled(root: Folder, number: int) -> list[Run]:
 
 def _run(values: Mapping[str, Any]) -> Run:
     known = {key: values[key] for key in Run.__dataclass_fields__ if key in values}
-    return Run(**{**known, "files": tuple(TakenFile(**file) for file in values["files"])})
+    return Run(**{**known, "files": tuple(ClaimedFile(**file) for file in values["files"])})
 
 
 def _record(root: Folder, name: str) -> dict[str, Any] | None:
@@ -232,7 +252,7 @@ def _record(root: Folder, name: str) -> dict[str, Any] | None:
         values = json.loads(root.read(name))
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{root.url}/{name}: not JSON: {error}") from None
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise UserError(f"{root.url}/{name}: not a record of this version, which writes format {FORMAT}")
@@ -252,10 +272,10 @@ def _me() -> str:
 
 
 def _folder_name(began: str, ledger: Ledger) -> str:
-    """A date without colons, which some filesystems refuse; a number after it if an earlier run has that date."""
-    date, taken = began.replace(":", "-"), {run.folder for run in ledger.runs}
-    names: Sequence[str] = [date, *(f"{date}-{number}" for number in range(2, len(taken) + 2))]
-    return next(name for name in names if name not in taken)
+    """The date without colons, which some file systems refuse; numbered if an earlier run has the same date."""
+    date, used = began.replace(":", "-"), {run.folder for run in ledger.runs}
+    names: Sequence[str] = [date, *(f"{date}-{number}" for number in range(2, len(used) + 2))]
+    return next(name for name in names if name not in used)
 
 
 _RUNS = pa.schema(
@@ -271,7 +291,15 @@ _RUNS = pa.schema(
         (
             "files",
             pa.list_(
-                pa.struct([("url", pa.string()), ("size", pa.int64()), ("version", pa.string()), ("rows", pa.int64())])
+                pa.struct(
+                    [
+                        ("url", pa.string()),
+                        ("size", pa.int64()),
+                        ("version", pa.string()),
+                        ("digest", pa.string()),
+                        ("rows", pa.int64()),
+                    ]
+                )
             ),
         ),
     ]

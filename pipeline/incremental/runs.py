@@ -108,7 +108,7 @@ def run_in(root: Folder, config: JobConfig, backend: Backend, overwrite: bool) -
         ledger = _read_again(root, last.number)
     elif last is not None and last.state == "success":
         _write_missing_success(_folder(root, last, config))
-    ledgers.roll_up(root, ledger)
+    ledgers.compact(root, ledger)
     new = ledgers.new_files(_inputs(config, may_be_empty=bool(ledger.runs)), ledger, config.input.changed)
     if new:
         try:

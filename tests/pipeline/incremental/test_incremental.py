@@ -101,7 +101,7 @@ class OverlappingRuns(RuleBasedStateMachine):
         self.world = World()
         self.version = 0
         self.all: list[Stepped] = []
-        self.roll_every, ledgers.ROLL_EVERY = ledgers.ROLL_EVERY, 2
+        self.compact_every, ledgers.COMPACT_EVERY = ledgers.COMPACT_EVERY, 2
 
     @initialize(count=st.integers(1, 3))
     def first_files(self, count: int) -> None:
@@ -169,7 +169,7 @@ class OverlappingRuns(RuleBasedStateMachine):
             assert self.world.run(version=self.version).finished == []
             assert all("/through-" in name for name in before ^ set(self.world.store))
         finally:
-            ledgers.ROLL_EVERY = self.roll_every
+            ledgers.COMPACT_EVERY = self.compact_every
             for process in self.all:
                 if not process.ended:
                     process.kill()

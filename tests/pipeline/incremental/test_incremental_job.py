@@ -181,7 +181,7 @@ def test_actors_and_changed_may_change_between_a_run_and_its_rest(inbox: Inbox, 
     assert inbox.run().exit_code == 1
     flow()
     inbox.values["actors"] = {"count": 3, "threads": 1}
-    inbox.values["input"]["changed"] = "leave"
+    inbox.values["input"]["changed"] = "ignore"
     assert [run["resumed"] for run in inbox.json()["runs"]] == [True]
 
 
@@ -202,8 +202,8 @@ def test_what_is_wrong_with_the_input_is_one_line(inbox: Inbox, flow: Any, caplo
     assert "1 new files have no rows and are left for a later run" in caplog.text
     inbox.add("a", 4)
     assert inbox.refused().startswith(f"{inbox.files / 'a.parquet'}: changed since run 1 answered it (")
-    assert inbox.json("--set", "input.changed=leave")["runs"] == []
-    assert [run["rows"] for run in inbox.json("--set", "input.changed=take")["runs"]] == [4]
+    assert inbox.json("--set", "input.changed=ignore")["runs"] == []
+    assert [run["rows"] for run in inbox.json("--set", "input.changed=reprocess")["runs"]] == [4]
     assert inbox.states() == ["success", "success"]
 
 

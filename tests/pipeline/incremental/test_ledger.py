@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,12 @@ from pipeline.incremental.ledger import (
     Ledger,
     Run,
     claim_name,
+    compact,
     end_name,
     new_files,
     print_ledger,
-    roll_up,
 )
+from pipeline.plan.inputs import with_digests
 from pipeline.plan.manifest import Batching, Manifest
 from pipeline.read.files import InputFile
 from pipeline.storage.folder import Folder, open_folder
@@ -113,14 +116,14 @@ def test_reading_stays_cheap_however_many_runs_there_were(monkeypatch: pytest.Mo
             return super().read(name)
 
     root = Counting()
-    monkeypatch.setattr(ledgers, "ROLL_EVERY", 10)
+    monkeypatch.setattr(ledgers, "COMPACT_EVERY", 10)
     written: list[Run] = []
     for number in range(1, 205):
         reads = 0
         found = ledgers.read(root)
         assert reads <= 2 * 10 + 1
         assert list(found.runs) == written
-        roll_up(root, found)
+        compact(root, found)
         run = ledgers.claim(root, found, manifest(f"file-{number}"))
         written.append(ledgers.end(root, run, "abandoned" if number % 7 == 0 else "success", ""))
     assert [name for name in root.names(LEDGER) if name.startswith("through-")] == [
@@ -129,7 +132,7 @@ def test_reading_stays_cheap_however_many_runs_there_were(monkeypatch: pytest.Mo
     ]
     table = pq.read_table(io.BytesIO(root.read("_ledger/through-000200.parquet")))
     assert table["number"].to_pylist() == list(range(1, 201))
-    for number in range(1, 201):  # the rolled-up records may be cleared away
+    for number in range(1, 201):  # the compacted records may be cleared away
         root.remove(claim_name(number)), root.remove(end_name(number))
     assert list(ledgers.read(root).runs) == written
 
@@ -148,13 +151,31 @@ def test_a_file_that_changed_since_is_what_the_job_says(now: tuple[int, str]) ->
     run_over(root, "x")
     run_over(root, "a")
     ledger = ledgers.read(root)
-    with pytest.raises(ValueError, match=rf"^a: changed since run 2 .* \(7 bytes then, {now[0]} now\); .*take"):
+    with pytest.raises(ValueError, match=rf"^a: changed since run 2 .* \(7 bytes then, {now[0]} now\); .*reprocess"):
         new_files({"a": now}, ledger, "error")
-    assert new_files({"a": now}, ledger, "leave") == {}
-    assert new_files({"a": now}, ledger, "take") == {"a": now}
+    assert new_files({"a": now}, ledger, "ignore") == {}
+    assert new_files({"a": now}, ledger, "reprocess") == {"a": now}
     run_over(root, "a", size=now[0], version=now[1])
-    for changed in ("error", "take"):  # it is the latest answer that counts
+    for changed in ("error", "reprocess"):  # it is the latest answer that counts
         assert new_files({"a": now}, ledgers.read(root), changed) == {}
+
+
+def test_a_file_uploaded_again_with_the_same_bytes_is_not_new(tmp_path: Path) -> None:
+    root, path = MemoryFolder(), tmp_path / "a.parquet"
+    path.write_bytes(b"content")
+    url = str(path)
+    pinned = with_digests([InputFile(url, 7, str(path.stat().st_mtime_ns), (5,), (10,))])
+    run = ledgers.claim(root, ledgers.read(root), replace(manifest(), files=pinned))
+    ledgers.end(root, run, "success")
+    ledger = ledgers.read(root)
+    os.utime(path, ns=(1, 1))
+    assert new_files({url: (7, "1")}, ledger, "error") == {}
+    assert new_files({url: (7, "1")}, ledger, "reprocess") == {}
+    path.write_bytes(b"Content")
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(ValueError, match="changed since run 1 answered it"):
+        new_files({url: (7, "1")}, ledger, "error")
+    assert new_files({url: (7, "1")}, ledger, "reprocess") == {url: (7, "1")}
 
 
 def test_a_hole_in_the_ledger_is_refused_and_not_read_as_nothing_answered() -> None:
@@ -170,7 +191,7 @@ def test_a_hole_in_the_ledger_is_refused_and_not_read_as_nothing_answered() -> N
         with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
             ledgers.read(root)
         root.files.update(files)
-    for damage in (b"{", b"[]", b'{"format": 9}', b'{"format": 1}'):
+    for damage in (b"{", b"[]", b'{"format": 9}', b'{"format": 2}', b"[" * 100_000):
         root.replace(claim_name(3), damage)
         with pytest.raises(ValueError, match=r"^root/_ledger/000003\.json: not "):
             ledgers.read(root)
