@@ -185,7 +185,7 @@ def generator_arguments(job: PlannedJob) -> dict[str, Any]:
     batching = job.manifest.batching
     return {
         **generator_settings(job.config.model, job.config.sampling, job.config.choices),
-        "checkpoint": job.checkpoint.source,
+        "checkpoint": job.checkpoint.pinned(),
         "schedule": {key: value for key, value in job.schedule.to_dict().items() if key != "num_layers"},
         "strip": job.config.output.strip,
         "cumulative_logprob": job.config.output.cumulative_logprob,

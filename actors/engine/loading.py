@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.engine.errors import UserError
+from actors.engine.json_file import read_object
 from actors.engine.schedule import Schedule, ScheduleSpec
 from actors.engine.schedule_file import load_spec
 from actors.engine.weights import ITEM_BYTES, Need, folder_sizes, names_in, need, weight_files
@@ -20,6 +21,15 @@ if TYPE_CHECKING:
 
     from actors.engine.decoder import Decoder
 
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+SIZE_LIMITS = {  # keys of config.json, several names for one size
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer"), 1024),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head"), 4096),
+    **dict.fromkeys(("hidden_size", "n_embd", "head_dim", "word_embed_proj_dim"), 2**18),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner"), 2**20),
+    "vocab_size": 2**24,
+    "max_position_embeddings": 2**28,
+}
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -51,9 +61,13 @@ class Checkpoint:
 def inspect(path: str | Path, names: Collection[str] | None = None) -> Checkpoint:
     """Check a checkpoint folder without reading its weights.
 
-    names: files of the whole checkpoint, where the folder holds only the small ones. Raises ValueError of one
-    line: no such folder, no safetensors or not all of them, a family that is not supported, or a
-    ``skipdecode.json`` that does not fit the model.
+    Args:
+        path: the folder.
+        names: files of the whole checkpoint, where the folder holds only the small ones.
+
+    Raises:
+        UserError: no such folder, no safetensors or not all of them, quantized weights, a family that is not
+            supported, a size that no model has, or a ``skipdecode.json`` that does not fit the model.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -61,40 +75,53 @@ def inspect(path: str | Path, names: Collection[str] | None = None) -> Checkpoin
     from actors.engine.families import context_length, family_of
 
     folder = Path(path)
+    refuse_file(str(path))
     if not folder.is_dir():
         raise UserError(f"{folder}: no such checkpoint folder")
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        base = _read_object(folder / "adapter_config.json").get("base_model_name_or_path")
+        base = read_object(folder / "adapter_config.json").get("base_model_name_or_path")
         raise UserError(f"{folder}: LoRA adapters of {base}; tune with lora.merge: true for a checkpoint that runs")
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder}: not a checkpoint: no config.json")
-    kind = _read_object(folder / "config.json")
+    _check_values(read_object(folder / "config.json"), folder / "config.json")
     weight_files(folder, names_in(folder) if names is None else names)
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise UserError(f"{folder}: no tokenizer ({' or '.join(TOKENIZERS)})")
-    for name in TOKENIZERS:
+    for name in (*TOKENIZERS, "generation_config.json"):
         if (folder / name).is_file():
-            _read_object(folder / name)
-    if "auto_map" in kind:
-        raise UserError(f"{folder}: wants to run code of its own (auto_map), which is never done")
+            read_object(folder / name)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         family_of(config)
-    except (ValueError, KeyError, OSError, StrictDataclassError) as error:
-        raise UserError(f"{folder}: {str(error).splitlines()[0]}") from None
+    except (ValueError, KeyError, OSError, TypeError, AttributeError, StrictDataclassError) as error:
+        raise UserError(f"{folder}: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
     spec = load_spec(folder, config.num_hidden_layers)
     return Checkpoint(folder, config, spec, config.num_hidden_layers, context_length(config))
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    """A file's JSON object; ValueError of one line if it holds anything else."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: holds no JSON object, but {type(found).__name__}")
-    return found
+def refuse_file(path: str) -> None:
+    """Raise UserError if a path names one file of a checkpoint instead of its folder."""
+    if path.endswith(".gguf"):
+        raise UserError(f"{path}: GGUF is not read; give the folder of a checkpoint with safetensors weights")
+    if path.endswith(".safetensors"):
+        raise UserError(f"{path}: one file of a checkpoint; give its folder, {os.path.dirname(path) or '.'}")
+
+
+def _check_values(values: Mapping[str, Any], source: Path) -> None:
+    """Raise UserError if a config is quantized, runs code, or holds a size that no model has."""
+    if "auto_map" in values:
+        raise UserError(f"{source.parent}: wants to run code of its own (auto_map), which is never done")
+    for key in QUANTIZATION_KEYS:
+        if values.get(key):
+            entry = values[key]
+            method = entry.get("quant_method", key) if isinstance(entry, dict) else key
+            raise UserError(
+                f"{source.parent}: quantized weights ({method}) are not supported; give the bfloat16 checkpoint"
+            )
+    for name, limit in SIZE_LIMITS.items():
+        size = values.get(name)
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= limit):
+            raise UserError(f"{source}: {name} = {str(size)[:40]}: must be a whole number in [1, {limit}]")
 
 
 def memory_needed(

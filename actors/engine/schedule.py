@@ -20,6 +20,7 @@ from actors.engine.errors import UserError
 DECAYS = ("linear", "cosine", "power", "step", "constant")
 KEEP_ORDERS = ("paper", "even", "early_exit")
 PROMPT_POLICIES = ("full", "first")
+MAX_HORIZON = 2**17  # generated tokens; a longer curve is a mistake, and takes seconds to build
 
 
 @dataclass(frozen=True)
@@ -228,8 +229,8 @@ def curve(
     decay: str, max_depth: int, min_depth: int, horizon: int, *, power: float = 2.0, steps: int = 4
 ) -> tuple[int, ...]:
     """Depths d(0) ... d(horizon - 1), falling from max to min; past the horizon the last depth holds."""
-    if horizon < 2:
-        raise UserError(f"horizon = {horizon}: must be at least 2")
+    if not 2 <= horizon <= MAX_HORIZON:
+        raise UserError(f"horizon = {horizon}: must lie in [2, {MAX_HORIZON}]")
     span = max_depth - min_depth
     depths: list[int] = []
     for t in range(horizon):

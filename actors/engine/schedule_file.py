@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from actors.engine.errors import UserError
-from actors.engine.schedule import ScheduleSpec
+from actors.engine.json_file import read_object
+from actors.engine.schedule import MAX_HORIZON, ScheduleSpec
 
 SCHEDULE_FILE = "skipdecode.json"
 
@@ -33,6 +34,8 @@ def read_spec(values: Mapping[str, Any], num_layers: int, source: str) -> Schedu
         if not _is(value, kinds) or (isinstance(value, list) and not all(_is(entry, (int,)) for entry in value)):
             raise UserError(f"{source}: {name} = {value!r} has the wrong type")
         if isinstance(value, list):
+            if len(value) > MAX_HORIZON:
+                raise UserError(f"{source}: {name} has {len(value)} entries, more than {MAX_HORIZON}")
             given[name] = tuple(value)
     spec = ScheduleSpec(**given)
     try:
@@ -47,13 +50,7 @@ def load_spec(checkpoint: Path, num_layers: int) -> ScheduleSpec | None:
     path = checkpoint / SCHEDULE_FILE
     if not path.exists():
         return None
-    try:
-        values = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: must hold one JSON object")
-    return read_spec(values, num_layers, str(path))
+    return read_spec(read_object(path), num_layers, str(path))
 
 
 def save_spec(spec: ScheduleSpec, num_layers: int, checkpoint: Path) -> None:

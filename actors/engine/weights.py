@@ -49,7 +49,7 @@ def weight_files(folder: Path, names: Collection[str]) -> list[str]:
         raise UserError(f"{folder}: no safetensors weights ({WEIGHTS} or {INDEX}){found}")
     try:
         shards = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{folder / INDEX}: not an index of weights: needs a weight_map of tensors to files") from None
     for name in shards:
         if not isinstance(name, str) or name != Path(name).name or not name.endswith(".safetensors"):
@@ -76,7 +76,7 @@ def tensor_sizes(read: Callable[[int, int], bytes], size: int, name: str) -> dic
         tensors = {key: entry for key, entry in header.items() if key != "__metadata__"}
         end = 8 + length + max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
         sizes = {key: math.prod(int(one) for one in entry["shape"]) for key, entry in tensors.items()}
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{name}: not a safetensors file: its header cannot be read") from None
     if end != size:
         raise UserError(f"{name}: {size} bytes, but its header says {end}: cut short or damaged, fetch it again")

@@ -21,14 +21,23 @@ from typing import Any
 from filelock import FileLock
 
 from actors.engine.errors import UserError
-from actors.engine.loading import Checkpoint, inspect
+from actors.engine.loading import Checkpoint, inspect, refuse_file
 from actors.engine.weights import tensor_sizes, weight_files
+from pipeline.checkpoints.local import (
+    CACHE_VARIABLE,
+    SMALL,
+    PinnedFolder,
+    cache_root,
+    check_same,
+    digests,
+    file_digest,
+    pin,
+)
+from pipeline.checkpoints.progress import download_progress
 from pipeline.checkpoints.stores import BucketStore, HubStore, RemoteFile, Store
 from pipeline.config.job import ModelConfig, StorageConfig
 
 log = logging.getLogger(__name__)
-CACHE_VARIABLE, CACHE = "SKIPDECODE_CACHE", "~/.cache/skipdecode"
-SMALL = (".json", ".jinja", ".model", ".txt")
 HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*)@(\S+)")
 UNPINNED = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 TRIES = 2
@@ -62,7 +71,7 @@ class RemoteCheckpoint:
 
     def root(self) -> Path:
         """This node's cache."""
-        return Path(self.cache or os.environ.get(CACHE_VARIABLE) or CACHE).expanduser() / "checkpoints"
+        return cache_root(self.cache) / "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,10 @@ class ResolvedCheckpoint:
             return {"files": digests(self.checkpoint.path)}
         files = {"files": {file.name: f"{file.size}:{file.version}" for file in self.source.files}}
         return files if self.source.commit is None else {**files, "hub": self.source.path, "commit": self.source.commit}
+
+    def pinned(self) -> PinnedFolder | RemoteCheckpoint:
+        """What travels to the actors: `fetch` there refuses files that differ from the planned ones."""
+        return pin(self.checkpoint.path) if isinstance(self.source, str) else self.source
 
     def sizes(self) -> dict[str, int] | None:
         """Numbers of every tensor, by reads of the headers in the store; None: the folder has them."""
@@ -100,6 +113,7 @@ def resolve_checkpoint(
     Raises ValueError of one line: nothing there, no access, no network, or a checkpoint that cannot be run.
     """
     path = model.path
+    refuse_file(path)
     if "://" not in path and not Path(path).is_dir():
         if UNPINNED.fullmatch(path):
             raise UserError(
@@ -117,7 +131,7 @@ def resolve_checkpoint(
     return _look(url, None, None, BucketStore(url, storage).files(), model, storage)
 
 
-def fetch(source: str | RemoteCheckpoint, *, weights: bool = True) -> Path:
+def fetch(source: str | PinnedFolder | RemoteCheckpoint, *, weights: bool = True) -> Path:
     """The checkpoint's folder on this node, fetched if it is not there yet; safe to call from many processes.
 
     weights: False leaves them where they are. Raises ValueError of one line if the store does not give the files
@@ -125,6 +139,8 @@ def fetch(source: str | RemoteCheckpoint, *, weights: bool = True) -> Path:
     """
     if isinstance(source, str):
         return Path(source)
+    if isinstance(source, PinnedFolder):
+        return check_same(source, weights=weights)
     files = [file for file in source.files if weights or not file.name.endswith(".safetensors")]
     root = source.root()
     record = root / f"{source.key}{'' if weights else '-small'}.json"
@@ -145,12 +161,6 @@ def fetch(source: str | RemoteCheckpoint, *, weights: bool = True) -> Path:
             temporary.write_text(json.dumps({"path": source.path, "folder": str(folder), "files": found}, indent=2))
             temporary.replace(record)
     return folder
-
-
-def digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of the files of a local checkpoint that can change an answer."""
-    paths = [path for path in sorted(folder.iterdir()) if path.suffix in (*SMALL, ".safetensors")]
-    return {path.name: _digest(path, "sha256") for path in paths}
 
 
 def _locate_hub(
@@ -199,7 +209,7 @@ def _recorded(record: Path, files: Sequence[RemoteFile]) -> Path | None:
                 return None
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         log.warning("%s: not a record of a checkpoint (%s); it is fetched again", record, error)
         return None
     return folder
@@ -210,10 +220,11 @@ def _download(
 ) -> tuple[Path, dict[str, dict[str, Any]]]:
     """Folder with the files, and size and SHA-256 of each; one that came damaged is fetched once more."""
     store = source.store()
-    log.info("fetching %s: %d files, %d bytes", source.path, len(files), sum(file.size for file in files))
+    total = sum(file.size for file in files)
     problem = ""
     for _ in range(TRIES):
-        place = store.download(files, folder)
+        with download_progress(source.path, total, store.arrivals(folder)):
+            place = store.download(files, folder)
         found: dict[str, dict[str, Any]] = {}
         for file in files:
             path = place / file.name
@@ -233,16 +244,11 @@ def _checked(path: Path, file: RemoteFile, told: dict[str, str]) -> str:
     """SHA-256 of a file that is what the store says; ValueError of one line if it is not."""
     if not path.is_file() or path.stat().st_size != file.size:
         raise UserError(f"{path}: not the {file.size} bytes that the store lists")
-    sha256 = _digest(path, "sha256")
+    sha256 = file_digest(path, "sha256")
     for algorithm, wanted in told.items():
-        if (sha256 if algorithm == "sha256" else _digest(path, algorithm)) != wanted:
+        if (sha256 if algorithm == "sha256" else file_digest(path, algorithm)) != wanted:
             raise UserError(f"{path}: came damaged: its {algorithm} is not the store's {wanted}")
     if path.suffix == ".safetensors":
         with open(path, "rb") as opened:
             tensor_sizes(partial(os.pread, opened.fileno()), file.size, str(path))
     return sha256
-
-
-def _digest(path: Path, algorithm: str) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, algorithm).hexdigest()

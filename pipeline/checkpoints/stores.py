@@ -53,6 +53,10 @@ class Store(Protocol):
         """Bring files to this node, into `folder` or a cache of the store's own; the folder they lie in."""
         ...
 
+    def arrivals(self, folder: Path) -> Path:
+        """Where `download` into `folder` writes its files, the incomplete ones too."""
+        ...
+
     def digests(self, file: RemoteFile) -> dict[str, str]:
         """Hexadecimal digests of the content that the store tells, by algorithm."""
         ...
@@ -103,6 +107,9 @@ class BucketStore:
             )
         with self._user_errors(), ThreadPoolExecutor(STREAMS) as threads:
             list(threads.map(lambda file: self._get(file, folder), missing))
+        return folder
+
+    def arrivals(self, folder: Path) -> Path:
         return folder
 
     def digests(self, file: RemoteFile) -> dict[str, str]:
@@ -200,6 +207,11 @@ class HubStore:
                     max_workers=STREAMS,
                 )
             )
+
+    def arrivals(self, folder: Path) -> Path:
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        return Path(self.cache or HF_HUB_CACHE) / f"models--{self.repo.replace('/', '--')}"
 
     def digests(self, file: RemoteFile) -> dict[str, str]:
         return {} if file.sha256 is None else {"sha256": file.sha256}

@@ -22,7 +22,8 @@ def setup(verbose: bool) -> None:
         format="%(message)s" if not verbose else "%(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
-    logging.getLogger("pipeline.plan.memory").setLevel(logging.INFO)  # one line a job, always told
+    for name in ("pipeline.plan.memory", "pipeline.checkpoints.progress"):  # always shown
+        logging.getLogger(name).setLevel(logging.INFO)
     # quiet before they are imported
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

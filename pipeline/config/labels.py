@@ -9,7 +9,7 @@ from typing import Any
 
 from actors.engine.errors import UserError
 from actors.engine.types import SamplingParams
-from pipeline.messages import is_unicode
+from pipeline.messages import flat, is_unicode
 
 _AT_ODDS = ("stop", "stop_token_ids", "min_new_tokens", "ignore_eos")
 
@@ -22,8 +22,8 @@ def labels_given(value: Any) -> Any:
     if isinstance(value, str) and value.endswith(".json"):
         try:
             value = json.loads(Path(value).read_text())
-        except (OSError, ValueError) as error:
-            raise UserError(f"{value}: cannot be read as JSON: {error}") from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(f"{value}: cannot be read as JSON: {flat(error)}") from None
         if not isinstance(value, list):
             raise UserError(f"must hold one list of labels, not {type(value).__name__}")
     if isinstance(value, str):

@@ -17,6 +17,7 @@ from actors.engine.choices import ChoiceTrie
 from actors.engine.errors import UserError
 from actors.engine.loading import load_tokenizer
 from actors.engine.types import SamplingParams
+from pipeline.checkpoints.local import PinnedFolder
 from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint, fetch
 from pipeline.config.job import JobConfig
 from pipeline.config.labels import check_compatible, check_labels, longest, tokenize_labels
@@ -50,7 +51,7 @@ class PromptSpec:
     room for the answer.
     """
 
-    checkpoint: str | RemoteCheckpoint
+    checkpoint: str | PinnedFolder | RemoteCheckpoint
     vocab_size: int
     context_length: int
     column: str | None = None
@@ -69,7 +70,7 @@ def prompt_spec(config: JobConfig, located: ResolvedCheckpoint, planned: float) 
     given, checkpoint = config.input, located.checkpoint
     examples = tuple((one.user, one.assistant) for one in given.examples)
     return PromptSpec(
-        checkpoint=located.source,
+        checkpoint=located.pinned(),
         vocab_size=checkpoint.config.vocab_size,
         context_length=checkpoint.context_length,
         column=given.prompt_column,
@@ -166,7 +167,7 @@ def prepare_table(table: pa.Table, spec: PromptSpec) -> pa.Table:
 
 
 @lru_cache(maxsize=2)
-def tokenizer_of(checkpoint: str | RemoteCheckpoint) -> Any:
+def tokenizer_of(checkpoint: str | PinnedFolder | RemoteCheckpoint) -> Any:
     """The checkpoint's tokenizer, loaded once a process. ValueError of one line if it is damaged."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # Ray runs several of these side by side
     try:
@@ -175,7 +176,7 @@ def tokenizer_of(checkpoint: str | RemoteCheckpoint) -> Any:
         raise UserError(f"{_shown(checkpoint)}: the tokenizer cannot be loaded: {one_line(error)}") from None
 
 
-def _shown(checkpoint: str | RemoteCheckpoint) -> str:
+def _shown(checkpoint: str | PinnedFolder | RemoteCheckpoint) -> str:
     return checkpoint if isinstance(checkpoint, str) else checkpoint.path
 
 

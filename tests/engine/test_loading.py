@@ -7,9 +7,11 @@ import pytest
 import torch
 from tiny_models import LAYERS, tiny_model
 
+from actors.engine.errors import UserError
 from actors.engine.loading import inspect, load_decoder
 from actors.engine.schedule import ScheduleSpec
 from actors.engine.schedule_file import save_spec
+from actors.engine.weights import folder_sizes
 
 
 @pytest.fixture
@@ -68,3 +70,76 @@ def test_bad_checkpoints_are_refused_in_one_line(checkpoint: Path, tmp_path_fact
     refused("no safetensors weights .* pytorch_model.bin is a pickle")
     (checkpoint / "config.json").write_text("{")
     refused("not JSON")
+
+
+@pytest.mark.parametrize(
+    ("entry", "name"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}, "bitsandbytes"),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+        ({"compression_config": {"format": "int-quantized"}}, "compression_config"),
+    ],
+)
+def test_a_quantized_checkpoint_is_refused_by_name(checkpoint: Path, entry: dict[str, object], name: str) -> None:
+    edit(checkpoint / "config.json", **entry)
+    with pytest.raises(UserError) as caught:
+        inspect(checkpoint)
+    assert str(caught.value) == (
+        f"{checkpoint}: quantized weights ({name}) are not supported; give the bfloat16 checkpoint"
+    )
+
+
+def test_one_file_of_a_checkpoint_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(UserError, match=rf": one file of a checkpoint; give its folder, {checkpoint}$"):
+        inspect(checkpoint / "model.safetensors")
+    with pytest.raises(UserError, match=r"^m/model.gguf: GGUF is not read; give the folder of a checkpoint"):
+        inspect("m/model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_hidden_layers", 100_000_000),
+        ("num_hidden_layers", 0),
+        ("num_hidden_layers", "6"),
+        ("num_attention_heads", 0),
+        ("hidden_size", 2**40),
+        ("vocab_size", -1),
+        ("intermediate_size", 10**400),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused(checkpoint: Path, name: str, value: object) -> None:
+    edit(checkpoint / "config.json", **{name: value})
+    with pytest.raises(UserError, match=rf"config.json: {name} = .*: must be a whole number in \[1, \d+\]$"):
+        inspect(checkpoint)
+
+
+def test_a_horizon_that_no_answer_has_is_refused(checkpoint: Path) -> None:
+    text = json.dumps({"num_layers": LAYERS, "speedup": 2, "horizon": 10_000_000})
+    (checkpoint / "skipdecode.json").write_text(text)
+    with pytest.raises(UserError, match=r"skipdecode.json: horizon = 10000000: must lie in \[2, 131072\]$"):
+        inspect(checkpoint)
+    (checkpoint / "skipdecode.json").unlink()
+    with pytest.raises(UserError, match=r"^schedule: horizon = 10000000: must lie in"):
+        inspect(checkpoint).schedule({"speedup": 2, "horizon": 10_000_000})
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json", "skipdecode.json"])
+def test_json_nested_too_deeply_is_refused_in_one_line(checkpoint: Path, name: str) -> None:
+    (checkpoint / name).write_text("[" * 100_000)
+    with pytest.raises(UserError, match=rf"^{checkpoint}/{name}: not JSON of a checkpoint: nested too deeply$"):
+        inspect(checkpoint)
+
+
+def test_an_index_or_header_nested_too_deeply_is_refused_in_one_line(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "model.safetensors.index.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match=r"not an index of weights"):
+        inspect(checkpoint)
+    (checkpoint / "model.safetensors.index.json").unlink()
+    (checkpoint / "model.safetensors").write_bytes((100_000).to_bytes(8, "little") + b"[" * 100_000)
+    with pytest.raises(UserError, match=r"model\.safetensors: not a safetensors file: its header cannot be read"):
+        folder_sizes(checkpoint)

@@ -165,7 +165,7 @@ def test_refusals_name_the_position(spec: ScheduleSpec, message: str) -> None:
     ("text", "message"),
     [
         ("{", "not JSON"),
-        ("[]", "must hold one JSON object"),
+        ("[]", "holds no JSON object, but list"),
         ('{"num_layers": 8}', "made for num_layers = 8, but the model has 6 layers"),
         ("{}", "made for num_layers = None"),
         ('{"num_layers": 6, "speed": 2}', "unknown key 'speed'"),
