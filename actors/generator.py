@@ -8,6 +8,7 @@ function of the rows and the settings alone.
 
 from __future__ import annotations
 
+import copy
 import os
 import resource
 import sys
@@ -24,6 +25,7 @@ from actors.engine.build import EngineSettings, build_engine, check_choice, curr
 from actors.engine.choices import ChoiceTrie
 from actors.engine.errors import UserError
 from actors.engine.loading import inspect, load_tokenizer
+from actors.engine.schedule import Schedule
 from actors.engine.stopping import StopStrings
 from actors.engine.types import (
     SCHEDULERS,
@@ -107,6 +109,19 @@ class Generator:
         self.choices = None if choices is None else tuple(choices)
         if self.choices is not None:
             self._trie(self.choices)
+
+    def at(self, schedule: Schedule, *, max_batch: int | None = None) -> Generator:
+        """A generator with the same weights under another schedule; only one of the two may have rows in flight.
+
+        Args:
+            schedule: The layers that its tokens run.
+            max_batch: Most rows a batch; None for this generator's own.
+        """
+        other = copy.copy(self)
+        other.schedule = schedule
+        other.engine = self.engine.at(schedule)
+        other.max_batch = self.max_batch if max_batch is None else max_batch
+        return other
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Columns of a batch, with a column of prompts -> the same columns and the answers' columns.

@@ -39,7 +39,10 @@ class ResponseBatch:
     def of(cls, pairs: Sequence[Mapping[str, Any]], device: torch.device) -> ResponseBatch:
         """The padded batch of `pairs`, see `collate`, on `device`."""
         fields = collate(pairs)
-        return cls(**{key: value.to(device) if isinstance(value, Tensor) else value for key, value in fields.items()})
+        moved: dict[str, Any] = {
+            key: value.to(device) if isinstance(value, Tensor) else value for key, value in fields.items()
+        }
+        return cls(**moved)
 
 
 def collate(pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from actors.engine.errors import UserError
 from pipeline.adapt.configs import ANSWERS, HELD_OUT, SAMPLE, TRAIN
 from pipeline.config.adapt import OF_TEXTS
-from pipeline.evaluate.data import normal
+from pipeline.config.labels import normalized
 from pipeline.prepare.prompts import ERROR, PROMPT_IDS, PromptSpec, prepare_table, tokenizer_of
 from pipeline.storage.owned_folder import replacing
 
@@ -69,7 +69,7 @@ def write_pairs(
     end = tokenizer_of(spec.checkpoint).eos_token_id
     given: list[Any] = sample[references].to_pylist() if references is not None else [None] * sample.num_rows
     kept: dict[str, list[dict[str, Any]]] = {TRAIN: [], HELD_OUT: []}
-    labels = None if choices is None else {normal(label) for label in choices}
+    labels = None if choices is None else {normalized(label) for label in choices}
     evaluated: set[tuple[int, ...]] = set()  # prompts of held-out rows, which come first
     errors = empty = unreferenced = repeated = 0
     for row, (prompt, error) in enumerate(
@@ -130,7 +130,7 @@ def check_metric(folder: Path, metric: str) -> None:
 def _right(given: Any, labels: Collection[str] | None) -> list[str]:
     """The references of a row that it can be scored by: text, with labels one of them."""
     texts = [text for text in (given if isinstance(given, list) else [given]) if text and text.strip()]
-    return texts if labels is None else [text for text in texts if normal(text) in labels]
+    return texts if labels is None else [text for text in texts if normalized(text) in labels]
 
 
 def _answers(folder: Path) -> dict[int, dict[str, Any]]:

@@ -188,7 +188,7 @@ def _evaluate(task: Task, *, tuned: bool, actors: Mapping[str, int | None]) -> d
     ) | {"runs": configs.options(task.config).runs if tuned else 1, **actors}
     evaluate: Any = evaluation.evaluate
     with memory_given_back():
-        found = evaluate(validated(EvalConfig, values, "adapt"), task.source)
+        found = evaluate(validated(EvalConfig, values, "adapt"))
     lines = [line for line in found.lines if line.group == "speed" or line.name == found.full_depth]
     return {
         "lines": [

@@ -41,20 +41,20 @@ def evaluate(
         from rich.console import Console
         from transformers.utils.logging import disable_progress_bar
 
+        from pipeline.evaluate.results import print_tables
         from pipeline.evaluate.run import evaluate as measure
-        from pipeline.evaluate.search_run import parse_goal, print_search, search_schedule
-        from pipeline.evaluate.tables import print_tables
+        from pipeline.evaluate.search import parse_goal, print_search, search_schedule
 
         console = Console(soft_wrap=True)
         disable_progress_bar()
         if search is not None:
-            unused = [name for name in ("compare", "beside") if getattr(config, name)]
+            unused = [name for name in ("compare", "baselines") if getattr(config, name)]
             if unused:
                 typer.echo(f"--search tries schedules of model alone: {' and '.join(unused)} not used", err=True)
-            outcome = search_schedule(config, str(recipe), parse_goal(search))
-            print_search(console, outcome, ", ".join(config.data.path))
-            if outcome.file is None:
+            found = search_schedule(config, parse_goal(search))
+            print_search(console, found, ", ".join(config.data.path))
+            if found.file is None:
                 raise stop(FAILED, f"no schedule stays within {search}")
             return
-        print_tables(console, measure(config, str(recipe)))
+        print_tables(console, measure(config))
         typer.echo(f"tables, plot and answers: {config.output}")

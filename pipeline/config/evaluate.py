@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field, model_validator
 
 from actors.engine.errors import UserError
@@ -18,11 +20,12 @@ class EvalDataConfig(Section):
     references: str | None = Field(
         "references", description="column: a string, or a list of strings; null: agreement with full depth alone"
     )
+    id: str = Field("id", description="column carried into the answers, if the data has it")
     limit: int | None = Field(None, ge=1, description="rows")
 
 
 class BootstrapConfig(Section):
-    samples: int = Field(1000, ge=100, le=1_000_000, description="resampled data sets behind every interval")
+    samples: int = Field(1000, ge=100, le=1_000_000, description="resampled data sets of every interval")
     seed: int = Field(0, ge=0, description="of the resampling; the same rows are drawn for every line")
     confidence: float = Field(0.95, gt=0, lt=1, description="share of the resampled scores inside an interval")
 
@@ -31,19 +34,19 @@ class EvalConfig(Section):
     data: EvalDataConfig
     model: ModelConfig
     reference_model: Place | None = Field(
-        None, description="checkpoint whose full depth is what all lines are held against; null: model at 1x"
+        None, description="checkpoint whose full depth all lines are compared with; null: model at 1x"
     )
-    beside: dict[str, str] = Field(
-        default_factory=dict, description="further checkpoints of the same tokenizer, at full depth, by their names"
+    baselines: dict[str, str] = Field(
+        default_factory=dict, description="further checkpoints of the same tokenizer, at full depth, by name"
     )
     output: Place = Field(description="folder for the tables, the plot and the answers")
-    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="all but how deep")
-    speedups: list[float] = Field([1, 2, 3, 4, 5], min_length=1, description="nominal, each evaluated; 1 always is")
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="keys other than the depths")
+    speedups: list[float] = Field([1, 2, 3, 4, 5], min_length=1, description="nominal; 1 is always evaluated too")
     compare: float | None = Field(
         None, gt=1, description="nominal speed at which other keep orders, decays and baselines run too"
     )
     learned_order: list[int] | None = Field(
-        None, description="with compare: a keep order learned before; null: learned anew, m²/2 passes over 64 prompts"
+        None, description="with compare: a learned keep order; null: learn it, m²/2 passes over 64 prompts"
     )
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     choices: Labels | None = Field(
@@ -57,6 +60,13 @@ class EvalConfig(Section):
     runs: int = Field(1, ge=1, description="times each line is timed; the median is shown")
     bootstrap: BootstrapConfig = Field(default_factory=BootstrapConfig)
     storage: StorageConfig = Field(default_factory=StorageConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_old_key(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "beside" in values:
+            raise UserError("beside is now baselines: rename the key")
+        return values
 
     @model_validator(mode="after")
     def _fits_together(self) -> EvalConfig:

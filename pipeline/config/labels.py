@@ -36,6 +36,11 @@ def labels_given(value: Any) -> Any:
     return tuple(value)
 
 
+def normalized(label: str) -> str:
+    """A label as exact match compares it: case and outer space ignored."""
+    return label.strip().lower()
+
+
 def check_labels(labels: Sequence[str | None]) -> None:
     """ValueError if there is no label, or one of them is null, empty or there twice."""
     if not labels:

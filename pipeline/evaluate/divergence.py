@@ -1,4 +1,4 @@
-"""How near a schedule's distributions come to full depth's over the same tokens: token KL and perplexity."""
+"""Distance of a schedule's next-token distributions from full depth's over the same tokens: token KL, perplexity."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from actors.engine.schedule import Schedule
 from actors.engine.teacher_forcing import IGNORED, ResponseBatch, response_logits
 from pipeline.evaluate.metrics import Array
 
-LOGITS_AT_ONCE = 2**25  # numbers of one batch's logits, and of its attention mask; 128 MiB in fp32
+LOGITS_AT_ONCE = 2**25  # numbers in one batch's logits, and in its attention mask; 128 MiB in fp32
 
 Pair = tuple[Sequence[int], Sequence[int]]
 
@@ -29,8 +29,10 @@ class Model:
 
 @dataclass(frozen=True)
 class ForcedScores:
-    """Of N rows: KL(full depth || line) and -log p of the tokens under the line, nats, summed over each row's
-    response tokens; and how many these are. All [N]."""
+    """Sums over each row's response tokens, [N] for N rows.
+
+    kl: KL(full depth || line), nats. nll: -log p of the tokens under the line, nats. tokens: their number.
+    """
 
     kl: Array
     nll: Array
@@ -40,8 +42,8 @@ class ForcedScores:
 def teacher_forced(full: Model, lines: Sequence[Model], pairs: Sequence[Pair], max_rows: int) -> list[ForcedScores]:
     """Scores of every line over (prompt ids, response ids) pairs, none of them empty.
 
-    Each response is fed in whole, and every token's distribution [V] under the line, computed as at inference, is
-    held against full depth's. Models share a vocabulary; where one is padded, the padding is left out.
+    Every token's distribution [V] under the line, computed as at inference, is compared with full depth's. Models share
+    a vocabulary; padding of one is ignored.
     """
     kl = np.zeros((len(lines), len(pairs)))
     nll = np.zeros((len(lines), len(pairs)))
@@ -58,22 +60,22 @@ def teacher_forced(full: Model, lines: Sequence[Model], pairs: Sequence[Pair], m
     return [ForcedScores(kl[number], nll[number], tokens) for number in range(len(lines))]
 
 
-def _divergence(expected: Tensor, found: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def _divergence(expected: Tensor, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Logits [B, R + 1, V] twice, labels [B, R + 1] -> KL and -log p of the labels, summed over columns, [B] fp64."""
-    shared = min(expected.shape[-1], found.shape[-1])
+    shared = min(expected.shape[-1], logits.shape[-1])
     log_p = expected[..., :shared].float().log_softmax(dim=-1)
-    log_q = found[..., :shared].float().log_softmax(dim=-1)
+    log_q = logits[..., :shared].float().log_softmax(dim=-1)
     counted = labels != IGNORED
     nll = -log_q.gather(-1, labels.masked_fill(~counted, 0)[..., None])[..., 0]
-    kl = (log_p.exp() * (log_p - log_q)).sum(dim=-1).clamp(min=0)  # below 0 only by rounding
+    kl = (log_p.exp() * (log_p - log_q)).sum(dim=-1).clamp(min=0)  # negative only by rounding
     return (kl * counted).sum(dim=-1, dtype=torch.float64), (nll * counted).sum(dim=-1, dtype=torch.float64)
 
 
 def _batches(pairs: Sequence[Pair], max_rows: int, vocab_size: int) -> Iterator[list[int]]:
-    """Row numbers in batches of similar length that fit into memory, a single long row by itself."""
+    """Row numbers in batches of similar length that fit into memory; a single long row may exceed it."""
     rows: list[int] = []
     prompt = response = 0
-    for row in sorted(range(len(pairs)), key=lambda one: (len(pairs[one][1]), len(pairs[one][0]))):
+    for row in sorted(range(len(pairs)), key=lambda row: (len(pairs[row][1]), len(pairs[row][0]))):
         wider, longer = max(prompt, len(pairs[row][0])), max(response, len(pairs[row][1]))
         most = (len(rows) + 1) * max(longer * vocab_size, (wider + longer) ** 2)
         if rows and (len(rows) == max_rows or most > LOGITS_AT_ONCE):
@@ -86,5 +88,5 @@ def _batches(pairs: Sequence[Pair], max_rows: int, vocab_size: int) -> Iterator[
 
 
 def _batch(pairs: Sequence[Pair], device: torch.device) -> ResponseBatch:
-    given = [{"input_ids": [*prompt, *response], "prompt_tokens": len(prompt)} for prompt, response in pairs]
-    return ResponseBatch.of(given, device)
+    rows = [{"input_ids": [*prompt, *response], "prompt_tokens": len(prompt)} for prompt, response in pairs]
+    return ResponseBatch.of(rows, device)

@@ -1,11 +1,13 @@
-"""What an evaluation is about, found and checked before any model is loaded: rows, checkpoints, schedule."""
+"""Inputs of an evaluation, read and checked before any model is loaded: rows, checkpoints, schedule, output folder."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -16,25 +18,46 @@ from actors.engine.errors import UserError
 from actors.engine.loading import load_tokenizer
 from actors.engine.schedule import ScheduleSpec
 from actors.engine.schedule_file import SCHEDULE_FILE
-from actors.engine.schedule_variants import comparisons, speeds
+from actors.engine.schedule_variants import Variant, comparisons, speeds
 from actors.generator import Generator
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, fetch, resolve_checkpoint
-from pipeline.config.evaluate import EvalConfig
-from pipeline.config.labels import longest, tokenize_labels
-from pipeline.evaluate.data import EvalRow, read_rows
+from pipeline.config.evaluate import EvalConfig, EvalDataConfig
+from pipeline.config.labels import longest, normalized, tokenize_labels
 from pipeline.evaluate.results import RECORD, output_files, slug
 from pipeline.generate.settings import generator_settings
+from pipeline.messages import is_unicode
 from pipeline.storage.owned_folder import OwnedFolder, check_apart
+from pipeline.storage.parquet import MissingColumn, column_names, read_columns
 
-REFERENCE = "reference model"  # its line, at full depth
+REFERENCE = "reference model"  # name of its line, at full depth
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What is evaluated.
+class EvalRow:
+    """A row to answer and score.
 
-    prompts: token ids of each row, by the model's tokenizer. new_tokens: of an answer at most. spec: the
-    checkpoint's schedule, the file's on top.
+    prompt: text or token ids. references: none where the data has none. id: None where the data has none.
+    path, number: its file and its number there.
+    """
+
+    prompt: str | list[int]
+    references: tuple[str, ...]
+    id: Any
+    path: str
+    number: int
+
+    @property
+    def location(self) -> str:
+        """File and row, for messages."""
+        return f"{self.path}: row {self.number}"
+
+
+@dataclass(frozen=True)
+class EvalInputs:
+    """Inputs of an evaluation.
+
+    prompts: token ids of each row, by the model's tokenizer. new_tokens: of an answer at most. baselines: by the names
+    of their lines. spec: the checkpoint's schedule with the recipe's changes. folder: the output folder.
     """
 
     config: EvalConfig
@@ -43,18 +66,18 @@ class Subject:
     new_tokens: int
     model: ResolvedCheckpoint
     reference: ResolvedCheckpoint | None
-    beside: dict[str, ResolvedCheckpoint]
+    baselines: dict[str, ResolvedCheckpoint]
     spec: ScheduleSpec
     folder: OwnedFolder
 
     @property
     def num_layers(self) -> int:
-        """Of the model."""
+        """Layers of the model."""
         return self.model.checkpoint.num_layers
 
     @property
     def is_labelling(self) -> bool:
-        """Answers are labels: by choices, or as every reference is a single word."""
+        """Whether answers are labels: by choices, or because every reference is a single word."""
         return self.config.choices is not None or (
             self.config.data.references is not None
             and all(len(reference.split()) == 1 for row in self.rows for reference in row.references)
@@ -62,150 +85,217 @@ class Subject:
 
     @property
     def metric(self) -> str:
-        """What lines are judged by: exact match of labels, BLEU of other references, else agreement."""
+        """The metric that lines are judged by: exact match of labels, BLEU of other references, else agreement."""
         if self.config.data.references is not None:
             return "exact_match" if self.is_labelling else "bleu"
         return "agreement_exact" if self.is_labelling else "agreement_rouge_l"
 
-    def load(self, found: ResolvedCheckpoint) -> Generator:
+    def columns(self) -> dict[str, list[Any]]:
+        """The rows' own columns in the files of answers: id and references if the data has them, and prompt."""
+        prompts: list[Any] = [row.prompt for row in self.rows]
+        if any(isinstance(prompt, str) for prompt in prompts):  # files of both kinds: ids as text
+            prompts = [prompt if isinstance(prompt, str) else json.dumps(prompt) for prompt in prompts]
+        columns = {"prompt": prompts}
+        if any(row.id is not None for row in self.rows):
+            columns = {"id": [row.id for row in self.rows], **columns}
+        if self.rows[0].references:
+            columns["references"] = [list(row.references) for row in self.rows]
+        return columns
+
+    def load(self, checkpoint: ResolvedCheckpoint) -> Generator:
         """One of the models, at full depth."""
         config = self.config
-        paged = config.model.engine == "paged" and not on_cpu(config)  # its cache stays allocated, once a model
-        caches = 1 + (self.reference is not None) + len(self.beside) if paged else 1
+        # the paged engine's cache stays allocated, once for each model
+        paged = config.model.engine == "paged" and not _on_cpu(config)
+        caches = 1 + (self.reference is not None) + len(self.baselines) if paged else 1
         return Generator(
-            str(fetch(found.source)),
+            str(fetch(checkpoint.source)),
             schedule={"speedup": 1.0},
             **generator_settings(config.model, config.sampling, config.choices),
             threads=config.threads,
             cache_bytes=_cache_bytes(config) // caches,
             max_batch=config.max_batch,
-            cumulative_logprob=False,  # as a job, unless it writes them
+            cumulative_logprob=False,  # as in a job that does not write them
         )
 
 
-def prepare(config: EvalConfig, source: str, *, search: bool = False) -> Subject:
-    """Check the output folder, read the rows and resolve the checkpoints.
+def prepare(config: EvalConfig, *, search: bool = False) -> EvalInputs:
+    """Read the rows, resolve the checkpoints and check that all fit together; loads no model.
 
-    Loads no model. search: the output is a schedule, not tables. Raises UserError of one line for what does not fit.
+    search: the output is a schedule instead of tables. Raises UserError of one line for a mistake.
     """
-    folder = _make_output(config.output, source)
+    folder = _output_folder(config.output)
     rows = read_rows(config.data, config.choices)
     model = resolve_checkpoint(config.model, config.storage)
-    checkpoint = model.checkpoint
-    spec = (checkpoint.spec or ScheduleSpec()).overridden(config.schedule.changes())
-    planned = speeds(spec, [1.0, *config.speedups])
-    try:
-        for one in planned:
-            one.spec.build(checkpoint.num_layers)
-    except ValueError as error:
-        raise UserError(f"schedule: {error}") from None
-    if config.compare is not None:
-        try:
-            order = config.learned_order or list(range(checkpoint.num_layers))  # not yet learned: any will do
-            planned += comparisons(spec, checkpoint.num_layers, config.compare, config.sampling.max_new_tokens, order)
-        except ValueError as error:
-            raise UserError(f"compare: {error}") from None
-    folder.check(
-        [SCHEDULE_FILE] if search else output_files([REFERENCE, *(one.name for one in planned), *config.beside])
-    )
-    _check_names(config.beside, [REFERENCE, *(one.name for one in planned)], source)
-    trie = _trie(model, config, source)
-    room = 1 if trie is None else trie.most_tokens
-    prompts = _tokenized(rows, model, room)
-
-    def other(key: str, path: str) -> ResolvedCheckpoint:
-        found = _other(key, path, model, config, source)
-        _check_room(rows, prompts, found, room, key)
-        return found
-
-    reference = None if config.reference_model is None else other("reference_model", config.reference_model)
-    beside = {name: other(f"beside.{name}", path) for name, path in config.beside.items()}
-    models = {"model.path": model, **({} if reference is None else {"reference_model": reference})}
-    models |= {f"beside.{name}": found for name, found in beside.items()}
+    spec = (model.checkpoint.spec or ScheduleSpec()).overridden(config.schedule.changes())
+    names = [REFERENCE, *(variant.name for variant in _planned(config, spec, model.checkpoint.num_layers))]
+    _check_names(config.baselines, names)
+    folder.check([SCHEDULE_FILE] if search else output_files([*names, *config.baselines]))
+    trie = _trie(config, model)
+    reserved = 1 if trie is None else trie.most_tokens
+    prompts = _tokenized(rows, model, reserved)
+    further = {} if config.reference_model is None else {"reference_model": config.reference_model}
+    further |= {f"baselines.{name}": path for name, path in config.baselines.items()}
+    others = {key: _same_tokenizer(key, path, model, config) for key, path in further.items()}
+    for key, other in others.items():
+        _check_context(rows, prompts, other, reserved, key)
+    models = {"model.path": model, **others}
     local = {key: [found.source] for key, found in models.items() if isinstance(found.source, str)}
     check_apart("output", folder.path, {"data.path": config.data.path, **local})
-    return Subject(
+    return EvalInputs(
         config=config,
         rows=rows,
         prompts=prompts,
         new_tokens=config.sampling.max_new_tokens if trie is None else trie.most_tokens,
         model=model,
-        reference=reference,
-        beside=beside,
+        reference=others.get("reference_model"),
+        baselines={name: others[f"baselines.{name}"] for name in config.baselines},
         spec=spec,
         folder=folder,
     )
 
 
+def read_rows(data: EvalDataConfig, choices: Sequence[str] | None) -> list[EvalRow]:
+    """The rows, at most `data.limit`. Raises UserError that names file, column and row of one that cannot be scored."""
+    labels = None if choices is None else {normalized(label) for label in choices}
+    rows: list[EvalRow] = []
+    for path in data.path:
+        rows += _rows_of(path, data, labels, None if data.limit is None else data.limit - len(rows))
+        if len(rows) == data.limit:
+            break
+    if len(rows) < 2:
+        raise UserError(
+            f"{data.path[0]}: {len(rows) or 'no'} row{'s' * (len(rows) != 1)} to score; intervals are over rows: "
+            "give at least 2"
+        )
+    return rows
+
+
+def _rows_of(path: str, data: EvalDataConfig, labels: set[str] | None, limit: int | None) -> list[EvalRow]:
+    has_id = data.id in column_names(path)
+    columns = [data.prompt, *([data.references] if data.references is not None else []), *([data.id] if has_id else [])]
+    try:
+        values = dict(zip(columns, read_columns(path, columns, limit), strict=True))
+    except MissingColumn as error:
+        if error.column != data.references:
+            raise
+        raise UserError(
+            f"{error}; data.references: null measures agreement with full depth, without references"
+        ) from None
+    rows = []
+    for number, prompt in enumerate(values[data.prompt]):
+        references: tuple[Any, ...] = ()
+        if not _is_prompt(prompt):
+            raise UserError(
+                f"{path}: row {number}: column {data.prompt!r} must hold text or token ids, none of them empty"
+            )
+        if data.references is not None:
+            value = values[data.references][number]
+            references = tuple(value) if isinstance(value, list) else (value,)
+            _check_references(references, f"{path}: row {number}", data.references, labels)
+        rows.append(EvalRow(prompt, references, values[data.id][number] if has_id else None, path, number))
+    return rows
+
+
+def _check_references(references: Sequence[Any], location: str, column: str, labels: set[str] | None) -> None:
+    if not references or not all(_is_text(reference) for reference in references):
+        raise UserError(f"{location} needs a prompt and at least one reference; column {column!r} must hold text")
+    for label in references:
+        if labels is not None and normalized(label) not in labels:
+            raise UserError(f"{location}: label {label!r} is not one of choices; add it, or leave the row out")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and is_unicode(value)
+
+
+def _is_prompt(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(token, int) and token >= 0 for token in value)
+    return _is_text(value) and bool(value.strip())
+
+
+def _planned(config: EvalConfig, spec: ScheduleSpec, num_layers: int) -> list[Variant]:
+    """The lines of the model itself, each of which can be built."""
+    variants = speeds(spec, [1.0, *config.speedups])
+    try:
+        for variant in variants:
+            variant.spec.build(num_layers)
+    except ValueError as error:
+        raise UserError(f"schedule: {error}") from None
+    if config.compare is not None:
+        order = config.learned_order or list(range(num_layers))  # any, until it is learned
+        try:
+            variants += comparisons(spec, num_layers, config.compare, config.sampling.max_new_tokens, order)
+        except ValueError as error:
+            raise UserError(f"compare: {error}") from None
+    return variants
+
+
 def _cache_bytes(config: EvalConfig) -> int:
-    """The budget of one batch, where the file gives none that of a job's only actor."""
+    """The budget of one batch; default that of a job's only actor."""
     if config.cache_bytes is not None:
         return config.cache_bytes
-    return min(2**30, psutil.virtual_memory().total // 4) if on_cpu(config) else 8 * 2**30
+    return min(2**30, psutil.virtual_memory().total // 4) if _on_cpu(config) else 8 * 2**30
 
 
-def on_cpu(config: EvalConfig) -> bool:
-    """Whether the models run there."""
+def _on_cpu(config: EvalConfig) -> bool:
     device = config.model.device
     return device == "cpu" or (device == "auto" and not torch.cuda.is_available())
 
 
-def _make_output(output: str, source: str) -> OwnedFolder:
-    """The output folder, made unless it holds files of the user; UserError if it cannot be written into."""
+def _output_folder(output: str) -> OwnedFolder:
+    """The output folder, made unless it holds files of the user. Raises UserError if it is not writable."""
     if "://" in output:
         raise UserError(f"output: {output}: evaluate writes into a local folder; copy it from there")
-    folder = Path(output)
-    owned = OwnedFolder(folder, RECORD, "output")
-    owned.check([])
+    folder = OwnedFolder(Path(output), RECORD, "output")
+    folder.check([])
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise UserError(f"output: {output}: there is a file of that name; give a folder") from None
     except OSError as error:
         raise UserError(f"output: {output}: cannot be made: {error.strerror}") from None
-    if not os.access(folder, os.W_OK | os.X_OK):
+    if not os.access(folder.path, os.W_OK | os.X_OK):
         raise UserError(f"output: {output}: not writable")
-    return owned
+    return folder
 
 
-def _check_names(beside: Iterable[str], planned: Iterable[str], source: str) -> None:
-    """ValueError if two lines would share a name, or the file that their answers go into."""
-    taken = {slug(name): name for name in planned}
-    for name in beside:
+def _check_names(baselines: Iterable[str], lines: Iterable[str]) -> None:
+    """Raise UserError if a baseline's name, or the name of its answers' file, is another line's."""
+    taken = {slug(name): name for name in lines}
+    for name in baselines:
         file = slug(name)
         if not file:
-            raise UserError(f"beside: {name!r} leaves nothing to name a file by; use letters or digits")
+            raise UserError(f"baselines: {name!r} leaves nothing to name a file by; use letters or digits")
         if file in taken:
-            raise UserError(f"beside: {name!r} is the name of another line, {taken[file]!r}; choose its own")
+            raise UserError(f"baselines: {name!r} is the name of another line, {taken[file]!r}; choose its own")
         taken[file] = name
 
 
-def _other(key: str, path: str, model: ResolvedCheckpoint, config: EvalConfig, source: str) -> ResolvedCheckpoint:
-    """A further checkpoint that is to answer the same token ids; ValueError names `key` if it has no such."""
-    found = resolve_checkpoint(config.model.model_copy(update={"path": path}), config.storage)
-    if load_tokenizer(found.checkpoint.path).get_vocab() != load_tokenizer(model.checkpoint.path).get_vocab():
+def _same_tokenizer(key: str, path: str, model: ResolvedCheckpoint, config: EvalConfig) -> ResolvedCheckpoint:
+    """A further checkpoint, which answers the same token ids. Raises UserError if its tokenizer is another."""
+    other = resolve_checkpoint(config.model.model_copy(update={"path": path}), config.storage)
+    if load_tokenizer(other.checkpoint.path).get_vocab() != load_tokenizer(model.checkpoint.path).get_vocab():
         raise UserError(
-            f"{key}: {path} has another tokenizer than {config.model.path}; answers can only be held "
-            "against each other token by token if the vocabulary is the same"
+            f"{key}: {path} has another tokenizer than {config.model.path}; answers can only be compared token by "
+            "token if the vocabulary is the same"
         )
-    return found
+    return other
 
 
-def _trie(model: ResolvedCheckpoint, config: EvalConfig, source: str) -> ChoiceTrie | None:
-    """The labels as the model's tokens, None without choices; ValueError if they cannot be told apart."""
+def _trie(config: EvalConfig, model: ResolvedCheckpoint) -> ChoiceTrie | None:
+    """The labels as the model's tokens; None without choices. Raises UserError if two have the same tokens."""
     if config.choices is None:
         return None
     tokenizer = load_tokenizer(model.checkpoint.path)
     ids = tokenize_labels(tokenizer, config.choices)
-    try:
-        longest(config.choices, ids)  # refuses by the label's text, where the trie knows but its number
-        return ChoiceTrie([ids[label] for label in config.choices], tokenizer.eos_token_id)
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    longest(config.choices, ids)  # names a wrong label by its text; the trie, by its number
+    return ChoiceTrie([ids[label] for label in config.choices], tokenizer.eos_token_id)
 
 
-def _tokenized(rows: Sequence[EvalRow], model: ResolvedCheckpoint, room: int) -> list[Prompt]:
-    """The rows' token ids; ValueError names a row that the model cannot take with `room` tokens behind it."""
+def _tokenized(rows: Sequence[EvalRow], model: ResolvedCheckpoint, reserved: int) -> list[Prompt]:
+    """The rows' token ids. Raises UserError for a row that does not fit the model with `reserved` new tokens."""
     tokenizer = load_tokenizer(model.checkpoint.path)
     vocabulary = model.checkpoint.config.vocab_size
     texts = [row.prompt for row in rows if isinstance(row.prompt, str)]
@@ -214,20 +304,25 @@ def _tokenized(rows: Sequence[EvalRow], model: ResolvedCheckpoint, room: int) ->
     for row in rows:
         tokens = next(encoded) if isinstance(row.prompt, str) else row.prompt
         if not tokens:
-            raise UserError(f"{row.place}: the tokenizer finds no token in this prompt; leave the row out")
+            raise UserError(f"{row.location}: the tokenizer finds no token in this prompt; leave the row out")
         if max(tokens) >= vocabulary:
-            raise UserError(f"{row.place}: token {max(tokens)} lies outside the model's vocabulary of {vocabulary}")
+            raise UserError(f"{row.location}: token {max(tokens)} lies outside the model's vocabulary of {vocabulary}")
         prompts.append(Prompt(tokens, row.path, row.number))
-    _check_room(rows, prompts, model, room)
+    _check_context(rows, prompts, model, reserved)
     return prompts
 
 
-def _check_room(
-    rows: Sequence[EvalRow], prompts: Sequence[Prompt], found: ResolvedCheckpoint, room: int, whose: str = ""
+def _check_context(
+    rows: Sequence[EvalRow], prompts: Sequence[Prompt], model: ResolvedCheckpoint, reserved: int, key: str = ""
 ) -> None:
-    """ValueError names a row whose prompt leaves fewer than `room` tokens of the context. whose: of another model."""
-    context = found.checkpoint.context_length
+    """Raise UserError for a row whose prompt leaves fewer than `reserved` tokens of the context.
+
+    key: the config key of a model other than `model.path`.
+    """
+    context = model.checkpoint.context_length
     for row, prompt in zip(rows, prompts, strict=True):
-        if len(prompt.ids) + room > context:
-            of = f"{whose}'s context" if whose else "a context"
-            raise UserError(f"{row.place}: prompt of {len(prompt.ids)} tokens leaves no room in {of} of {context}")
+        if len(prompt.ids) + reserved > context:
+            owner = f"{key}'s context" if key else "a context"
+            raise UserError(
+                f"{row.location}: prompt of {len(prompt.ids)} tokens leaves no room in {owner} of {context}"
+            )

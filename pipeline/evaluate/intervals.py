@@ -14,14 +14,14 @@ from pipeline.config.evaluate import BootstrapConfig
 from pipeline.evaluate.metrics import METRICS, Array
 from pipeline.evaluate.results import Score
 
-DRAWN_AT_ONCE = 2**22  # row numbers; 32 MiB
+DRAWN_AT_ONCE = 2**22  # row numbers, 32 MiB
 
 
 def resampled_counts(rows: int, samples: int, rng: np.random.Generator) -> Array:
-    """[samples, rows]: how often each row is in each of the data sets, drawn with replacement."""
+    """[samples, rows]: how often each data set, drawn with replacement, holds each row."""
     drawn = rng.integers(rows, size=(samples, rows))
-    places = drawn + rows * np.arange(samples)[:, None]
-    counts = np.bincount(places.ravel(), minlength=samples * rows).reshape(samples, rows)
+    positions = drawn + rows * np.arange(samples)[:, None]
+    counts = np.bincount(positions.ravel(), minlength=samples * rows).reshape(samples, rows)
     return counts.astype(np.float64)
 
 
@@ -49,13 +49,13 @@ def paired_scores(
         [together.sum(axis=0, keepdims=True), resampled_sums(together, settings.samples, settings.seed)]
     )
     # [1 + samples]: the data set itself, then the resampled ones
-    found = {
-        name: METRICS[name[1]].score(one)
-        for name, one in zip(names, np.split(sums, np.cumsum(widths)[:-1], axis=1), strict=True)
+    values_of = {
+        name: METRICS[name[1]].score(columns)
+        for name, columns in zip(names, np.split(sums, np.cumsum(widths)[:-1], axis=1), strict=True)
     }
     scores: dict[str, dict[str, Score]] = {line: {} for line in statistics}
-    for (line, metric), values in found.items():
-        losses = found[full_depth, metric] - values
+    for (line, metric), values in values_of.items():
+        losses = values_of[full_depth, metric] - values
         if not METRICS[metric].higher_is_better:
             losses = -losses
         low, high = interval(values[1:], settings.confidence)

@@ -1,4 +1,4 @@
-"""A keep order learned from the model: which layers an answer can least do without, on a few prompts."""
+"""A keep order learned from the model: layers ranked by the loss without them, on a few prompts."""
 
 from __future__ import annotations
 
@@ -17,38 +17,36 @@ from actors.engine.teacher_forcing import IGNORED, ResponseBatch, response_logit
 
 log = logging.getLogger(__name__)
 Row = tuple[Sequence[int], Sequence[int]]  # token ids of prompt and response
-ROWS_PER_PASS = 16  # of like length, so that little is padding; bounds the memory that logits [B, R + 1, V] take
+ROWS_PER_PASS = 16  # of similar length, for little padding; bounds the memory of logits [B, R + 1, V]
 
 
 def learned_order(decoder: Decoder, rows: Sequence[Row], warmup: int) -> tuple[int, ...]:
     """The `warmup` lowest layers, then the others, the most important first: a keep order for `ScheduleSpec`.
 
-    Greedy elimination, as SLEB does (Song et al., 2024, arXiv 2402.09025): of the layers that are left, bypass the
-    one without which the loss of the responses is lowest, again and again; who goes last is the most important.
-    Scores that look at each layer of the whole model alone (block influence: Men et al., 2024, arXiv 2403.03853)
-    do not see that of two layers which stand in for each other one must stay, and most layers go here. As in
-    generation, layers are bypassed for response tokens alone: the prompt runs through them all.
+    Greedy elimination, as in SLEB (Song et al., 2024, arXiv 2402.09025): of the remaining layers, repeatedly bypass the
+    one without which the loss of the responses is lowest; the last to go is the most important. Scores of each layer
+    alone (block influence: Men et al., 2024, arXiv 2403.03853) do not detect that of two layers which replace each
+    other one must stay. As in generation, layers are bypassed for response tokens only.
 
-    Cost: with m = L - warmup layers to rank, m (m + 1) / 2 - 1 forward passes over the rows, teacher-forced;
-    a pass gets cheaper as layers go. Deterministic; of equal layers the higher one is kept longer. The orders of a
-    model tuned to skip are biased towards the layers that it was tuned to keep.
-    Raises ValueError if no row has both a prompt and a response.
+    Cost: with m = L - warmup layers to rank, m (m + 1) / 2 - 1 teacher-forced forward passes over the rows, each
+    cheaper as layers go. Deterministic; of equal layers the higher one is kept longer. The order of a model tuned to
+    skip is biased towards the layers that it was tuned to keep. Raises UserError if no row has a prompt and a response.
     """
     batches = _batches(decoder, rows)
-    left = list(range(warmup, decoder.num_layers))
-    gone: list[int] = []
+    remaining = list(range(warmup, decoder.num_layers))
+    bypassed: list[int] = []
     was_training = decoder.model.training
     decoder.model.eval()
     try:
-        while len(left) > 1:
-            losses = {layer: _loss(decoder, batches, {*gone, layer}) for layer in left}
-            least = min(left, key=lambda layer: (losses[layer], layer))
-            log.info("layer %d: %.4f nats per token without it and %s", least, losses[least], gone)
-            left.remove(least)
-            gone.append(least)
+        while len(remaining) > 1:
+            losses = {layer: _loss(decoder, batches, {*bypassed, layer}) for layer in remaining}
+            least = min(remaining, key=lambda layer: (losses[layer], layer))
+            log.info("layer %d: %.4f nats per token without it and %s", least, losses[least], bypassed)
+            remaining.remove(least)
+            bypassed.append(least)
     finally:
         decoder.model.train(was_training)
-    return (*range(warmup), *left, *reversed(gone))
+    return (*range(warmup), *remaining, *reversed(bypassed))
 
 
 def _batches(decoder: Decoder, rows: Sequence[Row]) -> list[ResponseBatch]:
@@ -68,7 +66,7 @@ def _batches(decoder: Decoder, rows: Sequence[Row]) -> list[ResponseBatch]:
 
 @torch.no_grad()
 def _loss(decoder: Decoder, batches: Sequence[ResponseBatch], bypassed: set[int]) -> float:
-    """Mean cross-entropy per response token, nats, if response tokens bypass these layers; inf if not a number."""
+    """Mean cross-entropy per response token, nats, if response tokens skip the `bypassed` layers; inf for NaN."""
     kept = [layer for layer in range(decoder.num_layers) if layer not in bypassed]
     schedule = Schedule(decoder.num_layers, (len(kept),), (*kept, *sorted(bypassed)), warmup=0)
     total, count = 0.0, 0

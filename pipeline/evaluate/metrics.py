@@ -1,7 +1,7 @@
-"""Metrics as sums over rows: per-row statistics once, then a score from any weighted sum of them.
+"""Metrics as sums over rows: statistics of each row, computed once, and a score from any weighted sum of them.
 
-That is what makes a bootstrap of corpus metrics cheap: a resampled data set is another sum of the same rows.
-Statistics are arrays [N, K] of N rows; sums [S, K], one line for each of S data sets, give scores [S].
+So a bootstrap of corpus metrics is cheap: a resampled data set is another sum of the same rows.
+Statistics are arrays [N, K] of N rows; sums [S, K] of S data sets give scores [S].
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics.bleu import BLEU
 
-from pipeline.evaluate.data import normal
+from pipeline.config.labels import normalized
 
 log = logging.getLogger(__name__)
 Array = npt.NDArray[np.float64]
@@ -38,11 +38,11 @@ class Metric:
 
 
 def _bleu(sums: Array) -> Array:
-    return np.array([_bleu_of(one) for one in sums])
+    return np.array([_bleu_of(row) for row in sums])
 
 
 def _bleu_of(sums: Array) -> float:
-    counts = [int(one) for one in sums]
+    counts = [int(count) for count in sums]
     correct, total = counts[2 : 2 + ORDER], counts[2 + ORDER :]
     return float(BLEU.compute_bleu(correct, total, counts[0], counts[1], smooth_method="exp").score)
 
@@ -79,27 +79,31 @@ def bleu_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -
 
     sacrebleu's, 13a, lower-cased, all references of each row. Their sum over rows gives the corpus BLEU.
     """
-    # effective_order does not change counts; without it sacrebleu warns at every sentence
+    # effective_order changes no count; without it sacrebleu warns at every sentence
     metric = BLEU(lowercase=True, tokenize="13a", effective_order=True)
     scores = [metric.sentence_score(text, each) for text, each in zip(texts, references, strict=True)]
-    return np.array([[one.sys_len, one.ref_len, *one.counts, *one.totals] for one in scores], dtype=np.float64)
+    return np.array(
+        [[score.sys_len, score.ref_len, *score.counts, *score.totals] for score in scores], dtype=np.float64
+    )
 
 
 def exact_match_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
     """[N, 2]: 1 where the text is one of the references, case and outer space ignored; and 1."""
-    hits = [normal(text) in map(normal, each) for text, each in zip(texts, references, strict=True)]
+    hits = [normalized(text) in map(normalized, each) for text, each in zip(texts, references, strict=True)]
     return mean_statistics(np.array(hits, dtype=np.float64))
 
 
 def same_statistics(texts: Sequence[str], others: Sequence[str]) -> Array:
     """[N, 2]: 1 where both texts are the same, character by character; and 1."""
-    return mean_statistics(np.array([one == two for one, two in zip(texts, others, strict=True)], dtype=np.float64))
+    return mean_statistics(
+        np.array([text == other for text, other in zip(texts, others, strict=True)], dtype=np.float64)
+    )
 
 
 def rouge_l_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
     """[N, 2]: ROUGE-L F of the text, the best over its references (rouge_score, no stemming); and 1.
 
-    rouge_score sees only words of a-z and 0-9. A text that is a reference, letter by letter, has 1 all the same.
+    rouge_score counts only words of a-z and 0-9; a text equal to a reference scores 1 in every script.
     """
     best = [max(_rouge_l(reference, text) for reference in each) for text, each in zip(texts, references, strict=True)]
     return mean_statistics(np.array(best, dtype=np.float64))
@@ -111,7 +115,7 @@ def mean_statistics(values: Array) -> Array:
 
 
 def warn_of_other_scripts(texts: Sequence[str]) -> None:
-    """One warning if ROUGE-L sees no word in most of the texts."""
+    """Log a warning if ROUGE-L finds no word in most of the texts."""
     unseen = sum(1 for text in texts if text.strip() and not re.search("[a-z0-9]", text.lower()))
     if 2 * unseen > len(texts):
         log.warning("ROUGE-L counts only words of a-z and 0-9, and %d of %d texts have none", unseen, len(texts))

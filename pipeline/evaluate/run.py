@@ -1,139 +1,141 @@
-"""`skipdecode evaluate`: quality against speed, on the engine alone, without Ray.
+"""`skipdecode evaluate`: quality against speed, by the engine alone, without Ray.
 
     rows, checkpoints → lines → answers, timed in turn → statistics of rows → scores with intervals → tables, plot
 
-Quality: against references where there are any, and against full depth always. Speed is three numbers, never one:
-nominal, layer ratio over the decode steps really run, and wall clock against the same engine at full depth, over
-the same rows in the same batches, whole and for decode alone.
+Quality: against references if there are any, and always against full depth. Speed is three numbers: nominal, layer
+ratio over the decode steps that ran, and wall clock against the same engine at full depth, over the same rows in the
+same batches, of the whole run and of decode alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from actors.engine.schedule import ScheduleSpec
 from actors.engine.schedule_file import SCHEDULE_FILE
 from actors.engine.schedule_variants import Variant, comparisons, speeds
 from actors.generator import Generator
 from pipeline.config.evaluate import EvalConfig
-from pipeline.evaluate.inputs import REFERENCE, Subject, prepare
+from pipeline.evaluate.inputs import REFERENCE, EvalInputs, prepare
 from pipeline.evaluate.intervals import paired_scores
 from pipeline.evaluate.layer_ranking import learned_order
+from pipeline.evaluate.line_statistics import available_metrics, line_statistics
 from pipeline.evaluate.plot import write_plot
-from pipeline.evaluate.results import Evaluation, Line, Score, output_files
-from pipeline.evaluate.row_statistics import metrics_of, row_statistics
-from pipeline.evaluate.tables import write_answers, write_table
-from pipeline.evaluate.timed_runs import Run, answer, common_batch, time_in_turn
+from pipeline.evaluate.results import Evaluation, Line, Score, output_files, write_answers, write_table
+from pipeline.evaluate.timed_runs import TimedRun, answer, common_batch, time_in_turn
+from pipeline.runtime.announce import announce
 
-__all__ = ["Evaluation", "Line", "Score", "evaluate"]
-
-OTHERS = ("reference", "model")  # groups of lines of other models, whose layers are not those of ours
-LEARNED_ROWS = 64  # prompts that a learned keep order follows from
+OTHER_MODELS = ("reference", "model")  # groups of lines whose layers are another model's
+LEARNED_ROWS = 64  # prompts that a keep order is learned from
 
 
-def evaluate(config: EvalConfig, source: str) -> Evaluation:
-    """Answer the rows at every speed, score and time them; write tables, plot and answers into `config.output`.
+@dataclass(frozen=True)
+class Models:
+    """The loaded models, which all cut the rows into the same batches. baselines: by the names of their lines."""
 
-    And `evaluate.json`: what made them.
+    model: Generator
+    reference: Generator | None
+    baselines: dict[str, Generator]
 
-    Raises ValueError of one line for bad input, before a model is loaded.
+    @property
+    def full_depth(self) -> Generator:
+        """The model whose full depth all lines are compared with."""
+        return self.reference or self.model
+
+
+def evaluate(config: EvalConfig) -> Evaluation:
+    """Answer the rows at every speed, score and time them; write tables, plot, answers and a record of the settings.
+
+    Raises UserError of one line for a mistake, before a model is loaded.
     """
-    subject = prepare(config, source)
-    planned = speeds(subject.spec, list(dict.fromkeys([1.0, *config.speedups])))
-    generator, reference, beside = load(subject)
+    inputs = prepare(config)
+    variants = speeds(inputs.spec, list(dict.fromkeys([1.0, *config.speedups])))
+    models = load_models(inputs)
     if config.compare is not None:
-        planned += _compared(subject, generator, planned, config.compare)
-    lines = {one.name: (generator, one.spec.build(subject.num_layers)) for one in planned}
-    if reference is not None:
-        planned = [Variant(REFERENCE, "reference", ScheduleSpec(), None), *planned]
-        lines = {REFERENCE: (reference, reference.schedule), **lines}
-    full_depth = planned[0].name
-    planned += [Variant(name, "model", ScheduleSpec(), None) for name in beside]
-    lines |= {name: (other, other.schedule) for name, other in beside.items()}
+        variants += _compared(inputs, models.model, variants, config.compare)
+    lines = {variant.name: (models.model, variant.spec.build(inputs.num_layers)) for variant in variants}
+    if models.reference is not None:
+        variants = [Variant(REFERENCE, "reference", ScheduleSpec(), None), *variants]
+        lines = {REFERENCE: (models.reference, models.reference.schedule), **lines}
+    full_depth = variants[0].name
+    variants += [Variant(name, "model", ScheduleSpec(), None) for name in models.baselines]
+    lines |= {name: (baseline, baseline.schedule) for name, baseline in models.baselines.items()}
 
-    runs = time_in_turn(lines, subject.prompts, config.runs, full_depth, config.model.compile)
-    with Console(stderr=True).status(f"scoring {len(lines)} lines of {len(subject.rows):,} answers"):
-        statistics = row_statistics(subject, lines, runs, full_depth, metrics_of(subject))
-        scores = paired_scores(statistics, full_depth, config.bootstrap)
+    runs = time_in_turn(lines, inputs.prompts, config.runs, full_depth, config.model.compile)
+    announce(f"scoring {len(lines)} lines of {len(inputs.rows):,} answers")
+    statistics = line_statistics(inputs, lines, runs, full_depth, available_metrics(inputs))
+    scores = paired_scores(statistics, full_depth, config.bootstrap)
     evaluation = Evaluation(
-        lines=[_line(one, runs[one.name], runs["1x"], scores[one.name]) for one in planned],
-        output=Path(config.output),
-        rows=len(subject.rows),
-        batch=generator.max_batch,
-        metric=subject.metric,
+        lines=[_line(variant, runs[variant.name], runs["1x"], scores[variant.name]) for variant in variants],
+        output=inputs.folder.path,
+        rows=len(inputs.rows),
+        batch=models.model.max_batch,
+        metric=inputs.metric,
         full_depth=full_depth,
         confidence=config.bootstrap.confidence,
     )
-    folder = subject.folder
-    folder.discard(folder.files() - {SCHEDULE_FILE})  # a search's schedule stays
-    folder.claim(output_files(runs))
-    write_answers(evaluation.output, subject.rows, {name: run.answers for name, run in runs.items()})
-    write_table(evaluation)
-    write_plot(evaluation)
-    folder.save(_made_by(config, generator))
+    _write(evaluation, inputs, runs, models.model)
     return evaluation
 
 
-def load(subject: Subject) -> tuple[Generator, Generator | None, dict[str, Generator]]:
-    """The model, the reference model if there is one, and those beside, cutting the rows into the same batches."""
-    generator = subject.load(subject.model)
-    reference = None if subject.reference is None else subject.load(subject.reference)
-    beside = {name: subject.load(found) for name, found in subject.beside.items()}
-    everyone = [generator, *([] if reference is None else [reference]), *beside.values()]
-    batch = min(common_batch(one, subject.prompts, subject.new_tokens) for one in everyone)
-    for one in everyone:
-        one.max_batch = batch
-    return generator, reference, beside
+def load_models(inputs: EvalInputs) -> Models:
+    """Load all models of an evaluation."""
+
+    def load(checkpoint: Any, name: str) -> Generator:
+        announce(f"loading {name}, for {len(inputs.rows):,} rows")
+        return inputs.load(checkpoint)
+
+    config = inputs.config
+    model = load(inputs.model, config.model.path)
+    reference = None if inputs.reference is None else load(inputs.reference, str(config.reference_model))
+    baselines = {name: load(found, config.baselines[name]) for name, found in inputs.baselines.items()}
+    everyone = [model, *([] if reference is None else [reference]), *baselines.values()]
+    batch = min(common_batch(generator, inputs.prompts, inputs.new_tokens) for generator in everyone)
+
+    def limited(generator: Generator) -> Generator:
+        return generator.at(generator.schedule, max_batch=batch)
+
+    return Models(
+        limited(model),
+        None if reference is None else limited(reference),
+        {name: limited(baseline) for name, baseline in baselines.items()},
+    )
 
 
-def _compared(subject: Subject, generator: Generator, planned: Sequence[Variant], speedup: float) -> list[Variant]:
-    """The built-in comparisons at the mean depth of one speed, over answers as long as full depth's are.
+def _compared(inputs: EvalInputs, generator: Generator, planned: Sequence[Variant], speedup: float) -> list[Variant]:
+    """The built-in comparisons at the mean depth of one speed, over answers as long as full depth's.
 
-    Without the first, the paper's own schedule, if that is planned already.
+    Without the first, the paper's own schedule, if it is planned already.
     """
-    layers = subject.num_layers
-    run = answer(generator, generator.schedule, subject.prompts[:LEARNED_ROWS])
-    pairs = [(prompt.ids, one.token_ids or ()) for prompt, one in zip(subject.prompts, run.answers, strict=False)]
-    order: Sequence[int] | None = subject.config.learned_order
+    announce(f"answering {min(LEARNED_ROWS, len(inputs.rows))} rows at full depth for the comparisons")
+    run = answer(generator, generator.schedule, inputs.prompts[:LEARNED_ROWS])
+    pairs = [(prompt.ids, row.token_ids or ()) for prompt, row in zip(inputs.prompts, run.answers, strict=False)]
+    order: Sequence[int] | None = inputs.config.learned_order
     if order is None:
-        console = Console(stderr=True, soft_wrap=True)
-        with console.status(f"learning a keep order from {len(pairs)} answers"):
-            order = learned_order(generator.engine.decoder, pairs, subject.spec.warmup)
-        console.print(f"learned_order: {list(order)}", highlight=False)
+        announce(f"learning a keep order from {len(pairs)} answers")
+        order = learned_order(generator.engine.decoder, pairs, inputs.spec.warmup)
+        announce(f"learned_order: {list(order)}")
     tokens = round(sum(len(response) for _, response in pairs) / len(pairs))
-    paper, *others = comparisons(subject.spec, layers, speedup, tokens, order)
-    known = [one.spec.build(layers).to_dict() for one in planned]
-    return others if paper.spec.build(layers).to_dict() in known else [paper, *others]
+    paper, *others = comparisons(inputs.spec, inputs.num_layers, speedup, tokens, order)
+    known = [variant.spec.build(inputs.num_layers).to_dict() for variant in planned]
+    return others if paper.spec.build(inputs.num_layers).to_dict() in known else [paper, *others]
 
 
-def _made_by(config: EvalConfig, generator: Generator) -> dict[str, Any]:
-    """What the numbers hang on, beside the files that the configuration names."""
-    return {
-        "config": config.model_dump(mode="json"),
-        "cache_bytes": generator.cache_bytes,
-        "version": version("skipdecode"),
-        "device": generator.device_name(),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-    }
-
-
-def _line(variant: Variant, run: Run, base: Run, scores: Mapping[str, Score]) -> Line:
-    """base: 1x, whose seconds the wall clocks are against."""
+def _line(variant: Variant, run: TimedRun, base: TimedRun, scores: Mapping[str, Score]) -> Line:
+    """base: the run of 1x, for the wall clocks."""
     stats = run.stats
-    own = variant.group not in OTHERS
+    own_layers = variant.group not in OTHER_MODELS
     seconds, decode = run.median_seconds, run.median_decode_seconds
     return Line(
         name=variant.name,
         group=variant.group,
         nominal=variant.nominal,
-        layer_ratio=stats.full_layer_steps / stats.layer_steps if stats.layer_steps and own else None,
+        layer_ratio=stats.full_layer_steps / stats.layer_steps if stats.layer_steps and own_layers else None,
         mean_depth=stats.layer_steps / stats.decode_steps if stats.decode_steps else None,
         seconds=seconds,
         decode_seconds=decode,
@@ -142,4 +144,24 @@ def _line(variant: Variant, run: Run, base: Run, scores: Mapping[str, Score]) ->
         decode_wall_clock=base.median_decode_seconds / decode if decode else 1.0,
         cache_bytes=stats.cache_bytes,
         scores=dict(scores),
+    )
+
+
+def _write(evaluation: Evaluation, inputs: EvalInputs, runs: Mapping[str, TimedRun], generator: Generator) -> None:
+    """Replace the files of the last evaluation; the record, written last, holds the settings behind the numbers."""
+    folder = inputs.folder
+    folder.discard(folder.files() - {SCHEDULE_FILE})  # a search's schedule stays
+    folder.claim(output_files(runs))
+    write_answers(folder.path, inputs.columns(), {name: run.answers for name, run in runs.items()})
+    write_table(evaluation)
+    write_plot(evaluation)
+    folder.save(
+        {
+            "config": inputs.config.model_dump(mode="json"),
+            "cache_bytes": generator.cache_bytes,
+            "version": version("skipdecode"),
+            "device": generator.device_name(),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+        }
     )

@@ -13,24 +13,47 @@ from actors.engine.errors import UserError
 READ_AT_ONCE = 2**14  # rows, where not all are wanted
 
 
-def read_columns(path: str, columns: Sequence[str], limit: int | None = None) -> list[list[Any]]:
-    """The named columns, as lists; no others are read, nor much past the first `limit` rows.
+class MissingColumn(UserError):
+    """A file lacks a column."""
 
-    ValueError of one line names file and column.
+    def __init__(self, path: str, column: str, names: Sequence[str]) -> None:
+        super().__init__(f"{path}: no column {column!r}; it has {', '.join(names)}")
+        self.column = column
+
+
+def column_names(path: str) -> list[str]:
+    """Names of the file's columns. Raises UserError if it is not readable."""
+    return list(_dataset(path).schema.names)
+
+
+def read_columns(path: str, columns: Sequence[str], limit: int | None = None) -> list[list[Any]]:
+    """The named columns as lists; no others are read, nor much past the first `limit` rows.
+
+    Raises UserError that names the file, `MissingColumn` if it lacks a column.
     """
+    data = _dataset(path)
+    distinct = list(dict.fromkeys(columns))
+    for column in distinct:
+        if column not in data.schema.names:
+            raise MissingColumn(path, column, data.schema.names)
+    try:
+        if limit is None:
+            table = data.to_table(columns=distinct)
+        else:
+            table = data.head(limit, columns=distinct, batch_size=READ_AT_ONCE, batch_readahead=0, fragment_readahead=0)
+    except (OSError, pa.ArrowException) as error:
+        raise _unreadable(path, error) from None
+    return [table[column].to_pylist() for column in columns]
+
+
+def _dataset(path: str) -> ds.Dataset:
     if "://" in path:
         raise UserError(f"{path}: tune and evaluate read local files; copy it here")
-    wanted = list(dict.fromkeys(columns))
     try:
-        data = ds.dataset(path, format="parquet", partitioning="hive")
-        names = data.schema.names
-        missing = [column for column in wanted if column not in names]
-        if not missing and limit is None:
-            table = data.to_table(columns=wanted)
-        elif not missing:
-            table = data.head(limit, columns=wanted, batch_size=READ_AT_ONCE, batch_readahead=0, fragment_readahead=0)
+        return ds.dataset(path, format="parquet", partitioning="hive")
     except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{path}: cannot be read as Parquet: {str(error).splitlines()[0]}") from None
-    if missing:
-        raise UserError(f"{path}: no column {missing[0]!r}; it has {', '.join(names)}")
-    return [table[column].to_pylist() for column in columns]
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: str, error: Exception) -> UserError:
+    return UserError(f"{path}: cannot be read as Parquet: {str(error).splitlines()[0]}")

@@ -14,8 +14,9 @@ from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.schedule import ScheduleSpec
 from actors.engine.scheduler import generate
+from actors.engine.teacher_forcing import ResponseBatch
 from actors.engine.types import Request, SamplingParams
-from pipeline.evaluate import divergence as teacher_forcing
+from pipeline.evaluate import divergence
 from pipeline.evaluate.divergence import Model, Pair, teacher_forced
 
 FULL = ScheduleSpec().build(LAYERS)
@@ -70,17 +71,17 @@ def test_neither_batches_nor_a_padded_vocabulary_change_scores(monkeypatch: pyte
     decoder, rows = Decoder(tiny_model("llama")), pairs(3)
     line = Model(decoder, SPECS[0].build(LAYERS))
     [whole] = teacher_forced(Model(decoder, FULL), [line], rows, max_rows=64)
-    monkeypatch.setattr(teacher_forcing, "LOGITS_AT_ONCE", 1)
+    monkeypatch.setattr(divergence, "LOGITS_AT_ONCE", 1)
     sizes = []
-    plain = teacher_forcing.response_logits
+    plain = divergence.response_logits
 
-    def padded(decoder: Decoder, batch: teacher_forcing.Batch, schedule: object) -> torch.Tensor:
+    def padded(decoder: Decoder, batch: ResponseBatch, schedule: object) -> torch.Tensor:
         sizes.append(len(batch.ids))
         logits = plain(decoder, batch, schedule)  # type: ignore[arg-type]
         extra = torch.full((*logits.shape[:2], 5), 50.0)
         return torch.cat([logits, extra], dim=-1) if schedule is FULL else logits
 
-    monkeypatch.setattr(teacher_forcing, "response_logits", padded)
+    monkeypatch.setattr(divergence, "response_logits", padded)
     [alone] = teacher_forced(Model(decoder, FULL), [line], rows, max_rows=64)
     assert set(sizes) == {1}
     np.testing.assert_allclose(alone.kl, whole.kl, rtol=1e-3, atol=1e-5)

@@ -21,10 +21,9 @@ from typer.testing import CliRunner, Result
 from actors.engine.loading import inspect, load_tokenizer
 from pipeline.cli.app import app
 from pipeline.config.evaluate import EvalConfig
-from pipeline.evaluate import search_run as evaluate_search
-from pipeline.evaluate.results import Evaluation, Line, Score
+from pipeline.evaluate.results import Evaluation, Line, Score, print_tables, write_table
 from pipeline.evaluate.run import evaluate
-from pipeline.evaluate.tables import print_tables, write_table
+from pipeline.evaluate.search import parse_goal
 from pipeline.tune.data import Pair
 from pipeline.tune.new_model import train_tokenizer
 
@@ -86,6 +85,33 @@ def test_quality_and_the_three_speeds(recipe: dict[str, Any], tmp_path: Path) ->
     assert "BLEU" in result.output and "token KL nats" in result.output
 
 
+def test_answers_carry_the_ids_of_the_rows(recipe: dict[str, Any], tmp_path: Path) -> None:
+    answers = tmp_path / "out" / "answers-1x.parquet"
+    table = pq.read_table(tmp_path / "eval.parquet")
+    assert run(recipe, tmp_path).exit_code == 0
+    assert pq.read_schema(answers).names == ["prompt", "references", "answer", "generated_tokens", "finish_reason"]
+    pq.write_table(table.append_column("id", pa.array([7, 5, 3, 1])), tmp_path / "eval.parquet")
+    assert run(recipe, tmp_path).exit_code == 0
+    assert pq.read_table(answers)["id"].to_pylist() == [7, 5, 3, 1]
+    recipe["data"]["id"] = "label"
+    assert run(recipe, tmp_path).exit_code == 0
+    assert pq.read_table(answers)["id"].to_pylist() == ["red", "green", "red", "Blue "]
+
+
+def test_every_stage_is_announced(recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.runtime.announce.INTERVAL", 0.0)
+    result = run({**recipe, "runs": 2, "max_batch": 2, "bootstrap": {"samples": 100}}, tmp_path)
+    assert result.exit_code == 0, result.output
+    lines = result.stderr.splitlines()
+    assert f"loading {recipe['model']['path']}, for 4 rows" in lines
+    stages = [
+        f"answering 4 rows at {name}, {stage}" for stage in ("round 1 of 2", "round 2 of 2") for name in ("1x", "2x")
+    ]
+    assert [line for line in lines if line in stages] == stages
+    assert "2x, round 2 of 2: 2 of 4 rows" in lines
+    assert "scoring 2 lines of 4 answers" in lines
+
+
 def test_only_files_of_the_last_evaluation_are_replaced(recipe: dict[str, Any], tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run({**recipe, "speedups": [1, 3]}, tmp_path).exit_code == 0
@@ -144,7 +170,7 @@ def test_search_does_not_touch_a_checkpoints_schedule(recipe: dict[str, Any], tm
 def test_without_references_agreement_with_full_depth_is_the_measure(recipe: dict[str, Any], tmp_path: Path) -> None:
     """And prompts may be token ids; speeds are shown in their order, each once, full depth always."""
     recipe["data"] |= {"references": None, "prompt": "ids"}
-    found = evaluate(EvalConfig.model_validate({**recipe, "speedups": [3, 2, 3]}), "eval.yaml")
+    found = evaluate(EvalConfig.model_validate({**recipe, "speedups": [3, 2, 3]}))
     assert [line.name for line in found.lines] == ["1x", "3x", "2x"]
     assert found.metric == "agreement_rouge_l"
     assert set(found.lines[0].scores) == {"agreement_exact", "agreement_rouge_l", "token_kl", "perplexity"}
@@ -156,7 +182,7 @@ def test_without_references_agreement_with_full_depth_is_the_measure(recipe: dic
 def test_choices_are_scored_by_exact_match(recipe: dict[str, Any], tmp_path: Path) -> None:
     recipe["data"]["references"] = "label"
     recipe["choices"] = ["red", "green", "blue"]
-    found = evaluate(EvalConfig.model_validate(recipe), "eval.yaml")
+    found = evaluate(EvalConfig.model_validate(recipe))
     assert (found.metric, found.batch) == ("exact_match", 64)
     assert "bleu" not in found.lines[0].scores
     given = pq.read_table(tmp_path / "out" / "answers-1x.parquet")["answer"].to_pylist()
@@ -166,7 +192,7 @@ def test_choices_are_scored_by_exact_match(recipe: dict[str, Any], tmp_path: Pat
 
 
 def test_comparisons_run_at_one_mean_depth(recipe: dict[str, Any]) -> None:
-    found = evaluate(EvalConfig.model_validate({**recipe, "compare": 2}), "eval.yaml")
+    found = evaluate(EvalConfig.model_validate({**recipe, "compare": 2}))
     groups = {line.name: line.group for line in found.lines}
     assert groups["2x"] == "speed" and groups["2x early exit"] == "keep order" and groups["2x constant"] == "depth"
     assert "2x learned order" in groups and "2x paper" not in groups  # which is 2x
@@ -180,10 +206,10 @@ def test_a_reference_model_is_what_lines_are_held_against(
     recipe: dict[str, Any], tmp_path: Path, checkpoint: Path
 ) -> None:
     """The same weights, stored twice: its line, our 1x and our speeds are what they were without it."""
-    alone = evaluate(EvalConfig.model_validate(recipe), "eval.yaml")
+    alone = evaluate(EvalConfig.model_validate(recipe))
     shutil.copytree(checkpoint, tmp_path / "copy")
     (tmp_path / "copy" / "skipdecode.json").unlink()
-    found = evaluate(EvalConfig.model_validate({**recipe, "reference_model": str(tmp_path / "copy")}), "eval.yaml")
+    found = evaluate(EvalConfig.model_validate({**recipe, "reference_model": str(tmp_path / "copy")}))
     assert [line.name for line in found.lines] == ["reference model", "1x", "2x"]
     assert found.full_depth == "reference model"
     assert [line.scores for line in found.lines[1:]] == [line.scores for line in alone.lines]
@@ -191,9 +217,9 @@ def test_a_reference_model_is_what_lines_are_held_against(
     assert (found.lines[0].layer_ratio, found.lines[0].mean_depth, found.lines[1].layer_ratio) == (None, 4, 1)
 
 
-def test_other_checkpoints_stand_beside_at_full_depth(recipe: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
+def test_baselines_are_measured_at_full_depth(recipe: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint, tmp_path / "twin")
-    found = evaluate(EvalConfig.model_validate({**recipe, "beside": {"a twin": str(tmp_path / "twin")}}), "eval.yaml")
+    found = evaluate(EvalConfig.model_validate({**recipe, "baselines": {"a twin": str(tmp_path / "twin")}}))
     twin = found.lines[-1]
     assert (twin.name, twin.group, twin.nominal, twin.layer_ratio) == ("a twin", "model", None, None)
     assert twin.mean_depth == 4  # its own layers are no measure of ours, and so no ratio
@@ -231,10 +257,10 @@ def test_labels_from_a_file(recipe: dict[str, Any], tmp_path: Path) -> None:
 
 def test_batches_are_those_that_fit_at_full_depth(recipe: dict[str, Any]) -> None:
     """Skipping layers saves cache; the rows are cut alike all the same."""
-    found = evaluate(EvalConfig.model_validate({**recipe, "cache_bytes": 40_000}), "eval.yaml")
+    found = evaluate(EvalConfig.model_validate({**recipe, "cache_bytes": 40_000}))
     assert 1 <= found.batch < 4
     with pytest.raises(ValueError, match=r"eval.parquet: row \d: needs \d+ bytes of cache at full depth"):
-        evaluate(EvalConfig.model_validate({**recipe, "cache_bytes": 1000}), "eval.yaml")
+        evaluate(EvalConfig.model_validate({**recipe, "cache_bytes": 1000}))
 
 
 def test_search_writes_the_cheapest_schedule_within_the_tolerance(
@@ -252,9 +278,9 @@ def test_search_writes_the_cheapest_schedule_within_the_tolerance(
     assert spec is not None and spec.build(4).mean_depth(12) == 2  # anything is within 1000 BLEU: the shallowest
     assert run(recipe, tmp_path).exit_code == 0 and file.exists()  # an evaluation leaves it
     assert json.loads((tmp_path / "out" / "evaluate.json").read_text())["version"]
-    recipe |= {"compare": 2, "beside": {"2x": "nowhere"}}
+    recipe |= {"compare": 2, "baselines": {"2x": "nowhere"}}
     result = run(recipe, tmp_path, "--search", "metric=agreement_exact,tolerance=0")
-    assert "--search tries schedules of model alone: compare and beside not used\n" in result.stderr
+    assert "--search tries schedules of model alone: compare and baselines not used\n" in result.stderr
     assert result.exit_code == 1
     assert "no schedule stays within" in result.output
     assert not file.exists()
@@ -273,7 +299,7 @@ def test_search_writes_the_cheapest_schedule_within_the_tolerance(
 )
 def test_goals_that_say_nothing(goal: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        evaluate_search.parse_goal(goal)
+        parse_goal(goal)
 
 
 BAD = [
@@ -302,11 +328,12 @@ BAD = [
     ({"output": "eval.parquet"}, "output: eval.parquet: there is a file of that name"),
     ({"output": "eval.parquet/out"}, "output: eval.parquet/out: there is a file of that name"),
     ({"output": "/proc/self/out"}, "output: /proc/self/out: cannot be made"),
-    ({"beside": {"2x": "other"}}, "beside: '2x' is the name of another line, '2x'"),
-    ({"beside": {"reference/model": "other"}}, "'reference/model' is the name of another line, 'reference model'"),
-    ({"beside": {"a b": "other", "a/b": "other"}}, "beside: 'a/b' is the name of another line, 'a b'"),
-    ({"beside": {" / ": "other"}}, "beside: ' / ' leaves nothing to name a file by"),
-    ({"compare": 2, "beside": {"2x learned order": "other"}}, "'2x learned order' is the name of another line"),
+    ({"beside": {"dense": "other"}}, "beside is now baselines: rename the key"),
+    ({"baselines": {"2x": "other"}}, "baselines: '2x' is the name of another line, '2x'"),
+    ({"baselines": {"reference/model": "other"}}, "'reference/model' is the name of another line, 'reference model'"),
+    ({"baselines": {"a b": "other", "a/b": "other"}}, "baselines: 'a/b' is the name of another line, 'a b'"),
+    ({"baselines": {" / ": "other"}}, "baselines: ' / ' leaves nothing to name a file by"),
+    ({"compare": 2, "baselines": {"2x learned order": "other"}}, "'2x learned order' is the name of another line"),
 ]
 
 

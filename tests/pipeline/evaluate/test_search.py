@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
@@ -12,12 +11,8 @@ from hypothesis import strategies as st
 
 from actors.engine.schedule import ScheduleSpec
 from actors.engine.schedule_variants import Variant
-from pipeline.evaluate.search import Result, candidates, search
-
-
-@dataclass(frozen=True)
-class Loss:
-    loss_high: float
+from pipeline.evaluate.results import Score
+from pipeline.evaluate.search import candidates, search
 
 
 @st.composite
@@ -31,10 +26,10 @@ def lattices(draw: st.DrawFn) -> list[Variant]:
     ]
 
 
-def counted(losses: dict[str, float], tried: list[str]) -> Callable[[Variant], Loss]:
-    def measure(variant: Variant) -> Loss:
+def counted(losses: dict[str, float], tried: list[str]) -> Callable[[Variant], Score]:
+    def measure(variant: Variant) -> Score:
         tried.append(variant.name)
-        return Loss(losses[variant.name])
+        return Score(0, 0, 0, 0, 0, losses[variant.name])
 
     return measure
 
@@ -117,7 +112,7 @@ def test_the_candidates_of_a_model_of_12_layers() -> None:
 
 
 def test_searching_nothing_and_with_no_measurement() -> None:
-    result: Result[Loss] = search([], counted({}, []), 1, 3)
+    result = search([], counted({}, []), 1, 3)
     assert result.best is None and "no schedule below full depth" in result.summary(1)
     with pytest.raises(ValueError, match="most = 0: allow at least one measurement"):
         search([], counted({}, []), 1, 0)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from actors.answers import Answer, Prompt
 from actors.engine.batching import plan_batches
 from pipeline.evaluate import timed_runs as timing
-from pipeline.evaluate.timed_runs import Run, common_batch, time_in_turn
+from pipeline.evaluate.timed_runs import TimedRun, common_batch, time_in_turn
 
 PROMPTS = [Prompt([1] * length, "f", row) for row, length in enumerate((3, 9, 5, 9, 1))]
 
@@ -36,11 +36,11 @@ def test_lines_warm_up_and_take_turns(
     an engine needs until nothing is compiled."""
     asked: list[tuple[str, list[int]]] = []
 
-    def answer(generator: Any, schedule: Any, prompts: list[Prompt]) -> Run:
+    def answer(generator: Any, schedule: Any, prompts: list[Prompt], stage: str = "") -> TimedRun:
         asked.append((schedule, [one.row for one in prompts]))
         number = len(asked)
         answers = [Answer(row, 0, f"{number}", "stop", 1, 1, None, None, [7], None, None, None) for row in range(5)]
-        return Run(answers, number, [number], [number / 2])  # type: ignore[arg-type, list-item]
+        return TimedRun(answers, number, [number], [number / 2])  # type: ignore[arg-type, list-item]
 
     monkeypatch.setattr(timing, "answer", answer)
     engine = SimpleNamespace(rounds_to_warm=each)
