@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from memory_folder import MemoryFolder, Stepped
 
 from pipeline.commit import lease as leases
-from pipeline.commit.lease import TERMS, Lease, LeaseHeld
+from pipeline.commit.lease import EPOCHS, Lease, LeaseHeld
 
 BEAT, WATCH = 1.0, 6.0
 LATE = WATCH - 1e-6  # sums of steps of the clock are rounded
@@ -29,7 +29,7 @@ class World:
     store: dict[str, bytes] = field(default_factory=dict)
     written: dict[str, float] = field(default_factory=dict)  # nonce -> when its holder wrote last
     gaps: dict[str, float] = field(default_factory=dict)  # nonce -> longest time between two of its writes
-    began: dict[str, int] = field(default_factory=dict)  # nonce -> the step in which its term was created
+    began: dict[str, int] = field(default_factory=dict)  # nonce -> the step in which its epoch was created
     steps: int = 0
     now: Run | None = None  # the one whose step it is
 
@@ -77,7 +77,7 @@ class Run:
         self.beats = beats
         self.sleeps_until = self.paused_until = 0.0
         self.nonce = ""
-        self.term = self.looked = 0  # looked: the step in which the last beat that it has ended began
+        self.epoch = self.looked = 0  # looked: the step in which the last beat that it has ended began
         self.believes = self.got = self.refused = self.lost = False
         world.now = self
         self.stepped = Stepped(self._work)
@@ -89,12 +89,12 @@ class Run:
         lease = Lease(folder, beat=BEAT, watch=WATCH)
         self.nonce = lease.holder.nonce
         try:
-            lease.take()
+            lease.claim()
         except LeaseHeld:
             self.refused = True
             return
         self.believes = self.got = True
-        self.term = lease.term
+        self.epoch = lease.epoch
         for _ in range(self.beats):
             self.world.sleep(BEAT)
             looking = self.world.steps
@@ -157,7 +157,7 @@ def simulate(world: World, seed: int, runs: int, steps: int) -> list[Run]:
         assert run.stepped.error is None or run.stepped.ended
         for first, later in itertools.permutations([one for one in everyone if one.believes], 2):
             # two may believe that they hold it if the first was taken for dead; its next beat tells it
-            if first.term <= later.term:
+            if first.epoch <= later.epoch:
                 assert first.was_late and first.looked < world.began[later.nonce]
         # who beats in time never loses it, whatever those do who slept
         assert all(one.was_late for one in everyone if one.lost)
@@ -180,13 +180,13 @@ def test_one_at_a_time_believes_that_it_holds_the_lease(world_clock: World, seed
         world_clock.now = last
         last.stepped.step(1)
     assert last.got and world_clock.clock - began <= WATCH + 2
-    assert len([name for name in world_clock.store if name.startswith(f"root/{TERMS}/")]) == 1
+    assert len([name for name in world_clock.store if name.startswith(f"root/{EPOCHS}/")]) == 1
 
 
 def test_the_model_sees_takeovers_and_refusals(world_clock: World) -> None:
     """Or the law above would be about nothing."""
     seen = {"refused": 0, "lost": 0, "got": 0}
-    for seed in range(60):
+    for seed in range(100):
         everyone = simulate(world_clock, seed, 5, steps=600)
         for run in everyone:
             if not run.stepped.ended:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pipeline.commit import lease as leases
-from pipeline.commit.lease import TERMS, LeaseLost, leased
+from pipeline.commit.lease import EPOCHS, LeaseLost, leased
 from pipeline.config.job import StorageConfig
 from pipeline.generate.coordinator import Coordinator
 from pipeline.runtime.signals import Interrupted, graceful, interrupter, interruptible, shielded
@@ -154,7 +154,7 @@ def test_a_lease_lost_while_clearing_up_is_lost(tmp_path: Path, monkeypatch: pyt
 
     def run() -> None:
         with leased(folder), shielded():
-            folder.create(f"{TERMS}/000002.json", folder.read(f"{TERMS}/000001.json"))
+            folder.create(f"{EPOCHS}/000002.json", folder.read(f"{EPOCHS}/000001.json"))
             time.sleep(0.5)
 
     with interruptible(), pytest.raises(LeaseLost):
@@ -168,7 +168,7 @@ def test_a_lost_lease_is_given_no_grace(tmp_path: Path, monkeypatch: pytest.Monk
 
     def run() -> None:
         with leased(folder), graceful(60, work.stop, work.left):
-            folder.create(f"{TERMS}/000002.json", folder.read(f"{TERMS}/000001.json"))
+            folder.create(f"{EPOCHS}/000002.json", folder.read(f"{EPOCHS}/000001.json"))
             time.sleep(9)
 
     with interruptible(), pytest.raises(LeaseLost):
@@ -194,7 +194,7 @@ def lose_the_lease_in_a_thread(folder: Any, work: Callable[[], None]) -> BaseExc
     def run() -> None:
         try:
             with interruptible(), leased(folder):
-                folder.create(f"{TERMS}/000002.json", folder.read(f"{TERMS}/000001.json"))
+                folder.create(f"{EPOCHS}/000002.json", folder.read(f"{EPOCHS}/000001.json"))
                 work()
         except BaseException as error:
             errors.append(error)
