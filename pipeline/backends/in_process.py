@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -17,6 +17,7 @@ from pipeline.generate.stage import ThisProcess
 from pipeline.read.shards import group_shards, read_blocks
 from pipeline.runtime.signals import Interrupted, graceful
 
+Result = TypeVar("Result")
 READ_ROWS, READ_BYTES = 50_000, 512 * 2**20
 
 
@@ -33,6 +34,10 @@ class InProcess:
             raise UserError("actors.gpus: torch finds no GPU here; set gpus: 0")
         free, total = torch.cuda.mem_get_info()
         return int(free), int(total)
+
+    def call_isolated(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """See `Hardware`; here it runs in this process, as every stage does."""
+        return function(*arguments)
 
     @contextmanager
     def session(self, actors: ActorsConfig) -> Iterator[InProcessSession]:

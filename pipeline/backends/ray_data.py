@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import ray
 from ray.data import ActorPoolStrategy, Dataset
@@ -16,11 +16,15 @@ from pipeline.backends.remote import RayWorker, RemoteCoordinator
 from pipeline.backends.stages import Actors, Read, Stage, Tasks, Workload
 from pipeline.config.job import ActorsConfig
 from pipeline.generate.coordinator import Coordinator
+from pipeline.plan.memory import machine_memory
 from pipeline.read.source import ShardSource
 from pipeline.report.progress import Progress
+from pipeline.runtime.isolated import call_isolated
 from pipeline.runtime.ray_session import actor_cpus, free_gpu_memory, is_own_ray, ray_session
 from pipeline.runtime.signals import Interrupted, graceful
 
+Result = TypeVar("Result")
+ISOLATED_SECONDS = 300.0  # for an isolated call while the job is planned
 STAGE_CPUS = 0.5  # of a read, prepare or commit task; each new worker process costs imports
 READ_TASK_ROWS, READ_TASK_BYTES = 50_000, 512 * 2**20  # of a read task at most, or one row group
 READ_RETRIES = 20  # of a read task whose process died, or whose result was lost with its node
@@ -44,6 +48,10 @@ class RayData:
     def free_gpu_memory(self, actors: ActorsConfig) -> tuple[int, int]:
         """See `Hardware`."""
         return free_gpu_memory(actors)
+
+    def call_isolated(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """See `Hardware`."""
+        return call_isolated(function, *arguments, seconds=ISOLATED_SECONDS, memory_bytes=machine_memory() // 2)
 
     @contextmanager
     def session(self, actors: ActorsConfig) -> Iterator[RaySession]:

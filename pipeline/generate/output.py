@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from actors.generator import Answer
+from actors.answers import Answer
 from pipeline.read.shards import Shard
 
 ANSWER_FIELDS = [

@@ -140,7 +140,7 @@ def plan_job(
         batching = replace(batching, planned=float(int(time.time())))
         if config.shared_prefix:
             spec = prompt_spec(config, located, batching.planned)
-            prefix = sampled_prefix(shards, schema, config.storage, spec)
+            prefix = sampled_prefix(shards, schema, config.storage, spec, hardware)
             batching = replace(batching, prefix=tuple(prefix))
     else:
         schema, batching, shards = stored.schema, stored.batching, stored.shards

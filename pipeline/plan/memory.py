@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import psutil
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from pipeline.plan.manifest import Batching
 
 log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -31,6 +33,10 @@ class Hardware(Protocol):
 
     def free_gpu_memory(self, actors: ActorsConfig) -> tuple[int, int]:
         """Bytes of a GPU that an actor may use, and all bytes of that GPU. UserError if there is no GPU."""
+        ...
+
+    def call_isolated(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Call a function that may kill its process. Raises Died then, where the backend survives it."""
         ...
 
 

@@ -66,3 +66,8 @@ def deadly_prepare(*rest: Any, **named: Any) -> dict[str, Any]:
         return prepare(*rest, **named)
     finally:
         prepares.tokenize = whole
+
+
+def deadly_prompt_ids(*_: Any) -> None:
+    """Dies when a sample of rows is prepared while the job is planned."""
+    die()

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import poison_stages
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -14,20 +15,30 @@ from hypothesis import strategies as st
 
 from actors.engine.batching import SHORTEST_PREFIX, constant_prefix
 from actors.engine.loading import load_tokenizer
+from pipeline.backends.in_process import InProcess
+from pipeline.backends.ray_data import RayData
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.plan import shared_prefix
 from pipeline.plan.manifest import Manifest, difference, load, plan_job, save
+from pipeline.plan.memory import Hardware
 from pipeline.storage.folder import open_folder
 
 RULES = "Name the place, its area and its food in one line."
 
 
-def plan(folder: Path, checkpoint: Path, stored: Manifest | None = None, **sections: Any) -> Manifest:
+def plan(
+    folder: Path,
+    checkpoint: Path,
+    stored: Manifest | None = None,
+    hardware: Hardware | None = None,
+    **sections: Any,
+) -> Manifest:
     values = {"output": {"path": "out"}, "model": {"path": str(checkpoint)}, "shard_rows": 40, **sections}
     values["input"] = {"path": str(folder), "template": RULES + " {{ q }}", **sections.get("input", {})}
     config = JobConfig.model_validate(values)
     found = resolve_checkpoint(config.model, config.storage)
-    return plan_job(config, found, found.checkpoint.schedule({}), None, stored)
+    return plan_job(config, found, found.checkpoint.schedule({}), None, stored, hardware=hardware)
 
 
 @pytest.fixture
@@ -108,3 +119,27 @@ def test_only_the_first_rows_are_read(tmp_path: Path, checkpoint: Path) -> None:
         len(plan(tmp_path, checkpoint, input={"template": template}, shard_rows=4000).batching.prefix)
         >= SHORTEST_PREFIX
     )
+
+
+class IsolatedPlanning(InProcess):
+    """Plans as `skipdecode run` does."""
+
+    call_isolated = RayData.call_isolated  # type: ignore[assignment]
+
+
+def test_a_sampled_row_that_kills_its_process_costs_the_prefix_and_not_the_driver(
+    inputs: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    healthy = plan(inputs, checkpoint)
+    assert plan(inputs, checkpoint, hardware=IsolatedPlanning()).batching.prefix == healthy.batching.prefix != ()
+    monkeypatch.setattr(shared_prefix, "prompt_ids", poison_stages.deadly_prompt_ids)
+    assert plan(inputs, checkpoint, hardware=IsolatedPlanning()).batching.prefix == ()
+    assert "no shared prefix: the process that sampled the first prompts died (killed by SIGKILL)" in caplog.text
+
+
+def test_texts_that_begin_differently_are_not_tokenized(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pq.write_table(pa.table({"p": ["name[a] a longer text", None, "Name[b] a longer text"]}), tmp_path / "a.parquet")
+    monkeypatch.setattr(shared_prefix, "prompt_ids", lambda *_: pytest.fail("tokenized"))
+    assert plan(tmp_path, checkpoint, input={"prompt": "p", "template": None}).batching.prefix == ()

@@ -1,0 +1,84 @@
+"""A function call in a process of its own: its death, its memory and its time do not touch the caller."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+CHILD = "from pipeline.runtime.isolated import answer_caller; answer_caller()"
+
+
+class Died(Exception):
+    """The process ended without a result; the message says how."""
+
+
+def call_isolated(
+    function: Callable[..., Result], *arguments: Any, seconds: float, memory_bytes: int | None = None
+) -> Result:
+    """Call a function of a module in a new Python process.
+
+    Args:
+        function, arguments: must be picklable, as must be the result.
+        seconds: after which the process is killed.
+        memory_bytes: data that the process may allocate; None is unlimited. Where memory runs out the kernel kills
+            this process before others.
+
+    Raises:
+        Died: the process died, was killed, or exceeded a limit.
+        Exception: the function's own.
+    """
+    question = pickle.dumps((list(sys.path), memory_bytes)) + pickle.dumps((function, arguments))
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    try:
+        process = subprocess.run(
+            [sys.executable, "-c", CHILD],
+            input=question,
+            capture_output=True,
+            timeout=seconds,
+            env={**os.environ, "PYTHONPATH": path},
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise Died(f"killed after {seconds:g} s") from None
+    if process.returncode < 0:
+        raise Died(f"killed by {signal.Signals(-process.returncode).name}")
+    try:
+        returned, value = pickle.loads(process.stdout)
+    except (pickle.UnpicklingError, EOFError):
+        lines = process.stderr.decode(errors="replace").split("\n")
+        raise Died(f"exit status {process.returncode}: {' '.join(filter(None, lines[-2:])).strip()}") from None
+    if returned:
+        result: Result = value
+        return result
+    if isinstance(value, MemoryError):
+        raise Died("out of memory")
+    raise value
+
+
+def answer_caller() -> None:
+    """The child's part: one call, read from standard input; its outcome goes to what was standard output."""
+    answer = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever the function prints
+    question = io.BytesIO(sys.stdin.buffer.read())
+    sys.path[:], memory_bytes = pickle.load(question)
+    with suppress(OSError):  # not on Linux
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    if memory_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, resource.RLIM_INFINITY))
+    function, arguments = pickle.load(question)
+    try:
+        outcome = pickle.dumps((True, function(*arguments)))
+    except Exception as error:
+        outcome = pickle.dumps((False, error))
+    answer.write(outcome)
+    answer.close()
