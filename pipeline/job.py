@@ -40,6 +40,7 @@ from pipeline.report.summary import JobResult
 from pipeline.runtime.quarantine import STAGES, Quarantine, clear_quarantine
 from pipeline.runtime.signals import interruptible
 from pipeline.storage.folder import Folder, open_folder, probe_create
+from pipeline.storage.output_folder import check_location, make_writable
 
 log = logging.getLogger(__name__)
 TASK_RETRIES = 20  # of a task whose process died, or whose result was lost with its node
@@ -85,6 +86,7 @@ def run(
         check_columns(config)
         check_output_disjoint(config)
         folder = open_folder(config.output.path, config.storage)
+        check_location(folder)
         stored = stored_job(folder, overwrite=overwrite)
         job = plan(config, stored, backend, limit=limit)
         check_same_job(folder, stored, job.manifest)
@@ -92,6 +94,7 @@ def run(
         if totals is None:  # else nothing is written: read-only rights suffice
             if stored is None or not folder.exists(SUCCESS):
                 log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
+            make_writable(folder)
             with leased(folder):
                 claim(folder, stored, job.manifest, overwrite=overwrite)
                 totals, fresh_rows = answer(job, folder, backend)

@@ -38,6 +38,7 @@ from pipeline.read.files import Files, list_files
 from pipeline.report.summary import JobResult
 from pipeline.runtime.signals import interruptible
 from pipeline.storage.folder import Folder, open_folder, probe_create
+from pipeline.storage.output_folder import check_location, make_writable
 
 log = logging.getLogger(__name__)
 
@@ -85,10 +86,12 @@ def run(
         check_columns(config)
         check_output_disjoint(config)
         root = open_folder(config.output.path, config.storage)
+        check_location(root)
         if any(name.endswith(".parquet") for name in root.names()) or manifests.load(root) is not None:
             raise UserError(
                 f"{root.url}: holds what no scheduled run has written; choose another folder for input.since"
             )
+        make_writable(root)
         with leased(root):
             clear_temporaries(root)
             return run_in(root, config, backend, overwrite)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -152,6 +154,35 @@ def test_a_report_that_cannot_reach_a_bucket_names_the_option(monkeypatch: pytes
     result = CliRunner().invoke(app, ["report", "s3://bucket/out"])
     assert result.exit_code == 1
     assert "Could not connect; if the bucket is not on AWS, give --endpoint-url or the job file; " in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("file", "output.path: {tmp}/file is a file; give a folder"),
+        ("file/deeper/out", "output.path: {tmp}/file is a file; give a folder"),
+        ("/proc/none/out", "output.path: /proc/none/out cannot be written: No such file or directory"),
+    ],
+)
+def test_an_output_path_that_cannot_be_written_is_exit_2(
+    tmp_path: Path, job: dict[str, Any], path: str, message: str
+) -> None:
+    (tmp_path / "file").write_text("precious")
+    job["output"]["path"] = str(tmp_path / path)
+    line = refused(tmp_path, job)
+    assert line == f"skipdecode: {tmp_path}/job.yaml: {message.format(tmp=tmp_path)}"
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_a_file_system_without_hard_links_is_exit_2(
+    tmp_path: Path, job: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*args: Any) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", no_links)
+    assert f"output.path: the file system of {tmp_path}/out has no hard links (Operation not" in refused(tmp_path, job)
+    assert not list((tmp_path / "out" / "_job" / "tmp").iterdir())
 
 
 def test_a_lease_that_is_held_is_exit_5(tmp_path: Path, job: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
