@@ -32,7 +32,7 @@ from pipeline.plan.columns import check_columns, optional_columns
 from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import Manifest
 from pipeline.plan.memory import log_memory_estimate
-from pipeline.prepare.prompts import check_spec, prompt_spec
+from pipeline.prepare.spec import check_spec, prompt_spec
 from pipeline.prepare.stage import prepare
 from pipeline.read.files import Files
 from pipeline.read.shards import Shard

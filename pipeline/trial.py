@@ -21,7 +21,9 @@ from pipeline.job import PlannedJob, generator_arguments
 from pipeline.plan.columns import check_columns
 from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import Manifest, NoRows, limited, plan_batching, read_footers
-from pipeline.prepare.prompts import check_spec, prepare_table, prompt_spec, tokenizer_of
+from pipeline.prepare.prompts import prepare_table
+from pipeline.prepare.spec import check_spec, prompt_spec
+from pipeline.prepare.tokenizer import tokenizer_of
 from pipeline.read.files import InputFile, list_files
 from pipeline.read.ipc import from_ipc
 from pipeline.read.shards import Shard, cut_shards, read_blocks

@@ -33,7 +33,7 @@ from pipeline.checkpoints.resolve import fetch
 from pipeline.commit.lease import leased
 from pipeline.config.adapt import TOLERANCES
 from pipeline.config.job import ActorsConfig, JobConfig
-from pipeline.prepare.prompts import prompt_spec
+from pipeline.prepare.spec import prompt_spec
 from pipeline.runtime.signals import interruptible
 from pipeline.storage.folder import LocalFolder
 

@@ -23,7 +23,7 @@ from pipeline.config.adapt import OF_TEXTS
 from pipeline.config.job import JobConfig
 from pipeline.plan.columns import check_columns
 from pipeline.plan.inputs import check_output_disjoint
-from pipeline.prepare.prompts import check_spec, prompt_spec
+from pipeline.prepare.spec import check_spec, prompt_spec
 from pipeline.read.files import InputFile, list_files
 from pipeline.storage.folder import filesystem
 from pipeline.storage.owned_folder import check_apart

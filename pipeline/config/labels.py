@@ -1,15 +1,15 @@
-"""Labels that an answer is one of: what makes a set of them usable. Decoding them is the engine's."""
+"""Labels of a job file or a row: reading and checking, without a tokenizer."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from actors.engine.errors import UserError
 from actors.engine.types import SamplingParams
-from pipeline.messages import flat, is_unicode
+from pipeline.messages import flat
 
 _AT_ODDS = ("stop", "stop_token_ids", "min_new_tokens", "ignore_eos")
 
@@ -59,25 +59,3 @@ def check_compatible(params: SamplingParams) -> None:
     for name in _AT_ODDS:
         if getattr(params, name):
             raise UserError(f"choices do not go with sampling.{name}: a label ends where it ends")
-
-
-def tokenize_labels(tokenizer: Any, labels: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Label -> token ids, none special; () for a label that is not valid Unicode."""
-    wanted = [label for label in dict.fromkeys(labels) if is_unicode(label)]
-    if not wanted:
-        return {}
-    encoded = tokenizer(wanted, add_special_tokens=False, verbose=False)["input_ids"]
-    return {label: tuple(ids) for label, ids in zip(wanted, encoded, strict=True)}
-
-
-def longest(labels: Sequence[str], ids: Mapping[str, Sequence[int]]) -> int:
-    """Tokens of the longest label. ValueError if one has no tokens, or two have the same."""
-    seen: dict[tuple[int, ...], str] = {}
-    for label in labels:
-        tokens = tuple(ids.get(label, ()))
-        if not tokens:
-            raise UserError(f"choices: {label!r} has no tokens")
-        if tokens in seen:
-            raise UserError(f"choices: {seen[tokens]!r} and {label!r} are the same to the tokenizer")
-        seen[tokens] = label
-    return max(len(tokens) for tokens in seen)

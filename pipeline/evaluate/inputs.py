@@ -22,10 +22,11 @@ from actors.engine.schedule_variants import Variant, comparisons, speeds
 from actors.generator import Generator
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, fetch, resolve_checkpoint
 from pipeline.config.evaluate import EvalConfig, EvalDataConfig
-from pipeline.config.labels import longest, normalized, tokenize_labels
+from pipeline.config.labels import normalized
 from pipeline.evaluate.results import RECORD, output_files, slug
 from pipeline.generate.settings import generator_settings
 from pipeline.messages import is_unicode
+from pipeline.prepare.labels import longest, tokenize_labels
 from pipeline.storage.owned_folder import OwnedFolder, check_apart
 from pipeline.storage.parquet import MissingColumn, column_names, read_columns
 

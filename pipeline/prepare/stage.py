@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.prepare.prompts import PromptSpec, given_up, prepare_table
+from pipeline.prepare.prompts import error_table, prepare_table
+from pipeline.prepare.spec import PromptSpec
 from pipeline.read.ipc import from_ipc, to_ipc
 from pipeline.runtime.quarantine import Quarantine, ShardAttempt
 
@@ -42,7 +43,7 @@ def _prepare_shard(shard: int, table: pa.Table, spec: PromptSpec, quarantine: Qu
 def prepare_isolated(table: pa.Table, spec: PromptSpec, shard_attempt: ShardAttempt) -> pa.Table:
     """`prepare_table`, piece by piece, each written down before; the same rows in the same order."""
     order = list(shard_attempt.errors)
-    tables = [given_up(table.take(order), list(shard_attempt.errors.values()))] if order else []
+    tables = [error_table(table.take(order), list(shard_attempt.errors.values()))] if order else []
     for group in shard_attempt.groups:
         for first in range(0, len(group), PIECE_ROWS):
             piece = group[first : first + PIECE_ROWS]

@@ -56,10 +56,10 @@ def deadly_prepare(*rest: Any, **named: Any) -> dict[str, Any]:
     """Dies when the row is tokenized."""
     whole = prepares.tokenize
 
-    def deadly(texts: Sequence[str], spec: Any) -> Any:
+    def deadly(checkpoint: Any, texts: Sequence[str], special_tokens: bool) -> Any:
         if any(KILLER in text for text in texts):
             die()
-        return whole(texts, spec)
+        return whole(checkpoint, texts, special_tokens)
 
     prepares.tokenize = deadly
     try:

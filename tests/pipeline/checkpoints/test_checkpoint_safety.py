@@ -91,7 +91,7 @@ def test_code_in_a_checkpoint_is_not_run(checkpoint: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.json", "adapter_config.json"])
 @pytest.mark.parametrize("text", ["[]", "3", "null", '"auto_map"', "{", "\xff", "{}", "[" * 3000])
 def test_files_that_hold_something_else_are_one_line(checkpoint: Path, tmp_path: Path, name: str, text: str) -> None:
-    from pipeline.prepare.prompts import tokenizer_of
+    from pipeline.prepare.tokenizer import tokenizer_of
 
     folder = copied(checkpoint, tmp_path)
     if name == "adapter_config.json":

@@ -10,8 +10,9 @@ import pytest
 
 from actors.engine.loading import load_tokenizer
 from actors.engine.types import SamplingParams
-from pipeline.config.labels import longest, tokenize_labels
-from pipeline.prepare.prompts import CHOICES, ERROR, PROMPT_IDS, PromptSpec, check_spec, prepare_table
+from pipeline.prepare.labels import longest, tokenize_labels
+from pipeline.prepare.prompts import CHOICES, ERROR, PROMPT_IDS, prepare_table
+from pipeline.prepare.spec import PromptSpec, check_spec
 
 LABELS = pa.list_(pa.string())
 

@@ -18,7 +18,8 @@ from poison_stages import KILLER
 from actors.engine.engine import Engine
 from pipeline.generate.stage import ShardGenerator
 from pipeline.prepare import prompts as prepares
-from pipeline.prepare.prompts import ADDED, ERROR, PromptSpec, prepare_table
+from pipeline.prepare.prompts import ADDED, ERROR, prepare_table
+from pipeline.prepare.spec import PromptSpec
 from pipeline.prepare.stage import prepare
 from pipeline.read.ipc import from_ipc, to_ipc
 from pipeline.runtime.quarantine import Quarantine
@@ -55,10 +56,10 @@ def test_prepare_gives_up_only_the_rows_that_kill(spec: PromptSpec, monkeypatch:
     want = prepare_table(table(), spec)
     tokenize = prepares.tokenize
 
-    def deadly(texts: Sequence[str], spec: PromptSpec) -> Any:
+    def deadly(checkpoint: Any, texts: Sequence[str], special_tokens: bool) -> Any:
         if any(KILLER in text for text in texts):
             raise Death
-        return tokenize(texts, spec)
+        return tokenize(checkpoint, texts, special_tokens)
 
     monkeypatch.setattr(prepares, "tokenize", deadly)
     quarantine = Quarantine(MemoryFolder(), "run", 2, "prepare")

@@ -19,8 +19,9 @@ from actors.engine.types import SamplingParams
 from pipeline import job as jobs
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.generate.stats import duplicate_ids
-from pipeline.prepare import prompts as prepare
-from pipeline.prepare.prompts import ADDED, ERROR, PROMPT_IDS, PromptSpec, prepare_table
+from pipeline.prepare import tokenizer as tokenizers
+from pipeline.prepare.prompts import ADDED, ERROR, PROMPT_IDS, prepare_table
+from pipeline.prepare.spec import PromptSpec
 from pipeline.read.files import InputFile, list_files, read_footer
 from pipeline.read.schema import conform
 from pipeline.read.shards import cut_shards, read_shards
@@ -190,14 +191,14 @@ def test_prompts_of_50000_characters_are_tokenized_a_few_at_a_time(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their tokens are those of all at once, in order, and no call sees much more than the bound."""
-    load, sizes = prepare.tokenizer_of(str(checkpoint)), []
+    load, sizes = tokenizers.tokenizer_of(str(checkpoint)), []
 
     def tokenizer(texts: list[str], **options: Any) -> Any:
         sizes.append(sum(map(len, texts)))
         return load(texts, **options)
 
-    monkeypatch.setattr(prepare, "tokenizer_of", lambda _: tokenizer)
-    monkeypatch.setattr(prepare, "TOKENIZE_CHARACTERS", 120_000)
+    monkeypatch.setattr(tokenizers, "tokenizer_of", lambda _: tokenizer)
+    monkeypatch.setattr(tokenizers, "BATCH_CHARACTERS", 120_000)
     prompts = ["x" * 50_000, "short", *["word " * 10_000] * 4, "e\u0301 " * 17_000, "last"]
     done = prepare_table(pa.table({"prompt": prompts}), prompt_spec(checkpoint))
     counts = [len(ids) for ids in load(prompts)["input_ids"]]

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from actors.engine.loading import load_tokenizer
 from actors.engine.types import SamplingParams
-from pipeline.prepare.prompts import ADDED, ERROR, PROMPT_IDS, PromptSpec, prepare_table, tokenizer_of
+from pipeline.prepare.prompts import ADDED, ERROR, PROMPT_IDS, prepare_table
+from pipeline.prepare.spec import PromptSpec
 from pipeline.prepare.stage import prepare
 from pipeline.prepare.templates import compile_template, template_columns
+from pipeline.prepare.tokenizer import tokenizer_of
 from pipeline.read.ipc import from_ipc, to_ipc
 
 CONTEXT, VOCABULARY = 64, 300
@@ -159,7 +161,7 @@ def test_a_shard_is_tokenized_at_once(checkpoint: Path, monkeypatch: pytest.Monk
         calls.append(texts)
         return tokenizer(texts, **options)
 
-    monkeypatch.setattr("pipeline.prepare.prompts.tokenizer_of", lambda folder: counted)
+    monkeypatch.setattr("pipeline.prepare.tokenizer.tokenizer_of", lambda folder: counted)
     ids, _ = prepared(checkpoint, {"prompt": ["a", None, "b"]})
     assert calls == [["a", "b"]] and [bool(one) for one in ids] == [True, False, True]
 

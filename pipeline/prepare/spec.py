@@ -1,0 +1,109 @@
+"""The settings by which each row becomes a prompt, and the checks that would fail for every row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from actors.engine.choices import ChoiceTrie
+from actors.engine.errors import UserError
+from actors.engine.types import SamplingParams
+from pipeline.checkpoints.local import PinnedFolder
+from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint
+from pipeline.config.job import JobConfig
+from pipeline.prepare.chat import Chat
+from pipeline.prepare.chat_template import check_chat
+from pipeline.prepare.labels import longest, tokenize_labels
+from pipeline.prepare.templates import template_columns
+from pipeline.prepare.tokenizer import shown_path, tokenizer_of
+
+
+@dataclass(frozen=True)
+class PromptSpec:
+    """How a row becomes a prompt, and which columns hold its own settings. One of column, template and messages is set.
+
+    Args:
+        checkpoint: where the tokenizer is.
+        vocab_size: tokens of the model's vocabulary.
+        context_length: tokens of prompt and answer.
+        column: column of prompts, text or token ids.
+        template: Jinja template over the row's columns.
+        messages: column of chat messages.
+        chat: what a chat adds to the messages; None for plain text.
+        sampling: the job's parameters.
+        sampling_columns: a column of parameters, or parameter -> column; they override the job's.
+        choices: the job's labels; () for free text.
+        choices_column: column of the row's own labels, which override the job's.
+        too_long: `error`, or `truncate_left`, which leaves room for the answer.
+    """
+
+    checkpoint: str | PinnedFolder | RemoteCheckpoint
+    vocab_size: int
+    context_length: int
+    column: str | None = None
+    template: str | None = None
+    messages: str | None = None
+    chat: Chat | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling_columns: str | Mapping[str, str] = field(default_factory=dict)
+    choices: tuple[str, ...] = ()
+    choices_column: str | None = None
+    too_long: str = "error"
+
+
+def prompt_spec(config: JobConfig, located: ResolvedCheckpoint, planned: float) -> PromptSpec:
+    """The spec of a job. planned: when the job was planned, seconds since 1970; chat templates read it as the time."""
+    inputs, checkpoint = config.input, located.checkpoint
+    examples = tuple((example.user, example.assistant) for example in inputs.examples)
+    return PromptSpec(
+        checkpoint=located.pinned(),
+        vocab_size=checkpoint.config.vocab_size,
+        context_length=checkpoint.context_length,
+        column=inputs.prompt_column,
+        template=inputs.template,
+        messages=inputs.messages,
+        chat=Chat(inputs.system, examples, inputs.chat_template_kwargs, planned) if inputs.is_chat else None,
+        sampling=config.sampling.params(),
+        sampling_columns=inputs.sampling or {},
+        choices=config.choices or (),
+        choices_column=inputs.choices,
+        too_long=inputs.too_long,
+    )
+
+
+def check_spec(spec: PromptSpec) -> None:
+    """Raise UserError for a chat template, labels or lengths that would fail every row of the job."""
+    if spec.chat is not None:
+        check_chat(tokenizer_of(spec.checkpoint), spec.chat, shown_path(spec.checkpoint))
+    outside = [token for token in spec.sampling.stop_token_ids if token >= spec.vocab_size]
+    if outside:
+        raise UserError(f"sampling.stop_token_ids: {outside[0]} lies outside the vocabulary of {spec.vocab_size}")
+    context = spec.context_length
+    if spec.choices:
+        tokenizer = tokenizer_of(spec.checkpoint)
+        ids = tokenize_labels(tokenizer, spec.choices)
+        most = longest(spec.choices, ids)
+        try:
+            ChoiceTrie([ids[label] for label in spec.choices], tokenizer.eos_token_id)
+        except ValueError as error:
+            raise UserError(f"choices: {error} (counted from 0)") from None
+        if most + 1 >= context:
+            raise UserError(f"choices: a label of {most} tokens leaves prompts no room in a context of {context}")
+    elif spec.too_long == "truncate_left" and spec.sampling.max_new_tokens >= context:
+        raise UserError(
+            f"sampling.max_new_tokens = {spec.sampling.max_new_tokens} leaves truncated prompts no room in a context "
+            f"of {context}: lower it, or set input.too_long: error"
+        )
+
+
+def read_names(
+    column: str | None,
+    template: str | None,
+    messages: str | None,
+    sampling: str | Mapping[str, str] | None,
+    choices: str | None,
+) -> list[str]:
+    """Columns that a row's prompt, sampling and choices come from, each once. Raises UserError for a wrong template."""
+    prompt = [column, messages] if template is None else template_columns(template)
+    own = [sampling] if isinstance(sampling, str) else list((sampling or {}).values())
+    return list(dict.fromkeys(name for name in [*prompt, *own, choices] if name is not None))

@@ -1,0 +1,65 @@
+"""The checkpoint's tokenizer: loaded once a process, and run over texts within bounded memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+from actors.engine.errors import UserError
+from actors.engine.loading import load_tokenizer
+from pipeline.checkpoints.local import PinnedFolder
+from pipeline.checkpoints.resolve import RemoteCheckpoint, fetch
+from pipeline.messages import one_line
+from pipeline.prepare.length_bound import LengthBound
+
+Source = str | PinnedFolder | RemoteCheckpoint
+BATCH_CHARACTERS = 2**20  # a tokenizer holds over 100 bytes per token
+SHORT_CHARACTERS = 2**16  # such texts are tokenized in any case
+
+
+@lru_cache(maxsize=2)
+def tokenizer_of(checkpoint: Source) -> Any:
+    """The checkpoint's tokenizer. Raises UserError if it is damaged."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # Ray runs several prepare tasks on one machine
+    try:
+        return load_tokenizer(fetch(checkpoint, weights=False))
+    except (ValueError, LookupError, OSError) as error:
+        raise UserError(f"{shown_path(checkpoint)}: the tokenizer cannot be loaded: {one_line(error)}") from None
+
+
+def shown_path(checkpoint: Source) -> str:
+    """A checkpoint as messages name it."""
+    return checkpoint if isinstance(checkpoint, str) else checkpoint.path
+
+
+@lru_cache(maxsize=2)
+def _length_bound(checkpoint: Source) -> LengthBound:
+    return LengthBound(tokenizer_of(checkpoint))
+
+
+def fewest_tokens(checkpoint: Source, text: str, enough: int) -> int:
+    """Tokens that a long text has at least, counted no further than `enough`; 0 for a text that is short."""
+    return 0 if len(text) <= max(SHORT_CHARACTERS, enough) else _length_bound(checkpoint).fewest_tokens(text, enough)
+
+
+def tokenize(
+    checkpoint: str | PinnedFolder | RemoteCheckpoint, texts: Sequence[str], special_tokens: bool
+) -> Iterator[list[int]]:
+    """Token ids of each text, in batches of `BATCH_CHARACTERS`.
+
+    Args:
+        checkpoint: whose tokenizer.
+        texts: in the order of the result.
+        special_tokens: add the tokenizer's own; a chat template writes them itself.
+    """
+    first = size = 0
+    for end, text in enumerate(texts, 1):
+        size += len(text)
+        if size >= BATCH_CHARACTERS or end == len(texts):
+            tokenizer = tokenizer_of(checkpoint)
+            yield from tokenizer(
+                list(texts[first:end]), add_special_tokens=special_tokens, return_attention_mask=False, verbose=False
+            )["input_ids"]
+            first, size = end, 0
