@@ -1,31 +1,33 @@
 """Runs chosen layers of a Hugging Face decoder-only model, of any family in `families`.
 
 It does not know schedules, sampling or requests: callers say which layer runs over which rows and columns.
-Shapes: B rows, S columns (tokens of a row in this pass), K keys attended to, E hidden size, H key/value
-heads, D head size, V vocabulary size.
+Shapes: B rows, S columns (tokens of a row in this pass), N tokens of a pass without padding, P prompts, K keys attended
+to, E hidden size, H key/value heads, D head size, R rotary size, V vocabulary size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from actors.engine.cache import SkipCache
 from actors.engine.cpu import attention, kernels, library, packing
-from actors.engine.cpu.layers import faster
-from actors.engine.cpu.native_stack import NativeStack
-from actors.engine.families import Rotary, context_length, family_of, has_pages
+from actors.engine.cpu.layers import CpuLayer
+from actors.engine.cpu.native_buffers import NativeBuffers
+from actors.engine.cpu.native_stack import NativeStack, can_stack
+from actors.engine.families import Rotary, context_length, family_of, has_pages, has_weights, layer_weights
+from actors.engine.layer_weights import LayerWeights, NormWeights
 
 
 class KeyValueStore(Protocol):
-    """What a library attention layer asks of a cache, and the masks that go with what it returns."""
+    """The interface of a cache to the library's attention layers, and the masks of the keys that it returns."""
 
     def mask(self, layer: int, rows: int) -> Tensor | None:
-        """Bool [rows, 1, 1, K] for a step of the `rows` youngest rows; None: all keys are seen."""
+        """Bool [rows, 1, 1, K] for a step of the `rows` youngest rows; None: they attend to all keys."""
         ...
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -34,27 +36,27 @@ class KeyValueStore(Protocol):
 
 
 def part(rotary: Rotary, rows: Any = slice(None), columns: Any = slice(None)) -> Rotary:
-    """A layer's cosines and sines [B, S, D] for some rows and columns."""
+    """A layer's cosines and sines [B, S, R] for some rows and columns."""
     return None if rotary is None else (rotary[0][rows, columns], rotary[1][rows, columns])
 
 
 def causal_mask(columns: int, prefix: int, window: int | None, device: torch.device) -> Tensor:
-    """Bool [1, 1, S, prefix + S]: which keys the tokens at places prefix ... prefix + S - 1 of their rows see.
+    """Bool [1, 1, S, prefix + S]: which keys the tokens at positions prefix ... prefix + S - 1 of their rows attend to.
 
-    Keys lie at their places. window: how many of the latest are seen, a token's own counted; None is all.
+    Keys lie at their positions. window: how many of the latest keys, a token's own included; None is all.
     """
     keys = torch.arange(prefix + columns, device=device)
     queries = keys[prefix:, None]
-    seen = keys <= queries
+    mask = keys <= queries
     if window is not None:
-        seen &= keys > queries - window
-    return seen[None, None]
+        mask &= keys > queries - window
+    return mask[None, None]
 
 
 class Decoder:
     """The parts of a causal language model, run one layer at a time.
 
-    Raises ValueError for a family that is not supported.
+    Raises UserError for a family that is not supported.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -70,8 +72,9 @@ class Decoder:
         self.vocab_size: int = config.vocab_size
         self.logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
         self.head = model.get_output_embeddings()
-        self.native = False  # whether steps run the CPU's kernels
-        self.stack: NativeStack | None = None  # all layers of a step in one call
+        self._fast = False  # whether the layers are `cpu`'s or `gpu`'s, which all have the first layer's rotary
+        self._native = False  # whether attention and layers run the CPU's kernels
+        self.stack: NativeStack | None = None  # runs all layers of a step in one native call
         self._adds_masks = config._attn_implementation == "eager"
         self.device: torch.device = next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype
@@ -79,25 +82,25 @@ class Decoder:
     @property
     def joins_prompts(self) -> bool:
         """Whether a prefill takes prompts one behind another, none of them padded."""
-        return self.stack is not None
+        return self.stack is not None and self.stack.joins_prompts
+
+    def native_buffers(self) -> NativeBuffers | None:
+        """Kernels for one cache of this decoder; None: it runs without."""
+        return NativeBuffers() if self._native else None
 
     def prepare_for_cpu(self) -> None:
-        """Take attention and layers that are faster on CPUs; for good, and for inference alone."""
+        """Replace attention, layers and head by ones that are faster on CPUs, for inference alone; not reversible."""
         if self.device.type != "cpu":
             return
         can_attend = self.model.config._attn_implementation == "sdpa" and self.head_dim <= kernels.LARGEST_HEAD
         if can_attend and library.available(self.dtype, self.device):
-            self.native = True
-            self.model.config._attn_implementation = attention.NAME
-            blocks = self.family.layers(self.model)
-            for number in range(self.num_layers):  # no name holds the old layer when its memory is given back
-                if (taken := faster(self.blocks[number])) is not None:
-                    self.blocks[number] = blocks[number] = taken
-                    packing.give_memory_back()
-            whole = all(window is None for window in self.windows)
-            native = [block.native for block in self.blocks if getattr(block, "native", None) is not None]
-            if whole and len(native) == self.num_layers:
-                self.stack = NativeStack(native)  # type: ignore[arg-type]
+            self._native = True
+            self.model.config._attn_implementation = attention.register()
+            if has_weights(self.model.config):
+                self._replace_layers(CpuLayer)
+                layers = [block for block in self.blocks if isinstance(block, CpuLayer)]
+                if all(map(can_stack, layers)):
+                    self.stack = NativeStack(layers)
         if packing.can_pack(self.dtype, self.device):
             for block in self.blocks:
                 packing.pack_linears(block)
@@ -105,10 +108,11 @@ class Decoder:
             shared = self.head.weight is self.model.get_input_embeddings().weight
             self.head = packing.PackedLinear(self.head.weight.detach(), self.head.bias)
             if not shared:
-                self.model.set_output_embeddings(self.head)  # lets the weight itself go
+                self.model.set_output_embeddings(self.head)  # frees the weight itself
 
     def prepare_for_gpu(self, operations: Any) -> bool:
-        """Take the layers of `gpu.layers`, for good, and for inference alone; False where the family has none.
+        """Replace the layers by those of `gpu.layers`, for inference alone; not reversible. False if the family has
+        none.
 
         operations: see `FusedLayer`.
         """
@@ -116,18 +120,24 @@ class Decoder:
 
         if not has_pages(self.model.config):
             return False
-        blocks = self.family.layers(self.model)
-        for number in range(self.num_layers):  # no name holds the old layer when its memory is given back
-            self.blocks[number] = blocks[number] = FusedLayer(blocks[number], operations)
+        self._replace_layers(lambda weights: FusedLayer(weights, operations))
         last = getattr(self.model.model, "norm", None)
         if last is not None:
-            self.model.model.norm = FusedNorm(last, operations)
+            self.model.model.norm = FusedNorm(NormWeights.of(last), operations)
         return True
+
+    def _replace_layers(self, make: Callable[[LayerWeights], nn.Module]) -> None:
+        """Replace each of the library's layers, and free its memory before the next one is made."""
+        self._fast = True
+        blocks = self.family.layers(self.model)
+        for number in range(self.num_layers):  # no name may refer to the old layer when its memory is given back
+            self.blocks[number] = blocks[number] = make(layer_weights(self.model.config, blocks[number]))
+            packing.give_memory_back()
 
     def compile(self) -> None:
         """Compile every layer with torch.compile, for any batch size and length; needs a C++ compiler on CPU."""
         settings = torch._dynamo.config
-        # a layer's code is shared and guarded by its index: each is a recompilation, twice with and without gradients
+        # a layer's code is shared and guarded by its index: each layer is a recompilation, with and without gradients
         most = 8 * self.num_layers
         settings.recompile_limit = max(settings.recompile_limit, most)
         settings.accumulated_recompile_limit = max(settings.accumulated_recompile_limit, 4 * most)
@@ -135,9 +145,13 @@ class Decoder:
             block.compile(dynamic=True)
 
     def embed(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Sequence[Rotary]]:
-        """ids, positions [B, S] -> hidden states [B, S, E] and each layer's rotary cosines and sines [B, S, D]."""
+        """ids, positions [B, S] -> hidden states [B, S, E] and each layer's rotary cosines and sines [B, S, R]."""
         hidden = self.family.embed(self.model, ids, positions)
-        return hidden, self.family.rotary(self.model, hidden, positions)
+        rotary = self.family.rotary(self.model, hidden, positions)
+        if self._fast and rotary[0] is not None and rotary[0][0].dtype != hidden.dtype:
+            # OLMo 2 has float32; the fast layers compute in one dtype
+            rotary = [(rotary[0][0].to(hidden.dtype), rotary[0][1].to(hidden.dtype))] * self.num_layers
+        return hidden, rotary
 
     def run_layer(
         self,
@@ -147,10 +161,15 @@ class Decoder:
         mask: Tensor | None,
         cache: KeyValueStore | None = None,
     ) -> Tensor:
-        """One layer over hidden states [B, S, E]. rotary: the layer's own.
+        """One layer over hidden states [B, S, E].
 
-        mask: bool [B or 1, 1, S, K], true where a query may attend to a key; None is causal if K = S, and all
-        keys if S = 1. It is all there is: a layer's window must be in it.
+        Args:
+            layer: its index.
+            hidden: [B, S, E].
+            rotary: the layer's own.
+            mask: bool [B or 1, 1, S, K], true where a query may attend to a key, with the layer's window; None is
+                causal if K = S, and all keys if S = 1.
+            cache: stores the layer's keys and values, and returns those to attend to; None: the pass's own.
         """
         if self._adds_masks:
             mask = self._added_mask(mask, hidden)
@@ -164,7 +183,7 @@ class Decoder:
         return output
 
     def _added_mask(self, mask: Tensor | None, hidden: Tensor) -> Tensor | None:
-        """What eager attention takes: numbers added to the scores, and never None for causal."""
+        """The mask for eager attention: numbers added to the scores, and never None for causal."""
         if mask is None:
             if hidden.shape[1] == 1:
                 return None
@@ -191,9 +210,8 @@ class Decoder:
     ) -> Tensor:
         """Run `layers` over right-padded prompts [B, S]; logits [B, V] at each row's column `last` [B].
 
-        prefix_columns: C tokens that lie before column 0 in every row; the cache returns their keys first, C + S
-        in all, and positions begin at C. Padding lies behind a row's own tokens, so that causality alone
-        keeps it out of their attention.
+        prefix_columns: C tokens before column 0 of every row; the cache returns their keys first, C + S in all, and
+        positions begin at C. Padding lies behind a row's own tokens, so that causality keeps it out of their attention.
         """
         hidden, rotary = self.embed(ids, positions)
         columns = ids.shape[1]
@@ -208,16 +226,17 @@ class Decoder:
         return self.logits(hidden[torch.arange(len(last), device=last.device), last])
 
     def prefill_joined(
-        self, ids: Tensor, positions: Tensor, starts: Tensor, layers: Sequence[int], cache: KeyValueStore
+        self, ids: Tensor, positions: Tensor, starts: Tensor, layers: Sequence[int], cache: SkipCache
     ) -> Tensor:
         """Run `layers` over prompts one behind another, ids and positions [1, N]; logits [P, V] at their last ones.
 
-        starts: int64 [P + 1], the first token of each of P prompts, and N. Only where `joins_prompts`.
+        starts: int64 [P + 1], the first token of each of P prompts, and N. Requires `joins_prompts`.
         """
-        assert self.joins_prompts
+        assert self.stack is not None
         hidden, rotary = self.embed(ids, positions)
         for layer in layers:
-            hidden = self.run_layer(layer, hidden, rotary[layer], None, cache)
+            buffers, sources, prefix = cache.joined_prompts(layer)
+            self.stack.prompts(layer, hidden, rotary[layer], starts, sources, buffers, prefix)
         return self.logits(hidden[0, starts[1:] - 1])
 
     def step(self, ids: Tensor, positions: Tensor, rows_per_layer: Sequence[int], cache: KeyValueStore) -> Tensor:
@@ -229,7 +248,8 @@ class Decoder:
         hidden, rotary = self.embed(ids, positions)
         batch = len(ids)
         if self.stack is not None and isinstance(cache, SkipCache):
-            hidden = self.stack.step(hidden, rotary[0], rows_per_layer, *cache.step_slots(), cache.table)
+            assert isinstance(cache.kernels, NativeBuffers)
+            hidden = self.stack.step(hidden, rotary[0], rows_per_layer, *cache.step_slots(), cache.kernels)
             return self.logits(hidden[:, 0])
         for layer, rows in enumerate(rows_per_layer):
             if rows == 0:

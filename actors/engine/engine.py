@@ -116,7 +116,7 @@ class Engine:
             dtype=decoder.dtype,
             device=decoder.device,
             windows=decoder.windows,
-            native=decoder.native,
+            kernels=decoder.native_buffers(),
             memory=self._memory,
         )
         self._memory = self.cache.memory

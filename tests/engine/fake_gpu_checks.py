@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import Gpu, fake_gpu
-from tiny_models import MODELS
+from tiny_models import MODELS, WINDOWLESS
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from actors.engine.decoder import Decoder
@@ -28,7 +28,8 @@ WIDE = {"vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336}
 CONFIGS = {
     "llama-3-8b": ("llama", {**GROUPED, **WIDE, "max_position_embeddings": 8192}),
     "opt-1.3b": ("opt", {"hidden_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 32, "ffn_dim": 8192}),
-    **{name: MODELS[name] for name in ("llama", "opt-post-norm", "mistral-full", "qwen2")},
+    **{name: MODELS[name] for name in ("llama", "opt-post-norm", "mistral-full", "qwen2", "qwen3", "olmo2")},
+    **WINDOWLESS,
 }
 PARAMS: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -27,7 +27,7 @@ from actors.engine.types import Request, SamplingParams  # noqa: E402
 from actors.generator import Generator  # noqa: E402
 
 assert os.environ.get("TRITON_INTERPRET") != "1" or not torch.cuda.is_available(), "kernels would not be compiled"
-FUSED = ["llama", "opt", "opt-post-norm", "qwen2"]
+FUSED = ["llama", "opt", "opt-post-norm", "qwen2", "qwen3", "phi3-full", "olmo2", "smollm3-full"]
 SCHEDULE = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
 
 

@@ -16,7 +16,7 @@ from engine_cases import PREFIX, SPECS, STOP, any_schedule, requests, with_prefi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import oracle_answers
-from tiny_models import LAYERS, MODELS, tiny_model
+from tiny_models import LAYERS, MODELS, WINDOWLESS, tiny_model
 from transformers import AutoConfig
 
 from actors.engine.choices import ChoiceTrie
@@ -30,8 +30,8 @@ from actors.engine.schedule import Schedule, ScheduleSpec
 from actors.engine.scheduler import generate
 from actors.engine.types import Request, SamplingParams
 
-FUSED = ["llama", "opt", "opt-post-norm", "mistral-full", "qwen2"]
-WINDOWED = ["mistral", "qwen2-window"]  # of the same families
+FUSED = ["llama", "opt", "opt-post-norm", "mistral-full", "qwen2", "qwen3", "olmo2", *WINDOWLESS]
+WINDOWED = ["mistral", "qwen2-window", "phi3", "smollm3"]  # of the same families
 SCHEDULE = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
 
 
@@ -58,7 +58,7 @@ def answers(engine: GpuEngine, rows: list[Request], scheduler: str = "refill", *
 
 
 def test_families_without_fused_layers_are_left_alone() -> None:
-    taken = {family for family in MODELS if Decoder(tiny_model(family)).prepare_for_gpu(reference)}
+    taken = {family for family in {**MODELS, **WINDOWLESS} if Decoder(tiny_model(family)).prepare_for_gpu(reference)}
     assert taken == set(FUSED)
     turns = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     assert not has_pages(AutoConfig.for_model("llama", **{**MODELS["llama"][1], "rope_parameters": turns}))

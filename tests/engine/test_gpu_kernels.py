@@ -43,6 +43,30 @@ def test_norms(lanes: int, width: int, centred: bool, dtype: torch.dtype, seed: 
 
 
 @many
+@given(
+    lanes=st.integers(1, 5),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    size=st.sampled_from([2, 8, 24]),
+    joined=st.booleans(),
+    dtype=DTYPES,
+    seed=st.integers(0, 99),
+)
+def test_norms_of_queries_and_keys(
+    lanes: int, kv_heads: int, group: int, size: int, joined: bool, dtype: torch.dtype, seed: int
+) -> None:
+    """Of each head, and of all heads together; values stay."""
+    torch.manual_seed(seed)
+    heads = kv_heads * group, kv_heads
+    got = 3 * randn(lanes, heads[0] + 2 * heads[1], size, dtype=dtype)
+    want = got.clone()
+    weights = [randn(count * size if joined else size, dtype=dtype) for count in heads]
+    kernels.norm_heads(got, heads[0], weights[0], weights[1], 1e-5)
+    reference.norm_heads(want, heads[0], weights[0], weights[1], 1e-5)
+    near(got, want)
+
+
+@many
 @given(st.integers(1, 5), st.integers(1, 2500), DTYPES, st.integers(0, 99))
 def test_gates_and_residuals(lanes: int, width: int, dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
@@ -133,12 +157,19 @@ def test_what_lanes_begin_with(
     group=st.sampled_from([1, 2, 4, 5]),
     size=st.sampled_from([8, 16, 24, 64]),
     splits=st.sampled_from([1, 2, 5]),
-    turns=st.booleans(),
+    rotary_part=st.sampled_from([None, 2, 4]),  # of a head's numbers: none, a half, all
     dtype=DTYPES,
     seed=st.integers(0, 99),
 )
 def test_a_token_is_put_into_its_page_and_sees_what_lies_before_it(
-    lengths: list[int], kv_heads: int, group: int, size: int, splits: int, turns: bool, dtype: torch.dtype, seed: int
+    lengths: list[int],
+    kv_heads: int,
+    group: int,
+    size: int,
+    splits: int,
+    rotary_part: int | None,
+    dtype: torch.dtype,
+    seed: int,
 ) -> None:
     """One lane of several does not run the layer: nothing is written for it. Pages lie in no order, and those of nobody
     hold what is no number."""
@@ -156,7 +187,10 @@ def test_a_token_is_put_into_its_page_and_sees_what_lies_before_it(
     pools = [randn(lanes * width + 1, kv_heads, PAGE_TOKENS, size, dtype=dtype) for _ in range(2)]
     pools += [pool.clone() for pool in pools]
     states = randn(lanes, heads + 2 * kv_heads, size, dtype=dtype)
-    rotary = (randn(lanes, size, dtype=dtype), randn(lanes, size, dtype=dtype)) if turns else None
+    rotary = None
+    if rotary_part is not None:
+        rotary_size = size * rotary_part // 4
+        rotary = randn(lanes, rotary_size, dtype=dtype), randn(lanes, rotary_size, dtype=dtype)
     where = table, slots, places, depths, 2
     want = reference.append(states, rotary, heads, *pools[2:], *where)
     got = kernels.append(states, rotary, heads, *pools[:2], *where)

@@ -62,11 +62,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {**GATED, "use_sliding_window": True, "sliding_window": WINDOW}),
 }
 
+# without the windows that only the CPU's layers know
+WINDOWLESS: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3-full": ("phi3", {**GATED, "sliding_window": None, "partial_rotary_factor": 0.5}),
+    "smollm3-full": ("smollm3", GATED),
+}
+
 
 def tiny_model(name: str, **changes: Any) -> PreTrainedModel:
     """Random weights, fp32, large enough that tokens differ. changes: keys of its config, in place of those above."""
     torch.manual_seed(11)
-    model_type, keys = MODELS[name]
+    model_type, keys = {**MODELS, **WINDOWLESS}[name]
     model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**keys, **changes}))
     for weight in model.parameters():
         if weight.dim() == 1:  # biases and norms, which would else all be 0 or 1

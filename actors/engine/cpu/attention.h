@@ -20,12 +20,12 @@ struct Head {
 // last one in part.
 template <class T, int PAIRS, bool TAIL>
 void attend_head(const Head<T>& head, const T* next_keys, int64_t next_count, int64_t group, int64_t size,
-                 int64_t key_slot, int64_t value_slot, float scale, float* room) {
+                 int64_t key_slot, int64_t value_slot, float scale, float* workspace) {
     const int64_t count = head.last - head.first, blocks = (count + LANES - 1) / LANES, tail = size % PAIR;
     const int whole = TAIL ? PAIRS - 1 : PAIRS;
     constexpr int CHAINS = PAIRS == 1 ? 4 : PAIRS <= 3 ? 2 : 1;  // of sums that do not wait for each other
-    Factor<T>* queries = (Factor<T>*)room;                   // [group, PAIRS]
-    Pair* sums = (Pair*)(room + 2 * LANES * group * PAIRS);  // [group, PAIRS]
+    Factor<T>* queries = (Factor<T>*)workspace;                   // [group, PAIRS]
+    Pair* sums = (Pair*)(workspace + 2 * LANES * group * PAIRS);  // [group, PAIRS]
     float* scores = (float*)(sums + group * PAIRS);          // [group, blocks * 16]
     float* totals = scores + group * blocks * LANES;         // [group]
     auto read = [&](const T* x, int p) { return p < whole ? load_pair(x + p * PAIR) : load_some(x + p * PAIR, tail); };
@@ -108,11 +108,13 @@ void attend_head(const Head<T>& head, const T* next_keys, int64_t next_count, in
 template <class T>
 struct Attention {
     const T *query, *keys, *values;  // [rows, heads, group, size], [rows, heads, width, size] each
-    const uint8_t* seen;             // [rows, width], the slots a row attends to, without gaps; null: all
+    const uint8_t* seen;             // [rows, width], the slots a row attends to, without gaps; null: see `slots`
     T* out;                          // [rows, heads, group, size], without strides
     int64_t rows, heads, group, width, size;
     int64_t query_row, key_row, key_head, key_slot, value_row, value_head, value_slot, seen_row;
     float scale;
+    const int64_t* slots = nullptr;  // [rows], the last slot a row attends to; null: all
+    int64_t window = 0;              // how many slots it attends to at most, with `slots`; 0: all up to the last
 };
 
 // All rows, by the threads of the parallel region it is called in; `before(row, head)` is called before a head is read.
@@ -132,19 +134,22 @@ void attend(const Attention<T>& a, Before before) {
             const uint8_t* mine = a.seen + row * a.seen_row;
             while (first < last - 1 && !mine[first]) first++;
             while (last > first + 1 && !mine[last - 1]) last--;
+        } else if (a.slots) {
+            last = a.slots[row] + 1;
+            if (a.window) first = std::max<int64_t>(0, last - a.window);
         }
         return Head<T>{a.query + row * a.query_row + head * a.group * a.size, a.keys + row * a.key_row + head * a.key_head,
                        a.values + row * a.value_row + head * a.value_head, a.out + task * a.group * a.size, first, last};
     };
-    static thread_local std::vector<Floats> room;
+    static thread_local std::vector<Floats> workspace;
     const size_t needed = a.group * (4 * pairs + (a.width + LANES - 1) / LANES + 1);
-    if (room.size() < needed) room.resize(needed);
+    if (workspace.size() < needed) workspace.resize(needed);
 #pragma omp for schedule(static)
     for (int64_t task = 0; task < tasks; task++) {
         const Head<T> head = head_of(task), next = task + 1 < tasks ? head_of(task + 1) : head;
         before(task / a.heads, task % a.heads);
         run(head, next.keys + next.first * a.key_slot, next.last - next.first, a.group, a.size, a.key_slot, a.value_slot,
-            a.scale, (float*)room.data());
+            a.scale, (float*)workspace.data());
     }
 }
 

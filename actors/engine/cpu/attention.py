@@ -1,8 +1,8 @@
-"""Attention as the library's layers call it, of one new token a row and of whole prompts by kernels; anything else is
-the library's own.
+"""Attention for the library's layers: kernels for one new token a row and for whole prompts, the library's own for all
+else.
 
-Over a cache `scaled_dot_product_attention` takes ten times as long on CPUs, at query length 1 in bfloat16, as reading
-keys and values does, and reads what lies behind a row's own tokens too.
+With query length 1 in bfloat16, `scaled_dot_product_attention` takes ten times as long on CPUs as reading keys and
+values does, and it reads the slots behind a row's own tokens too.
 Shapes: B rows, Q query heads, H key/value heads, S new tokens, K keys, D head size.
 """
 
@@ -33,13 +33,13 @@ def attend(
 ) -> tuple[Tensor, None]:
     """query [B, Q, S, D], key and value [B, H, K, D], mask [B or 1, 1, S, K] or None -> [B, S, Q, D].
 
-    At S = 1 it is for inference alone, the mask is bool, and the slots that a row's mask lets through lie without gaps.
+    With S = 1 it is for inference alone, the mask is bool, and the slots that it allows a row have no gaps.
     """
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     if query.shape[2] != 1:
         if attention_mask is None and not dropout and _by_kernel(module, query, key):
             starts = torch.arange(len(query) + 1) * query.shape[2]
-            flat = [one.transpose(1, 2).flatten(0, 1) for one in (query, key, value)]
+            flat = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
             output = kernels.attend_prompts(flat[0], flat[1], flat[2], starts, scale)
             return output.unflatten(0, (len(query), -1)), None
         output, _ = sdpa_attention_forward(
@@ -47,12 +47,12 @@ def attend(
         )
         return output, None
     assert not torch.is_grad_enabled() and not dropout
-    seen = None if attention_mask is None else attention_mask[:, 0, 0]
-    return kernels.attend(query[:, :, 0], key, value, seen, scale)[:, None], None
+    mask = None if attention_mask is None else attention_mask[:, 0, 0]
+    return kernels.attend(query[:, :, 0], key, value, mask, scale)[:, None], None
 
 
 def _by_kernel(module: Any, query: Tensor, key: Tensor) -> bool:
-    """Whether the kernel takes these prompts: causal, and nothing before them."""
+    """Whether the kernel computes this: causal attention of prompts without a prefix."""
     return (
         not torch.is_grad_enabled()
         and getattr(module, "is_causal", True)
@@ -62,5 +62,8 @@ def _by_kernel(module: Any, query: Tensor, key: Tensor) -> bool:
     )
 
 
-AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+def register() -> str:
+    """Add `attend` to the library's attention implementations; returns its name there."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    return NAME

@@ -1,5 +1,5 @@
-// What a CPU runs in place of the library's layers, callable by C. Arrays are row-major; strides count numbers, not bytes.
-// A row's result hangs on that row alone, whatever else is in the batch and however many threads there are.
+// The CPU's kernels, callable by C. Arrays are row-major; strides count numbers, not bytes.
+// A row's result depends on that row alone, whatever else is in the batch and however many threads there are.
 
 #include <omp.h>
 
@@ -26,13 +26,18 @@
         return true; \
     } \
     extern "C" void rotate_##NAME(T* x, const T* cosines, const T* sines, int64_t rows, int64_t heads, int64_t size, \
-                                  int64_t row, int64_t turn) { \
+                                  int64_t rotary, int64_t row) { \
         _Pragma("omp parallel if (rows * heads * size > 16384)") \
-        rotate(x, cosines, sines, rows, heads, size, row, turn); \
+        rotate(x, cosines, sines, rows, heads, size, rotary, row); \
     } \
     extern "C" void normalize_##NAME(const T* x, const T* weight, const T* bias, T* out, int64_t rows, int64_t size, \
                                      float epsilon) { \
         _Pragma("omp parallel if (rows * size > 16384)") normalize(x, weight, bias, out, rows, size, epsilon); \
+    } \
+    extern "C" void normalize_groups_##NAME(T* x, const T* weight, int64_t rows, int64_t groups, int64_t size, \
+                                            int64_t row, float epsilon) { \
+        _Pragma("omp parallel if (rows * groups * size > 16384)") \
+        normalize_groups(x, weight, rows, groups, size, row, epsilon); \
     } \
     extern "C" void gate_##NAME(const T* x, T* out, int64_t rows, int64_t size) { \
         _Pragma("omp parallel if (rows * size > 8192)") gate(x, out, rows, size); \
@@ -68,14 +73,14 @@ extern "C" void pack_prefix_bfloat16(const BFloat16* k, const BFloat16* v, BFloa
     pack_prefix(k, v, tokens, heads, size, keys, values);
 }
 
-// Numbers of the room that `rows` tokens of a step take, or these prompts.
-extern "C" int64_t step_room_bfloat16(const Layer* layer, int64_t rows) { return Room(*layer, rows, nullptr).numbers; }
-
-extern "C" int64_t prompts_room_bfloat16(const Layer* layer, const Prompts* prompts) {
-    return Room(*layer, most_together(*prompts), nullptr).numbers;
+// Numbers of the workspace for a step of `rows` tokens, and for these prompts.
+extern "C" int64_t step_workspace_bfloat16(const Layer* layer, int64_t rows) {
+    return Workspace(*layer, rows, nullptr).numbers;
 }
 
-extern "C" bool layer_step_bfloat16(const Layer* layer, const Step* step) { return run_step(*layer, *step); }
+extern "C" int64_t prompts_workspace_bfloat16(const Layer* layer, const Prompts* prompts) {
+    return Workspace(*layer, most_together(*prompts), nullptr).numbers;
+}
 
 extern "C" bool layers_step_bfloat16(const Layer* layers, const Buffers* buffers, const int64_t* counts,
                                      const Step* step, int64_t count) {

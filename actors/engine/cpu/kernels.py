@@ -110,12 +110,15 @@ def append(keys: Tensor, values: Tensor, key_buffer: Tensor, value_buffer: Tenso
 
 
 def rotate(states: Tensor, cosines: Tensor, sines: Tensor) -> None:
-    """Turn states [B, heads, D] in place by cosines and sines [B, D], as transformers' `apply_rotary_pos_emb` does."""
+    """Rotate the first R numbers of states [B, heads, D] in place by cosines and sines [B, R], as transformers'
+    `apply_rotary_pos_emb` does."""
     rows, heads, size = states.shape
+    rotary = cosines.shape[1]
     assert states.stride()[1:] == (size, 1) and states.dtype == cosines.dtype == sines.dtype
-    assert cosines.shape == sines.shape == (rows, size) and cosines.stride() == sines.stride() == (size, 1)
+    assert cosines.shape == sines.shape == (rows, rotary) and cosines.stride() == sines.stride() == (rotary, 1)
+    assert rotary <= size and rotary % 2 == 0
     pointers = states.data_ptr(), cosines.data_ptr(), sines.data_ptr()
-    kernel("rotate", states.dtype)(*pointers, rows, heads, size, states.stride(0), size)
+    kernel("rotate", states.dtype)(*pointers, rows, heads, size, rotary, states.stride(0))
 
 
 def normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
@@ -132,6 +135,16 @@ def normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None, epsilon: floa
         *(hidden.numel() // size, size, epsilon),
     )
     return output
+
+
+def normalize_heads(states: Tensor, weight: Tensor, epsilon: float) -> None:
+    """RMSNorm of states [B, heads, D] in place: of each head by a weight [D], or of all together by one [heads D]."""
+    rows, heads, size = states.shape
+    assert states.stride()[1:] == (size, 1) and states.dtype == weight.dtype and weight.is_contiguous()
+    assert len(weight) in (size, heads * size)
+    groups = heads * size // len(weight)
+    pointers = states.data_ptr(), weight.data_ptr()
+    kernel("normalize_groups", states.dtype)(*pointers, rows, groups, len(weight), states.stride(0), epsilon)
 
 
 def gate(both: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-// A whole decoder layer, over one new token a row or over prompts, in one parallel region: what its parts compute,
-// without calls between them and in memory that is kept.
+// Whole decoder layers, over one new token a row or over prompts, in one parallel region: the same operations as the
+// separate kernels, without calls between them and in memory that is kept.
 
 #pragma once
 
@@ -14,51 +14,56 @@ namespace {
 
 typedef const BFloat16* Numbers;
 
-// As native_layer.py lays it out. Weights are packed for products; queries, keys and values are one, and so are gate
+// Where the norms of attention and feed-forward lie, as in layer_weights.py.
+enum Placement : int64_t { INPUT = 0, RESIDUAL = 1, OUTPUT = 2 };
+
+// As native_stack.py lays it out. Weights are packed for products; queries, keys and values are one, and so are gate
 // and up.
 struct Layer {
     Numbers attention_norm, attention_norm_bias, mlp_norm, mlp_norm_bias;  // no bias: RMSNorm
+    Numbers query_norm, key_norm;  // RMSNorm of queries and keys, or null
     Numbers qkv, qkv_bias, output, output_bias, up, up_bias, down, down_bias;
     int64_t hidden, heads, group, size, intermediate;
-    int64_t gated;       // silu(gate) * up; else relu(up)
-    int64_t norm_first;  // else behind the residual
-    float attention_epsilon, mlp_epsilon, scale;
+    int64_t gated;         // silu(gate) * up; else relu(up)
+    int64_t placement;     // a Placement
+    int64_t joined_heads;  // whether query_norm and key_norm are of all heads together, not of each head
+    int64_t rope;          // whether queries and keys are rotated
+    int64_t window;        // slots that a token attends to at most; 0: all
+    float attention_epsilon, mlp_epsilon, head_epsilon, scale;
 };
 
 // One new token a row.
 struct Step {
-    Numbers hidden;          // [rows, hidden]
-    BFloat16* out;           // [rows, hidden]
-    Numbers cosines, sines;  // [rows, size], or null
+    BFloat16* hidden;        // [rows, hidden], input and output
+    Numbers cosines, sines;  // [rows, rotary], or null
     BFloat16 *keys, *values; // [rows, heads, held, size] each, of one layout
-    const int64_t* slots;    // [rows], of the new token
-    const uint8_t* seen;     // [rows, width - first], of slots first ... width - 1, or null
-    BFloat16* room;          // as much as `Room` needs
-    int64_t rows, held, buffer_row, buffer_head, first, width, seen_row;
+    const int64_t* slots;    // [rows], of the new token, the last that it attends to
+    BFloat16* workspace;     // see `Workspace`
+    int64_t rotary, rows, held, buffer_row, buffer_head, width;  // width: slots up to the last of any row
 };
 
 // Prompts one behind another: prompt p is tokens starts[p] ... starts[p + 1] - 1.
 struct Prompts {
-    BFloat16* hidden;        // [tokens, hidden], which becomes what comes out
-    Numbers cosines, sines;  // [tokens, size], or null
+    BFloat16* hidden;        // [tokens, hidden], input and output
+    Numbers cosines, sines;  // [tokens, rotary], or null
     BFloat16 *keys, *values; // [rows, heads, held, size] each, of one layout, or null
     const int64_t *starts;   // [prompts + 1]
     const int64_t *sources;  // [rows], the prompt of each row
-    BFloat16* room;          // as much as `Room` needs
-    Prefix prefix;           // of all prompts, or null and 0; it lies before `keys` and `values` already
-    int64_t prompts, rows, buffer_row, buffer_head;
+    BFloat16* workspace;     // see `Workspace`
+    Prefix prefix;           // of all prompts, or null and 0; the slots before `keys` and `values` hold it already
+    int64_t rotary, prompts, rows, buffer_row, buffer_head;
 };
 
-constexpr int64_t TOKENS = 1024;  // at once where prompts allow: what lies between products stays in the caches
+constexpr int64_t TOKENS = 1024;  // run together where prompts allow: intermediate results stay in the CPU caches
 
-// Where what lies between products is put, in memory that the caller keeps.
-struct Room {
+// Intermediate results between products, in memory that the caller keeps.
+struct Workspace {
     BFloat16 *normed, *between, *qkv, *attended, *up, *gated;
     int64_t queries, states, wide;  // numbers of a token in attended, qkv and up
     int64_t together;               // tokens in the feed-forward at once
     int64_t numbers;                // in all
 
-    Room(const Layer& l, int64_t tokens, BFloat16* memory)
+    Workspace(const Layer& l, int64_t tokens, BFloat16* memory)
         : queries(l.heads * l.group * l.size), states(queries + 2 * l.heads * l.size),
           wide(l.gated ? 2 * l.intermediate : l.intermediate), together(std::min(tokens, TOKENS)),
           numbers(tokens * (2 * l.hidden + states + queries) + together * (wide + l.intermediate)) {
@@ -71,7 +76,7 @@ struct Room {
     }
 };
 
-// The rest is called by all threads of a parallel region.
+// The following functions are called by all threads of a parallel region.
 
 inline void norm(const Layer& l, Numbers from, BFloat16* to, int64_t tokens, bool of_attention) {
     if (of_attention)
@@ -80,59 +85,60 @@ inline void norm(const Layer& l, Numbers from, BFloat16* to, int64_t tokens, boo
         normalize(from, l.mlp_norm, l.mlp_norm_bias, to, tokens, l.hidden, l.mlp_epsilon);
 }
 
-// hidden -> room.qkv
-inline void project(const Layer& l, const Room& room, Numbers hidden, int64_t tokens) {
-    if (l.norm_first) norm(l, hidden, room.normed, tokens, true);
-    multiply({l.norm_first ? room.normed : hidden, l.qkv, l.qkv_bias, nullptr, room.qkv, l.hidden, room.states, false},
+// hidden -> w.qkv, with norms of queries and keys
+inline void project(const Layer& l, const Workspace& w, Numbers hidden, int64_t tokens) {
+    const bool first = l.placement == INPUT;
+    if (first) norm(l, hidden, w.normed, tokens, true);
+    multiply({first ? w.normed : hidden, l.qkv, l.qkv_bias, nullptr, w.qkv, l.hidden, w.states, false}, tokens);
+    if (!l.query_norm) return;
+    const int64_t queries = l.heads * l.group, joined = l.joined_heads;
+    normalize_groups(w.qkv, l.query_norm, tokens, joined ? 1 : queries, joined ? queries * l.size : l.size, w.states,
+                     l.head_epsilon);
+    normalize_groups(w.qkv + w.queries, l.key_norm, tokens, joined ? 1 : l.heads, joined ? l.heads * l.size : l.size,
+                     w.states, l.head_epsilon);
+}
+
+// w.attended and hidden -> hidden
+inline void finish(const Layer& l, const Workspace& w, BFloat16* hidden, int64_t tokens) {
+    const bool output = l.placement == OUTPUT, input = l.placement == INPUT;
+    multiply({w.attended, l.output, l.output_bias, output ? nullptr : hidden, w.between, w.queries, l.hidden, false},
              tokens);
-}
-
-// room.attended, hidden -> out, which may be hidden
-inline void finish(const Layer& l, const Room& room, Numbers hidden, BFloat16* out, int64_t tokens) {
-    multiply({room.attended, l.output, l.output_bias, hidden, room.between, room.queries, l.hidden, false}, tokens);
-    norm(l, room.between, room.normed, tokens, !l.norm_first);
-    for (int64_t first = 0; first < tokens; first += room.together) {
-        const int64_t some = std::min(room.together, tokens - first), at = first * l.hidden;
-        BFloat16 *normed = room.normed + at, *between = room.between + at;
-        multiply({normed, l.up, l.up_bias, nullptr, room.up, l.hidden, room.wide, !l.gated}, some);
-        if (l.gated) gate(room.up, room.gated, some, l.intermediate);
-        // a norm behind the attention is what the residual is
-        multiply({l.gated ? room.gated : room.up, l.down, l.down_bias, l.norm_first ? between : normed,
-                  l.norm_first ? out + at : between, l.intermediate, l.hidden, false}, some);
+    norm(l, w.between, w.normed, tokens, !input);
+    if (output) add(hidden, w.normed, w.between, tokens * l.hidden);
+    for (int64_t first = 0; first < tokens; first += w.together) {
+        const int64_t some = std::min(w.together, tokens - first), at = first * l.hidden;
+        BFloat16 *normed = w.normed + at, *between = w.between + at;
+        multiply({output ? between : normed, l.up, l.up_bias, nullptr, w.up, l.hidden, w.wide, !l.gated}, some);
+        if (l.gated) gate(w.up, w.gated, some, l.intermediate);
+        multiply({l.gated ? w.gated : w.up, l.down, l.down_bias, output ? nullptr : input ? between : normed,
+                  output ? normed : input ? hidden + at : between, l.intermediate, l.hidden, false}, some);
     }
-    if (!l.norm_first) norm(l, room.between, out, tokens, false);
+    if (input) return;
+    if (!output) return norm(l, w.between, hidden, tokens, false);
+    norm(l, w.normed, w.normed, tokens, false);
+    add(w.between, w.normed, hidden, tokens * l.hidden);
 }
 
-inline void step_layer(const Layer& l, const Room& room, const Step& s) {
+inline void step_layer(const Layer& l, const Workspace& w, const Step& s) {
     auto before = [&](int64_t row, int64_t head) {
-        BFloat16* mine = room.qkv + row * room.states;
-        BFloat16 *key = mine + room.queries + head * l.size, *value = key + l.heads * l.size;
-        if (s.cosines) {
-            Numbers cosines = s.cosines + row * l.size, sines = s.sines + row * l.size;
+        BFloat16* mine = w.qkv + row * w.states;
+        BFloat16 *key = mine + w.queries + head * l.size, *value = key + l.heads * l.size;
+        if (l.rope) {
+            Numbers cosines = s.cosines + row * s.rotary, sines = s.sines + row * s.rotary;
             for (int64_t g = 0; g < l.group; g++)
-                rotate_head(mine + (head * l.group + g) * l.size, cosines, sines, l.size);
-            rotate_head(key, cosines, sines, l.size);
+                rotate_head(mine + (head * l.group + g) * l.size, cosines, sines, s.rotary);
+            rotate_head(key, cosines, sines, s.rotary);
         }
         const int64_t to = row * s.buffer_row + head * s.buffer_head + s.slots[row] * l.size;
         std::memcpy(s.keys + to, key, l.size * sizeof *key);
         std::memcpy(s.values + to, value, l.size * sizeof *value);
     };
     const Attention<BFloat16> attention{
-        room.qkv, s.keys + s.first * l.size, s.values + s.first * l.size, s.seen, room.attended, s.rows, l.heads,
-        l.group, s.width - s.first, l.size, room.states, s.buffer_row, s.buffer_head, l.size, s.buffer_row,
-        s.buffer_head, l.size, s.seen_row, l.scale};
-    project(l, room, s.hidden, s.rows);
+        w.qkv, s.keys, s.values, nullptr, w.attended, s.rows, l.heads, l.group, s.width, l.size, w.states,
+        s.buffer_row, s.buffer_head, l.size, s.buffer_row, s.buffer_head, l.size, 0, l.scale, s.slots, l.window};
+    project(l, w, s.hidden, s.rows);
     attend(attention, before);
-    finish(l, room, s.hidden, s.out, s.rows);
-}
-
-// Whether the slots lie in the buffers; if not, nothing is done.
-bool run_step(const Layer& l, const Step& s) {
-    if (!inside(s.slots, s.rows, s.held)) return false;
-    const Room room(l, s.rows, s.room);
-#pragma omp parallel
-    step_layer(l, room, s);
-    return true;
+    finish(l, w, s.hidden, s.rows);
 }
 
 // Of one layer, [rows, heads, held, size] each, of one layout; keys are null where there are none.
@@ -146,38 +152,36 @@ inline Step part_of(const Step& all, const Layer& l, const Buffers& b, int64_t r
     const int64_t first = all.rows - rows;
     Step s = all;
     s.hidden += first * l.hidden;
-    s.out += first * l.hidden;
-    if (s.cosines) s.cosines += first * l.size, s.sines += first * l.size;
+    if (s.cosines) s.cosines += first * s.rotary, s.sines += first * s.rotary;
     s.slots += first;
-    if (s.seen) s.seen += first * s.seen_row;
     s.keys = b.keys + first * b.row;
     s.values = b.values + first * b.row;
     s.rows = rows, s.held = b.held, s.buffer_row = b.row, s.buffer_head = b.head;
-    s.first = 0, s.width = std::min(s.width, b.held);
+    s.width = std::min(s.width, b.held);
     return s;
 }
 
-// Layer i over the counts[i] youngest rows, none where that is 0; hidden and out are one, and layers of one shape.
-// Whether all slots lie in buffers; if not, nothing is done.
+// Layer i over the counts[i] youngest rows, none where that is 0; all layers have one shape.
+// Returns whether all slots lie in buffers; if not, nothing is done.
 bool run_steps(const Layer* layers, const Buffers* buffers, const int64_t* counts, int64_t count, const Step& all) {
     for (int64_t i = 0; i < count; i++)
         if (counts[i] && !(buffers[i].keys && inside(all.slots + all.rows - counts[i], counts[i], buffers[i].held)))
             return false;
-    const Room room(layers[0], all.rows, all.room);
+    const Workspace w(layers[0], all.rows, all.workspace);
 #pragma omp parallel
     for (int64_t i = 0; i < count; i++)
-        if (counts[i]) step_layer(layers[i], room, part_of(all, layers[i], buffers[i], counts[i]));
+        if (counts[i]) step_layer(layers[i], w, part_of(all, layers[i], buffers[i], counts[i]));
     return true;
 }
 
-// The prompt behind those that are run together: whole ones up to so many tokens, or one that is longer.
+// The end of the prompts that are run together from `first` on: up to TOKENS tokens, or one longer prompt.
 inline int64_t end_of(const Prompts& p, int64_t first) {
     int64_t last = first + 1;
     while (last < p.prompts && p.starts[last + 1] - p.starts[first] <= TOKENS) last++;
     return last;
 }
 
-// Most tokens that are run together.
+// Most tokens of prompts that are run together.
 inline int64_t most_together(const Prompts& p) {
     int64_t most = 0;
     for (int64_t first = 0; first < p.prompts; first = end_of(p, first))
@@ -186,25 +190,25 @@ inline int64_t most_together(const Prompts& p) {
 }
 
 void run_prompts(const Layer& l, const Prompts& p) {
-    const Room room(l, most_together(p), p.room);
-    BFloat16 *keys = room.qkv + room.queries, *values = keys + l.heads * l.size;
+    const Workspace w(l, most_together(p), p.workspace);
+    BFloat16 *keys = w.qkv + w.queries, *values = keys + l.heads * l.size;
 #pragma omp parallel
     for (int64_t first = 0; first < p.prompts; first = end_of(p, first)) {
         const int64_t last = end_of(p, first), start = p.starts[first], tokens = p.starts[last] - start;
         BFloat16* hidden = p.hidden + start * l.hidden;
-        project(l, room, hidden, tokens);
-        if (p.cosines)
-            rotate(room.qkv, p.cosines + start * l.size, p.sines + start * l.size, tokens, l.heads * (l.group + 1),
-                   l.size, room.states, l.size);
+        project(l, w, hidden, tokens);
+        if (l.rope)
+            rotate(w.qkv, p.cosines + start * p.rotary, p.sines + start * p.rotary, tokens, l.heads * (l.group + 1),
+                   l.size, p.rotary, w.states);
         if (p.keys) {
-            fill(keys, p.keys, p.starts, p.sources, first, last, p.rows, l.heads, l.size, room.states, p.buffer_row,
+            fill(keys, p.keys, p.starts, p.sources, first, last, p.rows, l.heads, l.size, w.states, p.buffer_row,
                  p.buffer_head);
-            fill(values, p.values, p.starts, p.sources, first, last, p.rows, l.heads, l.size, room.states,
-                 p.buffer_row, p.buffer_head);
+            fill(values, p.values, p.starts, p.sources, first, last, p.rows, l.heads, l.size, w.states, p.buffer_row,
+                 p.buffer_head);
         }
-        attend_prompts({room.qkv, keys, values, p.starts + first, room.attended, last - first, l.heads, l.group, l.size,
-                        room.states, room.states, room.states, l.scale, p.prefix});
-        finish(l, room, hidden, hidden, tokens);
+        attend_prompts({w.qkv, keys, values, p.starts + first, w.attended, last - first, l.heads, l.group, l.size,
+                        w.states, w.states, w.states, l.scale, p.prefix});
+        finish(l, w, hidden, tokens);
     }
 }
 

@@ -37,17 +37,17 @@ _SIGNATURES: dict[str, tuple[int, int, int, Any]] = {
     "append": (5, 8, 0, ctypes.c_bool),
     "rotate": (3, 5, 0, None),
     "normalize": (4, 2, 1, None),
+    "normalize_groups": (2, 4, 1, None),
     "gate": (2, 2, 0, None),
 }
 _MULTIPLYING: dict[str, tuple[int, int, int, Any]] = {  # bfloat16 alone, on some processors
     "multiply": (5, 4, 0, None),
     "attend_prompts": (7, 8, 1, None),
     "pack_prefix": (4, 3, 0, None),
-    "layer_step": (2, 0, 0, ctypes.c_bool),
     "layers_step": (4, 1, 0, ctypes.c_bool),
     "layer_prompts": (2, 0, 0, None),
-    "step_room": (1, 1, 0, ctypes.c_int64),
-    "prompts_room": (2, 0, 0, ctypes.c_int64),
+    "step_workspace": (1, 1, 0, ctypes.c_int64),
+    "prompts_workspace": (2, 0, 0, ctypes.c_int64),
 }
 
 

@@ -1,53 +1,94 @@
-"""All layers of a step as one native call, `run_steps` of layer.h: each over the youngest rows, as many as it runs for.
+"""All layers of a step, or one layer over whole prompts, as one native call: layer.h.
 
-Shapes: B rows, L layers, E hidden size, H key/value heads, K slots, D head size.
+Between two products of a small model, finding the next one takes longer than running it; and memory that is allocated
+for every product is cleared page by page before it is written.
+Shapes: B rows, P prompts, N tokens of all prompts, L layers, E hidden size, H key/value heads, K slots, D head size, R
+rotary size.
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from actors.engine.cpu import kernels
+from actors.engine.cpu.kernels import PackedPrefix
+from actors.engine.cpu.layers import CpuLayer
 from actors.engine.cpu.library import kernel
-from actors.engine.cpu.native_layer import LayerFields, NativeLayer, StepFields, turns_of
+from actors.engine.cpu.native_buffers import NativeBuffers
+from actors.engine.cpu.packing import PanelProduct
+
+KEPT = 2**28  # bytes of workspace that are kept from call to call; more is given back
+_local = threading.local()
 
 
-class _Buffers(ctypes.Structure):
-    """`Buffers` of layer.h."""
+class _Layer(ctypes.Structure):
+    """`Layer` of layer.h."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("keys", "values")),
-        *((name, ctypes.c_int64) for name in ("held", "row", "head")),
+        *((name, ctypes.c_void_p) for name in ("attention_norm", "attention_norm_bias", "mlp_norm", "mlp_norm_bias")),
+        *((name, ctypes.c_void_p) for name in ("query_norm", "key_norm")),
+        *((name + end, ctypes.c_void_p) for name in ("qkv", "output", "up", "down") for end in ("", "_bias")),
+        *((name, ctypes.c_int64) for name in ("hidden", "heads", "group", "size", "intermediate")),
+        *((name, ctypes.c_int64) for name in ("gated", "placement", "joined_heads", "rope", "window")),
+        *((name, ctypes.c_float) for name in ("attention_epsilon", "mlp_epsilon", "head_epsilon", "scale")),
     ]
 
 
-def buffer_table(buffers: Sequence[tuple[Tensor, Tensor] | None]) -> Any:
-    """Addresses of L layers' keys and values [R, H, K, D], for `NativeStack.step`; they must outlive it."""
-    table = (_Buffers * len(buffers))()
-    for entry, pair in zip(table, buffers, strict=True):
-        if pair is not None:
-            keys, values = pair
-            assert keys.shape == values.shape and keys.is_contiguous() and values.is_contiguous()
-            entry.keys, entry.values = keys.data_ptr(), values.data_ptr()
-            entry.held, entry.row, entry.head = keys.shape[2], keys.stride(0), keys.stride(1)
-    return table
+class _Step(ctypes.Structure):
+    """`Step` of layer.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("hidden", "cosines", "sines", "keys", "values", "slots", "workspace")),
+        *((name, ctypes.c_int64) for name in ("rotary", "rows", "held", "buffer_row", "buffer_head", "width")),
+    ]
+
+
+class _Prompts(ctypes.Structure):
+    """`Prompts` of layer.h."""
+
+    _fields_ = [
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("hidden", "cosines", "sines", "keys", "values", "starts", "sources", "workspace")
+        ),
+        *((name, ctypes.c_void_p) for name in ("prefix_keys", "prefix_values")),
+        *((name, ctypes.c_int64) for name in ("prefix_tokens", "rotary", "prompts", "rows", "buffer_row")),
+        ("buffer_head", ctypes.c_int64),
+    ]
+
+
+class SharedPrefix(Protocol):
+    """Keys and values [1, H, C, D] by layer, of C tokens that many prompts begin with."""
+
+    layers: dict[int, tuple[Tensor, Tensor]]
 
 
 class NativeStack:
-    """L layers of one shape, over keys without windows. For one thread at a time."""
+    """L layers of one shape. For one thread at a time."""
 
-    def __init__(self, layers: Sequence[NativeLayer]) -> None:
-        self._held = list(layers)  # by address alone otherwise
-        self._layers = (LayerFields * len(layers))(*(layer.fields for layer in layers))
+    def __init__(self, layers: Sequence[CpuLayer]) -> None:
+        """layers: all that `can_stack`; their weights are shared."""
+        self._held = list(layers)  # the structures hold addresses alone
+        self._layers = (_Layer * len(layers))(*map(_fields, layers))
+        first = self._layers[0]
         names = ("hidden", "heads", "group", "size", "intermediate", "gated")
-        assert all(getattr(layer.fields, name) == getattr(layers[0].fields, name) for layer in layers for name in names)
-        self._hidden, self._head_dim = layers[0].fields.hidden, layers[0].fields.size
-        self._step, self._counts = StepFields(), (ctypes.c_int64 * len(layers))()
-        self._run = kernel("layers_step", torch.bfloat16)
+        assert all(getattr(fields, name) == getattr(first, name) for fields in self._layers for name in names)
+        self._hidden, self._heads, self._head_dim = first.hidden, first.heads, first.size
+        self.joins_prompts = all(layer.window is None for layer in layers)  # prompts' attention knows no windows
+        self._step, self._prompts = _Step(), _Prompts()
+        self._counts = (ctypes.c_int64 * len(layers))()
+        self._packed: WeakKeyDictionary[SharedPrefix, dict[int, PackedPrefix]] = WeakKeyDictionary()
+        self._run_step = kernel("layers_step", torch.bfloat16)
+        self._run_prompts = kernel("layer_prompts", torch.bfloat16)
+        self._step_workspace = kernel("step_workspace", torch.bfloat16)
+        self._prompts_workspace = kernel("prompts_workspace", torch.bfloat16)
 
     def step(
         self,
@@ -55,32 +96,151 @@ class NativeStack:
         rotary: tuple[Tensor, Tensor] | None,
         rows_per_layer: Sequence[int],
         slots: Tensor,
-        seen: Tensor | None,
         width: int,
-        table: Any,
+        buffers: NativeBuffers,
     ) -> Tensor:
-        """hidden [B, 1, E], bfloat16 -> [B, 1, E], in its place; rotary: cosines and sines [B, 1, D].
+        """One token of every row through all layers.
 
-        rows_per_layer: [L], of the youngest rows. slots: int64 [B], of the new tokens. seen: bool [B, 1, 1, K], the
-        slots a row attends to, without gaps; None: all of K = `width`. table: of the rows' buffers.
+        Args:
+            hidden: bfloat16 [B, 1, E], overwritten by the result.
+            rotary: cosines and sines [B, 1, R], or None.
+            rows_per_layer: [L], how many of the youngest rows run each layer.
+            slots: int64 [B], of the new tokens, the last that they attend to.
+            width: the highest of the slots, plus 1.
+            buffers: of the rows' keys and values.
         """
         rows, step = len(hidden), self._step
         assert hidden.shape == (rows, 1, self._hidden) and hidden.is_contiguous() and hidden.dtype == torch.bfloat16
         assert slots.dtype == torch.int64 and slots.shape == (rows,) and slots.is_contiguous()
-        assert len(rows_per_layer) == len(self._held) == len(table) and max(rows_per_layer) <= rows
+        assert len(rows_per_layer) == len(self._held) == len(buffers.table) and max(rows_per_layer) <= rows
         assert not torch.is_grad_enabled()
         self._counts[:] = list(rows_per_layer)
-        step.hidden = step.out = hidden.data_ptr()
-        step.slots, step.rows, step.width = slots.data_ptr(), rows, width
-        turns = turns_of(rotary, hidden, self._head_dim)
-        step.cosines, step.sines = (None, None) if turns is None else (turns[0].data_ptr(), turns[1].data_ptr())
-        step.seen, step.seen_row = None, 0
-        if seen is not None:
-            assert seen.dtype == torch.bool and seen.shape == (rows, 1, 1, width) and seen.is_contiguous()
-            step.seen, step.seen_row = seen.data_ptr(), width
-        held = self._held[0].step_room(rows)
-        step.room = held.data_ptr()
-        parts = self._layers, table, self._counts, step
-        inside = self._run(*(ctypes.addressof(one) for one in parts), len(self._held))
+        step.hidden, step.slots, step.rows, step.width = hidden.data_ptr(), slots.data_ptr(), rows, width
+        tables = self._rotary(step, rotary, hidden)
+        workspace = _workspace(self._step_workspace(ctypes.addressof(self._layers), rows))
+        step.workspace = workspace.data_ptr()
+        parts = self._layers, buffers.table, self._counts, step
+        inside = self._run_step(*(ctypes.addressof(part) for part in parts), len(self._held))
         assert inside, "a slot lies outside the buffers, or there are none"
+        del tables  # alive until here: the structure holds addresses alone
         return hidden
+
+    def prompts(
+        self,
+        layer: int,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        starts: Tensor,
+        sources: Tensor,
+        buffers: tuple[Tensor, Tensor] | None,
+        prefix: SharedPrefix | None = None,
+    ) -> Tensor:
+        """One layer over prompts one behind another.
+
+        Args:
+            layer: its index.
+            hidden: bfloat16 [1, N, E], overwritten by the result.
+            rotary: cosines and sines [1, N, R], or None.
+            starts: int64 [P + 1], the first token of each prompt, and N.
+            sources: int64 [B], the prompt of each row.
+            buffers: [B, H, K, D] of one layout, for the rows' keys and values behind those of the prefix; None: they
+                are not kept.
+            prefix: what all prompts begin with; the buffers hold it already.
+        """
+        prompts, fields = self._prompts, self._layers[layer]
+        assert self.joins_prompts and len(hidden) == 1 and int(starts[-1]) == hidden.shape[1]
+        assert hidden.shape[2] == self._hidden and hidden.is_contiguous() and hidden.dtype == torch.bfloat16
+        assert starts.dtype == sources.dtype == torch.int64 and starts.is_contiguous() and sources.is_contiguous()
+        assert not torch.is_grad_enabled()
+        prompts.hidden, prompts.starts, prompts.sources = hidden.data_ptr(), starts.data_ptr(), sources.data_ptr()
+        prompts.prompts, prompts.rows = len(starts) - 1, len(sources)
+        tables = self._rotary(prompts, rotary, hidden)
+        prompts.keys = prompts.values = None
+        if buffers is not None:
+            keys, values = buffers
+            assert keys.shape == values.shape == (len(sources), self._heads, keys.shape[2], self._head_dim)
+            assert keys.stride() == values.stride() and keys.stride()[2:] == (self._head_dim, 1)
+            assert keys.dtype == values.dtype == hidden.dtype
+            prompts.keys, prompts.values = keys.data_ptr(), values.data_ptr()
+            prompts.buffer_row, prompts.buffer_head = keys.stride()[:2]
+        prompts.prefix_keys, prompts.prefix_values, prompts.prefix_tokens = None, None, 0
+        if prefix is not None:
+            packed = self._packed_prefix(prefix, layer)
+            assert packed.keys.shape[:2] == (self._heads, self._head_dim)
+            prompts.prefix_keys, prompts.prefix_values = packed.keys.data_ptr(), packed.values.data_ptr()
+            prompts.prefix_tokens = packed.tokens
+        parts = ctypes.addressof(fields), ctypes.addressof(prompts)
+        workspace = _workspace(self._prompts_workspace(*parts))
+        prompts.workspace = workspace.data_ptr()
+        self._run_prompts(*parts)
+        del tables  # alive until here: the structure holds addresses alone
+        return hidden
+
+    def _packed_prefix(self, prefix: SharedPrefix, layer: int) -> PackedPrefix:
+        """A layer's prefix in the kernels' order; packed once, and kept as long as the prefix."""
+        layers = self._packed.setdefault(prefix, {})
+        if layer not in layers:
+            layers[layer] = PackedPrefix.of(*prefix.layers[layer])
+        return layers[layer]
+
+    def _rotary(self, target: Any, rotary: tuple[Tensor, Tensor] | None, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Write the addresses of cosines and sines, for hidden states [B, S, E]; the tensors that must stay alive."""
+        if rotary is None:
+            assert not any(layer.attention.rope for layer in self._held)
+            target.cosines = target.sines = None
+            target.rotary = 0
+            return ()
+        size = rotary[0].shape[-1]
+        assert size <= self._head_dim and size % 2 == 0 and rotary[1].shape == rotary[0].shape
+        cosines, sines = (table.expand(*hidden.shape[:2], size).contiguous() for table in rotary)
+        assert cosines.dtype == sines.dtype == torch.bfloat16
+        target.cosines, target.sines, target.rotary = cosines.data_ptr(), sines.data_ptr(), size
+        return cosines, sines
+
+
+def can_stack(layer: object) -> bool:
+    """Whether layer.h can compute a layer: by packed products, with the activations that it knows."""
+    if not isinstance(layer, CpuLayer):
+        return False
+    attention, mlp = layer.attention, layer.feed_forward
+    packed = all(isinstance(one, PanelProduct) for one in (attention.qkv, attention.output, mlp.up, mlp.down))
+    return packed and (mlp.gated or mlp.relu) and attention.head_dim % 2 == 0
+
+
+def _fields(layer: CpuLayer) -> _Layer:
+    attention, mlp = layer.attention, layer.feed_forward
+    products = attention.qkv, attention.output, mlp.up, mlp.down
+    norms = layer.attention_norm, layer.mlp_norm
+    head_norms = attention.query_norm, attention.key_norm
+    parts = [part for norm in norms for part in (norm.weight, norm.bias)]
+    parts += [None if norm is None else norm.weight for norm in head_norms]
+    for product in products:
+        assert isinstance(product, PanelProduct)
+        parts += [product.packed, product.bias]
+    assert all(part is None or (part.dtype == torch.bfloat16 and part.is_contiguous()) for part in parts)
+    hidden, queries, keys, size = len(norms[0].weight), attention.query_heads, attention.kv_heads, attention.head_dim
+    qkv, output, up, down = products
+    assert isinstance(qkv, PanelProduct) and isinstance(output, PanelProduct)
+    assert isinstance(up, PanelProduct) and isinstance(down, PanelProduct)
+    assert qkv.outputs == (queries + 2 * keys) * size and output.outputs == down.outputs == hidden
+    assert qkv.inputs == up.inputs == hidden and output.inputs == queries * size and queries % keys == 0
+    assert up.outputs == down.inputs * (2 if mlp.gated else 1) and size <= kernels.LARGEST_HEAD
+    query_norm = attention.query_norm
+    return _Layer(
+        *(None if part is None else part.data_ptr() for part in parts),
+        *(hidden, keys, queries // keys, size, down.inputs, mlp.gated, int(layer.placement)),
+        query_norm is not None and len(query_norm.weight) != size,
+        *(attention.rope, layer.window or 0),
+        *(norms[0].eps, norms[1].eps, 0.0 if query_norm is None else query_norm.eps, attention.scaling),
+    )
+
+
+def _workspace(numbers: int) -> Tensor:
+    """Memory for intermediate results [numbers], the same for all layers that a thread runs."""
+    kept: Tensor | None = getattr(_local, "kept", None)
+    if kept is None or len(kept) < numbers:
+        _local.kept = kept = None  # free the smaller one before the allocation
+        kept = torch.empty(numbers, dtype=torch.bfloat16)
+        if kept.nbytes <= KEPT:
+            _local.kept = kept
+    return kept

@@ -104,9 +104,9 @@ inline void store_pair(BFloat16* x, Pair pair) {
 // The `n` last numbers of a vector whose size is no multiple of 32, and zeros.
 template <class T>
 inline Pair load_some(const T* x, int64_t n) {
-    T room[PAIR] = {};
-    std::memcpy(room, x, n * sizeof(T));
-    return load_pair(room);
+    T padded[PAIR] = {};
+    std::memcpy(padded, x, n * sizeof(T));
+    return load_pair(padded);
 }
 
 // 32 numbers to multiply with 32 others: bfloat16 ones as they are where the processor adds their products itself.
@@ -130,9 +130,9 @@ inline Floats add_product(Floats sum, Pair x, Pair y) { return sum + (x.a * y.a 
 
 template <class T>
 inline Factor<T> load_some_factor(const T* x, int64_t n) {
-    T room[PAIR] = {};
-    std::memcpy(room, x, n * sizeof(T));
-    return load_factor(room);
+    T padded[PAIR] = {};
+    std::memcpy(padded, x, n * sizeof(T));
+    return load_factor(padded);
 }
 
 inline Floats sums_of_neighbours(Floats x, Floats y) {

@@ -7,14 +7,12 @@ at 8 nearly half. Packed once, the same product costs the same arithmetic and no
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from actors.engine.cpu import kernels, library
-from actors.engine.layer_parts import side_by_side
 
 ROWS = 32  # for which the library chooses the order; others run as well with it
 
@@ -106,11 +104,6 @@ def product(weight: Tensor, bias: Tensor | None) -> PanelProduct | PackedProduct
     if weight.shape[1] % 2 == 0 and library.multiplies(weight.dtype, weight.device):
         return PanelProduct(weight, bias)
     return PackedProduct(weight, bias)
-
-
-def joined(layers: Sequence[nn.Linear]) -> PanelProduct | PackedProduct | PlainProduct:
-    """Layers over one input as one, whose outputs lie side by side; packed where that can be."""
-    return product(*side_by_side(layers))
 
 
 def pack_linears(module: nn.Module) -> None:

@@ -90,15 +90,15 @@ inline void attend_prompts(const PromptAttention& a) {
     const int64_t own = rounded_up(longest, PANEL), size = rounded_up(a.size, PANEL);
     const int64_t before = rounded_up(a.prefix.tokens, PANEL), width = before + own;  // of scores
     const int64_t out_token = a.heads * a.group * a.size;
-    static thread_local std::vector<BFloat16> room;
-    static thread_local std::vector<float> float_room;
-    room.resize(std::max<size_t>(room.size(), own * (a.size + size) + width * QUERIES + 64));
-    float_room.resize(std::max<size_t>(float_room.size(), QUERIES * (width + 2 * size + 1) + 32));
+    static thread_local std::vector<BFloat16> workspace;
+    static thread_local std::vector<float> float_workspace;
+    workspace.resize(std::max<size_t>(workspace.size(), own * (a.size + size) + width * QUERIES + 64));
+    float_workspace.resize(std::max<size_t>(float_workspace.size(), QUERIES * (width + 2 * size + 1) + 32));
     auto aligned = [](auto* x) { return (decltype(x))(((uintptr_t)x + 63) / 64 * 64); };
-    BFloat16* keys = aligned(room.data());
+    BFloat16* keys = aligned(workspace.data());
     BFloat16* values = keys + own * a.size;
     BFloat16* weights = values + own * size;
-    float* scores = aligned(float_room.data());
+    float* scores = aligned(float_workspace.data());
     float* sums = scores + QUERIES * width;
     float* sums_before = sums + QUERIES * size;
     float* totals = sums_before + QUERIES * size;

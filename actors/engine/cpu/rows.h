@@ -1,5 +1,5 @@
-// What lies between products: norms, rotary turns, gates, and the writing of keys and values to the cache. Rows are shared
-// among the threads of the parallel region that calls.
+// The operations between products: norms, rope, gates, and the writing of keys and values to the cache. Rows are divided
+// among the threads of the calling parallel region.
 
 #pragma once
 
@@ -39,7 +39,7 @@ void fill(const T* states, T* buffer, const int64_t* starts, const int64_t* sour
     }
 }
 
-// Turns a head [size] in place by cosines and sines [size], as transformers' apply_rotary_pos_emb does.
+// Rotates the first `size` numbers of a head in place by cosines and sines [size], as transformers' apply_rotary_pos_emb.
 template <class T>
 inline void rotate_head(T* x, const T* c, const T* s, int64_t size) {
     const int64_t half = size / 2;
@@ -51,41 +51,62 @@ inline void rotate_head(T* x, const T* c, const T* s, int64_t size) {
     }
 }
 
-// The first `heads` heads of each row.
+// The first `rotary` numbers of the first `heads` heads [size] of each row; cosines and sines [rows, rotary].
 template <class T>
-void rotate(T* states, const T* cosines, const T* sines, int64_t rows, int64_t heads, int64_t size, int64_t row_stride,
-            int64_t turn_stride) {
+void rotate(T* states, const T* cosines, const T* sines, int64_t rows, int64_t heads, int64_t size, int64_t rotary,
+            int64_t row_stride) {
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; row++)
         for (int64_t head = 0; head < heads; head++)
-            rotate_head(states + row * row_stride + head * size, cosines + row * turn_stride, sines + row * turn_stride, size);
+            rotate_head(states + row * row_stride + head * size, cosines + row * rotary, sines + row * rotary, rotary);
 }
 
-// LayerNorm with a bias, RMSNorm without.
+// LayerNorm with a bias, RMSNorm without; `to` may be `from`.
+template <class T>
+inline void normalize_row(const T* from, const T* weight, const T* bias, T* to, int64_t size, float epsilon) {
+    float mean = 0, square = 0;
+    if (bias) {
+#pragma omp simd reduction(+ : mean)
+        for (int64_t i = 0; i < size; i++) mean += load(from[i]);
+        mean /= float(size);
+    }
+#pragma omp simd reduction(+ : square)
+    for (int64_t i = 0; i < size; i++) {
+        const float off = load(from[i]) - mean;
+        square += off * off;
+    }
+    const float scale = 1 / std::sqrt(square / float(size) + epsilon);
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++) {
+        const float value = (load(from[i]) - mean) * scale * load(weight[i]);
+        store(to + i, bias ? value + load(bias[i]) : value);
+    }
+}
+
 template <class T>
 void normalize(const T* x, const T* weight, const T* bias, T* out, int64_t rows, int64_t size, float epsilon) {
 #pragma omp for schedule(static)
-    for (int64_t row = 0; row < rows; row++) {
-        const T* from = x + row * size;
-        T* to = out + row * size;
-        float mean = 0, square = 0;
-        if (bias) {
-#pragma omp simd reduction(+ : mean)
-            for (int64_t i = 0; i < size; i++) mean += load(from[i]);
-            mean /= float(size);
+    for (int64_t row = 0; row < rows; row++)
+        normalize_row(x + row * size, weight, bias, out + row * size, size, epsilon);
+}
+
+// RMSNorm of the first `groups` groups [size] of each row, in place.
+template <class T>
+void normalize_groups(T* x, const T* weight, int64_t rows, int64_t groups, int64_t size, int64_t row_stride,
+                      float epsilon) {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t group = 0; group < groups; group++) {
+            T* mine = x + row * row_stride + group * size;
+            normalize_row(mine, weight, (const T*)nullptr, mine, size, epsilon);
         }
-#pragma omp simd reduction(+ : square)
-        for (int64_t i = 0; i < size; i++) {
-            const float off = load(from[i]) - mean;
-            square += off * off;
-        }
-        const float scale = 1 / std::sqrt(square / float(size) + epsilon);
-#pragma omp simd
-        for (int64_t i = 0; i < size; i++) {
-            const float value = (load(from[i]) - mean) * scale * load(weight[i]);
-            store(to + i, bias ? value + load(bias[i]) : value);
-        }
-    }
+}
+
+// x + y of `count` numbers; `out` may be x or y.
+template <class T>
+void add(const T* x, const T* y, T* out, int64_t count) {
+#pragma omp for simd schedule(static)
+    for (int64_t i = 0; i < count; i++) store(out + i, load(x[i]) + load(y[i]));
 }
 
 // silu(gate) * up; x holds [gate, up] of each row.

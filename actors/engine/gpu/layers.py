@@ -8,7 +8,7 @@ Shapes: B lanes, N tokens of all prompts, E hidden size, Q query heads, H key/va
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from actors.engine.gpu import reference
 from actors.engine.gpu.pages import PagedCache
 from actors.engine.gpu.prompts import Prompts
-from actors.engine.layer_parts import is_llama, is_opt, side_by_side
+from actors.engine.layer_weights import LayerWeights, NormPlacement, NormWeights, Projection
 
 Rotary = tuple[Tensor, Tensor] | None
 
@@ -40,18 +40,12 @@ class Lanes:
         return Lanes(self.slots[-count:], self.places[-count:], self.depths[-count:], turns)
 
 
-@dataclass(frozen=True)
-class Weights:
-    """Of a product: weight [O, I], bias [O] or None. relu: whether the product itself ends with it."""
+class Product:
+    """x [N, I] -> x W^T + b [N, O]; relu: whether the product itself ends with it."""
 
-    weight: Tensor
-    bias: Tensor | None
-    relu: bool = False
-
-    @classmethod
-    def of(cls, layers: Sequence[nn.Linear], relu: bool = False) -> Weights:
-        """Layers over one input as one product, whose outputs lie side by side."""
-        return cls(*side_by_side(layers), relu)
+    def __init__(self, projection: Projection, relu: bool = False) -> None:
+        self.weight, self.bias = projection.joined()
+        self.relu = relu
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[N, I] -> [N, O]."""
@@ -62,64 +56,52 @@ class Weights:
         return torch._addmm_activation(self.bias, hidden, self.weight.t())  # what torch's own compiler uses
 
 
-@dataclass(frozen=True)
-class Norm:
-    """LayerNorm, or RMSNorm where there is no bias; both [E]."""
-
-    weight: Tensor
-    bias: Tensor | None
-    eps: float
-
-
 class FusedNorm(nn.Module):
-    """The library's RMSNorm behind the last layer, in one kernel."""
+    """The norm behind the last layer, in one kernel."""
 
-    def __init__(self, norm: Any, operations: Any = reference) -> None:
+    def __init__(self, norm: NormWeights, operations: Any = reference) -> None:
         super().__init__()
-        self.norm, self.operations = Norm(norm.weight.detach(), None, norm.variance_epsilon), operations
+        self.norm, self.operations = norm, operations
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., E] -> [..., E]."""
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        normed: Tensor = self.operations.norm(flat, self.norm.weight, None, self.norm.eps)
+        flat = hidden.reshape(-1, hidden.shape[-1]).contiguous()
+        normed: Tensor = self.operations.norm(flat, self.norm.weight, self.norm.bias, self.norm.eps)
         return normed.view(hidden.shape)
 
 
 class FusedLayer(nn.Module):
     """One decoder layer. operations: `kernels`, or `reference` where there is no Triton."""
 
-    def __init__(self, layer: Any, operations: Any = reference) -> None:
-        """layer: of a model that `has_pages`; its weights are copied, or shared where they stay as they are."""
+    def __init__(self, weights: LayerWeights, operations: Any = reference) -> None:
+        """weights: of a layer without a window; they are copied, or shared where their layout stays."""
         super().__init__()
-        assert is_opt(layer) or is_llama(layer)
+        assert weights.window is None
         self.operations = operations
-        attention = layer.self_attn
-        self.number: int = attention.layer_idx
-        self.head_dim: int = attention.head_dim
-        self.scaling: float = attention.scaling
-        self.query_heads = attention.q_proj.out_features // self.head_dim
-        self.kv_heads = attention.k_proj.out_features // self.head_dim
-        self.qkv = Weights.of([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.norm_first = True
-        if is_opt(layer):
-            self.output = Weights.of([attention.out_proj])
-            relu = isinstance(layer.activation_fn, nn.ReLU)
-            self.up, self.down = Weights.of([layer.fc1], relu), Weights.of([layer.fc2])
-            self.activate: Callable[[Tensor], Tensor] = nn.Identity() if relu else layer.activation_fn
-            self.norm_first = bool(layer.do_layer_norm_before)
-            norms = layer.self_attn_layer_norm, layer.final_layer_norm
-            self.norms = [Norm(one.weight.detach(), one.bias.detach(), one.eps) for one in norms]
-        else:
-            mlp = layer.mlp
-            self.output = Weights.of([attention.o_proj])
-            self.up, self.down = Weights.of([mlp.gate_proj, mlp.up_proj]), Weights.of([mlp.down_proj])
-            self.activate = operations.gate
-            rms = layer.input_layernorm, layer.post_attention_layernorm
-            self.norms = [Norm(one.weight.detach(), None, one.variance_epsilon) for one in rms]
+        self.number, self.scaling, self.rope = weights.number, weights.scaling, weights.rope
+        self.query_heads, self.kv_heads, self.head_dim = weights.query_heads, weights.kv_heads, weights.head_dim
+        self.qkv, self.output = Product(weights.qkv), Product(weights.output)
+        self.query_norm, self.key_norm = weights.query_norm, weights.key_norm
+        self.up, self.down = Product(weights.up, weights.relu), Product(weights.down)
+        self.activate: Callable[[Tensor], Tensor] | None = None  # None: part of the product before it
+        if not weights.relu:
+            self.activate = operations.gate if weights.gated else weights.activate()
+        self.placement = weights.placement
+        self.norms = weights.attention_norm, weights.mlp_norm
 
     def _heads(self, hidden: Tensor) -> Tensor:
-        """[N, E] -> queries, keys and values [N, Q + 2 H, D]."""
-        return self.qkv(self._norm(0, hidden) if self.norm_first else hidden).view(len(hidden), -1, self.head_dim)
+        """[N, E] -> queries, keys and values [N, Q + 2 H, D], before rope."""
+        states = self.qkv(self._norm(0, hidden) if self.placement == NormPlacement.INPUT else hidden)
+        states = states.view(len(hidden), -1, self.head_dim)
+        if self.query_norm is not None and self.key_norm is not None:
+            norms = self.query_norm.weight, self.key_norm.weight, self.query_norm.eps
+            self.operations.norm_heads(states, self.query_heads, *norms)
+        return states
+
+    def _feed_forward(self, hidden: Tensor) -> Tensor:
+        """[N, E] -> [N, E], between its norm and its residual."""
+        wide = self.up(hidden)
+        return self.down(wide if self.activate is None else self.activate(wide))
 
     def _norm(self, number: int, hidden: Tensor) -> Tensor:
         norm = self.norms[number]
@@ -130,20 +112,24 @@ class FusedLayer(nn.Module):
         """hidden [B, E], in its place, of the lanes whose depth is above rank. splits: see `attend`."""
         operations, table = self.operations, cache.table[self.number]
         where = cache.keys, cache.values, table, lanes.slots, lanes.places, lanes.depths, rank
-        queries = operations.append(self._heads(hidden), lanes.rotary, self.query_heads, *where)
+        rotary = lanes.rotary if self.rope else None
+        queries = operations.append(self._heads(hidden), rotary, self.query_heads, *where)
         attended = operations.attend(queries, *where, self.scaling, splits)
         change, runs = self.output(attended.view(len(hidden), -1)), (lanes.depths, rank)
-        if self.norm_first:
+        if self.placement == NormPlacement.INPUT:
             between = self.norms[1]
             normed = operations.add_norm(hidden, change, *runs, between.weight, between.bias, between.eps)
-            operations.add(hidden, self.down(self.activate(self.up(normed))), *runs)
+            operations.add(hidden, self._feed_forward(normed), *runs)
         else:
             self._join(0, hidden, change, *runs)
-            self._join(1, hidden, self.down(self.activate(self.up(hidden))), *runs)
+            self._join(1, hidden, self._feed_forward(hidden), *runs)
 
     def _join(self, number: int, hidden: Tensor, change: Tensor, depths: Tensor, rank: int) -> None:
-        """The residual, and the norm behind it."""
-        hidden.copy_(torch.where((depths > rank)[:, None], self._norm(number, hidden + change), hidden))
+        """Add the output [B, E] of attention or feed-forward to hidden [B, E], with the norm behind either."""
+        if self.placement == NormPlacement.OUTPUT:
+            self.operations.add(hidden, self._norm(number, change), depths, rank)
+        else:
+            hidden.copy_(torch.where((depths > rank)[:, None], self._norm(number, hidden + change), hidden))
 
     def prompts(self, hidden: Tensor, rotary: Rotary, prompts: Prompts, cache: PagedCache | None) -> None:
         """hidden [N, E] of prompts one behind another, in its place; their keys and values go to the rows' pages."""
@@ -151,7 +137,7 @@ class FusedLayer(nn.Module):
         for piece in prompts.pieces:
             part = hidden[piece.tokens]
             queries, key, value = self._heads(part).split([self.query_heads, self.kv_heads, self.kv_heads], dim=1)
-            if rotary is not None:
+            if self.rope and rotary is not None:
                 turns = rotary[0][piece.tokens], rotary[1][piece.tokens]
                 queries, key = reference.rotated(queries, *turns), reference.rotated(key, *turns)
             keys[piece.tokens], values[piece.tokens] = key, value
@@ -171,7 +157,7 @@ class FusedLayer(nn.Module):
         flat = hidden.flatten(0, 1)
         states = self._heads(flat).unflatten(0, hidden.shape[:2]).transpose(1, 2)
         query, key, value = states.split([self.query_heads, self.kv_heads, self.kv_heads], dim=1)
-        if position_embeddings is not None:
+        if self.rope and position_embeddings is not None:
             query, key = (reference.rotated(one, *position_embeddings) for one in (query, key))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.number)
@@ -182,10 +168,15 @@ class FusedLayer(nn.Module):
         return self._behind_attention(flat, attended.transpose(1, 2)).view(hidden.shape)
 
     def _behind_attention(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """hidden [N, E] before the layer, and what its heads have seen, N of [Q, D] -> [N, E] behind it."""
-        hidden = hidden + self.output(attended.reshape(len(hidden), -1))
-        if not self.norm_first:
-            hidden = self._norm(0, hidden)
-        wide = self.activate(self.up(self._norm(1, hidden) if self.norm_first else hidden))
-        hidden = hidden + self.down(wide)
-        return hidden if self.norm_first else self._norm(1, hidden)
+        """hidden [N, E] before the layer, attended [N, Q, D] -> [N, E] behind the layer."""
+        hidden = self._joined(0, hidden, self.output(attended.reshape(len(hidden), -1)))
+        normed = self._norm(1, hidden) if self.placement == NormPlacement.INPUT else hidden
+        return self._joined(1, hidden, self._feed_forward(normed))
+
+    def _joined(self, number: int, hidden: Tensor, change: Tensor) -> Tensor:
+        """The sum of hidden [N, E] and the output [N, E] of attention or feed-forward, with the norm behind either."""
+        if self.placement == NormPlacement.INPUT:
+            return hidden + change
+        if self.placement == NormPlacement.OUTPUT:
+            return hidden + self._norm(number, change)
+        return self._norm(number, hidden + change)

@@ -106,11 +106,26 @@ def gate(wide: Tensor) -> Tensor:
     return functional.silu(gates) * up
 
 
+def norm_heads(states: Tensor, query_heads: int, query_weight: Tensor, key_weight: Tensor, eps: float) -> None:
+    """RMSNorm of queries and keys in place; states [B, Q + 2 H, D], contiguous.
+
+    query_weight, key_weight: [D] for the norm of each head, [Q D] and [H D] for that of all heads together.
+    """
+    kv_heads = (states.shape[1] - query_heads) // 2
+    first = 0
+    for weight, heads in ((query_weight, query_heads), (key_weight, kv_heads)):
+        group = states[:, first : first + heads].reshape(-1, len(weight))
+        states[:, first : first + heads] = norm(group, weight, None, eps).view(len(states), heads, -1)
+        first += heads
+
+
 def rotated(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """states [B, heads, D], cosines and sines [B, D] -> the states turned by halves, as in transformers."""
-    first, second = states.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return states * cosines[:, None] + turned * sines[:, None]
+    """Rope as in transformers: states [B, heads, D], cosines and sines [B, R] of the first R numbers of a head."""
+    size = cosines.shape[-1]
+    first, second = states[..., :size].chunk(2, dim=-1)
+    swapped = torch.cat((-second, first), dim=-1)
+    done = states[..., :size] * cosines[:, None] + swapped * sines[:, None]
+    return done if size == states.shape[-1] else torch.cat((done, states[..., size:]), dim=-1)
 
 
 def append(

@@ -7,6 +7,6 @@ are.
 
 from actors.engine.gpu.kernels.attention import append, attend
 from actors.engine.gpu.kernels.lanes import begin, finish
-from actors.engine.gpu.kernels.residual import add, add_norm, gate, norm
+from actors.engine.gpu.kernels.residual import add, add_norm, gate, norm, norm_heads
 
-__all__ = ["add", "add_norm", "append", "attend", "begin", "finish", "gate", "norm"]
+__all__ = ["add", "add_norm", "append", "attend", "begin", "finish", "gate", "norm", "norm_heads"]

@@ -40,7 +40,7 @@ def _append(
     H: tl.constexpr,
     D: tl.constexpr,
     TOKENS: tl.constexpr,
-    TURNS: tl.constexpr,
+    ROTARY: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     lane, head = tl.program_id(0), tl.program_id(1)
@@ -48,12 +48,13 @@ def _append(
     inside = column < D
     base = states + (lane * (Q + 2 * H) + head) * D
     one = tl.load(base + column, mask=inside, other=0.0)
-    if TURNS:
+    if ROTARY > 0:
         if head < Q + H:
-            other = tl.load(base + (column + D // 2) % D, mask=inside, other=0.0)
-            signed = tl.where(column < D // 2, -other, other)
-            cosine = tl.load(cosines + lane * D + column, mask=inside, other=0.0)
-            sine = tl.load(sines + lane * D + column, mask=inside, other=0.0)
+            rotates = column < ROTARY
+            other = tl.load(base + (column + ROTARY // 2) % ROTARY, mask=rotates, other=0.0)
+            signed = tl.where(column < ROTARY // 2, -other, other)
+            cosine = tl.load(cosines + lane * ROTARY + column, mask=rotates, other=1.0)
+            sine = tl.load(sines + lane * ROTARY + column, mask=rotates, other=0.0)
             one = (one * cosine).to(one.dtype) + (signed * sine).to(one.dtype)
     if head < Q:
         tl.store(queries + (lane * Q + head) * D + column, one, mask=inside)
@@ -101,7 +102,7 @@ def append(
         H=keys.shape[1],
         D=size,
         TOKENS=keys.shape[2],
-        TURNS=rotary is not None,
+        ROTARY=0 if rotary is None else cosines.shape[1],
         WIDTH=triton.next_power_of_2(size),
         num_warps=1,
     )

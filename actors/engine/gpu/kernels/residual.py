@@ -92,6 +92,61 @@ def _normed(
 
 
 @compiled_once
+def _norm_heads(
+    states,
+    query_weight,
+    key_weight,
+    eps,
+    row,
+    Q: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    JOINED: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    lane, group = tl.program_id(0), tl.program_id(1)
+    column = tl.arange(0, WIDTH)
+    if JOINED:  # group 0 is all queries, 1 all keys
+        of_query = group == 0
+        first = group * Q * D
+        size = tl.where(of_query, Q * D, H * D)
+    else:
+        of_query = group < Q
+        first = group * D
+        size = D
+    inside = column < size
+    at = states + lane * row + first + column
+    values = tl.load(at, mask=inside, other=0.0)
+    scale = tl.load(query_weight + column, mask=inside & of_query, other=0.0)
+    scale += tl.load(key_weight + column, mask=inside & (of_query == 0), other=0.0)
+    wide = values.to(tl.float32)
+    done = (wide * tl.rsqrt(tl.sum(wide * wide) / size + eps)).to(values.dtype) * scale
+    tl.store(at, done, mask=inside)
+
+
+def norm_heads(states: Tensor, query_heads: int, query_weight: Tensor, key_weight: Tensor, eps: float) -> None:
+    """Implements `reference.norm_heads`."""
+    lanes, heads, size = states.shape
+    assert states.is_contiguous() and query_weight.is_contiguous() and key_weight.is_contiguous()
+    kv_heads = (heads - query_heads) // 2
+    joined = len(query_weight) != size
+    width = triton.next_power_of_2(query_heads * size if joined else size)
+    _norm_heads[(lanes, 2 if joined else query_heads + kv_heads)](
+        states,
+        query_weight,
+        key_weight,
+        eps,
+        heads * size,
+        Q=query_heads,
+        H=kv_heads,
+        D=size,
+        JOINED=joined,
+        WIDTH=width,
+        num_warps=min(16, max(1, width // 512)),
+    )
+
+
+@compiled_once
 def _add(hidden, change, depths, rank, width, WIDTH: tl.constexpr):
     lane = tl.program_id(0)
     if tl.load(depths + lane) > rank:
