@@ -143,7 +143,7 @@ def read_segments(folder: Folder, fingerprint: str) -> tuple[dict[str, pa.Table]
 def merge_records(tables: Iterable[pa.Table]) -> pa.Table:
     """One row per shard, sorted by shard. An original record precedes one that was rebuilt from the part."""
     table = pa.concat_tables([RECORDS_SCHEMA.empty_table(), *(table.replace_schema_metadata() for table in tables)])
-    table = table.sort_by([("shard", "ascending"), ("adopted", "ascending")])
+    table = table.sort_by([("shard", "ascending"), ("rebuilt", "ascending")])
     shards = table["shard"].to_numpy()
     return table.filter(pa.array(np.append(True, shards[1:] != shards[:-1])[: len(shards)]))
 

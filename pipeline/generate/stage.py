@@ -199,7 +199,7 @@ class ShardGenerator:
             device=self.generator.device_name(),
             node=self.worker.node(),
             attempt=self.worker.attempt(),
-            adopted=False,
+            rebuilt=False,
         )
 
     def _answers(self, shard_attempt: ShardAttempt | None, rows: list[Prompt]) -> list[Answer]:

@@ -1,4 +1,4 @@
-"""Statistics: of one shard, as its commit record holds them, and added up over a job."""
+"""Statistics of one shard, as in its commit record, and their totals over a job."""
 
 from __future__ import annotations
 
@@ -10,63 +10,61 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actors.engine.errors import UserError
 
-
-def _unit(unit: str, how: str = "sum") -> Any:
-    """A field with its unit and how shards add up: sum, max, or none."""
-    return field(metadata={"unit": unit, "how": how})
+def _unit(unit: str, total: str = "sum") -> Any:
+    """A field with its unit and the total over shards: sum, max, or none."""
+    return field(metadata={"unit": unit, "total": total})
 
 
 @dataclass(frozen=True)
 class ShardStats:
-    """One shard's numbers. Those of an adopted part, whose record was lost, hold what the part itself tells."""
+    """Statistics of one shard. In a rebuilt record only the values that its part holds are set."""
 
     shard: int = _unit("index", "none")
     rows: int = _unit("input rows")
     answers: int = _unit("output rows: each sample of an input row is one")
     errors: int = _unit("rows")
-    duplicate_ids: int = _unit("rows whose id another row of the shard has")
+    duplicate_ids: int = _unit("rows that share their id with another row of the shard")
     prompt_tokens: int = _unit("tokens of the prompts that were answered")
-    shared_prompt_tokens: int = _unit("prompt tokens, of every sample, that another row's pass served")
+    shared_prompt_tokens: int = _unit("prompt tokens, over all samples, computed once for several rows")
     generated_tokens: int = _unit("tokens")
     prepare_seconds: float = _unit("s")
     prefill_seconds: float = _unit("s")
     decode_seconds: float = _unit("s")
-    generate_seconds: float = _unit("s, all of the actor's work on the shard")
+    generate_seconds: float = _unit("s of the actor on the shard")
     commit_seconds: float = _unit("s")
     tokens_per_second: float = _unit("generated tokens ÷ generate_seconds", "none")
     batches: int = _unit("batches")
-    padding_fraction: float = _unit("share of the prefill's columns", "none")
-    mean_depth: float = _unit("layers a decode step", "none")
+    padding_fraction: float = _unit("share of prefill tokens", "none")
+    mean_depth: float = _unit("layers per decode step", "none")
     decode_steps: int = _unit("tokens that were an input to decode")
     layer_steps: int = _unit("layers run over decode steps")
-    full_layer_steps: int = _unit("layers full depth would have run")
+    full_layer_steps: int = _unit("layers run at full depth")
     padded_prompt_tokens: int = _unit("tokens computed in prefill, padding included")
     cache_bytes: int = _unit("bytes of the largest batch's cache", "max")
     peak_memory_bytes: int = _unit("bytes", "max")
-    out_of_memory: int = _unit("times that memory ran out: the rest ran again in fewer rows")
+    out_of_memory: int = _unit("batches halved because memory ran out")
     started: float = _unit("s since 1970", "none")
     finished: float = _unit("s since 1970", "none")
     device: str = _unit("name", "none")
-    node: str = _unit("host name, and the beginning of the Ray node's id", "none")
-    attempt: int = _unit("1; 2 if the actor had been restarted", "none")
-    adopted: bool = _unit("the record was lost and has been made again", "none")
+    node: str = _unit("host name and start of the Ray node's id", "none")
+    attempt: int = _unit("1; 2 after a restart of the actor", "none")
+    rebuilt: bool = _unit("the record was lost and rebuilt from the part", "none")
 
     @classmethod
     def from_record(cls, values: dict[str, Any]) -> ShardStats:
-        """From a commit record; KeyError, TypeError or ValueError if it is not one."""
-        for one in fields(cls):
-            kind, value = str(one.type), values[one.name]
+        """Statistics of a commit record. Raises KeyError, TypeError or ValueError for a damaged one."""
+        for item in fields(cls):
+            kind, value = str(item.type), values[item.name]
             if type(value).__name__ not in (("int", "float") if kind == "float" else (kind,)):
-                raise TypeError(f"{one.name} is no {kind}")
+                raise TypeError(f"{item.name} is no {kind}")
             if kind in ("int", "float") and not (0 <= value < 2**63 and math.isfinite(value)):
-                raise UserError(f"{one.name} is out of range")
-        return cls(**{one.name: values[one.name] for one in fields(cls)})
+                raise ValueError(f"{item.name} is out of range")
+        return cls(**{item.name: values[item.name] for item in fields(cls)})
 
     @classmethod
     def of_part(cls, shard: int, part: pa.Table, num_layers: int) -> ShardStats:
-        """What a part itself tells: counts; times, memory and device are unknown and left at zero."""
+        """Statistics of a rebuilt record: counts from the part; times, memory and device are unknown and zero."""
         steps = [max(count - 1, 0) for count in part["generated_tokens"].to_pylist()]
         depths = part["mean_depth"].to_pylist()
         layer_steps = round(sum(count * (depth or 0.0) for count, depth in zip(steps, depths, strict=True)))
@@ -82,19 +80,19 @@ class ShardStats:
             "decode_steps": sum(steps),
             "layer_steps": layer_steps,
             "full_layer_steps": num_layers * sum(steps),
-            "adopted": True,
+            "rebuilt": True,
         }
         unknown = {"int": 0, "float": 0.0, "str": "", "bool": False}
-        return cls(**{one.name: known.get(one.name, unknown[str(one.type)]) for one in fields(cls)})
+        return cls(**{item.name: known.get(item.name, unknown[str(item.type)]) for item in fields(cls)})
 
 
 def input_rows(part: pa.Table) -> int:
-    """Input rows that a part answers."""
+    """Number of input rows that a part answers."""
     return int(_first_samples(part).num_rows)
 
 
 def duplicate_ids(part: pa.Table) -> int:
-    """Input rows whose id another, earlier row of the part has."""
+    """Input rows whose id an earlier row of the part has."""
     return int(input_rows(part) - pc.count_distinct(part["id"], mode="all").as_py())
 
 
@@ -104,7 +102,7 @@ def _first_samples(part: pa.Table) -> pa.Table:
 
 @dataclass(frozen=True)
 class Totals:
-    """A job's numbers over all of its shards, this run's and earlier ones'."""
+    """Statistics of a job over all of its shards, of this run and earlier runs."""
 
     shards: int
     rows: int
@@ -131,7 +129,7 @@ class Totals:
 
     @property
     def mean_depth(self) -> float | None:
-        """Mean d(t) over the decode steps that were run."""
+        """Mean d(t) over the decode steps."""
         return self.layer_steps / self.decode_steps if self.decode_steps else None
 
     @property
@@ -145,7 +143,7 @@ class Totals:
         return self.padding_tokens / self.padded_prompt_tokens if self.padded_prompt_tokens else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, the derived ones too."""
+        """Plain values, with the derived ones."""
         return {
             **asdict(self),
             "mean_depth": self.mean_depth,
@@ -155,24 +153,27 @@ class Totals:
 
 
 def add_up(shards: pa.Table) -> Totals:
-    """Totals over shards, one a row as in `STATS_SCHEMA`."""
+    """Totals over shards, one per row of a table as in `STATS_SCHEMA`."""
     padding = pc.multiply(shards["padding_fraction"], pc.cast(shards["padded_prompt_tokens"], pa.float64()))
     values: dict[str, Any] = {"shards": shards.num_rows, "padding_tokens": round(pc.sum(padding).as_py() or 0.0)}
-    for one in fields(ShardStats):
-        if one.metadata["how"] != "none":
-            total = pc.max(shards[one.name]) if one.metadata["how"] == "max" else pc.sum(shards[one.name])
-            values[one.name] = total.as_py() or 0
+    for item in fields(ShardStats):
+        if item.metadata["total"] != "none":
+            total = pc.max(shards[item.name]) if item.metadata["total"] == "max" else pc.sum(shards[item.name])
+            values[item.name] = total.as_py() or 0
     return Totals(**values)
 
 
 _TYPES = {"int": pa.int64(), "float": pa.float64(), "str": pa.string(), "bool": pa.bool_()}
 STATS_SCHEMA = pa.schema(
-    [pa.field(one.name, _TYPES[str(one.type)], metadata={"unit": one.metadata["unit"]}) for one in fields(ShardStats)]
+    [
+        pa.field(item.name, _TYPES[str(item.type)], metadata={"unit": item.metadata["unit"]})
+        for item in fields(ShardStats)
+    ]
 )
 
 
 def to_table(shards: Iterable[ShardStats]) -> pa.Table:
-    """One row a shard, in their order; units are in the columns' metadata."""
+    """One row per shard, in their order; the columns' metadata holds their units."""
     listed = list(shards)
-    columns = {one.name: [getattr(shard, one.name) for shard in listed] for one in fields(ShardStats)}
+    columns = {item.name: [getattr(shard, item.name) for shard in listed] for item in fields(ShardStats)}
     return pa.table(columns, schema=STATS_SCHEMA)

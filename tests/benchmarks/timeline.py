@@ -28,7 +28,7 @@ def read(output: Path) -> list[dict[str, Any]]:
     file = output / "_job" / "stats.parquet"
     if not file.exists():
         raise ValueError(f"{file}: not there; give the output folder of a finished job")
-    shards = [shard for shard in pq.read_table(file).to_pylist() if not shard["adopted"]]
+    shards = [shard for shard in pq.read_table(file).to_pylist() if not shard["rebuilt"]]
     if not shards:
         raise ValueError(f"{file}: no shard with times: all records were made again from their parts")
     return shards

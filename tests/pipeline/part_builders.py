@@ -88,7 +88,7 @@ def part_stats(shard: Shard, **changes: Any) -> ShardStats:
         "device": "cpu",
         "node": "host",
         "attempt": 1,
-        "adopted": False,
+        "rebuilt": False,
     }
     return ShardStats(**{**values, **changes})
 

@@ -67,7 +67,7 @@ def run_job(folder: Folder) -> None:
 
 
 def assert_whole(folder: Folder, doubtful: Iterable[str] = ()) -> None:
-    """doubtful: parts that may have been adopted with a flaw that a full read does not show."""
+    """doubtful: parts that may have a rebuilt record with a flaw that a full read does not show."""
     table = read_records(folder, FINGERPRINT)
     assert table["shard"].to_pylist() == [shard.index for shard in SHARDS]
     assert table["rows"].to_pylist() == [shard.rows for shard in SHARDS]
@@ -130,7 +130,7 @@ def test_a_part_that_is_gone_is_taken_out_of_its_segment(folder: Folder) -> None
     assert_whole(folder)
 
 
-def test_orphans_beside_and_after_what_segments_hold_are_adopted(folder: Folder) -> None:
+def test_orphans_beside_and_after_what_segments_hold_get_records(folder: Folder) -> None:
     commit_all(folder, [SHARDS[0], SHARDS[3]])
     compact(folder, FINGERPRINT, 1)
     for index in (1, 5):

@@ -115,11 +115,11 @@ def test_a_later_attempt_makes_the_record_that_a_crash_left_out(folder: Folder) 
     assert not commit(folder, SHARDS[0], second, part_stats(SHARDS[0], attempt=2), FINGERPRINT)
     assert folder.read(part_name(0)) == first
     assert json.loads(folder.read(record_name(0)))["sha256"] == hashlib.sha256(first).hexdigest()
-    assert records(folder)[0].adopted
+    assert records(folder)[0].rebuilt
 
 
 @pytest.mark.parametrize("shard", SHARDS, ids=["errors", "more", "one-row"])
-def test_an_adopted_part_counts_the_same(local: Folder, shard: Shard, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rebuilt_record_counts_the_same(local: Folder, shard: Shard, caplog: pytest.LogCaptureFixture) -> None:
     local.create(part_name(shard.index), part(shard))
     with caplog.at_level(logging.WARNING):
         assert committed_shards(local, SHARDS, FINGERPRINT) == {shard.index}
@@ -127,8 +127,8 @@ def test_an_adopted_part_counts_the_same(local: Folder, shard: Shard, caplog: py
     (stats,) = records(local)
     known = part_stats(shard)
     assert {name: getattr(stats, name) for name in COUNTS} == {name: getattr(known, name) for name in COUNTS}
-    assert stats.adopted
-    unknown = {one.name: getattr(stats, one.name) for one in fields(stats) if one.name not in [*COUNTS, "adopted"]}
+    assert stats.rebuilt
+    unknown = {one.name: getattr(stats, one.name) for one in fields(stats) if one.name not in [*COUNTS, "rebuilt"]}
     assert not any(unknown.values())
 
 
@@ -137,7 +137,7 @@ def test_committed_are_the_parts_that_are_there(folder: Folder) -> None:
     commit_all(folder)
     assert committed_shards(folder, SHARDS, FINGERPRINT) == {0, 1, 2}
     assert committed_shards(folder, SHARDS[1:], FINGERPRINT) == {1, 2}
-    assert not any(stats.adopted for stats in records(folder))
+    assert not any(stats.rebuilt for stats in records(folder))
 
 
 def test_a_record_without_its_part_is_an_open_shard(folder: Folder, caplog: pytest.LogCaptureFixture) -> None:

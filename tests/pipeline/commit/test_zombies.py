@@ -78,7 +78,7 @@ CASES = [
     ("local", "before its commit", "False"),
     ("s3", "before its commit", "False"),
     ("local", "before the part gets its name", "FileNotFoundError"),  # its half has been cleared away
-    ("local", "before the record", "True"),  # its part was there, and was adopted
+    ("local", "before the record", "True"),  # its part was there; its record is rebuilt
 ]
 
 

@@ -12,6 +12,7 @@ from ray_free_run import MadeUpParts
 
 from actors.engine.errors import UserError
 from pipeline import job as jobs
+from pipeline.commit.finalize import RowsMissing
 from pipeline.config.job import JobConfig
 
 
@@ -69,3 +70,34 @@ def test_an_unfinished_job_goes_on_after_a_file_was_uploaded_again(config: JobCo
     part.unlink()
     os.utime(path, ns=(1, 1))
     assert jobs.run(config).fresh_rows == 4
+
+
+def test_a_half_done_job_with_a_damaged_plan_is_refused_and_answers_nothing(config: JobConfig) -> None:
+    jobs.run(config)
+    output = Path(config.output.path)
+    (output / "_SUCCESS").unlink()
+    (output / "part-000001.parquet").unlink()
+    plan = output / "_job" / "plan.parquet"
+    data = bytearray(plan.read_bytes())
+    data[len(data) // 2] ^= 4
+    plan.write_bytes(bytes(data))
+    before = files(config)
+    with pytest.raises(UserError, match=r"^.*/_job/plan\.parquet: damaged .*; restore the file from a copy, or start"):
+        jobs.run(config)
+    assert files(config) == before
+
+
+def test_a_rewritten_part_is_refused_by_every_run_until_it_is_deleted(config: JobConfig) -> None:
+    """A scheduler that retries must not accept it."""
+    jobs.run(config)
+    part = Path(config.output.path) / "part-000001.parquet"
+    data = part.read_bytes()
+    table = pq.read_table(part)
+    edited = table.set_column(table.column_names.index("generated_text"), "generated_text", [["edited"] * 4])
+    pq.write_table(edited, part)
+    for _ in range(2):
+        with pytest.raises(RowsMissing, match=r"^part-000001\.parquet is not what was committed: delete it"):
+            jobs.run(config)
+        assert not (Path(config.output.path) / "_SUCCESS").exists()
+    part.unlink()
+    assert jobs.run(config).fresh_rows == 4 and part.read_bytes() == data

@@ -161,7 +161,7 @@ def test_another_job_over_the_same_output_is_refused(
 def test_resume_answers_only_what_is_left(
     undisturbed: tuple[Path, jobs.JobResult], inputs: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Parts without records are adopted, records without parts are run again, and the bytes are the same."""
+    """Records of parts without one are rebuilt, records without parts are run again, and the bytes are the same."""
     output, first = undisturbed
     copy = tmp_path / "out"
     subprocess.run(["cp", "-r", str(output), str(copy)], check=True)
@@ -178,8 +178,8 @@ def test_resume_answers_only_what_is_left(
     assert (again.totals.rows, again.totals.errors) == (ROWS, 2)
     assert again.totals.layer_steps == first.totals.layer_steps
     assert again.totals.full_layer_steps == first.totals.full_layer_steps
-    adopted = pq.read_table(copy / "_job" / "stats.parquet").to_pylist()[2]
-    assert adopted["adopted"]
+    rebuilt = pq.read_table(copy / "_job" / "stats.parquet").to_pylist()[2]
+    assert rebuilt["rebuilt"]
 
 
 def test_overwrite_replaces_another_job(

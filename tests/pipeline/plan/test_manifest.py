@@ -548,7 +548,7 @@ def test_columns_that_would_collide_are_refused(checkpoint: Path, name: str) -> 
 def test_id_is_kept_only_as_the_id(checkpoint: Path) -> None:
     check_columns(job(["in"], checkpoint, input={"id": "id"}, output={"keep": ["id", "topic"]}))
     for section in ({}, {"id": "key"}):
-        with pytest.raises(ValueError, match=r"^output\.keep: id is made by the job"):
+        with pytest.raises(ValueError, match=r"^output\.keep: id is written by the job"):
             check_columns(job(["in"], checkpoint, input=section, output={"keep": ["id"]}))
 
 

@@ -162,7 +162,7 @@ def test_what_a_part_tells_is_what_the_actor_counts(checkpoint: Path, cache_byte
     assert table["id"].to_pylist() == ["a", *["b"] * samples, "b", "c", "d"]
     assert (counted.rows, counted.answers) == (5, table.num_rows)
     assert counted.errors == (1 if cache_bytes == 2**30 else 3)
-    assert counted.prepare_seconds == 0.25 and counted.generate_seconds > 0 and not counted.adopted
+    assert counted.prepare_seconds == 0.25 and counted.generate_seconds > 0 and not counted.rebuilt
     for name in (
         "shard",
         "rows",
@@ -235,7 +235,7 @@ def test_a_lost_record_is_made_again(folder: Folder) -> None:
     for damage in (b"{", json.dumps(record).encode(), folder.read(record_name(2))):
         folder.replace(record_name(1), damage)
         assert finish(folder, MANIFEST).rows == 10
-        assert read_records(folder, FINGERPRINT)["adopted"].to_pylist() == [False, True, False]
+        assert read_records(folder, FINGERPRINT)["rebuilt"].to_pylist() == [False, True, False]
 
 
 def test_a_record_of_no_shard_is_no_success(folder: Folder) -> None:
