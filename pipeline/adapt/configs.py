@@ -12,9 +12,8 @@ from actors.engine.schedule import ScheduleSpec
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.adapt import LOSS, TRAINING, AdaptConfig
 from pipeline.config.job import JobConfig, ScheduleConfig
-from pipeline.config.load import validated
+from pipeline.config.load import dump_yaml, validated
 from pipeline.config.tune import TuneConfig
-from pipeline.config.yaml_file import dump
 
 KEPT = ("horizon", "decay", "power", "steps", "warmup", "keep_order", "prompt")  # of the schedule, all but how deep
 NOT_TRAINED_FOR = {"power": "power", "steps": "step"}  # key -> the decay that it shapes
@@ -156,4 +155,4 @@ def job_text(values: Mapping[str, Any], model: str, speedup: float, comment: Seq
         "schedule": {"speedup": speedup},
     }
     head = "".join(f"# {' '.join(line.split())}\n" for line in comment)
-    return head + dump(job)
+    return head + dump_yaml(job)

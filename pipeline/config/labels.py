@@ -32,7 +32,9 @@ def labels_given(value: Any) -> Any:
         return value
     for label in value:
         if not isinstance(label, str):
-            raise UserError(f"labels are text, and {label!r} is none; put it in quotes (yes and no are YAML booleans)")
+            raise UserError(
+                f"labels are text, and {label!r} is none; put it in quotes (true and false are YAML booleans)"
+            )
     return tuple(value)
 
 

@@ -1,20 +1,92 @@
-"""A YAML file and its `--set` changes -> one of the models of config.py; every refusal is one line."""
+"""A YAML 1.2 file and its `--set` changes -> one of the models of this package; every refusal is one line."""
 
 from __future__ import annotations
 
 import difflib
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import DuplicateKeyError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import CollectionNode, Node
 
 from actors.engine.errors import UserError
 from pipeline.config.base import SECRET
-from pipeline.config.yaml_file import parse
-from pipeline.messages import without_secrets
+from pipeline.messages import flat, without_secrets
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
+VALUES = 100_000  # of a document, its aliases expanded
+
+
+def parse_yaml(text: str) -> Any:
+    """The values of a YAML 1.2 document: yes and no are text, 1e-5 is a number, a key twice is refused.
+
+    Raises UserError of one line if it is no such document, or its aliases expand to more than `VALUES` values.
+    """
+    try:
+        node = _yaml().compose(io.StringIO(text))
+        if node is not None:
+            _expanded(node, {})
+        return _yaml().load(io.StringIO(text))
+    except RecursionError:
+        raise UserError("nested too deeply") from None
+    except DuplicateKeyError as error:
+        problem = str(error.problem).partition(" with value")[0]
+        raise UserError(without_secrets(f"{_place(error)}{problem}; leave one out")) from None
+    except MarkedYAMLError as error:
+        problem = flat(error.problem or error.context)
+        tab = "; indent with spaces" if "'\\t'" in problem else ""
+        raise UserError(without_secrets(f"{_place(error)}{problem}{tab}")) from None
+    except (YAMLError, ValueError) as error:
+        raise UserError(without_secrets(flat(error))) from None
+    except (AssertionError, AttributeError, LookupError, NotImplementedError, TypeError) as error:
+        raise UserError(f"a tag or a key does not fit its value ({type(error).__name__})") from None
+
+
+def dump_yaml(values: dict[str, Any]) -> str:
+    """A YAML document that `parse_yaml` reads back as the same values."""
+    text = ""
+    for readable in (True, False):  # a few characters survive only if all are escaped
+        stream, yaml = io.StringIO(), _yaml()
+        yaml.allow_unicode = readable
+        yaml.dump(values, stream)
+        text = stream.getvalue()
+        if _yaml().load(io.StringIO(text)) == values:
+            break
+    return text
+
+
+def _yaml() -> YAML:
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False
+    yaml.width = 120
+    return yaml
+
+
+def _place(error: MarkedYAMLError) -> str:
+    mark = error.problem_mark or error.context_mark
+    return f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
+
+
+def _expanded(node: Node, known: dict[int, int]) -> int:
+    """Values of a tree, each alias counted with everything that it stands for."""
+    size = known.get(id(node))
+    if size == 0:
+        raise UserError(f"line {node.start_mark.line + 1}: an alias holds itself")
+    if size is None:
+        known[id(node)] = 0
+        below = node.value if isinstance(node, CollectionNode) else []
+        children = [child for entry in below for child in (entry if isinstance(entry, tuple) else (entry,))]
+        size = 1 + sum(_expanded(child, known) for child in children)
+        if size > VALUES:
+            raise UserError(f"more than {VALUES:,} values once its aliases are expanded")
+        known[id(node)] = size
+    return size
 
 
 def load_config(kind: type[ConfigT], path: str | Path, changes: Sequence[str] = ()) -> ConfigT:
@@ -37,7 +109,7 @@ def load_values(path: str | Path, changes: Sequence[str] = ()) -> dict[str, Any]
     """The keys and values of a YAML file with ``a.b=value`` changes, not validated; ValueError of one line."""
     path = Path(path)
     try:
-        values = parse(path.read_text())
+        values = parse_yaml(path.read_text())
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -57,7 +129,7 @@ def _apply(values: dict[str, Any], change: str) -> None:
     if not equals or not all(keys):
         raise UserError(f"--set {without_secrets(change)}: must look like section.key=value")
     try:
-        value = parse(text)
+        value = parse_yaml(text)
     except ValueError:
         value = text
     node = values

@@ -17,7 +17,7 @@ from pipeline.adapt import configs
 from pipeline.adapt import run as adaptation
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
-from pipeline.config.yaml_file import dump
+from pipeline.config.load import dump_yaml
 from pipeline.runtime.signals import Interrupted
 
 ROWS = 30
@@ -144,7 +144,7 @@ def command_over(folder: Path, checkpoint: Path) -> Run:
     def run(*options: str, job: dict[str, Any] | None = None, **adapt: Any) -> Result:
         file = folder / "job.yaml"
         given = {**values(inputs, folder / "out", checkpoint, **adapt), **(job or {})}
-        file.write_text(dump(given))
+        file.write_text(dump_yaml(given))
         return CliRunner().invoke(app, ["adapt", str(file), *options])
 
     return run

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pipeline.cli.app import app
-from pipeline.config.yaml_file import dump
+from pipeline.config.load import dump_yaml
 
 pytest.importorskip("pipeline.config.evaluate", reason="evaluate is not in yet")
 ROWS = 40
@@ -37,7 +37,7 @@ def test_from_a_job_to_a_faster_one(own_ray: None, tmp_path: Path, checkpoint: P
             "runs": 1,
         },
     }
-    job.write_text(dump(values))
+    job.write_text(dump_yaml(values))
     result = CliRunner().invoke(app, ["adapt", str(job), "--json"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)

@@ -149,7 +149,9 @@ def test_an_unknown_key_suggests_the_nearest(tmp_path: Path) -> None:
     path = job_file(tmp_path, merged(shardrows=3))
     assert refusal(path) == f"{path}: unknown key shardrows; did you mean shard_rows?"
     path = job_file(tmp_path, merged(storage={"zzz": 3}))
-    assert refusal(path) == f"{path}: unknown key storage.zzz; known: endpoint_url, region, retry_seconds"
+    assert (
+        refusal(path) == f"{path}: unknown key storage.zzz; known: endpoint_url, region, retry_seconds, contact_seconds"
+    )
     path = job_file(tmp_path)
     said = refusal(path, ["schedule.sped=2"])
     assert said == f"{path}: unknown key schedule.sped; did you mean speedup?"

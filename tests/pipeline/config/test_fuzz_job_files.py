@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from actors.engine.errors import UserError
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
 from pipeline.config.load import load_config
@@ -114,7 +115,7 @@ def test_any_job_file_is_a_job_or_one_line(tmp_path_factory: pytest.TempPathFact
     except ValueError as error:
         refusal = error
     if refusal is not None:
-        assert type(refusal) is ValueError
+        assert type(refusal) is UserError
         assert str(refusal).startswith(f"{path}: ")
         assert len(str(refusal).splitlines()) == 1
         assert len(str(refusal)) < 1500

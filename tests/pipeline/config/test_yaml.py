@@ -1,0 +1,83 @@
+"""YAML 1.2 as job files use it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.engine.errors import UserError
+from pipeline.config.job import JobConfig
+from pipeline.config.load import dump_yaml, parse_yaml, validated
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{above}'] * 10)}]\n" for above, name in zip("abcdefg", "bcdefgh", strict=True)
+)
+MERGE_BOMB = "a: &a {x: 1}\n" + "".join(
+    f"{name}: &{name} {{<<: [{', '.join([f'*{above}'] * 10)}]}}\n"
+    for above, name in zip("abcdefg", "bcdefgh", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("yes", "yes"),
+        ("no", "no"),
+        ("on", "on"),
+        ("true", True),
+        ("null", None),
+        ("1e-5", 1e-5),
+        ("1.5e5", 1.5e5),
+        ("0o17", 15),
+        ("017", 17),
+        ("1:30", "1:30"),
+    ],
+)
+def test_scalars_are_those_of_yaml_1_2(text: str, value: Any) -> None:
+    parsed = parse_yaml(f"key: {text}")["key"]
+    assert (parsed, type(parsed)) == (value, type(value))
+
+
+def test_labels_need_no_quotes() -> None:
+    values = parse_yaml("{input: {path: a}, output: {path: b}, model: {path: c}, choices: [yes, no]}")
+    assert validated(JobConfig, values, "job.yaml").choices == ("yes", "no")
+    values["choices"] = parse_yaml("[true, false]")
+    with pytest.raises(UserError, match=r"put it in quotes \(true and false are YAML booleans\)"):
+        validated(JobConfig, values, "job.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\nb: 2\na: 3", 'line 3, column 1: found duplicate key "a"; leave one out'),
+        ("a:\n\tb: 1", r"line 2, column 1: found character '\t' that cannot start any token; indent with spaces"),
+        ("a: [1, 2", "line 1, column 9: expected ',' or ']', but got '<stream end>'"),
+        ("a: &a [*a]", "line 1: an alias holds itself"),
+        (BOMB, "more than 100,000 values once its aliases are expanded"),
+        (MERGE_BOMB, "more than 100,000 values once its aliases are expanded"),
+        ("[" * 100_000, "nested too deeply"),
+        ("a: !!python/object/apply:os.system [true]", "line 1, column 4: could not determine a constructor"),
+        ("a: !!bool x", "a tag or a key does not fit its value"),
+    ],
+    ids=["twice", "tab", "open", "self", "bomb", "merge bomb", "deep", "python", "tag"],
+)
+def test_what_is_refused_is_one_line(text: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_yaml(text)
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(["yes", "1e-5", "null", "~", "012", ""])
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS,
+    lambda below: st.lists(below, max_size=3) | st.dictionaries(TEXTS, below, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(TEXTS, VALUES, max_size=4))
+def test_what_is_written_is_read_back(values: dict[str, Any]) -> None:
+    assert parse_yaml(dump_yaml(values)) == values
