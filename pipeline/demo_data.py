@@ -1,8 +1,8 @@
-"""Prompts for the demo: restaurants of the E2E kind, made from slots and values by a seeded generator.
+"""Prompts for the demo: restaurants in the style of the E2E data set, drawn from slots and values with a seed.
 
     python -m pipeline.demo_data FOLDER [--rows 2000] [--files 8] [--seed 0]
 
-Only the vocabulary of slot values is that of the E2E data set (CC BY-SA 4.0); no sentence of it is used.
+The slot values are those of the E2E data set (CC BY-SA 4.0); none of its sentences is used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAMES = [
     "The Golden Palace", "The Mill", "The Olive Grove", "The Phoenix", "The Plough", "The Punter", "The Rice Boat",
     "The Twenty Two", "The Vaults", "The Waterman", "The Wrestlers", "Travellers Rest Beefeater", "Wildwood", "Zizzi",
 ]
-OPTIONAL_SLOTS = {  # in the order in which the data set writes them
+OPTIONAL_SLOTS = {  # in the order of the data set
     "eatType": ["coffee shop", "pub", "restaurant"],
     "food": ["Chinese", "English", "Fast food", "French", "Indian", "Italian", "Japanese"],
     "priceRange": ["cheap", "high", "less than £20", "moderate", "more than £30", "£20-25"],
@@ -41,7 +41,7 @@ SLOT_COUNTS, SLOT_WEIGHTS = [2, 3, 4, 5, 6, 7], [4, 15, 30, 30, 16, 5]
 
 
 def make_prompt(rng: random.Random) -> str:
-    """One restaurant: a name and two to seven more slots."""
+    """A restaurant: its name and two to seven other slots."""
     slots = {"name": rng.choice(NAMES)}
     chosen = set(rng.sample(list(OPTIONAL_SLOTS), rng.choices(SLOT_COUNTS, SLOT_WEIGHTS)[0]))
     slots |= {slot: rng.choice(values) for slot, values in OPTIONAL_SLOTS.items() if slot in chosen}
@@ -49,7 +49,7 @@ def make_prompt(rng: random.Random) -> str:
 
 
 def write_prompts(folder: Path, rows: int, files: int, seed: int) -> None:
-    """Write `rows` rows of id and prompt as `files` Parquet files; files that are there already stay as they are."""
+    """Write `rows` rows of id and prompt as `files` Parquet files; existing files are kept."""
     rng = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     prompts = [make_prompt(rng) for _ in range(rows)]
@@ -64,15 +64,15 @@ def write_prompts(folder: Path, rows: int, files: int, seed: int) -> None:
 
 
 def main() -> None:
-    """Command line; see the head of this file."""
+    """Command line; see the module docstring."""
     parser = argparse.ArgumentParser(prog="python -m pipeline.demo_data", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rows", type=int, default=2000)
     parser.add_argument("--files", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    write_prompts(given.folder, given.rows, given.files, given.seed)
-    print(f"{given.rows} prompts in {given.files} files: {given.folder}")
+    arguments = parser.parse_args()
+    write_prompts(arguments.folder, arguments.rows, arguments.files, arguments.seed)
+    print(f"{arguments.rows} prompts in {arguments.files} files: {arguments.folder}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A row's own sampling parameters: from a struct, a map or JSON in one column, or from a column each."""
+"""A row's own sampling parameters: from one column (a struct, a map or JSON), or from a column per parameter."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from actors.engine.errors import UserError
 from actors.engine.types import SamplingParams
 from pipeline.messages import is_unicode, one_line
 
-_LARGEST = 2**31 - 1  # of whole numbers but the seed: what fits into a tensor of any kind
+_LARGEST = 2**31 - 1  # of integers, except the seed: fits into any tensor type
 
 
 def read_overrides(value: Any) -> dict[str, Any]:
-    """One column's value as parameters: a struct, a map (pairs), or a JSON object; null: none."""
+    """Parameters in a column's value: a struct, a map (pairs), or a JSON object; {} for null."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -22,17 +22,17 @@ def read_overrides(value: Any) -> dict[str, Any]:
             raise UserError(f"sampling: not JSON: {one_line(error)}") from None
     if value is None:
         return {}
-    if isinstance(value, list) and all(isinstance(one, tuple) for one in value):
+    if isinstance(value, list) and all(isinstance(item, tuple) for item in value):
         value = dict(value)
     if not isinstance(value, Mapping):
         raise UserError(f"sampling is a {type(value).__name__}; it must be an object")
-    return {str(name): one for name, one in value.items()}
+    return {str(name): parameter for name, parameter in value.items()}
 
 
 def own_sampling(base: SamplingParams, changes: Mapping[str, Any]) -> tuple[SamplingParams, str | None]:
-    """What the row is answered with, and its own values as canonical JSON, None if it has none.
+    """The row's parameters, and the values that it overrides as canonical JSON, None without any.
 
-    ValueError, the row's error: unknown names, impossible values.
+    Raises UserError for unknown names and impossible values.
     """
     own = [name for name, value in changes.items() if value is not None]
     if not own:
@@ -44,8 +44,8 @@ def own_sampling(base: SamplingParams, changes: Mapping[str, Any]) -> tuple[Samp
     values = {name: getattr(merged, name) for name in own}
     for name, value in values.items():
         numbers = value if isinstance(value, tuple) else (value,)
-        if name != "seed" and any(isinstance(one, int) and one > _LARGEST for one in numbers):
+        if name != "seed" and any(isinstance(number, int) and number > _LARGEST for number in numbers):
             raise UserError(f"sampling: {name} = {value!r}: must be at most {_LARGEST}")
-    if not all(is_unicode(one) for one in merged.stop):
+    if not all(map(is_unicode, merged.stop)):
         raise UserError("sampling: stop is not valid Unicode")
     return merged, json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)

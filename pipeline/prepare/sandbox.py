@@ -161,6 +161,11 @@ def _summed(_items: Any, *others: Any, **named: Any) -> int:
     return (CHARACTERS + 1) * any(isinstance(start, list | tuple) for start in (*others, *named.values()))
 
 
+def _rounded(_number: Any, precision: Any = 0, *_: Any, **__: Any) -> int:
+    """`round` computes 10 ** precision."""
+    return (CHARACTERS + 1) * (_largest(None, precision) > 4000)
+
+
 def _searched(text: Any, *others: Any) -> int:
     """A search from the right takes time of the order n * m."""
     return len(text) * sum(len(part) for part in others if isinstance(part, str | bytes)) >> 8
@@ -168,10 +173,11 @@ def _searched(text: Any, *others: Any) -> int:
 
 # filters and methods of text and numbers that are refused before they run, by what they are called with
 _ESTIMATES: dict[str, Callable[..., int]] = {
-    **dict.fromkeys(("batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice"), _largest),
+    **dict.fromkeys(("batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice"), _largest),
     **dict.fromkeys(("to_bytes", "tojson", "zfill"), _largest),
     **dict.fromkeys(("rfind", "rindex", "rpartition", "rsplit"), _searched),
     "format": lambda form, *values, **named: _widths(form, named or values),
+    "round": _rounded,
     "sum": _summed,
 }
 

@@ -1,4 +1,4 @@
-"""Jinja templates over a row's columns: sandboxed, strict about what is missing, compiled once a process."""
+"""Jinja templates over a row's columns: sandboxed, strict about missing values, compiled once a process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from actors.engine.errors import UserError
 from pipeline.messages import one_line
 from pipeline.prepare.sandbox import BoundedSandbox, OutOfBounds, bounded
 
-# what an expression over a row's values may raise
+# errors that an expression over a row's values may raise
 TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -25,16 +25,13 @@ TEMPLATE_ERRORS = (
     ValueError,
 )
 
-# what Python says of a template that parses: nested too deeply, a lone surrogate
+# errors of compiling a template that parses: nested too deeply, a lone surrogate
 NOT_COMPILED = (SyntaxError, RecursionError, MemoryError, ValueError, OverflowError)
 
 
 class _Environment(BoundedSandbox):
-    """``meta.items`` is the struct's field of that name, if it has one, and not the method.
-
-    Names that a column may have as well, and all that draws at random, are left out: the same row must always
-    give the same prompt.
-    """
+    """`meta.items` is the field `items` of a struct if there is one, else the method. `range` is the only global:
+    columns may have the other names."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -48,7 +45,7 @@ class _Environment(BoundedSandbox):
 
 @lru_cache(maxsize=16)
 def compile_template(text: str) -> jinja2.Template:
-    """A sandboxed template that refuses undefined columns and nested fields. ValueError if it does not parse."""
+    """A sandboxed template that refuses undefined columns and fields. Raises UserError if the text does not compile."""
     environment = _Environment(undefined=jinja2.StrictUndefined, autoescape=False, finalize=_no_null)
     try:
         return bounded(lambda: environment.from_string(text))
@@ -65,14 +62,14 @@ def _no_null(value: Any) -> Any:
 
 
 def template_columns(text: str) -> list[str]:
-    """Names that a template reads, sorted. ValueError if it does not parse."""
+    """Names that a template reads, sorted. Raises UserError if the text does not compile."""
     compile_template(text)
     environment = _Environment()
     return sorted(jinja2.meta.find_undeclared_variables(environment.parse(text)))
 
 
 def render(text: str, row: Mapping[str, Any]) -> str:
-    """The template over one row. ValueError says in one line why it fails."""
+    """The template over one row. Raises UserError with the reason if it fails."""
     try:
         return bounded(lambda: compile_template(text).render(row))
     except OutOfBounds as error:

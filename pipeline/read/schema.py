@@ -1,8 +1,8 @@
-"""One schema for all files of a job: a type that each column has in every part, and rows brought to it.
+"""One schema for all files of a job, and the cast of each file's rows to it.
 
-Files of one folder rarely agree to the letter: int32 or int64, string or large_string, a dictionary, a column
-null throughout. What differs is settled when the job is planned; a value that then does not fit is the error
-of its row. Nothing of a file's own metadata comes along.
+Files of one folder often differ in detail: int32 or int64, string or large_string, dictionaries, columns of nulls. The
+common types are fixed when the job is planned; a value that does not fit its type is an error of its row. Metadata of
+the files is dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pyarrow import types
 from actors.engine.errors import UserError
 from pipeline.messages import printable
 
-ERROR = "__error"  # what is wrong with a row, null if nothing; no input column is called so
+ERROR = "__error"  # column of row errors, null for good rows; planning refuses an input column of this name
 _UNITS = ("s", "ms", "us", "ns")
 _SIGNED = (pa.int8(), pa.int16(), pa.int32(), pa.int64())
 _UNSIGNED = (pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64())
@@ -24,10 +24,10 @@ _FLOATS = (pa.float16(), pa.float32(), pa.float64())
 
 
 def one_schema(columns: Sequence[str], files: Mapping[str, pa.Schema]) -> pa.Schema:
-    """The type of each column over all files (URL -> schema), nullable and without metadata.
+    """The common type of each column over all files (URL -> schema), nullable and without metadata.
 
-    What is null in every file, a column or what lies within, is a string. ValueError of one line names file, column
-    and types that do not agree.
+    A column, or a nested field, that is null in every file becomes a string. Raises UserError that names file, column
+    and types that have no common type.
     """
     fields = []
     for name in columns:
@@ -59,7 +59,7 @@ def _column(name: str, url: str, schema: pa.Schema) -> pa.DataType:
 
 
 def _holds(here: pa.DataType, field: pa.Field) -> bool:
-    """Whether Arrow has the cast, and Parquet the type."""
+    """Whether Arrow can cast to the field's type, and Parquet can store it."""
     try:
         pa.nulls(0, here).cast(field.type)
         pq.write_table(pa.schema([field]).empty_table(), pa.BufferOutputStream())
@@ -69,8 +69,7 @@ def _holds(here: pa.DataType, field: pa.Field) -> bool:
 
 
 def plain(kind: pa.DataType) -> pa.DataType:
-    """A type without what is only a way to store it: dictionaries, views of text, extensions, names and
-    metadata of children."""
+    """The logical type: without dictionaries, string views, extensions, and the names and metadata of children."""
     if isinstance(kind, pa.BaseExtensionType):
         return plain(kind.storage_type)
     if types.is_dictionary(kind):
@@ -83,12 +82,12 @@ def plain(kind: pa.DataType) -> pa.DataType:
 
 
 def _settled(kind: pa.DataType) -> pa.DataType:
-    """A plain type with string for null, at any depth; Arrow's casts between lists of nulls are not to be relied on."""
+    """A plain type with string for null, at any depth: Arrow's casts between lists of nulls are unreliable."""
     return pa.string() if types.is_null(kind) else _rebuilt(kind, _settled)
 
 
 def _rebuilt(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
-    """A nested type with its children changed, their own names and metadata left behind; any other as it is."""
+    """A nested type with changed children, without their names and metadata; any other type unchanged."""
     if types.is_list(kind):
         return pa.list_(change(kind.value_type))
     if types.is_large_list(kind):
@@ -102,41 +101,41 @@ def _rebuilt(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) ->
     return kind
 
 
-def common(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """A plain type that holds the values of both, None if there is none.
+def common(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
+    """A plain type for the values of two plain types, None without one.
 
-    Two rest on the values, which are checked row by row: whole numbers beside fractions become doubles, and
-    uint64 beside signed numbers int64.
+    Two choices depend on the values, which are checked row by row: integers with floats become doubles, and uint64 with
+    signed integers becomes int64.
     """
-    if one == other or types.is_null(other):
-        return one
-    if types.is_null(one):
-        return other
+    if first == second or types.is_null(second):
+        return first
+    if types.is_null(first):
+        return second
     for family in (_numbers, _decimals, _texts, _times, _lists, _nested):
-        found = family(one, other)
-        if found is not None:
-            return found
+        both = family(first, second)
+        if both is not None:
+            return both
     return None
 
 
-def _numbers(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+def _numbers(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
     for family in (_SIGNED, _UNSIGNED, _FLOATS):
-        if one in family and other in family:
-            return family[max(family.index(one), family.index(other))]
+        if first in family and second in family:
+            return family[max(family.index(first), family.index(second))]
     kinds = (*_SIGNED, *_UNSIGNED, *_FLOATS)
-    if one not in kinds or other not in kinds:
+    if first not in kinds or second not in kinds:
         return None
-    if one in _FLOATS or other in _FLOATS:
+    if first in _FLOATS or second in _FLOATS:
         return pa.float64()
-    signed, unsigned = (one, other) if one in _SIGNED else (other, one)
+    signed, unsigned = (first, second) if first in _SIGNED else (second, first)
     return _SIGNED[min(max(_SIGNED.index(signed), _UNSIGNED.index(unsigned) + 1), 3)]
 
 
-def _decimals(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    if not (types.is_decimal(one) or types.is_decimal(other)):
+def _decimals(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
+    if not (types.is_decimal(first) or types.is_decimal(second)):
         return None
     whole = scale = 0
-    for kind in (one, other):
+    for kind in (first, second):
         if types.is_decimal(kind):
             whole, scale = max(whole, kind.precision - kind.scale), max(scale, kind.scale)
         elif types.is_integer(kind):
@@ -148,53 +147,53 @@ def _decimals(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     return pa.decimal128(whole + scale, scale) if whole + scale <= 38 else pa.decimal256(whole + scale, scale)
 
 
-def _texts(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    if is_text(one) and is_text(other):
+def _texts(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
+    if is_text(first) and is_text(second):
         return pa.large_string()
     sized = (pa.binary(), pa.large_binary())
-    if all(kind in sized or types.is_fixed_size_binary(kind) for kind in (one, other)):
-        return pa.large_binary() if pa.large_binary() in (one, other) else pa.binary()
+    if all(kind in sized or types.is_fixed_size_binary(kind) for kind in (first, second)):
+        return pa.large_binary() if pa.large_binary() in (first, second) else pa.binary()
     return None
 
 
-def _times(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    if types.is_timestamp(one) and types.is_timestamp(other):
-        if (one.tz is None) != (other.tz is None):
+def _times(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
+    if types.is_timestamp(first) and types.is_timestamp(second):
+        if (first.tz is None) != (second.tz is None):
             return None
-        return pa.timestamp(_finer(one, other), one.tz if one.tz == other.tz else "UTC")
-    if types.is_duration(one) and types.is_duration(other):
-        return pa.duration(_finer(one, other))
-    if types.is_time(one) and types.is_time(other):
-        unit = _finer(one, other)
-        return pa.time32(unit) if types.is_time32(one) and types.is_time32(other) else pa.time64(unit)
+        return pa.timestamp(_finer(first, second), first.tz if first.tz == second.tz else "UTC")
+    if types.is_duration(first) and types.is_duration(second):
+        return pa.duration(_finer(first, second))
+    if types.is_time(first) and types.is_time(second):
+        unit = _finer(first, second)
+        return pa.time32(unit) if types.is_time32(first) and types.is_time32(second) else pa.time64(unit)
     return None
 
 
-def _finer(one: pa.DataType, other: pa.DataType) -> str:
-    return _UNITS[max(_UNITS.index(one.unit), _UNITS.index(other.unit))]
+def _finer(first: pa.DataType, second: pa.DataType) -> str:
+    return _UNITS[max(_UNITS.index(first.unit), _UNITS.index(second.unit))]
 
 
-def _lists(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    kinds = (one, other)
+def _lists(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
+    kinds = (first, second)
     if not all(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) for kind in kinds):
         return None
-    below = common(one.value_type, other.value_type)
-    if below is None:
+    item = common(first.value_type, second.value_type)
+    if item is None:
         return None
     sizes = {kind.list_size if types.is_fixed_size_list(kind) else None for kind in kinds}
     if len(sizes) == 1 and None not in sizes:
-        return pa.list_(below, sizes.pop())
-    return pa.large_list(below) if any(types.is_large_list(kind) for kind in kinds) else pa.list_(below)
+        return pa.list_(item, sizes.pop())
+    return pa.large_list(item) if any(types.is_large_list(kind) for kind in kinds) else pa.list_(item)
 
 
-def _nested(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    if types.is_map(one) and types.is_map(other):
-        key, item = common(one.key_type, other.key_type), common(one.item_type, other.item_type)
+def _nested(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
+    if types.is_map(first) and types.is_map(second):
+        key, item = common(first.key_type, second.key_type), common(first.item_type, second.item_type)
         return None if key is None or item is None else pa.map_(key, item)
-    if not (types.is_struct(one) and types.is_struct(other)):
+    if not (types.is_struct(first) and types.is_struct(second)):
         return None
     fields: dict[str, pa.DataType] = {}
-    for kind in (one, other):
+    for kind in (first, second):
         if len({child.name for child in kind}) < kind.num_fields:
             return None
         for child in kind:
@@ -206,48 +205,48 @@ def _nested(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether a plain type is text, of either width."""
+    """Whether a plain type is string or large_string."""
     return bool(types.is_string(kind) or types.is_large_string(kind))
 
 
 def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """The table's columns in the schema's types, and a column `ERROR` for rows with a value that does not fit.
+    """The table's columns cast to the schema, and a column `ERROR` for rows with a value that does not fit.
 
-    Arrow does not check on reading that text is UTF-8: it is checked here. Such text has U+FFFD in place of what
-    is wrong, any other value that does not fit is null.
+    Checks that text is UTF-8, which Arrow does not do on reading. Invalid bytes of text become U+FFFD; any other value
+    that does not fit becomes null.
     """
     columns = []
     errors: dict[int, str] = {}
     for field in schema:
-        pieces, first = [], 0
+        arrays, first = [], 0
         for chunk in table[field.name].chunks:
             try:
-                pieces.append(_cast(chunk, field.type))
+                arrays.append(_cast(chunk, field.type))
             except pa.ArrowInvalid:
-                rows = [_alone(chunk, row, field) for row in range(len(chunk))]
-                pieces.append(pa.concat_arrays([value for value, _ in rows]))
+                rows = [_cast_value(chunk, row, field) for row in range(len(chunk))]
+                arrays.append(pa.concat_arrays([value for value, _ in rows]))
                 for row, (_, error) in enumerate(rows, first):
                     if error is not None:
                         errors.setdefault(row, error)
             first += len(chunk)
-        columns.append(pa.chunked_array(pieces, field.type))
-    found = pa.array([errors.get(row) for row in range(table.num_rows)], pa.string())
-    return pa.table([*columns, found], schema.append(pa.field(ERROR, pa.string())))
+        columns.append(pa.chunked_array(arrays, field.type))
+    error_column = pa.array([errors.get(row) for row in range(table.num_rows)], pa.string())
+    return pa.table([*columns, error_column], schema.append(pa.field(ERROR, pa.string())))
 
 
 def _cast(values: pa.Array, kind: pa.DataType) -> pa.Array:
-    """ArrowInvalid if one of the values does not fit."""
+    """The array in another type. Raises ArrowInvalid if a value does not fit."""
     try:
         cast = values.cast(kind)
-    except pa.ArrowIndexError:  # Arrow looks nulls up too, and in an empty dictionary there is nothing
+    except pa.ArrowIndexError:  # Arrow looks up nulls too, and fails in an empty dictionary
         cast = pa.array(values.to_pylist(), kind)
     cast.validate(full=True)
     return cast
 
 
-def _alone(values: pa.Array, row: int, field: pa.Field) -> tuple[pa.Array, str | None]:
-    """One value as an array, and what is wrong with it."""
-    value = pa.concat_arrays([values.slice(row, 1)])  # a slice of a list still holds all that lies below
+def _cast_value(values: pa.Array, row: int, field: pa.Field) -> tuple[pa.Array, str | None]:
+    """One value as an array of the field's type, and its error."""
+    value = pa.concat_arrays([values.slice(row, 1)])  # a copy: a slice of a list keeps all its children
     try:
         return _cast(value, field.type), None
     except pa.ArrowInvalid as error:
@@ -264,7 +263,7 @@ def _storage(value: pa.Array) -> pa.Array:
 
 
 def split_errors(table: pa.Table) -> tuple[pa.Table, list[str | None]]:
-    """A table of `conform` without its errors, and these; any other table has none."""
+    """A table without its column of errors, and the errors; none for a table that `conform` has not made."""
     if ERROR not in table.column_names:
         return table, [None] * table.num_rows
     return table.drop_columns(ERROR), table[ERROR].to_pylist()

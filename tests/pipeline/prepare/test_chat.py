@@ -54,11 +54,11 @@ def test_special_tokens_come_from_the_template_alone(chat_checkpoint: Path) -> N
     assert ids == expected and ids.count(tokenizer.bos_token_id) == 1 and tokenizer.sep_token_id not in ids
 
 
-def test_json_says_the_same(chat_checkpoint: Path) -> None:
+def test_messages_as_json(chat_checkpoint: Path) -> None:
     assert prepared(chat_checkpoint, [json.dumps(USER)]) == prepared(chat_checkpoint, [USER])
 
 
-def test_parts_of_text_become_lines_and_null_fields_are_not_there(chat_checkpoint: Path) -> None:
+def test_text_parts_become_lines_and_null_fields_are_dropped(chat_checkpoint: Path) -> None:
     parts = [{"type": "text", "text": "one", "image": None}, {"type": "text", "text": "two", "image": None}]
     messages = [[{"role": "user", "name": None, "content": parts}], [{"role": "user", "name": "Ann", "content": parts}]]
     texts, errors = prepared(chat_checkpoint, messages)
@@ -75,7 +75,7 @@ def test_the_jobs_system_message_and_examples_come_first(chat_checkpoint: Path) 
     assert texts == [f"<s>[system]be nice</s>{shots}", f"<s>[system]be rude</s>{shots}"]
 
 
-def test_a_system_message_further_down_still_wins() -> None:
+def test_a_later_system_message_replaces_the_jobs() -> None:
     later = [*USER, {"role": "system", "content": "be rude"}]
     assert conversation(Chat("be nice"), later) == later
 
@@ -87,7 +87,7 @@ def test_text_becomes_a_users_message(chat_checkpoint: Path) -> None:
         assert errors[1] is not None
 
 
-def test_values_reach_the_chat_template(chat_checkpoint: Path) -> None:
+def test_chat_template_kwargs_reach_the_template(chat_checkpoint: Path) -> None:
     texts, _ = prepared(chat_checkpoint, [USER], Chat(values={"thinking": False}))
     assert texts == ["<s>[user]hi</s>[assistant]quick "]
 
@@ -117,9 +117,7 @@ def test_values_reach_the_chat_template(chat_checkpoint: Path) -> None:
         (json.dumps([*USER, *USER]), "chat template: TemplateError: roles must alternate"),
     ],
 )
-def test_messages_that_are_none_are_the_error_of_their_row(
-    chat_checkpoint: Path, messages: str | None, error: str
-) -> None:
+def test_invalid_messages_are_a_row_error(chat_checkpoint: Path, messages: str | None, error: str) -> None:
     texts, errors = prepared(chat_checkpoint, [json.dumps(USER), messages])
     assert errors[0] is None and texts[0] == "<s>[user]hi</s>[assistant]"
     assert errors[1].startswith(error) and "\n" not in errors[1] and texts[1] == ""
@@ -138,7 +136,7 @@ def refusal(checkpoint: Path, chat: Chat) -> str:
     return str(caught.value)
 
 
-def test_what_would_spoil_every_row_is_refused(checkpoint: Path, chat_checkpoint: Path, tmp_path: Path) -> None:
+def test_settings_that_fail_every_row_are_refused(checkpoint: Path, chat_checkpoint: Path, tmp_path: Path) -> None:
     check_chat(load_tokenizer(chat_checkpoint), Chat("be nice", (("a", "b"),), {"thinking": False}), chat_checkpoint)
     said = refusal(checkpoint, Chat())
     assert said == f"{checkpoint}: the tokenizer has no chat template, which messages and chats need"
@@ -170,7 +168,7 @@ def test_a_job_without_a_chat_template_ends_before_ray(
     assert not started and not (tmp_path / "out").exists()
 
 
-def test_everything_a_job_says_reaches_the_rows_of_another_process(chat_checkpoint: Path) -> None:
+def test_all_settings_of_a_job_survive_pickling(chat_checkpoint: Path) -> None:
     """Ray pickles the spec; a chat has system message, examples, sampling and choices from job and row."""
     config = JobConfig.model_validate(
         {
@@ -201,7 +199,7 @@ def test_everything_a_job_says_reaches_the_rows_of_another_process(chat_checkpoi
     assert done[CHOICES].to_pylist() == [None, ["a"]] and done[ERROR].null_count == 2
 
 
-def test_a_template_is_told_the_time_of_the_plan_and_draws_nothing(chat_checkpoint: Path) -> None:
+def test_templates_read_the_time_of_the_plan_and_have_no_random_numbers(chat_checkpoint: Path) -> None:
     """A job that is resumed another day must write the same prompts."""
     tokenizer = load_tokenizer(chat_checkpoint)
     tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}"
@@ -239,7 +237,7 @@ TEMPLATES = [
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_chat_template_writes_what_it_writes_in_transformers(chat_checkpoint: Path, template: str) -> None:
+def test_a_chat_template_renders_as_in_transformers(chat_checkpoint: Path, template: str) -> None:
     tokenizer = load_tokenizer(chat_checkpoint)
     tokenizer.chat_template = template
     messages = [
@@ -252,7 +250,7 @@ def test_a_chat_template_writes_what_it_writes_in_transformers(chat_checkpoint: 
     assert render_chat(tokenizer, Chat(values=values), messages) == expected
 
 
-def test_the_libraries_own_chat_templates_stay_as_they_are(chat_checkpoint: Path) -> None:
+def test_transformers_own_sandbox_and_clock_are_unchanged(chat_checkpoint: Path) -> None:
     """A job in the same process changes neither the sandbox nor the clock of transformers."""
     import transformers.utils.chat_template_utils as library
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -285,7 +283,7 @@ def test_a_chat_template_stays_in_its_sandbox(chat_checkpoint: Path, template: s
         render_chat(tokenizer, Chat(), USER)
 
 
-def test_what_is_wrong_with_a_row_is_valid_text(checkpoint: Path) -> None:
+def test_a_row_error_is_valid_unicode(checkpoint: Path) -> None:
     spec = PromptSpec(str(checkpoint), 300, 64, column="prompt", sampling_columns="own")
     table = pa.table({"prompt": ["a"], "own": ['{"\\ud800": 1}']})
     assert prepare_table(table, spec)[ERROR].to_pylist()[0].startswith("sampling: unknown key ?")

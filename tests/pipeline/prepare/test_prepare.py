@@ -56,7 +56,7 @@ def test_a_prompt_column_is_tokenized_as_the_tokenizer_does(checkpoint: Path) ->
     assert errors == [None] * 3
 
 
-def test_nothing_is_no_prompt(checkpoint: Path) -> None:
+def test_null_and_blank_prompts_are_row_errors(checkpoint: Path) -> None:
     ids, errors = prepared(checkpoint, {"prompt": [None, "", " \n\t", "fine", "\u2003"]})
     assert errors == ["prompt is null", "prompt is empty", "prompt is empty", None, "prompt is empty"]
     assert [bool(one) for one in ids] == [False, False, False, True, False]
@@ -114,7 +114,7 @@ def test_a_template_reaches_into_nested_columns(checkpoint: Path) -> None:
         ("{{ meta.none }}", "UndefinedError: a null is printed"),
     ],
 )
-def test_what_a_nested_column_lacks_is_the_error_of_its_row(checkpoint: Path, template: str, error: str) -> None:
+def test_a_missing_nested_field_is_a_row_error(checkpoint: Path, template: str, error: str) -> None:
     meta = [{"question": "why", "none": None}, {"question": "why", "none": "x"}]
     _, errors = by_template(checkpoint, template, meta=meta, tags=[["a"], ["a"]])
     assert errors[0] is not None and errors[0].startswith(f"template: {error}")
@@ -130,13 +130,13 @@ def test_a_template_is_compiled_once() -> None:
 
 
 @pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.list_(pa.uint8())])
-def test_token_ids_are_taken_as_they_are(checkpoint: Path, kind: pa.DataType) -> None:
+def test_token_ids_are_unchanged(checkpoint: Path, kind: pa.DataType) -> None:
     rows = [[1, 5, 3], [5], [0, 255]]
     done = prepare_table(pa.table({"prompt": pa.array(rows, kind)}), spec(checkpoint))
     assert done[PROMPT_IDS].to_pylist() == rows and done[ERROR].null_count == 3
 
 
-def test_token_ids_that_are_none_are_the_error_of_their_row(checkpoint: Path) -> None:
+def test_invalid_token_ids_are_a_row_error(checkpoint: Path) -> None:
     rows = [[1], None, [], [1, None], [-1], [VOCABULARY - 1], [2, VOCABULARY], [2**40], [7] * 70]
     ids, errors = prepared(checkpoint, {"prompt": rows})
     assert errors == [
@@ -153,7 +153,7 @@ def test_token_ids_that_are_none_are_the_error_of_their_row(checkpoint: Path) ->
     assert [bool(one) for one in ids] == [error is None for error in errors]
 
 
-def test_a_shard_is_tokenized_at_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_is_tokenized_in_one_call(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     tokenizer = load_tokenizer(checkpoint)
 
@@ -176,7 +176,7 @@ def test_a_damaged_tokenizer_is_named(checkpoint: Path, tmp_path: Path, text: st
     assert str(caught.value).startswith(f"{tmp_path}: ") and "\n" not in str(caught.value)
 
 
-def test_values_that_python_cannot_hold_are_the_error_of_their_row(checkpoint: Path) -> None:
+def test_values_that_python_cannot_hold_are_a_row_error(checkpoint: Path) -> None:
     """A year 300,000, and a lone surrogate that only a template can write."""
     days = pa.array([0, 10**18, 1], pa.timestamp("us"))
     done = prepare_table(pa.table({"d": days}), spec(checkpoint, column=None, template="{{ d.year }}"))
@@ -186,7 +186,7 @@ def test_values_that_python_cannot_hold_are_the_error_of_their_row(checkpoint: P
     assert errors == ["prompt is not valid Unicode: it holds a lone surrogate", None]
 
 
-def test_a_template_may_count(checkpoint: Path) -> None:
+def test_a_template_may_use_range(checkpoint: Path) -> None:
     """`range` is jinja's own and no column of the input."""
     text = "{% for i in range(n) %}{{ i }} {% endfor %}"
     assert template_columns(text) == ["n"]
@@ -194,7 +194,7 @@ def test_a_template_may_count(checkpoint: Path) -> None:
     assert ids == [tokens(checkpoint, "0 1 2 ")] and errors == [None]
 
 
-def test_a_template_is_not_html(checkpoint: Path) -> None:
+def test_a_template_does_not_escape_html(checkpoint: Path) -> None:
     ids, _ = by_template(checkpoint, "{{ x }}", x=["a < b & c"])
     assert ids == [tokens(checkpoint, "a < b & c")]
 
@@ -218,7 +218,7 @@ def test_a_template_without_columns_still_has_rows(checkpoint: Path) -> None:
         ("{% include 'file' %}{{ x }}", "TypeError"),
     ],
 )
-def test_a_template_that_fails_is_the_error_of_its_row(checkpoint: Path, template: str, error: str) -> None:
+def test_a_failing_template_is_a_row_error(checkpoint: Path, template: str, error: str) -> None:
     ids, errors = by_template(checkpoint, template, x=["a"])
     assert ids == [[]] and errors[0] is not None
     assert errors[0].startswith(f"template: {error}: ") and "\n" not in errors[0]
@@ -229,7 +229,7 @@ def test_a_template_cannot_change_the_row(checkpoint: Path) -> None:
     assert errors[0] is not None and errors[0].startswith("template: SecurityError: ")
 
 
-def test_one_bad_row_costs_no_other(checkpoint: Path) -> None:
+def test_a_bad_row_affects_no_other(checkpoint: Path) -> None:
     ids, errors = by_template(checkpoint, "{{ 6 // n }} {{ q }}", n=[1, 0, 2, None, 3], q=["a", "b", "c", "d", "e"])
     good = {0: "6 a", 2: "3 c", 4: "2 e"}
     assert [error is None for error in errors] == [row in good for row in range(5)]
@@ -241,7 +241,7 @@ def test_a_template_over_empty_columns_may_render_nothing(checkpoint: Path) -> N
     assert errors == ["prompt is empty", "prompt is empty", None]
 
 
-def test_text_that_is_not_utf8_is_the_error_of_its_row(checkpoint: Path) -> None:
+def test_text_that_is_not_utf8_is_a_row_error(checkpoint: Path) -> None:
     """Arrow and Parquet do not check what writers call a string."""
     text = b"good\xff\xfe\xfdfine"
     offsets = pa.py_buffer(np.array([0, 4, 7, 11], dtype=np.int32).tobytes())
@@ -254,7 +254,7 @@ def test_text_that_is_not_utf8_is_the_error_of_its_row(checkpoint: Path) -> None
 
 @given(st.lists(st.none() | st.sampled_from(["", " ", "a", "b c", "x" * 150]), min_size=1, max_size=8))
 @settings(max_examples=40, deadline=None)
-def test_a_row_hangs_on_itself_alone(checkpoint: Path, prompts: list[str | None]) -> None:
+def test_a_row_is_prepared_independently_of_others(checkpoint: Path, prompts: list[str | None]) -> None:
     table = pa.table({"prompt": pa.array(prompts, pa.string())})
     whole = prepare_table(table, spec(checkpoint))
     alone = pa.concat_tables([prepare_table(table.slice(row, 1), spec(checkpoint)) for row in range(len(prompts))])

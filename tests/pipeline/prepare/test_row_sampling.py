@@ -29,7 +29,7 @@ def prepared(checkpoint: Path, columns: dict[str, Any], **changes: Any) -> tuple
     return [text and json.loads(text) for text in done[SAMPLING].to_pylist()], errors
 
 
-def test_a_struct_a_map_json_and_columns_say_the_same(checkpoint: Path) -> None:
+def test_overrides_from_a_struct_a_map_json_and_columns_agree(checkpoint: Path) -> None:
     struct = [{"temperature": 0.5, "max_new_tokens": 5, "stop": None}, None, {"temperature": None, "top_k": 3}]
     expected = [{"temperature": 0.5, "max_new_tokens": 5}, None, {"top_k": 3}]
     assert prepared(checkpoint, {"s": struct}) == (expected, [None] * 3)
@@ -74,21 +74,21 @@ def test_lists_of_stops(checkpoint: Path) -> None:
         ("7", "sampling is a int; it must be an object"),
     ],
 )
-def test_what_cannot_be_is_the_error_of_its_row(checkpoint: Path, value: str, error: str) -> None:
+def test_invalid_overrides_are_a_row_error(checkpoint: Path, value: str, error: str) -> None:
     found, errors = prepared(checkpoint, {"s": ['{"top_k": 2}', value, "null", "{}", None]})
     assert found == [{"top_k": 2}, None, None, None, None]
     assert errors[0] is None and errors[2:] == [None] * 3
     assert errors[1].startswith(error) and "\n" not in errors[1]
 
 
-def test_an_unknown_field_of_a_struct_is_an_error_where_it_is_given(checkpoint: Path) -> None:
+def test_an_unknown_field_of_a_struct_is_an_error_where_it_is_set(checkpoint: Path) -> None:
     struct = [{"temp": 1.0, "top_p": None}, {"temp": None, "top_p": 0.5}]
     found, errors = prepared(checkpoint, {"s": struct})
     assert errors == ["sampling: unknown key temp; did you mean temperature?", None]
     assert found == [None, {"top_p": 0.5}]
 
 
-def test_a_rows_own_limit_decides_what_is_cut(checkpoint: Path) -> None:
+def test_truncation_uses_the_rows_own_limit(checkpoint: Path) -> None:
     columns = {"prompt": ["a " * 200] * 3, "limit": [None, 40, 64]}
     values = {"column": "prompt", "sampling": BASE, "sampling_columns": {"max_new_tokens": "limit"}}
     done = prepare_table(pa.table(columns), PromptSpec(str(checkpoint), 300, 64, too_long="truncate_left", **values))
@@ -114,7 +114,7 @@ CHANGES = st.fixed_dictionaries(
 
 @given(CHANGES)
 @settings(max_examples=60, deadline=None)
-def test_what_is_written_for_the_actor_is_what_was_checked(changes: dict[str, Any]) -> None:
+def test_the_overrides_written_for_the_actor_are_those_checked(changes: dict[str, Any]) -> None:
     said = ""
     try:
         merged, text = own_sampling(BASE, changes)

@@ -23,7 +23,7 @@ from pipeline.prepare.chat import Chat
 from pipeline.prepare.chat_template import check_chat, render_chat
 from pipeline.prepare.prompts import ERROR, PROMPT_IDS, prepare_table
 from pipeline.prepare.spec import PromptSpec
-from pipeline.prepare.templates import compile_template, render
+from pipeline.prepare.templates import render
 
 FOREVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 DOUBLE = "{% macro f(x, n) %}{% if n %}{{ f(BODY, n - 1) }}{% else %}{{ x }}{% endif %}{% endmacro %}{{ f(q, 60) }}"
@@ -50,6 +50,7 @@ LARGE = [
     "{{ [q] | batch(10 ** 9, 'x') | list }}",
     "{{ (1).to_bytes(10 ** 9, 'big') }}",
     "{{ 1.5 | round(10 ** 9) }}",
+    "{{ 5 | round(8000000, 'floor') }}",
     "{{ [[q]] | sum(start=[]) }}",
     "{{ '%(a())999999999d' % {'a()': 1} }}",
     "{{ '%%%s%*d' % (q, 999999999, 1) }}",
@@ -80,7 +81,7 @@ TOO_MUCH = r"makes more than [\d,]+ characters( in all)?$"
 
 
 @pytest.mark.parametrize("template", LARGE)
-def test_a_row_that_makes_too_much_is_refused_at_once(template: str) -> None:
+def test_a_template_that_makes_too_much_is_refused_early(template: str) -> None:
     began, peak = time.thread_time(), watch_peak()
     with pytest.raises(ValueError, match=r"^template: " + TOO_MUCH):
         render(template, {"q": "a"})
@@ -104,7 +105,7 @@ for template in json.load(sys.stdin):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_a_memory_bomb_is_an_error_where_memory_is_limited_and_else_at_most_the_death_of_its_worker() -> None:
+def test_a_memory_bomb_is_a_row_error_under_a_memory_limit() -> None:
     """These take gigabytes before their result is measured. Without a limit they may kill their worker process; the
     quarantine then finds their row (tests/pipeline/generate/test_isolated_rows.py)."""
     command = [sys.executable, "-c", LIMITED]
@@ -115,7 +116,7 @@ def test_a_memory_bomb_is_an_error_where_memory_is_limited_and_else_at_most_the_
 
 
 @pytest.mark.parametrize("thread", [False, True], ids=["main thread", "another thread"])
-def test_a_row_that_takes_too_long_is_an_error_and_the_others_are_answered(
+def test_a_row_that_takes_too_long_is_an_error_and_affects_no_other(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, thread: bool
 ) -> None:
     monkeypatch.setattr(sandbox, "SECONDS", 0.3)
@@ -138,14 +139,29 @@ def test_a_row_that_takes_too_long_is_an_error_and_the_others_are_answered(
     assert [bool(ids) for ids in done[PROMPT_IDS].to_pylist()] == [True, False, True, False, True]
 
 
-def test_a_system_that_has_no_clock_of_threads_ends_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ('(' * 4000000 ~ 'www.a.b' ~ ')' * 4000000) | urlize }}",
+        "{{ ('a b ' * 2000000) | wordwrap(3) }}",
+        "{{ ('x,' * 4000000).split(',') | sort | length }}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+    ],
+)
+def test_a_slow_filter_or_recursion_is_stopped(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+    monkeypatch.setattr(sandbox, "SECONDS", 0.3)
+    with pytest.raises(ValueError, match=r"^template: takes more than 0.3 seconds$"):
+        render(template, {})
+
+
+def test_the_time_bound_holds_without_thread_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(time, "pthread_getcpuclockid")
     monkeypatch.setattr(sandbox, "SECONDS", 0.2)
     with pytest.raises(ValueError, match=r"^template: takes more than 0.2 seconds$"):
         render(FOREVER, {})
 
 
-def test_an_end_that_comes_too_late_stays_within(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_timeout_is_not_raised_after_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs that end about when the watchdog strikes: it never strikes after them, nor twice."""
     monkeypatch.setattr(sandbox, "SECONDS", 0.01)
     monkeypatch.setattr(sandbox, "_POLL_SECONDS", 0.001)
@@ -168,7 +184,7 @@ def test_an_end_that_comes_too_late_stays_within(monkeypatch: pytest.MonkeyPatch
     assert ended > 0
 
 
-def test_what_is_large_but_not_too_large_is_made() -> None:
+def test_large_values_within_the_bounds_are_made() -> None:
     assert len(render("{{ q * 1000000 }}", {"q": "abc"})) == 3_000_000
     long = "word " * 200_000
     assert render("{{ doc | replace('x', 'y') | trim }}", {"doc": long}) == long.strip()
@@ -208,11 +224,11 @@ SANE: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("template", "row", "text"), SANE, ids=[one[0][:60] for one in SANE])
-def test_a_sane_template_over_a_large_document_is_made(template: str, row: dict[str, Any], text: str) -> None:
+def test_ordinary_templates_over_large_documents(template: str, row: dict[str, Any], text: str) -> None:
     assert render(template, row) == text
 
 
-def test_a_text_may_grow_piece_by_piece(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_text_may_grow_in_small_steps(checkpoint: Path, tmp_path: Path) -> None:
     """1,000 texts of 1 MB on average are made on the way."""
     text = (
         "{% set ns = namespace(t='') %}{% for m in messages %}{% set ns.t = ns.t + m.content %}{% endfor %}{{ ns.t }}"
@@ -276,22 +292,20 @@ def test_a_checkpoints_chat_template_has_the_same_bounds(checkpoint: Path, tmp_p
     assert peak() < 400 * 2**20
 
 
-def test_a_chat_template_that_never_ends_is_ended(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_endless_chat_template_is_stopped(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "SECONDS", 0.3)
     tokenizer = chat_of(checkpoint, tmp_path / "c", FOREVER)
     with pytest.raises(ValueError, match=r"^chat template: takes more than 0.3 seconds$"):
         render_chat(tokenizer, Chat(), USER)
 
 
-def test_a_tower_of_namespaces_shows_nothing(checkpoint: Path, tmp_path: Path) -> None:
+def test_nested_namespaces_are_not_printed(checkpoint: Path, tmp_path: Path) -> None:
     tower = "{% set n = namespace() %}{% set n.a = ns.x %}{% set n.b = ns.x %}{% set ns.x = n %}"
     text = "{% set ns = namespace(x='q') %}{% for i in range(60) %}" + tower + "{% endfor %}{{ ns.x }}"
     assert render_chat(chat_of(checkpoint, tmp_path / "c", text), Chat(), USER) == "<Namespace>"
 
 
-def test_the_values_of_rows_are_no_templates(chat_checkpoint: Path) -> None:
+def test_values_of_rows_are_not_rendered_as_templates(chat_checkpoint: Path) -> None:
     evil = "{{ 7 * 7 }}{% for a in range(9) %}x{% endfor %}{# gone #}"
     assert render("{{ q }}", {"q": evil}) == evil
     assert render("{{ '%s' | format(q) }}{{ [q] | join }}", {"q": evil}) == evil * 2
@@ -301,11 +315,7 @@ def test_the_values_of_rows_are_no_templates(chat_checkpoint: Path) -> None:
     assert text == f"<s>[system]{evil}</s>[user]{evil}({evil})</s>[assistant]"
 
 
-def test_errors_are_no_longer_than_a_reader_takes() -> None:
+def test_row_errors_are_short() -> None:
     with pytest.raises(ValueError, match=r"^template: UndefinedError") as caught:
         render("{{ meta['" + "x" * 50_000 + "'] }}", {"meta": {}})
     assert len(str(caught.value)) < 1100
-
-
-def test_templates_are_compiled_once_for_all_rows() -> None:
-    assert compile_template("{{ a }}!") is compile_template("{{ a }}!")

@@ -72,7 +72,7 @@ def bad_text(kind: pa.DataType = TEXTS[0]) -> pa.Array:
         (pa.struct([("a", pa.int8()), ("a", pa.int8())]), STRUCT, None),
     ],
 )
-def test_what_two_types_have_in_common(one: pa.DataType, other: pa.DataType, both: pa.DataType | None) -> None:
+def test_common_type_of_two_types(one: pa.DataType, other: pa.DataType, both: pa.DataType | None) -> None:
     assert common(one, other) == both
     if not pa.types.is_struct(one):
         assert common(other, one) == both
@@ -133,7 +133,7 @@ def values_of(kind: pa.DataType) -> st.SearchStrategy[Any]:
 
 @given(st.data(), KINDS, KINDS)
 @settings(max_examples=120, deadline=None)
-def test_every_value_is_unchanged_or_the_error_of_its_row(
+def test_every_value_is_unchanged_or_an_error_of_its_row(
     data: st.DataObject, one: pa.DataType, other: pa.DataType
 ) -> None:
     """Of both files; and a schema does not hang on which column of the two is whose."""
@@ -168,7 +168,7 @@ def holds(now: Any, before: Any) -> bool:
     return bool(now == before)
 
 
-def test_what_does_not_fit_costs_its_row_alone() -> None:
+def test_a_value_that_does_not_fit_fails_only_its_row() -> None:
     schema = one_schema(["n"], {"a": pa.schema([("n", pa.int64())]), "b": pa.schema([("n", pa.float64())])})
     numbers = [1, 2**53 + 1, None, -(2**53)]
     done, errors = split_errors(conform(pa.table({"n": numbers}), schema))
@@ -185,7 +185,7 @@ def test_what_does_not_fit_costs_its_row_alone() -> None:
 
 @pytest.mark.parametrize("kind", TEXTS, ids=str)
 @pytest.mark.parametrize("into", [pa.string(), pa.large_string()], ids=str)
-def test_text_that_is_not_utf8_is_the_error_of_its_row(kind: pa.DataType, into: pa.DataType) -> None:
+def test_text_that_is_not_utf8_is_a_row_error(kind: pa.DataType, into: pa.DataType) -> None:
     table = pa.table({"n": [1, 2, 3], "x": bad_text(kind)})
     table = pa.concat_tables([table, table.slice(1)])
     done, errors = split_errors(conform(table, pa.schema([("x", into)])))
@@ -215,14 +215,14 @@ def test_nested_text_that_is_not_utf8_is_null(kind: pa.DataType) -> None:
             assert f"column {name}: " in str(errors[1]) and "\n" not in str(errors[1])
 
 
-def test_the_first_of_several_columns_names_the_error() -> None:
+def test_the_error_names_the_first_bad_column() -> None:
     table = pa.table({"x": bad_text(), "n": [1, 2**60 + 1, 2**60 + 1]})
     schema = pa.schema([("x", pa.string()), ("n", pa.float64())])
     errors = conform(table, schema)[ERROR].to_pylist()
     assert errors[:2] == [None, "column x: not UTF-8"] and str(errors[2]).startswith("column n: ")
 
 
-def test_nothing_of_a_file_itself_comes_along() -> None:
+def test_metadata_of_files_is_dropped() -> None:
     """Neither metadata, nor what may be null, nor names below a list, nor dictionaries and extensions."""
     element = pa.field("element", pa.dictionary(pa.int8(), pa.string()), nullable=False, metadata={"c": "d"})
     files = {
@@ -245,7 +245,7 @@ def test_nothing_of_a_file_itself_comes_along() -> None:
     assert conform(table, schema).schema.remove(4).equals(schema, check_metadata=True)
 
 
-def test_columns_that_do_not_go_together_are_refused_in_one_line() -> None:
+def test_columns_without_a_common_type_are_refused_in_one_line() -> None:
     def refusal(*kinds: pa.DataType) -> str:
         with pytest.raises(ValueError, match=r".") as caught:
             one_schema(["x"], {f"{place}.parquet": pa.schema([("x", kind)]) for place, kind in enumerate(kinds)})
@@ -263,12 +263,12 @@ def test_columns_that_do_not_go_together_are_refused_in_one_line() -> None:
         one_schema(["x"], {"a": pa.schema([("y", pa.int8())])})
 
 
-def test_a_table_of_another_origin_has_no_errors() -> None:
+def test_a_table_without_error_column_has_no_errors() -> None:
     table = pa.table({"x": [Decimal("1.5")]})
     assert split_errors(table) == (table, [None])
 
 
-def test_a_null_of_an_empty_dictionary_is_a_null() -> None:
+def test_a_null_of_an_empty_dictionary_stays_null() -> None:
     words = pa.dictionary(pa.int8(), pa.string())
     table = pa.table({"x": pa.array([None], pa.struct([("a", words)]))})
     found = conform(table, pa.schema([("x", pa.struct([("a", pa.string())]))]))

@@ -1,0 +1,193 @@
+"""Input files are listed, named when they cannot be read, and pinned."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import os
+import uuid
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from input_files import write_rows
+
+from pipeline.config.job import StorageConfig
+from pipeline.read.files import list_files, read_footer
+from pipeline.read.ipc import from_ipc
+from pipeline.read.shards import cut_shards
+from pipeline.read.source import ShardSource
+from pipeline.storage.errors import StoreFailed
+from pipeline.storage.folder import filesystem
+
+LOCAL = StorageConfig()
+PROMPT = pa.schema([("prompt", pa.string())])
+
+
+def refusal(paths: list[str], storage: StorageConfig = LOCAL) -> str:
+    with pytest.raises(ValueError, match=r".") as caught:
+        _look(paths, storage)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def _look(paths: list[str], storage: StorageConfig) -> None:
+    for url, (size, version) in list_files(paths, storage).items():
+        read_footer(url, size, version, storage)
+
+
+@pytest.fixture(scope="module", params=["local", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, StorageConfig]:
+    """A folder of inputs, and how it is reached: a.parquet, sub/b.parquet and files that are none."""
+    folder = tmp_path_factory.mktemp("inputs")
+    write_rows(folder / "a.parquet", [3, 2])
+    (folder / "sub").mkdir()
+    write_rows(folder / "sub" / "b.parquet", [4], first=5)
+    (folder / "bad.parquet.txt").write_text("not parquet")
+    (folder / "other").mkdir()
+    (folder / "other" / "bad.parquet").write_text("not parquet either")
+    (folder / "empty").mkdir()
+    (folder / "empty" / "x.txt").write_text("")
+    (folder / "in").mkdir()
+    write_rows(folder / "in" / "c.parquet", [2], first=9)
+    for hidden in ("in/_old.parquet", "in/.part.parquet", "in/_tmp/d.parquet", "in/.git/e.parquet", "in2/f.parquet"):
+        (folder / hidden).parent.mkdir(exist_ok=True)
+        write_rows(folder / hidden, [1])
+    if request.param == "local":
+        return str(folder), LOCAL
+    storage: StorageConfig = request.getfixturevalue("s3")
+    root = f"s3://bucket/{uuid.uuid4().hex}"
+    fs, inside = filesystem(root, storage)
+    fs.put(str(folder), inside, recursive=True)
+    return root, storage
+
+
+def test_list_files_of_a_file_a_folder_a_glob_and_a_list(place: tuple[str, StorageConfig]) -> None:
+    root, storage = place
+    single = list_files([f"{root}/a.parquet"], storage)
+    assert list(single) == [f"{root}/a.parquet"]
+    assert list(list_files([f"{root}/in"], storage)) == [f"{root}/in/c.parquet"]
+    assert list(list_files([f"{root}/in/"], storage)) == [f"{root}/in/c.parquet"]
+    assert list(list_files([f"{root}/*.parquet"], storage)) == [f"{root}/a.parquet"]
+    assert list(list_files([f"{root}/*/[bc].parquet"], storage)) == [f"{root}/in/c.parquet", f"{root}/sub/b.parquet"]
+    several = list_files([f"{root}/sub", f"{root}/a.parquet", f"{root}/a*"], storage)
+    assert list(several) == [f"{root}/sub/b.parquet", f"{root}/a.parquet"]
+    assert several[f"{root}/a.parquet"] == single[f"{root}/a.parquet"]
+
+
+def test_listed_files_are_read_by_the_ray_source(place: tuple[str, StorageConfig]) -> None:
+    root, storage = place
+    files = list_files([f"{root}/a.parquet", f"{root}/sub"], storage)
+    columns = pa.schema([("id", pa.int64())])
+    both = [read_footer(url, size, version, storage) for url, (size, version) in files.items()]
+    assert [file.group_rows for file, _ in both] == [(3, 2), (4,)]
+    assert both[0][1].names == ["id", "prompt", "other"]
+    shards = cut_shards([file for file, _ in both], 3, 10**9)
+    assert [(shard.first_row, shard.rows) for shard in shards] == [(0, 3), (3, 2), (0, 3), (3, 1)]
+    source = ShardSource(shards, [file for file, _ in both], columns, storage, 100, 10**9)
+    blocks = [block for task in source.get_read_tasks(2) for block in task()]
+    rows = [from_ipc(row["rows"])["id"].to_pylist() for block in blocks for row in block.to_pylist()]
+    assert rows == [[0, 1, 2], [3, 4], [5, 6, 7], [8]]
+
+
+def test_a_path_without_files_is_named(place: tuple[str, StorageConfig]) -> None:
+    root, storage = place
+    assert refusal([f"{root}/a.parquet", f"{root}/none"], storage) == f"{root}/none: no such file or folder"
+    assert refusal([f"{root}/empty"], storage) == f"{root}/empty: folder without .parquet files"
+    assert refusal([f"{root}/*.arrow"], storage) == f"{root}/*.arrow: matches no file"
+    assert refusal([f"{root}/other"], storage).startswith(f"{root}/other/bad.parquet: not readable as Parquet: ")
+    assert refusal([f"{root}/bad*"], storage).startswith(f"{root}/bad.parquet.txt: not readable as Parquet: ")
+
+
+def test_a_missing_bucket_and_an_unknown_scheme_are_named(s3: StorageConfig) -> None:
+    named = "s3://no-such-bucket/in: cannot be listed: s3://no-such-bucket: no such bucket"
+    assert refusal(["s3://no-such-bucket/in"], s3) == named
+    assert refusal(["gs://bucket/in"]).startswith("gs://bucket/in: storage gs:// is not supported")
+
+
+def test_a_store_outage_is_not_a_user_error(s3: StorageConfig, tmp_path: Path) -> None:
+    nowhere = StorageConfig(endpoint_url="http://127.0.0.1:1", retry_seconds=0)
+    for ask in (
+        lambda: list_files(["s3://bucket/in"], nowhere),
+        lambda: read_footer("s3://bucket/in", 1, "v", nowhere),
+    ):
+        with pytest.raises(StoreFailed, match=r"^s3://bucket/in/?: the store [^\n]+$"):
+            ask()
+
+
+def test_a_disk_failure_is_not_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(tmp_path / "a.parquet", [3])
+
+    def broken(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(pq, "ParquetFile", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        read_footer(f"{tmp_path}/a.parquet", 1, "v", LOCAL)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b'{"prompt": "a"}\n{"prompt": "b"}\n', "JSON"),
+        (b'\xef\xbb\xbf[\n  {"prompt": "gr\xc3\xbc\xc3\x9f"}\n]', "JSON"),
+        (b"id,prompt\n1,a\n", "CSV"),
+        (b"id\tprompt\r\n1\ta\r\n", "CSV"),
+        (gzip.compress(b"id,prompt\n1,a\n"), "gzip"),
+        (b"ARROW1\0\0" + b"\0" * 99, "an Arrow IPC file"),
+    ],
+)
+def test_the_error_names_the_format_of_the_file(tmp_path: Path, content: bytes, kind: str) -> None:
+    (tmp_path / "a.parquet").write_bytes(content)
+    named = f"{tmp_path}/a.parquet: not readable as Parquet: the file is {kind}; convert it to Parquet"
+    assert refusal([str(tmp_path)]) == named
+
+
+def test_a_damaged_footer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1" + b"x" * 30 + b"\x10\0\0\0PAR1")
+    assert refusal([str(tmp_path)]).startswith(f"{tmp_path}/a.parquet: not readable as Parquet: Couldn't deserialize")
+
+
+def test_an_existing_file_is_not_read_as_a_glob(tmp_path: Path) -> None:
+    write_rows(tmp_path / "[x].parquet", [3])
+    write_rows(tmp_path / "x.parquet", [2])
+    assert list(list_files([f"{tmp_path}/[x].parquet"], LOCAL)) == [f"{tmp_path}/[x].parquet"]
+    assert list(list_files([f"{tmp_path}/[xy].parquet"], LOCAL)) == [f"{tmp_path}/x.parquet"]
+
+
+def test_a_file_name_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.parquet", [3])
+    os.rename(tmp_path / "a.parquet", os.fsencode(tmp_path) + b"/a\xff.parquet")
+    assert refusal([str(tmp_path)]) == f"{tmp_path}/a\ufffd.parquet: the file name is not UTF-8; rename the file"
+
+
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.parquet", [100])
+    data = (tmp_path / "a.parquet").read_bytes()
+    for part in (data[:-30], data[:3], b""):
+        (tmp_path / "a.parquet").write_bytes(part)
+        assert refusal([str(tmp_path)]).startswith(f"{tmp_path}/a.parquet: not readable as Parquet")
+
+
+def test_the_version_changes_with_the_content(tmp_path: Path, s3: StorageConfig) -> None:
+    write_rows(tmp_path / "a.parquet", [3])
+    before = list_files([str(tmp_path)], LOCAL)
+    assert list_files([str(tmp_path)], LOCAL) == before
+    os.utime(tmp_path / "a.parquet", ns=(1, 1))
+    assert list_files([str(tmp_path)], LOCAL) != before
+    fs, _ = filesystem("s3://bucket", s3)
+    url = f"s3://bucket/{uuid.uuid4().hex}.parquet"
+    versions = []
+    for content in (b"abc", b"abc", b"abd"):
+        fs.pipe_file(url, content)
+        versions.append(list_files([url], s3)[url])
+    assert versions[0] == versions[1] != versions[2]
+
+
+def test_the_footer_gives_rows_and_bytes_of_row_groups(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.parquet", [7, 2])
+    file, schema = read_footer(f"{tmp_path}/a.parquet", 12, "v", LOCAL)
+    assert (file.url, file.size, file.version, file.group_rows) == (f"{tmp_path}/a.parquet", 12, "v", (7, 2))
+    assert file.rows == 9 and len(file.group_bytes) == 2 and all(size > 0 for size in file.group_bytes)
+    assert schema.field("prompt").type == pa.string()

@@ -1,0 +1,180 @@
+"""Shards hold every row once, and are read row for row, alone and as a Ray Data source."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from input_files import write_rows
+
+from pipeline.config.job import StorageConfig
+from pipeline.read.files import InputFile, list_files, read_footer
+from pipeline.read.ipc import from_ipc, to_ipc
+from pipeline.read.shards import Shard, cut_shards, group_shards, read_shards
+from pipeline.read.source import ShardSource
+
+LOCAL = StorageConfig()
+PROMPT = pa.schema([("prompt", pa.string())])
+
+
+def pinned(url: str, storage: StorageConfig = LOCAL) -> InputFile:
+    ((name, (size, version)),) = list_files([url], storage).items()
+    return read_footer(name, size, version, storage)[0]
+
+
+@st.composite
+def input_files(draw: st.DrawFn) -> list[InputFile]:
+    files = []
+    for number in range(draw(st.integers(1, 4))):
+        groups = draw(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30)), max_size=8))
+        rows = tuple(count for count, _ in groups)
+        files.append(InputFile(f"f{number}", 1, "v", rows, tuple(count * width for count, width in groups)))
+    return files
+
+
+@given(input_files(), st.integers(1, 50), st.integers(1, 600))
+@settings(max_examples=300, deadline=None)
+def test_shards_hold_every_row_once(files: list[InputFile], shard_rows: int, shard_bytes: int) -> None:
+    shards = cut_shards(files, shard_rows, shard_bytes)
+    assert [shard.index for shard in shards] == list(range(len(shards)))
+    rows = [(shard.url, shard.first_row + row) for shard in shards for row in range(shard.rows)]
+    assert rows == [(file.url, row) for file in files for row in range(file.rows)]
+    assert all(1 <= shard.rows <= shard_rows for shard in shards)
+    for file in files:
+        edges, larger, bytes_a_row = {0}, [], []
+        for count, size in zip(file.group_rows, file.group_bytes, strict=True):
+            first = max(edges)
+            edges.add(first + count)
+            bytes_a_row += [size / count] * count if count else []
+            if count > shard_rows or size > shard_bytes:
+                larger.append(range(first, first + count + 1))
+        for shard in (shard for shard in shards if shard.url == file.url):
+            first, end = shard.first_row, shard.first_row + shard.rows
+            assert {first, end} <= edges or any(first in group and end in group for group in larger)
+            assert shard.rows == 1 or sum(bytes_a_row[first:end]) <= shard_bytes + 1e-6
+
+
+def test_small_row_groups_share_a_shard() -> None:
+    file = InputFile("f", 1, "v", (2, 2, 2, 9, 1, 1), (2, 2, 2, 9, 1, 1))
+    assert [(shard.first_row, shard.rows) for shard in cut_shards([file], 4, 100)] == [
+        (0, 4),
+        (4, 2),
+        (6, 4),
+        (10, 4),
+        (14, 1),
+        (15, 2),
+    ]
+
+
+@given(
+    st.lists(st.integers(0, 12), min_size=1, max_size=5),
+    st.integers(1, 15),
+    st.integers(1, 30),
+    st.lists(st.booleans(), min_size=60, max_size=60),
+)
+@settings(max_examples=40, deadline=None)
+def test_shards_are_read_row_by_row(
+    tmp_path_factory: pytest.TempPathFactory, groups: list[int], shard_rows: int, task_rows: int, left: list[bool]
+) -> None:
+    """Of any file, any of its shards, such as a resumed job has left, in read tasks of any size."""
+    path = tmp_path_factory.getbasetemp() / "law.parquet"
+    write_rows(path, groups)
+    file = pinned(str(path))
+    shards = [shard for shard in cut_shards([file], shard_rows, 2**30) if left[shard.index]]
+    if not shards:
+        return
+    tables = list(read_shards(shards, ["id", "prompt"], LOCAL))
+    expected = [list(range(shard.first_row, shard.first_row + shard.rows)) for shard in shards]
+    assert [table["id"].to_pylist() for table in tables] == expected
+    assert all(table.column_names == ["id", "prompt"] for table in tables)
+    tasks = ShardSource(shards, [file], PROMPT, LOCAL, task_rows, 2**30).get_read_tasks(3)
+    blocks = [block for task in tasks for block in task()]
+    assert all(block.num_rows == 1 for block in blocks)
+    rows = [block.to_pylist()[0] for block in blocks]
+    assert [(row["shard"], row["url"], row["first_row"]) for row in rows] == [
+        (shard.index, shard.url, shard.first_row) for shard in shards
+    ]
+    prompts = [from_ipc(row["rows"])["prompt"].to_pylist() for row in rows]
+    assert prompts == [[f"prompt {one}" for one in some] for some in expected]
+    assert sum(task.metadata.num_rows or 0 for task in tasks) == len(shards)
+
+
+def rows_of(tasks: list[list[Shard]]) -> list[list[int]]:
+    return [[shard.rows for shard in task] for task in tasks]
+
+
+def test_read_tasks_keep_to_one_file_and_their_limits() -> None:
+    """Whole row groups, five files' worth of four rows and forty bytes each."""
+    files = [InputFile(url, 1, "v", (4,) * 5, (40,) * 5) for url in "ab"]
+    shards = cut_shards(files, 4, 10**9)
+    assert rows_of(group_shards(shards, files, 8, 10**9)) == [[4, 4], [4, 4], [4]] * 2
+    assert rows_of(group_shards(shards, files, 100, 10**9)) == [[4] * 5] * 2
+    assert rows_of(group_shards(shards, files, 100, 90)) == [[4, 4], [4, 4], [4]] * 2
+    assert rows_of(group_shards(shards, files, 1, 1)) == [[4]] * 10
+    tasks = ShardSource(shards, files, PROMPT, LOCAL, 8, 10**9).get_read_tasks(1)
+    assert [task.metadata.num_rows for task in tasks] == [2, 2, 1, 2, 2, 1]
+    names = Counter(name for task in tasks for name in task.metadata.input_files or ())
+    assert names == {"a": 3, "b": 3}
+
+
+def test_shards_of_one_row_group_are_one_read_task() -> None:
+    """Whatever the limits, and of those alone that a resumed job has left; its neighbours have tasks of their own."""
+    files = [InputFile("a", 1, "v", (4, 0, 100, 4, 4), (40, 0, 1000, 40, 40))]
+    shards = cut_shards(files, 10, 10**9)
+    assert [shard.rows for shard in shards] == [4, *[10] * 10, 8]
+    for limits in ((20, 10**9), (10**9, 100), (1, 1)):
+        assert rows_of(group_shards(shards, files, *limits)) == [[4], [10] * 10, [8]]
+    assert rows_of(group_shards(shards, files, 112, 10**9)) == [[4, *[10] * 10, 8]]
+    assert rows_of(group_shards(shards[3:7:2], files, 1, 1)) == [[10, 10]]
+
+
+@given(input_files(), st.integers(1, 50), st.integers(1, 600), st.integers(1, 80), st.integers(1, 900))
+@settings(max_examples=200, deadline=None)
+def test_no_row_group_is_in_two_read_tasks(
+    files: list[InputFile], shard_rows: int, shard_bytes: int, task_rows: int, task_bytes: int
+) -> None:
+    shards = cut_shards(files, shard_rows, shard_bytes)
+    tasks = group_shards(shards, files, task_rows, task_bytes)
+    assert [shard for task in tasks for shard in task] == shards
+    seen: set[tuple[str, int]] = set()
+    for task in tasks:
+        (url,) = {shard.url for shard in task}
+        edges = [0]
+        for rows in next(file for file in files if file.url == url).group_rows:
+            edges.append(edges[-1] + rows)
+        first, end = task[0].first_row, task[-1].first_row + task[-1].rows
+        groups = {
+            (url, number) for number in range(len(edges) - 1) if max(first, edges[number]) < min(end, edges[number + 1])
+        }
+        assert not groups & seen
+        seen |= groups
+        assert end - first <= task_rows or len(groups) == 1 or len(task) == 1
+
+
+def test_a_shard_longer_than_its_file_is_an_error(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.parquet", [3])
+    with pytest.raises(OSError, match=r"a\.parquet: cannot be read, .* fewer rows than when the job was planned"):
+        list(read_shards([Shard(0, f"{tmp_path}/a.parquet", 0, 4)], ["id"], LOCAL))
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.none() | st.text(max_size=5),
+            st.none() | st.lists(st.integers(-(2**31), 2**31 - 1)),
+            st.binary(max_size=4),
+        ),
+        max_size=9,
+    )
+)
+@settings(deadline=None)
+def test_ipc_keeps_a_table(rows: list[tuple[str | None, list[int] | None, bytes]]) -> None:
+    schema = pa.schema([("a", pa.string()), ("b", pa.list_(pa.int32())), ("c", pa.large_binary())])
+    columns = [[row[place] for row in rows] for place in range(3)]
+    table = pa.table([pa.array(values, field.type) for values, field in zip(columns, schema, strict=True)], schema)
+    assert from_ipc(to_ipc(table)).equals(table)
+    assert from_ipc(to_ipc(table.select([]))).num_rows == len(rows)
