@@ -262,7 +262,8 @@ class Generator:
             Request(prompt.ids, params, row_key(seed, prompt.source, prompt.row, sample), ending, trie)
             for sample in range(params.n)
         ]
-        needed = self.engine.row_bytes(len(prompt.ids), self.engine.new_tokens_limit(requests[0]))
+        limit = requests[0].new_tokens_limit(self.engine.decoder.context_length)
+        needed = self.engine.row_bytes(len(prompt.ids), limit)
         if needed > self.cache_bytes:
             raise UserError(f"needs {needed} bytes of cache, more than the budget of {self.cache_bytes}")
         return requests
@@ -295,8 +296,8 @@ class Generator:
             labels = self.choices if prompt.choices is None else prompt.choices
             assert labels is not None
             return labels[completion.choice]
-        tokens = list(completion.token_ids)
-        if completion.finish_reason == FinishReason.STOP and tokens[-1] in self.engine.stop_ids_of(request.sampling):
+        tokens, stop_ids = list(completion.token_ids), request.sampling.all_stop_ids(self.engine.stop_ids)
+        if completion.finish_reason == FinishReason.STOP and tokens[-1] in stop_ids:
             tokens.pop()
         text = self._decode(tokens) if request.ending is None else request.ending.cut(tokens)
         return text.strip() if self.strip else text

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-    from actors.engine.engine import Engine
+    from actors.engine.protocol import EngineProtocol
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def uses_pages(engine: EngineName, checkpoint: Checkpoint, device: torch.device)
 
 def build_engine(
     checkpoint: Checkpoint, schedule: Schedule, tokenizer: PreTrainedTokenizerBase, settings: EngineSettings
-) -> Engine:
+) -> EngineProtocol:
     """Load the checkpoint's weights and build the engine that the settings ask for.
 
     Raises:

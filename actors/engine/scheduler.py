@@ -1,7 +1,7 @@
-"""Which rows are in flight together: lock-step batches, or places that are refilled as rows end.
+"""Which rows are in flight together: lock-step batches, or slots that are refilled as rows end.
 
     lock step  admit a batch, step until its last row has ended, next batch. Rows of a batch share one depth.
-    refill     as rows end, the next ones take their places, in groups: continuous batching at ragged depth.
+    refill     as rows end, waiting rows take their slots, in groups: continuous batching at ragged depth.
 
 Both are functions of the requests and their answers alone, so that a retry or a resumed job runs the same batches.
 """
@@ -10,97 +10,132 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
 from actors.engine.batching import plan_batches
-from actors.engine.engine import Engine
 from actors.engine.out_of_memory import alone_error, free_memory, is_out_of_memory
+from actors.engine.protocol import Ended, EngineProtocol
 from actors.engine.types import SCHEDULERS, Completion, FinishReason, Request
 
-REFILL_SHARE = 8  # newcomers wait until one in so many places is free: one row's pass costs as much time as a few rows'
-SPREAD = 2  # the longest prompt of a run is at most so many times its shortest one: all places are as long as it
+REFILL_SHARE = 8  # rows are admitted once this share of the slots is free: a pass of one row costs as much as of a few
+SPREAD = 2  # the longest prompt of a run is at most so many times its shortest one: all slots are as long as it
+OnBatch = Callable[[Sequence[int]], None]
 
 
 @dataclass(frozen=True)
 class Run:
-    """rows: places of requests, in the order in which they are admitted. capacity: rows in flight at once."""
+    """Rows that share one `open` of the engine.
+
+    Args:
+        rows: Indices of requests, in the order of their admission.
+        capacity: Most rows in flight.
+        retried: Whether it has run out of memory once and runs again unchanged.
+    """
 
     rows: list[int]
     capacity: int
+    retried: bool = False
 
 
 def generate(
-    engine: Engine,
+    engine: EngineProtocol,
     requests: Sequence[Request],
     *,
     budget_bytes: int,
     max_rows: int,
     prefix: Sequence[int] = (),
     scheduler: str = "lock_step",
-    on_batch: Callable[[Sequence[int]], None] | None = None,
+    on_batch: OnBatch | None = None,
 ) -> list[Completion]:
-    """Answer all requests; completions in their order.
+    """Answer all requests; returns completions in their order.
 
-    budget_bytes: cache of the rows in flight. max_rows: of them. prefix: token ids with which most prompts begin;
-    computed once, and again only for another one. scheduler: one of SCHEDULERS. on_batch: told the places of all
-    requests that may be in flight until it is told again, before memory is taken for them. Where memory runs out,
-    what has not ended runs again with half as many rows; a request that does so alone ends with an error. Raises
-    ValueError for a request that cannot be run.
+    Where memory runs out, the rows that have not ended run again: unchanged if the engine could reduce its own memory,
+    then with half as many in flight. A request that runs out of memory alone gets a completion with an error.
+
+    Args:
+        engine: Has no rows in flight.
+        requests: The rows.
+        budget_bytes: Bytes of cache of the rows in flight.
+        max_rows: Most rows in flight.
+        prefix: Token ids with which most prompts begin; its keys and values are kept until another prefix comes.
+        scheduler: One of SCHEDULERS.
+        on_batch: Called, before memory is allocated for them, with the indices of all requests that may be in flight
+            until its next call.
+
+    Raises:
+        UserError: A request that cannot be run.
     """
     assert scheduler in SCHEDULERS
     completions: dict[int, Completion] = {}
-    shared = [row for row, request in enumerate(requests) if _begins_with(request.prompt_ids, prefix)]
-    others = sorted(set(range(len(requests))) - set(shared))
+    lengths = [len(request.prompt_ids) for request in requests]
+    limits = [request.new_tokens_limit(engine.decoder.context_length) for request in requests]
+    begins = [_begins_with(request.prompt_ids, prefix) for request in requests]
     too_large = math.inf  # bytes of the smallest cache that ran out of memory: none as large is tried again
-    for group, start in ((shared, prefix), (others, ())):
-        lengths = {row: len(requests[row].prompt_ids) for row in group}
-        limits = {row: engine.new_tokens_limit(requests[row]) for row in group}
-        batches = plan_batches(
-            list(lengths.values()),
-            list(limits.values()),
-            row_bytes=engine.row_bytes,
-            budget_bytes=budget_bytes,
-            max_rows=max_rows,
-        )
-        runs = [Run([group[place] for place in batch], len(batch)) for batch in batches]
-        if scheduler == "refill" and engine.grows:  # rows take what they need: one run of all, as long as rows fit
-            runs = [Run([group[place] for batch in batches for place in batch], max_rows)] if batches else []
-        elif scheduler == "refill":
-            runs = _merge(runs, lengths, limits, engine.row_bytes, budget_bytes)
-        left = runs[::-1]
-        while left:
-            run = left.pop()
+    for group_begins, group_prefix in ((True, prefix), (False, ())):
+        group = [row for row in range(len(requests)) if begins[row] == group_begins]
+        runs = _plan(engine, group, lengths, limits, budget_bytes, max_rows, scheduler)[::-1]
+        while runs:
+            run = runs.pop()
             longest, most_new = max(lengths[row] for row in run.rows), max(limits[row] for row in run.rows)
             size = run.capacity * engine.row_bytes(longest, most_new)
-            if run.capacity == 1 or size < too_large:
-                done = _run(engine, requests, run, longest, most_new, start, on_batch)
-                completions |= done
-                if len(done) == len(run.rows):
-                    continue
+            if run.capacity > 1 and size >= too_large:
+                runs += _smaller(run)[::-1]
+                continue
+            done = _run(engine, requests, run, longest, most_new, group_prefix, on_batch)
+            completions |= done
+            left = [row for row in run.rows if row not in done]
+            if not left:
+                continue
+            if _free_after_failure(engine) and not run.retried:
+                runs.append(replace(run, rows=left, retried=True))
+            elif len(run.rows) == 1:
+                score = 0.0 if engine.cumulative_logprob else None
+                error = alone_error(longest, most_new)
+                completions[left[0]] = Completion((), FinishReason.ERROR, score, error=error)
+            else:
                 too_large = min(too_large, size)
-                if len(run.rows) == 1:
-                    error = alone_error(longest, most_new)
-                    score = 0.0 if engine.cumulative_logprob else None
-                    completions[run.rows[0]] = Completion((), FinishReason.ERROR, score, error=error)
-                    continue
-                run = Run([row for row in run.rows if row not in done], run.capacity)
-            left += _smaller(run)[::-1]
+                runs += _smaller(replace(run, rows=left))[::-1]
     return [completions[row] for row in range(len(requests))]
+
+
+def _plan(
+    engine: EngineProtocol,
+    group: Sequence[int],
+    lengths: Sequence[int],
+    limits: Sequence[int],
+    budget_bytes: int,
+    max_rows: int,
+    scheduler: str,
+) -> list[Run]:
+    """The runs of a group of requests, longest prompts first."""
+    batches = plan_batches(
+        [lengths[row] for row in group],
+        [limits[row] for row in group],
+        row_bytes=engine.row_bytes,
+        budget_bytes=budget_bytes,
+        max_rows=max_rows,
+    )
+    runs = [Run([group[index] for index in batch], len(batch)) for batch in batches]
+    if scheduler == "lock_step":
+        return runs
+    if engine.grows:  # rows allocate cache as they grow: one run of all
+        return [Run([row for run in runs for row in run.rows], max_rows)] if runs else []
+    return _merge(runs, lengths, limits, engine.row_bytes, budget_bytes)
 
 
 def _merge(
     runs: Sequence[Run],
-    lengths: dict[int, int],
-    limits: dict[int, int],
+    lengths: Mapping[int, int] | Sequence[int],
+    limits: Mapping[int, int] | Sequence[int],
     row_bytes: Callable[[int, int], int],
     budget_bytes: int,
 ) -> list[Run]:
     """Batches of similar prompts, longest first, as fewer and longer runs that are refilled.
 
-    All places of a run are as large as its longest prompt and its most new tokens ask for: a batch that would cost
-    the others half their places stays apart.
+    All slots of a run are as large as its longest prompt and its most new tokens require: a batch that would cost
+    the others half of their slots stays apart.
     """
     merged: list[Run] = []
     most_new = 0
@@ -108,12 +143,12 @@ def _merge(
         new = max(limits[row] for row in run.rows)
         if merged:
             longest, most = lengths[merged[-1].rows[0]], max(new, most_new)
-            wanted = max(merged[-1].capacity, run.capacity)
-            row = row_bytes(longest, most)
-            fit = budget_bytes // row if row else wanted
-            if longest <= SPREAD * lengths[run.rows[0]] and 2 * fit >= wanted:
+            capacity = max(merged[-1].capacity, run.capacity)
+            slot = row_bytes(longest, most)
+            fit = budget_bytes // slot if slot else capacity
+            if longest <= SPREAD * lengths[run.rows[0]] and 2 * fit >= capacity:
                 merged[-1].rows.extend(run.rows)
-                merged[-1] = Run(merged[-1].rows, min(fit, wanted))
+                merged[-1] = Run(merged[-1].rows, min(fit, capacity))
                 most_new = most
                 continue
         merged.append(Run(list(run.rows), run.capacity))
@@ -122,88 +157,114 @@ def _merge(
 
 
 def _smaller(run: Run) -> list[Run]:
-    """The same rows with half as many in flight at most; a batch in two halves."""
+    """The same rows with at most half as many in flight; a batch becomes two halves."""
     if run.capacity == 1:
-        return [Run([row], 1) for row in run.rows]
+        return [replace(run, rows=[row]) for row in run.rows]
     if run.capacity >= len(run.rows):
         half = (len(run.rows) + 1) // 2
-        return [Run(rows, len(rows)) for rows in (run.rows[:half], run.rows[half:]) if rows]
+        halves = run.rows[:half], run.rows[half:]
+        return [replace(run, rows=rows, capacity=len(rows)) for rows in halves if rows]
     return [replace(run, capacity=run.capacity // 2)]
 
 
 def _run(
-    engine: Engine,
+    engine: EngineProtocol,
     requests: Sequence[Request],
     run: Run,
     longest: int,
     most_new: int,
     prefix: Sequence[int],
-    on_batch: Callable[[Sequence[int]], None] | None,
+    on_batch: OnBatch | None,
 ) -> dict[int, Completion]:
-    """One run to its end, or until memory runs out: place -> completion of the rows that have ended."""
-    tickets: dict[int, int] = {}
+    """Run to the end, or until memory runs out: index -> completion of the rows that have ended."""
+    admission = _Admission(engine, requests, run, prefix, on_batch)
     done: dict[int, Completion] = {}
-    waiting = deque(run.rows)
-    told: set[int] = set()
-
-    def tell() -> None:
-        nonlocal told
-        told = {tickets[row.ticket] for row in engine.rows} | set(islice(waiting, run.capacity))
-        if on_batch is not None:
-            on_batch(sorted(told))
-
-    tell()  # before memory is taken: that alone may kill the process
+    admission.report()  # before memory is allocated, which may kill the process
     try:
         engine.open(run.capacity, longest, most_new)
-        between = True  # whether newcomers may come: where rows go by pages, a step lies between two passes
         while len(done) < len(run.rows):
-            newcomers = (
-                _newcomers(engine, requests, waiting, run.capacity, prefix) if between or not engine.rows else []
-            )
-            between = not newcomers or not engine.rows or not engine.grows
-            if newcomers:
-                if not told.issuperset(newcomers):
-                    tell()
-                admitted = engine.admit([requests[row] for row in newcomers], prefix)
-                for _ in newcomers:
-                    waiting.popleft()
-                tickets.update(zip(admitted, newcomers, strict=True))
-                ended = engine.retire()
-            else:
-                ended = engine.step(last=not waiting)
-            waiting.extendleft(tickets[ticket] for ticket in engine.take_put_back())
-            done.update((tickets[ticket], completion) for ticket, completion in ended)
-        return done
+            rows = admission.next_rows()
+            ended = admission.admit(rows) if rows else engine.step(last=not admission.waiting)
+            done |= admission.settle(ended)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
     finally:
         engine.close()
-    engine.release()
-    free_memory()  # here the error is gone, and with its traceback the last of its tensors
-    engine.stats.out_of_memory += 1
     return done
 
 
-def _newcomers(
-    engine: Engine, requests: Sequence[Request], waiting: deque[int], capacity: int, prefix: Sequence[int]
-) -> list[int]:
-    """Those of the waiting that are admitted now: as many as there is room for, once it is enough to be worth it."""
-    room = capacity - len(engine.rows)
-    first = list(islice(waiting, room))
-    if not first or (engine.rows and room < math.ceil(capacity / REFILL_SHARE)):
-        return []
-    if not engine.grows:
-        return first
-    fit = engine.fitting([requests[row] for row in first])
-    if not engine.rows:
-        return first[: max(1, fit)]
-    enough = min(len(first), math.ceil(len(engine.rows) / REFILL_SHARE))
-    if fit < enough:
-        return []
-    return first[: engine.one_pass([requests[row] for row in first[:fit]], prefix)]  # the others wait for it
+def _free_after_failure(engine: EngineProtocol) -> bool:
+    """Free memory after it has run out; whether the same rows may run again. The error must be gone: its traceback
+    holds tensors."""
+    engine.stats.out_of_memory += 1
+    reduced = engine.release_memory()
+    free_memory()
+    return reduced
+
+
+class _Admission:
+    """The rows of a run that wait for admission, and the tickets of those that have been admitted."""
+
+    def __init__(
+        self,
+        engine: EngineProtocol,
+        requests: Sequence[Request],
+        run: Run,
+        prefix: Sequence[int],
+        on_batch: OnBatch | None,
+    ) -> None:
+        self.engine, self.requests, self.prefix, self.on_batch = engine, requests, prefix, on_batch
+        self.capacity = run.capacity
+        self.waiting = deque(run.rows)
+        self._tickets: dict[int, int] = {}  # ticket -> row
+        self._reported: set[int] = set()
+        self._step_first = False  # whether a step must come before the next admission
+
+    def report(self) -> None:
+        """Call `on_batch` with the rows in flight and those that may be admitted next."""
+        next_rows = islice(self.waiting, self.capacity)
+        self._reported = {self._tickets[row.ticket] for row in self.engine.rows} | set(next_rows)
+        if self.on_batch is not None:
+            self.on_batch(sorted(self._reported))
+
+    def next_rows(self) -> list[int]:
+        """The waiting rows that are admitted now: as many as there is space for, once they are worth a pass.
+
+        Where rows grow, those that are in flight make a step between two passes.
+        """
+        engine, busy = self.engine, bool(self.engine.rows)
+        if busy and self._step_first:
+            self._step_first = False
+            return []
+        slots = self.capacity - len(engine.rows)
+        first = list(islice(self.waiting, slots))
+        if not first or (busy and slots < math.ceil(self.capacity / REFILL_SHARE)):
+            return []
+        estimate = engine.admission_estimate([self.requests[row] for row in first])
+        if not busy:
+            return first[: max(1, estimate)]
+        if estimate < min(len(first), math.ceil(len(engine.rows) / REFILL_SHARE)):
+            return []
+        self._step_first = engine.grows
+        return first[: engine.first_chunk([self.requests[row] for row in first[:estimate]], self.prefix)]
+
+    def admit(self, rows: Sequence[int]) -> Ended:
+        """Admit the first waiting rows; returns the rows that have ended with their first token."""
+        if not self._reported.issuperset(rows):
+            self.report()
+        tickets = self.engine.admit([self.requests[row] for row in rows], self.prefix)
+        for _ in rows:
+            self.waiting.popleft()
+        self._tickets.update(zip(tickets, rows, strict=True))
+        return self.engine.retire()
+
+    def settle(self, ended: Ended) -> dict[int, Completion]:
+        """Return preempted rows to the head of the queue; index -> completion of the rows that have ended."""
+        self.waiting.extendleft(self._tickets[ticket] for ticket in self.engine.take_preempted())
+        return {self._tickets[ticket]: completion for ticket, completion in ended}
 
 
 def _begins_with(prompt: Sequence[int], prefix: Sequence[int]) -> bool:
-    """Whether a prompt begins with a prefix and has tokens of its own behind it."""
+    """Whether a prompt begins with a prefix and has further tokens."""
     return 0 < len(prefix) < len(prompt) and list(prompt[: len(prefix)]) == list(prefix)

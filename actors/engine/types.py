@@ -84,6 +84,11 @@ class SamplingParams:
         """With a row's own values on top; None leaves a value as it is. ValueError names what does not fit."""
         return replace(self, **{name: _checked(name, value) for name, value in changes.items() if value is not None})
 
+    def all_stop_ids(self, model_stop_ids: frozenset[int]) -> frozenset[int]:
+        """Tokens that end a row: its own and, unless it ignores them, the model's."""
+        own = frozenset(self.stop_token_ids)
+        return own if self.ignore_eos else own | model_stop_ids
+
 
 def _checked(name: str, value: Any) -> Any:
     """A value from outside as the type that the parameter has."""
@@ -155,6 +160,24 @@ class Request:
     key: int = 0
     ending: Ending | None = None
     choices: ChoiceTrie | None = None
+
+    def new_tokens_limit(self, context_length: int) -> int:
+        """Most new tokens: the row's own limit or what the context leaves; for choices, the tokens of the longest.
+
+        Raises:
+            UserError: A prompt that is empty or fills the context, or choices that do not fit.
+        """
+        length = len(self.prompt_ids)
+        if length == 0:
+            raise UserError("empty prompt")
+        left = context_length - length
+        if left < 1:
+            raise UserError(f"prompt of {length} tokens leaves no room in a context of {context_length}")
+        if self.choices is not None:
+            if self.choices.most_tokens > left:
+                raise UserError(f"choices of up to {self.choices.most_tokens} tokens; the context leaves {left}")
+            return self.choices.most_tokens
+        return min(self.sampling.max_new_tokens, left)
 
 
 @dataclass(frozen=True)

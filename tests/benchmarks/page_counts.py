@@ -83,8 +83,8 @@ class Watched(GpuEngine):
         self.left.append(not last)
         return super().step(last=last)
 
-    def take_put_back(self) -> list[int]:
-        tickets = super().take_put_back()
+    def take_preempted(self) -> list[int]:
+        tickets = super().take_preempted()
         self.returned += len(tickets)
         return tickets
 

@@ -37,7 +37,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +45,17 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from contestants import CACHE_BYTES, load_model, requests_of  # noqa: E402
+from contestants import CACHE_BYTES, Forced, load_model, requests_of  # noqa: E402
 from output_length import explained, fit  # noqa: E402
 from shapes import SHAPES, write  # noqa: E402
 from workloads import CONTEXT, Workload, available, chance_of, draw, make  # noqa: E402
 
+from actors.engine.batching import plan_batches  # noqa: E402
 from actors.engine.decoder import Decoder  # noqa: E402
 from actors.engine.engine import Engine  # noqa: E402
 from actors.engine.schedule import ScheduleSpec  # noqa: E402
 from actors.engine.scheduler import generate  # noqa: E402
-from actors.engine.types import Completion, EngineStats  # noqa: E402
-
-NEVER = 2**60  # steps between compactions
+from actors.engine.types import Completion, EngineStats, Request  # noqa: E402
 
 
 class WatchedEngine(Engine):
@@ -125,10 +124,10 @@ def medians(runs: Sequence[Measured]) -> Measured:
 
 @dataclass(frozen=True)
 class Way:
-    """order: of the rows, cut into batches; None: the scheduler cuts."""
+    """order: of the rows, cut into batches; None: the scheduler cuts. compacts: whether ended rows leave."""
 
     order: Sequence[int] | None = None
-    compact_every: int = 1
+    compacts: bool = True
     scheduler: str = "lock_step"
 
 
@@ -140,8 +139,8 @@ def by(length: Sequence[float]) -> list[int]:
 def ways(workload: Workload, predicted: Sequence[float]) -> dict[str, Way]:
     """All there are to run a workload."""
     return {
-        "arrival": Way(range(len(workload.new)), NEVER),
-        "bucketing": Way(None, NEVER),
+        "arrival": Way(range(len(workload.new)), compacts=False),
+        "bucketing": Way(None, compacts=False),
         "compaction": Way(),
         "predicted": Way(by(predicted)),
         "oracle": Way(by(workload.new)),
@@ -152,23 +151,48 @@ def ways(workload: Workload, predicted: Sequence[float]) -> dict[str, Way]:
 def run(decoder: Decoder, workload: Workload, speedup: float, horizon: int, way: Way, max_rows: int) -> Measured:
     """All rows of a workload, once."""
     schedule = ScheduleSpec(speedup=speedup, horizon=horizon).build(decoder.num_layers)
-    engine = WatchedEngine(decoder, schedule, (), compact_every=way.compact_every, cumulative_logprob=False)
+    engine = WatchedEngine(decoder, schedule, (), cumulative_logprob=False)
     engine.watch()
     requests = requests_of(workload)
     if way.order is not None:
         requests = [requests[row] for row in way.order]
     size = len(requests) if way.order is None else max_rows
+    idle = 0
+    if not way.compacts:
+        batches = [requests[first : first + size] for first in range(0, len(requests), size)]
+        requests = [row for batch in batches for row in riding(engine, batch, max_rows)]
+        idle = sum(row.ending.new for row in requests) - workload.generated  # type: ignore[union-attr]
     began = time.perf_counter()
     for first in range(0, len(requests), size):
         batch = requests[first : first + size]
         generate(engine, batch, budget_bytes=CACHE_BYTES, max_rows=max_rows, scheduler=way.scheduler)
     seconds = time.perf_counter() - began
     stats = engine.take_stats()
+    stats.generated_tokens -= idle
+    stats.decode_steps -= idle
+    stats.idle_row_steps += idle
     assert stats.generated_tokens == workload.generated
     assert way.order is None or stats.batches == -(-len(requests) // size), "a batch did not fit the cache"
     return Measured(
         seconds, stats.prefill_seconds, stats.decode_seconds, engine.retire_seconds, engine.step_seconds, stats
     )
+
+
+def riding(engine: Engine, rows: Sequence[Request], max_rows: int) -> list[Request]:
+    """The rows, each as long as the longest of its batch: an ended row that rides along takes the same time."""
+    batches = plan_batches(
+        [len(row.prompt_ids) for row in rows],
+        [row.new_tokens_limit(engine.decoder.context_length) for row in rows],
+        row_bytes=engine.row_bytes,
+        budget_bytes=CACHE_BYTES,
+        max_rows=max_rows,
+    )
+    longer = list(rows)
+    for batch in batches:
+        most = max(rows[row].ending.new for row in batch)  # type: ignore[union-attr]
+        for row in batch:
+            longer[row] = replace(rows[row], ending=Forced(most))
+    return longer
 
 
 def full_batch(workload: Workload, max_rows: int, vocabulary: int) -> Workload:

@@ -181,6 +181,9 @@ class _Event:
 
     def record(self, stream: Any = None) -> None: ...
 
+    def query(self) -> bool:
+        return True
+
     def synchronize(self) -> None: ...
 
 

@@ -14,8 +14,10 @@ from tiny_models import MODELS, WINDOWLESS
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from actors.engine.decoder import Decoder
+from actors.engine.gpu import engine as engines
 from actors.engine.gpu import kernels
 from actors.engine.gpu.engine import GpuEngine
+from actors.engine.row import rows_per_layer
 from actors.engine.schedule import ScheduleSpec
 from actors.engine.scheduler import generate
 from actors.engine.types import Request, SamplingParams
@@ -96,7 +98,7 @@ def test_a_greedy_step_is_few_launches(gpu: Gpu, name: str, layer: int) -> None:
     engine.step()
     before = gpu.launches
     engine.step()  # which gives no pages
-    layers = sum(map(bool, engine._rows_per_layer([engine.schedule.depth(1)] * 8)))
+    layers = sum(map(bool, rows_per_layer([engine.schedule.depth(1)] * 8, engine.schedule)))
     assert 0 < gpu.launches - before - layer * layers <= 5
     engine.close()
 
@@ -117,13 +119,13 @@ def test_rows_that_the_host_draws_need_nothing_of_two_devices(gpu: Gpu, monkeypa
     """What is drawn cannot be known here: the host's own part is left out."""
     engine = engine_of("llama")
 
-    def draw(rows: list[Any], logits: torch.Tensor) -> None:
+    def draw(rows: list[Any], logits: torch.Tensor, *, logprobs: bool) -> None:
         assert len(rows) == len(logits)
         for row in rows:
             row.tokens.append(5)
             row.position = len(row.tokens) - 1
 
-    monkeypatch.setattr(engine, "_draw", draw)
+    monkeypatch.setattr(engines, "sample_rows", draw)
     engine.open(8, 20, 30)
     engine.admit(rows_of(4))
     engine.step()
@@ -147,17 +149,29 @@ def test_rows_end_and_others_take_their_places(gpu: Gpu, name: str, scheduler: s
     assert [len(one.token_ids) for one in done] == [1] * 21 and all(one.error is None for one in done)
 
 
+def test_events_of_passes_are_dropped_without_a_call_of_take_stats(gpu: Gpu) -> None:
+    """As for a `Generator` in `map_batches`, which never calls it."""
+    engine = engine_of("llama")
+    for _ in range(5):
+        engine.open(8, 20, 30)
+        engine.admit(rows_of(8))
+        engine.close()
+    assert not engine._prefill_times._passes
+    stats = engine.take_stats()
+    assert 0 < stats.prefill_seconds <= 5  # by the events, each pass took a millisecond
+
+
 def test_pages_run_out(gpu: Gpu) -> None:
     engine = engine_of("llama", max_rows=8)
-    engine.pages = 20
+    engine._pool.pages = 20
     engine.open(8, 20, 30)
     engine.admit([Request(range(3, 13), one.sampling, one.key) for one in rows_of(4)])
-    put_back: list[int] = []
+    preempted: list[int] = []
     gpu.waits.clear()
     for _ in range(25):
         engine.step()
-        put_back += engine.take_put_back()
-    assert put_back and not gpu.waits
+        preempted += engine.take_preempted()
+    assert preempted and not gpu.waits
     engine.close()
 
 
@@ -182,7 +196,7 @@ def test_a_planned_batch_stays_within_its_memory(gpu: Gpu, name: str, lengths: s
     ]
     with gpu.counted():
         engine.open(len(rows), max(given), 8)
-        rows = rows[: engine.fitting(rows)]
+        rows = rows[: engine.admission_estimate(rows)]
         engine.admit(rows, shared)
         for _ in range(3):
             engine.step()

@@ -149,9 +149,9 @@ def test_what_cannot_be_told_apart_is_refused() -> None:
 
 def test_choices_that_do_not_fit_the_context_are_refused(llama: Decoder) -> None:
     engine = Engine(llama, SCHEDULE, {END})
-    assert engine.new_tokens_limit(bound([3] * 61)) == 3
+    assert bound([3] * 61).new_tokens_limit(engine.decoder.context_length) == 3
     with pytest.raises(ValueError, match="choices of up to 3 tokens; the context leaves 2"):
-        engine.new_tokens_limit(bound([3] * 62))
+        bound([3] * 62).new_tokens_limit(engine.decoder.context_length)
 
 
 def test_a_bf16_model_answers_with_labels_too(llama: Decoder) -> None:

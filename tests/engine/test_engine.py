@@ -78,16 +78,6 @@ def test_a_row_alone_equals_the_row_in_any_batch(decoder: Decoder, sampled: bool
             assert got.token_ids == alone[place]
 
 
-@pytest.mark.parametrize("compact_every", [2, 10**9])
-def test_compaction_changes_nothing(decoder: Decoder, compact_every: int) -> None:
-    schedule = ScheduleSpec(max_depth=6, min_depth=2, horizon=8).build(LAYERS)
-    rows = requests(20, seed=5, sampled=True)
-    at_once, late = (Engine(decoder, schedule, STOP, compact_every=every) for every in (1, compact_every))
-    assert [one.token_ids for one in answer(at_once, rows)] == [one.token_ids for one in answer(late, rows)]
-    assert at_once.stats.idle_row_steps == 0 < late.stats.idle_row_steps
-    assert at_once.stats.layer_steps == late.stats.layer_steps
-
-
 def refill(engine: Engine, rows: Sequence[Request], places: int, rng: random.Random) -> list[Completion]:
     """Admit rows at random steps wherever there is room."""
     engine.open(places, max(len(row.prompt_ids) for row in rows), max(row.sampling.max_new_tokens for row in rows))
@@ -109,10 +99,9 @@ def refill(engine: Engine, rows: Sequence[Request], places: int, rng: random.Ran
 def test_rows_admitted_in_mid_flight_equal_the_oracle(decoder: Decoder, library: Decoder, spec: int) -> None:
     schedule = SPECS[spec].build(LAYERS)
     rows = requests(14, seed=6, sampled=True)
-    for compact_every in (1, 3):
-        engine = Engine(decoder, schedule, STOP, compact_every=compact_every)
-        got = [list(completion.token_ids) for completion in refill(engine, rows, 5, random.Random(7))]
-        assert got == oracle_answers(library, schedule, rows, STOP, got)
+    engine = Engine(decoder, schedule, STOP)
+    got = [list(completion.token_ids) for completion in refill(engine, rows, 5, random.Random(7))]
+    assert got == oracle_answers(library, schedule, rows, STOP, got)
 
 
 @thoroughly
@@ -175,7 +164,7 @@ def test_bf16_logits_stay_near_the_fp32_oracle(library: Decoder, prepared: bool)
         return seen[-1]
 
     half.step = watching  # type: ignore[method-assign]
-    answers = answer(Engine(half, schedule, set(), compact_every=10**9), rows)
+    answers = answer(Engine(half, schedule, set()), rows)
     order = sorted(range(len(rows)), key=lambda row: -len(rows[row].prompt_ids))
     for step, logits in enumerate(seen):
         for place, row in enumerate(order):

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 pytest.importorskip("triton", reason="Triton is not installed: it comes with a GPU's torch, and with .[dev]")
 
 from actors.engine.decoder import Decoder  # noqa: E402
+from actors.engine.gpu import engine as engines  # noqa: E402
 from actors.engine.gpu import kernels, prefill, prompts  # noqa: E402
 from actors.engine.gpu.engine import GpuEngine  # noqa: E402
 from actors.engine.gpu.pages import page_bytes  # noqa: E402
@@ -73,7 +75,9 @@ def behind(decoder: Decoder, schedule: Schedule, row: Request, response: list[in
 
 @pytest.mark.parametrize("spec", range(len(SPECS)))
 @pytest.mark.parametrize("family", FUSED)
-def test_logits_in_bfloat16_are_near_the_oracle_in_float32(family: str, spec: int) -> None:
+def test_logits_in_bfloat16_are_near_the_oracle_in_float32(
+    family: str, spec: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At every depth of every schedule, of a ragged batch: the host draws what the oracle draws.
 
     The bound is twice what the library's own rounding comes to."""
@@ -91,15 +95,15 @@ def test_logits_in_bfloat16_are_near_the_oracle_in_float32(family: str, spec: in
     )
     bound = 2 * max(float((one - want).abs().max()) for one, want in zip(rounded, held, strict=True))
     seen: list[torch.Tensor] = []
-    draw = engine._draw
+    draw = engines.sample_rows
 
-    def forced(drawn: list, logits: torch.Tensor) -> None:
+    def forced(drawn: list, logits: torch.Tensor, **how: Any) -> None:
         seen.append(logits.float().cpu())
-        draw(drawn, logits)
+        draw(drawn, logits, **how)
         for row in drawn:
             row.tokens[-1] = wanted[rows.index(row.request)][len(row.tokens) - 1]
 
-    engine._draw = forced  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(engines, "sample_rows", forced)
     engine.open(5, 20, 14)
     engine.admit(rows)
     for _ in range(12):
@@ -120,12 +124,17 @@ def test_long_prompts_in_pieces_and_shared_beginnings_change_little(monkeypatch:
             monkeypatch.setattr(module, "PIECE_TOKENS", tokens)
         engine = engine_of("llama", torch.bfloat16, graphs=False, max_rows=9)
         seen: list[torch.Tensor] = []
-        take = DeviceRows.take
-        monkeypatch.setattr(DeviceRows, "take", lambda self, *more: (seen.append(more[1].float()), take(self, *more)))
+        sample = DeviceRows.sample
+
+        def watched(state: DeviceRows, slots: torch.Tensor, logits: torch.Tensor, variant: Any) -> None:
+            seen.append(logits.float())
+            sample(state, slots, logits, variant)
+
+        monkeypatch.setattr(DeviceRows, "sample", watched)
         engine.open(9, 60, 12)
         engine.admit(rows, prefix)
         engine.close()
-        monkeypatch.setattr(DeviceRows, "take", take)
+        monkeypatch.setattr(DeviceRows, "sample", sample)
         return torch.cat(seen).cpu()
 
     want, rounded = (

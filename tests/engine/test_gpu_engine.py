@@ -114,15 +114,15 @@ def test_what_a_row_draws_hangs_on_no_other(
     assert stats.layer_steps == sum(schedule.layer_steps(len(one) - 1) for one in got)
 
 
-def test_rows_that_outgrow_the_pages_are_put_back_and_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_outgrow_the_pages_are_preempted_and_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages for the longest row and little more, and rows admitted as if none in flight would grow."""
-    put_back = 0
-    take = GpuEngine.take_put_back
+    preempted = 0
+    take = GpuEngine.take_preempted
 
     def counted(engine: GpuEngine) -> list[int]:
-        nonlocal put_back
+        nonlocal preempted
         found = take(engine)
-        put_back += len(found)
+        preempted += len(found)
         return found
 
     def trusting(engine: GpuEngine, waiting: Sequence[Request]) -> int:
@@ -130,8 +130,8 @@ def test_rows_that_outgrow_the_pages_are_put_back_and_not_lost(monkeypatch: pyte
         needed = [row_pages(SCHEDULE, len(one.prompt_ids), 6, 4) for one in waiting]
         return sum(total <= engine._run.cache.free for total in itertools.accumulate(needed))
 
-    monkeypatch.setattr(GpuEngine, "take_put_back", counted)
-    monkeypatch.setattr(GpuEngine, "fitting", trusting)
+    monkeypatch.setattr(GpuEngine, "take_preempted", counted)
+    monkeypatch.setattr(GpuEngine, "admission_estimate", trusting)
     library, decoder = Decoder(tiny_model("llama")), fused("llama")
     for seed in range(6):
         rows = requests(30, seed, most_new=40, longest=20)
@@ -140,7 +140,7 @@ def test_rows_that_outgrow_the_pages_are_put_back_and_not_lost(monkeypatch: pyte
         engine = engine_of(decoder, SCHEDULE, pages=max(needed) + 3 * seed, max_rows=8)
         got = answers(engine, rows)
         assert [list(tokens) for tokens in got] == oracle_answers(library, SCHEDULE, rows, STOP, got)
-    assert put_back > 0
+    assert preempted > 0
 
 
 def test_more_rows_are_in_flight_than_would_fit_at_full_length() -> None:
@@ -276,8 +276,8 @@ def test_a_row_with_many_stop_tokens_is_drawn_by_the_host() -> None:
     assert [list(tokens) for tokens in got] == oracle_answers(library, SCHEDULE, rows, STOP | set(stops), got)
 
 
-def test_memory_that_runs_out_costs_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first cache does not fit; the next has half the pages, but as many as the largest row needs."""
+def test_memory_that_runs_out_costs_no_row(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The first cache does not fit; the next has a twelfth less of the pages, for the rest of the process."""
     rows = [*requests(9, seed=5), Request([5] * 40, SamplingParams(max_new_tokens=20))]
     decoder, library = fused("llama"), Decoder(tiny_model("llama"))
     needed = [row_pages(SCHEDULE, len(row.prompt_ids), row.sampling.max_new_tokens + 8, 4) for row in rows]
@@ -295,9 +295,35 @@ def test_memory_that_runs_out_costs_no_row(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(PagedCache, "__init__", short)
     budget = bytes_of(decoder, engine.pages)
     got = generate(engine, rows, budget_bytes=budget, max_rows=5, scheduler="refill")
-    assert engine.stats.out_of_memory == 1 and engine.pages == 2 * max(needed) - 4
     tokens = [list(completion.token_ids) for completion in got]
     assert tokens == oracle_answers(library, SCHEDULE, rows, STOP, tokens)
+    first, kept = 2 * max(needed) - 4, engine.pages
+    assert engine.stats.out_of_memory == 1 and 0.9 * first - 1 <= kept < 0.95 * first
+    (line,) = caplog.messages
+    assert line.startswith("GPU memory ran out: the cache shrinks from ") and "rest of this process" in line
+    got = generate(engine, rows, budget_bytes=budget, max_rows=5, scheduler="refill")  # the next shard
+    assert engine.stats.out_of_memory == 1 and engine.pages == kept and engine.stats.batches == 2
+    assert [list(completion.token_ids) for completion in got] == tokens
+
+
+def test_memory_that_runs_out_again_and_again_halves_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers for more than two rows never fit: the cache shrinks each time, and the rows in flight with it."""
+    rows = requests(9, seed=5)
+    decoder, library = fused("llama"), Decoder(tiny_model("llama"))
+    engine = engine_of(decoder, SCHEDULE)
+    made, sizes = PagedCache.__init__, []
+
+    def short(cache: PagedCache, schedule: Schedule, slots: int, *given: Any, **more: Any) -> None:
+        sizes.append(slots)
+        if slots > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        made(cache, schedule, slots, *given, **more)
+
+    monkeypatch.setattr(PagedCache, "__init__", short)
+    got = generate(engine, rows, budget_bytes=2**40, max_rows=5, scheduler="refill")
+    tokens = [list(completion.token_ids) for completion in got]
+    assert tokens == oracle_answers(library, SCHEDULE, rows, STOP, tokens)
+    assert sizes == [5, 5, 2] and engine.stats.out_of_memory == 2
 
 
 @pytest.mark.parametrize("family", FUSED)
@@ -325,7 +351,7 @@ def test_schedules_take_turns_on_the_same_pages() -> None:
     assert isinstance(second, GpuEngine) and second._run is not None and first._run is not None
     assert second._run.cache.keys is first._run.cache.keys
     held = weakref.ref(second._run.cache.keys)
-    first.release()
+    assert first.release_memory()
     assert held() is None, "the pages are gone, whoever has used them"
     assert answers(second, rows) == [tuple(one) for one in got]
     assert second._run.cache.keys is second._pool.keys
@@ -381,9 +407,9 @@ def test_pages_hold_what_a_row_will_read_and_no_more(
                 ends = position >= schedule.uses(layer, most_new)
                 count = 0 if ends else prompt + min(position + 3, schedule.uses(layer, most_new))
                 needed = -(-count // PAGE_TOKENS)
-                assert cache._held[layer, row] <= max(needed, -(-(prompt + position + 3) // PAGE_TOKENS)) * (not ends)
-                assert cache._held[layer, row] >= needed
-                held += cache.table[layer, row, : cache._held[layer, row]].tolist()
+                assert cache._counts[layer, row] <= max(needed, -(-(prompt + position + 3) // PAGE_TOKENS)) * (not ends)
+                assert cache._counts[layer, row] >= needed
+                held += cache.table[layer, row, : cache._counts[layer, row]].tolist()
         assert len(set(held)) == len(held) and 0 not in held and cache.free == pages - len(held)
         positions = [position + 3 for position in positions]
         over = [row for row in rows if positions[row] >= shapes[row][1] - 1]

@@ -182,16 +182,6 @@ def test_what_has_ended_is_kept_when_memory_runs_out(llama: Decoder, monkeypatch
     assert stats.layer_steps == 40 * SCHEDULE.layer_steps(5)
 
 
-@every_case
-def test_refill_equals_the_oracle_though_ended_rows_ride_along(decoder: Decoder, library: Decoder, spec: int) -> None:
-    schedule = SPECS[spec].build(LAYERS)
-    rows = requests(9, seed=15, sampled=True)
-    engine = Engine(decoder, schedule, STOP, compact_every=3)
-    answers = generate(engine, rows, budget_bytes=2**40, max_rows=4, scheduler="refill")
-    for row, got in zip(rows, answers, strict=True):
-        assert list(got.token_ids) == oracle(library, schedule, row, STOP, got.token_ids)
-
-
 @pytest.mark.parametrize("prepared", [False, True])
 def test_a_row_that_overflows_leaves_nothing_to_its_successor(prepared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its keys are no numbers; a row that takes its place must not be changed by them, though they are masked."""

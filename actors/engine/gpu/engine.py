@@ -1,45 +1,62 @@
-"""The engine on a GPU: the same rows, admitted, stepped and retired, but the device goes ahead of the host.
+"""The paged engine on a GPU: rows are admitted, stepped and retired as in `engine`, but the GPU runs ahead of the host.
 
-    step   the device draws tokens and sees which rows end; the host has only launched it
-    every `read_every` steps   the host asks which rows have ended, and reads the answer when the next step is under way
+    step                       the GPU samples tokens and marks rows that have ended; the host only launches it
+    every `read_every` steps   the host polls which rows have ended, and reads the answer during the next step
 
-Rows take pages as they grow (`pages`), so that more of them are in flight than would fit at full length; where pages
-run out, the youngest rows are put back to be run again from their prompt, which draws the same numbers.
-Rows that ask for more than the device can do (penalties, choices, stop strings, log-probabilities of each token) are
-drawn by the host, as on a CPU, over the same layers.
+Rows allocate pages as they grow (`pages`), so that more of them are in flight than would fit at full length. Where
+pages run out, the youngest rows are preempted: they run again from their prompt and sample the same tokens.
+Rows that need more than the GPU can do (penalties, choices, stop strings, log-probabilities of each token) are
+sampled by the host, as on a CPU, over the same layers.
+
+Ordering on the GPU's streams. One compute stream, the current one, runs all passes, steps and graphs; every write to
+the page tables, every reuse of a slot and every reuse of a page is launched on it after the work that used the old
+content, so none of them waits. Only the fetch of a completion poll (`completions`) leaves it: on its own stream, behind
+the poll's event, it reads rows that had ended then, which no later step changes, and the host waits for it before it
+frees their slots and pages. Uploads come from pinned memory that torch's allocator reuses only after the copy.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from actors.engine.decoder import Decoder
-from actors.engine.engine import Engine, distinct
+from actors.engine.errors import UserError
+from actors.engine.gpu.completions import CompletionPoll
 from actors.engine.gpu.layers import FusedLayer
-from actors.engine.gpu.looks import Looks
 from actors.engine.gpu.pages import PagedCache, PagePool, page_bytes, row_pages, upload
-from actors.engine.gpu.prefill import Prefill, groups
-from actors.engine.gpu.state import DeviceRows, Tail, on_device
+from actors.engine.gpu.prefill import Prefill, chunks
+from actors.engine.gpu.prefill_times import PrefillTimes
+from actors.engine.gpu.state import DeviceRows, SamplingVariant, samples_on_device
 from actors.engine.gpu.steps import Steps
-from actors.engine.row import Row
+from actors.engine.protocol import Ended
+from actors.engine.row import (
+    Row,
+    begin_row,
+    distinct_prompts,
+    input_depths,
+    rows_per_layer,
+    sample_rows,
+)
 from actors.engine.schedule import Schedule
-from actors.engine.types import Completion, EngineStats, Request
+from actors.engine.types import EngineStats, Request
+from actors.engine.weights import gib
 from actors.engine.working_memory import PREFIX_TOKENS
 
 READ_EVERY = 4
-OWN_STOPS = 8  # stop tokens of a row's own, beside the model's, that the device looks for; of more the host does
-LEAST_ROOM = 256  # tokens of prompts and of answers: buffers and graphs that are there serve all that is shorter
-FEW_ENDED = 16  # rows, before the average length of which says little
+OWN_STOPS = 8  # stop tokens of a row, beside the model's, that the GPU checks; a row with more is sampled by the host
+LEAST_TOKENS = 256  # of prompts and of answers that buffers are made for: they serve all shorter rows too
+FEW_ENDED = 16  # rows; the average length of fewer is no estimate
+log = logging.getLogger(__name__)
 
 
 @dataclass
-class _Run:
-    """Buffers, and the graphs over them, of rows with at most such prompts and new tokens; vacant: places of no row."""
+class _Buffers:
+    """Buffers, and the graphs over them, for rows with at most such prompts and new tokens."""
 
     rows: int
     prompt: int
@@ -47,22 +64,33 @@ class _Run:
     cache: PagedCache
     state: DeviceRows
     steps: Steps
-    vacant: list[int] = field(default_factory=list)
+    free_slots: list[int] = field(default_factory=list)
 
     def fits(self, rows: int, prompt: int, most_new: int) -> bool:
         """Whether they are large enough."""
         return rows <= self.rows and prompt <= self.prompt and most_new <= self.most_new
 
 
-class GpuEngine(Engine):
-    """As `Engine`, over a decoder whose layers are `FusedLayer`s. budget_bytes: of the cache's pages, taken once.
+class GpuEngine:
+    """The paged engine over a decoder whose layers are `FusedLayer`s; implements `EngineProtocol`.
 
-    graphs: whether CUDA graphs hold the steps. read_every: steps after which the host looks which rows have ended.
-    pool: whose pages it takes, if engines that are used one after the other share them.
+    Args:
+        decoder: The model, after `prepare_for_gpu`.
+        schedule: Layers of each position.
+        stop_ids: Tokens that end a row.
+        budget_bytes: Bytes of the cache's pages, allocated once.
+        max_rows: Most rows in flight.
+        cumulative_logprob: Whether completions carry their log-probability.
+        graphs: Whether to capture steps as CUDA graphs.
+        read_every: Steps between completion polls.
+        pool: Pages to share with other engines of which one runs at a time; its size replaces budget_bytes.
+
+    Raises:
+        UserError: A schedule for another number of layers.
     """
 
     grows = True
-    rounds_to_warm = 2  # a shape's second step is captured
+    rounds_to_warm = 2  # the second step of a shape is captured
 
     def __init__(
         self,
@@ -77,31 +105,43 @@ class GpuEngine(Engine):
         read_every: int = READ_EVERY,
         pool: PagePool | None = None,
     ) -> None:
-        super().__init__(decoder, schedule, stop_ids, cumulative_logprob=cumulative_logprob)
+        if schedule.num_layers != decoder.num_layers:
+            raise UserError(f"schedule for {schedule.num_layers} layers, model has {decoder.num_layers}")
         assert all(isinstance(block, FusedLayer) for block in decoder.blocks)
+        self.decoder, self.schedule, self.stop_ids = decoder, schedule, frozenset(stop_ids)
+        self.cumulative_logprob = cumulative_logprob
         self.graphs = graphs and decoder.device.type == "cuda"
-        self.read_every, self.max_rows = read_every, max_rows
+        self.read_every, self.max_rows, self._most_rows = read_every, max_rows, max_rows
+        self.stats = EngineStats()
+        self.rows: list[Row] = []
         self._page_bytes = page_bytes(decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize)
-        self.pages = self._budget = budget_bytes // self._page_bytes
-        self._pool = PagePool() if pool is None else pool
+        self._budget_bytes = budget_bytes
+        self._pool = PagePool(budget_bytes // self._page_bytes) if pool is None else pool
         self._pool.users.add(self)
         self._others: dict[Schedule, GpuEngine] = {}  # under other schedules
-        self._run: _Run | None = None
+        self._run: _Buffers | None = None
         self._prefill = Prefill(decoder, schedule)
-        self._slots: dict[int, int] = {}  # of rows in flight, by ticket
-        self._looks = Looks()
-        self._tail: Tail | None = None
-        self._hosted = False  # whether the host draws
-        self._since_look = 0
-        self._ended_tokens, self._ended_rows = 0, 0  # of this run
-        self._put_back: list[int] = []
-        self._noticed: list[tuple[int, Completion]] = []
-        self._least, self._most_rows = 1, max_rows
-        self._passes: list[tuple[Any, Any]] = []  # over prompts, from where to where
-        self._fit: int | None = None  # what `fitting` has said, until rows come or go
+        self._prefill_times = PrefillTimes(decoder.device)
+        self._tickets = 0
+        self._slots: dict[int, int] = {}  # ticket -> slot of rows in flight
+        self._poll = CompletionPoll()
+        self._variant: SamplingVariant | None = None
+        self._host_samples = False
+        self._steps_since_open = 0
+        self._ended_tokens, self._ended_rows = 0, 0  # since `open`
+        self._preempted: list[int] = []
+        self._ended_early: Ended = []  # rows that have left before the step's own poll
+        self._largest_row = 1  # pages
+        self._estimate: int | None = None  # the last admission estimate, until rows come or go
 
-    def at(self, schedule: Schedule) -> Engine:
-        """As `Engine.at`, but always the same one for a schedule, as its graphs cost time; all share their pages."""
+    @property
+    def pages(self) -> int:
+        """Pages of the cache, which all engines of the pool share."""
+        return self._pool.pages
+
+    def at(self, schedule: Schedule) -> GpuEngine:
+        """See `EngineProtocol`. An engine is kept for each schedule, because its graphs cost time; all share their
+        pages."""
         if schedule == self.schedule:
             return self
         if schedule not in self._others:
@@ -109,7 +149,7 @@ class GpuEngine(Engine):
                 self.decoder,
                 schedule,
                 self.stop_ids,
-                budget_bytes=self._budget * self._page_bytes,
+                budget_bytes=self._budget_bytes,
                 max_rows=self._most_rows,
                 cumulative_logprob=self.cumulative_logprob,
                 graphs=self.graphs,
@@ -119,212 +159,243 @@ class GpuEngine(Engine):
         return self._others[schedule]
 
     def row_bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
-        """Most bytes of pages that such a row holds at any one time."""
+        """Most bytes of pages that such a row holds at any time."""
         return self._page_bytes * self._row_pages(prompt_tokens, max_new_tokens)
 
     def _row_pages(self, prompt_tokens: int, new_tokens: int) -> int:
-        """Most pages of such a row, with those that it takes until the host has seen it end."""
+        """Most pages of such a row, with those that it allocates until the host has seen it end."""
         return row_pages(self.schedule, prompt_tokens, new_tokens + 2 * self.read_every, self.read_every)
 
-    def open(self, rows: int, prompt_slots: int, max_new_tokens: int) -> None:
-        """Make room for `rows` rows at once; buffers and graphs of an earlier run are kept where they are large
-        enough."""
+    def open(self, rows: int, prompt_tokens: int, max_new_tokens: int) -> None:
+        """Allocate for `rows` rows in flight; large enough buffers and graphs of an earlier run are kept."""
         assert not self.rows, "rows are in flight"
-        decoder, run = self.decoder, self._run
-        rows = max(rows, self.max_rows)
-        self._least = min(self._budget, self._row_pages(prompt_slots, max_new_tokens))
-        prompt_slots, max_new_tokens = (max(LEAST_ROOM, _power(one)) for one in (prompt_slots, max_new_tokens))
-        held = run is not None and run.cache.count == self.pages and run.cache.keys is self._pool.keys
-        if run is None or not held or not run.fits(rows, prompt_slots, max_new_tokens):
+        run, rows = self._run, max(rows, self.max_rows)
+        self._largest_row = min(self.pages, self._row_pages(prompt_tokens, max_new_tokens))
+        prompt, most_new = (max(LEAST_TOKENS, _power_of_two(size)) for size in (prompt_tokens, max_new_tokens))
+        kept = run is not None and run.cache.count == self.pages and run.cache.keys is self._pool.keys
+        if run is None or not kept or not run.fits(rows, prompt, most_new):
             if run is not None:
-                prompt_slots, max_new_tokens = max(prompt_slots, run.prompt), max(max_new_tokens, run.most_new)
-            self._run = run = None  # what is too small goes before the new comes
-            cache = PagedCache(
-                self.schedule,
-                rows,
-                self.pages,
-                prompt_slots,
-                max_new_tokens,
-                kv_heads=decoder.kv_heads,
-                head_dim=decoder.head_dim,
-                dtype=decoder.dtype,
-                device=decoder.device,
-                pool=self._pool,
-            )
-            operations = decoder.blocks[0].operations
-            state = DeviceRows(rows, max_new_tokens, len(self.stop_ids) + OWN_STOPS, decoder.device, operations)
-            steps = Steps(decoder, self.schedule, cache, state, rows, graphs=self.graphs)
-            self._run = run = _Run(rows, prompt_slots, max_new_tokens, cache, state, steps)
-        run.vacant = list(range(run.rows - 1, -1, -1))
-        self._hosted, self._tail, self._since_look = False, None, 0
-        self._looks.drop()
+                prompt, most_new = max(prompt, run.prompt), max(most_new, run.most_new)
+            self._run = run = None  # freed before the new buffers are allocated
+            self._run = run = self._allocate(rows, prompt, most_new)
+        run.free_slots = list(range(run.rows - 1, -1, -1))
+        self._host_samples, self._variant, self._steps_since_open = False, None, 0
+        self._poll.cancel()
         self._ended_tokens = self._ended_rows = 0
-        self._fit = None
+        self._estimate = None
         run.cache.most = 0
         self.stats.batches += 1
 
-    def fitting(self, requests: Sequence[Request]) -> int:
-        """How many of these, in their order, find pages now, while the rows in flight grow as long as those that have
-        ended were on average, or as they may if few have."""
+    def _allocate(self, rows: int, prompt: int, most_new: int) -> _Buffers:
+        decoder = self.decoder
+        cache = PagedCache(
+            self.schedule,
+            rows,
+            self.pages,
+            prompt,
+            most_new,
+            kv_heads=decoder.kv_heads,
+            head_dim=decoder.head_dim,
+            dtype=decoder.dtype,
+            device=decoder.device,
+            pool=self._pool,
+        )
+        operations = decoder.blocks[0].operations
+        state = DeviceRows(rows, most_new, len(self.stop_ids) + OWN_STOPS, decoder.device, operations)
+        steps = Steps(decoder, self.schedule, cache, state, rows, graphs=self.graphs)
+        return _Buffers(rows, prompt, most_new, cache, state, steps)
+
+    def admission_estimate(self, requests: Sequence[Request]) -> int:
+        """How many of these requests, in their order, find pages now, if rows grow to the average length of those that
+        have ended, or to their limit while few have."""
+        if self._estimate is None:
+            self._estimate = self._estimate_admission(requests)
+        return self._estimate
+
+    def _estimate_admission(self, requests: Sequence[Request]) -> int:
         assert self._run is not None
-        if self._fit is None:
-            self._fit = self._fitting(requests, self._run.cache)
-        return self._fit
-
-    def one_pass(self, requests: Sequence[Request], prefix: Sequence[int]) -> int:
-        """How many of these, in their order, go through the layers together: steps come between passes."""
-        before = min(len(prefix), PREFIX_TOKENS)
-        return groups([len(one.prompt_ids) - before for one in requests], before)[0][1]
-
-    def _fitting(self, requests: Sequence[Request], cache: PagedCache) -> int:
-        few = self._ended_rows < FEW_ENDED
+        cache, few = self._run.cache, self._ended_rows < FEW_ENDED
         mean = 0 if few else -(-self._ended_tokens // self._ended_rows)
 
-        def expected(request: Request, limit: int, drawn: int) -> int:
-            new = limit if few else min(limit, max(mean, drawn + self.read_every))
+        def expected(request: Request, limit: int, tokens: int) -> int:
+            new = limit if few else min(limit, max(mean, tokens + self.read_every))
             return self._row_pages(len(request.prompt_ids), new)
 
-        room = cache.free
+        left = cache.free
         for row in self.rows:
-            held = cache.held(self._slots[row.ticket])
-            room -= max(0, expected(row.request, row.limit, row.position + 1) - held)
+            allocated = cache.row_total(self._slots[row.ticket])
+            left -= max(0, expected(row.request, row.limit, row.position + 1) - allocated)
         for count, request in enumerate(requests):
-            room -= expected(request, self.new_tokens_limit(request), 0)
-            if room < 0:
+            left -= expected(request, request.new_tokens_limit(self.decoder.context_length), 0)
+            if left < 0:
                 return count
         return len(requests)
 
-    @torch.inference_mode()
-    def admit(self, requests: Sequence[Request], prefix: Sequence[int] = ()) -> list[int]:
-        """As `Engine.admit`; the prompts lie one behind another, a piece's worth at a time."""
-        began, mark = time.perf_counter(), self._mark()
-        run = self._run
-        assert run is not None, "open() comes first"
-        prefix = prefix[:PREFIX_TOKENS]
-        assert len(requests) <= len(run.vacant), "more rows than open() made room for"
-        newcomers = [self._begin(request) for request in requests]
-        slots = [run.vacant.pop() for _ in newcomers]
-        lengths = [len(row.request.prompt_ids) for row in newcomers]
-        self._make_room(lambda: run.cache.grow(slots, lengths, [0] * len(slots), self.read_every), least=0)
-        if self._hosted or not all(on_device(row, run.state) for row in newcomers):
-            self._to_host()
-        run.state.begin(slots, newcomers)
-        prompts, sources = distinct(requests)
-        fresh = self._prefill.share(prefix)
-        for first, end in groups([len(prompt) - len(prefix) for prompt in prompts], len(prefix)):
-            mine = [place for place, source in enumerate(sources) if first <= source < end]
-            own_sources = [sources[one] - first for one in mine]
-            logits = self._prefill(prompts[first:end], [slots[one] for one in mine], own_sources, run.cache, prefix)
-            logits = logits[upload(own_sources, logits.device)]
-            drawn = [newcomers[one] for one in mine]
-            index = upload([slots[one] for one in mine], logits.device)
-            if self._hosted:
-                self._draw(drawn, logits)
-                self._tell(drawn, index)
-            else:
-                run.state.take(index, logits, Tail.of(drawn, self.cumulative_logprob))
-        for row, slot in zip(newcomers, slots, strict=True):
-            self._slots[row.ticket] = slot
-            if not self._hosted:
-                row.position = 0
-        self.rows += newcomers
-        self._lay_out()
-        own = sum(map(len, prompts)) - len(prefix) * len(prompts)
-        self.stats.prompt_tokens += own + fresh
-        self.stats.padded_prompt_tokens += own + fresh
-        self.stats.shared_prompt_tokens += sum(lengths) - own
-        self.stats.prefill_seconds += time.perf_counter() - began
-        if mark is not None:
-            self._passes.append((mark, self._mark()))
-        return [row.ticket for row in newcomers]
+    def first_chunk(self, requests: Sequence[Request], prefix: Sequence[int]) -> int:
+        """How many of these requests, in their order, fit one pass: steps come between passes."""
+        shared = min(len(prefix), PREFIX_TOKENS)
+        return chunks([len(request.prompt_ids) - shared for request in requests], shared)[0][1]
 
     @torch.inference_mode()
-    def step(self, *, last: bool = False) -> list[tuple[int, Completion]]:
-        """One token further for every row in flight; (ticket, completion) of the rows that the host has seen end, and
-        `take_put_back` tells those that found no pages."""
+    def admit(self, requests: Sequence[Request], prefix: Sequence[int] = ()) -> list[int]:
+        """Run the prompts' passes, a chunk at a time, and sample each row's first token; returns a ticket a request.
+
+        Raises:
+            MemoryError: More rows than `admission_estimate` found pages for.
+        """
+        began = time.perf_counter()
+        self._prefill_times.begin()
+        run = self._run
+        assert run is not None, "open() comes first"
+        assert len(requests) <= len(run.free_slots), "more rows than open() allocated for"
+        newcomers = [self._begin(request) for request in requests]
+        slots = [run.free_slots.pop() for _ in newcomers]
+        lengths = [len(row.request.prompt_ids) for row in newcomers]
+        self._ensure_pages(lambda: run.cache.grow(slots, lengths, [0] * len(slots), self.read_every), least=0)
+        if not all(samples_on_device(row, run.state) for row in newcomers):
+            self._move_sampling_to_host()
+        run.state.begin(slots, newcomers)
+        self._run_prompts(run, newcomers, slots, prefix[:PREFIX_TOKENS])
+        for row, slot in zip(newcomers, slots, strict=True):
+            self._slots[row.ticket] = slot
+            if not self._host_samples:
+                row.position = 0
+        self.rows += newcomers
+        self._update_lanes()
+        self.stats.prefill_seconds += time.perf_counter() - began
+        self._prefill_times.end()
+        return [row.ticket for row in newcomers]
+
+    def _run_prompts(self, run: _Buffers, rows: Sequence[Row], slots: Sequence[int], prefix: Sequence[int]) -> None:
+        """Prompts of rows through the layers, and each row's first token."""
+        prompts, sources = distinct_prompts([row.request for row in rows])
+        prefix_tokens = self._prefill.share(prefix)
+        for first, end in chunks([len(prompt) - len(prefix) for prompt in prompts], len(prefix)):
+            members = [index for index, source in enumerate(sources) if first <= source < end]
+            chunk_sources = [sources[index] - first for index in members]
+            chunk_slots = [slots[index] for index in members]
+            logits = self._prefill(prompts[first:end], chunk_slots, chunk_sources, run.cache, prefix)
+            logits = logits[upload(chunk_sources, logits.device)]
+            self._sample([rows[index] for index in members], upload(chunk_slots, logits.device), logits)
+        computed = sum(map(len, prompts)) - len(prefix) * len(prompts)
+        self.stats.prompt_tokens += computed + prefix_tokens
+        self.stats.padded_prompt_tokens += computed + prefix_tokens
+        self.stats.shared_prompt_tokens += sum(len(row.request.prompt_ids) for row in rows) - computed
+
+    def _sample(self, rows: Sequence[Row], slots: torch.Tensor, logits: torch.Tensor) -> None:
+        """First tokens of rows from logits [B, V], by the host or on the GPU."""
+        assert self._run is not None
+        if self._host_samples:
+            sample_rows(rows, logits, logprobs=self.cumulative_logprob)
+            self._write_back(rows, slots)
+        else:
+            self._run.state.sample(slots, logits, SamplingVariant.of(rows, self.cumulative_logprob))
+
+    @torch.inference_mode()
+    def step(self, *, last: bool = False) -> Ended:
+        """Generate one token for every row in flight; returns the rows that the host has seen end.
+
+        Rows that find no pages are preempted, see `take_preempted`.
+
+        Raises:
+            MemoryError: The oldest row alone finds no pages.
+        """
         began = time.perf_counter()
         run = self._run
         assert run is not None and self.rows
-        if self._since_look % self.read_every == 0 or self._hosted:
-            self._make_room(self._grow, least=1)
-        rows = self.rows
-        if not rows:  # all had ended
-            return self._noticed_before()
-        logits = run.steps.run(self._rows_per_layer(self._depths()), None if self._hosted else self._tail)
-        if self._hosted:
-            assert logits is not None
-            self._draw(rows, logits[-len(rows) :])
-            self._tell(rows, torch.tensor([self._slots[row.ticket] for row in rows], device=logits.device))
-            ended = self._leave([row for row in rows if row.finish is not None])
+        if self._steps_since_open % self.read_every == 0 or self._host_samples:
+            self._ensure_pages(self._grow, least=1)
+        if self.rows:
+            per_layer = rows_per_layer(input_depths(self.rows, self.schedule), self.schedule)
+            logits = run.steps.run(per_layer, None if self._host_samples else self._variant)
+            ended = self._after_device_step(run) if logits is None else self._after_host_step(logits)
         else:
-            for row in rows:
-                row.position += 1
-            ended = self._leave(self._looks.read(rows, run.state))  # the device is at this step meanwhile
-            self._since_look += 1
-            if self._since_look % self.read_every == 0:
-                self._looks.ask(run.state, self._slots)
+            ended = []  # all have ended
         self.stats.decode_seconds += time.perf_counter() - began
-        return self._noticed_before() + ended
+        return self._take_ended_early() + ended
 
-    def retire(self) -> list[tuple[int, Completion]]:
-        """Rows that have ended at once, as far as the host knows of them."""
-        return self._noticed_before() + self._leave([row for row in self.rows if row.finish is not None])
-
-    def _noticed_before(self) -> list[tuple[int, Completion]]:
-        """Rows that have left because their pages were asked for."""
-        ended, self._noticed = self._noticed, []
+    def _after_device_step(self, run: _Buffers) -> Ended:
+        """Read the poll in progress, while the GPU runs the step just launched, and start the next one."""
+        for row in self.rows:
+            row.position += 1
+        ended = self._finish(self._poll.finish(self.rows, run.state))
+        self._steps_since_open += 1
+        if self._steps_since_open % self.read_every == 0:
+            self._poll.start(run.state, self._slots)
         return ended
 
-    def take_put_back(self) -> list[int]:
-        """Tickets of the rows that have found no pages since this was asked: they must be admitted again."""
-        tickets, self._put_back = self._put_back, []
+    def _after_host_step(self, logits: torch.Tensor) -> Ended:
+        """Sample from logits [B, V], the last rows of which are those in flight, and upload the tokens."""
+        sample_rows(self.rows, logits[-len(self.rows) :], logprobs=self.cumulative_logprob)
+        slots = torch.tensor([self._slots[row.ticket] for row in self.rows], device=logits.device)
+        self._write_back(self.rows, slots)
+        return self._finish([row for row in self.rows if row.finish is not None])
+
+    def retire(self) -> Ended:
+        """Remove the rows that the host has seen end; returns them."""
+        return self._take_ended_early() + self._finish([row for row in self.rows if row.finish is not None])
+
+    def _take_ended_early(self) -> Ended:
+        """Rows that have left because other rows needed their pages."""
+        ended, self._ended_early = self._ended_early, []
+        return ended
+
+    def take_preempted(self) -> list[int]:
+        """Tickets of rows preempted since the last call; they must be admitted again."""
+        tickets, self._preempted = self._preempted, []
         return tickets
 
     def close(self) -> None:
-        """Let rows in flight go."""
-        if self._ended_rows and not self.rows:  # a run that has come to its end
-            self.pages, self.max_rows = self._budget, self._most_rows
+        """Drop the rows in flight."""
+        if self._ended_rows and not self.rows:  # a run that is complete
+            self.max_rows = self._most_rows
         if self._run is not None:
             cache = self._run.cache
             self.stats.cache_bytes = max(self.stats.cache_bytes, cache.most * self._page_bytes)
             cache.release(list(self._slots.values()))
-        self.rows, self._slots, self._put_back, self._noticed = [], {}, [], []
-        self._looks.drop()
+        self.rows, self._slots, self._preempted, self._ended_early = [], {}, [], []
+        self._poll.cancel()
 
-    def release(self) -> None:
-        """After memory has run out: give back the cache and all that hangs on it, and take half of it until a run has
-        come to its end, but as much as the largest row needs."""
-        self.pages = max(self._least, self.pages // 2)
-        self.max_rows = 1
-        self._pool.drop()
+    def release_memory(self) -> bool:
+        """After memory has run out: free the cache and all buffers, and make the cache smaller for the rest of the
+        process, but as large as the largest row needs. Returns whether it is smaller now."""
+        before = self.pages
+        self._pool.shrink(self._largest_row)
+        self.max_rows = 1  # buffers for as many rows as the next run has, until one is complete
+        if self.pages < before:
+            sizes = gib(before * self._page_bytes), gib(self.pages * self._page_bytes)
+            log.warning("GPU memory ran out: the cache shrinks from %s to %s for the rest of this process", *sizes)
+        return self.pages < before
 
-    def let_go(self) -> None:
-        """Of all that refers to pages, as they are to go, and of the prompts' common beginning."""
+    def drop_pages(self) -> None:
+        """Drop every reference to the pool's memory: buffers, graphs and the shared prefix."""
         self._run = None
         self._prefill.forget()
 
     def take_stats(self) -> EngineStats:
-        """As `Engine.take_stats`. The host only launches a pass over prompts: its time is the device's own."""
-        stats = super().take_stats()
-        if self._passes:
-            torch.cuda.synchronize(self.decoder.device)
-            own = sum(began.elapsed_time(ended) for began, ended in self._passes) / 1000
-            both = stats.prefill_seconds + stats.decode_seconds
-            stats.prefill_seconds = min(own, both)
-            stats.decode_seconds = both - stats.prefill_seconds
-            self._passes = []
+        """Counts since the last call. Prefill takes the GPU's own time, since the host only launches it."""
+        stats, self.stats = self.stats, EngineStats()
+        prefill = self._prefill_times.take()
+        if prefill is not None:
+            total = stats.prefill_seconds + stats.decode_seconds
+            stats.prefill_seconds = min(prefill, total)
+            stats.decode_seconds = total - stats.prefill_seconds
         return stats
 
-    def _mark(self) -> Any:
-        """Where the device is now, once it is there."""
-        if self.decoder.device.type != "cuda":
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    def _begin(self, request: Request) -> Row:
+        """A row before its first token, with a new ticket."""
+        decoder, ticket = self.decoder, self._tickets
+        self._tickets += 1
+        return begin_row(
+            request,
+            ticket,
+            context_length=decoder.context_length,
+            vocab_size=decoder.vocab_size,
+            stop_ids=self.stop_ids,
+        )
 
     def _grow(self) -> bool:
-        """Pages for the steps until the host looks again."""
+        """Allocate pages for the steps until the next poll; False if there are too few."""
         assert self._run is not None
         return self._run.cache.grow(
             [self._slots[row.ticket] for row in self.rows],
@@ -333,31 +404,32 @@ class GpuEngine(Engine):
             self.read_every,
         )
 
-    def _make_room(self, grow: Callable[[], bool], least: int) -> None:
-        """Until there are pages enough: rows that have ended leave, then the youngest are put back, all but `least`.
+    def _ensure_pages(self, grow: Callable[[], bool], least: int) -> None:
+        """Until `grow` succeeds: rows that have ended leave, then the youngest rows are preempted, all but `least`.
 
-        Raises MemoryError if that is not enough, as it may be where more newcomers come than were said to fit.
+        Raises:
+            MemoryError: There are too few pages even so.
         """
         if grow():
             return
         assert self._run is not None
-        self._noticed += self._leave(self._looks.read(self.rows, self._run.state))
+        self._ended_early += self._finish(self._poll.finish(self.rows, self._run.state))
         while not grow():
             if len(self.rows) <= least:
                 raise MemoryError("a row does not fit the pages that are left")
-            self._put_back.append(self.rows[-1].ticket)
+            self._preempted.append(self.rows[-1].ticket)
             self._remove(self.rows[-1:])
 
-    def _lay_out(self) -> None:
-        """Tell the steps which rows are in flight, and what they ask of a step's end."""
+    def _update_lanes(self) -> None:
+        """After rows have come or gone: give the steps their slots and sampling variant."""
         assert self._run is not None
-        self._fit = None
-        self._run.steps.place([self._slots[row.ticket] for row in self.rows])
-        if self.rows and not self._hosted:
-            self._tail = Tail.of(self.rows, self.cumulative_logprob)
+        self._estimate = None
+        self._run.steps.set_lanes([self._slots[row.ticket] for row in self.rows])
+        if self.rows and not self._host_samples:
+            self._variant = SamplingVariant.of(self.rows, self.cumulative_logprob)
 
-    def _leave(self, ended: Sequence[Row]) -> list[tuple[int, Completion]]:
-        """Rows that have ended give back their places and pages; (ticket, completion) of each."""
+    def _finish(self, ended: Sequence[Row]) -> Ended:
+        """Count rows that have ended, free their slots and pages; returns (ticket, completion) of each."""
         if not ended:
             return []
         for row in ended:
@@ -373,44 +445,47 @@ class GpuEngine(Engine):
         return [(row.ticket, row.completion(self.cumulative_logprob)) for row in ended]
 
     def _remove(self, rows: Sequence[Row]) -> None:
+        """Take rows out of flight and free their slots and pages."""
         assert self._run is not None
-        gone = {row.ticket for row in rows}
-        slots = [self._slots.pop(ticket) for ticket in sorted(gone)]
+        removed = {row.ticket for row in rows}
+        slots = [self._slots.pop(ticket) for ticket in sorted(removed)]
         self._run.cache.release(slots)
-        self._run.vacant += slots
-        self.rows = [row for row in self.rows if row.ticket not in gone]
-        self._lay_out()
+        self._run.free_slots += slots
+        self.rows = [row for row in self.rows if row.ticket not in removed]
+        self._update_lanes()
 
-    def _to_host(self) -> None:
-        """From here on the host draws: it learns what the device has drawn for the rows in flight."""
-        if self._hosted:
+    def _move_sampling_to_host(self) -> None:
+        """Until the next `open` the host samples; fetch the tokens of the rows in flight."""
+        if self._host_samples:
             return
-        self._hosted = True
-        self._looks.drop()
+        self._host_samples = True
+        self._poll.cancel()
+        if not self.rows:
+            return
         assert self._run is not None
         state = self._run.state
-        told = [one.tolist() for one in (state.counts, state.tokens, state.logprobs)] if self.rows else []
+        counts = state.counts.tolist()
+        longest = max(counts[self._slots[row.ticket]] for row in self.rows)
+        tokens, logprobs = state.tokens[:, :longest].tolist(), state.logprobs.tolist()
         for row in self.rows:
             slot = self._slots[row.ticket]
-            counts, tokens, logprobs = told
             row.logprob, row.position = logprobs[slot], counts[slot] - 1
             for token in tokens[slot][: counts[slot]]:
                 row.tokens.append(token)
                 row.sampling.add(token)
-                row.finish = row.finish or row.reason_to_end()
+                row.finish = row.finish or row.advance()
 
-    def _tell(self, rows: Sequence[Row], index: torch.Tensor) -> None:
-        """The device what the host has drawn."""
+    def _write_back(self, rows: Sequence[Row], slots: torch.Tensor) -> None:
+        """Upload the tokens that the host has sampled. slots: int64 [B], of the rows."""
         assert self._run is not None
-        state = self._run.state
-        device = index.device
-        state.last[index] = torch.tensor([row.tokens[-1] for row in rows], device=device)
+        state, device = self._run.state, slots.device
+        state.last[slots] = torch.tensor([row.tokens[-1] for row in rows], device=device)
         positions = torch.tensor([row.position for row in rows], device=device)
-        state.positions[index] = positions
-        state.places[index] = positions + torch.tensor([len(row.request.prompt_ids) for row in rows], device=device)
-        state.ended[index] = torch.tensor([row.finish is not None for row in rows], device=device)
+        state.positions[slots] = positions
+        state.places[slots] = positions + torch.tensor([len(row.request.prompt_ids) for row in rows], device=device)
+        state.ended[slots] = torch.tensor([row.finish is not None for row in rows], device=device)
 
 
-def _power(count: int) -> int:
-    """The least power of two that is not smaller."""
+def _power_of_two(count: int) -> int:
+    """The smallest power of two that is not below count."""
     return 1 << max(0, count - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Prompts through the layers, a piece's worth of them at a time, and what many of them begin with only once.
+"""Prompts through the layers, a chunk at a time, and their shared prefix only once.
 
 Shapes: P prompts, V vocabulary size.
 """
@@ -18,23 +18,23 @@ from actors.engine.working_memory import KEY_TOKENS, PIECE_TOKENS
 
 
 class Prefill:
-    """Of one decoder and schedule; it keeps the last common beginning."""
+    """Passes over prompts of one decoder and schedule; the last shared prefix is kept."""
 
     def __init__(self, decoder: Decoder, schedule: Schedule) -> None:
         self.decoder, self.schedule = decoder, schedule
         self._shared: tuple[tuple[int, ...], PrefixPages] | None = None
 
     def share(self, prefix: Sequence[int]) -> int:
-        """Have the keys and values of a prompts' common beginning; how many tokens had to be computed."""
+        """Keep the keys and values of a shared prefix; returns how many tokens had to be computed."""
         if not prefix or (self._shared is not None and self._shared[0] == tuple(prefix)):
             return 0
-        held = PrefixPages()
-        self._run(prefix, Prompts([len(prefix)], [], [], self.decoder.device, held_in=held), None)
-        self._shared = tuple(prefix), held
+        shared = PrefixPages()
+        self._run(prefix, Prompts([len(prefix)], [], [], self.decoder.device, keep_in=shared), None)
+        self._shared = tuple(prefix), shared
         return len(prefix)
 
     def forget(self) -> None:
-        """Let the common beginning go."""
+        """Free the shared prefix."""
         self._shared = None
 
     def __call__(
@@ -45,9 +45,14 @@ class Prefill:
         cache: PagedCache,
         prefix: Sequence[int],
     ) -> Tensor:
-        """Logits [P, V] at the last token of each prompt; keys and values go to the pages of rows.
+        """Logits [P, V] at the last token of each prompt; keys and values are written to the pages of rows.
 
-        sources: which prompt each row has. prefix: what all prompts begin with, as `share` was told.
+        Args:
+            prompts: Token ids.
+            rows: Slots of the rows.
+            sources: Number of each row's prompt.
+            cache: Pages of the rows.
+            prefix: Tokens with which all prompts begin; `share` has been called with them.
         """
         shared, before = None, len(prefix)
         if before:
@@ -68,15 +73,15 @@ class Prefill:
         return decoder.logits(states[batch.last])
 
 
-def groups(lengths: Sequence[int], before: int) -> list[tuple[int, int]]:
-    """First and end of groups of prompts of at most `PIECE_TOKENS`, with at most `KEY_TOKENS` that they see; one that
-    is longer is alone. before: tokens that all have before these lengths."""
-    found: list[tuple[int, int]] = []
+def chunks(lengths: Sequence[int], before: int) -> list[tuple[int, int]]:
+    """First and end of chunks of prompts with at most `PIECE_TOKENS` tokens and `KEY_TOKENS` keys; a longer prompt is
+    alone. before: tokens of the prefix, which come before each of these lengths."""
+    bounds: list[tuple[int, int]] = []
     first = total = 0
-    for place, length in enumerate(lengths):
-        seen = total + length + before * (place + 1 - first)
-        if place > first and (total + length > PIECE_TOKENS or seen > KEY_TOKENS):
-            found.append((first, place))
-            first, total = place, 0
+    for prompt, length in enumerate(lengths):
+        keys = total + length + before * (prompt + 1 - first)
+        if prompt > first and (total + length > PIECE_TOKENS or keys > KEY_TOKENS):
+            bounds.append((first, prompt))
+            first, total = prompt, 0
         total += length
-    return [*found, (first, len(lengths))]
+    return [*bounds, (first, len(lengths))]

@@ -1,6 +1,6 @@
-"""A pass over prompts: one behind another without padding, their attention, and where their keys and values go.
+"""A pass over prompts: concatenated without padding, their attention, and the pages of their keys and values.
 
-A pass is one of whole prompts together, or one long prompt in pieces: activations are there for a piece at a time.
+A pass holds several whole prompts, or one long prompt in pieces: activations exist for a piece at a time.
 Shapes: P prompts, N tokens of all of them, M of a piece, Q query heads, H key/value heads, D head size, C tokens of a
 prefix.
 """
@@ -24,12 +24,12 @@ try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # before torch 2.10
     varlen_attn = None  # type: ignore[assignment]
-# what this torch's can be told
-_TOLD = set() if varlen_attn is None else set(inspect.signature(varlen_attn).parameters)
+# parameters of this torch's varlen_attn
+_PARAMETERS = set() if varlen_attn is None else set(inspect.signature(varlen_attn).parameters)
 
 
 class PrefixPages:
-    """Keys and values [C, H, D] of a beginning that prompts share, layer by layer."""
+    """Keys and values [C, H, D] of a shared prefix, layer by layer."""
 
     def __init__(self) -> None:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -37,11 +37,14 @@ class PrefixPages:
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens `first` to `end` of a pass, which are in `queries` prompts' order; each prompt's tokens see those of the
-    prompt up to their own, which are the last of its `keys`, and behind the prefix.
+    """Tokens `first` to `end` of a pass. A token attends to the prefix and to its prompt's tokens up to itself.
 
-    queries, keys: tokens of each prompt [P']. query_ends, key_ends: int32 [P' + 1], their sums. seen: of each key
-    [sum of keys], where it lies in prefix + pass; None: as they lie.
+    Args:
+        queries: Tokens of each prompt in this piece [P'].
+        keys: Keys of each prompt [P'], of which the last ones belong to its queries.
+        query_ends: int32 [P' + 1], cumulative sums of queries.
+        key_ends: int32 [P' + 1], cumulative sums of keys.
+        key_index: int64 [sum of keys], index of each key in prefix + pass; None for the identity.
     """
 
     first: int
@@ -50,20 +53,24 @@ class Piece:
     keys: list[int]
     query_ends: Tensor
     key_ends: Tensor
-    seen: Tensor | None
+    key_index: Tensor | None
 
     @property
     def tokens(self) -> slice:
-        """Of the pass."""
+        """Its tokens in the pass."""
         return slice(self.first, self.end)
 
 
 class Prompts:
-    """Prompts of one pass, and the rows that have them: several rows may share one.
+    """Prompts of one pass, and the rows that have them; several rows may share a prompt.
 
-    lengths: tokens of each prompt in this pass, at least one; more than PIECE_TOKENS only of one prompt alone. rows,
-    sources: places of the rows, and the prompt of each. prefix, before: what lies before all prompts, and its tokens C;
-    held_in: where this pass's own keys and values are kept, if it is the pass over a prefix.
+    Args:
+        lengths: Tokens of each prompt in this pass, at least one; more than PIECE_TOKENS only for a single prompt.
+        rows: Slots of the rows.
+        sources: Number of each row's prompt.
+        prefix: Keys and values of the prefix of all prompts.
+        before: Tokens C of the prefix.
+        keep_in: Receives this pass's keys and values, for the pass over a prefix.
     """
 
     def __init__(
@@ -75,61 +82,61 @@ class Prompts:
         *,
         prefix: PrefixPages | None = None,
         before: int = 0,
-        held_in: PrefixPages | None = None,
+        keep_in: PrefixPages | None = None,
     ) -> None:
         assert len(lengths) == 1 or sum(lengths) <= PIECE_TOKENS
         starts = [0, *itertools.accumulate(lengths)]
-        self.prefix, self.held_in = prefix, held_in
+        self.prefix, self.keep_in = prefix, keep_in
         self.positions = upload(torch.cat([torch.arange(before, before + length) for length in lengths]), device)
         self.last = upload(torch.tensor(starts[1:]) - 1, device)
         self.pieces = list(_pieces(lengths, starts, before, device))
-        # of each token that is kept, row by row: from where in prefix + pass, to which row and place
-        picked, owners, places = [], [], []
+        # of each token that is kept: its index in prefix + pass, its row, its position in the row
+        picked, owners, positions = [], [], []
         for row, source in zip(rows, sources, strict=True):
             picked.append(_with_prefix(starts[source], starts[source + 1], before))
             owners.append(torch.full((before + lengths[source],), row))
-            places.append(torch.arange(before + lengths[source]))
+            positions.append(torch.arange(before + lengths[source]))
         self._kept = len(rows) > 0
         if self._kept:
-            self._picked, self._owners, self._places = (
-                upload(torch.cat(one), device) for one in (picked, owners, places)
+            self._picked, self._owners, self._positions = (
+                upload(torch.cat(parts), device) for parts in (picked, owners, positions)
             )
 
     def keep(self, cache: PagedCache | None, layer: int, keys: Tensor, values: Tensor) -> None:
-        """keys and values [N, H, D] of this pass into the pages of its rows, behind those of the prefix."""
-        if self.held_in is not None:
-            self.held_in.layers[layer] = keys, values
+        """Write keys and values [N, H, D] of this pass to the pages of its rows, after those of the prefix."""
+        if self.keep_in is not None:
+            self.keep_in.layers[layer] = keys, values
         if not self._kept or cache is None or not cache.uses[layer]:
             return
         tokens = cache.keys.shape[2]
         for pool, new, number in ((cache.keys, keys, 0), (cache.values, values, 1)):
             if self.prefix is not None:
                 new = torch.cat((self.prefix.layers[layer][number], new))
-            # many rows may have one prompt
-            parts = (one.split(KEY_TOKENS) for one in (self._owners, self._places, self._picked))
-            for owners, places, picked in zip(*parts, strict=True):
-                pages = cache.table[layer][owners, places // tokens].long()
-                pool[pages, :, places % tokens] = new[picked]
+            # in parts: many rows may share a prompt
+            parts = (index.split(KEY_TOKENS) for index in (self._owners, self._positions, self._picked))
+            for owners, positions, picked in zip(*parts, strict=True):
+                pages = cache.table[layer][owners, positions // tokens].long()
+                pool[pages, :, positions % tokens] = new[picked]
 
     def attend(self, layer: int, piece: Piece, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        """queries [M, Q, D] of a piece over the keys and values before them and their own -> [M, Q, D].
+        """Causal attention of a piece's queries [M, Q, D] over prefix and prompts -> [M, Q, D].
 
-        keys, values: [N, H, D] of the pass, of which those up to the piece's end are there.
+        keys, values: [N, H, D] of the pass, computed up to the piece's end.
         """
         keys, values = keys[: piece.end], values[: piece.end]
         if self.prefix is not None:
             shared = self.prefix.layers[layer]
             keys, values = (torch.cat(pair) for pair in zip(shared, (keys, values), strict=True))
-        if piece.seen is not None:
-            keys, values = keys[piece.seen], values[piece.seen]
+        if piece.key_index is not None:
+            keys, values = keys[piece.key_index], values[piece.key_index]
         if queries.device.type == "cuda" and varlen_attn is not None and queries.dtype != torch.float32:
             return _by_varlen(piece, queries, keys, values, scaling)
-        if queries.device.type == "cuda":  # grouped heads in float32 have no kernel there that spares the scores
-            keys, values = (_repeated(one, queries) for one in (keys, values))
+        if queries.device.type == "cuda":  # grouped heads in float32 have no kernel that avoids the full score matrix
+            keys, values = (_repeated(states, queries) for states in (keys, values))
         done = []
         parts = zip(queries.split(piece.queries), keys.split(piece.keys), values.split(piece.keys), strict=True)
         for query, key, value in parts:
-            query, key, value = (one.transpose(0, 1)[None] for one in (query, key, value))
+            query, key, value = (states.transpose(0, 1)[None] for states in (query, key, value))
             mask = None
             if query.shape[2] < key.shape[2]:
                 mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
@@ -142,19 +149,20 @@ class Prompts:
 
 
 def _pieces(lengths: Sequence[int], starts: Sequence[int], before: int, device: torch.device) -> Iterator[Piece]:
-    """One of all prompts, or a prompt's own."""
+    """One piece of all prompts, or the pieces of a single prompt."""
 
-    def piece(first: int, end: int, queries: list[int], keys: list[int], seen: Tensor | None) -> Piece:
+    def piece(first: int, end: int, queries: list[int], keys: list[int], key_index: Tensor | None) -> Piece:
         query_ends, key_ends = (
-            upload(torch.tensor([0, *itertools.accumulate(one)], dtype=torch.int32), device) for one in (queries, keys)
+            upload(torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32), device)
+            for counts in (queries, keys)
         )
-        seen = None if seen is None else upload(seen, device)
-        return Piece(first, end, queries, keys, query_ends, key_ends, seen)
+        key_index = None if key_index is None else upload(key_index, device)
+        return Piece(first, end, queries, keys, query_ends, key_ends, key_index)
 
     if len(lengths) > 1:
-        seen = [_with_prefix(*pair, before) for pair in itertools.pairwise(starts)] if before else None
+        index = torch.cat([_with_prefix(*pair, before) for pair in itertools.pairwise(starts)]) if before else None
         keys = [before + length for length in lengths]
-        yield piece(0, starts[-1], list(lengths), keys, None if seen is None else torch.cat(seen))
+        yield piece(0, starts[-1], list(lengths), keys, index)
         return
     for first in range(0, lengths[0], PIECE_TOKENS):
         end = min(lengths[0], first + PIECE_TOKENS)
@@ -162,27 +170,27 @@ def _pieces(lengths: Sequence[int], starts: Sequence[int], before: int, device: 
 
 
 def _with_prefix(first: int, end: int, before: int) -> Tensor:
-    """Where the tokens of a prefix and those of a prompt lie in prefix + pass."""
+    """Indices of a prefix's tokens and of a prompt's in prefix + pass."""
     return torch.cat((torch.arange(before), torch.arange(before + first, before + end)))
 
 
 def _repeated(states: Tensor, queries: Tensor) -> Tensor:
-    """Keys or values [N, H, D], each as often as heads of queries [M, Q, D] share it -> [N, Q, D]."""
+    """Keys or values [N, H, D], repeated for the heads of queries [M, Q, D] that share them -> [N, Q, D]."""
     return states.repeat_interleave(queries.shape[1] // states.shape[1], dim=1)
 
 
 def _by_varlen(piece: Piece, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-    """By torch's own attention over sequences one behind another; a query sees what lies before it from the end."""
-    settings: dict[str, Any] = {"is_causal": True} if "is_causal" in _TOLD else {"window_size": (-1, 0)}
-    if "scale" in _TOLD:
+    """torch's attention over concatenated sequences; causal from the end of each sequence."""
+    settings: dict[str, Any] = {"is_causal": True} if "is_causal" in _PARAMETERS else {"window_size": (-1, 0)}
+    if "scale" in _PARAMETERS:
         settings["scale"] = scaling
     else:
         queries = queries * (scaling * queries.shape[2] ** 0.5)
     if queries.shape[1] != keys.shape[1]:
-        if "enable_gqa" in _TOLD:
+        if "enable_gqa" in _PARAMETERS:
             settings["enable_gqa"] = True
         else:
-            keys, values = (_repeated(one, queries) for one in (keys, values))
+            keys, values = (_repeated(states, queries) for states in (keys, values))
     longest = max(piece.queries), max(piece.keys)
     out = varlen_attn(queries, keys, values, piece.query_ends, piece.key_ends, *longest, **settings)
     assert isinstance(out, Tensor)

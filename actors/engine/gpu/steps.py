@@ -1,8 +1,8 @@
 """A decode step over lanes, and CUDA graphs of it: one a step where all lanes run the same layers, else one a layer.
 
-Lanes are laid out with the youngest last, so that the rows of a layer are the last ones of one buffer whatever the
-batch is: a layer's graph of so many lanes serves every batch. Lane counts are rounded up to buckets; a lane that runs
-along without need writes nothing, which the kernels see from its depth.
+The youngest row has the last lane, so the rows of a layer are always the last lanes of one buffer: a layer's graph of
+so many lanes serves every batch. Lane counts are rounded up to buckets; a lane whose row does not run the layer writes
+nothing, as the kernels see from its depth.
 Shapes: B lanes, E hidden size, V vocabulary size, L layers.
 """
 
@@ -19,28 +19,34 @@ from actors.engine.decoder import Decoder
 from actors.engine.gpu.layers import FusedLayer, Lanes
 from actors.engine.gpu.pages import PagedCache, upload
 from actors.engine.gpu.reference import Tables
-from actors.engine.gpu.state import DeviceRows, Tail
+from actors.engine.gpu.state import DeviceRows, SamplingVariant
 from actors.engine.schedule import Schedule
 
-MOST_STEP_GRAPHS = 512  # of whole steps; further shapes of a step are put together from graphs of layers
-PROGRAMS = 264  # of attention in flight, two a multiprocessor of an H100 or H200; fewer rows are split among more
+MOST_STEP_GRAPHS = 512  # graphs of whole steps; further shapes of a step are composed of graphs of layers
+PROGRAMS = 264  # attention programs that run in parallel: two a multiprocessor of an H100 or H200
 MOST_SPLITS = 16
 
 
 def buckets(most: int) -> list[int]:
-    """Lane counts for which there are graphs: powers of two, above 16 also what lies half way, and the most."""
-    found = {1, 2, 4, 8, 16}
+    """Lane counts for which there are graphs: powers of two, above 16 also the midpoints, and the largest count."""
+    counts = {1, 2, 4, 8, 16}
     size = 16
     while size < most:
-        found |= {size * 3 // 2, size * 2}
+        counts |= {size * 3 // 2, size * 2}
         size *= 2
-    return [*sorted(one for one in found if one < most), most]
+    return [*sorted(count for count in counts if count < most), most]
 
 
 class Steps:
-    """Runs steps of one decoder over one cache and one state; graphs: whether CUDA graphs hold them.
+    """Runs steps of one decoder over one cache and one state, which receives a step's results.
 
-    lanes: most of them. A step's results are left in the state.
+    Args:
+        decoder: Its layers are `FusedLayer`s.
+        schedule: Layers of each position.
+        cache: Pages of the rows.
+        state: Rows by slot.
+        lanes: Most lanes of a step.
+        graphs: Whether to capture the steps as CUDA graphs.
     """
 
     def __init__(
@@ -67,11 +73,11 @@ class Steps:
         if self._tables.turns is not None:
             size = self._tables.turns[0].shape[1]
             self._turns = self._hidden.new_zeros(lanes, size), self._hidden.new_zeros(lanes, size)
-        self._logits: dict[int, Tensor] = {}  # by bucket: what the host reads where it draws
+        self._logits: dict[int, Tensor] = {}  # by bucket: for the host where it samples
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._use_graphs = graphs
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
-        self._seen: set[Hashable] = set()
+        self._warm: set[Hashable] = set()  # work that has run once, without a graph
         self._step_graphs = 0
 
     @property
@@ -79,51 +85,53 @@ class Steps:
         return Lanes(self._slots, self._places, self._lane_depths, self._turns)
 
     def bucket(self, count: int) -> int:
-        """The least bucket of so many lanes."""
+        """The smallest bucket for so many lanes."""
         return self.buckets[bisect_left(self.buckets, count)]
 
-    def place(self, slots: Sequence[int]) -> None:
-        """Rows in flight, oldest first, by their slots."""
+    def set_lanes(self, slots: Sequence[int]) -> None:
+        """Give the rows in flight their lanes. slots: of the rows, oldest first."""
         padded = [self.state.rows] * (self.lanes - len(slots)) + list(slots)
         self._slots.copy_(upload(padded, self._slots.device))
 
-    def run(self, rows_per_layer: Sequence[int], tail: Tail | None) -> Tensor | None:
-        """One token further for all lanes; rows_per_layer: how many of the youngest each layer runs for.
+    def run(self, rows_per_layer: Sequence[int], variant: SamplingVariant | None) -> Tensor | None:
+        """Generate one token for all lanes.
 
-        tail: what to do with the logits; None returns them [B, V], of the bucket's lanes, for the host to draw from.
+        Args:
+            rows_per_layer: How many of the youngest rows each layer runs for.
+            variant: How to sample. With None the logits [B, V] of the bucket's lanes are returned, for the host.
         """
         counts = [self.bucket(count) if count else 0 for count in rows_per_layer]
         most = max(counts)
         alike = all(count in (0, most) for count in counts)
-        whole = ("step", tuple(counts), tail)
-        if self._use_graphs and alike and self._again(whole):
-            self._graphed(whole, lambda: self._whole(counts, most, tail))
+        whole = ("step", tuple(counts), variant)
+        if self._use_graphs and alike and self._has_step_graph(whole):
+            self._graphed(whole, lambda: self._whole(counts, most, variant))
         else:
             self._graphed(("begin", most), lambda: self._begin(most))
             for layer, count in enumerate(counts):
                 if count:
                     self._graphed(("layer", layer, count), partial(self._layer, layer, count))
-            self._graphed(("end", most, tail), lambda: self._end(most, tail))
-        return self._logits[most] if tail is None else None
+            self._graphed(("end", most, variant), lambda: self._end(most, variant))
+        return self._logits[most] if variant is None else None
 
-    def _again(self, whole: tuple[str, tuple[int, ...], Tail | None]) -> bool:
-        """Whether a step of this kind was run before, and may have a graph of its own."""
-        if whole in self._seen:
+    def _has_step_graph(self, whole: tuple[str, tuple[int, ...], SamplingVariant | None]) -> bool:
+        """Whether a step of this shape has run before and has a graph of its own."""
+        if whole in self._warm:
             return True
         if self._step_graphs < MOST_STEP_GRAPHS:
             self._step_graphs += 1
-            self._seen.add(whole)
+            self._warm.add(whole)
         return False
 
-    def _whole(self, counts: Sequence[int], most: int, tail: Tail | None) -> None:
+    def _whole(self, counts: Sequence[int], most: int, variant: SamplingVariant | None) -> None:
         self._begin(most)
         for layer, count in enumerate(counts):
             if count:
                 self._layer(layer, count)
-        self._end(most, tail)
+        self._end(most, variant)
 
     def _begin(self, count: int) -> None:
-        """Token -> hidden states of the youngest `count` lanes, and what all layers ask of them."""
+        """Hidden states, positions, depths and rope of the youngest `count` lanes, from their tokens."""
         lanes = self._lanes.youngest(count)
         hidden, state = self._hidden[-count:], self.state
         state.operations.begin(lanes.slots, state, self._tables, lanes.places, lanes.depths, hidden, lanes.rotary)
@@ -139,26 +147,26 @@ class Steps:
         splits = max(1, min(MOST_SPLITS, PROGRAMS // (count * block.kv_heads)))
         block.step(self._hidden[-count:], lanes, self.cache, self.schedule.ranks[layer], splits)
 
-    def _end(self, count: int, tail: Tail | None) -> None:
+    def _end(self, count: int, variant: SamplingVariant | None) -> None:
         logits = self.decoder.logits(self._hidden[-count:])
-        if tail is None:
+        if variant is None:
             if count not in self._logits:
                 self._logits[count] = torch.empty_like(logits)
             self._logits[count].copy_(logits)
         else:
-            self.state.take(self._slots[-count:], logits, tail)
+            self.state.sample(self._slots[-count:], logits, variant)
 
     def _graphed(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Replay the graph of this work. The first time it is run as it is, which also makes what must be there before
-        a capture: kernels, workspaces; the second time it is captured."""
-        if not self._use_graphs or key not in self._seen:
-            self._seen.add(key)
+        """Replay the graph of this work. The first time the work runs without one, which compiles kernels and allocates
+        workspaces; the second time it is captured."""
+        if not self._use_graphs or key not in self._warm:
+            self._warm.add(key)
             work()
             return
         graph = self._graphs.get(key)
         if graph is None:
             graph = torch.cuda.CUDAGraph()
-            # records, and runs nothing; what other threads do meanwhile is no part of it
+            # a capture runs nothing; work of other threads is not captured
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 work()
             self._graphs[key] = graph
@@ -167,7 +175,7 @@ class Steps:
 
 @torch.inference_mode()
 def tables_of(decoder: Decoder, schedule: Schedule, cache: PagedCache) -> Tables:
-    """For rows as long as the cache has pages for."""
+    """Tables for rows as long as the cache's longest."""
     device = decoder.device
     depths = [schedule.depth(position) for position in range(cache.max_new_tokens + 1)]
     longest = min(decoder.context_length, cache.longest)

@@ -1,0 +1,92 @@
+"""Completion poll: the host asks which rows have ended, and reads the answer while the GPU runs the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from actors.engine.gpu.pages import upload
+from actors.engine.gpu.state import DeviceRows
+from actors.engine.row import Row
+from actors.engine.types import FinishReason
+
+
+@dataclass
+class _Poll:
+    """Copies on the host, complete once the event `done` is (None without a GPU), of all slots.
+
+    Args:
+        slots: Ticket -> slot of the rows in flight when the poll started.
+        ended: bool [R + 1].
+        counts: int64 [R + 1], tokens generated.
+    """
+
+    slots: dict[int, int]
+    ended: Tensor
+    counts: Tensor
+    done: torch.cuda.Event | None
+
+
+class CompletionPoll:
+    """At most one poll is in progress."""
+
+    def __init__(self) -> None:
+        self._poll: _Poll | None = None
+        self._fetch_stream: torch.cuda.Stream | None = None
+
+    def cancel(self) -> None:
+        """Drop the poll in progress."""
+        self._poll = None
+
+    def start(self, state: DeviceRows, slots: Mapping[int, int]) -> None:
+        """Copy, behind the steps launched so far, which rows have ended. slots: ticket -> slot of rows in flight."""
+        ended, counts = (flags.to("cpu", non_blocking=True) for flags in (state.ended, state.counts))
+        done = None
+        if state.ended.device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record()
+        self._poll = _Poll(dict(slots), ended, counts, done)
+
+    def finish(self, rows: Sequence[Row], state: DeviceRows) -> list[Row]:
+        """Wait for the poll in progress; returns the rows in flight that had ended, with tokens and finish reason."""
+        poll, self._poll = self._poll, None
+        if poll is None:
+            return []
+        if poll.done is not None:
+            poll.done.synchronize()
+        flags = poll.ended.tolist()
+        ended = [row for row in rows if row.ticket in poll.slots and flags[poll.slots[row.ticket]]]
+        if ended:
+            self._fetch(ended, state, poll)
+        return ended
+
+    def _fetch(self, rows: Sequence[Row], state: DeviceRows, poll: _Poll) -> None:
+        """Copy the tokens of rows that have ended, which the GPU changes no more."""
+        slots = [poll.slots[row.ticket] for row in rows]
+        counts = poll.counts.tolist()
+        longest = max(counts[slot] for slot in slots)
+        with self._fetching(poll.done):
+            index = upload(slots, state.tokens.device)
+            tokens = state.tokens[index, :longest].to("cpu", non_blocking=True)
+            logprobs = state.logprobs[index].to("cpu", non_blocking=True)
+        for row, slot, sampled, logprob in zip(rows, slots, tokens.tolist(), logprobs.tolist(), strict=True):
+            row.tokens, row.logprob = sampled[: counts[slot]], logprob
+            early = len(row.tokens) < row.request.sampling.min_new_tokens
+            row.finish = FinishReason.STOP if row.tokens[-1] in row.stop_ids and not early else FinishReason.LENGTH
+
+    @contextmanager
+    def _fetching(self, after: torch.cuda.Event | None) -> Iterator[None]:
+        """A stream of its own behind the event `after`, waited for at the end; the compute stream goes on."""
+        if after is None:
+            yield
+            return
+        if self._fetch_stream is None:
+            self._fetch_stream = torch.cuda.Stream()
+        self._fetch_stream.wait_event(after)
+        with torch.cuda.stream(self._fetch_stream):
+            yield
+        self._fetch_stream.synchronize()
