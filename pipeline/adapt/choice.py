@@ -1,4 +1,4 @@
-"""From what was measured to what is advised: the fastest speed within the tolerance, and when it has paid for itself.
+"""From measurements to a choice: the fastest speed within the tolerance, and the rows from which adaptation pays.
 
 Pure functions; no model, no files.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Quality:
-    """A score, and what it loses against the job's own checkpoint at full depth; `loss_high` at worst."""
+    """A score, its loss against the job's own checkpoint at full depth, and the upper end of the loss's interval."""
 
     value: float
     loss: float
@@ -22,10 +22,10 @@ class Quality:
 
 @dataclass(frozen=True)
 class Measured:
-    """A checkpoint at one speed over the held-out rows.
+    """Measurements of a checkpoint at one speed over the held-out rows.
 
-    nominal: None for the job's own checkpoint at full depth, whose layer_ratio may be None. seconds: of one row, whole
-    wall clock. scores: by the metric's name, in its unit.
+    nominal: None for the job's own checkpoint at full depth, whose layer_ratio may be None. seconds: wall clock of one
+    row. scores: by the metric's name, in its unit.
     """
 
     nominal: float | None
@@ -39,14 +39,14 @@ class Measured:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Measured:
-        """What `to_dict` gave."""
+        """The inverse of `to_dict`."""
         return cls(**{**values, "scores": {name: Quality(**score) for name, score in values["scores"].items()}})
 
 
 def choose(metric: str, tolerance: float, lines: Sequence[Measured]) -> Measured | None:
-    """The fastest speed-up whose loss is at worst within `tolerance`; of equally fast ones the shallower.
+    """The fastest speed-up whose `loss_high` is within `tolerance`, of equally fast ones the shallower; None without.
 
-    None if there is none; a nominal 1 is no speed-up.
+    A nominal 1 is no speed-up.
     """
     within = [line for line in _candidates(lines) if line.scores[metric].loss_high <= tolerance]
     return min(within, key=lambda line: (line.seconds, -(line.layer_ratio or 1.0)), default=None)
@@ -61,27 +61,28 @@ def _candidates(lines: Sequence[Measured]) -> list[Measured]:
     return [line for line in lines if line.nominal is not None and line.nominal > 1]
 
 
-def side_by_side(actors: int, gpus: float, threads: int, cores: int | None, devices: int | None) -> float:
-    """How many actors' work gets done at once: those that find hardware of their own; the others take turns.
+def parallel_actors(actors: int, gpus: float, threads: int, cores: int | None, devices: int | None) -> float:
+    """The number of actors that work in parallel, each on hardware of its own; further actors share it.
 
-    actors: at most, each with `gpus` GPUs and `threads` threads. cores, devices: CPU cores and GPUs of the machine;
-    None: of a cluster, taken to have room for all.
+    Args:
+        actors: the most, each with `gpus` GPUs and `threads` threads.
+        cores, devices: CPU cores and GPUs of the machine; None for a cluster, assumed to be large enough.
     """
     if gpus:
-        own = actors * min(gpus, 1.0)  # actors that share a GPU take turns on it
-        room = own if devices is None else devices / max(gpus, 1.0)
+        parallel = actors * min(gpus, 1.0)  # actors that share a GPU work in turn
+        capacity = parallel if devices is None else devices / max(gpus, 1.0)
     else:
-        own = float(actors)
-        room = own if cores is None else cores / threads
-    return max(1.0, min(own, room))
+        parallel = float(actors)
+        capacity = parallel if cores is None else cores / threads
+    return max(1.0, min(parallel, capacity))
 
 
 @dataclass(frozen=True)
 class BreakEven:
-    """What adaptation costs and saves, in seconds.
+    """Cost and savings of an adaptation, in seconds.
 
-    cost: wall clock of the adaptation. full, fast: of one row at full depth without it, and at the chosen speed with
-    it, by one actor. rows: that the job has. actors: that answer side by side, each as fast as that one.
+    cost: wall clock of the adaptation. full, fast: of one row by one actor, at full depth without adaptation, and at
+    the chosen speed with it. rows: of the job. actors: that work in parallel, each as fast as the measured one.
     """
 
     cost: float
@@ -92,13 +93,13 @@ class BreakEven:
 
     @property
     def at_rows(self) -> int | None:
-        """Rows from which adaptation has paid for itself; None if a row saves nothing."""
+        """Rows from which adaptation pays; None if a row saves no time."""
         saved = self.full - self.fast
         return math.ceil(self.cost * self.actors / saved) if saved > 0 else None
 
     @property
     def pays(self) -> bool:
-        """Whether this job is long enough."""
+        """Whether adaptation pays for this job alone."""
         return self.at_rows is not None and self.rows >= self.at_rows
 
     @property
@@ -108,13 +109,13 @@ class BreakEven:
 
     @property
     def saved(self) -> float:
-        """Seconds that this job saves, the cost of adaptation taken off; below 0 it loses."""
+        """Seconds that this job saves, less the cost of adaptation; negative if it loses."""
         return self.without - self.rows * self.fast / self.actors - self.cost
 
     def sentences(self, speed: str) -> list[str]:
-        """The account, for people."""
+        """Cost and savings as text."""
         lines = [
-            f"adaptation took {_duration(self.cost)}, the evaluation before it not counted; a row takes one actor "
+            f"adaptation took {_duration(self.cost)}, without the evaluation before it; a row takes one actor "
             f"{_duration(self.full)} at full depth without it and {_duration(self.fast)} at {speed} with it"
         ]
         job = f"this job has {self.rows:,} rows"
@@ -129,8 +130,8 @@ class BreakEven:
                 f"{_duration(self.without - self.saved)}, adaptation included: {percent:.0f}% saved"
             )
         lines.append(
-            f"(assumed: {self.actors:.3g} actor{'s' * (self.actors != 1)} at work side by side, each on hardware of "
-            "its own that is as fast as the one measured on this machine)"
+            f"(assumed: {self.actors:.3g} actor{'s' * (self.actors != 1)} in parallel, each on hardware of "
+            "its own, as fast as this machine)"
         )
         return lines
 

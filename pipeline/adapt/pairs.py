@@ -1,9 +1,10 @@
-"""Full-depth answers -> what tune and evaluate read: prompts and responses as token ids."""
+"""Full-depth answers -> the files that tune and evaluate read: prompts and responses as token ids."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from pipeline.prepare.spec import PromptSpec
 from pipeline.prepare.tokenizer import tokenizer_of
 from pipeline.storage.owned_folder import replacing
 
+log = logging.getLogger(__name__)
 SCHEMA = pa.schema(
     [
         ("prompt", pa.list_(pa.int32())),
@@ -31,12 +33,12 @@ SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True)
-class Pairs:
+class PairCounts:
     """Rows written, and rows of the sample left out.
 
-    errors, empty: with an error, with nothing in the answer. unreferenced: held-out ones without a reference, with
-    choices without one that is a label. repeated: training ones with the prompt of a held-out one, whose score
-    would be of what was learned by heart. longest: tokens of the longest pair, its end token counted.
+    errors, empty: rows with an error, or with an empty answer. unreferenced: held-out rows without a reference, with
+    choices without one that is a label. repeated: training rows with a held-out row's prompt, whose score would be of
+    a memorized answer. longest: tokens of the longest pair, its end token counted.
     """
 
     train: int
@@ -48,10 +50,28 @@ class Pairs:
     longest: int
 
 
+@dataclass
+class _Pairs:
+    """Pairs kept and rows left out, counted by reason."""
+
+    train: list[dict[str, Any]] = field(default_factory=list)
+    held_out: list[dict[str, Any]] = field(default_factory=list)
+    errors: int = 0
+    empty: int = 0
+    unreferenced: int = 0
+    repeated: int = 0
+
+    def counts(self) -> PairCounts:
+        left_out = {name: getattr(self, name) for name in ("errors", "empty", "unreferenced", "repeated")}
+        pairs = [*self.train, *self.held_out]
+        longest = max(len(pair["prompt"]) + len(pair["response"]) + int(pair["ended"]) for pair in pairs)
+        return PairCounts(len(self.train), len(self.held_out), **left_out, longest=longest)
+
+
 def split_end(tokens: Sequence[int], end: int | None) -> tuple[list[int], bool]:
     """The answer without its end-of-sequence token, and whether it had one.
 
-    An answer that was cut off, or that something else has ended, keeps all its tokens and teaches no end.
+    An answer that ended otherwise keeps all its tokens; no end is learned from it.
     """
     ended = bool(tokens) and tokens[-1] == end
     return list(tokens[:-1] if ended else tokens), ended
@@ -59,66 +79,83 @@ def split_end(tokens: Sequence[int], end: int | None) -> tuple[list[int], bool]:
 
 def write_pairs(
     folder: Path, spec: PromptSpec, held_out: int, references: str | None, choices: Sequence[str] | None
-) -> Pairs:
-    """Join the sample's first `held_out` rows, and the rest, with their answers; write both files.
+) -> PairCounts:
+    """Join the sample with its answers and write the files of held-out rows and of training rows.
 
-    spec: of the job that has answered them. references: column of the sample. choices: what a reference must be one
-    of. Raises ValueError if too few rows are left.
+    Args:
+        folder: of the adaptation.
+        spec: of the job that answered the sample.
+        held_out: rows at the start of the sample that are not trained on.
+        references: column of the sample.
+        choices: labels; other references are ignored.
+
+    Raises:
+        UserError: too few rows are left.
     """
     sample = pq.read_table(folder / SAMPLE)
-    prepared = prepare_table(sample, spec)
     answers = _answers(folder / ANSWERS)
+    prompts = _prompts(sample, answers, spec)
     end = tokenizer_of(spec.checkpoint).eos_token_id
-    given: list[Any] = sample[references].to_pylist() if references is not None else [None] * sample.num_rows
-    kept: dict[str, list[dict[str, Any]]] = {TRAIN: [], HELD_OUT: []}
+    values: list[Any] = sample[references].to_pylist() if references is not None else [None] * sample.num_rows
     labels = None if choices is None else {normalized(label) for label in choices}
+    pairs = _Pairs(errors=sample.num_rows - len(prompts))
     evaluated: set[tuple[int, ...]] = set()  # prompts of held-out rows, which come first
-    errors = empty = unreferenced = repeated = 0
-    for row, (prompt, error) in enumerate(
-        zip(prepared[PROMPT_IDS].to_pylist(), prepared[ERROR].to_pylist(), strict=True)
-    ):
-        answer = answers[row]
-        if error is not None or answer["error"] is not None:
-            errors += 1
-            continue
-        response, ended = split_end(answer["token_ids"], end)
-        right = _right(given[row], labels)
+    for row, prompt in prompts.items():
+        response, ended = split_end(answers[row]["token_ids"], end)
+        usable = _usable_references(values[row], labels)
+        pair = {
+            "prompt": prompt,
+            "response": response,
+            "ended": ended,
+            "text": answers[row]["generated_text"],
+            "references": usable,
+        }
         if not response:
-            empty += 1
-        elif references is not None and row < held_out and not right:
-            unreferenced += 1
+            pairs.empty += 1
         elif row >= held_out and tuple(prompt) in evaluated:
-            repeated += 1
+            pairs.repeated += 1
+        elif row >= held_out:
+            pairs.train.append(pair)
+        elif references is not None and not usable:
+            pairs.unreferenced += 1
         else:
-            if row < held_out:
-                evaluated.add(tuple(prompt))
-            kept[HELD_OUT if row < held_out else TRAIN].append(
-                {
-                    "prompt": prompt,
-                    "response": response,
-                    "ended": ended,
-                    "text": answer["generated_text"],
-                    "references": right,
-                }
-            )
-    for name, least, what in ((HELD_OUT, 2, "to evaluate"), (TRAIN, 1, "to train on")):
-        if len(kept[name]) < least:
-            raise UserError(
-                f"{folder}: {len(kept[name])} rows left {what}: of {sample.num_rows} answered at full depth {errors} "
-                f"have an error, {empty} are empty, {unreferenced} have no reference, {repeated} have a held-out row's "
-                f"prompt; raise adapt.rows, or look into {folder / ANSWERS}"
-            )
-    for name, rows in kept.items():
+            evaluated.add(tuple(prompt))
+            pairs.held_out.append(pair)
+    _check_enough(pairs, folder, sample.num_rows)
+    for name, rows in ((HELD_OUT, pairs.held_out), (TRAIN, pairs.train)):
         with replacing(folder / name) as temporary:
             pq.write_table(pa.Table.from_pylist(rows, SCHEMA), temporary)
-    longest = max(
-        len(row["prompt"]) + len(row["response"]) + int(row["ended"]) for rows in kept.values() for row in rows
-    )
-    return Pairs(len(kept[TRAIN]), len(kept[HELD_OUT]), errors, empty, unreferenced, repeated, longest)
+    return pairs.counts()
+
+
+def _prompts(sample: pa.Table, answers: dict[int, dict[str, Any]], spec: PromptSpec) -> dict[int, list[int]]:
+    """Row -> prompt, for the rows without an error.
+
+    Template and tokenizer run in this process, and only on rows that the job has answered: a row that killed its
+    process there has an error instead of an answer.
+    """
+    failed = {row: answers[row]["error"] for row in range(sample.num_rows) if answers[row]["error"] is not None}
+    if failed:
+        row, error = next(iter(failed.items()))
+        log.warning("%d rows of the sample have an error and are left out; row %d: %s", len(failed), row, error)
+    answered = [row for row in range(sample.num_rows) if row not in failed]
+    prepared = prepare_table(sample.take(answered), spec)
+    columns = (prepared[PROMPT_IDS].to_pylist(), prepared[ERROR].to_pylist())
+    return {row: ids for row, ids, error in zip(answered, *columns, strict=True) if error is None}
+
+
+def _check_enough(pairs: _Pairs, folder: Path, rows: int) -> None:
+    for kept, least, purpose in ((pairs.held_out, 2, "to evaluate"), (pairs.train, 1, "to train on")):
+        if len(kept) < least:
+            raise UserError(
+                f"{folder}: {len(kept)} rows left {purpose}: of {rows} answered at full depth {pairs.errors} "
+                f"have an error, {pairs.empty} are empty, {pairs.unreferenced} have no reference, {pairs.repeated} "
+                f"have a held-out row's prompt; raise adapt.rows, or look into {folder / ANSWERS}"
+            )
 
 
 def check_metric(folder: Path, metric: str) -> None:
-    """ValueError if the held-out references are labels, one word each, and `metric` is one of texts."""
+    """Raise UserError if the held-out references are labels, one word each, and `metric` is one of texts."""
     if metric not in OF_TEXTS:
         return
     rows = pq.read_table(folder / HELD_OUT, columns=["references"])["references"].to_pylist()
@@ -129,14 +166,14 @@ def check_metric(folder: Path, metric: str) -> None:
         )
 
 
-def _right(given: Any, labels: Collection[str] | None) -> list[str]:
-    """The references of a row that it can be scored by: text, with labels one of them."""
-    texts = [text for text in (given if isinstance(given, list) else [given]) if text and text.strip()]
+def _usable_references(value: Any, labels: Collection[str] | None) -> list[str]:
+    """The references that a row can be scored by: text; with `labels`, one of them."""
+    texts = [text for text in (value if isinstance(value, list) else [value]) if text and text.strip()]
     return texts if labels is None else [text for text in texts if normalized(text) in labels]
 
 
 def _answers(folder: Path) -> dict[int, dict[str, Any]]:
-    """First answer of each row of the sample, by its number, which ends the ids that the job has made."""
+    """Row number in the sample, the end of the id that the job makes -> first answer."""
     columns = ["id", "sample_index", "generated_text", "token_ids", "error"]
     rows = pa.concat_tables(
         pq.read_table(path, columns=columns) for path in sorted(folder.glob("part-*.parquet"))

@@ -4,7 +4,7 @@
               k rows     by the job's pipeline     on all    on the held-out rows         fastest within tolerance
                                                    but the held-out
 
-Each stage leaves what it made in one folder; the same command again skips those that are done.
+Each stage leaves its files in one folder; the same command again skips the stages that are done.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch
 from actors.engine.schedule_file import load_spec
 from pipeline import job as jobs
 from pipeline.adapt import configs
-from pipeline.adapt.choice import BreakEven, Measured, Quality, choose, nearest, side_by_side
+from pipeline.adapt.choice import BreakEven, Measured, Quality, choose, nearest, parallel_actors
 from pipeline.adapt.pairs import check_metric, write_pairs
 from pipeline.adapt.sample import draw, write_sample
 from pipeline.adapt.setup import Task, on_cluster, plan_adaptation
@@ -34,6 +34,7 @@ from pipeline.commit.lease import leased
 from pipeline.config.adapt import TOLERANCES
 from pipeline.config.job import ActorsConfig, JobConfig
 from pipeline.prepare.spec import prompt_spec
+from pipeline.runtime.announce import announce
 from pipeline.runtime.signals import interruptible
 from pipeline.storage.folder import LocalFolder
 
@@ -43,10 +44,11 @@ STAGES = ("sample", "answers", "tune", "before", "after")
 
 @dataclass(frozen=True)
 class Adapted:
-    """What an adaptation came to.
+    """Result of an adaptation.
 
-    before, after: the job's checkpoint and the tuned one. chosen: None if no speed-up is within the tolerance;
-    nearest: the one that comes closest. counts: of rows. seconds: by stage. job_file: None without a choice.
+    before, after: measurements of the job's checkpoint and of the tuned one. chosen: None if no speed-up is within the
+    tolerance. nearest: the speed-up closest to the tolerance. counts: of rows. seconds: by stage. job_file: None
+    without a choice.
     """
 
     folder: Path
@@ -63,11 +65,16 @@ class Adapted:
 
 
 def adapt(config: JobConfig, values: Mapping[str, Any], source: str, *, verbose: bool = False) -> Adapted:
-    """Adapt the job's checkpoint to its own rows and choose a speed; see the head of this file.
+    """Adapt the job's checkpoint to its own rows and choose a speed, stage by stage.
 
-    values: what `config` was made of, for the job file that is written. source: its name. Raises ValueError of one
-    line for what is wrong, before Ray starts and a model is loaded if it can be known then, and what `job.run`
-    raises.
+    Args:
+        config: the job.
+        values: the job file's own values, for the job file that is written.
+        source: name of the job file.
+        verbose: as in `job.run`.
+
+    Raises:
+        UserError: a mistake, found before Ray starts and a model is loaded where possible; and the errors of `job.run`.
     """
     config = config.model_copy(update={"adapt": configs.options(config)})
     folder = configs.output_folder(config)
@@ -83,49 +90,79 @@ def adapt(config: JobConfig, values: Mapping[str, Any], source: str, *, verbose:
 
 def _adapt(task: Task, values: Mapping[str, Any], record: StageRecord, verbose: bool) -> Adapted:
     config, folder = task.config, task.folder
+    options, metric = configs.options(config), configs.metric(config)
 
-    def run(stage: str, files: list[str], work: Any) -> dict[str, Any]:
-        return record.run(stage, task.settings[stage], files, work)
+    def run(stage: str, purpose: str, files: list[str], work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        def announced() -> dict[str, Any]:
+            announce(f"stage {STAGES.index(stage) + 1} of {len(STAGES)}: {purpose}")
+            return work()
 
-    sampled = run("sample", [configs.SAMPLE], lambda: _sample(task))
+        return record.run(stage, task.settings[stage], files, announced)
+
+    sampled = run("sample", f"draw {options.rows:,} of {task.rows:,} rows", [configs.SAMPLE], lambda: _sample(task))
     if sampled["inputs"] != task.inputs:
-        log.warning("%s: not as when the sample was drawn; what is new is not sampled", ", ".join(config.input.path))
-    answered = run("answers", [configs.TRAIN, configs.HELD_OUT], lambda: _answer(task, sampled["held_out"], verbose))
-    counts, metric = answered["counts"], configs.metric(config)
+        log.warning("%s: changed since the sample was drawn; new rows are not sampled", ", ".join(config.input.path))
+    pairs = [configs.TRAIN, configs.HELD_OUT]
+    purpose = f"answer {sampled['drawn'] - sampled['unreadable']:,} rows at full depth with {config.model.path}"
+    answered = run("answers", purpose, pairs, lambda: _answer(task, sampled["held_out"], verbose))
+    counts = answered["counts"]
     if config.choices is None:
         check_metric(folder, metric)
-    run("tune", [f"{configs.CHECKPOINT}/tune.json"], lambda: _tune(task, counts["longest"]))
-    actors = {name: getattr(config.actors, name) or answered["actors"][name] for name in ("threads", "cache_bytes")}
-    actors["max_batch"] = config.rows_in_flight(task.located.checkpoint.has_pages)
-    if config.paged:  # what was free for one model's cache is not free beside two
-        actors["cache_bytes"] = config.actors.cache_bytes
-    before = _measured(run("before", [], lambda: _evaluate(task, tuned=False, actors=actors)))
-    after = _measured(run("after", [], lambda: _evaluate(task, tuned=True, actors=actors)))
+    purpose = f"train {config.model.path} on {counts['train']:,} answers"
+    run("tune", purpose, [f"{configs.CHECKPOINT}/tune.json"], lambda: _tune(task, counts["longest"]))
+    actors = _actors(task, answered["actors"])
+    purpose = f"measure the {{}} checkpoint over {counts['held_out']:,} held-out rows"
+    before = run("before", purpose.format("job's"), [], lambda: _evaluate(task, tuned=False, actors=actors))
+    after = run("after", purpose.format("tuned"), [], lambda: _evaluate(task, tuned=True, actors=actors))
+    counts = {"job": task.rows, "drawn": sampled["drawn"], "unreadable": sampled["unreadable"], **counts}
+    return _chosen(task, values, record, _measured(before), _measured(after), counts, actors["threads"])
 
-    tolerance = configs.options(config).tolerance or TOLERANCES[metric]
+
+def _actors(task: Task, planned: Mapping[str, int]) -> dict[str, int | None]:
+    """Threads, bytes of cache and rows in flight of one actor. planned: by the job that answered the sample."""
+    config = task.config
+    actors = {name: getattr(config.actors, name) or planned[name] for name in ("threads", "cache_bytes")}
+    actors["max_batch"] = config.rows_in_flight(task.located.checkpoint.has_pages)
+    if config.paged:  # two models share the GPU, and the planned cache was for one
+        actors["cache_bytes"] = config.actors.cache_bytes
+    return actors
+
+
+def _chosen(
+    task: Task,
+    values: Mapping[str, Any],
+    record: StageRecord,
+    before: list[Measured],
+    after: list[Measured],
+    counts: Mapping[str, int],
+    threads: int,
+) -> Adapted:
+    """Choose a speed and write its job file, if one is within the tolerance. threads: of one actor."""
+    metric = configs.metric(task.config)
+    tolerance = configs.options(task.config).tolerance or TOLERANCES[metric]
     chosen = choose(metric, tolerance, after)
     seconds = {stage: record.seconds[stage] for stage in STAGES}
-    break_even, job_file = None, folder / configs.JOB_FILE
+    break_even, job_file = None, task.folder / configs.JOB_FILE
     record.folder.discard([configs.JOB_FILE])  # of another tolerance
     if chosen is not None:
         break_even = BreakEven(
-            cost=sum(seconds[stage] for stage in STAGES if stage != "before"),  # which is for the table alone
+            cost=sum(seconds[stage] for stage in STAGES if stage != "before"),  # only for the table
             full=next(line.seconds for line in after if line.nominal is None),
             fast=chosen.seconds,
             rows=task.rows,
-            actors=_side_by_side(config.actors, actors["threads"]),
+            actors=_parallel_actors(task.config.actors, threads),
         )
         record.folder.claim([configs.JOB_FILE])
         _write_job(task, values, chosen, metric, tolerance, job_file)
     return Adapted(
-        folder=folder,
+        folder=task.folder,
         metric=metric,
         tolerance=tolerance,
         before=before,
         after=after,
         chosen=chosen,
         nearest=nearest(metric, after),
-        counts={"job": task.rows, "drawn": sampled["drawn"], "unreadable": sampled["unreadable"], **counts},
+        counts=counts,
         seconds=seconds,
         break_even=break_even,
         job_file=None if chosen is None else job_file,
@@ -133,51 +170,51 @@ def _adapt(task: Task, values: Mapping[str, Any], record: StageRecord, verbose: 
 
 
 def _sample(task: Task) -> dict[str, Any]:
-    given = configs.options(task.config)
-    drawn = draw(task.rows, given.rows, given.seed)
+    options = configs.options(task.config)
+    drawn = draw(task.rows, options.rows, options.seed)
     readable = write_sample(task.config, task.files, task.schema, drawn, task.folder / configs.SAMPLE)
     return {
         "inputs": task.inputs,
         "drawn": len(drawn),
         "unreadable": readable.count(False),
-        "held_out": readable[: given.held_out].count(True),
+        "held_out": readable[: options.held_out].count(True),
     }
 
 
 def _answer(task: Task, held_out: int, verbose: bool) -> dict[str, Any]:
-    """Answer the sample by the job's own pipeline, and write what tune and evaluate read."""
+    """Answer the sample by the job's own pipeline, and write the files that tune and evaluate read."""
     job = configs.full_depth_job(task.config, task.located, task.folder)
     batching = jobs.run(job, verbose=verbose).manifest.batching
     spec = prompt_spec(job, task.located, batching.planned)
     references = configs.options(task.config).references
-    pairs = write_pairs(task.folder, spec, held_out, references, task.config.choices)
-    return {"counts": asdict(pairs), "actors": {"threads": batching.threads, "cache_bytes": batching.cache_bytes}}
+    counts = write_pairs(task.folder, spec, held_out, references, task.config.choices)
+    return {"counts": asdict(counts), "actors": {"threads": batching.threads, "cache_bytes": batching.cache_bytes}}
 
 
 def _tune(task: Task, longest: int) -> dict[str, Any]:
-    from pipeline.tune.run import tune  # torch, only after Ray has been shut down
+    from pipeline.tune.run import tune  # imports the Trainer, only after Ray has been shut down
 
     model = str(fetch(task.located.source))
     recipe = configs.tune_config(task.config, task.shape, model, longest, task.folder, task.source)
-    with memory_given_back(), redirect_stdout(sys.stderr):  # losses are progress; what we print is the result
+    with memory_freed(), redirect_stdout(sys.stderr):  # losses are progress; only the result goes to stdout
         return {"checkpoint": str(tune(recipe))}
 
 
 def _evaluate(task: Task, *, tuned: bool, actors: Mapping[str, int | None]) -> dict[str, Any]:
     """Evaluate the job's checkpoint, or the tuned one against it, at every speed, as one actor of the job would run.
 
-    actors: threads, bytes of cache and rows in flight of one. The job's checkpoint is timed once: its times enter no
-    choice.
+    actors: threads, bytes of cache and rows in flight of one actor. The job's checkpoint is timed once, as the choice
+    does not depend on its times.
     """
     from pipeline.config.evaluate import EvalConfig
     from pipeline.config.load import validated
-    from pipeline.evaluate import run as evaluation
+    from pipeline.evaluate import run as evaluate_run
 
     checkpoint = task.folder / configs.CHECKPOINT
     spec = load_spec(checkpoint, task.located.checkpoint.num_layers)
     assert spec is not None, "tune writes one"
     shape = {key: value for key, value in spec.to_dict().items() if key in configs.KEPT}
-    original = str(fetch(task.located.source))  # a name on the hub may mean another commit by now
+    original = str(fetch(task.located.source))  # the commit that was resolved, whatever the name means now
     values = configs.eval_values(
         task.config,
         shape,
@@ -186,17 +223,17 @@ def _evaluate(task: Task, *, tuned: bool, actors: Mapping[str, int | None]) -> d
         task.folder / (configs.AFTER if tuned else configs.BEFORE),
         task.folder,
     ) | {"runs": configs.options(task.config).runs if tuned else 1, **actors}
-    evaluate: Any = evaluation.evaluate
-    with memory_given_back():
-        found = evaluate(validated(EvalConfig, values, "adapt"))
-    lines = [line for line in found.lines if line.group == "speed" or line.name == found.full_depth]
+    evaluate: Any = evaluate_run.evaluate
+    with memory_freed():
+        evaluation = evaluate(validated(EvalConfig, values, "adapt"))
+    lines = [line for line in evaluation.lines if line.group == "speed" or line.name == evaluation.full_depth]
     return {
         "lines": [
             Measured(
                 line.nominal,
                 line.layer_ratio,
-                line.seconds / found.rows,
-                {name: Quality(one.value, one.loss, one.loss_high) for name, one in line.scores.items()},
+                line.seconds / evaluation.rows,
+                {name: Quality(score.value, score.loss, score.loss_high) for name, score in line.scores.items()},
             ).to_dict()
             for line in lines
         ]
@@ -208,8 +245,8 @@ def _measured(stage: Mapping[str, Any]) -> list[Measured]:
 
 
 @contextmanager
-def memory_given_back() -> Iterator[None]:
-    """Free at the end what a stage held: a trainer is a reference cycle, which only the collector sees."""
+def memory_freed() -> Iterator[None]:
+    """Free the memory of a stage at its end: a trainer is a reference cycle, which only the collector frees."""
     try:
         yield
     finally:
@@ -218,10 +255,10 @@ def memory_given_back() -> Iterator[None]:
             torch.cuda.empty_cache()
 
 
-def _side_by_side(actors: ActorsConfig, threads: int) -> float:
+def _parallel_actors(actors: ActorsConfig, threads: int) -> float:
     if on_cluster():
-        return side_by_side(actors.most, actors.gpus, threads, None, None)
-    return side_by_side(actors.most, actors.gpus, threads, os.cpu_count() or 1, torch.cuda.device_count())
+        return parallel_actors(actors.most, actors.gpus, threads, None, None)
+    return parallel_actors(actors.most, actors.gpus, threads, os.cpu_count() or 1, torch.cuda.device_count())
 
 
 def _write_job(

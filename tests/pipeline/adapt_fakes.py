@@ -63,6 +63,7 @@ class Fakes:
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.folder, self.calls, self.fail, self.empty = folder, [], "", False
         self.error: Exception | None = None
+        self.deadly: int | None = None  # row of the sample whose process died
         self.losses: dict[float, float] = {1.0: 0.0, 2.0: 3.0, 3.0: 8.0}
         patch.setattr(adaptation.jobs, "run", self.run)
         patch.setattr(adaptation, "_tune", self.tune)
@@ -88,7 +89,7 @@ class Fakes:
                     "sample_index": 0,
                     "generated_text": "x" * len(tokens),
                     "token_ids": tokens if row % 4 == 3 else [*tokens, END],
-                    "error": "prompt is null" if prompt is None else None,
+                    "error": self._error(row, prompt),
                 }
             )
         schema = pa.schema(
@@ -106,6 +107,11 @@ class Fakes:
             pq.write_table(pa.Table.from_pylist(rows[first : first + 7], schema), out / f"part-{part:06d}.parquet")
         batching = SimpleNamespace(planned=0.0, threads=3, cache_bytes=2**20)
         return SimpleNamespace(manifest=SimpleNamespace(batching=batching))
+
+    def _error(self, row: int, prompt: str | None) -> str | None:
+        if row == self.deadly:
+            return "the row ended its process"
+        return "prompt is null" if prompt is None else None
 
     def tune(self, task: Any, longest: int) -> dict[str, Any]:
         self.note("tune")

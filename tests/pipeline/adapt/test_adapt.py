@@ -10,6 +10,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -206,7 +207,7 @@ def test_the_evaluation_before_is_no_cost(tmp_path: Path, fakes: Fakes, command:
     assert found["break_even"]["cost"] == pytest.approx(sum(seconds.values()) - seconds["before"], rel=1e-9)
 
 
-def test_memory_in_cycles_is_given_back() -> None:
+def test_memory_in_cycles_is_freed() -> None:
     class Cycle:
         def __init__(self) -> None:
             self.itself = self
@@ -214,7 +215,7 @@ def test_memory_in_cycles_is_given_back() -> None:
     gc.disable()
     try:
         for failing in (False, True):
-            with suppress(KeyError), adaptation.memory_given_back():
+            with suppress(KeyError), adaptation.memory_freed():
                 held = weakref.ref(Cycle())
                 assert held() is not None
                 if failing:
@@ -290,3 +291,29 @@ def test_values_written_are_read_back_as_they_are(
     del want["adapt"]
     assert load_values(path) == want
     assert yaml.safe_load(path.read_text())["model"]["path"] == "y"
+
+
+def test_a_row_that_ended_its_process_is_not_prepared_again(
+    tmp_path: Path, fakes: Fakes, command: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The job answers it with an error after its process has died; template and tokenizer run here in the driver."""
+    fakes.deadly = 3
+
+    def deadly(table: pa.Table, spec: Any) -> pa.Table:
+        poison = pq.read_table(tmp_path / "out-adapt" / "sample.parquet")["q"][3].as_py()
+        assert poison not in table["q"].to_pylist(), "this process would have died"
+        return prepare_table(table, spec)
+
+    monkeypatch.setattr("pipeline.adapt.pairs.prepare_table", deadly)
+    result = command("--json", rows=20)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["counts"]["errors"] >= 1
+    assert any("row 3: the row ended its process" in message for message in caplog.messages)
+
+
+def test_every_stage_is_announced(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+    result = command("--json")
+    stages = [line for line in result.stderr.splitlines() if line.startswith("stage ")]
+    assert [stage.partition(":")[0] for stage in stages] == [f"stage {number} of 5" for number in range(1, 6)]
+    assert stages[0] == "stage 1 of 5: draw 20 of 30 rows"
+    assert not [line for line in command("--json").stderr.splitlines() if line.startswith("stage ")]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.adapt.choice import BreakEven, Measured, Quality, choose, nearest, side_by_side
+from pipeline.adapt.choice import BreakEven, Measured, Quality, choose, nearest, parallel_actors
 
 METRIC = "agreement_exact"
 seconds = st.floats(1e-6, 1e4)
@@ -119,7 +119,7 @@ def test_what_is_said_of_it(account: BreakEven, said: str) -> None:
 def test_actors_count_where_they_have_hardware_of_their_own(
     actors: int, gpus: float, threads: int, cores: int | None, devices: int | None, at_once: float
 ) -> None:
-    assert side_by_side(actors, gpus, threads, cores, devices) == at_once
+    assert parallel_actors(actors, gpus, threads, cores, devices) == at_once
 
 
 @given(lines())

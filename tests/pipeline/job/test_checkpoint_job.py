@@ -106,7 +106,6 @@ def test_evaluate_takes_them_too(sharded: Path, s3: StorageConfig, tmp_path: Pat
                 "storage": s3.model_dump(),
                 "threads": 1,
             }
-        ),
-        "eval.yaml",
+        )
     )
     assert [line.nominal for line in found.lines] == [1.0]
