@@ -1,4 +1,4 @@
-"""What an adaptation asks of the other commands: the full-depth job, tune's and evaluate's recipes, the job to run."""
+"""Configurations that an adaptation makes: the full-depth job, the recipes of tune and evaluate, the job to run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ from pipeline.config.job import JobConfig, ScheduleConfig
 from pipeline.config.load import dump_yaml, validated
 from pipeline.config.tune import TuneConfig
 
-KEPT = ("horizon", "decay", "power", "steps", "warmup", "keep_order", "prompt")  # of the schedule, all but how deep
+KEPT = (
+    "horizon",
+    "decay",
+    "power",
+    "steps",
+    "warmup",
+    "keep_order",
+    "prompt",
+)  # of the schedule
 NOT_TRAINED_FOR = {"power": "power", "steps": "step"}  # key -> the decay that it shapes
 SAMPLE, ANSWERS, TRAIN, HELD_OUT = "sample.parquet", "full-depth", "train.parquet", "held-out.parquet"
 CHECKPOINT, BEFORE, AFTER, JOB_FILE = "checkpoint", "before", "after", "job.yaml"
@@ -28,30 +36,30 @@ def options(config: JobConfig) -> AdaptConfig:
 
 
 def output_folder(config: JobConfig) -> Path:
-    """Where the adaptation goes. ValueError if that is not local."""
-    given = options(config).output or f"{config.output.path.rstrip('/')}-adapt"
-    if "://" in given:
-        raise UserError(f"adapt.output: {given} is not local, and training writes local files: name a local folder")
-    return Path(given)
+    """The adaptation's folder. Raises UserError if it is not local."""
+    folder = options(config).output or f"{config.output.path.rstrip('/')}-adapt"
+    if "://" in folder:
+        raise UserError(f"adapt.output: {folder} is not local, and training writes local files: name a local folder")
+    return Path(folder)
 
 
 def metric(config: JobConfig) -> str:
-    """What the tolerance is in."""
+    """Name of the metric that the tolerance limits."""
     return options(config).metric or ("agreement_exact" if config.choices else "agreement_rouge_l")
 
 
 def check_installed(config: JobConfig) -> None:
-    """ValueError names a package of tune's or evaluate's that is missing; none is imported."""
-    wanted = ["sacrebleu", "rouge_score", "matplotlib", *(["peft"] if options(config).lora is not None else [])]
-    missing = [name for name in wanted if find_spec(name) is None]
+    """Raise UserError that names a missing package of tune or evaluate; none is imported."""
+    packages = ["sacrebleu", "rouge_score", "matplotlib", *(["peft"] if options(config).lora is not None else [])]
+    missing = [name for name in packages if find_spec(name) is None]
     if missing:
-        raise UserError(f"{missing[0]} is not installed: pip install -c constraints.txt -e '.[tune,eval]'")
+        raise UserError(f"{missing[0]} is not installed: pip install 'skipdecode[tune,eval]'")
 
 
 def full_depth_job(config: JobConfig, located: ResolvedCheckpoint, folder: Path) -> JobConfig:
     """The same job over the sample, every token through all layers, one answer a row, ids by row number."""
     folder = folder.resolve()  # workers on other nodes have other working directories
-    given = config.input.model_copy(
+    sample = config.input.model_copy(
         update={"path": [str(folder / SAMPLE)], "id": None, "since": None, "changed": "error"}
     )
     output = config.output.model_copy(
@@ -59,7 +67,7 @@ def full_depth_job(config: JobConfig, located: ResolvedCheckpoint, folder: Path)
     )
     return config.model_copy(
         update={
-            "input": given,
+            "input": sample,
             "output": output,
             "model": config.model.model_copy(update={"path": pinned_path(config, located)}),
             "schedule": ScheduleConfig(speedup=1.0),
@@ -70,16 +78,16 @@ def full_depth_job(config: JobConfig, located: ResolvedCheckpoint, folder: Path)
 
 
 def pinned_path(config: JobConfig, located: ResolvedCheckpoint) -> str:
-    """The job's checkpoint as every node finds it; on the hub the commit that was located, whatever comes later."""
+    """The job's checkpoint as every node resolves it; on the hub at the commit that was resolved."""
     if isinstance(located.source, str) or located.source.commit is None:
         return config.model.path
     return f"{config.model.path.partition('@')[0]}@{located.source.commit}"
 
 
 def schedule_shape(config: JobConfig, stored: ScheduleSpec | None) -> dict[str, Any]:
-    """What tune keeps of the job's schedule on top of the checkpoint's: all but how deep.
+    """Keys of the job's schedule, on top of the checkpoint's, that tune keeps: all but the depths.
 
-    Raises ValueError for what tune has no key for.
+    Raises UserError for a key that tune lacks.
     """
     changes = {key: value for key, value in config.schedule.changes().items() if key in KEPT}
     start = stored or ScheduleSpec()
@@ -93,22 +101,22 @@ def schedule_shape(config: JobConfig, stored: ScheduleSpec | None) -> dict[str, 
 def tune_config(
     config: JobConfig, shape: Mapping[str, Any], model: str, max_tokens: int, folder: Path, source: str
 ) -> TuneConfig:
-    """Tune's recipe. model: local folder. max_tokens: of the longest pair. ValueError of one line for wrong options."""
-    given = options(config)
+    """Tune's recipe. model: local folder. max_tokens: of the longest pair. Raises UserError for wrong options."""
+    adapt = options(config)
     columns = {"prompt": "prompt", "train_reference": "response", "dev_reference": "response", "ended": "ended"}
     values: dict[str, Any] = {
         "model": {"path": model},
         "data": {
             "train": str(folder / TRAIN),
             "dev": str(folder / HELD_OUT),
-            "max_tokens": max(4, given.max_tokens or max_tokens),
+            "max_tokens": max(4, adapt.max_tokens or max_tokens),
             **columns,
         },
         "output": str(folder / CHECKPOINT),
-        "schedule": {"speedups": list(given.speedups), **shape},
-        "loss": {**LOSS, **given.loss},
-        "lora": given.lora,
-        "training": {**TRAINING, "bf16": config.model.dtype != "float32", **given.training},
+        "schedule": {"speedups": list(adapt.speedups), **shape},
+        "loss": {**LOSS, **adapt.loss},
+        "lora": adapt.lora,
+        "training": {**TRAINING, "bf16": config.model.dtype != "float32", **adapt.training},
     }
     return validated(TuneConfig, values, "adapt")
 
@@ -116,24 +124,24 @@ def tune_config(
 def eval_values(
     config: JobConfig, shape: Mapping[str, Any], model: str, reference: str | None, output: Path, folder: Path
 ) -> dict[str, Any]:
-    """Evaluate's recipe, over the held-out rows, greedy: what a temperature draws differs without any loss.
+    """Evaluate's recipe, over the held-out rows, greedy: sampled answers would differ without any loss of quality.
 
-    reference: checkpoint whose full depth losses are against; None: the model's own. A row's own sampling does not
-    come into it. How often it is timed, threads, cache and rows in flight are not in it.
+    reference: checkpoint whose full depth losses are against; None: the model's own. Rows' own sampling is ignored.
+    Keys for runs, threads, cache and rows in flight are not included.
     """
-    given = options(config)
+    adapt = options(config)
     greedy = {"temperature": 0.0, "n": 1, "logprobs": None}
     return {
         "data": {
             "path": str(folder / HELD_OUT),
             "prompt": "prompt",
-            "references": None if given.references is None else "references",
+            "references": None if adapt.references is None else "references",
         },
         "model": {**config.model.model_dump(), "path": model},
         "reference_model": reference,
         "output": str(output),
         "schedule": {key: list(value) if isinstance(value, tuple) else value for key, value in shape.items()},
-        "speedups": sorted({1.0, *given.speedups}),
+        "speedups": sorted({1.0, *adapt.speedups}),
         "sampling": {**config.sampling.model_dump(), **greedy},
         "choices": None if config.choices is None else list(config.choices),
         "storage": config.storage.model_dump(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,11 @@ from pipeline.config.labels import normalized
 from pipeline.prepare.prompts import ERROR, PROMPT_IDS, prepare_table
 from pipeline.prepare.spec import PromptSpec
 from pipeline.prepare.tokenizer import tokenizer_of
+from pipeline.runtime.isolated import Died, call_isolated
 from pipeline.storage.owned_folder import replacing
 
 log = logging.getLogger(__name__)
+ISOLATED_SECONDS = 600.0  # for the prompts of a sample
 SCHEMA = pa.schema(
     [
         ("prompt", pa.list_(pa.int32())),
@@ -129,19 +131,40 @@ def write_pairs(
 
 
 def _prompts(sample: pa.Table, answers: dict[int, dict[str, Any]], spec: PromptSpec) -> dict[int, list[int]]:
-    """Row -> prompt, for the rows without an error.
-
-    Template and tokenizer run in this process, and only on rows that the job has answered: a row that killed its
-    process there has an error instead of an answer.
-    """
+    """Row -> prompt, for the rows without an error."""
     failed = {row: answers[row]["error"] for row in range(sample.num_rows) if answers[row]["error"] is not None}
     if failed:
         row, error = next(iter(failed.items()))
         log.warning("%d rows of the sample have an error and are left out; row %d: %s", len(failed), row, error)
     answered = [row for row in range(sample.num_rows) if row not in failed]
-    prepared = prepare_table(sample.take(answered), spec)
+    prompts = prompts_isolated(sample.take(answered), spec)
+    return {row: ids for row, ids in zip(answered, prompts, strict=True) if ids is not None}
+
+
+def prompt_ids(table: pa.Table, spec: PromptSpec) -> list[list[int] | None]:
+    """Token ids of each row's prompt; None for a row with an error."""
+    prepared = prepare_table(table, spec)
     columns = (prepared[PROMPT_IDS].to_pylist(), prepared[ERROR].to_pylist())
-    return {row: ids for row, ids, error in zip(answered, *columns, strict=True) if error is None}
+    return [ids if error is None else None for ids, error in zip(*columns, strict=True)]
+
+
+def prompts_isolated(
+    table: pa.Table,
+    spec: PromptSpec,
+    prepare: Callable[[pa.Table, PromptSpec], list[list[int] | None]] = prompt_ids,
+) -> list[list[int] | None]:
+    """`prompt_ids`, in a process of its own: a row whose template or tokenizer kills it is None, after a warning.
+
+    The row is searched for by halves.
+    """
+    try:
+        return call_isolated(prepare, table, spec, seconds=ISOLATED_SECONDS)
+    except Died as death:
+        if table.num_rows == 1:
+            log.warning("a row of the sample is left out: its prompt cannot be prepared: %s", death)
+            return [None]
+    half = table.num_rows // 2
+    return [*prompts_isolated(table[:half], spec, prepare), *prompts_isolated(table[half:], spec, prepare)]
 
 
 def _check_enough(pairs: _Pairs, folder: Path, rows: int) -> None:

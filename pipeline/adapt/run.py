@@ -27,7 +27,7 @@ from pipeline.adapt import configs
 from pipeline.adapt.choice import BreakEven, Measured, Quality, choose, nearest, parallel_actors
 from pipeline.adapt.pairs import check_metric, write_pairs
 from pipeline.adapt.sample import draw, write_sample
-from pipeline.adapt.setup import Task, on_cluster, plan_adaptation
+from pipeline.adapt.setup import Task, plan_adaptation
 from pipeline.adapt.state import StageRecord
 from pipeline.checkpoints.resolve import fetch
 from pipeline.commit.lease import leased
@@ -35,6 +35,7 @@ from pipeline.config.adapt import TOLERANCES
 from pipeline.config.job import ActorsConfig, JobConfig
 from pipeline.prepare.spec import prompt_spec
 from pipeline.runtime.announce import announce
+from pipeline.runtime.ray_session import on_cluster
 from pipeline.runtime.signals import interruptible
 from pipeline.storage.folder import LocalFolder
 

@@ -1,17 +1,14 @@
-"""An adaptation looked through and ready to begin: all that can be wrong without a model is found here."""
+"""The plan of an adaptation, validated before any model is loaded."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import ray
 from fsspec.implementations.local import LocalFileSystem
 
 from actors.engine.errors import UserError
@@ -23,15 +20,17 @@ from pipeline.config.adapt import OF_TEXTS
 from pipeline.config.job import JobConfig
 from pipeline.plan.columns import check_columns
 from pipeline.plan.inputs import check_output_disjoint
+from pipeline.plan.manifest import ANSWERS_VERSION
 from pipeline.prepare.spec import check_spec, prompt_spec
 from pipeline.read.files import InputFile, list_files
+from pipeline.runtime.ray_session import on_cluster
 from pipeline.storage.folder import filesystem
 from pipeline.storage.owned_folder import check_apart
 
 
 @dataclass(frozen=True)
 class Task:
-    """One adaptation. inputs: digest of the input's listing. settings: what each stage hangs on."""
+    """An adaptation to run. inputs: digest of the input's listing. settings: of each stage, on which its result depends."""
 
     config: JobConfig
     source: str
@@ -45,18 +44,18 @@ class Task:
 
     @property
     def rows(self) -> int:
-        """Of the job's input."""
+        """Rows of the job's input."""
         return sum(file.rows for file in self.files)
 
 
 def plan_adaptation(config: JobConfig, source: str, folder: Path, record: StageRecord) -> Task:
-    """The task, from a job file with a section `adapt`. ValueError of one line for what is wrong."""
-    given = configs.options(config)
+    """The task of a job file. Raises UserError of one line for a mistake."""
+    options = configs.options(config)
     if config.input.choices is not None:
         raise UserError("input.choices: adapt cannot evaluate rows with labels of their own; give the job's choices")
-    if config.choices is not None and given.metric in OF_TEXTS:
-        raise UserError(f"adapt.metric: {given.metric} is not for labels; with choices take exact_match")
-    if given.output is None and on_cluster():
+    if config.choices is not None and options.metric in OF_TEXTS:
+        raise UserError(f"adapt.metric: {options.metric} is not for labels; with choices take exact_match")
+    if options.output is None and on_cluster():
         raise UserError(
             f"adapt.output: the cluster's nodes must all read and write the sample and its answers, and {folder} may "
             "be of this node alone: name a folder on a file system that they share, or unset RAY_ADDRESS"
@@ -67,27 +66,20 @@ def plan_adaptation(config: JobConfig, source: str, folder: Path, record: StageR
     check_output_disjoint(config, listed, "adapt.output", str(folder))
     files, schema = layout(config, listed)
     rows = sum(file.rows for file in files)
-    if rows <= given.held_out:
+    if rows <= options.held_out:
         raise UserError(
-            f"{config.input.path[0]}: {rows} rows leave none to train on beside adapt.held_out = {given.held_out}"
+            f"{config.input.path[0]}: {rows} rows leave none to train on beside adapt.held_out = {options.held_out}"
         )
     stored = record.settings("sample")
     located = resolve_checkpoint(config.model, config.storage, stored["model"] if stored else None)
     _check_folder(config, located, files, record)
     check_spec(prompt_spec(config, located, 0.0))
     shape = configs.schedule_shape(config, located.checkpoint.spec)
-    configs.tune_config(config, shape, ".", 4, folder, source)  # options of tune's are looked at now
-    for speedup in given.speedups:
+    configs.tune_config(config, shape, ".", 4, folder, source)  # checks tune's options
+    for speedup in options.speedups:
         located.checkpoint.schedule({"horizon": 2, **shape, "speedup": speedup})
     inputs = hashlib.sha256(repr(sorted(listed.items())).encode()).hexdigest()
     return Task(config, source, folder, located, files, schema, shape, inputs, _settings(config, located, shape))
-
-
-def on_cluster() -> bool:
-    """Whether the job's actors may run on other nodes than this one."""
-    if ray.is_initialized():
-        return sum(bool(node["Alive"]) for node in ray.nodes()) > 1 or bool(os.environ.get("RAY_ADDRESS"))
-    return bool(os.environ.get("RAY_ADDRESS"))
 
 
 def _check_folder(
@@ -104,20 +96,20 @@ def _check_folder(
 
 
 def _settings(config: JobConfig, located: ResolvedCheckpoint, shape: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What each stage hangs on, beside those before it. The metric and the tolerance can be changed at any time."""
-    options = configs.options(config).model_dump()
+    """The settings of each stage, without those of earlier ones. Metric and tolerance may change at any time."""
+    values = configs.options(config).model_dump()
 
     def chosen(*names: str) -> dict[str, Any]:
-        return {"adapt": {name: options[name] for name in names}}
+        return {"adapt": {name: values[name] for name in names}}
 
     actors = {"actors": config.actors.model_dump(include={"max_batch", "threads", "cache_bytes"})}
     return {
-        "sample": {  # not the input's files: they may grow while the adaptation stands
+        "sample": {  # without the input's files, to which more may be added
             "input": config.input.model_dump(exclude={"since", "changed"}),
             "model": {**config.model.model_dump(exclude={"path", "cache"}), **located.identity()},
             "sampling": config.sampling.model_dump(exclude={"n"}),
             "choices": config.choices,
-            "version": version("skipdecode"),
+            "answers_version": ANSWERS_VERSION,
             **chosen("rows", "held_out", "references", "seed"),
         },
         "answers": {

@@ -30,6 +30,12 @@ def is_own_ray() -> bool:
     return _own or not (ray.is_initialized() or os.environ.get("RAY_ADDRESS"))
 
 
+def on_cluster() -> bool:
+    """Whether the job's actors may run on other nodes than this one."""
+    several = ray.is_initialized() and sum(bool(node["Alive"]) for node in ray.nodes()) > 1
+    return several or bool(os.environ.get("RAY_ADDRESS"))
+
+
 def actor_cpus(actors: ActorsConfig) -> float:
     """Logical CPUs that an actor takes: on CPU half a one, so that reads and writes always find a slot."""
     return actors.cpus if actors.cpus is not None else (1.0 if actors.gpus else 0.5)

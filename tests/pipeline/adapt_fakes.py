@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 from pipeline.adapt import configs
 from pipeline.adapt import run as adaptation
+from pipeline.adapt.pairs import prompt_ids
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
 from pipeline.config.load import dump_yaml
@@ -56,6 +58,18 @@ def values(inputs: Path | str, answers: Path, checkpoint: Path, **adapt: Any) ->
     }
 
 
+def deadly_prompt_ids(table: pa.Table, spec: Any) -> list[list[int] | None]:
+    """`prompt_ids` of a template that kills its process at one prompt."""
+    if "alpha 4" in table["q"].to_pylist():
+        os.abort()
+    return prompt_ids(table, spec)
+
+
+def called_here(function: Callable[..., Any], *arguments: Any, seconds: float) -> Any:
+    """`call_isolated` without the seconds that a new process takes."""
+    return function(*arguments)
+
+
 class Fakes:
     """Stands in for the pipeline, tune and evaluate. Row r of the sample: r % 5 tokens of answer, of every fourth
     one cut off; `fail` names a stage that is interrupted."""
@@ -66,6 +80,7 @@ class Fakes:
         self.deadly: int | None = None  # row of the sample whose process died
         self.losses: dict[float, float] = {1.0: 0.0, 2.0: 3.0, 3.0: 8.0}
         patch.setattr(adaptation.jobs, "run", self.run)
+        patch.setattr("pipeline.adapt.pairs.call_isolated", called_here)
         patch.setattr(adaptation, "_tune", self.tune)
         patch.setattr(adaptation, "_evaluate", self.evaluate)
 

@@ -10,11 +10,10 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from adapt_fakes import END, ROWS, Fakes, Run, command_over, values, write_inputs
+from adapt_fakes import END, ROWS, Fakes, Run, command_over, deadly_prompt_ids, values, write_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +21,7 @@ from actors.engine.schedule import ScheduleSpec
 from pipeline.adapt import configs
 from pipeline.adapt import run as adaptation
 from pipeline.adapt.configs import job_text
-from pipeline.adapt.pairs import split_end
+from pipeline.adapt.pairs import prompt_ids, prompts_isolated, split_end
 from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint, resolve_checkpoint
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.config.load import load_config, load_values
@@ -293,18 +292,21 @@ def test_values_written_are_read_back_as_they_are(
     assert yaml.safe_load(path.read_text())["model"]["path"] == "y"
 
 
-def test_a_row_that_ended_its_process_is_not_prepared_again(
-    tmp_path: Path, fakes: Fakes, command: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_row_that_kills_its_process_is_left_out(
+    tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The job answers it with an error after its process has died; template and tokenizer run here in the driver."""
+    config = JobConfig.model_validate(values(write_inputs(tmp_path / "in"), tmp_path / "out", checkpoint))
+    spec = prompt_spec(config, resolve_checkpoint(config.model, config.storage), 0.0)
+    table = pq.read_table(tmp_path / "in" / "in-0.parquet").slice(3, 3)
+    whole = prompt_ids(table, spec)
+    assert prompts_isolated(table, spec, deadly_prompt_ids) == [whole[0], None, whole[2]]
+    assert caplog.messages == ["a row of the sample is left out: its prompt cannot be prepared: killed by SIGABRT"]
+
+
+def test_a_row_that_the_job_could_not_answer_is_left_out(
+    tmp_path: Path, fakes: Fakes, command: Run, caplog: pytest.LogCaptureFixture
+) -> None:
     fakes.deadly = 3
-
-    def deadly(table: pa.Table, spec: Any) -> pa.Table:
-        poison = pq.read_table(tmp_path / "out-adapt" / "sample.parquet")["q"][3].as_py()
-        assert poison not in table["q"].to_pylist(), "this process would have died"
-        return prepare_table(table, spec)
-
-    monkeypatch.setattr("pipeline.adapt.pairs.prepare_table", deadly)
     result = command("--json", rows=20)
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["counts"]["errors"] >= 1
