@@ -30,7 +30,7 @@ from pipeline.storage.owned_folder import check_apart
 
 @dataclass(frozen=True)
 class Task:
-    """An adaptation to run. inputs: digest of the input's listing. settings: of each stage, on which its result depends."""
+    """An adaptation to run. inputs: digest of the input's listing. settings: those that a stage's result depends on."""
 
     config: JobConfig
     source: str
