@@ -1,4 +1,4 @@
-"""A run killed at any moment between its first file and its last one, many times over, without Ray."""
+"""A run without Ray, killed at random moments between its first file and its last."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fault_bench import SHARDS, Bench, Trial, digests
 
 from pipeline.config.job import JobConfig, StorageConfig
 
-TRIALS, KILLS = 8, 3
+TRIALS, KILLS = 2, 3  # of each store
 
 
 @pytest.fixture(scope="module")
-def processes() -> ForkServerContext:
-    """Processes forked off one that has imported everything and has no threads."""
+def processes(s3: StorageConfig) -> ForkServerContext:
+    """Processes forked from one that has imported everything, has no threads, and knows the credentials of `s3`."""
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the server does not get our path otherwise
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ray_free_run"])
@@ -50,7 +50,6 @@ def ended(processes: ForkServerContext, job: JobConfig, after: float | None = No
     return time.monotonic() - began
 
 
-@pytest.mark.slow
 def test_killed_at_any_moment_the_same_run_finishes(bench: Bench, processes: ForkServerContext) -> None:
     whole = bench.job()
     ended(processes, whole)  # the first one waits for the imports
