@@ -12,6 +12,8 @@ import ray
 from moto.server import ThreadedMotoServer
 from tiny_checkpoint import tiny_checkpoint
 
+from pipeline import job as jobs
+from pipeline.backends.in_process import InProcess
 from pipeline.config.job import StorageConfig
 
 
@@ -91,6 +93,12 @@ def start_ray() -> None:
     """Anew after a job that failed: what it cancelled may have been in the middle of an import."""
     ray.shutdown()
     ray.init(address="local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All jobs of the test run in this process, without Ray: those of the command line and of `adapt` too."""
+    monkeypatch.setattr(jobs, "ray_backend", lambda **_: InProcess())
 
 
 @pytest.fixture

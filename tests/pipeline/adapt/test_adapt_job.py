@@ -1,4 +1,4 @@
-"""`skipdecode adapt` with nothing pretended: Ray, training, evaluation, and the job that it writes."""
+"""`skipdecode adapt` with real answers, training and evaluation, and the job that it writes. No Ray."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytest.importorskip("pipeline.config.evaluate", reason="evaluate is not in yet")
 ROWS = 40
 
 
-def test_from_a_job_to_a_faster_one(own_ray: None, tmp_path: Path, checkpoint: Path) -> None:
+def test_from_a_job_to_a_faster_one(in_process: None, tmp_path: Path, checkpoint: Path) -> None:
     prompts: list[str | None] = [f"name[Zizzi], area[{row}]" for row in range(ROWS)]
     prompts[7] = None
     pq.write_table(pa.table({"key": list(range(ROWS)), "q": prompts}), tmp_path / "in.parquet", row_group_size=8)

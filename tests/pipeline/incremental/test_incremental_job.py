@@ -256,7 +256,7 @@ def test_a_run_while_another_is_at_work_is_exit_5(inbox: Inbox, flow: Any, monke
     assert inbox.answered() == []
 
 
-def test_real_answers_from_and_to_a_bucket(own_ray: None, inbox: Inbox, s3: StorageConfig) -> None:
+def test_real_answers_from_and_to_a_bucket(in_process: None, inbox: Inbox, s3: StorageConfig) -> None:
     """Run; a file comes and the run over it fails; it is finished; nothing is new; all of it is archived."""
     bucket, root = open_folder("s3://bucket/inbox", s3), open_folder("s3://bucket/root", s3)
     inbox.values |= {"storage": s3.model_dump(exclude_none=True), "output": {"path": root.url}}

@@ -1,4 +1,4 @@
-"""A kill of each kind at a moment that the seed draws; `make soak` runs many. The driver's is in test_job.py too."""
+"""A process is killed at a moment drawn from a seed. `make soak` runs many such trials."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole line on a Ray of our own: every row once, resume, kills, buckets, GPUs that are only pretended."""
+"""Whole jobs: every row once, resume, overwrite and buckets in this process; actors, kills and signals on Ray."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from pipeline.generate.output import ANSWER_FIELDS
 from pipeline.runtime.ray_session import check_placement
 from pipeline.storage.folder import open_folder
 
-pytestmark = pytest.mark.ray
 WORDS = ["alpha", "bravo", "charlie", "delta", "echo", "foxtrot", "golf", "hotel", "india", "juliet"]
 ROWS = 90
 TWO = {"cpu [0]", "cpu [1]"}
@@ -68,10 +67,11 @@ def config(inputs: Path | str, into: Path | str, checkpoint: Path, **changes: An
 
 @pytest.fixture(scope="module")
 def undisturbed(
-    own_ray: None, inputs: Path, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+    inputs: Path, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, jobs.JobResult]:
+    """Output and result of a job in this process."""
     output = tmp_path_factory.mktemp("undisturbed") / "out"
-    return output, jobs.run(config(inputs, output, checkpoint))
+    return output, run_in_process(config(inputs, output, checkpoint))
 
 
 def test_every_row_is_answered_once_in_its_place(undisturbed: tuple[Path, jobs.JobResult]) -> None:
@@ -118,13 +118,19 @@ def test_answers_are_those_of_the_bare_engine(
     assert compared > 30 and len(differ) <= 1, differ
 
 
-def test_one_process_without_ray_writes_the_same_parts(
-    undisturbed: tuple[Path, jobs.JobResult], inputs: Path, checkpoint: Path, tmp_path: Path
+def test_two_actors_on_ray_write_the_same_parts(
+    own_ray: None, undisturbed: tuple[Path, jobs.JobResult], inputs: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
-    run_in_process(config(inputs, tmp_path / "out", checkpoint))
-    names = sorted(path.name for path in undisturbed[0].glob("*.parquet"))
-    assert names == sorted(path.name for path in (tmp_path / "out").glob("*.parquet"))
-    assert all((tmp_path / "out" / name).read_bytes() == (undisturbed[0] / name).read_bytes() for name in names)
+    output, alone = undisturbed
+    job = config(inputs, tmp_path / "out", checkpoint)
+    outcome = jobs.run(job)
+    assert parts(tmp_path / "out") == parts(output)
+    assert outcome.fresh_rows == ROWS
+    for name in ("rows", "errors", "generated_tokens", "layer_steps", "full_layer_steps"):
+        assert getattr(outcome.totals, name) == getattr(alone.totals, name), name
+    table = pq.read_table(tmp_path / "out" / "_job" / "stats.parquet")
+    assert set(table["attempt"].to_pylist()) == {1} and min(table["commit_seconds"].to_pylist()) > 0
+    assert jobs.run(job).fresh_rows == 0
 
 
 def test_statistics_add_up(undisturbed: tuple[Path, jobs.JobResult]) -> None:
@@ -143,7 +149,7 @@ def test_statistics_add_up(undisturbed: tuple[Path, jobs.JobResult]) -> None:
 def test_a_finished_job_does_nothing(undisturbed: tuple[Path, jobs.JobResult], inputs: Path, checkpoint: Path) -> None:
     output, first = undisturbed
     times = {path: path.stat().st_mtime_ns for path in output.glob("*.parquet")}
-    again = jobs.run(config(inputs, output, checkpoint, actors={"count": 1}))  # actors may change
+    again = run_in_process(config(inputs, output, checkpoint, actors={"count": 1}))  # actors may change
     assert again.fresh_rows == 0
     assert again.totals == first.totals
     assert {path: path.stat().st_mtime_ns for path in output.glob("*.parquet")} == times
@@ -155,7 +161,7 @@ def test_another_job_over_the_same_output_is_refused(
     output, _ = undisturbed
     other = config(inputs, output, checkpoint, sampling={**SAMPLED, "seed": 6}, max_row_errors=0.2)
     with pytest.raises(ValueError, match=r"holds another job, which differs in sampling\.seed; --overwrite"):
-        jobs.run(other)
+        run_in_process(other)
 
 
 def test_resume_answers_only_what_is_left(
@@ -171,7 +177,7 @@ def test_resume_answers_only_what_is_left(
     for shard in (1, 2):
         (copy / "_job" / "commits" / f"{shard:06d}.json").unlink()
     kept = {path.name: path.stat().st_mtime_ns for path in copy.glob("*.parquet")}
-    again = jobs.run(config(inputs, copy, checkpoint))
+    again = run_in_process(config(inputs, copy, checkpoint))
     assert again.fresh_rows == sum(first.manifest.shards[shard].rows for shard in (1, 4, 5))
     assert parts(copy) == parts(output)
     assert {name: (copy / name).stat().st_mtime_ns for name in kept} == kept
@@ -183,13 +189,13 @@ def test_resume_answers_only_what_is_left(
 
 
 def test_overwrite_replaces_another_job(
-    own_ray: None, undisturbed: tuple[Path, jobs.JobResult], inputs: Path, checkpoint: Path, tmp_path: Path
+    undisturbed: tuple[Path, jobs.JobResult], inputs: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
     output, _ = undisturbed
     copy = tmp_path / "out"
     subprocess.run(["cp", "-r", str(output), str(copy)], check=True)
     fewer = config(inputs, copy, checkpoint, shard_rows=50)
-    outcome = jobs.run(fewer, limit=30, overwrite=True)
+    outcome = run_in_process(fewer, limit=30, overwrite=True)
     assert outcome.totals.rows == 30 == pq.read_table(copy).num_rows
     assert len(list(copy.glob("part-*.parquet"))) == len(list((copy / "_job" / "commits").iterdir())) == 1
 
@@ -203,13 +209,13 @@ def test_a_bucket_holds_the_same_bytes(
         source.replace(path.name, path.read_bytes())
     storage = s3.model_dump()
     job = config("s3://bucket/job-in", "s3://bucket/job-out", checkpoint, storage=storage)
-    assert jobs.run(job).totals.rows == ROWS
+    assert run_in_process(job).totals.rows == ROWS
     answers = open_folder("s3://bucket/job-out", s3)
     assert {name for name in answers.names() if name.endswith(".parquet")} == set(parts(output))
     assert "_SUCCESS" in answers.names()
-    assert jobs.run(job).fresh_rows == 0
+    assert run_in_process(job).fresh_rows == 0
     # keys follow from the input's place: the same place gives the same bytes, wherever they are written to
-    jobs.run(config(inputs, "s3://bucket/job-out-2", checkpoint, storage=storage))
+    run_in_process(config(inputs, "s3://bucket/job-out-2", checkpoint, storage=storage))
     second = open_folder("s3://bucket/job-out-2", s3)
     assert {name: second.read(name) for name in parts(output)} == parts(output)
 
@@ -229,25 +235,22 @@ def test_actors_that_ask_for_gpus_see_their_own(
         checkpoint,
         model={"path": str(checkpoint), "dtype": "float32", "device": "cpu"},
         sampling={**SAMPLED, "max_new_tokens": 24},
-        actors={"count": count, "gpus": gpus, "cpus": 0.5, "threads": 1, "max_batch": 1},  # long enough for all
-        shard_rows=4,
+        actors={"min": count, "max": count, "gpus": gpus, "cpus": 0.5, "threads": 1, "max_batch": 1},
+        shard_rows=4,  # small enough that every actor answers some
     )
     assert jobs.run(job).totals.rows == ROWS
     assert set(pq.read_table(tmp_path / "_job" / "stats.parquet")["device"].to_pylist()) == devices
 
 
-def test_an_autoscaling_pool_with_a_template_and_made_ids(
-    own_ray: None, inputs: Path, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_template_and_ids_from_file_and_row(inputs: Path, checkpoint: Path, tmp_path: Path) -> None:
     job = config(
         inputs,
         tmp_path,
         checkpoint,
         input={"path": str(inputs / "in-0.parquet"), "template": "{{ prompt }} about {{ topic }}"},
         output={"path": str(tmp_path), "keep": ["prompt"]},
-        actors={"min": 1, "max": 2, "threads": 1},
     )
-    outcome = jobs.run(job)
+    outcome = run_in_process(job)
     rows = pq.read_table(tmp_path).to_pylist()
     assert {row["id"] for row in rows} == {f"in-0.parquet:{row}" for row in range(40)}
     assert [row["id"] for row in rows if row["error"] is not None] == ["in-0.parquet:17"]  # its prompt is null
@@ -271,7 +274,7 @@ def test_placement_is_checked_before_it_can_hang() -> None:
     check_placement(actors(min=1, max=9, gpus=1), {"CPU": 4.0, "GPU": 1.0}, fixed=True)
 
 
-@pytest.mark.slow  # test_faults.py kills a driver in every run of the suite
+@pytest.mark.ray
 def test_a_killed_run_started_again_is_as_if_undisturbed(
     undisturbed: tuple[Path, jobs.JobResult], inputs: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -298,6 +301,7 @@ def test_a_killed_run_started_again_is_as_if_undisturbed(
     assert_no_new_rays(before)
 
 
+@pytest.mark.ray
 @pytest.mark.parametrize("grace", [20, pytest.param(0, marks=pytest.mark.slow)])
 def test_sigterm_is_exit_4_and_what_is_in_flight_is_finished_or_dropped(
     undisturbed: tuple[Path, jobs.JobResult], inputs: Path, checkpoint: Path, tmp_path: Path, grace: float
@@ -323,7 +327,7 @@ def test_sigterm_is_exit_4_and_what_is_in_flight_is_finished_or_dropped(
         assert len(list((output / "_job" / "commits").iterdir())) == len(parts(output))
     assert_no_new_rays(before)
     if grace:
-        assert Command(tmp_path, config(inputs, output, checkpoint)).end()[0] == 0
+        run_in_process(config(inputs, output, checkpoint))
         assert parts(output) == parts(whole)
         assert_released(output)
 
@@ -343,13 +347,13 @@ def test_what_is_wrong_beside_the_checkpoint_is_exit_2_and_no_ray_stays(
 
 
 def invoke(folder: Path, job: JobConfig) -> Any:
-    """The command in this process, on the Ray of this file."""
+    """The command in this process."""
     file = folder / "job.yaml"
     file.write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))
     return CliRunner().invoke(app, ["run", str(file)])
 
 
-def test_too_many_row_errors_exit_3(own_ray: None, inputs: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_too_many_row_errors_exit_3(in_process: None, inputs: Path, checkpoint: Path, tmp_path: Path) -> None:
     result = invoke(tmp_path, config(inputs, tmp_path / "out", checkpoint, max_row_errors=0.001))
     assert result.exit_code == 3
     assert "2 of 90 rows have an error, more than max_row_errors = 0.001" in result.stderr.splitlines()[-1]
@@ -357,7 +361,7 @@ def test_too_many_row_errors_exit_3(own_ray: None, inputs: Path, checkpoint: Pat
 
 
 def test_missing_weights_fail_the_job_in_one_line(
-    ray_to_be_left: None, inputs: Path, checkpoint: Path, tmp_path: Path
+    in_process: None, inputs: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken"
     subprocess.run(["cp", "-r", str(checkpoint), str(broken)], check=True)

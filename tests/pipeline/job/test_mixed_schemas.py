@@ -132,7 +132,7 @@ def config(inputs: Path, into: Path, checkpoint: Path, **changes: Any) -> JobCon
 
 
 @pytest.mark.timeout(400)
-def test_a_folder_of_doubtful_files(own_ray: None, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_folder_of_doubtful_files(in_process: None, checkpoint: Path, tmp_path: Path) -> None:
     inputs, output = tmp_path / "in", tmp_path / "out"
     inputs.mkdir()
     expected = write_files(inputs)

@@ -19,7 +19,6 @@ from pipeline import job as jobs
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.storage.folder import Folder, open_folder
 
-pytestmark = pytest.mark.ray
 ROWS = 40
 
 
@@ -62,7 +61,7 @@ def proxy(s3: StorageConfig) -> Iterator[Proxy]:
 
 
 def test_a_job_over_a_failing_store_writes_the_same_bytes(
-    own_ray: None, proxy: Proxy, s3: StorageConfig, checkpoint: Path, tmp_path: Path
+    in_process: None, proxy: Proxy, s3: StorageConfig, checkpoint: Path, tmp_path: Path
 ) -> None:
     root = fill(s3, checkpoint, 20)  # four shards
     assert jobs.run(config(root, tmp_path / "out", s3, tmp_path / "a", max_new_tokens=4)).totals.rows == 20
@@ -75,6 +74,7 @@ def test_a_job_over_a_failing_store_writes_the_same_bytes(
     assert open_folder(f"{root}/out", s3).names("_job/tmp") == []
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_credentials_that_expire_end_a_job_with_one_line_and_a_rerun_finishes_it(
     proxy: Proxy, s3: StorageConfig, checkpoint: Path, tmp_path: Path
@@ -110,6 +110,7 @@ def test_credentials_that_expire_end_a_job_with_one_line_and_a_rerun_finishes_it
 
 
 @pytest.mark.ceph
+@pytest.mark.ray
 def test_out_of_ceph_and_into_it_killed_half_way(ceph: StorageConfig, checkpoint: Path, tmp_path: Path) -> None:
     root = fill(ceph, checkpoint)
     long = {"max_new_tokens": 40, "min_new_tokens": 40}

@@ -55,7 +55,7 @@ def run(tmp_path: Path, checkpoint: Path, name: str, **changes: Any) -> tuple[jo
     return outcome, pq.read_table(tmp_path / name).to_pylist()
 
 
-def test_rows_that_ask_for_their_own(own_ray: None, chat_checkpoint: Path, tmp_path: Path) -> None:
+def test_rows_that_ask_for_their_own(in_process: None, chat_checkpoint: Path, tmp_path: Path) -> None:
     write_input(tmp_path / "in")
     outcome, rows = run(tmp_path, chat_checkpoint, "out")
     names = [field.name for field in ANSWER_FIELDS]
@@ -90,7 +90,7 @@ def test_rows_that_ask_for_their_own(own_ray: None, chat_checkpoint: Path, tmp_p
     assert [row["token_ids"] for row in plain] == [row["token_ids"] for row in rows]
 
 
-def test_every_row_is_answered_with_one_of_its_labels(own_ray: None, chat_checkpoint: Path, tmp_path: Path) -> None:
+def test_every_row_is_answered_with_one_of_its_labels(in_process: None, chat_checkpoint: Path, tmp_path: Path) -> None:
     write_input(tmp_path / "in")
     given = {"path": str(tmp_path / "in"), "id": "id", "messages": "chat", "choices": "labels"}
     everybody = ["yes", "no", "no idea"]
