@@ -23,7 +23,7 @@ from actors.answers import Answer, Prompt, answer_columns, as_column, error_answ
 from actors.engine.batching import constant_prefix
 from actors.engine.build import EngineSettings, build_engine, check_choice, current_device
 from actors.engine.choices import ChoiceTrie
-from actors.engine.errors import UserError
+from actors.engine.errors import UserError, flat
 from actors.engine.loading import inspect, load_tokenizer
 from actors.engine.schedule import Schedule
 from actors.engine.stopping import StopStrings
@@ -158,7 +158,7 @@ class Generator:
                 error = "prompt holds values that are no token ids"
         # errors that a value of any type, or a chat template, may raise
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
-            error = f"prompt cannot be read: {' '.join(str(problem).split())}"
+            error = f"prompt cannot be read: {flat(problem)}"
         return Prompt(ids, f"prompt:{ids}", 0, error)
 
     def answer(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from actors.engine.errors import flat
+
 
 def is_unicode(text: str) -> bool:
     """False for a lone surrogate, which JSON and templates can hold, and neither tokenizers nor Arrow take."""
@@ -12,11 +14,6 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def flat(value: object) -> str:
-    """The text of an error or another value without line breaks."""
-    return " ".join(str(value).split())
 
 
 LINE = 1000  # characters: an error may hold all of what it complains about

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from actors.engine.errors import UserError
+from actors.engine.errors import UserError, suggestion
 
 if TYPE_CHECKING:
     from actors.engine.choices import ChoiceTrie
@@ -94,10 +93,7 @@ def _checked(name: str, value: Any) -> Any:
     """A value from outside as the type that the parameter has."""
     kinds = {one.name: str(one.type) for one in fields(SamplingParams)}
     if name not in kinds:
-        near = difflib.get_close_matches(str(name), kinds, n=1, cutoff=0.5)
-        raise UserError(
-            f"unknown key {name}; " + (f"did you mean {near[0]}?" if near else f"known: {', '.join(kinds)}")
-        )
+        raise UserError(f"unknown key {name}; {suggestion(name, kinds)}")
     kind = kinds[name].removesuffix(" | None")
     wrong = ValueError(f"{name} = {value!r}: must be {_KINDS[kind]}")
     if kind.startswith("tuple"):

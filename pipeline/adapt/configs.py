@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from actors.engine.errors import UserError
+from actors.engine.errors import UserError, flat
 from actors.engine.schedule import ScheduleSpec
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.adapt import LOSS, TRAINING, AdaptConfig
@@ -162,5 +162,5 @@ def job_text(values: Mapping[str, Any], model: str, speedup: float, comment: Seq
         "model": {**values["model"], "path": model},
         "schedule": {"speedup": speedup},
     }
-    head = "".join(f"# {' '.join(line.split())}\n" for line in comment)
+    head = "".join(f"# {flat(line)}\n" for line in comment)
     return head + dump_yaml(job)

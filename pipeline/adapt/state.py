@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.engine.errors import UserError
+from actors.engine.errors import UserError, flat
 from pipeline.plan.manifest import difference
 from pipeline.storage.owned_folder import FILES, OwnedFolder
 
@@ -40,9 +40,7 @@ class StageRecord:
                 raise UserError(f"format {values['format']}, this version writes {FORMAT}")
             self.done, self.seconds = dict(values["done"]), dict(values["seconds"])
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{folder}/{RECORD}: not of this version: {' '.join(str(error).split())}; remove the folder"
-            ) from None
+            raise UserError(f"{folder}/{RECORD}: not of this version: {flat(error)}; remove the folder") from None
 
     def check(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
         """Raise UserError that names the settings in which a stage that is done differs from those asked for now."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import typer
 
-from actors.engine.errors import UserError
+from actors.engine.errors import UserError, flat
 from pipeline.messages import without_secrets
 
 OK, FAILED, BAD_CONFIG, ROW_ERRORS, INTERRUPTED, LEASE = 0, 1, 2, 3, 4, 5
@@ -47,7 +47,7 @@ class Advice:
 
 def stop(code: int, message: str) -> typer.Exit:
     """Print the command's last line; the exception to raise."""
-    typer.echo(f"skipdecode: {without_secrets(' '.join(message.split()))}", err=True)
+    typer.echo(f"skipdecode: {without_secrets(flat(message))}", err=True)
     return typer.Exit(code)
 
 

@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from actors.engine.errors import UserError
+from actors.engine.errors import UserError, flat
 from pipeline.generate.stats import STATS_SCHEMA, ShardStats, to_table
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import STORE_ERRORS, Folder
@@ -233,7 +233,7 @@ class Compaction:
             try:
                 compact(self.folder, self.fingerprint)
             except STORE_ERRORS as error:  # loose records stay where they are; the store may recover
-                log.warning("commit records could not be compacted: %s", " ".join(str(error).split()))
+                log.warning("commit records could not be compacted: %s", flat(error))
             if last:
                 return
             self._stop.wait(COMPACT_SECONDS)

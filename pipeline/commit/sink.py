@@ -20,7 +20,7 @@ from dataclasses import replace
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from actors.engine.errors import UserError
+from actors.engine.errors import UserError, flat
 from pipeline.commit.records import (
     COMMITS,
     SEGMENTS,
@@ -86,7 +86,7 @@ def check_part(folder: Folder, shard: Shard, part: bytes, fingerprint: str) -> S
         ours = metadata.get(b"skipdecode.fingerprint") == fingerprint.encode()
         stats = ShardStats.of_part(shard.index, table, int(metadata[b"skipdecode.num_layers"])) if ours else None
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
-        reason = "".join(char if char.isprintable() else "?" for char in " ".join(str(error).split()))
+        reason = "".join(char if char.isprintable() else "?" for char in flat(error))
         raise UserError(f"{name}: damaged ({reason}); delete it and run again") from None
     if stats is None:
         raise UserError(f"{name}: written by another job; move it away, or start anew with --overwrite")

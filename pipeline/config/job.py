@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from actors.engine.errors import UserError
+from actors.engine.errors import UserError, suggestion
 from actors.engine.types import EngineName, SamplingParams
 from pipeline.config.adapt import AdaptConfig
 from pipeline.config.base import Endpoint, Place
@@ -35,9 +34,7 @@ def _sampling_columns(value: Any) -> Any:
         known = [one.name for one in fields(SamplingParams)]
         for name, column in value.items():
             if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-                raise UserError(f"unknown parameter {name}; {hint}")
+                raise UserError(f"unknown parameter {name}; {suggestion(name, known)}")
             if not isinstance(column, str):
                 raise UserError(f"{name} must name a column")
         if value:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.engine.errors import UserError
+from actors.engine.errors import UserError, flat
 from actors.engine.types import SamplingParams
-from pipeline.messages import flat
 
 _AT_ODDS = ("stop", "stop_token_ids", "min_new_tokens", "ignore_eos")
 

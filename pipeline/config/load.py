@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +13,9 @@ from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import CollectionNode, Node
 
-from actors.engine.errors import UserError
+from actors.engine.errors import UserError, flat, suggestion
 from pipeline.config.base import SECRET
-from pipeline.messages import flat, without_secrets
+from pipeline.messages import without_secrets
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 VALUES = 100_000  # of a document, its aliases expanded
@@ -60,8 +59,8 @@ def dump_yaml(values: dict[str, Any]) -> str:
     return text
 
 
-def _yaml() -> YAML:
-    yaml = YAML(typ="safe", pure=True)
+def _yaml() -> Any:  # the library's annotations are wrong
+    yaml: Any = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False
     yaml.width = 120
@@ -149,9 +148,7 @@ def _first_problem(kind: type[BaseModel], error: ValidationError) -> str:
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     if problem["type"] == "extra_forbidden":
         known = list(_section(kind, where[:-1]).model_fields)
-        near = difflib.get_close_matches(where[-1], known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-        return f"unknown key {key}; {hint}{more}"
+        return f"unknown key {key}; {suggestion(where[-1], known)}{more}"
     if problem["type"] == "missing":
         return f"{key} is missing; give it a value{more}"
     message = problem["msg"].removeprefix("Value error, ")

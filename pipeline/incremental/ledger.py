@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
-from actors.engine.errors import UserError
+from actors.engine.errors import UserError, flat
 from pipeline.commit.claim import LEDGER
 from pipeline.plan.inputs import has_same_content
 from pipeline.plan.manifest import Manifest
@@ -236,7 +236,7 @@ def _read_compacted(root: Folder, number: int) -> list[Run]:
     try:
         runs = [_run(row) for row in pq.read_table(io.BytesIO(root.read(name))).to_pylist()]
     except (KeyError, TypeError, OSError, pa.ArrowException) as error:
-        raise UserError(f"{root.url}/{name}: cannot be read: {' '.join(str(error).split())}") from None
+        raise UserError(f"{root.url}/{name}: cannot be read: {flat(error)}") from None
     if [run.number for run in runs] != list(range(1, number + 1)):
         raise UserError(f"{root.url}/{name}: does not hold runs 1 to {number}")
     return runs

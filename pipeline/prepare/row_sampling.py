@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from actors.engine.errors import UserError
+from actors.engine.errors import UserError, flat
 from actors.engine.types import SamplingParams
 from pipeline.messages import is_unicode, one_line
 
@@ -40,7 +40,7 @@ def own_sampling(base: SamplingParams, changes: Mapping[str, Any]) -> tuple[Samp
     try:
         merged = base.merged(changes)
     except (ValueError, OverflowError) as error:
-        raise UserError(f"sampling: {' '.join(str(error).split())}") from None
+        raise UserError(f"sampling: {flat(error)}") from None
     values = {name: getattr(merged, name) for name in own}
     for name, value in values.items():
         numbers = value if isinstance(value, tuple) else (value,)

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
-from actors.engine.errors import UserError
+from actors.engine.errors import UserError, flat
 from pipeline.config.job import StorageConfig
 from pipeline.storage.errors import NoSuchBucket
 from pipeline.storage.folder import filesystem
@@ -80,7 +80,7 @@ def list_files(
                 continue
             raise UserError(f"{path}: no such file or folder") from None
         except (PermissionError, NoSuchBucket, ValueError) as error:
-            raise UserError(f"{path}: cannot be listed: {' '.join(str(error).split())}") from None
+            raise UserError(f"{path}: cannot be listed: {flat(error)}") from None
         if not entries and not may_be_empty:
             raise UserError(nothing)
         for name in sorted(entries):
@@ -148,7 +148,7 @@ def read_footer(url: str, size: int, version: str, storage: StorageConfig) -> tu
     except FileNotFoundError:
         raise UserError(f"{url}: no such file") from None
     except PermissionError as error:
-        raise UserError(f"{url}: cannot be read: {' '.join(str(error).split())}") from None
+        raise UserError(f"{url}: cannot be read: {flat(error)}") from None
     rows = tuple(group.num_rows for group in groups)
     return InputFile(url, size, version, rows, tuple(group.total_byte_size for group in groups)), schema
 
@@ -156,7 +156,7 @@ def read_footer(url: str, size: int, version: str, storage: StorageConfig) -> tu
 def _not_parquet(url: str, head: bytes, error: Exception) -> str:
     """The message for a file that Arrow refuses; names the format where the file's first bytes show another."""
     kind = _other_format(head)
-    reason = " ".join(str(error).split()) if kind is None else f"the file is {kind}; convert it to Parquet"
+    reason = flat(error) if kind is None else f"the file is {kind}; convert it to Parquet"
     return f"{url}: not readable as Parquet: {reason}"
 
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import types
 
-from actors.engine.errors import UserError
+from actors.engine.errors import UserError, flat
 from pipeline.messages import printable
 
 ERROR = "__error"  # column of row errors, null for good rows; planning refuses an input column of this name
@@ -253,7 +253,7 @@ def _cast_value(values: pa.Array, row: int, field: pa.Field) -> tuple[pa.Array, 
         if is_text(field.type):
             text = _storage(value).cast(pa.binary())[0].as_py().decode(errors="replace")
             return pa.array([text], field.type), f"column {printable(field.name)}: not UTF-8"
-        return pa.nulls(1, field.type), f"column {printable(field.name)}: {' '.join(str(error).split())}"
+        return pa.nulls(1, field.type), f"column {printable(field.name)}: {flat(error)}"
 
 
 def _storage(value: pa.Array) -> pa.Array:

@@ -10,6 +10,7 @@ from itertools import accumulate, groupby
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from actors.engine.errors import flat
 from pipeline.config.job import StorageConfig
 from pipeline.read.files import InputFile, check_unchanged
 from pipeline.read.ipc import to_ipc
@@ -68,7 +69,7 @@ def read_shards(shards: Sequence[Shard], columns: Sequence[str], storage: Storag
         yield from _tables(shards, columns, storage)
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, pa.ArrowException) or type(error) is OSError:  # subclasses name their own cause
-            text = " ".join(str(error).split())
+            text = flat(error)
             raise OSError(f"{shards[0].url}: cannot be read, damaged or cut short: {text}") from None
         raise
 

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.data import DataContext
 
-from actors.engine.errors import UserError
+from actors.engine.errors import UserError, flat
 from pipeline.config.job import ActorsConfig
 from pipeline.runtime.loopback import LOOPBACK, on_loopback
 from pipeline.runtime.signals import Interrupted, shielded
@@ -147,7 +147,7 @@ def _start_up() -> Iterator[None]:
     except Exception as error:
         if type(error) not in (Exception, RuntimeError):
             raise
-        raise ray.exceptions.RaySystemError(f"Ray did not start: {' '.join(str(error).split())}") from error
+        raise ray.exceptions.RaySystemError(f"Ray did not start: {flat(error)}") from error
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from actors.engine.errors import UserError
+from actors.engine.errors import UserError, flat
 
 FILES = "files"
 
@@ -44,7 +44,7 @@ class OwnedFolder:
         except (OSError, ValueError) as error:
             raise UserError(
                 f"{self.key}: {self.path / self.record} is not a record of this version "
-                f"({' '.join(str(error).split())}); remove the folder, or choose another"
+                f"({flat(error)}); remove the folder, or choose another"
             ) from None
         return values
 

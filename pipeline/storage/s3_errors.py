@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 from botocore import exceptions as boto
 
-from pipeline.messages import flat
+from actors.engine.errors import flat
 from pipeline.storage.errors import NoSuchBucket, StoreFailed
 
 TEMPORARY_STATUS = {408, 409, 429, 500, 502, 503, 504}  # 409: two requests conflict, S3 asks for another try

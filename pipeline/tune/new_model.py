@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
-from actors.engine.errors import UserError
+from actors.engine.errors import UserError, flat, nearest
 from actors.engine.families import family_of
 from pipeline.tune.data import Pair
 
@@ -55,8 +54,7 @@ def new_config(sizes: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast) -> 
         raise UserError(f"model.new.{key} follows from the tokenizer that is trained; see model.vocab_size")
     for key in sizes:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            raise UserError(f"model.new: unknown key {key}" + (f"; did you mean {near[0]}?" if near else ""))
+            raise UserError("; ".join(filter(None, (f"model.new: unknown key {key}", nearest(key, known)))))
     try:
         config = AutoConfig.for_model(
             **sizes,
@@ -66,6 +64,6 @@ def new_config(sizes: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast) -> 
             eos_token_id=tokenizer.eos_token_id,
         )
     except (StrictDataclassError, TypeError) as error:
-        raise UserError(f"model.new: {' '.join(str(error).split())}") from None
+        raise UserError(f"model.new: {flat(error)}") from None
     family_of(config)
     return config

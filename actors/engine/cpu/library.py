@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from actors.engine.errors import flat
+
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
@@ -65,7 +67,7 @@ def library() -> ctypes.CDLL | None:
         problem = f"{' '.join(compiler)}: {lines[0]}"
     # no compiler, no home or none that can be written, a library of something else
     except (OSError, RuntimeError, AttributeError, subprocess.TimeoutExpired) as error:
-        problem = f"{' '.join(compiler)}: {' '.join(str(error).split())}"
+        problem = f"{' '.join(compiler)}: {flat(error)}"
     log.warning("this CPU is two to six times as fast with a C++ compiler (g++, or $CXX): %s", problem)
     return None
 
