@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from actors.engine.schedule import Schedule
-from pipeline.backends.stages import Actors, Backend, Read, Session, Stage, Tasks, Workload
+from pipeline.backends.stages import Actors, Backend, Read, Session, Stage, Tasks
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, resolve_checkpoint
 from pipeline.commit.claim import check_same_job, claim, stored_job
 from pipeline.commit.finalize import finalize, finished_totals, write_success
@@ -23,6 +23,7 @@ from pipeline.commit.lease import leased
 from pipeline.commit.records import Compaction
 from pipeline.commit.sink import SUCCESS, commit_shards, committed_shards
 from pipeline.config.job import JobConfig
+from pipeline.generate.coordinator import Workload
 from pipeline.generate.output import PartSpec
 from pipeline.generate.settings import generator_settings
 from pipeline.generate.stage import ShardGenerator

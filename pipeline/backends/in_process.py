@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from actors.engine.errors import UserError
-from pipeline.backends.stages import Actors, Read, Stage, Tasks, Workload
+from pipeline.backends.stages import Actors, Read, Stage, Tasks
 from pipeline.config.job import ActorsConfig
-from pipeline.generate.coordinator import Coordinator
+from pipeline.generate.coordinator import Coordinator, Workload
 from pipeline.generate.stage import ThisProcess
 from pipeline.read.shards import group_shards, read_blocks
 from pipeline.runtime.signals import Interrupted, graceful

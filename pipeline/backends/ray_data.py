@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple
 from typing import Any, TypeVar, cast
 
 import ray
@@ -13,9 +12,9 @@ from ray.data import ActorPoolStrategy, Dataset
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.backends.remote import RayWorker, RemoteCoordinator
-from pipeline.backends.stages import Actors, Read, Stage, Tasks, Workload
+from pipeline.backends.stages import Actors, Read, Stage, Tasks
 from pipeline.config.job import ActorsConfig
-from pipeline.generate.coordinator import Coordinator
+from pipeline.generate.coordinator import Coordinator, Workload
 from pipeline.plan.memory import machine_memory
 from pipeline.read.source import ShardSource
 from pipeline.report.progress import Progress
@@ -61,7 +60,7 @@ class RayData:
             # on the driver's node: it then dies only with the driver
             handle = ray.remote(num_cpus=0)(Coordinator).options(scheduling_strategy=here).remote()
             try:
-                yield RaySession(RemoteCoordinator(handle))
+                yield RaySession(RemoteCoordinator(handle), verbose=self.verbose)
             finally:
                 ray.kill(cast(Any, handle))
 
@@ -69,15 +68,16 @@ class RayData:
 class RaySession:
     """See `Session`."""
 
-    def __init__(self, coordinator: RemoteCoordinator) -> None:
+    def __init__(self, coordinator: RemoteCoordinator, *, verbose: bool) -> None:
         self.coordinator = coordinator
+        self.verbose = verbose
         self.worker = RayWorker()
 
     def run(self, stages: Sequence[Stage], workload: Workload, grace_seconds: float) -> None:
         """See `Session`. Raises RayError of a task that failed for good."""
-        batches = _dataset(stages)
+        batches = _dataset(stages, verbose=self.verbose)
         with (
-            Progress(self.coordinator, *astuple(workload)),
+            Progress(self.coordinator, workload),
             graceful(grace_seconds, self.coordinator.stop, self.coordinator.working) as grace,
         ):
             try:
@@ -92,7 +92,7 @@ class RaySession:
             raise Interrupted(grace.signal)
 
 
-def _dataset(stages: Sequence[Stage]) -> Dataset:
+def _dataset(stages: Sequence[Stage], *, verbose: bool) -> Dataset:
     """Lazily, the batches after the last stage.
 
     `write_datasink` in place of commit tasks would keep a result of every shard, and everything that led to it, until
@@ -104,9 +104,13 @@ def _dataset(stages: Sequence[Stage]) -> Dataset:
     with warnings.catch_warnings():
         # Ray Data retries a task whose process died without limit, unless max_retries is passed in a deprecated way
         warnings.simplefilter("ignore", ray.util.annotations.RayDeprecationWarning)
-        batches: Dataset = ray.data.read_datasource(
-            source, num_cpus=STAGE_CPUS, ray_remote_args={"max_retries": READ_RETRIES}
-        ).repartition(target_num_rows_per_block=1)
+        shards = ray.data.read_datasource(source, num_cpus=STAGE_CPUS, ray_remote_args={"max_retries": READ_RETRIES})
+        context = shards.context  # a copy of the caller's, inherited by the datasets below
+        context.enable_progress_bars = verbose
+        context.print_on_execution_start = verbose
+        context.execution_no_progress_timeout_s = -1  # a slow shard is not a dead one
+        context.raise_original_map_exception = True  # else an error's last line is "UDF failed", not why
+        batches: Dataset = shards.repartition(target_num_rows_per_block=1)
         for stage in others:
             batches = batches.map_batches(**_arguments(stage), batch_size=1)
     return batches

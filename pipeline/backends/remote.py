@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.util.metrics import Counter
 
-from pipeline.generate.coordinator import Counts
+from pipeline.generate.coordinator import RunProgress
 from pipeline.generate.stage import METRICS
 
 ANSWER_SECONDS = 5.0  # in which the driver expects the coordinator to answer
@@ -45,10 +45,10 @@ class RemoteCoordinator:
         """Empty if the coordinator does not answer."""
         return self._shards(self.handle.working)
 
-    def read(self) -> Counts:
+    def read(self) -> RunProgress:
         """Raises RayError or TimeoutError."""
-        counts: Counts = ray.get(self.handle.read.remote(), timeout=ANSWER_SECONDS)
-        return counts
+        progress: RunProgress = ray.get(self.handle.read.remote(), timeout=ANSWER_SECONDS)
+        return progress
 
     def _shards(self, method: Any) -> set[int]:
         try:

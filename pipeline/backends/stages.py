@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import pyarrow as pa
 
 from pipeline.config.job import ActorsConfig, StorageConfig
-from pipeline.generate.coordinator import RunCoordinator
+from pipeline.generate.coordinator import RunCoordinator, Workload
 from pipeline.generate.stage import Worker
 from pipeline.plan.memory import Hardware
 from pipeline.read.files import InputFile
@@ -60,16 +60,6 @@ class Actors:
 
 
 Stage = Read | Tasks | Actors
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Shards and rows of the job, and of them those that earlier runs have committed."""
-
-    shards: int
-    rows: int
-    done_shards: int
-    done_rows: int
 
 
 class Session(Protocol):

@@ -224,6 +224,9 @@ class ActorsConfig(Section):
     max: int | None = Field(None, ge=1, description="actors, autoscaling, at most")
     gpus: float = Field(0, ge=0, description="GPUs an actor")
     cpus: float | None = Field(None, gt=0, description="logical CPUs an actor; default 0.5 on CPU, 1 with GPUs")
+    wait_seconds: float = Field(
+        600, ge=0, description="seconds to wait for a cluster to grow until the least number of actors fits"
+    )
     threads: int | None = Field(None, ge=1, description="torch threads an actor; default cores ÷ actors on CPU")
     cache_bytes: int | None = Field(
         None,

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-Counts = tuple[int, int, int, int]  # shards, rows, errors, generated tokens
+
+@dataclass(frozen=True)
+class RunProgress:
+    """Committed in this run; actors that load their model; shards at work."""
+
+    shards: int = 0
+    rows: int = 0
+    errors: int = 0
+    tokens: int = 0
+    loading: int = 0
+    at_work: int = 0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Shards and rows of the job, and of them those that earlier runs have committed."""
+
+    shards: int
+    rows: int
+    done_shards: int
+    done_rows: int
 
 
 class RunCoordinator(Protocol):
@@ -34,8 +55,8 @@ class RunCoordinator(Protocol):
         """Shards at work."""
         ...
 
-    def read(self) -> Counts:
-        """Committed in this run."""
+    def read(self) -> RunProgress:
+        """Progress of the run."""
         ...
 
 
@@ -46,7 +67,7 @@ class Coordinator:
     """
 
     def __init__(self) -> None:
-        self.counts: Counts = (0, 0, 0, 0)
+        self.committed = RunProgress()
         self.at_work: set[int] = set()
         self.stopped = False
         self.loads: dict[str | None, int] = {}
@@ -69,8 +90,8 @@ class Coordinator:
     def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int) -> None:
         self.at_work.discard(shard)
         if first:
-            shards, all_rows, all_errors, all_tokens = self.counts
-            self.counts = (shards + 1, all_rows + rows, all_errors + errors, all_tokens + tokens)
+            done = self.committed
+            self.committed = RunProgress(done.shards + 1, done.rows + rows, done.errors + errors, done.tokens + tokens)
 
     def stop(self) -> set[int]:
         self.stopped = True
@@ -79,5 +100,5 @@ class Coordinator:
     def working(self) -> set[int]:
         return self.at_work
 
-    def read(self) -> Counts:
-        return self.counts
+    def read(self) -> RunProgress:
+        return replace(self.committed, loading=len(self.loads), at_work=len(self.at_work))

@@ -1,8 +1,7 @@
-"""Progress of a running job that a person can read: on a terminal one live line, else a line every ten seconds."""
+"""Progress of a running job: one live line on a terminal, else a line every ten seconds."""
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 import time
@@ -13,24 +12,38 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from pipeline.generate.coordinator import Counts, RunCoordinator
+from pipeline.generate.coordinator import RunCoordinator, RunProgress, Workload
 
-log = logging.getLogger(__name__)
 PLAIN_SECONDS = 10.0
 LIVE_SECONDS = 0.5
 
 
-def progress_line(counts: Counts, seconds: float, shards: int, rows: int, done_shards: int, done_rows: int) -> str:
-    """Shards, rows, rates and time left: this run's `counts` on top of what earlier runs committed."""
-    new_shards, new_rows, errors, tokens = counts
-    line = f"{done_shards + new_shards}/{shards} shards  {done_rows + new_rows:,}/{rows:,} rows"
-    if errors:
-        line += f" ({errors:,} errors)"
-    line += f"  {new_rows / seconds:,.1f} rows/s  {tokens / seconds:,.0f} tokens/s"
-    left = rows - done_rows - new_rows
-    if new_rows and left:
-        line += f"  ETA {_clock(left * seconds / new_rows)}"
+def progress_line(run: RunProgress, seconds: float, working_seconds: float, work: Workload) -> str:
+    """Shards, rows, rates and time left; before the first commit what the run waits for.
+
+    Args:
+        seconds: since the run began.
+        working_seconds: since the first shard began, which rates and time left are taken from.
+    """
+    line = f"{work.done_shards + run.shards}/{work.shards} shards  {work.done_rows + run.rows:,}/{work.rows:,} rows"
+    if run.errors:
+        line += f" ({run.errors:,} errors)"
+    if run.shards == 0:
+        line += f"  {_waits_for(run)}"
+    elif working_seconds > 0:
+        line += f"  {run.rows / working_seconds:,.1f} rows/s  {run.tokens / working_seconds:,.0f} tokens/s"
+        left = work.rows - work.done_rows - run.rows
+        if run.rows and left:
+            line += f"  ETA {_clock(left * working_seconds / run.rows)}"
     return line + f"  {_clock(seconds)} elapsed"
+
+
+def _waits_for(run: RunProgress) -> str:
+    if run.at_work:
+        return f"answering the first {run.at_work} shards"
+    if run.loading:
+        return f"loading the model in {run.loading} actors"
+    return "starting workers, preparing the first shard"
 
 
 def _clock(seconds: float) -> str:
@@ -40,12 +53,13 @@ def _clock(seconds: float) -> str:
 
 
 class Progress:
-    """Shows progress from `with` to its end. shards, rows: of the job; done_*: before this run."""
+    """Shows progress from `with` to its end."""
 
-    def __init__(self, coordinator: RunCoordinator, shards: int, rows: int, done_shards: int, done_rows: int) -> None:
+    def __init__(self, coordinator: RunCoordinator, work: Workload) -> None:
         self.coordinator = coordinator
-        self.shape = (shards, rows, done_shards, done_rows)
+        self.work = work
         self.began = time.monotonic()
+        self.working_since: float | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._show, name="progress", daemon=True)
 
@@ -61,16 +75,23 @@ class Progress:
 
     def _line(self) -> str:
         try:
-            counts = self.coordinator.read()
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            return f"progress unknown: {type(error).__name__}"
-        return progress_line(counts, time.monotonic() - self.began, *self.shape)
+            run = self.coordinator.read()
+        except (ray.exceptions.RayError, TimeoutError):
+            return "progress unknown: the run's coordinator does not answer"
+        now = time.monotonic()
+        if self.working_since is None and (run.at_work or run.shards):
+            self.working_since = now
+        return progress_line(run, now - self.began, now - (self.working_since or now), self.work)
 
     def _show(self) -> None:
         console = Console(file=sys.stderr)
         if not console.is_terminal:
-            while not self._stop.wait(PLAIN_SECONDS):
-                print(self._line(), file=sys.stderr, flush=True)
+            shown = time.monotonic()
+            while not self._stop.wait(LIVE_SECONDS):
+                line = self._line()
+                if time.monotonic() - shown >= PLAIN_SECONDS:
+                    shown = time.monotonic()
+                    print(line, file=sys.stderr, flush=True)
             return
         with Live(console=console, transient=True, refresh_per_second=4) as live:
             while not self._stop.wait(LIVE_SECONDS):

@@ -5,29 +5,93 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
+import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import ray
-from ray.data import DataContext
+from ray.autoscaler.sdk import request_resources
 
 from actors.engine.errors import UserError, flat
 from pipeline.config.job import ActorsConfig
+from pipeline.runtime.liveness import endpoints, watched
 from pipeline.runtime.loopback import LOOPBACK, on_loopback
 from pipeline.runtime.signals import Interrupted, shielded
 
 log = logging.getLogger(__name__)
-SLOT_CPUS = 1.0  # the largest slot that a task beside the actors needs: repartition takes one CPU, whatever we say
+SLOT_CPUS = 1.0  # of the largest task besides the actors: repartition takes one CPU, whatever it is told
 OBJECT_STORE_BYTES = 2**30
-_own = False  # whether the Ray that runs is one that we have started: nothing can be added to it
+QUIET = "RAY_BACKEND_LOG_LEVEL"
+WAIT_POLL_SECONDS = 2.0
+WAIT_LINE_SECONDS = 10.0
+
+
+class _Connection:
+    """The connection of this process to Ray, which Ray allows once: jobs in several threads share it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.users = 0
+        self.ours = False  # made by the first user, ended by the last
+        self.own_ray = False  # to a Ray that was started for it: nothing can be added to that
+        self.levels: dict[logging.Logger | logging.Handler, int] = {}  # before, to be restored
+
+    def enter(self, verbose: bool) -> None:
+        with self.lock:
+            if self.users == 0:
+                self._set_levels(verbose)
+                self.ours = not ray.is_initialized()
+                try:
+                    if self.ours:
+                        self.own_ray = _connect(verbose)
+                    self._set_levels(verbose)  # of handlers that Ray has added
+                except BaseException:
+                    self._leave()
+                    raise
+            self.users += 1
+
+    def exit(self) -> None:
+        with self.lock, shielded():
+            self.users -= 1
+            if self.users == 0:
+                self._leave()
+
+    def _leave(self) -> None:
+        if self.ours:
+            with shielded():
+                ray.shutdown()
+        self.ours = self.own_ray = False
+        for logger, level in self.levels.items():
+            logger.setLevel(level)
+        self.levels = {}
+
+    def _set_levels(self, verbose: bool) -> None:
+        """The job itself reports what ends it, in one line."""
+        for name, level in (("ray", logging.ERROR), ("ray.data", logging.CRITICAL)):
+            logger = logging.getLogger(name)
+            quiet: list[logging.Logger | logging.Handler] = [logger]
+            if name == "ray.data":  # Ray's own handlers, not the caller's
+                quiet = [
+                    handler
+                    for handler in logger.handlers
+                    if isinstance(handler, logging.StreamHandler) and type(handler).__module__.startswith("ray.")
+                ]
+            for target in quiet:
+                self.levels.setdefault(target, target.level)
+                target.setLevel(logging.INFO if verbose else level)
+
+
+_connection = _Connection()
 
 
 def is_own_ray() -> bool:
-    """Whether the job runs on a Ray of our own on this machine, be it started yet or not."""
-    return _own or not (ray.is_initialized() or os.environ.get("RAY_ADDRESS"))
+    """Whether jobs run on a Ray of their own on this machine, be it started yet or not."""
+    return _connection.own_ray or not (ray.is_initialized() or os.environ.get("RAY_ADDRESS"))
 
 
 def on_cluster() -> bool:
@@ -37,45 +101,30 @@ def on_cluster() -> bool:
 
 
 def actor_cpus(actors: ActorsConfig) -> float:
-    """Logical CPUs that an actor takes: on CPU half a one, so that reads and writes always find a slot."""
+    """Logical CPUs of an actor: on CPU a half, so that read and commit tasks always find a slot."""
     return actors.cpus if actors.cpus is not None else (1.0 if actors.gpus else 0.5)
 
 
 @contextmanager
-def planning_session() -> Iterator[None]:
-    """A Ray to ask something of while a job is planned: the one that is up, or one for as long as this takes."""
-    if ray.is_initialized():
-        yield
-        return
+def connected(verbose: bool) -> Iterator[None]:
+    """A Ray for the block: the caller's, else the cluster that RAY_ADDRESS names, else one of our own.
+
+    Log levels and signal handlers are the caller's again afterwards. Raises RayDied if it dies meanwhile.
+    """
+    _connection.enter(verbose)
     try:
-        _connect(verbose=False)
-        yield
+        with watched(endpoints(own=_connection.own_ray)):
+            yield
     finally:
-        _disconnect()
+        _connection.exit()
 
 
 @contextmanager
 def ray_session(actors: ActorsConfig, verbose: bool) -> Iterator[None]:
-    """A Ray of our own, or the cluster that RAY_ADDRESS names; ValueError if the actors can never be placed."""
-    ours = _own or not ray.is_initialized()
-    logging.getLogger("ray").setLevel(_level(verbose))
-    if not ray.is_initialized():
-        _connect(verbose)
-    try:
-        for handler in logging.getLogger("ray.data").handlers:
-            if isinstance(handler, logging.StreamHandler) and type(handler).__module__.startswith("ray."):
-                # not those that whoever called us has put there; what ends the job is told by the job, in one line
-                handler.setLevel(logging.INFO if verbose else logging.CRITICAL)
-        context = DataContext.get_current()
-        context.enable_progress_bars = verbose
-        context.print_on_execution_start = verbose
-        context.execution_no_progress_timeout_s = -1  # a slow shard is not a dead one
-        context.raise_original_map_exception = True  # else an error's last line is that "UDF failed", not why
-        check_placement(actors, ray.cluster_resources(), fixed=_own)
+    """`connected`, with room for the actors. UserError if they can never be placed."""
+    with connected(verbose):
+        wait_for_nodes(actors)
         yield
-    finally:
-        if ours:  # before whoever called us gives the lease back
-            _disconnect()
 
 
 def free_gpu_memory(actors: ActorsConfig) -> tuple[int, int]:
@@ -83,8 +132,8 @@ def free_gpu_memory(actors: ActorsConfig) -> tuple[int, int]:
 
     Waits for a GPU where the cluster has yet to grow. UserError if there is none, or torch sees none.
     """
-    with planning_session():
-        check_placement(actors, ray.cluster_resources(), fixed=is_own_ray())
+    with connected(verbose=False):
+        wait_for_nodes(actors)
         log.info("reading the free memory of a GPU; actors.cache_bytes sets the cache without")
         # its process must end before the actors start: it holds memory of the GPU as long as it lives
         task = ray.remote(num_cpus=0, num_gpus=actors.gpus, max_calls=1)(_gpu_memory)
@@ -105,88 +154,111 @@ def _gpu_memory() -> tuple[int, int]:
     return int(free), int(total)
 
 
-def _level(verbose: bool) -> int:
-    return logging.INFO if verbose else logging.ERROR
+def wait_for_nodes(actors: ActorsConfig) -> None:
+    """Wait until the least number of actors fits the cluster.
 
-
-def _connect(verbose: bool) -> None:
-    """To the cluster that RAY_ADDRESS names, or to a Ray of our own."""
-    global _own
-    logging.getLogger("ray").setLevel(_level(verbose))
-    settings: dict[str, Any] = {"log_to_driver": verbose, "logging_level": _level(verbose)}
-    own = not os.environ.get("RAY_ADDRESS")
-    if own:
-        settings |= {**LOOPBACK, "num_cpus": max(2, os.cpu_count() or 1), "object_store_memory": OBJECT_STORE_BYTES}
-    on_sigterm = signal.getsignal(signal.SIGTERM)  # ray.init puts a handler of its own in its place
-    loopback = on_loopback() if own else nullcontext()
-    try:
-        with _start_up(), nullcontext() if verbose else _held_back_stderr(), loopback:
-            ray.init(**settings)
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, on_sigterm)
-    except BaseException:
-        _disconnect()
-        raise
-    _own = own
-
-
-def _disconnect() -> None:
-    global _own
-    _own = False
-    with shielded():
-        ray.shutdown()
-
-
-@contextmanager
-def _start_up() -> Iterator[None]:
-    """What Ray raises when it does not start is no error of Ray's own kind: RaySystemError; Interrupted on SIGTERM."""
-    try:
-        yield
-    except SystemExit:  # Ray's own handler of SIGTERM
-        raise Interrupted("SIGTERM") from None
-    except Exception as error:
-        if type(error) not in (Exception, RuntimeError):
-            raise
-        raise ray.exceptions.RaySystemError(f"Ray did not start: {flat(error)}") from error
-
-
-@contextmanager
-def _held_back_stderr() -> Iterator[None]:
-    """Ray's C++ greets on file descriptor 2, whatever its log level; shown only if an error follows."""
-    kept = os.dup(2)
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
-        try:
-            yield
-        except BaseException:
-            held.seek(0)
-            os.write(kept, held.read())
-            raise
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-
-
-def check_placement(actors: ActorsConfig, resources: dict[str, float], *, fixed: bool) -> None:
-    """ValueError if the least number of actors cannot be placed with a slot left for reads and writes.
-
-    fixed: nothing can be added to `resources`; a cluster that may still grow only gets a warning.
+    Raises UserError: a Ray of our own does not fit them, or the cluster has not grown in `actors.wait_seconds`.
     """
+    began = said = time.monotonic()
+    problem = placement_problem(actors, ray.cluster_resources())
+    if not problem:
+        return
+    if is_own_ray():
+        raise UserError(f"actors: {problem}")
+    log.warning("waiting for the cluster to grow: %s", problem)
+    bundle = {"CPU": actor_cpus(actors), "GPU": actors.gpus}
+    with suppress(ray.exceptions.RayError):  # asks the autoscaler, if there is one
+        request_resources(bundles=[bundle] * (actors.min or actors.most))
+    try:
+        while problem:
+            waited = time.monotonic() - began
+            if waited > actors.wait_seconds:
+                raise UserError(
+                    f"actors: {problem}; the cluster has not grown in {actors.wait_seconds:g} s (actors.wait_seconds)"
+                )
+            if time.monotonic() - said >= WAIT_LINE_SECONDS:
+                said = time.monotonic()
+                limit = f"{waited:.0f} of {actors.wait_seconds:g} s"
+                print(f"waiting for the cluster to grow, {limit}: {problem}", file=sys.stderr, flush=True)
+            time.sleep(WAIT_POLL_SECONDS)
+            problem = placement_problem(actors, ray.cluster_resources())
+    finally:
+        with suppress(ray.exceptions.RayError):
+            request_resources(bundles=[])
+
+
+def placement_problem(actors: ActorsConfig, resources: dict[str, float]) -> str:
+    """Why the least number of actors, with a slot left for reads and writes, does not fit; "" if it does."""
     least = actors.min or actors.most
-    problems = []
     cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
     if least * actor_cpus(actors) + SLOT_CPUS > cpus:
-        problems.append(
+        return (
             f"{least} actors of {actor_cpus(actors):g} CPUs leave no slot for reads and writes on {cpus:g} CPUs: "
             "lower actors.count or actors.cpus"
         )
     per_gpu = int(1 / actors.gpus) if 0 < actors.gpus < 1 else 0
-    room = gpus * per_gpu if per_gpu else (gpus // actors.gpus if actors.gpus else least)
-    if room < least:
-        problems.append(
-            f"{least} actors of {actors.gpus:g} GPUs do not fit on {gpus:g} GPUs: lower actors.count or actors.gpus"
+    slots = gpus * per_gpu if per_gpu else (gpus // actors.gpus if actors.gpus else least)
+    if slots < least:
+        return f"{least} actors of {actors.gpus:g} GPUs do not fit on {gpus:g} GPUs: lower actors.count or actors.gpus"
+    return ""
+
+
+def _connect(verbose: bool) -> bool:
+    """Connect to the cluster that RAY_ADDRESS names, or start a Ray of our own; whether it is our own."""
+    level = logging.INFO if verbose else logging.ERROR
+    settings: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
+    address = os.environ.get("RAY_ADDRESS", "")
+    if not address:
+        settings |= {**LOOPBACK, "num_cpus": max(2, os.cpu_count() or 1), "object_store_memory": OBJECT_STORE_BYTES}
+    on_sigterm = signal.getsignal(signal.SIGTERM)  # ray.init installs a handler of its own
+    try:
+        with _quiet_start() if QUIET in os.environ else nullcontext(), nullcontext() if address else on_loopback():
+            ray.init(**settings)
+    except SystemExit:  # raised by Ray's handler of SIGTERM
+        raise Interrupted("SIGTERM") from None
+    except Exception as error:
+        raise _start_error(error, address) from error
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_sigterm)
+    return not address
+
+
+def _start_error(error: Exception, address: str) -> Exception:
+    """The error to raise in place of what `ray.init` raised."""
+    refused = isinstance(error, ray.exceptions.AuthenticationError) or (
+        isinstance(error, ConnectionError) and "RAY_AUTH_MODE" not in os.environ and _accepts(address)
+    )
+    if refused:
+        return ConnectionError(
+            f"Ray at {address} runs but refuses this client: if the cluster uses tokens, set RAY_AUTH_MODE=token, and "
+            "RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head node"
         )
-    if problems and fixed:
-        raise UserError(f"actors: {problems[0]}")
-    for problem in problems:
-        log.warning("waiting for the cluster to grow: %s", problem)
+    if type(error) in (Exception, RuntimeError):  # what Ray raises when its processes do not start
+        return ray.exceptions.RaySystemError(f"Ray did not start: {flat(error)}")
+    return error
+
+
+def _accepts(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+@contextmanager
+def _quiet_start() -> Iterator[None]:
+    """Drop what Ray's C++ writes to file descriptor 2 before the level in `QUIET` applies.
+
+    The command line sets that level, and --verbose does not; in another program nothing is dropped.
+    """
+    kept = os.dup(2)
+    try:
+        with tempfile.TemporaryFile() as dropped:
+            os.dup2(dropped.fileno(), 2)
+            yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)

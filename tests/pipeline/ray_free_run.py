@@ -10,9 +10,10 @@ from part_builders import part, part_stats
 
 from pipeline import job as jobs
 from pipeline.backends.in_process import InProcess, InProcessSession
-from pipeline.backends.stages import Read, Stage, Workload
+from pipeline.backends.stages import Read, Stage
 from pipeline.commit.sink import commit
 from pipeline.config.job import ActorsConfig, JobConfig
+from pipeline.generate.coordinator import Workload
 from pipeline.read.shards import Shard
 from pipeline.storage.folder import Folder
 

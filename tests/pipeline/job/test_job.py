@@ -25,7 +25,7 @@ from pipeline import job as jobs
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.generate.output import ANSWER_FIELDS
-from pipeline.runtime.ray_session import check_placement
+from pipeline.runtime.ray_session import placement_problem
 from pipeline.storage.folder import open_folder
 
 WORDS = ["alpha", "bravo", "charlie", "delta", "echo", "foxtrot", "golf", "hotel", "india", "juliet"]
@@ -263,15 +263,13 @@ def test_placement_is_checked_before_it_can_hang() -> None:
             {"input": {"path": "x"}, "output": {"path": "y"}, "model": {"path": "z"}, "actors": keys}
         ).actors
 
-    check_placement(actors(count=2), {"CPU": 2.0}, fixed=True)
-    with pytest.raises(ValueError, match=r"4 actors of 0\.5 CPUs leave no slot .* on 2 CPUs"):
-        check_placement(actors(count=4), {"CPU": 2.0}, fixed=True)
-    with pytest.raises(ValueError, match=r"3 actors of 0\.5 CPUs leave no slot .* on 2 CPUs"):  # one CPU: repartition
-        check_placement(actors(count=3), {"CPU": 2.0}, fixed=True)
-    with pytest.raises(ValueError, match=r"3 actors of 0\.5 GPUs do not fit on 1 GPUs"):
-        check_placement(actors(count=3, gpus=0.5, cpus=0.1), {"CPU": 2.0, "GPU": 1.0}, fixed=True)
-    check_placement(actors(count=3, gpus=1), {"CPU": 1.0}, fixed=False)
-    check_placement(actors(min=1, max=9, gpus=1), {"CPU": 4.0, "GPU": 1.0}, fixed=True)
+    assert not placement_problem(actors(count=2), {"CPU": 2.0})
+    for count in (4, 3):  # one CPU: repartition
+        problem = placement_problem(actors(count=count), {"CPU": 2.0})
+        assert problem.startswith(f"{count} actors of 0.5 CPUs leave no slot") and "on 2 CPUs" in problem
+    problem = placement_problem(actors(count=3, gpus=0.5, cpus=0.1), {"CPU": 2.0, "GPU": 1.0})
+    assert problem.startswith("3 actors of 0.5 GPUs do not fit on 1 GPUs")
+    assert not placement_problem(actors(min=1, max=9, gpus=1), {"CPU": 4.0, "GPU": 1.0})
 
 
 @pytest.mark.ray

@@ -21,7 +21,7 @@ from pipeline.commit.finalize import STATS, SUMMARY, RowsMissing, write_statisti
 from pipeline.commit.records import encode_record, read_records, record_name
 from pipeline.commit.sink import SUCCESS, commit, committed_shards, part_name
 from pipeline.config.job import StorageConfig
-from pipeline.generate.coordinator import Coordinator
+from pipeline.generate.coordinator import Coordinator, RunProgress, Workload
 from pipeline.generate.stage import ShardGenerator
 from pipeline.generate.stats import ShardStats, add_up, duplicate_ids, to_table
 from pipeline.prepare.prompts import CHOICES, ERROR, PROMPT_IDS, SAMPLING
@@ -276,29 +276,39 @@ def test_of_many_shards_the_slowest_are_shown() -> None:
 
 
 def test_a_line_of_progress() -> None:
-    assert progress_line((2, 100, 0, 5000), 10.0, 8, 1000, 1, 50) == (
-        "3/8 shards  150/1,000 rows  10.0 rows/s  500 tokens/s  ETA 1:25  0:10 elapsed"
+    assert progress_line(RunProgress(2, 100, 0, 5000), 12.0, 10.0, Workload(8, 1000, 1, 50)) == (
+        "3/8 shards  150/1,000 rows  10.0 rows/s  500 tokens/s  ETA 1:25  0:12 elapsed"
     )
-    assert progress_line((3, 1234, 12, 99_999), 4000.0, 9, 9_999_999, 0, 0) == (
+    assert progress_line(RunProgress(3, 1234, 12, 99_999), 4000.0, 4000.0, Workload(9, 9_999_999, 0, 0)) == (
         "3/9 shards  1,234/9,999,999 rows (12 errors)  0.3 rows/s  25 tokens/s  ETA 9003:01:48  1:06:40 elapsed"
     )
-
-
-def test_a_line_of_progress_before_the_first_shard_and_after_the_last() -> None:
-    first = progress_line((0, 0, 0, 0), 3.0, 8, 1000, 2, 300)
-    assert first == "2/8 shards  300/1,000 rows  0.0 rows/s  0 tokens/s  0:03 elapsed"
-    last = progress_line((6, 700, 1, 0), 59.6, 8, 1000, 2, 300)
+    last = progress_line(RunProgress(6, 700, 1, 0), 60.0, 59.6, Workload(8, 1000, 2, 300))
     assert last == "8/8 shards  1,000/1,000 rows (1 errors)  11.7 rows/s  0 tokens/s  1:00 elapsed"
 
 
-def test_the_tally_adds() -> None:
+@pytest.mark.parametrize(
+    ("run", "waits_for"),
+    [
+        (RunProgress(), "starting workers, preparing the first shard"),
+        (RunProgress(loading=2), "loading the model in 2 actors"),
+        (RunProgress(at_work=3), "answering the first 3 shards"),
+    ],
+)
+def test_before_the_first_commit_progress_says_what_it_waits_for(run: RunProgress, waits_for: str) -> None:
+    line = progress_line(run, 3.0, 0.0, Workload(8, 1000, 2, 300))
+    assert line == f"2/8 shards  300/1,000 rows  {waits_for}  0:03 elapsed"
+
+
+def test_the_coordinator_counts_each_shard_once() -> None:
     coordinator = Coordinator()
-    assert coordinator.read() == (0, 0, 0, 0)
+    assert coordinator.read() == RunProgress()
+    assert coordinator.loading("a") == 1 and coordinator.read().loading == 1
+    coordinator.loaded("a")
     assert coordinator.begin(0) and coordinator.begin(1) and coordinator.begin(2)
     coordinator.ended(0, True, 10, 1, 100)
     coordinator.ended(1, True, 5, 0, 50)
     coordinator.ended(1, False, 5, 0, 50)  # a second attempt adds nothing
-    assert coordinator.read() == (2, 15, 1, 150)
+    assert coordinator.read() == RunProgress(2, 15, 1, 150, loading=0, at_work=1)
     assert coordinator.stop() == {2}
     assert not coordinator.begin(3) and coordinator.stop() == {2}
     assert not coordinator.begin(2) and coordinator.working() == set()  # its actor had died

@@ -84,7 +84,7 @@ def test_what_is_at_work_is_finished_and_nothing_begun(capsys: pytest.CaptureFix
     work = Work(3, 0.3)
     with no_thread_left():
         assert 0.2 < interrupted(8, work.stop, work.left) < 4
-    assert work.coordinator.read()[0] == 3 and not work.coordinator.begin(7)
+    assert work.coordinator.read().shards == 3 and not work.coordinator.begin(7)
     assert work.asked_from == ["grace"]  # a handler runs in the middle of anything and must not ask Ray
     assert capsys.readouterr().err == "stopping: up to 8 s for 3 shards at work; a second signal stops at once\n"
 
@@ -92,7 +92,7 @@ def test_what_is_at_work_is_finished_and_nothing_begun(capsys: pytest.CaptureFix
 def test_work_that_takes_longer_is_dropped_when_time_is_up() -> None:
     work = Work(2, 60)
     assert 0.5 <= interrupted(0.5, work.stop, work.left) < 3
-    assert work.coordinator.read()[0] == 0
+    assert work.coordinator.read().shards == 0
 
 
 def test_nothing_at_work_is_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
