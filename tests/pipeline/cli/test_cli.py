@@ -62,7 +62,7 @@ def refused(tmp_path: Path, job: dict[str, Any], *options: str) -> str:
         ({"input": {"path": "/none/at/all.parquet"}}, "/none/at/all.parquet: no such file or folder"),
         ({"input": {"path": "gs://x/y"}}, "storage gs:// is not supported"),
         ({"output": {"keep": ["prompt", "m"]}}, "no column 'm'"),
-        ({"output": {"keep": ["error"]}}, "output.keep: error is the name of an answer's column"),
+        ({"output": {"keep": ["error"]}}, "output.keep: error is the name of an answer column"),
         ({"model": {"path": "/none"}}, "/none: no such checkpoint folder"),
         ({"model": {"dtype": "int4"}}, "model.dtype: input should be 'float32', 'bfloat16' or 'float16', not 'int4'"),
         ({"modell": {}}, "unknown key modell; did you mean model?"),
