@@ -83,9 +83,9 @@ def _run(config: JobConfig, *, limit: int | None, overwrite: bool, as_json: bool
         last = open_folder(f"{config.output.path.rstrip('/')}/{scheduled.last.folder}", config.storage)
         errors_and_rows = last_errors(last)
     for errors, rows in errors_and_rows:
-        if errors > config.max_row_errors * rows:
+        if errors > config.max_error_rate * rows:
             raise stop(
                 ROW_ERRORS,
-                f"{errors:,} of {rows:,} rows have an error, more than max_row_errors = "
-                f"{config.max_row_errors:g}; their `error` column says why",
+                f"{errors:,} of {rows:,} rows have an error, more than max_error_rate = "
+                f"{config.max_error_rate:g}; their `error` column says why",
             )

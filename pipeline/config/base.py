@@ -1,8 +1,8 @@
-"""What every section of every file is: a pydantic model that takes nothing it does not know."""
+"""The base of every section of every file: a pydantic model that refuses unknown keys."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
@@ -12,25 +12,28 @@ from pipeline.messages import without_secrets
 
 
 class Section(BaseModel):
-    """A part of a file: unknown keys are refused, and so are values of another type (a whole number is a float)."""
+    """A part of a file. Unknown keys and values of another type are refused; a whole number is a float too."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    renamed: ClassVar[dict[str, str]] = {}  # former key -> what to write instead
 
     @model_validator(mode="before")
     @classmethod
-    def _fits_into_64_bits(cls, values: Any) -> Any:
+    def _check_keys(cls, values: Any) -> Any:
         for name, value in values.items() if isinstance(values, dict) else ():
+            if name in cls.renamed:
+                raise UserError(f"{name} is now {cls.renamed[name]}")
             if isinstance(value, int) and abs(value) >= 2**63:
                 raise UserError(f"{name} must be below 2^63")
         return values
 
 
-SECRET = "secret"  # the type of a problem whose value is not to be shown
+SECRET = "secret"  # the type of a pydantic error whose value must not be shown
 
 
 def _holds_secret() -> PydanticCustomError:
     return PydanticCustomError(
-        SECRET, "holds a user or password, which would be written down; give them by the environment"
+        SECRET, "holds a user or password, which the output would record; give them by the environment"
     )
 
 
@@ -46,7 +49,7 @@ Place = Annotated[str, AfterValidator(_place)]  # a path or URL; it is written t
 
 
 def _endpoint(value: str) -> str:
-    if "@" in value:  # whatever stands before it
+    if "@" in value:
         raise _holds_secret()
     return value
 

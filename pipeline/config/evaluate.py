@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import ClassVar
 
 from pydantic import Field, model_validator
 
@@ -31,6 +31,8 @@ class BootstrapConfig(Section):
 
 
 class EvalConfig(Section):
+    renamed: ClassVar[dict[str, str]] = {"beside": "baselines"}
+
     data: EvalDataConfig
     model: ModelConfig
     reference_model: Place | None = Field(
@@ -60,13 +62,6 @@ class EvalConfig(Section):
     runs: int = Field(1, ge=1, description="times each line is timed; the median is shown")
     bootstrap: BootstrapConfig = Field(default_factory=BootstrapConfig)
     storage: StorageConfig = Field(default_factory=StorageConfig)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_old_key(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "beside" in values:
-            raise UserError("beside is now baselines: rename the key")
-        return values
 
     @model_validator(mode="after")
     def _fits_together(self) -> EvalConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -131,6 +131,8 @@ class OutputConfig(Section):
 
 
 class ModelConfig(Section):
+    renamed: ClassVar[dict[str, str]] = {"cuda_graphs": "model.engine: for cuda_graphs: true write engine: paged"}
+
     path: Place = Field(description="checkpoint: local folder, s3:// folder, or owner/name@revision on the hub")
     cache: Place | None = Field(
         None,
@@ -147,13 +149,6 @@ class ModelConfig(Section):
         "and a paged cache, not yet run on a GPU; library: the layers of transformers, on a CPU with kernels of this "
         "package; auto: library",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_old_key(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "cuda_graphs" in values:
-            raise UserError("cuda_graphs is replaced by model.engine: for cuda_graphs: true write engine: paged")
-        return values
 
     @model_validator(mode="after")
     def _compile_needs_library(self) -> ModelConfig:
@@ -276,6 +271,8 @@ class StorageConfig(Section):
 
 
 class JobConfig(Section):
+    renamed: ClassVar[dict[str, str]] = {"max_row_errors": "max_error_rate"}
+
     input: InputConfig
     output: OutputConfig
     model: ModelConfig
@@ -291,7 +288,7 @@ class JobConfig(Section):
     storage: StorageConfig = Field(default_factory=StorageConfig)
     shard_rows: int | None = Field(None, ge=1, description="rows; default min(4096, ceil(rows ÷ (4 × most actors)))")
     shard_bytes: int = Field(64 * 2**20, ge=1, description="uncompressed bytes of input a shard")
-    max_row_errors: float = Field(0.01, ge=0, le=1, description="share of rows; above it the job exits 3")
+    max_error_rate: float = Field(0.01, ge=0, le=1, description="share of rows; above it the job exits 3")
     grace_seconds: float = Field(
         20, ge=0, description="after SIGTERM or SIGINT, for shards in flight to be finished; 0 drops them"
     )

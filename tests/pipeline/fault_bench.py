@@ -91,7 +91,7 @@ class Bench:
                 "sampling": {"max_new_tokens": 12, "temperature": 1.0, "top_p": 0.9, "seed": 5},
                 "actors": {"count": 2, "cpus": 0.5, "threads": 1, "max_batch": 4},
                 "shard_rows": ROWS // SHARDS,
-                "max_row_errors": 0.1,
+                "max_error_rate": 0.1,
                 "storage": self.storage.model_dump(),
             }
         )

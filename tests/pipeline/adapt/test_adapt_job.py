@@ -55,7 +55,7 @@ def test_from_a_job_to_a_faster_one(in_process: None, tmp_path: Path, checkpoint
     again = CliRunner().invoke(app, ["adapt", str(job), "--json"])
     assert json.loads(again.stdout) == found  # nothing is done again
 
-    ran = CliRunner().invoke(app, ["run", found["job_file"], "--set", "max_row_errors=0.1", "--json"])
+    ran = CliRunner().invoke(app, ["run", found["job_file"], "--set", "max_error_rate=0.1", "--json"])
     assert ran.exit_code == 0, ran.output
     summary = json.loads(ran.stdout)
     assert (summary["planned_rows"], summary["nominal_speedup"]) == (ROWS, 2)

@@ -32,7 +32,7 @@ def values(tmp_path: Path, checkpoint: Path) -> dict[str, Any]:
         "model": {"path": str(checkpoint), "dtype": "float32"},
         "sampling": {"max_new_tokens": 6, "temperature": 1.0, "seed": 5},
         "actors": {"threads": 1},
-        "max_row_errors": 1,
+        "max_error_rate": 1,
     }
 
 

@@ -53,7 +53,7 @@ def test_three_keys_are_enough_and_the_rest_has_defaults(tmp_path: Path) -> None
     assert config.sampling.params() == SamplingParams() and config.sampling.seed == 0
     assert config.choices is None and config.shared_prefix
     assert (config.actors.most, config.actors.gpus, config.shard_rows) == (1, 0, None)
-    assert (config.shard_bytes, config.max_row_errors) == (64 * 2**20, 0.01)
+    assert (config.shard_bytes, config.max_error_rate) == (64 * 2**20, 0.01)
 
 
 def test_a_path_may_be_a_list(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
         (merged(model={"dtype": "fp8"}), r"model\.dtype: .*'bfloat16'.*, not 'fp8'"),
         (merged(model={"compile": True, "engine": "paged"}), r"model: compile and engine: paged exclude each other"),
         (merged(model={"engine": "graphs"}), r"model\.engine: .*'auto', 'library' or 'paged', not 'graphs'"),
-        (merged(model={"cuda_graphs": True}), r"model: cuda_graphs is replaced by model\.engine: "),
+        (merged(model={"cuda_graphs": True}), r"model: cuda_graphs is now model\.engine: "),
         (merged(schedule={"speedup": "fast"}), r"schedule\.speedup: .*number.*, not 'fast'"),
         (merged(schedule={"keep_order": "odd"}), r"schedule\.keep_order: .*, not 'odd'"),
         (merged(sampling={"max_new_tokens": 0}), r"sampling\.max_new_tokens: .*1, not 0"),
@@ -123,7 +123,7 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
         (merged(actors={"min": 1}), r"actors: min and max go together$"),
         (merged(actors={"min": 3, "max": 2}), r"actors: min = 3 lies above max = 2$"),
         (merged(sampling=7), r"sampling: .*, not 7"),
-        (merged(max_row_errors=2), r"max_row_errors: .*, not 2"),
+        (merged(max_error_rate=2), r"max_error_rate: .*, not 2"),
         (merged(shard_rows="many"), r"shard_rows: .*integer.*, not 'many'"),
     ],
 )
@@ -212,8 +212,8 @@ def test_sampling_of_a_job_reaches_the_engine(tmp_path: Path) -> None:
 def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
     """YAML 1.1 takes them for text."""
     for text in ("1e-2", "1.0e-2", "+1E-2", "0.1e-1"):
-        config = load_config(JobConfig, job_file(tmp_path), [f"max_row_errors={text}"])
-        assert config.max_row_errors == 0.01
+        config = load_config(JobConfig, job_file(tmp_path), [f"max_error_rate={text}"])
+        assert config.max_error_rate == 0.01
     assert load_config(JobConfig, job_file(tmp_path), ["output.path=1e"]).output.path == "1e"
 
 
@@ -303,3 +303,15 @@ def test_every_key_says_what_it_is(section: type[Section]) -> None:
     for name, field in section.model_fields.items():
         below = isinstance(field.annotation, type) and issubclass(field.annotation, Section)
         assert below or (field.description or "").strip(), f"{section.__name__}.{name} has no description"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({**JOB, "max_row_errors": 0.1}, "max_row_errors is now max_error_rate"),
+        ({**JOB, "model": {"path": "m", "cuda_graphs": True}}, "model: cuda_graphs is now model.engine: for cuda_gr"),
+    ],
+)
+def test_a_former_key_is_refused_by_its_new_name(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+    path = job_file(tmp_path, values)
+    assert refusal(path).startswith(f"{path}: {message}")

@@ -328,7 +328,7 @@ BAD = [
     ({"output": "eval.parquet"}, "output: eval.parquet: there is a file of that name"),
     ({"output": "eval.parquet/out"}, "output: eval.parquet/out: there is a file of that name"),
     ({"output": "/proc/self/out"}, "output: /proc/self/out: cannot be made"),
-    ({"beside": {"dense": "other"}}, "beside is now baselines: rename the key"),
+    ({"beside": {"dense": "other"}}, "beside is now baselines"),
     ({"baselines": {"2x": "other"}}, "baselines: '2x' is the name of another line, '2x'"),
     ({"baselines": {"reference/model": "other"}}, "'reference/model' is the name of another line, 'reference model'"),
     ({"baselines": {"a b": "other", "a/b": "other"}}, "baselines: 'a/b' is the name of another line, 'a b'"),

@@ -41,7 +41,7 @@ class Inbox:
             "sampling": {"max_new_tokens": 4},
             "actors": {"threads": 1},
             "shard_rows": 2,
-            "max_row_errors": 1,
+            "max_error_rate": 1,
         }
 
     def add(self, name: str, rows: int = 3) -> None:
@@ -107,7 +107,7 @@ def test_row_errors_are_not_forgotten_by_the_next_command(inbox: Inbox, flow: An
     """A scheduler that retries after exit 3 must not read success from "nothing new"."""
     inbox.add("a")
     inbox.values["shard_rows"] = 3
-    inbox.values["max_row_errors"] = 0.1  # one row of three is bad
+    inbox.values["max_error_rate"] = 0.1  # one row of three is bad
     assert inbox.run().exit_code == 3
     again = inbox.run()
     assert again.exit_code == 3 and "nothing new since run 1" in again.stdout

@@ -44,7 +44,7 @@ def config(inputs: Path, output: Path, checkpoint: Path, **changes: Any) -> JobC
         "sampling": {"max_new_tokens": 6, "temperature": 1.0, "seed": 5},
         "actors": {"threads": 1, "max_batch": 8},
         "shard_rows": 6,
-        "max_row_errors": 0.1,
+        "max_error_rate": 0.1,
     }
     return JobConfig.model_validate({**values, **changes})
 

@@ -60,7 +60,7 @@ def config(inputs: Path | str, into: Path | str, checkpoint: Path, **changes: An
         "sampling": SAMPLED,
         "actors": {"count": 2, "threads": 1, "max_batch": 8},
         "shard_rows": 10,
-        "max_row_errors": 0.1,
+        "max_error_rate": 0.1,
     }
     return JobConfig.model_validate({**values, **changes})
 
@@ -159,7 +159,7 @@ def test_another_job_over_the_same_output_is_refused(
     undisturbed: tuple[Path, jobs.JobResult], inputs: Path, checkpoint: Path
 ) -> None:
     output, _ = undisturbed
-    other = config(inputs, output, checkpoint, sampling={**SAMPLED, "seed": 6}, max_row_errors=0.2)
+    other = config(inputs, output, checkpoint, sampling={**SAMPLED, "seed": 6}, max_error_rate=0.2)
     with pytest.raises(ValueError, match=r"holds another job, which differs in sampling\.seed; --overwrite"):
         run_in_process(other)
 
@@ -352,9 +352,9 @@ def invoke(folder: Path, job: JobConfig) -> Any:
 
 
 def test_too_many_row_errors_exit_3(in_process: None, inputs: Path, checkpoint: Path, tmp_path: Path) -> None:
-    result = invoke(tmp_path, config(inputs, tmp_path / "out", checkpoint, max_row_errors=0.001))
+    result = invoke(tmp_path, config(inputs, tmp_path / "out", checkpoint, max_error_rate=0.001))
     assert result.exit_code == 3
-    assert "2 of 90 rows have an error, more than max_row_errors = 0.001" in result.stderr.splitlines()[-1]
+    assert "2 of 90 rows have an error, more than max_error_rate = 0.001" in result.stderr.splitlines()[-1]
     assert "90 rows in" in result.stdout
 
 

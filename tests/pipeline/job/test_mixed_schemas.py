@@ -126,7 +126,7 @@ def config(inputs: Path, into: Path, checkpoint: Path, **changes: Any) -> JobCon
         "sampling": {"max_new_tokens": 4},
         "actors": {"count": 1, "threads": 1},
         "shard_rows": 3,
-        "max_row_errors": 1,
+        "max_error_rate": 1,
     }
     return JobConfig.model_validate({**values, **changes})
 

@@ -44,7 +44,7 @@ def job(checkpoint: Path, tmp_path: Path) -> JobConfig:
             "actors": {"count": 1, "threads": 1, "max_batch": 4},
             "shard_rows": SHARD_ROWS,
             "attempts": 1,
-            "max_row_errors": 0.1,
+            "max_error_rate": 0.1,
         }
     )
 

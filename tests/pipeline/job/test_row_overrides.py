@@ -49,7 +49,7 @@ def run(tmp_path: Path, checkpoint: Path, name: str, **changes: Any) -> tuple[jo
         "sampling": {"max_new_tokens": 6, "logprobs": 1, "seed": 3},
         "actors": {"count": 2, "threads": 1, "max_batch": 5},
         "shard_rows": 8,
-        "max_row_errors": 0.5,
+        "max_error_rate": 0.5,
     }
     outcome = jobs.run(JobConfig.model_validate({**values, **changes}))
     return outcome, pq.read_table(tmp_path / name).to_pylist()

@@ -256,7 +256,7 @@ def test_the_package_version_is_not_part_of_the_job(
         {"actors": {"min": 1, "max": 4, "gpus": 1}},
         {"storage": {"region": "eu-west-1", "retry_seconds": 2}},
         {"output": {"path": "elsewhere"}},
-        {"max_row_errors": 0.5, "attempts": 1},
+        {"max_error_rate": 0.5, "attempts": 1},
         {"shard_rows": 3},
     ],
 )
