@@ -67,7 +67,7 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
 
 def _message(number: int, message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise UserError(f"message {number} is {'null' if message is None else 'no object'}")
+        raise UserError(f"message {number} is {'null' if message is None else 'not an object'}")
     fields = {name: value for name, value in message.items() if value is not None}
     role = fields.get("role")
     if role is None:

@@ -41,12 +41,13 @@ _NOT_PYTHON = (ValueError, OverflowError, LookupError)  # Arrow values that Pyth
 
 @dataclass
 class _Row:
-    """A row on its way to a prompt; `error` ends it."""
+    """A row on its way to a prompt; `error` ends it. label: tokens of its longest label and the end, or 0."""
 
     prompt: str | list[int] = ""
     params: SamplingParams = field(default_factory=SamplingParams)
     sampling: str | None = None
     choices: list[str] | None = None
+    label: int = 0
     error: str | None = None
 
 
@@ -58,17 +59,17 @@ def prepare_table(table: pa.Table, spec: PromptSpec) -> pa.Table:
         _read_row(values, spec) if error is None else _Row(error=error)
         for values, error in zip(_python_rows(table, columns), errors, strict=True)
     ]
-    answer_tokens = _answer_tokens(rows, spec)
+    _set_label_tokens(rows, spec)
     for row in rows:
         if row.error is None and isinstance(row.prompt, str):
-            _bound_length(row, answer_tokens[id(row)], spec)
+            _bound_length(row, spec)
     texts = [row.prompt for row in rows if row.error is None and isinstance(row.prompt, str)]
     encoded = tokenize(spec.checkpoint, texts, special_tokens=spec.chat is None)
     for row in rows:
         if row.error is None:
             tokens = row.prompt if isinstance(row.prompt, list) else next(encoded)
             try:
-                row.prompt = _fit(tokens, row, answer_tokens[id(row)], spec)
+                row.prompt = _fit(tokens, row, spec)
             except UserError as error:
                 row.error = str(error)
     return _with_added(table, [row if row.error is None else _Row(prompt=[], error=row.error) for row in rows])
@@ -177,51 +178,50 @@ def _checked_ids(ids: list[int | None], vocab_size: int) -> list[int]:
 # lengths
 
 
-def _answer_tokens(rows: Sequence[_Row], spec: PromptSpec) -> dict[int, int]:
-    """id(row) -> tokens of the longest label and its end, 0 for free text. Rows with unusable labels get an error."""
+def _set_label_tokens(rows: Sequence[_Row], spec: PromptSpec) -> None:
+    """Set `label` of each row; a row whose labels are unusable gets an error."""
     own = [label for row in rows if row.error is None for label in row.choices or ()]
     labels = [*spec.choices, *own]
     ids = tokenize_labels(tokenizer_of(spec.checkpoint), labels) if labels else {}
     of_job = longest(spec.choices, ids) + 1 if spec.choices else 0
-    tokens = {}
     for row in rows:
-        try:
-            tokens[id(row)] = longest(row.choices, ids) + 1 if row.error is None and row.choices else of_job
-        except UserError as error:
-            row.error = str(error)
-    return tokens
+        if row.error is None:
+            try:
+                row.label = longest(row.choices, ids) + 1 if row.choices else of_job
+            except UserError as error:
+                row.error = str(error)
 
 
-def _bound_length(row: _Row, label: int, spec: PromptSpec) -> None:
-    """Refuse a text that cannot fit the context before it is tokenized, or cut it to what truncation may keep."""
+def _bound_length(row: _Row, spec: PromptSpec) -> None:
+    """Refuse a text that cannot fit the context before it is tokenized, or cut it to the part that truncation reads."""
     assert isinstance(row.prompt, str)
     if spec.too_long == "truncate_left":
         row.prompt = row.prompt[-TRUNCATED_CHARACTERS:]
         return
-    room = spec.context_length - (label or 1)
+    room = spec.context_length - (row.label or 1)
     least = fewest_tokens(spec.checkpoint, row.prompt, enough=room)
     if least > room:
-        row.error = _no_room(f"at least {least}", label, spec)
+        row.error = _no_room(f"at least {least}", row, spec)
 
 
-def _fit(tokens: list[int], row: _Row, label: int, spec: PromptSpec) -> list[int]:
+def _fit(tokens: list[int], row: _Row, spec: PromptSpec) -> list[int]:
     """Tokens that leave room for the answer: for a whole label, or for one token of free text.
 
-    label: of `_answer_tokens`. Raises UserError with the row's error.
+    Raises UserError with the row's error.
     """
     if not tokens:
         raise UserError("prompt has no tokens")
     context = spec.context_length
-    if len(tokens) + (label or 1) <= context:
+    if len(tokens) + (row.label or 1) <= context:
         return tokens
     if spec.too_long == "error":
-        raise UserError(_no_room(str(len(tokens)), label, spec))
-    answer = label or row.params.max_new_tokens
+        raise UserError(_no_room(str(len(tokens)), row, spec))
+    answer = row.label or row.params.max_new_tokens
     if answer >= context:
         raise UserError(f"prompt of {len(tokens)} tokens: {answer} new ones leave it no room in a context of {context}")
     return tokens[answer - context :]
 
 
-def _no_room(tokens: str, label: int, spec: PromptSpec) -> str:
-    answer = f" for a label of {label - 1}" if label else ""
+def _no_room(tokens: str, row: _Row, spec: PromptSpec) -> str:
+    answer = f" for a label of {row.label - 1}" if row.label else ""
     return f"prompt of {tokens} tokens leaves no room{answer} in a context of {spec.context_length}"

@@ -121,7 +121,11 @@ def measure(value: Any) -> int:
             refuse_above(INTEGER_BITS, item.bit_length())
             size += 4 + item.bit_length() // 3
         elif isinstance(item, _FLAT):
-            if len(item) > 24 and set(map(type, item)) <= {str, bytes, Markup}:  # a document's words, without a loop
+            if len(item) > ITEM_CHARACTERS and set(map(type, item)) <= {
+                str,
+                bytes,
+                Markup,
+            }:  # words: no loop
                 size += max(len(item), sum(map(len, item)))
             else:
                 size += ITEM_CHARACTERS

@@ -54,7 +54,7 @@ def _column(name: str, url: str, schema: pa.Schema) -> pa.DataType:
     if not places:
         raise UserError(f"{url}: no column {name!r}; it has {', '.join(map(printable, schema.names))}")
     if len(places) > 1:
-        raise UserError(f"{url}: column {name!r} is there {len(places)} times; rename all but one")
+        raise UserError(f"{url}: column {name!r} occurs {len(places)} times; rename all but one")
     return schema.field(places[0]).type
 
 

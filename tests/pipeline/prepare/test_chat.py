@@ -102,7 +102,7 @@ def test_chat_template_kwargs_reach_the_template(chat_checkpoint: Path) -> None:
         ("{}", "messages is a dict; it must be a list"),
         ('"hi"', "messages is a str; it must be a list"),
         ("[null]", "message 1 is null"),
-        ('["hi"]', "message 1 is no object"),
+        ('["hi"]', "message 1 is not an object"),
         ('[{"content": "hi"}]', "message 1 has no role"),
         ('[{"role": "wizard", "content": "hi"}]', "message 1 has role 'wizard'; known: system, user, assistant, tool"),
         ('[{"role": [], "content": "hi"}]', "message 1 has role []; known: "),

@@ -257,7 +257,7 @@ def test_columns_without_a_common_type_are_refused_in_one_line() -> None:
     assert refusal(STRUCT, pa.list_(STRUCT)).startswith("1.parquet: column 'x' is list<")
     said = refusal(pa.struct([]))
     assert said == "0.parquet: column 'x' is struct<>, which cannot be read and written as struct<>"
-    with pytest.raises(ValueError, match=r"^a: column 'x' is there 2 times; rename all but one$"):
+    with pytest.raises(ValueError, match=r"^a: column 'x' occurs 2 times; rename all but one$"):
         one_schema(["x"], {"a": pa.schema([("x", pa.int8()), ("y", pa.int8()), ("x", pa.int8())])})
     with pytest.raises(ValueError, match=r"^a: no column 'x'; it has y$"):
         one_schema(["x"], {"a": pa.schema([("y", pa.int8())])})
