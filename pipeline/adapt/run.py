@@ -119,7 +119,7 @@ def _adapt(task: Task, values: Mapping[str, Any], record: StageRecord, verbose: 
     return _chosen(task, values, record, _measured(before), _measured(after), counts, actors["threads"])
 
 
-def _actors(task: Task, planned: Mapping[str, int]) -> dict[str, int | None]:
+def _actors(task: Task, planned: Mapping[str, int]) -> dict[str, Any]:
     """Threads, bytes of cache and rows in flight of one actor. planned: by the job that answered the sample."""
     config = task.config
     actors = {name: getattr(config.actors, name) or planned[name] for name in ("threads", "cache_bytes")}

@@ -10,6 +10,7 @@ import typer
 
 from pipeline.cli.errors import FAILED, Advice, errors_as_exit_status, stop
 from pipeline.cli.options import Changes, Verbose, setup
+from pipeline.runtime.announce import announce_checks
 
 
 def adapt(
@@ -37,6 +38,7 @@ def adapt(
         values = load_values(job, changes or [])
         config = validated(JobConfig, values, str(job))
         advice.file = str(job)
+        announce_checks(f"reading {job} and its data")
 
         from rich.console import Console
 

@@ -9,6 +9,7 @@ import typer
 
 from pipeline.cli.errors import FAILED, Advice, errors_as_exit_status, stop
 from pipeline.cli.options import Changes, Verbose, setup
+from pipeline.runtime.announce import announce_checks
 
 
 def evaluate(
@@ -37,6 +38,7 @@ def evaluate(
 
         config = load_config(EvalConfig, recipe, changes or [])
         advice.file = str(recipe)
+        announce_checks(f"reading {recipe} and its data")
 
         from rich.console import Console
         from transformers.utils.logging import disable_progress_bar

@@ -10,6 +10,7 @@ import typer
 
 from pipeline.cli.errors import Advice, errors_as_exit_status
 from pipeline.cli.options import Changes, Verbose, setup
+from pipeline.runtime.announce import announce_checks
 
 
 def tune(
@@ -27,6 +28,7 @@ def tune(
 
         config = load_config(TuneConfig, recipe, changes or [])
         advice.file = str(recipe)
+        announce_checks(f"reading {recipe} and its data")
 
         from transformers.utils.logging import disable_progress_bar
 

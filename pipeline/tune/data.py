@@ -28,23 +28,23 @@ class Pair:
 
 
 def read_pairs(data: TuneDataConfig, paths: Sequence[str], reference: str) -> list[Pair]:
-    """Pairs of text or token ids; a list of references gives a pair each.
+    """Pairs of text or token ids; each of a list of references makes a pair.
 
-    Raises ValueError of one line that names file and row: no text or ids, an empty response, or one that is
-    none of `data.choices`.
+    Raises UserError that names file and row of an empty prompt or response, of one that is neither text nor token ids,
+    or of a response that is none of `data.choices`.
     """
     pairs: list[Pair] = []
     labels = None if data.choices is None else set(data.choices)
     for path in paths:
         columns = (data.prompt, reference, *((data.ended,) if data.ended else ()))
         prompts, responses, *ended = read_columns(path, columns)
-        if ended and not all(isinstance(one, bool) for one in ended[0]):
+        if ended and not all(isinstance(value, bool) for value in ended[0]):
             raise UserError(f"{path}: {data.ended} must hold true or false in every row")
-        for row, (prompt, given) in enumerate(zip(prompts, responses, strict=True)):
+        for row, (prompt, value) in enumerate(zip(prompts, responses, strict=True)):
             if not _is_text(prompt):
                 raise UserError(f"{path}: row {row}: {data.prompt} is empty, or neither text nor token ids")
-            several = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
-            for response in given if several else [given]:
+            several = isinstance(value, list) and bool(value) and not isinstance(value[0], int)
+            for response in value if several else [value]:
                 if not _is_text(response):
                     raise UserError(
                         f"{path}: row {row}: {reference} is empty, or neither text nor token ids; leave the row out"
@@ -70,7 +70,7 @@ def encode(
 ) -> list[dict[str, Any]]:
     """`input_ids` and `prompt_tokens` of each pair; longer pairs than `max_tokens` are left out with a warning.
 
-    Raises ValueError for a token outside the vocabulary, or if the tokenizer has no end-of-sequence token.
+    Raises UserError for a token outside the vocabulary, or if the tokenizer has no end-of-sequence token.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end-of-sequence token, so that no end could be learned")
@@ -83,13 +83,15 @@ def encode(
         if min(ids) < 0 or max(ids) >= vocab_size:
             raise UserError(f"pair {number}: a token id lies outside the model's vocabulary of {vocab_size}")
         rows.append({"input_ids": ids, "prompt_tokens": len(prompt)})
-    short = [row for row in rows if len(row["input_ids"]) <= max_tokens]
-    if len(short) < len(rows):
-        log.warning("%d of %d pairs are longer than %d tokens: left out", len(rows) - len(short), len(rows), max_tokens)
-    return short
+    fitting = [row for row in rows if len(row["input_ids"]) <= max_tokens]
+    if len(fitting) < len(rows):
+        log.warning(
+            "%d of %d pairs are longer than %d tokens: left out", len(rows) - len(fitting), len(rows), max_tokens
+        )
+    return fitting
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, values: Sequence[Text], special: bool) -> list[list[int]]:
     texts = [value for value in values if isinstance(value, str)]
-    found = iter(tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else [])
-    return [next(found) if isinstance(value, str) else value for value in values]
+    encoded = iter(tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else [])
+    return [next(encoded) if isinstance(value, str) else value for value in values]

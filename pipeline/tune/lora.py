@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_targets(lora: LoraConfig, config: PretrainedConfig) -> None:
-    """ValueError of one line if a target is no linear layer of such a model; loads no weights."""
+    """Raise UserError if a target is no linear layer of a model with this config; loads no weights."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     known = {
@@ -29,7 +29,7 @@ def check_targets(lora: LoraConfig, config: PretrainedConfig) -> None:
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
-    """The model with its weights frozen and adapters to train beside the targets."""
+    """The model with frozen weights, and trainable adapters at the targets."""
     import peft
 
     options = peft.LoraConfig(

@@ -1,4 +1,4 @@
-"""A model from scratch, for `tune`: its tokenizer, trained on the data, and random weights of the sizes asked for."""
+"""A new model for `tune`: a tokenizer trained on the data, and the config of random weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeline.tune.data import Pair
 def train_tokenizer(pairs: Sequence[Pair], vocab_size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE; a prompt becomes ``<s> prompt <sep>``, a response ends with ``</s>``.
 
-    Raises ValueError if the pairs hold token ids instead of text.
+    Raises UserError if the pairs hold token ids instead of text.
     """
     special = ["<pad>", "<s>", "</s>", "<sep>"]
     bpe = Tokenizer(models.BPE())
@@ -43,14 +43,14 @@ def train_tokenizer(pairs: Sequence[Pair], vocab_size: int) -> PreTrainedTokeniz
 def new_config(sizes: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
     """The Hugging Face config of `sizes` (model_type and keys of its config) for this tokenizer.
 
-    Raises ValueError of one line for a type or a key that transformers does not know; it takes any key itself.
+    Raises UserError for a type or a key that transformers does not have; transformers itself accepts any key.
     """
     kind = sizes["model_type"]
     if kind not in CONFIG_MAPPING:
         raise UserError(f"model.new.model_type: transformers has no {kind!r}")
-    ours = {"vocab_size", "pad_token_id", "bos_token_id", "eos_token_id"}
-    known = set(CONFIG_MAPPING[kind]().to_dict()) - ours
-    for key in ours & set(sizes):
+    derived = {"vocab_size", "pad_token_id", "bos_token_id", "eos_token_id"}
+    known = set(CONFIG_MAPPING[kind]().to_dict()) - derived
+    for key in derived & set(sizes):
         raise UserError(f"model.new.{key} follows from the tokenizer that is trained; see model.vocab_size")
     for key in sizes:
         if key not in known:

@@ -11,6 +11,7 @@ import logging
 from pathlib import Path
 
 from pipeline.config.tune import TuneConfig
+from pipeline.runtime.announce import announce
 from pipeline.tune import resume
 from pipeline.tune.plan import plan_training
 from pipeline.tune.train import train
@@ -28,6 +29,8 @@ def tune(config: TuneConfig) -> Path:
         log.warning("%s is finished; nothing is left to do", config.output)
         return Path(config.output)
     resume.begin(config)
+    start = config.model.path or "a new model"
+    announce(f"training {start} on {len(plan.train):,} pairs, {len(plan.dev):,} in the dev set, into {config.output}")
     if config.workers is None:
         train(config, plan)
     else:

@@ -19,7 +19,7 @@ from actors.engine.teacher_forcing import collate
 from pipeline.config.tune import TuneConfig
 from pipeline.tune import lora, resume
 from pipeline.tune.plan import TrainingPlan
-from pipeline.tune.trainer import SkipTrainer, Teacher
+from pipeline.tune.trainer import SkipTrainer, StepProgress, Teacher
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +63,8 @@ def _trainer(config: TuneConfig, plan: TrainingPlan) -> SkipTrainer:
     if settings.compile:
         decoder.compile()
     arguments = _arguments(config, plan)
+    stopping = settings.early_stopping
+    early_stopping = [] if stopping is None else [EarlyStoppingCallback(stopping)]
     return SkipTrainer(
         model=adapted,
         args=arguments,
@@ -74,7 +76,7 @@ def _trainer(config: TuneConfig, plan: TrainingPlan) -> SkipTrainer:
         loss=config.loss,
         teacher=_teacher(config, decoder, adapted, arguments.device),
         recompute=settings.checkpointing,
-        callbacks=[] if settings.early_stopping is None else [EarlyStoppingCallback(settings.early_stopping)],
+        callbacks=[StepProgress(), *early_stopping],
     )
 
 
@@ -107,6 +109,7 @@ def _arguments(config: TuneConfig, plan: TrainingPlan) -> TrainingArguments:
         metric_for_best_model="eval_loss",
         restore_callback_states_from_checkpoint=early_stopping,
         logging_steps=20,
+        disable_tqdm=True,  # see StepProgress
         report_to=[],
         dataloader_pin_memory=False,
         # layers that neither prompt nor response runs have no gradient in that step

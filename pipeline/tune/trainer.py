@@ -11,20 +11,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from actors.engine.decoder import Decoder
 from actors.engine.schedule import Schedule, ScheduleSpec
 from actors.engine.teacher_forcing import IGNORED, ResponseBatch, collate, response_logits
 from pipeline.config.tune import LossConfig
+from pipeline.runtime.announce import Timer, announce
 
 
 class Teacher:
-    """A full-depth model whose next-token distributions are to be matched.
+    """A full-depth model whose next-token distributions the student learns.
 
-    decoder: frozen, or the student's own. alone: a context in which it answers as it did before training,
-    such as LoRA's adapters switched off.
+    decoder: frozen, or the student's own. alone: a context in which the decoder has its weights from before training,
+    such as LoRA's adapters disabled.
     """
 
     def __init__(self, decoder: Decoder, alone: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
@@ -49,8 +50,8 @@ def summed_loss(
 ) -> tuple[Tensor, int]:
     """The objective summed over response tokens, in nats, and their number.
 
-    logits: [B, R + 1, V], labels: [B, R + 1]. taught: the teacher's logits, of which KL(teacher || student) is
-    taken at `loss.temperature` and scaled by its square (Hinton et al. 2015, arXiv 1503.02531).
+    logits: [B, R + 1, V], labels: [B, R + 1]. taught: the teacher's logits; KL(teacher || student) is computed at
+    `loss.temperature` and scaled by its square (Hinton et al. 2015, arXiv 1503.02531).
     """
     counted = labels != IGNORED
     student = logits[counted].float()  # [N, V]
@@ -60,9 +61,9 @@ def summed_loss(
         total = total + loss.references * entropy
     if taught is not None:
         shared = min(student.shape[-1], taught.shape[-1])  # one of them may be padded
-        wanted = (taught[counted][:, :shared].float() / loss.temperature).log_softmax(-1)
-        found = (student[:, :shared] / loss.temperature).log_softmax(-1)
-        divergence = nn.functional.kl_div(found, wanted, log_target=True, reduction="sum")
+        teacher = (taught[counted][:, :shared].float() / loss.temperature).log_softmax(-1)
+        learner = (student[:, :shared] / loss.temperature).log_softmax(-1)
+        divergence = nn.functional.kl_div(learner, teacher, log_target=True, reduction="sum")
         total = total + loss.distillation * loss.temperature**2 * divergence
     return total, int(counted.sum())
 
@@ -89,14 +90,14 @@ class SkipTrainer(Trainer):
         self.loss = loss
         self.teacher = teacher
         self.recompute = recompute
-        self.model_accepts_loss_kwargs = True  # the sum is divided by the tokens of the whole step
+        self.model_accepts_loss_kwargs = True  # the loss is divided by the tokens of the whole step
         self._loss_shifts_labels = False
 
         def forward(schedule: str, **inputs: Any) -> Tensor:
             with self.accelerator.autocast():
                 return response_logits(decoder, ResponseBatch(**inputs), self.schedules[schedule], recompute=recompute)
 
-        # calls go through the model, so that what wraps it (DistributedDataParallel) sees them
+        # calls go through the model and so through its wrapper (DistributedDataParallel)
         cast(Any, self.model).forward = forward
 
     def compute_loss(
@@ -123,14 +124,14 @@ class SkipTrainer(Trainer):
             return self.teacher.logits(ResponseBatch(**inputs))
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
-        """The library's own groups of like lengths, but the same after a resume and in every worker."""
+        """transformers' groups of similar lengths, but the same after a resume and in every worker."""
         dataset: Any = self.train_dataset if train_dataset is None else train_dataset
         lengths = [len(row["input_ids"]) for row in dataset]
         together = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
         return LengthGroups(lengths, together, lambda: 1_000_003 * self.args.seed + int(self.state.epoch or 0))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """The objective on the dev set, nats per response token, at every schedule trained for, and their mean."""
+        """The objective on the dev set, nats per response token: at every schedule of the training, and the mean."""
         model = cast(nn.Module, self.model)
         model.eval()
         rows = cast(Any, self.eval_dataset)[self.args.process_index :: self.args.world_size]
@@ -141,22 +142,42 @@ class SkipTrainer(Trainer):
                 batch = collate(rows[start : start + self.args.per_device_eval_batch_size])
                 inputs = cast(dict[str, Any], self._prepare_inputs(batch))
                 taught = self._taught(inputs)
-                for place, name in enumerate(names):
+                for index, name in enumerate(names):
                     with self.accelerator.autocast():
                         logits = response_logits(self.decoder, ResponseBatch(**inputs), self.schedules[name])
                     total, count = summed_loss(logits, inputs["labels"], self.loss, 0.0, taught)
-                    sums[place] += torch.tensor([float(total), count], dtype=torch.double, device=sums.device)
+                    sums[index] += torch.tensor([float(total), count], dtype=torch.double, device=sums.device)
         totals = self.accelerator.reduce(sums, "sum").tolist()
         losses = {f"eval_loss_{name}": total / count for name, (total, count) in zip(names, totals, strict=True)}
         losses["eval_loss"] = statistics.mean(losses.values())
         model.train()
-        self.log(dict(losses))  # adds to what it is given
+        self.log(dict(losses))  # adds entries to its argument
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, losses)
         return losses
 
 
+class StepProgress(TrainerCallback):
+    """Announces the first optimizer step, and then how many are done."""
+
+    def __init__(self) -> None:
+        self._timer = Timer()
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Announce the steps to do."""
+        self._announce(state)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Announce the steps done, from time to time."""
+        if self._timer.is_due():
+            self._announce(state)
+
+    def _announce(self, state: TrainerState) -> None:
+        if state.is_world_process_zero:
+            announce(f"training: {state.global_step:,} of {state.max_steps:,} steps")
+
+
 class LengthGroups(Sampler[int]):
-    """Rows in random order, those of a step of like lengths. seed: asked for at the start of each epoch."""
+    """Rows in random order, those of a step of similar lengths. seed: called at the start of each epoch."""
 
     def __init__(self, lengths: Sequence[int], together: int, seed: Callable[[], int]) -> None:
         self.lengths = list(lengths)

@@ -378,3 +378,13 @@ def test_two_workers_learn_as_one(
     assert run({**recipe, "output": "both", "workers": {"count": 2}}, bf16=False) == both  # finished
     with pytest.raises(ValueError, match="workers: 64 × 1 CPU asked for"):
         run({**recipe, "output": str(tmp_path / "many"), "workers": {"count": 64}}, batch_size=64)
+
+
+def test_a_training_says_what_it_does(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pipeline.runtime.announce.INTERVAL", 0.0)
+    run(recipe, max_steps=2)
+    lines = capsys.readouterr().err.splitlines()
+    assert f"training a new model on 64 pairs, 16 in the dev set, into {recipe['output']}" in lines
+    assert [line for line in lines if line.endswith("steps")] == [f"training: {done} of 2 steps" for done in (0, 1, 2)]

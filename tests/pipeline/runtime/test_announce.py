@@ -1,0 +1,32 @@
+"""Progress lines: how often, and of which rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.runtime import announce
+from pipeline.runtime.announce import RowProgress, announce_checks
+
+
+def test_rows_that_ran_are_counted_from_time_to_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter([0.0, 9.0, 10.0, 19.0, 20.0, 30.0])
+    monkeypatch.setattr(announce.time, "monotonic", lambda: next(clock))
+    progress = RowProgress("2x", 1000)
+    for running in ([0, 1], [1, 2, 3], [4], [4, 5], []):
+        progress(running)
+    assert capsys.readouterr().err.splitlines() == [
+        "2x: 1 of 1,000 rows",
+        "2x: 4 of 1,000 rows",
+        "2x: 6 of 1,000 rows",
+    ]
+
+
+def test_checks_are_announced_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    announce_checks("reading")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    announce_checks("reading again")
+    assert capsys.readouterr().err == "reading again\n"
