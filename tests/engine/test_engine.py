@@ -23,7 +23,7 @@ from actors.engine.types import Completion, FinishReason, Request, SamplingParam
 
 
 def test_full_depth_equals_generate(decoder: Decoder, library: Decoder) -> None:
-    rows = requests(12, seed=1)
+    rows = requests(8, seed=1)
     answers = answer(Engine(decoder, ScheduleSpec().build(LAYERS), {2}), rows, max_rows=5)
     for row, got in zip(rows, answers, strict=True):
         prompt = torch.tensor([list(row.prompt_ids)])
@@ -69,10 +69,10 @@ def test_any_schedule_equals_the_oracle(decoder: Decoder, library: Decoder, sche
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_a_row_alone_equals_the_row_in_any_batch(decoder: Decoder, sampled: bool) -> None:
     schedule = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
-    rows = requests(16, seed=4, sampled=sampled)
+    rows = requests(10, seed=4, sampled=sampled)
     alone = [answer(Engine(decoder, schedule, STOP), [row])[0].token_ids for row in rows]
-    for max_rows in (3, 16):
-        shuffled = random.Random(max_rows).sample(range(16), 16)
+    for max_rows in (3, 10):
+        shuffled = random.Random(max_rows).sample(range(10), 10)
         together = answer(Engine(decoder, schedule, STOP), [rows[place] for place in shuffled], max_rows=max_rows)
         for place, got in zip(shuffled, together, strict=True):
             assert got.token_ids == alone[place]
@@ -98,7 +98,7 @@ def refill(engine: Engine, rows: Sequence[Request], places: int, rng: random.Ran
 @every_case
 def test_rows_admitted_in_mid_flight_equal_the_oracle(decoder: Decoder, library: Decoder, spec: int) -> None:
     schedule = SPECS[spec].build(LAYERS)
-    rows = requests(14, seed=6, sampled=True)
+    rows = requests(10, seed=6, sampled=True)
     engine = Engine(decoder, schedule, STOP)
     got = [list(completion.token_ids) for completion in refill(engine, rows, 5, random.Random(7))]
     assert got == oracle_answers(library, schedule, rows, STOP, got)

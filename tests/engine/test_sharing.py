@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import PREFIX, SPECS, STOP, with_prefix
+from engine_cases import PREFIX, SPECS, STOP, every_case, with_prefix
+from oracle import oracle_answers
 from tiny_models import LAYERS, tiny_model
 
 from actors.engine.decoder import Decoder
@@ -21,12 +22,13 @@ def plain(decoder: Decoder, spec: ScheduleSpec, rows: list[Request]) -> list[Com
     return [generate(engine, [row], budget_bytes=2**40, max_rows=1)[0] for row in rows]
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=range(len(SPECS)))
-def test_a_shared_beginning_changes_no_token(decoder: Decoder, spec: ScheduleSpec) -> None:
+@every_case
+def test_a_shared_prefix_changes_no_token(decoder: Decoder, library: Decoder, spec: int) -> None:
+    schedule = SPECS[spec].build(LAYERS)
     rows = with_prefix(13, seed=1)
-    engine = Engine(decoder, spec.build(LAYERS), STOP)
-    got = generate(engine, rows, budget_bytes=2**40, max_rows=5, prefix=PREFIX)
-    assert [one.token_ids for one in got] == [one.token_ids for one in plain(decoder, spec, rows)]
+    got = generate(Engine(decoder, schedule, STOP), rows, budget_bytes=2**40, max_rows=5, prefix=PREFIX)
+    tokens = [list(completion.token_ids) for completion in got]
+    assert tokens == oracle_answers(library, schedule, rows, STOP, tokens)
 
 
 def test_a_beginning_is_computed_once() -> None:
