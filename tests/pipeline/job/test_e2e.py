@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from cli_command import Command, parts
+from in_process import run_in_process
 
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.storage.folder import open_folder
@@ -20,10 +21,7 @@ E2E = ROOT.parent / "shared" / "data" / "e2e"
 CHECKPOINT = ROOT / "configs" / "demo" / "checkpoint"
 ROWS = 504
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.skipif(not E2E.is_dir(), reason=f"the E2E data set is not at {E2E}"),
-]
+pytestmark = pytest.mark.skipif(not E2E.is_dir(), reason=f"the E2E data set is not at {E2E}")
 
 
 def job(output: Path | str, **changes: Any) -> JobConfig:
@@ -47,10 +45,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
     return folder / "out", json.loads(out.splitlines()[-1])
 
 
-def test_every_prompt_has_a_text_at_less_than_half_the_depth(undisturbed: tuple[Path, dict[str, Any]]) -> None:
-    output, summary = undisturbed
+def assert_short_of_half_the_depth(output: Path, count: int, summary: dict[str, Any]) -> None:
+    """Every prompt has a text, at less than half of the 24 layers."""
     rows = pq.read_table(output).to_pylist()
-    assert len(rows) == len({row["id"] for row in rows}) == ROWS
+    assert len(rows) == len({row["id"] for row in rows}) == count
     assert all(row["generated_text"] and row["error"] is None for row in rows)
     assert all(row["mean_depth"] < 11 for row in rows)
     assert summary["mean_depth"] < 11
@@ -58,6 +56,19 @@ def test_every_prompt_has_a_text_at_less_than_half_the_depth(undisturbed: tuple[
     assert summary["layer_ratio"] > 2.7
 
 
+def test_the_first_prompts_in_this_process(tmp_path: Path) -> None:
+    run_in_process(job(tmp_path / "out"), limit=64)
+    assert_short_of_half_the_depth(tmp_path / "out", 64, json.loads((tmp_path / "out" / "_SUCCESS").read_text()))
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_all_prompts_by_the_command(undisturbed: tuple[Path, dict[str, Any]]) -> None:
+    output, summary = undisturbed
+    assert_short_of_half_the_depth(output, ROWS, summary)
+
+
+@pytest.mark.ray
 @pytest.mark.slow
 def test_killed_half_way_and_started_again_the_bytes_are_the_same(
     undisturbed: tuple[Path, dict[str, Any]], tmp_path: Path
@@ -76,6 +87,7 @@ def test_killed_half_way_and_started_again_the_bytes_are_the_same(
     assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in early} == early
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_the_same_into_a_bucket(undisturbed: tuple[Path, dict[str, Any]], s3: StorageConfig, tmp_path: Path) -> None:
     """Killed half-way, too."""

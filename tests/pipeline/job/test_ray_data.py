@@ -13,7 +13,7 @@ import pytest
 import ray
 
 README = Path(__file__).parents[3] / "README.md"
-ROWS = 600
+ROWS = 120
 
 
 @pytest.fixture
