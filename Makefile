@@ -1,26 +1,36 @@
 # Needs Python 3.11 or newer with venv, and make.
 PYTHON ?= python3
-# what CI has time for; those with a Ray run beside the others, in one process
 QUICK = not slow and not ceph
+SLOW_MINUTES = 40
 PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test coverage test-slow test-ceph lint bench bench-full bench-parts bench-scale bench-stragglers peers soak clean evidence-e2e evidence-dense evidence-orders evidence-labels evidence-adapt
+.PHONY: demo test coverage test-slow test-mutations test-ceph lint bench bench-full bench-parts bench-scale bench-stragglers peers soak clean evidence-e2e evidence-dense evidence-orders evidence-labels evidence-adapt
 
 demo: .venv/installed
 	@.venv/bin/python -m pipeline.demo_data work/demo/prompts
 	@.venv/bin/skipdecode run configs/demo.yaml --show 5
 
+# Two processes: the tests that start Ray, which are all in tests/pipeline, and all others.
 test: .venv/installed-dev
 	@mkdir -p work
-	@.venv/bin/python -m pytest --durations=10 -m "not ray and $(QUICK)" >work/test.log 2>&1 & rest=$$!; \
-	.venv/bin/python -m pytest --durations=10 -m "ray and $(QUICK)"; rays=$$?; \
-	wait $$rest; rest=$$?; cat work/test.log; exit $$((rays + rest))
+	@began=$$(date +%s); \
+	.venv/bin/python -m pytest --durations=10 -m "not ray and $(QUICK)" >work/test.log 2>&1 & others=$$!; \
+	.venv/bin/python -m pytest --durations=10 -m "ray and $(QUICK)" tests/pipeline; ray=$$?; \
+	wait $$others; others=$$?; cat work/test.log; \
+	seconds=$$(($$(date +%s) - began)); echo "make test: $$((seconds / 60)) min $$((seconds % 60)) s"; \
+	exit $$((ray + others))
 
 coverage: .venv/installed-dev
 	.venv/bin/python -m pytest --cov
 
 test-slow: .venv/installed-dev
-	.venv/bin/python -m pytest -m slow
+	@echo "make test-slow: about $(SLOW_MINUTES) min on two cores"
+	@began=$$(date +%s); .venv/bin/python -m pytest --durations=10 -m "slow and not ceph"; failed=$$?; \
+	seconds=$$(($$(date +%s) - began)); echo "make test-slow: $$((seconds / 60)) min $$((seconds % 60)) s"; exit $$failed
+
+# Breaks one line of the code at a time; the quick tests should fail.
+test-mutations: .venv/installed-dev
+	.venv/bin/python tests/mutation_check.py
 
 # Needs root, on Debian.
 test-ceph: .venv/installed-dev
