@@ -1,4 +1,4 @@
-"""What text from rows and messages about it must be like: valid Unicode, one line, no secrets."""
+"""Text for messages: valid Unicode, on one line, without secrets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from actors.engine.errors import flat
 
 
 def is_unicode(text: str) -> bool:
-    """False for a lone surrogate, which JSON and templates can hold, and neither tokenizers nor Arrow take."""
+    """False if a text holds a lone surrogate: JSON and templates allow it, tokenizers and Arrow do not."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -16,22 +16,22 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-LINE = 1000  # characters: an error may hold all of what it complains about
+LINE = 1000  # characters: an error may quote everything that it concerns
 
 
 def one_line(error: BaseException) -> str:
-    """Type and text of an error, without line breaks, and no longer than a reader takes."""
+    """Type and text of an error on one line of at most `LINE` characters."""
     text = f"{type(error).__name__}: {flat(error)}"
     return text if len(text) <= LINE else f"{text[:LINE]}…"
 
 
 def printable(name: object) -> str:
-    """A name that comes with the data, as a message may show it: on one line."""
+    """A name from the data as a message may show it: on one line."""
     text = str(name)
     return text if text.isprintable() else repr(text)
 
 
-# a password may hold "/"; "..." is what PyYAML puts where it cuts a line: it may cut off the scheme, or the host
+# a password may hold "/"; "..." marks a quoted line that was cut, perhaps within the scheme or the host
 _END = r"(?:@|(?= \.\.\.))"
 _IN_URL = re.compile(rf"(\w://(?=[^/:\s'\"]*:)|\.\.\. )[^\s'\"]*{_END}|(\w://)[^/\s'\"]*{_END}")
 

@@ -105,6 +105,8 @@ def refuse_file(path: str) -> None:
         raise UserError(f"{path}: GGUF is not read; give the folder of a checkpoint with safetensors weights")
     if path.endswith(".safetensors"):
         raise UserError(f"{path}: one file of a checkpoint; give its folder, {os.path.dirname(path) or '.'}")
+    if os.path.isfile(path):
+        raise UserError(f"{path}: a file; give the folder of a checkpoint")
 
 
 def _check_values(values: Mapping[str, Any], source: Path) -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint's ``skipdecode.json``: the schedule it was tuned for, read with care and written."""
+"""A checkpoint's ``skipdecode.json``, the schedule that it was tuned for: validated reading, and writing."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SCHEDULE_FILE = "skipdecode.json"
 
 
 def read_spec(values: Mapping[str, Any], num_layers: int, source: str) -> ScheduleSpec:
-    """A spec from the object in a ``skipdecode.json``, checked against a model of `num_layers` layers.
+    """The spec in the values of a ``skipdecode.json``, checked against a model of `num_layers` layers.
 
-    Raises ValueError that starts with `source` and names the key or position at fault.
+    Raises UserError that begins with `source` and names the wrong key or position.
     """
     known = {field.name for field in fields(ScheduleSpec)}
     unknown = sorted(set(values) - known - {"num_layers"})
@@ -28,16 +28,16 @@ def read_spec(values: Mapping[str, Any], num_layers: int, source: str) -> Schedu
         raise UserError(
             f"{source}: made for num_layers = {values.get('num_layers')}, but the model has {num_layers} layers"
         )
-    given = {name: value for name, value in values.items() if name != "num_layers"}
-    for name, value in given.items():
+    settings = {name: value for name, value in values.items() if name != "num_layers"}
+    for name, value in settings.items():
         kinds = _KINDS[name]
         if not _is(value, kinds) or (isinstance(value, list) and not all(_is(entry, (int,)) for entry in value)):
             raise UserError(f"{source}: {name} = {value!r} has the wrong type")
         if isinstance(value, list):
             if len(value) > MAX_HORIZON:
                 raise UserError(f"{source}: {name} has {len(value)} entries, more than {MAX_HORIZON}")
-            given[name] = tuple(value)
-    spec = ScheduleSpec(**given)
+            settings[name] = tuple(value)
+    spec = ScheduleSpec(**settings)
     try:
         spec.build(num_layers)
     except ValueError as error:
@@ -46,7 +46,7 @@ def read_spec(values: Mapping[str, Any], num_layers: int, source: str) -> Schedu
 
 
 def load_spec(checkpoint: Path, num_layers: int) -> ScheduleSpec | None:
-    """The spec stored in a checkpoint folder, None if it has none. ValueError if it is unreadable or wrong."""
+    """The spec stored in a checkpoint folder; None without one. Raises UserError if it cannot be read or is wrong."""
     path = checkpoint / SCHEDULE_FILE
     if not path.exists():
         return None

@@ -1,4 +1,4 @@
-"""Where a checkpoint's files may lie beside a local folder: a bucket, or the hub. Listing, headers, downloads."""
+"""The stores of remote checkpoints, a bucket or the hub: listing, headers, downloads."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from pipeline.storage.errors import NoSuchBucket, StoreFailed
 from pipeline.storage.folder import filesystem
 
 CHUNK = 16 * 2**20  # bytes of one ranged read
-STREAMS = 4  # files downloaded at once
+STREAMS = 4  # files downloaded in parallel
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file as the store lists it. size: bytes. version: changes with the content. sha256: if the list tells it."""
+    """A file as the store lists it. size: bytes. version: changes with the content. sha256: None if not listed."""
 
     name: str
     size: int
@@ -41,23 +41,23 @@ class Store(Protocol):
     """
 
     def files(self) -> list[RemoteFile]:
-        """The files directly in it, by name."""
+        """The files directly in the checkpoint's folder, sorted by name."""
         ...
 
     def sizes(self, file: RemoteFile) -> dict[str, int]:
-        """Numbers of every tensor of a safetensors file, from its header alone."""
+        """Elements of every tensor of a safetensors file, from its header."""
         ...
 
     def download(self, files: Sequence[RemoteFile], folder: Path) -> Path:
-        """Bring files to this node, into `folder` or a cache of the store's own; the folder they lie in."""
+        """Download files into `folder` or the store's own cache. Returns the folder that holds them."""
         ...
 
     def arrivals(self, folder: Path) -> Path:
-        """Where `download` into `folder` writes its files, the incomplete ones too."""
+        """The folder that `download` into `folder` writes to, incomplete files included."""
         ...
 
     def digests(self, file: RemoteFile) -> dict[str, str]:
-        """Hexadecimal digests of the content that the store tells, by algorithm."""
+        """Hexadecimal digests of the content that the store knows, by algorithm."""
         ...
 
 
@@ -96,13 +96,14 @@ class BucketStore:
 
     def download(self, files: Sequence[RemoteFile], folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(".*.incomplete"):  # of a process that was killed: the lock is ours
+        for left in folder.glob(".*.incomplete"):  # of a killed process: this one holds the lock
             left.unlink()
         missing = [file for file in files if not _is_there(folder / file.name, file.size)]
         needed, free = sum(file.size for file in missing), shutil.disk_usage(folder).free
         if needed > free:
             raise UserError(
-                f"{self.url}: {gib(needed)} to fetch, but {folder} has {gib(free)} left: make room, or set model.cache"
+                f"{self.url}: {gib(needed)} to download, but {folder} has {gib(free)} left: free "
+                "some, or set model.cache"
             )
         with self._user_errors(), ThreadPoolExecutor(STREAMS) as threads:
             list(threads.map(lambda file: self._get(file, folder), missing))
@@ -133,7 +134,7 @@ class BucketStore:
             # reads hold to this version: s3fs sends it along as If-Match
             if str(source.details.get("ETag", file.version)).strip('"') != file.version:
                 raise UserError(
-                    f"{self.url}/{file.name}: changed since the job was planned; put it back, or start anew with "
+                    f"{self.url}/{file.name}: changed since the job was planned; restore it, or start again with "
                     "--overwrite"
                 )
             with open(temporary, "xb") as target:

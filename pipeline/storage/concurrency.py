@@ -1,4 +1,4 @@
-"""Many small requests at once: an object store answers one in milliseconds and hundreds in hardly more."""
+"""Many small requests in parallel: an object store answers hundreds in hardly more time than one."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import TypeVar
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 THREADS = 32
-AT_ONCE = 1024  # items handed out at a time, so that an error is raised soon and results do not pile up
+BATCH = 1024  # items submitted together, so that an error is raised soon and results do not accumulate
 
 
 def in_parallel(function: Callable[[Item], Result], items: Iterable[Item], threads: int = THREADS) -> Iterator[Result]:
-    """Results in the order of the items. Raises what the first item that fails raises."""
-    left = iter(items)
-    while some := list(islice(left, AT_ONCE)):
-        pool = ThreadPoolExecutor(min(threads, len(some)))
+    """Results of a function in the order of the items. Raises the error of the first item that fails."""
+    remaining = iter(items)
+    while batch := list(islice(remaining, BATCH)):
+        pool = ThreadPoolExecutor(min(threads, len(batch)))
         try:
-            yield from pool.map(function, some)
+            yield from pool.map(function, batch)
         finally:
             pool.shutdown(cancel_futures=True)

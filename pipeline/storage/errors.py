@@ -1,14 +1,14 @@
-"""What an object store's failure is, for those who must tell it from a damaged file or a name that is taken."""
+"""Failures of an object store, as distinct from a damaged file or an existing name."""
 
 from __future__ import annotations
 
 
 class StoreFailed(OSError):
-    """The store has failed, or refuses the call; its one line names the URL and says all there is to say."""
+    """The store failed or refuses the call. The message is one line that names the URL."""
 
 
 class ConditionRefused(StoreFailed):
-    """The store does not take conditional puts."""
+    """The store does not support conditional puts."""
 
 
 class NoSuchBucket(StoreFailed):

@@ -1,6 +1,6 @@
-"""Folders on a local disk or in an object store, with the few operations that the commit protocol needs.
+"""Folders on a local disk or in an object store, with the operations that the commit protocol needs.
 
-`create` is the one that matters: it writes a whole file, or nothing, and never over an existing one.
+The protocol rests on `create`: it writes a complete file or nothing, and never replaces an existing file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipeline.storage.errors import ConditionRefused
 
 log = logging.getLogger(__name__)
 BULK = 1000  # objects that S3 removes in one call
-STORE_ERRORS = (OSError, BotoCoreError)  # what a disk or an object store may raise; s3fs makes most of it OSErrors
+STORE_ERRORS = (OSError, BotoCoreError)  # of a disk or an object store; s3fs turns most errors into OSErrors
 
 
 class Folder(Protocol):
@@ -33,48 +33,48 @@ class Folder(Protocol):
 
     @property
     def url(self) -> str:
-        """Where it is, as the job file says it."""
+        """The folder as the job file names it."""
         ...
 
     def read(self, name: str) -> bytes:
-        """The file's bytes; FileNotFoundError if there is none."""
+        """The bytes of a file. Raises FileNotFoundError if it does not exist."""
         ...
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a new file, whole and durable; False, and nothing changed, if the name is taken."""
+        """Write a new file, complete and durable. False, without any change, if the name exists."""
         ...
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write a file, whole, over whatever is there."""
+        """Write a complete file in place of any file of that name."""
         ...
 
     def remove(self, name: str) -> None:
-        """Remove a file; nothing happens if there is none."""
+        """Remove a file if it exists."""
         ...
 
     def remove_all(self, names: Sequence[str]) -> None:
-        """Remove files, many in one call where the store can; nothing happens for those that are not there."""
+        """Remove the files that exist, many in one call where the store allows it."""
         ...
 
     def exists(self, name: str) -> bool:
-        """Whether there is such a file."""
+        """Whether a file exists."""
         ...
 
     def names(self, subfolder: str = "") -> list[str]:
-        """Names of the files directly in a subfolder, sorted; none if there is no such folder."""
+        """Sorted names of the files directly in a subfolder; empty if it does not exist."""
         ...
 
     def first_names(self) -> Iterator[str]:
-        """Names of the files directly in the folder, in order, asked for as they are taken."""
+        """Sorted names of the files directly in the folder, listed while they are consumed."""
         ...
 
     def sizes(self, stems: Collection[str], after: str) -> dict[str, int]:
-        """Name -> bytes of the files directly in the folder that begin with one of `stems` or sort after `after`."""
+        """Sizes in bytes of the files in the folder whose names begin with one of `stems` or sort after `after`."""
         ...
 
 
 def filesystem(url: str, storage: StorageConfig) -> tuple[fsspec.AbstractFileSystem, str]:
-    """fsspec filesystem of a URL and the path in it. ValueError for a scheme other than local and s3."""
+    """fsspec filesystem of a URL, and the path in it. Raises UserError for a scheme other than local and s3."""
     scheme = url.split("://", 1)[0] if "://" in url else "file"
     if scheme == "file":
         return LocalFileSystem(), os.path.abspath(url.removeprefix("file://"))
@@ -97,7 +97,7 @@ def filesystem(url: str, storage: StorageConfig) -> tuple[fsspec.AbstractFileSys
 
 
 def open_folder(url: str, storage: StorageConfig) -> Folder:
-    """The folder at a URL. It need not exist yet."""
+    """The folder at a URL, which need not exist."""
     fs, path = filesystem(url, storage)
     return LocalFolder(url, Path(path)) if isinstance(fs, LocalFileSystem) else ObjectFolder(url, fs, path)
 
@@ -150,15 +150,15 @@ class LocalFolder:
 
     def sizes(self, stems: Collection[str], after: str) -> dict[str, int]:
         lengths = {len(stem) for stem in stems}
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for name in self.names():
             if name > after or any(name[:length] in stems for length in lengths):
                 with suppress(FileNotFoundError):
-                    found[name] = (self.path / name).stat().st_size
-        return found
+                    sizes[name] = (self.path / name).stat().st_size
+        return sizes
 
     def _write(self, name: str, data: bytes) -> Path:
-        """A temporary file on the same filesystem, written to the disk."""
+        """A temporary file on the same file system, flushed to the disk."""
         (self.path / name).parent.mkdir(parents=True, exist_ok=True)
         folder = self.path / "_job" / "tmp"
         folder.mkdir(parents=True, exist_ok=True)
@@ -168,14 +168,14 @@ class LocalFolder:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-        except OSError as error:  # a full disk would stay full of halves; and does not say which
+        except OSError as error:  # no half file may fill the disk; the error names no file
             temporary.unlink(missing_ok=True)
             raise OSError(error.errno, error.strerror, str(self.path / name)) from error
         return temporary
 
 
 def _sync_folder(path: Path) -> None:
-    """A new name is durable only once its folder is on the disk."""
+    """Flush a folder to the disk: only then is a new name in it durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -185,7 +185,7 @@ def _sync_folder(path: Path) -> None:
 
 @dataclass(frozen=True)
 class ObjectFolder:
-    """A prefix in an S3 bucket, through `PatientS3FileSystem`. conditional: the store heeds conditional puts."""
+    """A prefix in an S3 bucket, through `PatientS3FileSystem`. conditional: the store supports conditional puts."""
 
     url: str
     fs: Any
@@ -193,12 +193,12 @@ class ObjectFolder:
     conditional: bool = True
 
     def read(self, name: str) -> bytes:
-        data: bytes = self.fs.cat_file(f"{self.path}/{name}", max_concurrency=1)  # more ask for the size first
+        data: bytes = self.fs.cat_file(f"{self.path}/{name}", max_concurrency=1)  # else a request for the size precedes
         return data
 
     def create(self, name: str, data: bytes) -> bool:
         if self.conditional:
-            # if a refusal means something else, the plain put meets it again
+            # a refusal for another reason meets the plain put too
             with suppress(ConditionRefused):
                 return self.put_if_absent(name, data)
         if self.fs.exists(f"{self.path}/{name}"):
@@ -207,7 +207,7 @@ class ObjectFolder:
         return True
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """`create` by the store's own condition alone; ConditionRefused if it has none."""
+        """`create` by the store's own condition alone. Raises ConditionRefused if the store has none."""
         try:
             self._put(name, data, mode="create")
             return True
@@ -218,11 +218,11 @@ class ObjectFolder:
         self._put(name, data)
 
     def _put(self, name: str, data: bytes, **options: str) -> None:
-        # one put, however large: a multipart completion may ignore the condition, and parts of a killed run stay
+        # one put of any size: a multipart completion may ignore the condition, and a killed run leaves its parts
         self.fs.pipe_file(f"{self.path}/{name}", data, chunksize=max(len(data), 2**20), **options)
 
     def remove(self, name: str) -> None:
-        with suppress(FileNotFoundError):  # some stores say so
+        with suppress(FileNotFoundError):  # raised by some stores
             self.fs.rm_file(f"{self.path}/{name}")
 
     def remove_all(self, names: Sequence[str]) -> None:
@@ -230,8 +230,8 @@ class ObjectFolder:
         keys = [f"{prefix}/{name}".removeprefix("/") for name in names]
         for first in range(0, len(keys), BULK):
             objects = [{"Key": key} for key in keys[first : first + BULK]]
-            answer = self.fs.call_s3("delete_objects", Bucket=bucket, Delete={"Objects": objects, "Quiet": True})
-            for error in answer.get("Errors", []):  # the call is not tried again for these: one by one, they are
+            response = self.fs.call_s3("delete_objects", Bucket=bucket, Delete={"Objects": objects, "Quiet": True})
+            for error in response.get("Errors", []):  # the call itself is not retried for these
                 self.remove(error["Key"].removeprefix(f"{prefix}/"))
 
     def exists(self, name: str) -> bool:
@@ -244,34 +244,35 @@ class ObjectFolder:
         return (name for name, _ in self._listed())
 
     def sizes(self, stems: Collection[str], after: str) -> dict[str, int]:
-        asked = [{"stem": stem} for stem in stems] + [{"after": after}]
-        # a request for a thousand names: side by side, as each waits for the one before it otherwise
-        pages = in_parallel(lambda one: list(self._listed(**one)), asked)
+        requests = [{"stem": stem} for stem in stems] + [{"after": after}]
+        # in parallel: a listing is a chain of requests for a thousand names each
+        pages = in_parallel(lambda request: list(self._listed(**request)), requests)
         return {name: size for page in pages for name, size in page}
 
     def _listed(self, subfolder: str = "", stem: str = "", after: str = "") -> Iterator[tuple[str, int]]:
-        """Names and sizes directly in a subfolder, those that begin with `stem` and sort after `after`."""
+        """Names and sizes of the files directly in a subfolder that begin with `stem` and sort after `after`."""
         bucket, _, key = f"{self.path}/{subfolder}".rstrip("/").partition("/")
         prefix = f"{key}/" if key else ""
-        asked = {"Bucket": bucket, "Prefix": prefix + stem, "Delimiter": "/"}
+        request = {"Bucket": bucket, "Prefix": prefix + stem, "Delimiter": "/"}
         if after:
-            asked["StartAfter"] = prefix + after
+            request["StartAfter"] = prefix + after
         while True:
             try:
-                page = self.fs.call_s3("list_objects_v2", **asked)
+                page = self.fs.call_s3("list_objects_v2", **request)
             except FileNotFoundError:
                 return
             for entry in page.get("Contents", []):
-                if entry["Key"] != prefix:  # the marker that makes an empty folder
+                if entry["Key"] != prefix:  # the marker of an empty folder
                     yield entry["Key"][len(prefix) :], entry["Size"]
             if not page.get("IsTruncated"):
                 return
-            asked["ContinuationToken"] = page["NextContinuationToken"]
+            request["ContinuationToken"] = page["NextContinuationToken"]
 
 
 def probe_create(folder: Folder) -> Folder:
-    """The folder to go on with: the same, or after a warning, if the store may let `create` write over a file, one
-    that looks before it writes.
+    """Test whether `create` never replaces a file.
+
+    Returns the folder; or, after a warning, one that checks for a file before it writes.
     """
     name = f"_job/probe-{uuid.uuid4().hex}"
     create = folder.put_if_absent if isinstance(folder, ObjectFolder) else folder.create
@@ -281,5 +282,5 @@ def probe_create(folder: Folder) -> Folder:
                 return folder
     finally:
         folder.remove(name)
-    log.warning("%s: this store ignores conditional puts: two runs at once could write the same part twice", folder.url)
+    log.warning("%s: this store ignores conditional puts: simultaneous runs could write a part twice", folder.url)
     return replace(folder, conditional=False) if isinstance(folder, ObjectFolder) else folder

@@ -97,6 +97,8 @@ def test_one_file_of_a_checkpoint_is_refused(checkpoint: Path) -> None:
         inspect(checkpoint / "model.safetensors")
     with pytest.raises(UserError, match=r"^m/model.gguf: GGUF is not read; give the folder of a checkpoint"):
         inspect("m/model.gguf")
+    with pytest.raises(UserError, match=r"config.json: a file; give the folder of a checkpoint$"):
+        inspect(checkpoint / "config.json")
 
 
 @pytest.mark.parametrize(

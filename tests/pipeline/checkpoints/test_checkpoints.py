@@ -156,7 +156,7 @@ def test_a_file_that_changed_after_the_plan_is_refused(checkpoint: Path, s3: Sto
     weights = bytearray((checkpoint / WEIGHTS).read_bytes())
     weights[-1] ^= 1
     client_of(s3).put_object(Bucket="bucket", Key=f"changed/{WEIGHTS}", Body=bytes(weights))
-    with pytest.raises(ValueError, match=rf"^{url}/{WEIGHTS}: changed since the job was planned; put it back"):
+    with pytest.raises(ValueError, match=rf"^{url}/{WEIGHTS}: changed since the job was planned; restore it"):
         fetch(located.source)
     assert WEIGHTS not in held(place)
 
@@ -227,7 +227,7 @@ def test_a_damaged_download_is_tried_once_more_then_refused(
     assert damages == [0] and (folder / WEIGHTS).read_bytes() == (checkpoint / WEIGHTS).read_bytes()
     damages[0] = 99
     (folder / WEIGHTS).unlink()  # damaged later: noticed, and fetched again
-    with pytest.raises(ValueError, match=r"model\.safetensors: came damaged: its md5 is not the store's") as caught:
+    with pytest.raises(ValueError, match=r"model\.safetensors: damaged in the download: its md5") as caught:
         fetch(located.source)
     assert "\n" not in str(caught.value) and damages == [97]
     assert WEIGHTS not in held(place)
@@ -252,7 +252,7 @@ def test_a_damaged_cache_is_noticed(
     assert fetch(located.source) == folder
     assert (folder / WEIGHTS).read_bytes() == (checkpoint / WEIGHTS).read_bytes()
     assert json.loads(record.read_text()) == told
-    assert ("fetched again" in caplog.text) == (damage != "no record")
+    assert ("downloading it again" in caplog.text) == (damage != "no record")
     caplog.clear()
     assert fetch(located.source) == folder and not caplog.text
 
@@ -303,7 +303,7 @@ def test_buckets_that_cannot_be_read_are_one_line(
     located = find(put(checkpoint, "s3://bucket/full", s3), s3)
     usage = type("Usage", (), {"free": 10})
     monkeypatch.setattr(checkpoint_stores.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(ValueError, match=r"left: make room, or set model\.cache"):
+    with pytest.raises(ValueError, match=r"left: free some, or set model\.cache"):
         fetch(located.source)
 
 

@@ -85,7 +85,7 @@ def test_weights_that_do_not_have_the_hubs_digest_are_refused(hub: Hub, checkpoi
     damaged = bytearray((checkpoint / WEIGHTS).read_bytes())
     damaged[-1] ^= 1
     hub.wrong[WEIGHTS] = bytes(damaged)
-    with pytest.raises(ValueError, match=r"model\.safetensors: came damaged: its sha256 is not the store's"):
+    with pytest.raises(ValueError, match=r"model\.safetensors: damaged in the download: its sha256 is not the store's"):
         fetch(located.source)
     assert hub.downloads().count(WEIGHTS) == 2
     hub.wrong.clear()
