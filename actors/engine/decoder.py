@@ -8,7 +8,7 @@ to, E hidden size, H key/value heads, D head size, R rotary size, V vocabulary s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,10 @@ from actors.engine.cpu.native_buffers import NativeBuffers
 from actors.engine.cpu.native_stack import NativeStack, can_stack
 from actors.engine.families import Rotary, context_length, family_of, has_pages, has_weights, layer_weights
 from actors.engine.layer_weights import LayerWeights, NormWeights
+from actors.engine.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from actors.engine.gpu.operations import Operations
 
 
 class KeyValueStore(Protocol):
@@ -65,11 +69,10 @@ class Decoder:
         self.model = model
         self.blocks = list(self.family.layers(model))
         self.num_layers = len(self.blocks)
-        self.kv_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = ModelShape.of(config)
+        self.kv_heads, self.head_dim, self.vocab_size = shape.kv_heads, shape.head_dim, shape.vocab
         self.windows = self.family.windows(config)
         self.context_length = context_length(config)
-        self.vocab_size: int = config.vocab_size
         self.logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
         self.head = model.get_output_embeddings()
         self._fast = False  # whether the layers are `cpu`'s or `gpu`'s, which all have the first layer's rotary
@@ -110,11 +113,11 @@ class Decoder:
             if not shared:
                 self.model.set_output_embeddings(self.head)  # frees the weight itself
 
-    def prepare_for_gpu(self, operations: Any) -> bool:
+    def prepare_for_gpu(self, operations: Operations) -> bool:
         """Replace the layers by those of `gpu.layers`, for inference alone; not reversible. False if the family has
         none.
 
-        operations: see `FusedLayer`.
+        operations: `gpu.kernels`, or `gpu.reference` where there is no Triton.
         """
         from actors.engine.gpu.layers import FusedLayer, FusedNorm
 

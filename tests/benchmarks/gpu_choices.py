@@ -24,6 +24,7 @@ from actors.engine.decoder import Decoder
 from actors.engine.gpu import engine as engines
 from actors.engine.gpu import pages, steps
 from actors.engine.gpu.engine import GpuEngine
+from actors.engine.gpu.operations import Lanes, LayerPages
 from actors.engine.schedule import ScheduleSpec
 from actors.engine.types import Request
 
@@ -113,8 +114,9 @@ def attention(
     )
     table = torch.randperm(batch * width, device=device).view(batch, width).int() + 1
     slots = torch.arange(batch, device=device)
-    places = torch.full((batch,), length - 1, dtype=torch.int64, device=device)
-    depths = torch.ones(batch, dtype=torch.int32, device=device)
+    positions = torch.full((batch,), length - 1, dtype=torch.int64, device=device)
+    lanes = Lanes(slots, positions, torch.ones(batch, dtype=torch.int32, device=device), None)
+    layer = LayerPages(keys, values, table)
     queries = torch.randn(batch, heads, size, dtype=decoder.dtype, device=device)
     moved = 2 * batch * length * kv_heads * size * decoder.dtype.itemsize
     for tokens, reads, warps in ways:
@@ -125,7 +127,7 @@ def attention(
 
             def launch(splits: int = splits) -> None:
                 for _ in range(LAUNCHES):
-                    kernels.attend(queries, keys, values, table, slots, places, depths, 0, 0.1, splits)
+                    kernels.attend(queries, layer, lanes, 0, 0.1, splits)
 
             with (
                 patch.object(kernels, "BLOCK", tokens),

@@ -30,6 +30,7 @@ from gpu_peers import PEER_NEW, ours, peers
 from actors.engine.decoder import Decoder
 from actors.engine.gpu import reference
 from actors.engine.gpu.engine import GpuEngine
+from actors.engine.gpu.operations import Operations
 from actors.engine.scheduler import generate
 from actors.engine.types import Request
 from actors.engine.weights import ALLOWANCE, Need, cache_that_fits
@@ -74,7 +75,7 @@ def profile(engine: GpuEngine, rows: list[Request]) -> dict[str, Any]:
 def made_ready(shape: str, given: argparse.Namespace, ceilings: roofline.Ceilings) -> tuple[Decoder, Account, int]:
     """A model with the GPU's layers, what its passes must move, and bytes for its cache."""
     device = torch.device(given.device)
-    operations: Any = reference
+    operations: Operations = reference
     if device.type == "cuda":
         from actors.engine.gpu import kernels as operations
     decoder = Decoder(build(shape, device))

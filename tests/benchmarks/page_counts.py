@@ -53,7 +53,7 @@ class Nothing:
         return wide[:, : wide.shape[1] // 2]
 
     @staticmethod
-    def append(states: Tensor, rotary: Any, query_heads: int, *rest: Any) -> Tensor:
+    def append(states: Tensor, query_heads: int, *rest: Any) -> Tensor:
         return states[:, :query_heads]
 
     @staticmethod

@@ -115,13 +115,13 @@ def test_logits_in_bfloat16_are_near_the_oracle_in_float32(
         assert len(got) == 13 and error < bound, f"{error:.3f}, the bound is {bound:.3f}"
 
 
-def test_long_prompts_in_pieces_and_shared_beginnings_change_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompts_in_chunks_and_shared_beginnings_change_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch's attention over prompts one behind another, which the CPU's tests do not reach."""
     rows = [Request([*PREFIX, *row.prompt_ids], row.sampling, row.key) for row in requests(9, seed=4)]
 
     def first_logits(tokens: int, prefix: list[int]) -> torch.Tensor:
         for module in (prompts, prefill):
-            monkeypatch.setattr(module, "PIECE_TOKENS", tokens)
+            monkeypatch.setattr(module, "CHUNK_TOKENS", tokens)
         engine = engine_of("llama", torch.bfloat16, graphs=False, max_rows=9)
         seen: list[torch.Tensor] = []
         sample = DeviceRows.sample

@@ -180,10 +180,10 @@ def test_a_shared_beginning_changes_no_token(spec: int, scheduler: str) -> None:
 
 @pytest.mark.parametrize("family", FUSED)
 @pytest.mark.parametrize("tokens", [1, 5, 8])
-def test_long_prompts_in_pieces_change_no_token(tokens: int, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompts_in_chunks_change_no_token(tokens: int, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also behind a shared beginning, which is a long prompt itself."""
     for module in (prompts, prefill):
-        monkeypatch.setattr(module, "PIECE_TOKENS", tokens)
+        monkeypatch.setattr(module, "CHUNK_TOKENS", tokens)
     rows = with_prefix(13, seed=4)
     library = Decoder(tiny_model(family))
     engine = engine_of(fused(family), SCHEDULE)
@@ -195,7 +195,7 @@ def test_long_prompts_in_pieces_change_no_token(tokens: int, family: str, monkey
 def test_newcomers_come_a_pass_at_a_time_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """But all at once where there is nobody to wait for them."""
     for module in (prompts, prefill):
-        monkeypatch.setattr(module, "PIECE_TOKENS", 20)
+        monkeypatch.setattr(module, "CHUNK_TOKENS", 20)
     rows = [
         Request(row.prompt_ids, SamplingParams(max_new_tokens=3 + 5 * (place % 4), ignore_eos=True))
         for place, row in enumerate(requests(40, 3))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,9 +11,10 @@ CUDA = torch.cuda.is_available()
 pytest.importorskip("triton", reason="Triton is not installed: it comes with a GPU's torch, and with .[dev]")
 
 from actors.engine.gpu import kernels, reference  # noqa: E402
+from actors.engine.gpu.operations import Lanes, LayerPages, Operations, StepTables  # noqa: E402
 from actors.engine.gpu.pages import PAGE_TOKENS  # noqa: E402
-from actors.engine.gpu.reference import Tables  # noqa: E402
 from actors.engine.gpu.state import DeviceRows  # noqa: E402
+from actors.engine.layer_weights import NormWeights  # noqa: E402
 
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPES = st.sampled_from(
@@ -33,13 +32,23 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape).to(dtype).to(DEVICE)
 
 
+def norm_weights(width: int, centred: bool, dtype: torch.dtype) -> NormWeights:
+    return NormWeights(randn(width, dtype=dtype), randn(width, dtype=dtype) if centred else None, 1e-5)
+
+
+def lanes_of(depths: torch.Tensor) -> Lanes:
+    """Lanes of which only the depths matter."""
+    nothing = torch.zeros(len(depths), dtype=torch.int64, device=DEVICE)
+    return Lanes(nothing, nothing, depths, None)
+
+
 @many
 @given(st.integers(1, 5), st.integers(1, 700), st.booleans(), DTYPES, st.integers(0, 99))
 def test_norms(lanes: int, width: int, centred: bool, dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
-    hidden, weight = 3 * randn(lanes, width, dtype=dtype) + 1, randn(width, dtype=dtype)
-    bias = randn(width, dtype=dtype) if centred else None
-    near(kernels.norm(hidden, weight, bias, 1e-5), reference.norm(hidden, weight, bias, 1e-5))
+    hidden = 3 * randn(lanes, width, dtype=dtype) + 1
+    weights = norm_weights(width, centred, dtype)
+    near(kernels.norm(hidden, weights), reference.norm(hidden, weights))
 
 
 @many
@@ -60,9 +69,9 @@ def test_norms_of_queries_and_keys(
     heads = kv_heads * group, kv_heads
     got = 3 * randn(lanes, heads[0] + 2 * heads[1], size, dtype=dtype)
     want = got.clone()
-    weights = [randn(count * size if joined else size, dtype=dtype) for count in heads]
-    kernels.norm_heads(got, heads[0], weights[0], weights[1], 1e-5)
-    reference.norm_heads(want, heads[0], weights[0], weights[1], 1e-5)
+    norms = [norm_weights(count * size if joined else size, False, dtype) for count in heads]
+    kernels.norm_heads(got, heads[0], norms[0], norms[1])
+    reference.norm_heads(want, heads[0], norms[0], norms[1])
     near(got, want)
 
 
@@ -73,10 +82,10 @@ def test_gates_and_residuals(lanes: int, width: int, dtype: torch.dtype, seed: i
     wide = randn(lanes, 2 * width, dtype=dtype)
     near(kernels.gate(wide), reference.gate(wide))
     hidden, change = wide[:, :width].contiguous(), wide[:, width:].contiguous()
-    depths = torch.randint(0, 4, (lanes,), dtype=torch.int32, device=DEVICE)
+    some = lanes_of(torch.randint(0, 4, (lanes,), dtype=torch.int32, device=DEVICE))
     want = hidden.clone()
-    reference.add(want, change, depths, 1)
-    kernels.add(hidden, change, depths, 1)
+    reference.add(want, change, some, 1)
+    kernels.add(hidden, change, some, 1)
     near(hidden, want)
 
 
@@ -87,12 +96,11 @@ def test_residuals_with_the_norm_behind_them(
 ) -> None:
     torch.manual_seed(seed)
     hidden, change = randn(lanes, width, dtype=dtype), randn(lanes, width, dtype=dtype)
-    weight, bias = randn(width, dtype=dtype), randn(width, dtype=dtype) if centred else None
-    depths = torch.randint(0, 4, (lanes,), dtype=torch.int32, device=DEVICE)
+    weights, some = norm_weights(width, centred, dtype), lanes_of(torch.randint(0, 4, (lanes,), device=DEVICE).int())
     mine, theirs = hidden.clone(), hidden.clone()
-    got = kernels.add_norm(mine, change, depths, 1, weight, bias, 1e-5)
-    want = reference.add_norm(theirs, change, depths, 1, weight, bias, 1e-5)
-    near(got[depths > 1], want[depths > 1], 2**-5)
+    got = kernels.add_norm(mine, change, some, 1, weights)
+    want = reference.add_norm(theirs, change, some, 1, weights)
+    near(got[some.depths > 1], want[some.depths > 1], 2**-5)
     near(mine, theirs)
 
 
@@ -105,7 +113,7 @@ def rows_in_flight(count: int, stop_tokens: int, seed: int) -> DeviceRows:
 
     rows = DeviceRows(count, 12, stop_tokens, DEVICE)
     rows.last, rows.counts, rows.limits, rows.least = numbers(0, 20), numbers(0, 12), numbers(1, 13), numbers(0, 4)
-    rows.positions, rows.places = rows.counts - 1, rows.counts + numbers(0, 30)
+    rows.generated, rows.positions = rows.counts - 1, rows.counts + numbers(0, 30)
     rows.tokens, rows.stops = numbers(0, 20, 12), numbers(-1, 6, stop_tokens)
     rows.ended[:-1] = numbers(0, 2)[:-1] == 0
     return rows
@@ -121,30 +129,30 @@ def test_what_lanes_have_drawn_is_noted(lanes: int, stop_tokens: int, padding: i
     logprobs = randn(len(slots)) if told else None
     kernels.finish(slots, tokens, logprobs, mine)
     reference.finish(slots, tokens, logprobs, theirs)
-    for name in ("last", "counts", "places", "positions", "tokens", "ended", "logprobs"):
+    for name in ("last", "counts", "positions", "generated", "tokens", "ended", "logprobs"):
         torch.testing.assert_close(getattr(mine, name), getattr(theirs, name))
 
 
 @many
 @given(st.integers(1, 6), st.integers(1, 1100), st.sampled_from("tpn"), st.booleans(), DTYPES, st.integers(0, 99))
-def test_what_lanes_begin_with(
-    lanes: int, width: int, embeds: str, turned: bool, dtype: torch.dtype, seed: int
-) -> None:
-    """By token, by token and place, or not at all. Places behind the tables are those of rows that have ended."""
+def test_what_lanes_begin_with(lanes: int, width: int, embeds: str, rope: bool, dtype: torch.dtype, seed: int) -> None:
+    """By token, by token and position, or not at all. Positions behind the tables are those of rows that have ended."""
     torch.manual_seed(seed)
     rows, longest, size = rows_in_flight(lanes, 1, seed), 25, 8
-    tokens, places = randn(20, width, dtype=dtype), randn(longest, width, dtype=dtype)
-    turns = (randn(longest, size, dtype=dtype), randn(longest, size, dtype=dtype)) if turned else None
+    by_token, by_position = randn(20, width, dtype=dtype), randn(longest, width, dtype=dtype)
+    rotary = (randn(longest, size, dtype=dtype), randn(longest, size, dtype=dtype)) if rope else None
     depths = torch.randint(1, 9, (7,), dtype=torch.int32, device=DEVICE)
-    tables = Tables(depths, longest, None if embeds == "n" else tokens, places if embeds == "p" else None, turns)
+    tables = StepTables(
+        depths, longest, None if embeds == "n" else by_token, by_position if embeds == "p" else None, rotary
+    )
     slots = torch.randperm(lanes + 1).to(DEVICE)
 
-    def written(operations: Any) -> list[torch.Tensor]:
-        found = [torch.zeros(lanes + 1, dtype=one, device=DEVICE) for one in (torch.int64, torch.int32)]
+    def written(operations: Operations) -> list[torch.Tensor]:
+        positions, depths = (torch.zeros(lanes + 1, dtype=kind, device=DEVICE) for kind in (torch.int64, torch.int32))
         hidden = torch.zeros(lanes + 1, width, dtype=dtype, device=DEVICE)
-        held = tuple(torch.zeros(lanes + 1, size, dtype=dtype, device=DEVICE) for _ in range(2)) if turned else None
-        operations.begin(slots, rows, tables, *found, hidden, held)
-        return [*found, hidden, *(held or ())]
+        cosines, sines = torch.zeros(2, lanes + 1, size, dtype=dtype, device=DEVICE)
+        operations.begin(Lanes(slots, positions, depths, (cosines, sines) if rope else None), rows, tables, hidden)
+        return [positions, depths, hidden, cosines, sines]
 
     for got, want in zip(written(kernels), written(reference), strict=True):
         torch.testing.assert_close(got, want)
@@ -179,7 +187,7 @@ def test_a_token_is_put_into_its_page_and_sees_what_lies_before_it(
     order = torch.randperm(lanes * width) + 1
     table = order.view(lanes, width).to(torch.int32).to(DEVICE)
     slots = torch.randperm(lanes).to(DEVICE)
-    places = torch.tensor(lengths, device=DEVICE) - 1
+    positions = torch.tensor(lengths, device=DEVICE) - 1
     depths = torch.full((lanes,), 5, dtype=torch.int32, device=DEVICE)
     if lanes > 1:
         depths[seed % lanes] = 2
@@ -191,12 +199,13 @@ def test_a_token_is_put_into_its_page_and_sees_what_lies_before_it(
     if rotary_part is not None:
         rotary_size = size * rotary_part // 4
         rotary = randn(lanes, rotary_size, dtype=dtype), randn(lanes, rotary_size, dtype=dtype)
-    where = table, slots, places, depths, 2
-    want = reference.append(states, rotary, heads, *pools[2:], *where)
-    got = kernels.append(states, rotary, heads, *pools[:2], *where)
+    some = Lanes(slots, positions, depths, rotary)
+    mine, theirs = LayerPages(pools[0], pools[1], table), LayerPages(pools[2], pools[3], table)
+    want = reference.append(states, heads, rotary, theirs, some, 2)
+    got = kernels.append(states, heads, rotary, mine, some, 2)
     near(got, want, 2**-4)  # of two products of up to 16, one may be rounded by itself, or not
     for pool, wanted in zip(pools[:2], pools[2:], strict=True):
         near(pool[1:], wanted[1:], 2**-4)  # page 0 is nobody's
         pool[0] = torch.nan
-    attended = kernels.attend(got, *pools[:2], *where, 0.25, splits)
-    near(attended[runs], reference.attend(got, *pools[2:], *where, 0.25)[runs], 2**-4)
+    attended = kernels.attend(got, mine, some, 2, 0.25, splits)
+    near(attended[runs], reference.attend(got, theirs, some, 2, 0.25)[runs], 2**-4)

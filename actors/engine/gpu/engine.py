@@ -29,7 +29,7 @@ from actors.engine.errors import UserError
 from actors.engine.gpu.completions import CompletionPoll
 from actors.engine.gpu.layers import FusedLayer
 from actors.engine.gpu.pages import PagedCache, PagePool, page_bytes, row_pages, upload
-from actors.engine.gpu.prefill import Prefill, chunks
+from actors.engine.gpu.prefill import Prefill, passes
 from actors.engine.gpu.prefill_times import PrefillTimes
 from actors.engine.gpu.state import DeviceRows, SamplingVariant, samples_on_device
 from actors.engine.gpu.steps import Steps
@@ -200,8 +200,9 @@ class GpuEngine:
             device=decoder.device,
             pool=self._pool,
         )
-        operations = decoder.blocks[0].operations
-        state = DeviceRows(rows, most_new, len(self.stop_ids) + OWN_STOPS, decoder.device, operations)
+        first = decoder.blocks[0]
+        assert isinstance(first, FusedLayer)
+        state = DeviceRows(rows, most_new, len(self.stop_ids) + OWN_STOPS, decoder.device, first.operations)
         steps = Steps(decoder, self.schedule, cache, state, rows, graphs=self.graphs)
         return _Buffers(rows, prompt, most_new, cache, state, steps)
 
@@ -234,7 +235,7 @@ class GpuEngine:
     def first_chunk(self, requests: Sequence[Request], prefix: Sequence[int]) -> int:
         """How many of these requests, in their order, fit one pass: steps come between passes."""
         shared = min(len(prefix), PREFIX_TOKENS)
-        return chunks([len(request.prompt_ids) - shared for request in requests], shared)[0][1]
+        return passes([len(request.prompt_ids) - shared for request in requests], shared)[0][1]
 
     @torch.inference_mode()
     def admit(self, requests: Sequence[Request], prefix: Sequence[int] = ()) -> list[int]:
@@ -270,7 +271,7 @@ class GpuEngine:
         """Prompts of rows through the layers, and each row's first token."""
         prompts, sources = distinct_prompts([row.request for row in rows])
         prefix_tokens = self._prefill.share(prefix)
-        for first, end in chunks([len(prompt) - len(prefix) for prompt in prompts], len(prefix)):
+        for first, end in passes([len(prompt) - len(prefix) for prompt in prompts], len(prefix)):
             members = [index for index, source in enumerate(sources) if first <= source < end]
             chunk_sources = [sources[index] - first for index in members]
             chunk_slots = [slots[index] for index in members]
@@ -481,8 +482,8 @@ class GpuEngine:
         state, device = self._run.state, slots.device
         state.last[slots] = torch.tensor([row.tokens[-1] for row in rows], device=device)
         positions = torch.tensor([row.position for row in rows], device=device)
-        state.positions[slots] = positions
-        state.places[slots] = positions + torch.tensor([len(row.request.prompt_ids) for row in rows], device=device)
+        state.generated[slots] = positions
+        state.positions[slots] = positions + torch.tensor([len(row.request.prompt_ids) for row in rows], device=device)
         state.ended[slots] = torch.tensor([row.finish is not None for row in rows], device=device)
 
 

@@ -14,7 +14,7 @@ from actors.engine.gpu.layers import FusedLayer
 from actors.engine.gpu.pages import PagedCache, upload
 from actors.engine.gpu.prompts import PrefixPages, Prompts
 from actors.engine.schedule import Schedule
-from actors.engine.working_memory import KEY_TOKENS, PIECE_TOKENS
+from actors.engine.working_memory import CHUNK_TOKENS, KEY_TOKENS
 
 
 class Prefill:
@@ -67,20 +67,20 @@ class Prefill:
         hidden, rotary = decoder.embed(upload(ids, decoder.device)[None], batch.positions[None])
         states = hidden[0]
         for layer in self.schedule.prompt_layers:
-            turns, block = rotary[layer], decoder.blocks[layer]
+            own, block = rotary[layer], decoder.blocks[layer]
             assert isinstance(block, FusedLayer)
-            block.prompts(states, None if turns is None else (turns[0][0], turns[1][0]), batch, cache)
+            block.prompts(states, None if own is None else (own[0][0], own[1][0]), batch, cache)
         return decoder.logits(states[batch.last])
 
 
-def chunks(lengths: Sequence[int], before: int) -> list[tuple[int, int]]:
-    """First and end of chunks of prompts with at most `PIECE_TOKENS` tokens and `KEY_TOKENS` keys; a longer prompt is
-    alone. before: tokens of the prefix, which come before each of these lengths."""
+def passes(lengths: Sequence[int], before: int) -> list[tuple[int, int]]:
+    """First and end of the prompts of each pass: at most `CHUNK_TOKENS` tokens and `KEY_TOKENS` keys, or one longer
+    prompt. before: tokens of the prefix, which come before each of these lengths."""
     bounds: list[tuple[int, int]] = []
     first = total = 0
     for prompt, length in enumerate(lengths):
         keys = total + length + before * (prompt + 1 - first)
-        if prompt > first and (total + length > PIECE_TOKENS or keys > KEY_TOKENS):
+        if prompt > first and (total + length > CHUNK_TOKENS or keys > KEY_TOKENS):
             bounds.append((first, prompt))
             first, total = prompt, 0
         total += length

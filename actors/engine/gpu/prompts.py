@@ -1,7 +1,7 @@
 """A pass over prompts: concatenated without padding, their attention, and the pages of their keys and values.
 
-A pass holds several whole prompts, or one long prompt in pieces: activations exist for a piece at a time.
-Shapes: P prompts, N tokens of all of them, M of a piece, Q query heads, H key/value heads, D head size, C tokens of a
+A pass holds several whole prompts, or one long prompt in chunks: activations exist for a chunk at a time.
+Shapes: P prompts, N tokens of all of them, M of a chunk, Q query heads, H key/value heads, D head size, C tokens of a
 prefix.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from actors.engine.gpu.pages import PagedCache, upload
-from actors.engine.working_memory import KEY_TOKENS, PIECE_TOKENS
+from actors.engine.working_memory import CHUNK_TOKENS, KEY_TOKENS
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -36,11 +36,11 @@ class PrefixPages:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """Tokens `first` to `end` of a pass. A token attends to the prefix and to its prompt's tokens up to itself.
 
     Args:
-        queries: Tokens of each prompt in this piece [P'].
+        queries: Tokens of each prompt in this chunk [P'].
         keys: Keys of each prompt [P'], of which the last ones belong to its queries.
         query_ends: int32 [P' + 1], cumulative sums of queries.
         key_ends: int32 [P' + 1], cumulative sums of keys.
@@ -65,7 +65,7 @@ class Prompts:
     """Prompts of one pass, and the rows that have them; several rows may share a prompt.
 
     Args:
-        lengths: Tokens of each prompt in this pass, at least one; more than PIECE_TOKENS only for a single prompt.
+        lengths: Tokens of each prompt in this pass, at least one; more than CHUNK_TOKENS only for a single prompt.
         rows: Slots of the rows.
         sources: Number of each row's prompt.
         prefix: Keys and values of the prefix of all prompts.
@@ -84,12 +84,12 @@ class Prompts:
         before: int = 0,
         keep_in: PrefixPages | None = None,
     ) -> None:
-        assert len(lengths) == 1 or sum(lengths) <= PIECE_TOKENS
+        assert len(lengths) == 1 or sum(lengths) <= CHUNK_TOKENS
         starts = [0, *itertools.accumulate(lengths)]
         self.prefix, self.keep_in = prefix, keep_in
         self.positions = upload(torch.cat([torch.arange(before, before + length) for length in lengths]), device)
         self.last = upload(torch.tensor(starts[1:]) - 1, device)
-        self.pieces = list(_pieces(lengths, starts, before, device))
+        self.chunks = list(_chunks(lengths, starts, before, device))
         # of each token that is kept: its index in prefix + pass, its row, its position in the row
         picked, owners, positions = [], [], []
         for row, source in zip(rows, sources, strict=True):
@@ -118,23 +118,23 @@ class Prompts:
                 pages = cache.table[layer][owners, positions // tokens].long()
                 pool[pages, :, positions % tokens] = new[picked]
 
-    def attend(self, layer: int, piece: Piece, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        """Causal attention of a piece's queries [M, Q, D] over prefix and prompts -> [M, Q, D].
+    def attend(self, layer: int, chunk: Chunk, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        """Causal attention of a chunk's queries [M, Q, D] over prefix and prompts -> [M, Q, D].
 
-        keys, values: [N, H, D] of the pass, computed up to the piece's end.
+        keys, values: [N, H, D] of the pass, computed up to the chunk's end.
         """
-        keys, values = keys[: piece.end], values[: piece.end]
+        keys, values = keys[: chunk.end], values[: chunk.end]
         if self.prefix is not None:
             shared = self.prefix.layers[layer]
             keys, values = (torch.cat(pair) for pair in zip(shared, (keys, values), strict=True))
-        if piece.key_index is not None:
-            keys, values = keys[piece.key_index], values[piece.key_index]
+        if chunk.key_index is not None:
+            keys, values = keys[chunk.key_index], values[chunk.key_index]
         if queries.device.type == "cuda" and varlen_attn is not None and queries.dtype != torch.float32:
-            return _by_varlen(piece, queries, keys, values, scaling)
+            return _by_varlen(chunk, queries, keys, values, scaling)
         if queries.device.type == "cuda":  # grouped heads in float32 have no kernel that avoids the full score matrix
             keys, values = (_repeated(states, queries) for states in (keys, values))
         done = []
-        parts = zip(queries.split(piece.queries), keys.split(piece.keys), values.split(piece.keys), strict=True)
+        parts = zip(queries.split(chunk.queries), keys.split(chunk.keys), values.split(chunk.keys), strict=True)
         for query, key, value in parts:
             query, key, value = (states.transpose(0, 1)[None] for states in (query, key, value))
             mask = None
@@ -148,25 +148,25 @@ class Prompts:
         return torch.cat(done)
 
 
-def _pieces(lengths: Sequence[int], starts: Sequence[int], before: int, device: torch.device) -> Iterator[Piece]:
-    """One piece of all prompts, or the pieces of a single prompt."""
+def _chunks(lengths: Sequence[int], starts: Sequence[int], before: int, device: torch.device) -> Iterator[Chunk]:
+    """One chunk of all prompts, or the chunks of a single prompt."""
 
-    def piece(first: int, end: int, queries: list[int], keys: list[int], key_index: Tensor | None) -> Piece:
+    def chunk(first: int, end: int, queries: list[int], keys: list[int], key_index: Tensor | None) -> Chunk:
         query_ends, key_ends = (
             upload(torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32), device)
             for counts in (queries, keys)
         )
         key_index = None if key_index is None else upload(key_index, device)
-        return Piece(first, end, queries, keys, query_ends, key_ends, key_index)
+        return Chunk(first, end, queries, keys, query_ends, key_ends, key_index)
 
     if len(lengths) > 1:
         index = torch.cat([_with_prefix(*pair, before) for pair in itertools.pairwise(starts)]) if before else None
         keys = [before + length for length in lengths]
-        yield piece(0, starts[-1], list(lengths), keys, index)
+        yield chunk(0, starts[-1], list(lengths), keys, index)
         return
-    for first in range(0, lengths[0], PIECE_TOKENS):
-        end = min(lengths[0], first + PIECE_TOKENS)
-        yield piece(first, end, [end - first], [before + end], None)
+    for first in range(0, lengths[0], CHUNK_TOKENS):
+        end = min(lengths[0], first + CHUNK_TOKENS)
+        yield chunk(first, end, [end - first], [before + end], None)
 
 
 def _with_prefix(first: int, end: int, before: int) -> Tensor:
@@ -179,7 +179,7 @@ def _repeated(states: Tensor, queries: Tensor) -> Tensor:
     return states.repeat_interleave(queries.shape[1] // states.shape[1], dim=1)
 
 
-def _by_varlen(piece: Piece, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+def _by_varlen(chunk: Chunk, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
     """torch's attention over concatenated sequences; causal from the end of each sequence."""
     settings: dict[str, Any] = {"is_causal": True} if "is_causal" in _PARAMETERS else {"window_size": (-1, 0)}
     if "scale" in _PARAMETERS:
@@ -191,7 +191,7 @@ def _by_varlen(piece: Piece, queries: Tensor, keys: Tensor, values: Tensor, scal
             settings["enable_gqa"] = True
         else:
             keys, values = (_repeated(states, queries) for states in (keys, values))
-    longest = max(piece.queries), max(piece.keys)
-    out = varlen_attn(queries, keys, values, piece.query_ends, piece.key_ends, *longest, **settings)
+    longest = max(chunk.queries), max(chunk.keys)
+    out = varlen_attn(queries, keys, values, chunk.query_ends, chunk.key_ends, *longest, **settings)
     assert isinstance(out, Tensor)
     return out

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from actors.engine.gpu import reference
+from actors.engine.gpu.operations import Operations
 from actors.engine.gpu.pages import upload
 from actors.engine.row import Row
 from actors.engine.sampling import draw, narrow
@@ -65,7 +65,7 @@ class DeviceRows:
     """State of R slots, one a row, and of slot R, which holds a row that has ended: padding lanes point to it."""
 
     def __init__(
-        self, rows: int, max_new_tokens: int, stop_tokens: int, device: torch.device, operations: Any = reference
+        self, rows: int, max_new_tokens: int, stop_tokens: int, device: torch.device, operations: Operations = reference
     ) -> None:
         """operations: `kernels`, or `reference` where there is no Triton."""
 
@@ -74,8 +74,8 @@ class DeviceRows:
 
         self.rows, self.operations = rows, operations
         self.last = numbers()  # the token that is the next input
-        self.places = numbers()  # its position in prompt and answer
-        self.positions = numbers()  # its position t in the answer
+        self.positions = numbers()  # its position in prompt and answer
+        self.generated = numbers()  # its position t in the answer
         self.counts = numbers()  # tokens generated
         self.limits, self.least = numbers(), numbers()
         self.stops = numbers(max(1, stop_tokens)) - 1
@@ -96,8 +96,8 @@ class DeviceRows:
             ids = sorted(row.stop_ids)[: stops.shape[1]]  # a row with more of them is sampled by the host
             stops[index_in_rows, : len(ids)] = ids
         for target, values in (
-            (self.places, np.array(lengths) - 1),
-            (self.positions, np.full(len(rows), -1)),
+            (self.positions, np.array(lengths) - 1),
+            (self.generated, np.full(len(rows), -1)),
             (self.counts, np.zeros(len(rows), dtype=np.int64)),
             (self.limits, np.array([row.limit for row in rows])),
             (self.least, np.array([param.min_new_tokens for param in params])),

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from actors.engine.decoder import Decoder
-from actors.engine.gpu.layers import FusedLayer, Lanes
+from actors.engine.gpu.layers import FusedLayer
+from actors.engine.gpu.operations import Lanes, StepTables
 from actors.engine.gpu.pages import PagedCache, upload
-from actors.engine.gpu.reference import Tables
 from actors.engine.gpu.state import DeviceRows, SamplingVariant
 from actors.engine.schedule import Schedule
 
@@ -65,14 +65,14 @@ class Steps:
         device = decoder.device
         self._slots = torch.full((lanes,), state.rows, dtype=torch.int64, device=device)
         self._lane_depths = torch.zeros(lanes, dtype=torch.int32, device=device)
-        self._places = torch.zeros(lanes, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(lanes, dtype=torch.int64, device=device)
         config = decoder.model.config
         self._hidden = torch.zeros(lanes, config.hidden_size, dtype=decoder.dtype, device=device)
         self._tables = tables_of(decoder, schedule, cache)
-        self._turns = None
-        if self._tables.turns is not None:
-            size = self._tables.turns[0].shape[1]
-            self._turns = self._hidden.new_zeros(lanes, size), self._hidden.new_zeros(lanes, size)
+        self._rotary = None
+        if self._tables.rotary is not None:
+            size = self._tables.rotary[0].shape[1]
+            self._rotary = self._hidden.new_zeros(lanes, size), self._hidden.new_zeros(lanes, size)
         self._logits: dict[int, Tensor] = {}  # by bucket: for the host where it samples
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._use_graphs = graphs
@@ -82,7 +82,7 @@ class Steps:
 
     @property
     def _lanes(self) -> Lanes:
-        return Lanes(self._slots, self._places, self._lane_depths, self._turns)
+        return Lanes(self._slots, self._positions, self._lane_depths, self._rotary)
 
     def bucket(self, count: int) -> int:
         """The smallest bucket for so many lanes."""
@@ -134,9 +134,9 @@ class Steps:
         """Hidden states, positions, depths and rope of the youngest `count` lanes, from their tokens."""
         lanes = self._lanes.youngest(count)
         hidden, state = self._hidden[-count:], self.state
-        state.operations.begin(lanes.slots, state, self._tables, lanes.places, lanes.depths, hidden, lanes.rotary)
-        if self._tables.tokens is None:
-            inside = lanes.places.clamp(max=self._tables.longest - 1)
+        state.operations.begin(lanes, state, self._tables, hidden)
+        if self._tables.token_embeddings is None:
+            inside = lanes.positions.clamp(max=self._tables.longest - 1)
             embedded, _ = self.decoder.embed(state.last[lanes.slots][:, None], inside[:, None])
             hidden.copy_(embedded[:, 0])
 
@@ -174,13 +174,13 @@ class Steps:
 
 
 @torch.inference_mode()
-def tables_of(decoder: Decoder, schedule: Schedule, cache: PagedCache) -> Tables:
+def tables_of(decoder: Decoder, schedule: Schedule, cache: PagedCache) -> StepTables:
     """Tables for rows as long as the cache's longest."""
     device = decoder.device
     depths = [schedule.depth(position) for position in range(cache.max_new_tokens + 1)]
     longest = min(decoder.context_length, cache.longest)
-    tokens, places = decoder.family.embeddings(decoder.model) or (None, None)
+    by_token, by_position = decoder.family.embeddings(decoder.model) or (None, None)
     here = torch.arange(longest, device=device)[None]
-    _, rotary = decoder.embed(torch.zeros_like(here), here)
-    turns = None if rotary[0] is None else (rotary[0][0][0].contiguous(), rotary[0][1][0].contiguous())
-    return Tables(torch.tensor(depths, dtype=torch.int32, device=device), longest, tokens, places, turns)
+    _, (first, *_) = decoder.embed(torch.zeros_like(here), here)  # layers have the same rope, or none
+    rotary = None if first is None else (first[0][0].contiguous(), first[1][0].contiguous())
+    return StepTables(torch.tensor(depths, dtype=torch.int32, device=device), longest, by_token, by_position, rotary)

@@ -1,8 +1,7 @@
-"""What lies before, between and behind a decode step's products, as Triton kernels of fixed shapes, for CUDA graphs.
+"""The operations of `Operations` as Triton kernels of fixed shapes, for CUDA graphs.
 
-Nothing here reads a value back or hangs on one that is not on the device: how many tokens a row has, where they lie and
-whether a lane runs the layer at all is read by the kernels. Held against `reference`, lane by lane, whose shapes these
-are.
+No kernel needs a value from the host: the kernels themselves read how many tokens a row has, where its pages are, and
+whether a lane runs the layer. The tests hold them against `reference`, lane by lane.
 """
 
 from actors.engine.gpu.kernels.attention import append, attend

@@ -1,4 +1,4 @@
-"""A lane's token into its page, and its queries over the tokens before it.
+"""Writes each lane's keys and values to its pages, and computes its attention over them.
 
 Attention over pages in splits after Dao et al., "Flash-Decoding for long-context inference", 2023.
 """
@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from actors.engine.gpu.kernels.compiled import compiled_once
+from actors.engine.gpu.kernels.compiled import check_contiguous, compiled_once
+from actors.engine.gpu.operations import Lanes, LayerPages, Rotary
 
 BLOCK = 64  # tokens that a program of attention reads at once
-STAGES = 3  # of these reads under way
+STAGES = 3  # of these reads in progress
 WARPS = 4
 MATRIX_SIDE = 16  # least rows and columns of a product on tensor cores
 
@@ -32,7 +33,7 @@ def _append(
     values,
     table,
     slots,
-    places,
+    positions,
     depths,
     rank,
     table_stride,
@@ -59,49 +60,40 @@ def _append(
     if head < Q:
         tl.store(queries + (lane * Q + head) * D + column, one, mask=inside)
     elif tl.load(depths + lane) > rank:
-        place = tl.load(places + lane)
-        page = tl.load(table + tl.load(slots + lane) * table_stride + place // TOKENS).to(tl.int64)
+        position = tl.load(positions + lane)
+        page = tl.load(table + tl.load(slots + lane) * table_stride + position // TOKENS).to(tl.int64)
         number = (head - Q) % H
-        target = ((page * H + number) * TOKENS + place % TOKENS) * D + column
+        target = ((page * H + number) * TOKENS + position % TOKENS) * D + column
         if head < Q + H:
             tl.store(keys + target, one, mask=inside)
         else:
             tl.store(values + target, one, mask=inside)
 
 
-def append(
-    states: Tensor,
-    rotary: tuple[Tensor, Tensor] | None,
-    query_heads: int,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    slots: Tensor,
-    places: Tensor,
-    depths: Tensor,
-    rank: int,
-) -> Tensor:
-    """As `reference.append`; all contiguous but the table, whose rows are."""
-    lanes, heads, size = states.shape
-    queries = states.new_empty(lanes, query_heads, size)
+def append(states: Tensor, query_heads: int, rotary: Rotary, pages: LayerPages, lanes: Lanes, rank: int) -> Tensor:
+    """Implements `Operations.append`."""
+    count, heads, size = states.shape
+    check_contiguous(states, pages.keys, pages.values, lanes.slots, lanes.positions, lanes.depths, *(rotary or ()))
+    assert pages.table.stride(1) == 1
+    queries = states.new_empty(count, query_heads, size)
     cosines, sines = (states, states) if rotary is None else rotary
-    _append[(lanes, heads)](
+    _append[(count, heads)](
         states,
         queries,
         cosines,
         sines,
-        keys,
-        values,
-        table,
-        slots,
-        places,
-        depths,
+        pages.keys,
+        pages.values,
+        pages.table,
+        lanes.slots,
+        lanes.positions,
+        lanes.depths,
         rank,
-        table.stride(0),
+        pages.table.stride(0),
         Q=query_heads,
-        H=keys.shape[1],
+        H=pages.keys.shape[1],
         D=size,
-        TOKENS=keys.shape[2],
+        TOKENS=pages.keys.shape[2],
         ROTARY=0 if rotary is None else cosines.shape[1],
         WIDTH=triton.next_power_of_2(size),
         num_warps=1,
@@ -116,7 +108,7 @@ def _attend(
     values,
     table,
     slots,
-    places,
+    positions,
     depths,
     rank,
     scaling,
@@ -138,7 +130,7 @@ def _attend(
     if tl.load(depths + lane) <= rank:
         return
     G: tl.constexpr = Q // H
-    length = tl.load(places + lane).to(tl.int32) + 1
+    length = tl.load(positions + lane).to(tl.int32) + 1
     share = tl.cdiv(tl.cdiv(length, BLOCK), SPLITS) * BLOCK
     first = split * share
     end = tl.minimum(first + share, length)
@@ -154,10 +146,10 @@ def _attend(
     summed = tl.zeros((ROWS, WIDTH), tl.float32)
     pages = table + tl.load(slots + lane) * table_stride
     for start in tl.range(first, end, BLOCK, num_stages=STAGES):
-        place = start + token
-        known = place < end
-        page = tl.load(pages + place // TOKENS, mask=known, other=0).to(tl.int64)
-        source = ((page * H + head) * TOKENS + place % TOKENS)[:, None] * D + column[None, :]
+        position = start + token
+        known = position < end
+        page = tl.load(pages + position // TOKENS, mask=known, other=0).to(tl.int64)
+        source = ((page * H + head) * TOKENS + position % TOKENS)[:, None] * D + column[None, :]
         seen = known[:, None] & inside[None, :]
         key = tl.load(keys + source, mask=seen, other=0.0)
         value = tl.load(values + source, mask=seen, other=0.0)
@@ -208,7 +200,7 @@ def _combine(
     base = (lane * Q + head) * SPLITS
     real, inside = split < SPLITS, column < D
     top = tl.load(heaviest + base + split, mask=real, other=float("-inf"))
-    share = tl.exp(top - tl.max(top, axis=0))  # 0 for a split that had no token
+    share = tl.exp(top - tl.max(top, axis=0))  # 0 for a split without tokens
     total = tl.sum(share * tl.load(weights + base + split, mask=real, other=0.0), axis=0)
     part = tl.load(
         parts + (base + split)[:, None] * D + column[None, :], mask=real[:, None] & inside[None, :], other=0.0
@@ -217,42 +209,33 @@ def _combine(
     tl.store(out + (lane * Q + head) * D + column, done.to(out.dtype.element_ty), mask=inside)
 
 
-def attend(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    slots: Tensor,
-    places: Tensor,
-    depths: Tensor,
-    rank: int,
-    scaling: float,
-    splits: int = 1,
-) -> Tensor:
-    """As `reference.attend`; splits: programs among which a row's tokens are divided."""
-    lanes, query_heads, size = queries.shape
-    kv_heads, tokens = keys.shape[1:3]
+def attend(queries: Tensor, pages: LayerPages, lanes: Lanes, rank: int, scaling: float, splits: int = 1) -> Tensor:
+    """Implements `Operations.attend`."""
+    count, query_heads, size = queries.shape
+    check_contiguous(queries, pages.keys, pages.values, lanes.slots, lanes.positions, lanes.depths)
+    assert pages.table.stride(1) == 1
+    kv_heads, tokens = pages.keys.shape[1:3]
     group = query_heads // kv_heads
     rows = 1 if group == 1 else max(MATRIX_SIDE, triton.next_power_of_2(group))
     width = max(triton.next_power_of_2(size), 1 if group == 1 else MATRIX_SIDE)
     output = torch.empty_like(queries)
-    heads = (lanes, query_heads, splits)
+    heads = (count, query_heads, splits)
     parts = output if splits == 1 else queries.new_empty(*heads, size, dtype=torch.float32)
     heaviest, weights = (
         (output, output) if splits == 1 else (queries.new_empty(heads, dtype=torch.float32) for _ in range(2))
     )
     shape: dict[str, Any] = {"Q": query_heads, "D": size, "SPLITS": splits, "WIDTH": width}
-    _attend[(lanes, kv_heads, splits)](
+    _attend[(count, kv_heads, splits)](
         queries,
-        keys,
-        values,
-        table,
-        slots,
-        places,
-        depths,
+        pages.keys,
+        pages.values,
+        pages.table,
+        lanes.slots,
+        lanes.positions,
+        lanes.depths,
         rank,
         scaling,
-        table.stride(0),
+        pages.table.stride(0),
         parts,
         heaviest,
         weights,
@@ -266,5 +249,5 @@ def attend(
     )
     if splits > 1:
         most = triton.next_power_of_2(splits)
-        _combine[(lanes, query_heads)](parts, heaviest, weights, output, depths, rank, MOST=most, **shape)
+        _combine[(count, query_heads)](parts, heaviest, weights, output, lanes.depths, rank, MOST=most, **shape)
     return output

@@ -1,8 +1,14 @@
-"""How the kernels are compiled."""
+"""How the kernels are compiled, and the layout that they expect."""
 
 from __future__ import annotations
 
 import triton
+from torch import Tensor
 
-# one for all layers and lane counts: else each rank that is 1 or divides by 16, and each slice of lanes, has its own
-compiled_once = triton.jit(do_not_specialize=["rank"], do_not_specialize_on_alignment=["slots", "places", "depths"])
+# once for all layers and lane counts: Triton would compile ranks that are 1 or divide by 16, and slices of lanes, apart
+compiled_once = triton.jit(do_not_specialize=["rank"], do_not_specialize_on_alignment=["slots", "positions", "depths"])
+
+
+def check_contiguous(*tensors: Tensor) -> None:
+    """Kernels compute addresses without strides."""
+    assert all(tensor.is_contiguous() for tensor in tensors)

@@ -1,4 +1,4 @@
-"""What a step's lanes begin with, and what is noted of what they have drawn."""
+"""The inputs of a step's lanes, and the records of the tokens that they sample."""
 
 # ruff: noqa: N803
 
@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from actors.engine.gpu.kernels.compiled import compiled_once
+from actors.engine.gpu.kernels.compiled import check_contiguous, compiled_once
+from actors.engine.gpu.operations import Lanes, StepTables
 
 if TYPE_CHECKING:
-    from actors.engine.gpu.reference import Tables
     from actors.engine.gpu.state import DeviceRows
 
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 def _begin(
     slots,
     last,
-    row_places,
-    positions,
+    row_positions,
+    generated,
     ended,
     depth_table,
     most,
     token_table,
-    place_table,
+    position_table,
     cosine_table,
     sine_table,
     longest,
-    places,
+    positions,
     depths,
     hidden,
     cosines,
@@ -39,74 +39,68 @@ def _begin(
     width,
     size,
     EMBEDS: tl.constexpr,
-    PLACES: tl.constexpr,
-    TURNS: tl.constexpr,
+    LEARNED: tl.constexpr,
+    ROPE: tl.constexpr,
     WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     lane = tl.program_id(0)
     slot = tl.load(slots + lane)
-    place = tl.load(row_places + slot)
-    inside = tl.minimum(place, longest - 1)
+    position = tl.load(row_positions + slot)
+    inside = tl.minimum(position, longest - 1)
     if tl.program_id(1) == 0:
-        position = tl.minimum(tl.maximum(tl.load(positions + slot), 0), most - 1)
-        depth = tl.load(depth_table + position)
-        tl.store(places + lane, place)
+        count = tl.minimum(tl.maximum(tl.load(generated + slot), 0), most - 1)
+        depth = tl.load(depth_table + count)
+        tl.store(positions + lane, position)
         tl.store(depths + lane, tl.where(tl.load(ended + slot).to(tl.int32) != 0, 0, depth))
-        if TURNS:
-            turn = tl.arange(0, SIZE)
-            known = turn < size
-            tl.store(cosines + lane * size + turn, tl.load(cosine_table + inside * size + turn, mask=known), mask=known)
-            tl.store(sines + lane * size + turn, tl.load(sine_table + inside * size + turn, mask=known), mask=known)
+        if ROPE:
+            column = tl.arange(0, SIZE)
+            real = column < size
+            cosine = tl.load(cosine_table + inside * size + column, mask=real)
+            tl.store(cosines + lane * size + column, cosine, mask=real)
+            tl.store(sines + lane * size + column, tl.load(sine_table + inside * size + column, mask=real), mask=real)
     if EMBEDS:
-        column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-        real = column < width
-        one = tl.load(token_table + tl.load(last + slot) * width + column, mask=real)
-        if PLACES:
-            one += tl.load(place_table + inside * width + column, mask=real)
-        tl.store(hidden + lane * width + column, one, mask=real)
+        number = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+        within = number < width
+        embedded = tl.load(token_table + tl.load(last + slot) * width + number, mask=within)
+        if LEARNED:
+            embedded += tl.load(position_table + inside * width + number, mask=within)
+        tl.store(hidden + lane * width + number, embedded, mask=within)
 
 
-def begin(
-    slots: Tensor,
-    rows: DeviceRows,
-    tables: Tables,
-    places: Tensor,
-    depths: Tensor,
-    hidden: Tensor,
-    turns: tuple[Tensor, Tensor] | None,
-) -> None:
-    """As `reference.begin`; all contiguous."""
+def begin(lanes: Lanes, rows: DeviceRows, tables: StepTables, hidden: Tensor) -> None:
+    """Implements `Operations.begin`."""
     width = hidden.shape[1]
-    embeds, turned = tables.tokens is not None, turns is not None
-    cosine_table, sine_table = tables.turns or (hidden, hidden)
-    cosines, sines = turns or (hidden, hidden)
+    embeds = tables.token_embeddings is not None
+    cosine_table, sine_table = tables.rotary or (hidden, hidden)
+    cosines, sines = lanes.rotary or (hidden, hidden)
     size = cosines.shape[1]
-    _begin[(len(slots), triton.cdiv(width, 1024) if embeds else 1)](
-        slots,
+    check_contiguous(lanes.slots, lanes.positions, lanes.depths, hidden, cosines, sines, cosine_table, sine_table)
+    _begin[(len(lanes.slots), triton.cdiv(width, 1024) if embeds else 1)](
+        lanes.slots,
         rows.last,
-        rows.places,
         rows.positions,
+        rows.generated,
         rows.ended,
         tables.depths,
         len(tables.depths),
-        tables.tokens if embeds else hidden,
-        hidden if tables.places is None else tables.places,
+        tables.token_embeddings if embeds else hidden,
+        hidden if tables.position_embeddings is None else tables.position_embeddings,
         cosine_table,
         sine_table,
         tables.longest,
-        places,
-        depths,
+        lanes.positions,
+        lanes.depths,
         hidden,
         cosines,
         sines,
         width,
         size,
         EMBEDS=embeds,
-        PLACES=tables.places is not None,
-        TURNS=turned,
+        LEARNED=tables.position_embeddings is not None,
+        ROPE=lanes.rotary is not None,
         WIDTH=1024,
-        SIZE=triton.next_power_of_2(size) if turned else 1,
+        SIZE=triton.next_power_of_2(size) if lanes.rotary is not None else 1,
     )
 
 
@@ -114,12 +108,12 @@ def begin(
 def _finish(
     slots,
     tokens,
-    told,
+    token_logprobs,
     last,
     row_tokens,
     counts,
-    row_places,
-    positions,
+    row_positions,
+    generated,
     ended,
     stops,
     least,
@@ -127,7 +121,7 @@ def _finish(
     logprobs,
     most,
     stop_tokens,
-    TOLD: tl.constexpr,
+    LOGPROBS: tl.constexpr,
     STOPS: tl.constexpr,
 ):
     lane = tl.program_id(0)
@@ -139,10 +133,10 @@ def _finish(
         count += 1
         tl.store(last + slot, token)
         tl.store(counts + slot, count)
-        tl.store(row_places + slot, tl.load(row_places + slot) + 1)
-        tl.store(positions + slot, tl.load(positions + slot) + 1)
-        if TOLD:
-            tl.store(logprobs + slot, tl.load(logprobs + slot) + tl.load(told + lane).to(tl.float64))
+        tl.store(row_positions + slot, tl.load(row_positions + slot) + 1)
+        tl.store(generated + slot, tl.load(generated + slot) + 1)
+        if LOGPROBS:
+            tl.store(logprobs + slot, tl.load(logprobs + slot) + tl.load(token_logprobs + lane).to(tl.float64))
         column = tl.arange(0, STOPS)
         stop = tl.load(stops + slot * stop_tokens + column, mask=column < stop_tokens, other=-1)
         stopped = tl.sum((stop == token).to(tl.int32), axis=0) > 0
@@ -150,17 +144,17 @@ def _finish(
         tl.store(ended + slot, over)
 
 
-def finish(slots: Tensor, tokens: Tensor, told: Tensor | None, rows: DeviceRows) -> None:
-    """As `reference.finish`."""
+def finish(slots: Tensor, tokens: Tensor, logprobs: Tensor | None, rows: DeviceRows) -> None:
+    """Implements `Operations.finish`."""
     _finish[(len(slots),)](
         slots,
         tokens,
-        tokens if told is None else told,
+        tokens if logprobs is None else logprobs,
         rows.last,
         rows.tokens,
         rows.counts,
-        rows.places,
         rows.positions,
+        rows.generated,
         rows.ended,
         rows.stops,
         rows.least,
@@ -168,7 +162,7 @@ def finish(slots: Tensor, tokens: Tensor, told: Tensor | None, rows: DeviceRows)
         rows.logprobs,
         rows.tokens.shape[1],
         rows.stops.shape[1],
-        TOLD=told is not None,
+        LOGPROBS=logprobs is not None,
         STOPS=triton.next_power_of_2(rows.stops.shape[1]),
         num_warps=1,
     )

@@ -1,4 +1,4 @@
-"""Norms, residuals and gates, between a layer's products."""
+"""Norms, residuals and gates: the operations between a layer's products."""
 
 # ruff: noqa: N803
 
@@ -10,6 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from actors.engine.gpu.kernels.compiled import compiled_once
+from actors.engine.gpu.operations import Lanes
+from actors.engine.layer_weights import NormWeights
 
 
 @compiled_once
@@ -49,27 +51,18 @@ def _norm(
     tl.store(out + lane * width + column, done, mask=inside)
 
 
-def norm(hidden: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """As `reference.norm`; hidden is contiguous."""
-    return _normed(hidden, None, None, 0, weight, bias, eps)
+def norm(hidden: Tensor, weights: NormWeights) -> Tensor:
+    """Implements `Operations.norm`."""
+    return _normed(hidden, None, None, 0, weights)
 
 
-def add_norm(
-    hidden: Tensor, change: Tensor, depths: Tensor, rank: int, weight: Tensor, bias: Tensor | None, eps: float
-) -> Tensor:
-    """As `reference.add_norm`; hidden and change are contiguous."""
-    return _normed(hidden, change, depths, rank, weight, bias, eps)
+def add_norm(hidden: Tensor, change: Tensor, lanes: Lanes, rank: int, weights: NormWeights) -> Tensor:
+    """Implements `Operations.add_norm`."""
+    return _normed(hidden, change, lanes.depths, rank, weights)
 
 
-def _normed(
-    hidden: Tensor,
-    change: Tensor | None,
-    depths: Tensor | None,
-    rank: int,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-) -> Tensor:
+def _normed(hidden: Tensor, change: Tensor | None, depths: Tensor | None, rank: int, weights: NormWeights) -> Tensor:
+    assert hidden.is_contiguous() and (change is None or change.is_contiguous())
     output = torch.empty_like(hidden)
     width = hidden.shape[1]
     block = triton.next_power_of_2(width)
@@ -79,12 +72,12 @@ def _normed(
         depths,
         rank,
         output,
-        weight,
-        bias,
-        eps,
+        weights.weight,
+        weights.bias,
+        weights.eps,
         width,
         ADDS=change is not None,
-        HAS_BIAS=bias is not None,
+        HAS_BIAS=weights.bias is not None,
         WIDTH=block,
         num_warps=min(16, max(1, block // 512)),
     )
@@ -124,18 +117,18 @@ def _norm_heads(
     tl.store(at, done, mask=inside)
 
 
-def norm_heads(states: Tensor, query_heads: int, query_weight: Tensor, key_weight: Tensor, eps: float) -> None:
-    """Implements `reference.norm_heads`."""
+def norm_heads(states: Tensor, query_heads: int, query_norm: NormWeights, key_norm: NormWeights) -> None:
+    """Implements `Operations.norm_heads`."""
     lanes, heads, size = states.shape
-    assert states.is_contiguous() and query_weight.is_contiguous() and key_weight.is_contiguous()
+    assert states.is_contiguous() and query_norm.eps == key_norm.eps
     kv_heads = (heads - query_heads) // 2
-    joined = len(query_weight) != size
+    joined = len(query_norm.weight) != size
     width = triton.next_power_of_2(query_heads * size if joined else size)
     _norm_heads[(lanes, 2 if joined else query_heads + kv_heads)](
         states,
-        query_weight,
-        key_weight,
-        eps,
+        query_norm.weight,
+        key_norm.weight,
+        query_norm.eps,
         heads * size,
         Q=query_heads,
         H=kv_heads,
@@ -157,10 +150,11 @@ def _add(hidden, change, depths, rank, width, WIDTH: tl.constexpr):
         tl.store(hidden + lane * width + column, old + new, mask=inside)
 
 
-def add(hidden: Tensor, change: Tensor, depths: Tensor, rank: int) -> None:
-    """As `reference.add`; both contiguous."""
+def add(hidden: Tensor, change: Tensor, lanes: Lanes, rank: int) -> None:
+    """Implements `Operations.add`."""
+    assert hidden.is_contiguous() and change.is_contiguous()
     width = hidden.shape[1]
-    _add[(len(hidden), triton.cdiv(width, 1024))](hidden, change, depths, rank, width, WIDTH=1024)
+    _add[(len(hidden), triton.cdiv(width, 1024))](hidden, change, lanes.depths, rank, width, WIDTH=1024)
 
 
 @compiled_once
@@ -176,7 +170,8 @@ def _gate(wide, out, half, WIDTH: tl.constexpr):
 
 
 def gate(wide: Tensor) -> Tensor:
-    """As `reference.gate`; wide is contiguous."""
+    """Implements `Operations.gate`."""
+    assert wide.is_contiguous()
     half = wide.shape[1] // 2
     output = wide.new_empty(len(wide), half)
     _gate[(len(wide), triton.cdiv(half, 1024))](wide, output, half, WIDTH=1024)

@@ -1,0 +1,126 @@
+"""The operations of a decode step that exist twice: as Triton `kernels`, and in plain torch as their `reference`.
+
+Shapes: B lanes (one token each), Q query heads, H key/value heads, D head size, R rotary size, T tokens of a page, W
+pages of the longest row, E hidden size, F feed-forward size, V vocabulary size, M positions of the longest row. A layer
+of rank r runs for a lane whose depth is above r: for other lanes nothing is written, and what is returned for them has
+no meaning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from actors.engine.layer_weights import NormWeights
+
+if TYPE_CHECKING:
+    from actors.engine.gpu.state import DeviceRows
+
+Rotary = tuple[Tensor, Tensor] | None  # cosines and sines
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The youngest B lanes of a step.
+
+    Args:
+        slots: int64 [B], the row of each lane, as its index in the device's state.
+        positions: int64 [B], the position of the lane's token in its row.
+        depths: int32 [B], how many layers run for the lane; 0 for a row that has ended.
+        rotary: cosines and sines [B, R], or None.
+    """
+
+    slots: Tensor
+    positions: Tensor
+    depths: Tensor
+    rotary: Rotary
+
+    def youngest(self, count: int) -> Lanes:
+        """The last `count` lanes."""
+        rotary = None if self.rotary is None else (self.rotary[0][-count:], self.rotary[1][-count:])
+        return Lanes(self.slots[-count:], self.positions[-count:], self.depths[-count:], rotary)
+
+
+@dataclass(frozen=True)
+class LayerPages:
+    """One layer's keys and values: the pool [pages, H, T, D] that all layers share, and the layer's page table, int32
+    [slots, W]."""
+
+    keys: Tensor
+    values: Tensor
+    table: Tensor
+
+
+@dataclass(frozen=True)
+class StepTables:
+    """Tables from which a lane's inputs are read.
+
+    Args:
+        depths: int32 by generated position: how many layers run.
+        longest: M.
+        token_embeddings: [V, E], or None: `Family.embed` computes the hidden states.
+        position_embeddings: [M, E], added to those of the tokens; or None.
+        rotary: cosines and sines [M, R], or None.
+    """
+
+    depths: Tensor
+    longest: int
+    token_embeddings: Tensor | None
+    position_embeddings: Tensor | None
+    rotary: Rotary
+
+
+class Operations(Protocol):
+    """`kernels`, or `reference` where there is no Triton."""
+
+    def begin(self, lanes: Lanes, rows: DeviceRows, tables: StepTables, hidden: Tensor) -> None:
+        """Write the lanes' positions, depths and rotary from their rows, and hidden [B, E] if tables have it."""
+        ...
+
+    def finish(self, slots: Tensor, tokens: Tensor, logprobs: Tensor | None, rows: DeviceRows) -> None:
+        """Record the sampled tokens [B] and their log-probabilities [B] in the rows `slots` [B], and which rows end;
+        rows that have ended stay unchanged."""
+        ...
+
+    def norm(self, hidden: Tensor, weights: NormWeights) -> Tensor:
+        """[B, E] -> [B, E], in float32 inside."""
+        ...
+
+    def norm_heads(self, states: Tensor, query_heads: int, query_norm: NormWeights, key_norm: NormWeights) -> None:
+        """RMSNorm of queries and keys in place; states [B, Q + 2 H, D], contiguous.
+
+        query_norm, key_norm: [D] for the norm of each head, [Q D] and [H D] for that of all heads together.
+        """
+        ...
+
+    def add(self, hidden: Tensor, change: Tensor, lanes: Lanes, rank: int) -> None:
+        """hidden [B, E] += change [B, E] in lanes that the layer runs for."""
+        ...
+
+    def add_norm(self, hidden: Tensor, change: Tensor, lanes: Lanes, rank: int, weights: NormWeights) -> Tensor:
+        """`add`, then `norm` of the sum [B, E]."""
+        ...
+
+    def gate(self, wide: Tensor) -> Tensor:
+        """[B, 2 F], gate before up -> silu(gate) * up [B, F]."""
+        ...
+
+    def append(
+        self, states: Tensor, query_heads: int, rotary: Rotary, pages: LayerPages, lanes: Lanes, rank: int
+    ) -> Tensor:
+        """Rotate queries and keys and write keys and values to their pages; returns the queries [B, Q, D].
+
+        states: [B, Q + 2 H, D]. rotary: cosines and sines [B, R] of the first R numbers of a head; None: no rope.
+        """
+        ...
+
+    def attend(
+        self, queries: Tensor, pages: LayerPages, lanes: Lanes, rank: int, scaling: float, splits: int = 1
+    ) -> Tensor:
+        """queries [B, Q, D] over the keys and values up to the lanes' positions -> [B, Q, D].
+
+        splits: programs among which a row's tokens are divided.
+        """
+        ...
