@@ -38,7 +38,7 @@ from pipeline.prepare.stage import prepare
 from pipeline.read.files import Files
 from pipeline.read.shards import Shard
 from pipeline.report.summary import JobResult
-from pipeline.runtime.quarantine import STAGES, Quarantine, clear_quarantine
+from pipeline.runtime.quarantine import STAGE_NAMES, Quarantine, clear_quarantine
 from pipeline.runtime.signals import interruptible
 from pipeline.storage.folder import Folder, open_folder, probe_create
 from pipeline.storage.output_folder import check_location, make_writable
@@ -154,7 +154,7 @@ def stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Sessio
     """The four stages of a run over these shards."""
     config, manifest, coordinator = job.config, job.manifest, session.coordinator
     run_id = uuid.uuid4().hex
-    preparing, generating = (Quarantine(folder, run_id, config.attempts, stage) for stage in STAGES)
+    preparing, generating = (Quarantine(folder, run_id, config.attempts, stage) for stage in STAGE_NAMES)
     return [
         Read(shards, manifest.files, manifest.schema, config.storage),
         Tasks(

@@ -1,4 +1,4 @@
-"""The CPU stage as Ray Data runs it: whole shards; a row that kills its worker is found and gets an error."""
+"""The prepare stage: whole shards; a row that kills its process ends with an error. Imports no ray."""
 
 from __future__ import annotations
 
@@ -14,12 +14,19 @@ from pipeline.prepare.spec import PromptSpec
 from pipeline.read.ipc import from_ipc, to_ipc
 from pipeline.runtime.quarantine import Quarantine, ShardAttempt
 
-PIECE_ROWS = 256  # in flight at once after a death: of so many rows the one that kills is then looked for
+ISOLATED_ROWS = 256  # prepared together after a death; among them the quarantine then searches
 
 
 def prepare(batch: Mapping[str, Any], spec: PromptSpec, quarantine: Quarantine | None = None) -> dict[str, Any]:
-    """Adds the columns of `ADDED` to the rows of shards, and the seconds it took. quarantine: without them a row that
-    kills this process is met again for ever, because Ray Data tries a task without an end."""
+    """Add the columns of `ADDED` to the rows of shards.
+
+    Args:
+        batch: columns shard, url, first_row and rows (IPC bytes).
+        quarantine: of the run. None retries a row that kills this process for ever: Ray Data retries without limit.
+
+    Returns:
+        The columns of `batch`, and prepare_seconds.
+    """
     began = time.perf_counter()
     tables = [
         _prepare_shard(int(shard), from_ipc(rows), spec, quarantine)
@@ -36,21 +43,21 @@ def prepare(batch: Mapping[str, Any], spec: PromptSpec, quarantine: Quarantine |
 def _prepare_shard(shard: int, table: pa.Table, spec: PromptSpec, quarantine: Quarantine | None) -> pa.Table:
     if quarantine is None:
         return prepare_table(table, spec)
-    shard_attempt = quarantine.begin(shard, table.num_rows)
-    return prepare_isolated(table, spec, shard_attempt) if shard_attempt.isolated else prepare_table(table, spec)
+    attempt = quarantine.begin(shard, table.num_rows)
+    return prepare_isolated(table, spec, attempt) if attempt.isolated else prepare_table(table, spec)
 
 
-def prepare_isolated(table: pa.Table, spec: PromptSpec, shard_attempt: ShardAttempt) -> pa.Table:
-    """`prepare_table`, piece by piece, each written down before; the same rows in the same order."""
-    order = list(shard_attempt.errors)
-    tables = [error_table(table.take(order), list(shard_attempt.errors.values()))] if order else []
-    for group in shard_attempt.groups:
-        for first in range(0, len(group), PIECE_ROWS):
-            piece = group[first : first + PIECE_ROWS]
-            shard_attempt.enter(piece)
-            tables.append(prepare_table(table.take(list(piece)), spec))
-            order += piece
-    shard_attempt.enter(())
+def prepare_isolated(table: pa.Table, spec: PromptSpec, attempt: ShardAttempt) -> pa.Table:
+    """`prepare_table` chunk by chunk, each recorded before it runs; the same rows in the same order."""
+    order = list(attempt.errors)
+    tables = [error_table(table.take(order), list(attempt.errors.values()))] if order else []
+    for group in attempt.groups:
+        for first in range(0, len(group), ISOLATED_ROWS):
+            chunk = group[first : first + ISOLATED_ROWS]
+            attempt.enter(chunk)
+            tables.append(prepare_table(table.take(list(chunk)), spec))
+            order += chunk
+    attempt.enter(())
     return pa.concat_tables(tables).take(np.argsort(order))
 
 

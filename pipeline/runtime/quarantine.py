@@ -1,12 +1,12 @@
-"""Rows that kill their process: a marker in the output folder says what was in flight when it died.
+"""Finds rows that kill their process. A marker in the output folder records what was running when it died.
 
-    begin ──> no marker: it is created, once; nothing more is written while all goes well
-          └─> a marker of this run: an attempt has died. From here on each batch is written down before it runs
+    begin ──> no marker: create it; while all goes well nothing more is written
+          └─> a marker of this run: an attempt has died. From here on each batch is recorded before it runs
 
-A batch that was in flight at `attempts` deaths is halved; a half that dies once is halved again; a row that dies
-`attempts` times alone is given up, and ends with an error. A shard that dies `attempts` times outside of any batch
-fails the job. So the deaths of a run over R rows are at most 1 + x + p (2 attempts + log2 R, rounded up), p being
-the rows that always kill and x the deaths that no row has caused: nothing loops for ever, and no time is measured.
+A batch that was running at `attempts` deaths is halved; a half that dies once is halved again; a row that dies
+`attempts` times alone is quarantined and ends with an error. A shard that dies `attempts` times outside of any batch
+fails the job. The deaths of a run over R rows are therefore at most 1 + x + p (2 attempts + log2 R, rounded up), with p
+rows that always kill and x deaths that no row has caused: nothing repeats for ever, and no time is measured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from actors.engine.errors import UserError
 from pipeline.storage.folder import Folder
 
 QUARANTINE = "_job/quarantine"
-STAGES = ("prepare", "generate")
+STAGE_NAMES = ("prepare", "generate")  # stages with markers
 Rows = tuple[int, ...]
 
 
@@ -28,12 +28,12 @@ def marker_name(shard: int, stage: str) -> str:
 
 
 class ShardLost(Exception):
-    """A shard whose processes die for no row's sake; the message names it."""
+    """The processes of a shard die, and no row is the cause; the message names the shard."""
 
 
 @dataclass(frozen=True)
 class SuspectGroup:
-    """Rows that were in flight at `deaths` deaths, all of them each time. halved: cut out of a larger group."""
+    """Rows that were running at each of `deaths` deaths. halved: the group is part of a larger one."""
 
     rows: Rows
     deaths: int = 0
@@ -41,64 +41,73 @@ class SuspectGroup:
 
 
 @dataclass(frozen=True)
-class Record:
-    """What a marker holds. suspects: groups that share no row. given_up: row -> deaths, alone.
+class Marker:
+    """The state of one shard in one stage.
 
-    in_flight: rows of the batch at work, () between batches, None while nothing is written down. outside: deaths
-    between batches.
+    Args:
+        run: the run that wrote it.
+        suspects: disjoint groups of rows.
+        quarantined: row -> deaths while it ran alone.
+        running: rows of the present batch, () between batches, None while batches are not recorded.
+        outside: deaths between batches.
     """
 
     run: str
     suspects: tuple[SuspectGroup, ...] = ()
-    given_up: dict[int, int] = field(default_factory=dict)
-    in_flight: Rows | None = None
+    quarantined: dict[int, int] = field(default_factory=dict)
+    running: Rows | None = None
     outside: int = 0
 
-    def after_death(self, attempts: int) -> Record:
-        """What follows from a death, with nothing in flight."""
-        at_work, record = self.in_flight, replace(self, in_flight=())
-        if at_work is None:
-            return record
-        if not at_work:
-            return replace(record, outside=self.outside + 1)
-        rows = set(at_work)
-        kept: list[SuspectGroup] = []
+    def after_death(self, attempts: int) -> Marker:
+        """The state after a death, with nothing running."""
+        running, marker = self.running, replace(self, running=())
+        if running is None:
+            return marker
+        if not running:
+            return replace(marker, outside=self.outside + 1)
+        rows = set(running)
+        others: list[SuspectGroup] = []
         halved, deaths = False, 1
         for group in self.suspects:
-            if rows & set(group.rows):  # a batch is all of a group, or a piece of it, which was in flight as often
-                halved = group.halved
-                deaths = 1 + (group.deaths if len(rows) > 1 or len(group.rows) == 1 else 0)
-                rest = tuple(row for row in group.rows if row not in rows)
-                if rest:  # one row that is left has not yet died alone
-                    kept.append(replace(group, rows=rest, deaths=group.deaths if len(rest) > 1 else 0))
-            else:
-                kept.append(group)
-        if len(at_work) == 1:
+            if not rows & set(group.rows):
+                others.append(group)
+                continue
+            # a batch is a whole group, or a part of one: its rows were running as often as the group
+            halved = group.halved
+            deaths = 1 + (group.deaths if len(rows) > 1 or len(group.rows) == 1 else 0)
+            rest = tuple(row for row in group.rows if row not in rows)
+            if rest:  # a single row has not yet died alone
+                others.append(replace(group, rows=rest, deaths=group.deaths if len(rest) > 1 else 0))
+        if len(running) == 1:
             if deaths >= attempts:
-                return replace(record, suspects=tuple(kept), given_up={**self.given_up, at_work[0]: deaths})
-            new = [SuspectGroup(at_work, deaths, halved)]
+                return replace(marker, suspects=tuple(others), quarantined={**self.quarantined, running[0]: deaths})
+            new = [SuspectGroup(running, deaths, halved)]
         elif halved or deaths >= attempts:
-            middle = len(at_work) // 2
-            new = [SuspectGroup(half, 0, True) for half in (at_work[:middle], at_work[middle:])]
+            middle = len(running) // 2
+            new = [SuspectGroup(half, 0, True) for half in (running[:middle], running[middle:])]
         else:
-            new = [SuspectGroup(at_work, deaths)]
-        return replace(record, suspects=(*new, *kept))
+            new = [SuspectGroup(running, deaths)]
+        return replace(marker, suspects=(*new, *others))
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def decode(cls, data: bytes, rows: int) -> Record:
-        """ValueError, TypeError, KeyError or AttributeError if it is no marker of a shard of `rows` rows."""
+    def decode(cls, data: bytes, rows: int) -> Marker:
+        """The inverse of `encode`, for a shard of `rows` rows.
+
+        Raises ValueError, TypeError, KeyError or AttributeError for data that is no marker of such a shard.
+        """
         values = json.loads(data)
         groups = [
-            SuspectGroup(_rows(one["rows"]), int(one["deaths"]), bool(one["halved"])) for one in values["suspects"]
+            SuspectGroup(_rows(group["rows"]), int(group["deaths"]), bool(group["halved"]))
+            for group in values["suspects"]
         ]
-        given_up = {int(row): int(deaths) for row, deaths in values["given_up"].items()}
-        in_flight = None if values["in_flight"] is None else _rows(values["in_flight"])
-        if {*given_up, *(in_flight or ()), *(row for group in groups for row in group.rows)} - set(range(rows)):
+        quarantined = {int(row): int(deaths) for row, deaths in values["quarantined"].items()}
+        running = None if values["running"] is None else _rows(values["running"])
+        if {*quarantined, *(running or ()), *(row for group in groups for row in group.rows)} - set(range(rows)):
             raise UserError("rows that the shard does not have")
-        return cls(str(values["run"]), tuple(groups), given_up, in_flight, int(values["outside"]))
+        return cls(str(values["run"]), tuple(groups), quarantined, running, int(values["outside"]))
 
 
 def _times(count: int) -> str:
@@ -111,10 +120,12 @@ def _rows(values: Sequence[int]) -> Rows:
 
 @dataclass(frozen=True)
 class Quarantine:
-    """The markers of a run in its output folder.
+    """The markers of one run and stage in an output folder.
 
-    run: names the run; what another one has left counts no death, for its processes ended with it. attempts:
-    deaths that a batch, a row alone, or a shard outside of batches is given. stage: one of `STAGES`.
+    Args:
+        run: names the run. Markers of another run count no death: its processes ended with it.
+        attempts: deaths allowed to a batch, to a row alone, and to a shard outside of batches.
+        stage: one of `STAGE_NAMES`.
     """
 
     folder: Folder
@@ -123,66 +134,67 @@ class Quarantine:
     stage: str
 
     def begin(self, shard: int, rows: int) -> ShardAttempt:
-        """An attempt at a shard of `rows` rows begins. ShardLost if too many have died outside of any batch."""
-        name, fresh = marker_name(shard, self.stage), Record(self.run)
+        """Begin an attempt at a shard of `rows` rows. Raises ShardLost after too many deaths outside of batches."""
+        name, fresh = marker_name(shard, self.stage), Marker(self.run)
         if self.folder.create(name, fresh.encode()):
             return ShardAttempt(self, shard, rows, fresh)
         try:
-            found = Record.decode(self.folder.read(name), rows)
+            stored = Marker.decode(self.folder.read(name), rows)
         except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
-            found = fresh  # damaged, or gone meanwhile: nothing is known, but that care is called for
-        if found.run == self.run:
-            record = found.after_death(self.attempts)
+            stored = fresh  # damaged, or removed meanwhile: an attempt has died, nothing more is known
+        if stored.run == self.run:
+            marker = stored.after_death(self.attempts)
         else:
-            record = replace(found, run=self.run, in_flight=() if found.suspects or found.given_up else None, outside=0)
-        self.folder.replace(name, record.encode())
-        if record.outside >= self.attempts:
+            is_known = bool(stored.suspects or stored.quarantined)
+            marker = replace(stored, run=self.run, running=() if is_known else None, outside=0)
+        self.folder.replace(name, marker.encode())
+        if marker.outside >= self.attempts:
             raise ShardLost(
-                f"shard {shard}: its process died, or its answers were lost with their node, {_times(record.outside)} "
-                "with no row in flight: look at the nodes' memory and their kernels' logs"
+                f"shard {shard}: its process died, or its answers were lost with their node, {_times(marker.outside)} "
+                "with no row in flight: see the memory of the nodes and the logs of their kernels"
             )
-        return ShardAttempt(self, shard, rows, record)
+        return ShardAttempt(self, shard, rows, marker)
 
 
 class ShardAttempt:
-    """One attempt at one shard."""
+    """One attempt at one shard. groups: rows that must not share a batch with those of another group."""
 
-    def __init__(self, quarantine: Quarantine, shard: int, rows: int, record: Record) -> None:
+    def __init__(self, quarantine: Quarantine, shard: int, rows: int, marker: Marker) -> None:
         self.quarantine = quarantine
         self.shard = shard
-        self.record = record
-        suspected = {row for group in record.suspects for row in group.rows} | set(record.given_up)
-        rest = tuple(row for row in range(rows) if row not in suspected)
-        # suspects first: what they kill has then cost the least
-        self.groups: list[Rows] = [group.rows for group in record.suspects] + ([rest] if rest else [])
+        self.marker = marker
+        known = {row for group in marker.suspects for row in group.rows} | set(marker.quarantined)
+        rest = tuple(row for row in range(rows) if row not in known)
+        # suspects first: a death then costs the least work
+        self.groups: list[Rows] = [group.rows for group in marker.suspects] + ([rest] if rest else [])
 
     @property
     def isolated(self) -> bool:
-        """An attempt has died before: batches are written down, suspects run apart, rows given up are left out."""
-        return self.record.in_flight is not None
+        """An attempt has died: batches are recorded, suspects run apart, quarantined rows are left out."""
+        return self.marker.running is not None
 
     @property
     def errors(self) -> dict[int, str]:
-        """Rows that are given up, and what they are told."""
+        """Quarantined rows and their errors."""
         return {
             row: f"the process died {_times(deaths)} while it worked on this row alone"
-            for row, deaths in sorted(self.record.given_up.items())
+            for row, deaths in sorted(self.marker.quarantined.items())
         }
 
     def enter(self, rows: Collection[int]) -> None:
-        """These rows are about to run; none: a batch is over."""
+        """Record the rows that are about to run; none: the batch is over."""
         if self.isolated:
-            self.record = replace(self.record, in_flight=tuple(sorted(rows)))
-            self.quarantine.folder.replace(marker_name(self.shard, self.quarantine.stage), self.record.encode())
+            self.marker = replace(self.marker, running=tuple(sorted(rows)))
+            self.quarantine.folder.replace(marker_name(self.shard, self.quarantine.stage), self.marker.encode())
 
 
 def release_shard(folder: Folder, shard: int) -> None:
-    """The shard is committed: its markers go."""
-    folder.remove_all([marker_name(shard, stage) for stage in STAGES])
+    """Remove the markers of a committed shard."""
+    folder.remove_all([marker_name(shard, stage) for stage in STAGE_NAMES])
 
 
 def clear_quarantine(folder: Folder, but: Collection[int] = ()) -> None:
-    """Remove the markers of all shards but these."""
+    """Remove all markers but those of the shards in `but`."""
     for name in folder.names(QUARANTINE):
         if not name[: name.find(".")].isdigit() or int(name[: name.find(".")]) not in but:
             folder.remove(f"{QUARANTINE}/{name}")

@@ -6,6 +6,9 @@ import json
 import os
 import shutil
 import signal
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import pytest
 from in_process import run_in_process
 
 from pipeline import job as jobs
+from pipeline.commit.lease import LeaseLost
 from pipeline.commit.sink import PART
 from pipeline.config.job import JobConfig
 from pipeline.report.summary import JobResult
@@ -119,3 +123,54 @@ def test_an_interrupt_lets_shards_at_work_end_and_the_same_command_finishes(
         pq.read_metadata(tmp_path / "out" / name).num_rows for name in committed
     )
     assert parts(tmp_path / "out") == parts(finished[0])
+
+
+def in_threads(*jobs_to_run: Callable[[], Any]) -> list[Any]:
+    """What each function returns or raises, called in a thread of its own."""
+
+    def call(position: int) -> None:
+        try:
+            results[position] = jobs_to_run[position]()
+        except BaseException as error:
+            results[position] = error
+
+    results: list[Any] = [None] * len(jobs_to_run)
+    threads = [threading.Thread(target=call, args=(position,)) for position in range(len(jobs_to_run))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    return results
+
+
+def test_a_job_in_a_thread_that_loses_its_lease_ends_alone(
+    finished: tuple[Path, JobResult],
+    inputs: Path,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A scheduler's process, in which another job runs, gets no signal; the other job ends as if alone."""
+    monkeypatch.setattr("pipeline.commit.lease.BEAT_SECONDS", 0.05)
+    commit_shards = jobs.commit_shards
+
+    def lose_the_lease(batch: Any, folder: Any, *arguments: Any, **named: Any) -> Any:
+        if folder.url.endswith("/loses"):
+            leases = sorted(name for name in folder.names("_job/lease") if name.endswith(".json"))
+            folder.create("_job/lease/000009.json", folder.read(f"_job/lease/{leases[-1]}"))
+            for _ in range(2000):
+                time.sleep(0.01)
+        return commit_shards(batch, folder, *arguments, **named)
+
+    monkeypatch.setattr(jobs, "commit_shards", lose_the_lease)
+    signals: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+    try:
+        lost, ended = in_threads(
+            lambda: run_in_process(config(inputs, tmp_path / "loses", checkpoint)),
+            lambda: run_in_process(config(inputs, tmp_path / "other", checkpoint)),
+        )
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert isinstance(lost, LeaseLost) and signals == []
+    assert ended.fresh_rows == ROWS and parts(tmp_path / "other") == parts(finished[0])

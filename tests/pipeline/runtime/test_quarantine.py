@@ -13,8 +13,8 @@ from memory_folder import MemoryFolder
 
 from pipeline.runtime.quarantine import (
     QUARANTINE,
+    Marker,
     Quarantine,
-    Record,
     ShardAttempt,
     ShardLost,
     SuspectGroup,
@@ -68,7 +68,7 @@ def attempt(
     chance=st.sampled_from([0.0, 0.0, 0.05, 0.2]),
     seed=st.integers(0, 2**32),
 )
-def test_only_rows_that_kill_are_given_up(
+def test_only_rows_that_kill_are_quarantined(
     rows: int, poison: set[int], attempts: int, batch: int, chance: float, seed: int
 ) -> None:
     rng, poison = random.Random(seed), {row for row in poison if row < rows}
@@ -89,10 +89,10 @@ def test_only_rows_that_kill_are_given_up(
         most = 1 + others + len(poison) * (2 * attempts + math.ceil(math.log2(rows)))
         assert deaths <= most, (deaths, most)
     assert set(answers) == set(range(rows))  # every row, once
-    given_up = {row for row, answer in answers.items() if answer == "error"}
-    assert poison <= given_up
-    assert all(alone[row] >= attempts for row in given_up)  # a healthy row only if it died as often, alone
-    assert given_up == poison or chance
+    quarantined = {row for row, answer in answers.items() if answer == "error"}
+    assert poison <= quarantined
+    assert all(alone[row] >= attempts for row in quarantined)  # a healthy row only if it died as often, alone
+    assert quarantined == poison or chance
     release_shard(quarantine.folder, 0)
     assert quarantine.folder.names(QUARANTINE) == []
 
@@ -143,8 +143,8 @@ def test_a_damaged_marker_is_made_anew(data: bytes) -> None:
     folder.replace(f"{QUARANTINE}/000003.generate.json", data)
     shard_attempt = Quarantine(folder, "run", 2, "generate").begin(3, 4)
     assert shard_attempt.isolated and shard_attempt.groups == [(0, 1, 2, 3)]
-    assert Record.decode(folder.read(f"{QUARANTINE}/000003.generate.json"), 4).run == "run"
-    wrong = Record("run", (SuspectGroup((1, 9)),), in_flight=())
+    assert Marker.decode(folder.read(f"{QUARANTINE}/000003.generate.json"), 4).run == "run"
+    wrong = Marker("run", (SuspectGroup((1, 9)),), running=())
     folder.replace(f"{QUARANTINE}/000003.generate.json", wrong.encode())  # of a shard of other rows
     assert Quarantine(folder, "run", 2, "generate").begin(3, 4).groups == [(0, 1, 2, 3)]
 
