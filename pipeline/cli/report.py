@@ -19,7 +19,7 @@ def report(
     output: Annotated[
         str,
         typer.Argument(
-            metavar="OUTPUT", help="A job's output folder, the root of scheduled runs, or a job file (.yaml)."
+            metavar="OUTPUT", help="A job's output folder, the root of incremental runs, or a job file (.yaml)."
         ),
     ],
     endpoint_url: Annotated[str | None, typer.Option(help="S3 endpoint; default that of the job file.")] = None,
@@ -37,7 +37,7 @@ def report(
 ) -> None:
     """Print a job's statistics from its commit records, finished or not. Only reads, unless --write is given.
 
-    For a root of scheduled runs: print the ledger of its runs.
+    For a root of incremental runs: print the ledger of its runs.
     """
     setup(False)
     advice = Advice()

@@ -20,7 +20,7 @@ def run(
     changes: Changes = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows of the input.")] = None,
     overwrite: Annotated[
-        bool, typer.Option(help="Replace another job's output; input.since: give up an unfinished run.")
+        bool, typer.Option(help="Replace another job's output; input.since: abandon an unfinished run.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
     show: Annotated[int, typer.Option(min=0, help="Rows to print with their answers at the end.")] = 0,
@@ -49,22 +49,22 @@ def _run(config: JobConfig, *, limit: int | None, overwrite: bool, as_json: bool
     from pipeline import job as jobs
     from pipeline.commit.finalize import summary
     from pipeline.incremental import runs as incremental
-    from pipeline.incremental.runs import print_scheduled, scheduled_summary
+    from pipeline.incremental.runs import print_runs, runs_summary
     from pipeline.report.summary import last_errors, print_result
     from pipeline.storage.folder import open_folder
 
     if config.input.since:
-        scheduled = incremental.run(config, limit=limit, overwrite=overwrite, verbose=verbose)
-        done = [(run.folder, run.result) for run in scheduled.finished]
+        answered = incremental.run(config, limit=limit, overwrite=overwrite, verbose=verbose)
+        done = [(run.folder, run.result) for run in answered.finished]
     else:
-        scheduled = None
+        answered = None
         result = jobs.run(config, limit=limit, overwrite=overwrite, verbose=verbose)
         done = [(open_folder(config.output.path, config.storage), result)]
     console = Console(soft_wrap=True, stderr=as_json)
     for folder, result in done:
         print_result(console, folder, result, show)
-    if scheduled is not None:
-        print_scheduled(console, scheduled)
+    if answered is not None:
+        print_runs(console, answered)
     if as_json:
         values = [
             {
@@ -74,13 +74,11 @@ def _run(config: JobConfig, *, limit: int | None, overwrite: bool, as_json: bool
             }
             for folder, result in done
         ]
-        typer.echo(
-            json.dumps(values[0] if scheduled is None else scheduled_summary(config.output.path, scheduled, values))
-        )
+        typer.echo(json.dumps(values[0] if answered is None else runs_summary(config.output.path, answered, values)))
     errors_and_rows = [(result.totals.errors, result.totals.rows) for _, result in done]
-    if scheduled is not None and scheduled.last is not None and not done:
+    if answered is not None and answered.last is not None and not done:
         # nothing new: the last run's row errors still decide the exit status
-        last = open_folder(f"{config.output.path.rstrip('/')}/{scheduled.last.folder}", config.storage)
+        last = open_folder(f"{config.output.path.rstrip('/')}/{answered.last.folder}", config.storage)
         errors_and_rows = last_errors(last)
     for errors, rows in errors_and_rows:
         if errors > config.max_error_rate * rows:

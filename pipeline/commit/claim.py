@@ -17,7 +17,9 @@ def stored_job(folder: Folder, *, overwrite: bool) -> Manifest | None:
     Raises UserError for a folder that holds incremental runs, or Parquet files without a job.
     """
     if folder.names(LEDGER):
-        raise UserError(f"{folder.url}: holds scheduled runs; set input.since: last_success, or choose another folder")
+        raise UserError(
+            f"{folder.url}: holds incremental runs; set input.since: last_success, or choose another folder"
+        )
     if overwrite:
         return None
     stored = manifests.load(folder)

@@ -93,7 +93,7 @@ class InputConfig(Section):
     )
 
     since: Literal["last_success"] | None = Field(
-        None, description="scheduled runs: each takes the files that no successful run has, into a dated folder"
+        None, description="incremental runs: each takes the files that no successful run has, into a dated folder"
     )
     changed: Literal["error", "reprocess", "ignore"] = Field(
         "error",
@@ -103,7 +103,7 @@ class InputConfig(Section):
     @model_validator(mode="after")
     def _one_prompt(self) -> InputConfig:
         if self.since is None and self.changed != "error":
-            raise UserError("changed is for scheduled runs: give since: last_success too")
+            raise UserError("changed is for incremental runs: give since: last_success too")
         given = [name for name in ("prompt", "template", "messages") if getattr(self, name) is not None]
         if len(given) > 1:
             raise UserError(f"give {given[0]} or {given[1]}, not both")

@@ -1,0 +1,4 @@
+"""What an actor does with a prepared shard: the stage, its output columns, statistics, the run's coordinator.
+
+Imports prepare, read, runtime, checkpoints, config and the Generator of actors; no ray.
+"""

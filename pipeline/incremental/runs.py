@@ -54,7 +54,7 @@ class FinishedRun:
 
 
 @dataclass(frozen=True)
-class Scheduled:
+class IncrementalResult:
     """Runs that one command finished, at most an unfinished one and a new one. last: the last successful run."""
 
     finished: list[FinishedRun]
@@ -68,7 +68,7 @@ def run(
     overwrite: bool = False,
     verbose: bool = False,
     backend: Backend | None = None,
-) -> Scheduled:
+) -> IncrementalResult:
     """Answer the input files that no successful run has answered, after the rest of an unfinished run.
 
     Args:
@@ -89,7 +89,7 @@ def run(
         check_location(root)
         if any(name.endswith(".parquet") for name in root.names()) or manifests.load(root) is not None:
             raise UserError(
-                f"{root.url}: holds what no scheduled run has written; choose another folder for input.since"
+                f"{root.url}: holds files that no incremental run wrote; choose another folder for input.since"
             )
         make_writable(root)
         with leased(root):
@@ -97,7 +97,7 @@ def run(
             return run_in(root, config, backend, overwrite)
 
 
-def run_in(root: Folder, config: JobConfig, backend: Backend, overwrite: bool) -> Scheduled:
+def run_in(root: Folder, config: JobConfig, backend: Backend, overwrite: bool) -> IncrementalResult:
     """`run` in an open root. Correct without a lease too: of two commands the ledger lets one win."""
     finished: list[FinishedRun] = []
     ledger = ledgers.read(root)
@@ -125,7 +125,7 @@ def run_in(root: Folder, config: JobConfig, backend: Backend, overwrite: bool) -
             folder = _folder(root, run, config)
             manifests.save(folder, job.manifest)
             finished.append(_answer(root, run, folder, job, backend, resumed=False))
-    return Scheduled(finished, finished[-1].run if finished else ledger.last_success)
+    return IncrementalResult(finished, finished[-1].run if finished else ledger.last_success)
 
 
 def _inputs(config: JobConfig, *, may_be_empty: bool) -> Files:
@@ -136,25 +136,25 @@ def _folder(root: Folder, run: Run, config: JobConfig) -> Folder:
     return open_folder(f"{root.url.rstrip('/')}/{run.folder}", config.storage)
 
 
-def print_scheduled(console: Console, scheduled: Scheduled) -> None:
+def print_runs(console: Console, result: IncrementalResult) -> None:
     """One line: which runs were finished, or since when there is nothing new."""
-    if scheduled.finished:
-        runs = [f"run {done.run.number}{' (resumed)' if done.resumed else ''}" for done in scheduled.finished]
-        files = sum(len(done.run.files) for done in scheduled.finished)
+    if result.finished:
+        runs = [f"run {done.run.number}{' (resumed)' if done.resumed else ''}" for done in result.finished]
+        files = sum(len(done.run.files) for done in result.finished)
         console.print(f"{' and '.join(runs)} finished, input files: {files:,}", highlight=False)
-    elif scheduled.last is not None:
-        last = scheduled.last
+    elif result.last is not None:
+        last = result.last
         console.print(f"nothing new since run {last.number} of {last.began} ({last.folder})", highlight=False)
     else:
         console.print("nothing new: no run has been, and no file has rows", highlight=False)
 
 
-def scheduled_summary(root: str, scheduled: Scheduled, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def runs_summary(root: str, result: IncrementalResult, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One object for `--json`; runs: the summaries of the finished ones."""
-    finished = zip(scheduled.finished, runs, strict=True)
+    finished = zip(result.finished, runs, strict=True)
     return {
         "output": root,
-        "last_success": scheduled.last.number if scheduled.last else None,
+        "last_success": result.last.number if result.last else None,
         "fresh_rows": sum(run["fresh_rows"] for run in runs),
         "runs": [
             {"run": done.run.number, "resumed": done.resumed, "files": len(done.run.files), **values}
@@ -180,7 +180,7 @@ def _resume(root: Folder, run: Run, config: JobConfig, backend: Backend, overwri
     try:
         stored = manifests.load(folder)
     except ValueError as error:
-        raise UserError(f"{error}; --overwrite gives up run {run.number}, which has not finished") from None
+        raise UserError(f"{error}; --overwrite abandons run {run.number}, which has not finished") from None
     if stored is None:
         _abandon(root, run, folder, "its folder holds no job yet")
         return None
@@ -208,7 +208,7 @@ def _abandon(root: Folder, run: Run, folder: Folder, why: str) -> None:
         _write_missing_success(folder)
         return
     log.warning(
-        "run %d had not finished and is given up (%s): its files are new again, and %s never gets a _SUCCESS",
+        "run %d had not finished and is abandoned (%s): its files are new again, and %s never gets a _SUCCESS",
         run.number,
         ended.why,
         folder.url,
@@ -221,7 +221,7 @@ def _answer(root: Folder, run: Run, folder: Folder, job: PlannedJob, backend: Ba
     totals, fresh_rows = jobs.answer(job, folder, backend)
     ended = ledgers.end(root, run, "success")
     if ended.state != "success":
-        raise ConcurrentRun(f"run {run.number} was given up meanwhile ({ended.why}); {folder.url} does not count")
+        raise ConcurrentRun(f"run {run.number} was abandoned meanwhile ({ended.why}); {folder.url} does not count")
     write_success(folder, job.manifest, totals)
     return FinishedRun(ended, folder, JobResult(job.manifest, totals, fresh_rows, time.monotonic() - began), resumed)
 

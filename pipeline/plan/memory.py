@@ -64,28 +64,27 @@ def log_memory_estimate(
 
 
 def describe(need: Need, dtype: str, actors: ActorsConfig) -> str:
-    """One line: parameters, their bytes, with a batch's cache, and how many actors."""
+    """One line: parameters, their bytes, the bytes of an actor, and the number of actors."""
     count = f"{actors.min} to {actors.max}" if actors.min is not None else str(actors.most)
     ending = "" if count == "1" else "s"
     return (
-        f"model: {_count(need.parameters)} parameters, {gib(need.weights)} in {dtype}; with {gib(need.cache)} of cache "
-        f"a batch and {gib(need.beside)} beside them {gib(need.total)} an actor, {count} actor{ending}"
+        f"model: {_count(need.parameters)} parameters in {dtype}; {gib(need.total)} an actor ({_parts(need)}), "
+        f"{count} actor{ending}"
     )
 
 
 def check_fits(need: Need, actors: ActorsConfig, memory: int) -> None:
-    """ValueError of one line if the least number of actors needs more than `memory` bytes."""
+    """Raise UserError if the least number of actors needs more than `memory` bytes."""
     least = actors.min or actors.most
     if least * need.total > memory:
         raise UserError(
-            f"actors: {least} x {gib(need.total)} (weights {gib(need.weights)}, cache {gib(need.cache)}, "
-            f"{gib(need.beside)} beside them) do not fit in this machine's {gib(memory)} of memory: lower actors.count "
-            "or actors.cache_bytes, or set model.dtype: bfloat16"
+            f"actors: {least} x {gib(need.total)} ({_parts(need)}) do not fit in this machine's {gib(memory)} of "
+            "memory: lower actors.count or actors.cache_bytes, or set model.dtype: bfloat16"
         )
 
 
 def machine_memory(groups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
-    """Bytes that this process and its children may use: the machine's, or less if a control group says so."""
+    """Bytes that this process and its children may use: the machine's, or the limit of a control group."""
     limits = [int(psutil.virtual_memory().total)]
     lines = own.read_text().splitlines() if own.is_file() else []
     for line in lines:
@@ -93,14 +92,18 @@ def machine_memory(groups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")
         if controllers not in ("", "memory"):
             continue
         top, name = (groups, "memory.max") if controllers == "" else (groups / "memory", "memory.limit_in_bytes")
-        place = top / inside.strip("/")
-        for folder in (place, *place.parents):
+        own_group = top / inside.strip("/")
+        for folder in (own_group, *own_group.parents):
             limit = folder / name
             if limit.is_file() and (text := limit.read_text().strip()).isdigit():
                 limits.append(int(text))
             if folder == top:
                 break
     return min(limits)
+
+
+def _parts(need: Need) -> str:
+    return f"weights {gib(need.weights)}, cache {gib(need.cache)}, working memory {gib(need.beside)}"
 
 
 def _count(parameters: int) -> str:

@@ -1,4 +1,4 @@
-"""A Ray that we start for one job listens on this machine's loopback and nowhere else."""
+"""A Ray that this process starts listens on the loopback of this machine only."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ LOOPBACK: dict[str, Any] = {"address": "local", "include_dashboard": False, "_no
 
 @contextmanager
 def on_loopback() -> Iterator[None]:
-    """Around `ray.init(**LOOPBACK)`.
+    """Put this around `ray.init(**LOOPBACK)`.
 
-    Ray puts the address that other machines reach in place of 127.0.0.1, and then listens on all addresses, unless
-    it takes this for a platform without clusters; it reads that from the environment only as it is imported.
+    Ray replaces 127.0.0.1 by an address that other machines reach, and then listens on all addresses, unless its
+    platform has no clusters. It reads that from the environment when it is imported; hence the private constant.
     """
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False

@@ -20,7 +20,7 @@ from pipeline.generate.stats import Totals, add_up, to_table
 from pipeline.incremental import ledger as ledgers
 from pipeline.incremental import runs
 from pipeline.incremental.ledger import LEDGER, ConcurrentRun
-from pipeline.incremental.runs import Scheduled
+from pipeline.incremental.runs import IncrementalResult
 from pipeline.plan.manifest import Batching, Manifest, NoRows
 from pipeline.read.files import Files, InputFile
 from pipeline.storage.folder import Folder
@@ -40,8 +40,8 @@ class World:
 
     def run(
         self, gate: Callable[[], None] = lambda: None, version: int = 0, changed: str = "error", overwrite: bool = False
-    ) -> Scheduled:
-        """A scheduled run of version `version` of the job, whose answers are one file for each input file."""
+    ) -> IncrementalResult:
+        """An incremental run of version `version` of the job, whose answers are one file for each input file."""
         config: Any = VersionedJob(self, version, SimpleNamespace(changed=changed))
         return runs.run_in(self.root(gate), config, cast(Any, None), overwrite)
 
@@ -240,7 +240,7 @@ def test_only_new_files_go_into_a_run() -> None:
 
 def test_files_without_rows_wait_and_hold_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
     world = World(inputs={"empty": (0, "1")})
-    assert world.run() == Scheduled([], None)
+    assert world.run() == IncrementalResult([], None)
     assert "1 new files have no rows" in caplog.text
     world.inputs["a"] = (7, "1")
     (only,) = world.run().finished
@@ -265,7 +265,7 @@ def test_another_job_gives_the_unfinished_run_up_and_takes_its_files(caplog: pyt
     given_up = ledgers.read(world.root()).runs[0]
     assert (given_up.state, given_up.why) == ("abandoned", "the job has changed in job")
     assert "_SUCCESS" not in world.folder(given_up.folder)
-    assert "run 1 had not finished and is given up (the job has changed in job)" in caplog.text
+    assert "run 1 had not finished and is abandoned (the job has changed in job)" in caplog.text
 
 
 @pytest.mark.parametrize(("change", "says"), [("gone", "b: gone since"), ("other", "b: changed since")])
@@ -289,7 +289,7 @@ def test_a_pin_that_cannot_be_read_names_the_way_out() -> None:
     world = World(inputs={"a": (7, "1")})
     _stop_after(world, "answer-a")
     world.store[f"root/{ledgers.read(world.root()).runs[0].folder}/_job/job.json"] = b"{"
-    with pytest.raises(ValueError, match=r"job.json: damaged .*; --overwrite gives up run 1"):
+    with pytest.raises(ValueError, match=r"job.json: damaged .*; --overwrite abandons run 1"):
         world.run()
     assert len(world.run(overwrite=True).finished) == 1
 

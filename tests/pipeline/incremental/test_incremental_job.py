@@ -169,7 +169,7 @@ def test_a_job_that_changed_after_an_interrupt_gives_the_run_up(
     flow()
     inbox.values["sampling"] = {"max_new_tokens": 5}
     assert inbox.run().exit_code == 0
-    assert "given up (the job has changed in sampling.max_new_tokens)" in caplog.text
+    assert "abandoned (the job has changed in sampling.max_new_tokens)" in caplog.text
     assert inbox.states() == ["abandoned", "success"] and len(inbox.answered()) == 6
     inbox.values["sampling"] = {"max_new_tokens": 4}  # what is answered stays so, whatever the job becomes
     assert inbox.json()["runs"] == []
@@ -218,16 +218,16 @@ def test_a_pinned_file_that_changed_is_refused_until_the_run_is_given_up(inbox: 
     assert inbox.states() == ["abandoned", "success"] and len(inbox.answered()) == 7
 
 
-def test_plain_jobs_and_scheduled_runs_do_not_share_a_folder(inbox: Inbox, flow: Any) -> None:
+def test_plain_jobs_and_incremental_runs_do_not_share_a_folder(inbox: Inbox, flow: Any) -> None:
     inbox.add("a")
     inbox.json()
     del inbox.values["input"]["since"]
     for options in ((), ("--overwrite",)):
-        assert "holds scheduled runs; set input.since: last_success" in inbox.refused(*options)
+        assert "holds incremental runs; set input.since: last_success" in inbox.refused(*options)
     inbox.values["output"]["path"] = str(inbox.folder / "plain")
     assert inbox.run().exit_code == 0
     inbox.values["input"]["since"] = "last_success"
-    assert "holds what no scheduled run has written" in inbox.refused()
+    assert "holds files that no incremental run wrote" in inbox.refused()
     inbox.values["output"]["path"] = str(inbox.files / "root")
     assert "lies in the input folder" in inbox.refused()
 
@@ -252,7 +252,7 @@ def test_a_run_while_another_is_at_work_is_exit_5(inbox: Inbox, flow: Any, monke
     answer_by(monkeypatch, overtake)
     monkeypatch.setattr(jobs, "finalize", lambda folder, manifest: None)
     result = inbox.run()
-    assert result.exit_code == 5 and "run 1 was given up meanwhile (--overwrite)" in result.stderr
+    assert result.exit_code == 5 and "run 1 was abandoned meanwhile (--overwrite)" in result.stderr
     assert inbox.answered() == []
 
 

@@ -106,7 +106,7 @@ def test_runs_of_one_second_or_of_a_clock_set_back_have_folders_of_their_own(mon
 
 
 def test_reading_stays_cheap_however_many_runs_there_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each run reads the ledger as a scheduled run does; what it costs does not grow with what lies behind."""
+    """Each run reads the ledger as an incremental run does; what it costs does not grow with what lies behind."""
     reads = 0
 
     class Counting(MemoryFolder):

@@ -29,8 +29,8 @@ NEED = Need(1_240_000_000, 2_480_000_000, 2**30)
 )
 def test_the_need_is_one_line(actors: dict[str, Any], shown: str) -> None:
     assert describe(NEED, "bfloat16", ActorsConfig(**actors)) == (
-        "model: 1.24 B parameters, 2.3 GiB in bfloat16; with 1.0 GiB of cache a batch and 512 MiB beside them "
-        f"3.8 GiB an actor, {shown}"
+        "model: 1.24 B parameters in bfloat16; 3.8 GiB an actor (weights 2.3 GiB, cache 1.0 GiB, working memory "
+        f"512 MiB), {shown}"
     )
 
 
