@@ -1,4 +1,4 @@
-"""Job files as pydantic models: every key, its unit and its default. Reads no data, loads no model."""
+"""Job files as pydantic models: every key, its unit and its default. No input is read, no model loaded."""
 
 from __future__ import annotations
 
@@ -52,48 +52,48 @@ Labels = Annotated[tuple[str, ...], BeforeValidator(labels_given), Field(min_len
 
 class ExampleConfig(Section):
     user: str = Field(min_length=1, description="what the user says")
-    assistant: str = Field(min_length=1, description="the answer wanted")
+    assistant: str = Field(min_length=1, description="the answer to it")
 
 
 class InputConfig(Section):
-    """A prompt is one of three: a column of text or token ids, a template, or a column of messages.
+    """Prompts come from a column of text or token ids, from a template, or from a column of messages.
 
-    `chat`, `system` and `examples` turn text into the last user message of a chat.
+    `chat`, `system` and `examples` make a text the last user message of a chat.
     """
 
-    path: Paths = Field(description="Parquet file, folder, glob, or a list of these; local or s3://")
-    id: str | None = Field(None, description="column carried along as `id`; none: ids from file and row number")
+    path: Paths = Field(description="Parquet file, folder or glob, or a list of them; local or s3://")
+    id: str | None = Field(None, description="column that is copied to `id`; default: ids of file name and row number")
     prompt: str | None = Field(
-        None, description="column of text, or of lists of token ids, taken as they are; default 'prompt'"
+        None, description="column of text, or of lists of token ids, which are not changed; default 'prompt'"
     )
     template: str | None = Field(
-        None, description="Jinja2 template over the row's columns, nested ones as meta.question and tags[0]"
+        None, description="Jinja2 template over the row's columns; nested values as meta.question and tags[0]"
     )
     messages: str | None = Field(
         None, description="column of chats: list of struct with role and content (text, or parts of text), or as JSON"
     )
-    chat: bool = Field(False, description="text becomes a user message; implied by system and examples")
-    system: str | None = Field(
-        None, min_length=1, description="system message of every chat, unless the row's messages have their own"
-    )
+    chat: bool = Field(False, description="make the text a user message; implied by system and examples")
+    system: str | None = Field(None, min_length=1, description="system message of every chat whose messages have none")
     examples: list[ExampleConfig] = Field(
-        default_factory=list, description="exchanges between the system message and each row's own messages"
+        default_factory=list, description="exchanges between the system message and each row's messages"
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="values for the checkpoint's chat template, such as enable_thinking"
     )
     sampling: Annotated[str | dict[str, str] | None, BeforeValidator(_sampling_columns)] = Field(
-        None, description="a row's own sampling: a struct, map or JSON column, or {parameter: column}; null: the job's"
+        None,
+        description="sampling per row: a struct, map or JSON column, or {parameter: column}; null: the job's",
     )
     choices: str | None = Field(
-        None, description="column of lists of labels, one of which answers the row; null: the job's choices"
+        None, description="column of lists of labels, one of which is the row's answer; null: the job's choices"
     )
     too_long: Literal["error", "truncate_left"] = Field(
-        "error", description="a prompt that leaves no room for one token: row error, or keep its last tokens"
+        "error", description="a prompt that fills the context: a row error, or keep its last tokens"
     )
 
     since: Literal["last_success"] | None = Field(
-        None, description="incremental runs: each takes the files that no successful run has, into a dated folder"
+        None,
+        description="incremental runs: each answers the files that no successful run has answered, in a folder by date",
     )
     changed: Literal["error", "reprocess", "ignore"] = Field(
         "error",
@@ -124,8 +124,8 @@ class InputConfig(Section):
 
 class OutputConfig(Section):
     path: Place = Field(description="folder for the answers; local or s3://")
-    keep: list[str] = Field(default_factory=list, description="input columns carried along, beside id")
-    strip: bool = Field(True, description="take white space off both ends of the text")
+    keep: list[str] = Field(default_factory=list, description="input columns to copy to the output, besides id")
+    strip: bool = Field(True, description="remove white space at both ends of the text")
     token_ids: bool = Field(False, description="write a column with the generated token ids")
     cumulative_logprob: bool = Field(False, description="write the sum of the tokens' log-probabilities, nats")
 
@@ -136,10 +136,10 @@ class ModelConfig(Section):
     path: Place = Field(description="checkpoint: local folder, s3:// folder, or owner/name@revision on the hub")
     cache: Place | None = Field(
         None,
-        description="folder on each node for fetched checkpoints; default $SKIPDECODE_CACHE, else ~/.cache/skipdecode",
+        description="folder on each node for downloads; default $SKIPDECODE_CACHE, else ~/.cache/skipdecode",
     )
     dtype: Dtype = Field("bfloat16", description="weights, activations and cache")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto is cuda where an actor sees a GPU")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where an actor has a GPU")
     compile: bool = Field(
         False, description="torch.compile the layers, on a CPU in place of the kernels; needs a C++ compiler"
     )
@@ -158,50 +158,52 @@ class ModelConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """Any key left out comes from the checkpoint's skipdecode.json, then from the defaults there."""
+    """A missing key comes from the checkpoint's skipdecode.json, or has the default of `ScheduleSpec`."""
 
     speedup: float | None = Field(None, description="nominal, layers per token at full depth ÷ mean over the horizon")
     max_depth: int | None = Field(None, description="layers at position 0")
     min_depth: int | None = Field(None, description="layers from the horizon on")
-    depths: list[int] | None = Field(None, description="layers at positions 0, 1, ...; the last holds on")
+    depths: list[int] | None = Field(None, description="layers at positions 0, 1, ...; the last holds from there on")
     horizon: int | None = Field(None, description="generated tokens over which depth falls")
     decay: Decay | None = Field(None, description="shape of the fall")
     power: float | None = Field(None, description="exponent of decay power")
     steps: int | None = Field(None, description="stairs of decay step")
     warmup: int | None = Field(None, description="lowest layers that always run")
     keep_order: KeepOrder | list[int] | None = Field(None, description="layers, most needed first")
-    prompt: Literal["full", "first"] | None = Field(None, description="layers run over the prompt: all, or d(0)'s")
+    prompt: Literal["full", "first"] | None = Field(
+        None, description="layers run over the prompt: all, or those of d(0)"
+    )
 
     def changes(self) -> dict[str, Any]:
-        """Keys that the file sets, lists as tuples."""
+        """The keys that the file sets, lists as tuples."""
         given = self.model_dump(exclude_none=True)
         return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
 
 
 class SamplingConfig(Section):
-    """Names and defaults of `SamplingParams`; a row may have values of its own, see `input.sampling`."""
+    """The names and defaults of `SamplingParams`; `input.sampling` overrides them per row."""
 
-    max_new_tokens: int = Field(64, ge=1, lt=2**31, description="tokens, the stop token counted")
-    min_new_tokens: int = Field(0, ge=0, lt=2**31, description="tokens before which nothing ends the row")
-    temperature: float = Field(0.0, ge=0, description="0 is greedy, else 0.01 and above")
-    top_k: int = Field(0, ge=0, lt=2**31, description="tokens; 0 is all")
-    top_p: float = Field(1.0, gt=0, le=1, description="probability mass")
-    min_p: float = Field(0.0, ge=0, le=1, description="share of the likeliest token's probability")
-    repetition_penalty: float = Field(1.0, gt=0, description="factor, over prompt and answer; 1 is none")
-    presence_penalty: float = Field(0.0, ge=-2, le=2, description="logits, for tokens the answer holds; 0 is none")
-    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="logits, each time the answer holds one; 0 is none")
+    max_new_tokens: int = Field(64, ge=1, lt=2**31, description="tokens, including the stop token")
+    min_new_tokens: int = Field(0, ge=0, lt=2**31, description="tokens before the row may end")
+    temperature: float = Field(0.0, ge=0, description="0 is greedy, otherwise at least 0.01")
+    top_k: int = Field(0, ge=0, lt=2**31, description="most likely tokens to sample from; 0: all")
+    top_p: float = Field(1.0, gt=0, le=1, description="probability mass to sample from")
+    min_p: float = Field(0.0, ge=0, le=1, description="least probability, as a share of the likeliest token's")
+    repetition_penalty: float = Field(1.0, gt=0, description="factor for tokens of prompt and answer; 1: none")
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="logits, for tokens in the answer; 0: none")
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="logits, per occurrence in the answer; 0: none")
     stop: Annotated[tuple[str, ...], BeforeValidator(_many)] = Field(
-        (), description="string or list of strings; the text ends before the first of them"
+        (), description="string or list of strings; the text ends before the first occurrence"
     )
     stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(_many)] = Field(
         (), description="further token ids that end a row"
     )
-    ignore_eos: bool = Field(False, description="the model's own stop tokens end no row")
-    n: int = Field(1, ge=1, lt=2**31, description="answers to each prompt, at most 1024")
+    ignore_eos: bool = Field(False, description="do not end a row at the model's own stop tokens")
+    n: int = Field(1, ge=1, lt=2**31, description="answers per prompt, at most 1024")
     logprobs: int | None = Field(
-        None, ge=0, description="likeliest tokens told of beside each drawn one in a column logprobs; none: no column"
+        None, ge=0, description="alternatives listed with each sampled token in a column logprobs; default: no column"
     )
-    seed: int = Field(0, ge=0, lt=2**63, description="seed of all random numbers of the job")
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of the job's random numbers")
 
     @model_validator(mode="after")
     def _fits_together(self) -> SamplingConfig:
@@ -209,20 +211,20 @@ class SamplingConfig(Section):
         return self
 
     def params(self) -> SamplingParams:
-        """What every row is answered with, unless it says otherwise; without the job's seed. ValueError if at odds."""
+        """The sampling of rows that override nothing, without the job's seed. Raises UserError if values conflict."""
         return SamplingParams(**self.model_dump(exclude={"seed"}))
 
 
 class ActorsConfig(Section):
-    count: int | None = Field(None, ge=1, description="actors, fixed; default 1 if min and max are not given")
-    min: int | None = Field(None, ge=1, description="actors, autoscaling, at least")
-    max: int | None = Field(None, ge=1, description="actors, autoscaling, at most")
-    gpus: float = Field(0, ge=0, description="GPUs an actor")
-    cpus: float | None = Field(None, gt=0, description="logical CPUs an actor; default 0.5 on CPU, 1 with GPUs")
+    count: int | None = Field(None, ge=1, description="number of actors; default 1 without min and max")
+    min: int | None = Field(None, ge=1, description="least number of actors, autoscaling")
+    max: int | None = Field(None, ge=1, description="largest number of actors, autoscaling")
+    gpus: float = Field(0, ge=0, description="GPUs per actor")
+    cpus: float | None = Field(None, gt=0, description="logical CPUs per actor; default 0.5 on CPU, 1 with GPUs")
     wait_seconds: float = Field(
         600, ge=0, description="seconds to wait for a cluster to grow until the least number of actors fits"
     )
-    threads: int | None = Field(None, ge=1, description="torch threads an actor; default cores ÷ actors on CPU")
+    threads: int | None = Field(None, ge=1, description="torch threads per actor; default cores ÷ actors on CPU")
     cache_bytes: int | None = Field(
         None,
         ge=1,
@@ -251,7 +253,7 @@ class ActorsConfig(Section):
 
     @property
     def most(self) -> int:
-        """Actors there can be at once."""
+        """Largest number of actors at the same time."""
         return self.max or self.count or 1
 
 
@@ -259,10 +261,10 @@ class StorageConfig(Section):
     endpoint_url: Endpoint | None = Field(None, description="S3 endpoint; credentials only from the usual AWS places")
     region: str | None = Field(None, description="S3 region")
     retry_seconds: float = Field(
-        300, ge=0, description="seconds for which a failing S3 call is tried again, with growing waits; 0 is one try"
+        300, ge=0, description="seconds for which a failing S3 call is retried, with growing waits; 0: one try"
     )
     contact_seconds: float = Field(
-        20, ge=0, description="seconds of these for an S3 endpoint that has never answered while a job is planned"
+        20, ge=0, description="the same for an S3 endpoint that has never answered, while a job is planned"
     )
 
     def after_planning(self) -> StorageConfig:
@@ -280,28 +282,31 @@ class JobConfig(Section):
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     choices: Labels | None = Field(
         None,
-        description="labels, or a .json file with a list of them, one of which answers each row; input.choices gives a "
-        "row its own",
+        description="labels, or a .json file with a list of them, one is a row's answer; input.choices: per row",
     )
-    shared_prefix: bool = Field(True, description="compute the prompts' constant beginning once an actor")
+    shared_prefix: bool = Field(True, description="compute the common prefix of the prompts once per actor")
     actors: ActorsConfig = Field(default_factory=ActorsConfig)
     storage: StorageConfig = Field(default_factory=StorageConfig)
-    shard_rows: int | None = Field(None, ge=1, description="rows; default min(4096, ceil(rows ÷ (4 × most actors)))")
-    shard_bytes: int = Field(64 * 2**20, ge=1, description="uncompressed bytes of input a shard")
-    max_error_rate: float = Field(0.01, ge=0, le=1, description="share of rows; above it the job exits 3")
+    shard_rows: int | None = Field(
+        None, ge=1, description="rows a shard; default min(4096, ceil(rows ÷ (4 × most actors)))"
+    )
+    shard_bytes: int = Field(64 * 2**20, ge=1, description="uncompressed input bytes per shard")
+    max_error_rate: float = Field(
+        0.01, ge=0, le=1, description="share of rows with errors; above it the exit status is 3"
+    )
     grace_seconds: float = Field(
-        20, ge=0, description="after SIGTERM or SIGINT, for shards in flight to be finished; 0 drops them"
+        20, ge=0, description="after SIGTERM or SIGINT, to finish shards in flight; 0 drops them"
     )
     attempts: int = Field(
         3,
         ge=1,
-        description="deaths of its process after which a batch is halved, a row alone an error, a load given up",
+        description="worker deaths after which a batch is halved, a single row is an error, or loading fails",
     )
-    adapt: AdaptConfig | None = Field(None, description="how `skipdecode adapt` proceeds; `run` does not read it")
+    adapt: AdaptConfig | None = Field(None, description="settings of `skipdecode adapt`; `run` ignores them")
 
     @property
     def paged(self) -> bool:
-        """Whether actors keep their cache in a GPU's pages, if the model's family has them."""
+        """Whether actors use the paged engine, if the model's family supports it."""
         return self.model.engine == "paged" and self.actors.gpus > 0 and self.model.device != "cpu"
 
     def rows_in_flight(self, has_pages: bool) -> int:

@@ -10,13 +10,13 @@ from typing import Any
 from actors.engine.errors import UserError, flat
 from actors.engine.types import SamplingParams
 
-_AT_ODDS = ("stop", "stop_token_ids", "min_new_tokens", "ignore_eos")
+_CONFLICTING = ("stop", "stop_token_ids", "min_new_tokens", "ignore_eos")
 
 
 def labels_given(value: Any) -> Any:
-    """A file's `choices` as a tuple: labels, or the name of a JSON file that holds a list of them.
+    """The value of a key `choices` as a tuple: labels, or the name of a JSON file with a list of labels.
 
-    Raises ValueError of one line for what is no text, or a file that holds something else.
+    Raises UserError for a label that is not text, or a file that holds something else.
     """
     if isinstance(value, str) and value.endswith(".json"):
         try:
@@ -32,7 +32,7 @@ def labels_given(value: Any) -> Any:
     for label in value:
         if not isinstance(label, str):
             raise UserError(
-                f"labels are text, and {label!r} is none; put it in quotes (true and false are YAML booleans)"
+                f"labels are text, and {label!r} is not; put it in quotes (true and false are YAML booleans)"
             )
     return tuple(value)
 
@@ -43,20 +43,20 @@ def normalized(label: str) -> str:
 
 
 def check_labels(labels: Sequence[str | None]) -> None:
-    """ValueError if there is no label, or one of them is null, empty or there twice."""
+    """Raise UserError if there is no label, or a label is null, empty or repeated."""
     if not labels:
         raise UserError("choices is empty")
     seen = set()
-    for place, label in enumerate(labels):
+    for index, label in enumerate(labels):
         if label is None or not label.strip():
-            raise UserError(f"choices: label {place + 1} is {'null' if label is None else 'empty'}")
+            raise UserError(f"choices: label {index + 1} is {'null' if label is None else 'empty'}")
         if label in seen:
-            raise UserError(f"choices: {label!r} is there twice")
+            raise UserError(f"choices: {label!r} is repeated")
         seen.add(label)
 
 
 def check_compatible(params: SamplingParams) -> None:
-    """ValueError if a label could not be answered whole: something else would end it, or keep it from ending."""
-    for name in _AT_ODDS:
+    """Raise UserError if another setting would end a label early, or keep it from ending."""
+    for name in _CONFLICTING:
         if getattr(params, name):
             raise UserError(f"choices do not go with sampling.{name}: a label ends where it ends")

@@ -89,15 +89,15 @@ def _expanded(node: Node, known: dict[int, int]) -> int:
 
 
 def load_config(kind: type[ConfigT], path: str | Path, changes: Sequence[str] = ()) -> ConfigT:
-    """Read a YAML file and apply ``a.b=value`` changes.
+    """Read a YAML file, apply ``a.b=value`` changes and validate.
 
-    Raises ValueError of one line that names the file, the key and what to do.
+    Raises UserError that names the file, the key and the remedy.
     """
     return validated(kind, load_values(path, changes), str(path))
 
 
 def validated(kind: type[ConfigT], values: dict[str, Any], source: str) -> ConfigT:
-    """The values as a model; ValueError of one line that begins with `source`."""
+    """The values as a model. Raises UserError that begins with `source`."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -105,7 +105,7 @@ def validated(kind: type[ConfigT], values: dict[str, Any], source: str) -> Confi
 
 
 def load_values(path: str | Path, changes: Sequence[str] = ()) -> dict[str, Any]:
-    """The keys and values of a YAML file with ``a.b=value`` changes, not validated; ValueError of one line."""
+    """The keys and values of a YAML file after ``a.b=value`` changes, not yet validated. Raises UserError."""
     path = Path(path)
     try:
         values = parse_yaml(path.read_text())
@@ -142,7 +142,7 @@ def _apply(values: dict[str, Any], change: str) -> None:
 
 def _first_problem(kind: type[BaseModel], error: ValidationError) -> str:
     problems = error.errors()
-    problem = next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
+    problem = next((entry for entry in problems if entry["type"] == "extra_forbidden"), problems[0])
     where = [str(part) for part in problem["loc"] if not str(part).startswith(("function-", "list[", "literal["))]
     key = ".".join(where)
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -159,14 +159,14 @@ def _first_problem(kind: type[BaseModel], error: ValidationError) -> str:
 
 
 def _shown(given: Any) -> str:
-    """A value as its refusal may show it: without secrets, and not all of a long one."""
+    """A value as its refusal may show it: without secrets, and cut off if it is long."""
     text = without_secrets(repr(given) if not isinstance(given, int) or given.bit_length() < 256 else "a huge number")
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def _section(kind: type[BaseModel], where: Sequence[str]) -> type[BaseModel]:
     for name in where:
-        if name.isdigit():  # a place in a list of sections
+        if name.isdigit():  # an index in a list of sections
             continue
         below: Any = kind.model_fields[name].annotation
         below = next(iter(get_args(below)), below)

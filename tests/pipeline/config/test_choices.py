@@ -38,7 +38,7 @@ def test_a_rows_labels_come_before_the_jobs(checkpoint: Path) -> None:
         (["a", ""], "choices: label 2 is empty"),
         ([" "], "choices: label 1 is empty"),
         (["a", None], "choices: label 2 is null"),
-        (["a", "b", "a"], "choices: 'a' is there twice"),
+        (["a", "b", "a"], "choices: 'a' is repeated"),
         (["yes", " yes"], "choices: 'yes' and ' yes' are the same to the tokenizer"),
     ],
 )

@@ -313,7 +313,7 @@ BAD = [
     ({"data": {"prompt": "long"}}, r"row 0: prompt of \d+ tokens leaves no room in a context of 64"),
     ({"data": {"limit": 1}}, "1 row to score; intervals are over rows: give at least 2"),
     ({"data": {"references": "label"}, "choices": ["red", "green"]}, "row 3: label 'Blue ' is not one of choices"),
-    ({"choices": ["red", "red"]}, "'red' is there twice"),
+    ({"choices": ["red", "red"]}, "'red' is repeated"),
     ({"choices": ["red"], "sampling": {"stop": ["x"]}}, "choices do not go with sampling.stop"),
     ({"reference_model": "other"}, "other has another tokenizer than"),
     ({"reference_model": "nowhere"}, "nowhere: no such checkpoint folder"),
