@@ -193,7 +193,7 @@ class Engine:
         """All of them: `open` has allocated their cache."""
         return len(requests)
 
-    def first_chunk(self, requests: Sequence[Request], prefix: Sequence[int]) -> int:
+    def first_pass(self, requests: Sequence[Request], prefix: Sequence[int]) -> int:
         """All of them."""
         return len(requests)
 

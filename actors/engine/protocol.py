@@ -71,8 +71,8 @@ class EngineProtocol(Protocol):
         """How many of these requests, in their order, the cache has space for now."""
         ...
 
-    def first_chunk(self, requests: Sequence[Request], prefix: Sequence[int]) -> int:
-        """How many of these requests, in their order, are admitted before the next step."""
+    def first_pass(self, requests: Sequence[Request], prefix: Sequence[int]) -> int:
+        """How many of these requests, in their order, share one pass; a step comes before the next pass."""
         ...
 
     def take_preempted(self) -> list[int]:

@@ -247,7 +247,7 @@ class _Admission:
         if estimate < min(len(first), math.ceil(len(engine.rows) / REFILL_SHARE)):
             return []
         self._step_first = engine.grows
-        return first[: engine.first_chunk([self.requests[row] for row in first[:estimate]], self.prefix)]
+        return first[: engine.first_pass([self.requests[row] for row in first[:estimate]], self.prefix)]
 
     def admit(self, rows: Sequence[int]) -> Ended:
         """Admit the first waiting rows; returns the rows that have ended with their first token."""

@@ -20,19 +20,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from actors.engine.decoder import Decoder
 from actors.engine.errors import UserError
+from actors.engine.gpu.admission import AdmissionEstimate
+from actors.engine.gpu.buffers import Buffers, allocate, rounded
 from actors.engine.gpu.completions import CompletionPoll
+from actors.engine.gpu.host_sampling import fetch_tokens, write_tokens
 from actors.engine.gpu.layers import FusedLayer
-from actors.engine.gpu.pages import PagedCache, PagePool, page_bytes, row_pages, upload
+from actors.engine.gpu.pages import PagePool, page_bytes, upload
 from actors.engine.gpu.prefill import Prefill, passes
 from actors.engine.gpu.prefill_times import PrefillTimes
-from actors.engine.gpu.state import DeviceRows, SamplingVariant, samples_on_device
-from actors.engine.gpu.steps import Steps
+from actors.engine.gpu.state import SamplingVariant, samples_on_device
 from actors.engine.protocol import Ended
 from actors.engine.row import (
     Row,
@@ -49,26 +50,7 @@ from actors.engine.working_memory import PREFIX_TOKENS
 
 READ_EVERY = 4
 OWN_STOPS = 8  # stop tokens of a row, beside the model's, that the GPU checks; a row with more is sampled by the host
-LEAST_TOKENS = 256  # of prompts and of answers that buffers are made for: they serve all shorter rows too
-FEW_ENDED = 16  # rows; the average length of fewer is no estimate
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Buffers:
-    """Buffers, and the graphs over them, for rows with at most such prompts and new tokens."""
-
-    rows: int
-    prompt: int
-    most_new: int
-    cache: PagedCache
-    state: DeviceRows
-    steps: Steps
-    free_slots: list[int] = field(default_factory=list)
-
-    def fits(self, rows: int, prompt: int, most_new: int) -> bool:
-        """Whether they are large enough."""
-        return rows <= self.rows and prompt <= self.prompt and most_new <= self.most_new
 
 
 class GpuEngine:
@@ -119,7 +101,7 @@ class GpuEngine:
         self._pool = PagePool(budget_bytes // self._page_bytes) if pool is None else pool
         self._pool.users.add(self)
         self._others: dict[Schedule, GpuEngine] = {}  # under other schedules
-        self._run: _Buffers | None = None
+        self._run: Buffers | None = None
         self._prefill = Prefill(decoder, schedule)
         self._prefill_times = PrefillTimes(decoder.device)
         self._tickets = 0
@@ -128,11 +110,10 @@ class GpuEngine:
         self._variant: SamplingVariant | None = None
         self._host_samples = False
         self._steps_since_open = 0
-        self._ended_tokens, self._ended_rows = 0, 0  # since `open`
         self._preempted: list[int] = []
         self._ended_early: Ended = []  # rows that have left before the step's own poll
         self._largest_row = 1  # pages
-        self._estimate: int | None = None  # the last admission estimate, until rows come or go
+        self._estimate = AdmissionEstimate(schedule, decoder.context_length, read_every)
 
     @property
     def pages(self) -> int:
@@ -160,86 +141,46 @@ class GpuEngine:
 
     def row_bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
         """Most bytes of pages that such a row holds at any time."""
-        return self._page_bytes * self._row_pages(prompt_tokens, max_new_tokens)
-
-    def _row_pages(self, prompt_tokens: int, new_tokens: int) -> int:
-        """Most pages of such a row, with those that it allocates until the host has seen it end."""
-        return row_pages(self.schedule, prompt_tokens, new_tokens + 2 * self.read_every, self.read_every)
+        return self._page_bytes * self._estimate.row_pages(prompt_tokens, max_new_tokens)
 
     def open(self, rows: int, prompt_tokens: int, max_new_tokens: int) -> None:
         """Allocate for `rows` rows in flight; large enough buffers and graphs of an earlier run are kept."""
         assert not self.rows, "rows are in flight"
         run, rows = self._run, max(rows, self.max_rows)
-        self._largest_row = min(self.pages, self._row_pages(prompt_tokens, max_new_tokens))
-        prompt, most_new = (max(LEAST_TOKENS, _power_of_two(size)) for size in (prompt_tokens, max_new_tokens))
-        kept = run is not None and run.cache.count == self.pages and run.cache.keys is self._pool.keys
-        if run is None or not kept or not run.fits(rows, prompt, most_new):
+        self._largest_row = min(self.pages, self._estimate.row_pages(prompt_tokens, max_new_tokens))
+        prompt, most_new = rounded(prompt_tokens), rounded(max_new_tokens)
+        if run is None or not run.fit(rows, prompt, most_new, self._pool):
             if run is not None:
                 prompt, most_new = max(prompt, run.prompt), max(most_new, run.most_new)
             self._run = run = None  # freed before the new buffers are allocated
-            self._run = run = self._allocate(rows, prompt, most_new)
+            stops, graphs = len(self.stop_ids) + OWN_STOPS, self.graphs
+            run = allocate(
+                self.decoder, self.schedule, self._pool, rows, prompt, most_new, stop_tokens=stops, graphs=graphs
+            )
+            self._run = run
         run.free_slots = list(range(run.rows - 1, -1, -1))
         self._host_samples, self._variant, self._steps_since_open = False, None, 0
         self._poll.cancel()
-        self._ended_tokens = self._ended_rows = 0
-        self._estimate = None
+        self._estimate.reset()
         run.cache.most = 0
         self.stats.batches += 1
 
-    def _allocate(self, rows: int, prompt: int, most_new: int) -> _Buffers:
-        decoder = self.decoder
-        cache = PagedCache(
-            self.schedule,
-            rows,
-            self.pages,
-            prompt,
-            most_new,
-            kv_heads=decoder.kv_heads,
-            head_dim=decoder.head_dim,
-            dtype=decoder.dtype,
-            device=decoder.device,
-            pool=self._pool,
-        )
-        first = decoder.blocks[0]
-        assert isinstance(first, FusedLayer)
-        state = DeviceRows(rows, most_new, len(self.stop_ids) + OWN_STOPS, decoder.device, first.operations)
-        steps = Steps(decoder, self.schedule, cache, state, rows, graphs=self.graphs)
-        return _Buffers(rows, prompt, most_new, cache, state, steps)
-
     def admission_estimate(self, requests: Sequence[Request]) -> int:
-        """How many of these requests, in their order, find pages now, if rows grow to the average length of those that
-        have ended, or to their limit while few have."""
-        if self._estimate is None:
-            self._estimate = self._estimate_admission(requests)
-        return self._estimate
-
-    def _estimate_admission(self, requests: Sequence[Request]) -> int:
+        """How many of these requests, in their order, find pages now, as far as can be foreseen."""
         assert self._run is not None
-        cache, few = self._run.cache, self._ended_rows < FEW_ENDED
-        mean = 0 if few else -(-self._ended_tokens // self._ended_rows)
+        cache = self._run.cache
+        return self._estimate.admissible(
+            requests, self.rows, lambda row: cache.row_total(self._slots[row.ticket]), cache.free
+        )
 
-        def expected(request: Request, limit: int, tokens: int) -> int:
-            new = limit if few else min(limit, max(mean, tokens + self.read_every))
-            return self._row_pages(len(request.prompt_ids), new)
-
-        left = cache.free
-        for row in self.rows:
-            allocated = cache.row_total(self._slots[row.ticket])
-            left -= max(0, expected(row.request, row.limit, row.position + 1) - allocated)
-        for count, request in enumerate(requests):
-            left -= expected(request, request.new_tokens_limit(self.decoder.context_length), 0)
-            if left < 0:
-                return count
-        return len(requests)
-
-    def first_chunk(self, requests: Sequence[Request], prefix: Sequence[int]) -> int:
+    def first_pass(self, requests: Sequence[Request], prefix: Sequence[int]) -> int:
         """How many of these requests, in their order, fit one pass: steps come between passes."""
         shared = min(len(prefix), PREFIX_TOKENS)
         return passes([len(request.prompt_ids) - shared for request in requests], shared)[0][1]
 
     @torch.inference_mode()
     def admit(self, requests: Sequence[Request], prefix: Sequence[int] = ()) -> list[int]:
-        """Run the prompts' passes, a chunk at a time, and sample each row's first token; returns a ticket a request.
+        """Run the prompts' passes and sample each row's first token; returns a ticket a request.
 
         Raises:
             MemoryError: More rows than `admission_estimate` found pages for.
@@ -267,17 +208,17 @@ class GpuEngine:
         self._prefill_times.end()
         return [row.ticket for row in newcomers]
 
-    def _run_prompts(self, run: _Buffers, rows: Sequence[Row], slots: Sequence[int], prefix: Sequence[int]) -> None:
+    def _run_prompts(self, run: Buffers, rows: Sequence[Row], slots: Sequence[int], prefix: Sequence[int]) -> None:
         """Prompts of rows through the layers, and each row's first token."""
         prompts, sources = distinct_prompts([row.request for row in rows])
         prefix_tokens = self._prefill.share(prefix)
         for first, end in passes([len(prompt) - len(prefix) for prompt in prompts], len(prefix)):
             members = [index for index, source in enumerate(sources) if first <= source < end]
-            chunk_sources = [sources[index] - first for index in members]
-            chunk_slots = [slots[index] for index in members]
-            logits = self._prefill(prompts[first:end], chunk_slots, chunk_sources, run.cache, prefix)
-            logits = logits[upload(chunk_sources, logits.device)]
-            self._sample([rows[index] for index in members], upload(chunk_slots, logits.device), logits)
+            pass_sources = [sources[index] - first for index in members]
+            pass_slots = [slots[index] for index in members]
+            logits = self._prefill(prompts[first:end], pass_slots, pass_sources, run.cache, prefix)
+            logits = logits[upload(pass_sources, logits.device)]
+            self._sample([rows[index] for index in members], upload(pass_slots, logits.device), logits)
         computed = sum(map(len, prompts)) - len(prefix) * len(prompts)
         self.stats.prompt_tokens += computed + prefix_tokens
         self.stats.padded_prompt_tokens += computed + prefix_tokens
@@ -288,7 +229,7 @@ class GpuEngine:
         assert self._run is not None
         if self._host_samples:
             sample_rows(rows, logits, logprobs=self.cumulative_logprob)
-            self._write_back(rows, slots)
+            write_tokens(rows, slots, self._run.state)
         else:
             self._run.state.sample(slots, logits, SamplingVariant.of(rows, self.cumulative_logprob))
 
@@ -309,13 +250,13 @@ class GpuEngine:
         if self.rows:
             per_layer = rows_per_layer(input_depths(self.rows, self.schedule), self.schedule)
             logits = run.steps.run(per_layer, None if self._host_samples else self._variant)
-            ended = self._after_device_step(run) if logits is None else self._after_host_step(logits)
+            ended = self._after_device_step(run) if logits is None else self._after_host_step(run, logits)
         else:
             ended = []  # all have ended
         self.stats.decode_seconds += time.perf_counter() - began
         return self._take_ended_early() + ended
 
-    def _after_device_step(self, run: _Buffers) -> Ended:
+    def _after_device_step(self, run: Buffers) -> Ended:
         """Read the poll in progress, while the GPU runs the step just launched, and start the next one."""
         for row in self.rows:
             row.position += 1
@@ -325,11 +266,11 @@ class GpuEngine:
             self._poll.start(run.state, self._slots)
         return ended
 
-    def _after_host_step(self, logits: torch.Tensor) -> Ended:
+    def _after_host_step(self, run: Buffers, logits: torch.Tensor) -> Ended:
         """Sample from logits [B, V], the last rows of which are those in flight, and upload the tokens."""
         sample_rows(self.rows, logits[-len(self.rows) :], logprobs=self.cumulative_logprob)
         slots = torch.tensor([self._slots[row.ticket] for row in self.rows], device=logits.device)
-        self._write_back(self.rows, slots)
+        write_tokens(self.rows, slots, run.state)
         return self._finish([row for row in self.rows if row.finish is not None])
 
     def retire(self) -> Ended:
@@ -348,7 +289,7 @@ class GpuEngine:
 
     def close(self) -> None:
         """Drop the rows in flight."""
-        if self._ended_rows and not self.rows:  # a run that is complete
+        if self._estimate.ended_rows and not self.rows:  # a run that is complete
             self.max_rows = self._most_rows
         if self._run is not None:
             cache = self._run.cache
@@ -424,7 +365,7 @@ class GpuEngine:
     def _update_lanes(self) -> None:
         """After rows have come or gone: give the steps their slots and sampling variant."""
         assert self._run is not None
-        self._estimate = None
+        self._estimate.changed()
         self._run.steps.set_lanes([self._slots[row.ticket] for row in self.rows])
         if self.rows and not self._host_samples:
             self._variant = SamplingVariant.of(self.rows, self.cumulative_logprob)
@@ -440,8 +381,7 @@ class GpuEngine:
             self.stats.layer_steps += self.schedule.layer_steps(steps)
             self.stats.full_layer_steps += self.schedule.num_layers * steps
             self.stats.generated_tokens += len(row.tokens)
-            self._ended_tokens += len(row.tokens)
-        self._ended_rows += len(ended)
+        self._estimate.add_ended(ended)
         self._remove(ended)
         return [(row.ticket, row.completion(self.cumulative_logprob)) for row in ended]
 
@@ -459,34 +399,7 @@ class GpuEngine:
         """Until the next `open` the host samples; fetch the tokens of the rows in flight."""
         if self._host_samples:
             return
+        assert self._run is not None
         self._host_samples = True
         self._poll.cancel()
-        if not self.rows:
-            return
-        assert self._run is not None
-        state = self._run.state
-        counts = state.counts.tolist()
-        longest = max(counts[self._slots[row.ticket]] for row in self.rows)
-        tokens, logprobs = state.tokens[:, :longest].tolist(), state.logprobs.tolist()
-        for row in self.rows:
-            slot = self._slots[row.ticket]
-            row.logprob, row.position = logprobs[slot], counts[slot] - 1
-            for token in tokens[slot][: counts[slot]]:
-                row.tokens.append(token)
-                row.sampling.add(token)
-                row.finish = row.finish or row.advance()
-
-    def _write_back(self, rows: Sequence[Row], slots: torch.Tensor) -> None:
-        """Upload the tokens that the host has sampled. slots: int64 [B], of the rows."""
-        assert self._run is not None
-        state, device = self._run.state, slots.device
-        state.last[slots] = torch.tensor([row.tokens[-1] for row in rows], device=device)
-        positions = torch.tensor([row.position for row in rows], device=device)
-        state.generated[slots] = positions
-        state.positions[slots] = positions + torch.tensor([len(row.request.prompt_ids) for row in rows], device=device)
-        state.ended[slots] = torch.tensor([row.finish is not None for row in rows], device=device)
-
-
-def _power_of_two(count: int) -> int:
-    """The smallest power of two that is not below count."""
-    return 1 << max(0, count - 1).bit_length()
+        fetch_tokens(self.rows, self._slots, self._run.state)

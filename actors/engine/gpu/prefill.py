@@ -1,4 +1,4 @@
-"""Prompts through the layers, a chunk at a time, and their shared prefix only once.
+"""Prompts through the layers, pass by pass, and their shared prefix only once.
 
 Shapes: P prompts, V vocabulary size.
 """
@@ -67,9 +67,9 @@ class Prefill:
         hidden, rotary = decoder.embed(upload(ids, decoder.device)[None], batch.positions[None])
         states = hidden[0]
         for layer in self.schedule.prompt_layers:
-            own, block = rotary[layer], decoder.blocks[layer]
+            rope, block = rotary[layer], decoder.blocks[layer]
             assert isinstance(block, FusedLayer)
-            block.prompts(states, None if own is None else (own[0][0], own[1][0]), batch, cache)
+            block.prompts(states, None if rope is None else (rope[0][0], rope[1][0]), batch, cache)
         return decoder.logits(states[batch.last])
 
 
