@@ -1,4 +1,4 @@
-"""What an adaptation came to, for a terminal and as JSON."""
+"""The result of an adaptation, for a terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.adapt.run import Adapted
 
 
 def print_adapted(console: Console, adapted: Adapted) -> None:
-    """The table before and after, what was chosen, the break-even, and where everything lies."""
+    """Print the table before and after, the choice, the break-even and the paths."""
     counts = adapted.counts
     console.print(
         f"{counts['drawn']:,} of {counts['job']:,} rows drawn: {counts['train']:,} trained on, {counts['held_out']:,} "
@@ -46,9 +46,9 @@ def print_adapted(console: Console, adapted: Adapted) -> None:
 
 
 def too_tight(adapted: Adapted) -> str:
-    """One line for an adaptation without a choice: which tolerance would have done."""
+    """One line for an adaptation without a choice: the smallest tolerance with one."""
     closest = adapted.nearest
-    least = math.ceil(1000 * closest.scores[adapted.metric].loss_high) / 1000  # up, so that it admits what it names
+    least = math.ceil(1000 * closest.scores[adapted.metric].loss_high) / 1000  # rounded up, to admit this speed
     return (
         f"no speed-up is within adapt.tolerance = {adapted.tolerance:g} of {adapted.metric}, and no job file is "
         f"written; {_speed(closest)} would be within {least:g}"
@@ -56,7 +56,7 @@ def too_tight(adapted: Adapted) -> str:
 
 
 def to_dict(adapted: Adapted) -> dict[str, Any]:
-    """Plain values, the derived ones too."""
+    """Plain values, derived ones included."""
     values = asdict(adapted)
     if adapted.break_even is not None:
         values["break_even"] |= {"at_rows": adapted.break_even.at_rows, "saved": adapted.break_even.saved}

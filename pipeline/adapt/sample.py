@@ -22,14 +22,14 @@ from pipeline.storage.owned_folder import replacing
 
 
 def draw(total: int, count: int, seed: int) -> list[int]:
-    """`count` different numbers below `total`, all of them if it has fewer; in random order."""
+    """`count` distinct numbers below `total`, or all of them, in random order."""
     return random.Random(seed).sample(range(total), min(count, total))
 
 
 def layout(config: JobConfig, listed: Files) -> tuple[list[InputFile], pa.Schema]:
-    """The input files, and one schema of the columns that the job reads; of those carried along the references alone.
+    """The input files, and the schema of the columns that the job reads, and of the references.
 
-    Raises ValueError of one line: unreadable, a column missing or of the wrong type.
+    Raises UserError for an unreadable file, or a column that is missing or of the wrong type.
     """
     assert config.adapt is not None
     keep = [] if config.adapt.references is None else [config.adapt.references]
@@ -46,14 +46,14 @@ def layout(config: JobConfig, listed: Files) -> tuple[list[InputFile], pa.Schema
 def write_sample(
     config: JobConfig, files: Sequence[InputFile], schema: pa.Schema, drawn: Sequence[int], path: Path
 ) -> list[bool]:
-    """Write the drawn rows in their order; of each, whether its values can be read, for others are left out.
+    """Write the drawn rows in their order, without unreadable ones; whether each is readable.
 
-    drawn: row numbers over all files, in their order. Only row groups that hold a drawn row are read.
+    drawn: row numbers over all files. Only row groups that hold a drawn row are read.
     """
     in_order = sorted(drawn)
     rows = dict(zip(in_order, _read(config, files, schema, in_order), strict=True))
     readable = [rows[row][ERROR][0].as_py() is None for row in drawn]
-    good = [rows[row].drop_columns(ERROR) for row, fine in zip(drawn, readable, strict=True) if fine]
+    good = [rows[row].drop_columns(ERROR) for row, is_good in zip(drawn, readable, strict=True) if is_good]
     table = pa.concat_tables([schema.empty_table(), *good]).combine_chunks()
     with replacing(path) as temporary:
         pq.write_table(table, temporary)
@@ -61,9 +61,9 @@ def write_sample(
 
 
 def _read(config: JobConfig, files: Sequence[InputFile], schema: pa.Schema, rows: Sequence[int]) -> Iterator[pa.Table]:
-    """The rows, given in ascending order, each as a table of its own with the column `ERROR`."""
+    """Each of `rows`, which ascend, as a table of its own with the column `ERROR`."""
     ends = accumulate((file.rows for file in files), initial=0)
     for file, (first, end) in zip(files, pairwise(ends), strict=True):
-        wanted = [Shard(0, file.url, row - first, 1) for row in rows if first <= row < end]
-        for table in read_shards(wanted, schema.names, config.storage) if wanted else ():
-            yield from_ipc(to_ipc(conform(table, schema)))  # a copy: a slice would hold on to its whole batch
+        single_rows = [Shard(0, file.url, row - first, 1) for row in rows if first <= row < end]
+        for table in read_shards(single_rows, schema.names, config.storage) if single_rows else ():
+            yield from_ipc(to_ipc(conform(table, schema)))  # a copy: a slice would keep its whole batch in memory

@@ -68,7 +68,7 @@ def plan_adaptation(config: JobConfig, source: str, folder: Path, record: StageR
     rows = sum(file.rows for file in files)
     if rows <= options.held_out:
         raise UserError(
-            f"{config.input.path[0]}: {rows} rows leave none to train on beside adapt.held_out = {options.held_out}"
+            f"{config.input.path[0]}: {rows} rows leave none to train on: lower adapt.held_out = {options.held_out}"
         )
     stored = record.settings("sample")
     located = resolve_checkpoint(config.model, config.storage, stored["model"] if stored else None)

@@ -12,7 +12,7 @@ from pipeline.config.base import Place, Section
 Metric = Literal["agreement_rouge_l", "agreement_exact", "token_kl", "bleu", "rouge_l", "exact_match"]
 OF_TEXTS = ("bleu", "rouge_l")  # not of labels
 OF_REFERENCES = (*OF_TEXTS, "exact_match")
-# what may be lost where the file does not say: points of 100, token_kl in nats
+# default tolerances: points of 100, token_kl in nats
 TOLERANCES = {
     "agreement_rouge_l": 10.0,
     "agreement_exact": 5.0,
@@ -22,7 +22,7 @@ TOLERANCES = {
     "exact_match": 2.0,
 }
 LOSS = {"references": 0.0, "distillation": 1.0}
-# for some thousand rows and a model that knows its task: small steps, so that it forgets nothing
+# for a few thousand rows and a model that knows its task: small steps, so that it forgets nothing
 TRAINING = {
     "epochs": 3.0,
     "batch_size": 16,
@@ -34,55 +34,55 @@ TRAINING = {
 
 
 class AdaptConfig(Section):
-    """Of the job's schedule, horizon, decay, warmup, keep_order and prompt are kept; how deep is what is chosen."""
+    """The job's horizon, decay, warmup, keep_order and prompt are kept; the depths are chosen."""
 
     rows: int = Field(2000, ge=3, description="input rows answered at full depth, held-out ones included")
-    held_out: int = Field(200, ge=2, description="of these, rows that are evaluated and not trained on")
+    held_out: int = Field(200, ge=2, description="rows of the sample that are evaluated and not trained on")
     output: Place | None = Field(
         None,
-        description="local folder; default output.path with -adapt behind it; on a cluster it must be given, and lie "
-        "on a file system that all nodes share",
+        description="local folder; default output.path followed by -adapt; required on a cluster, on a file "
+        "system that all nodes share",
     )
     speedups: list[float] = Field([1, 2, 3, 4, 5], min_length=1, description="nominal, each trained and evaluated")
     metric: Metric | None = Field(
         None,
-        description="what the tolerance is in; agreement is with the job's own checkpoint at full depth; "
+        description="metric of the tolerance; agreement is with the job's own checkpoint at full depth; "
         "default agreement_rouge_l, with choices agreement_exact",
     )
     tolerance: float | None = Field(
         None,
         gt=0,
-        description="most that may be lost against full depth, points of 100, or nats of token_kl; the loss's interval "
-        "must lie within; default 10 of agreement_rouge_l, 5 of agreement_exact, 2 of others, 0.1 nats",
+        description="largest loss against full depth, points of 100, or nats of token_kl, by the upper end of its "
+        "interval; default 10 of agreement_rouge_l, 5 of agreement_exact, 2 of others, 0.1 nats",
     )
     references: str | None = Field(None, description="input column with right answers, a string or a list of strings")
-    seed: int = Field(0, ge=0, description="which rows are drawn")
+    seed: int = Field(0, ge=0, description="of the draw of rows")
     max_tokens: int | None = Field(
-        None, ge=4, description="tokens of prompt and answer, longer pairs are not trained on; default the longest's"
+        None, ge=4, description="tokens of prompt and answer; longer pairs are not trained on; default no limit"
     )
     loss: dict[str, Any] = Field(
         default_factory=dict, description="keys of tune's loss; default distillation: 1, references: 0"
     )
-    lora: dict[str, Any] | None = Field(None, description="keys of tune's lora; none: all weights are trained")
+    lora: dict[str, Any] | None = Field(None, description="keys of tune's lora; null: train all weights")
     training: dict[str, Any] = Field(
         default_factory=dict,
         description="keys of tune's training; default 3 epochs, 16 rows a step, learning rate 1e-4, 20 warm-up steps, "
         "bf16 unless model.dtype is float32",
     )
-    runs: int = Field(2, ge=1, description="times each speed of the tuned checkpoint is timed; the median counts")
+    runs: int = Field(2, ge=1, description="timed runs of each speed of the tuned checkpoint; the median counts")
 
     @model_validator(mode="after")
     def _fits_together(self) -> AdaptConfig:
         if self.rows <= self.held_out:
-            raise UserError(f"rows = {self.rows} leaves none to train on beside held_out = {self.held_out}")
+            raise UserError(f"rows = {self.rows} leaves none to train on: raise it above held_out = {self.held_out}")
         if max(self.speedups) <= 1 or min(self.speedups) < 1:
-            raise UserError("speedups must be 1 or above, and one of them above 1")
+            raise UserError("speedups must be 1 or above, and at least one above 1")
         if len(set(self.speedups)) < len(self.speedups):
-            raise UserError("speedups: one is there twice")
+            raise UserError("speedups: a value is repeated")
         if self.metric in OF_REFERENCES and self.references is None:
             raise UserError(f"metric: {self.metric} needs references, a column of right answers")
         if self.training.get("early_stopping") is not None:
-            raise UserError("training.early_stopping would choose by the held-out rows: give epochs instead")
+            raise UserError("training.early_stopping would choose by the held-out rows: set epochs instead")
         if self.lora is not None and self.lora.get("merge") is False:
             raise UserError("lora.merge: the job needs a whole checkpoint; leave it out")
         return self

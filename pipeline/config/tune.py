@@ -14,14 +14,14 @@ from pipeline.config.job import Decay, KeepOrder, Labels, Paths, ScheduleConfig,
 class TuneModelConfig(Section):
     path: Place | None = Field(None, description="checkpoint folder to start from")
     new: dict[str, Any] | None = Field(
-        None, description="from scratch: model_type and the keys of its Hugging Face config, but vocab_size"
+        None, description="a new model: model_type and keys of its Hugging Face config, without vocab_size"
     )
     vocab_size: int = Field(2048, ge=300, description="entries of the byte-level BPE trained for a new model")
 
     @model_validator(mode="after")
     def _start(self) -> TuneModelConfig:
         if (self.path is None) == (self.new is None):
-            raise UserError("give path (a checkpoint) or new (sizes), one of them")
+            raise UserError("give either path (a checkpoint) or new (sizes)")
         if self.new is not None and "model_type" not in self.new:
             raise UserError("new needs model_type, for example llama")
         return self
@@ -34,13 +34,13 @@ class TuneDataConfig(Section):
     train_reference: str = Field("reference", description="column: a string, or a list of strings")
     dev_reference: str = Field("references", description="column: a string, or a list of strings")
     ended: str | None = Field(
-        None, description="column of booleans: false where a response was cut off, and no end is to be learned"
+        None, description="column of booleans: false for a response that was cut off, from which no end is learned"
     )
-    collapse_whitespace: bool = Field(False, description="every run of white space in a response becomes one space")
+    collapse_whitespace: bool = Field(False, description="replace each run of white space in a response by one space")
     choices: Labels | None = Field(
         None, description="labels, or a .json file with a list of them; every response must be one of them"
     )
-    dev_rows: int = Field(256, ge=2, description="pairs of the dev set, evenly spread")
+    dev_rows: int = Field(256, ge=2, description="pairs of the dev set, evenly spaced over its files")
     max_tokens: int = Field(256, ge=4, description="tokens of prompt and response; longer pairs are left out")
 
 
@@ -50,38 +50,42 @@ class TuneScheduleConfig(Section):
         default_factory=list, description="further schedules to draw from: keys on top of this section's"
     )
     compare: float | None = Field(
-        None, ge=1, description="draw from evaluate's comparisons at this nominal speed too, each as often"
+        None, ge=1, description="draw from evaluate's comparisons at this nominal speed too, all equally often"
     )
     learned_order: list[int] | None = Field(
         None, description="with compare: the keep order that `evaluate` learned from the model, as it prints it"
     )
-    default: float | None = Field(None, description="nominal speed-up that jobs use unless they say; default the last")
+    default: float | None = Field(None, description="nominal speed-up of jobs without one; default the last")
     horizon: int | None = Field(None, ge=2, description="tokens; default the median response of the training data")
-    decay: Decay = Field("linear", description="shape of the fall; default as the start checkpoint's, as those below")
+    decay: Decay = Field(
+        "linear", description="shape of the depth curve; default of this and the keys below: the start checkpoint's"
+    )
     warmup: int = Field(1, ge=1, description="lowest layers that always run")
     keep_order: KeepOrder | list[int] = Field("paper", description="layers, most needed first")
-    prompt: Literal["full", "first"] = Field("full", description="layers run over the prompt")
+    prompt: Literal["full", "first"] = Field("full", description="layers that run over the prompt")
 
 
 class LossConfig(Section):
-    """Weights of what is summed over response tokens."""
+    """Weights of the terms of the objective, which is summed over response tokens."""
 
-    references: float = Field(1.0, ge=0, description="cross-entropy on the responses given")
+    references: float = Field(1.0, ge=0, description="cross-entropy on the data's responses")
     distillation: float = Field(0.0, ge=0, description="KL divergence from the teacher at full depth")
-    temperature: float = Field(1.0, gt=0, description="softens both sides of the divergence")
+    temperature: float = Field(1.0, gt=0, description="of both distributions in the divergence")
     teacher: Place | None = Field(
         None, description="checkpoint folder with the same tokenizer; default the start weights, frozen"
     )
-    label_smoothing: float = Field(0.0, ge=0, lt=1, description="of the cross-entropy, spread over the vocabulary")
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=1, description="probability spread over the vocabulary in the cross-entropy"
+    )
 
     @model_validator(mode="after")
     def _some(self) -> LossConfig:
         if self.references == self.distillation == 0:
-            raise UserError("references and distillation are both 0: there is nothing to learn from")
+            raise UserError("references and distillation are both 0: there is nothing to learn from; raise one")
         if self.references == 0 and self.label_smoothing > 0:
-            raise UserError("label_smoothing is of the cross-entropy, and references is 0: leave it out")
+            raise UserError("label_smoothing needs cross-entropy, and references is 0: leave it out")
         if self.teacher is not None and self.distillation == 0:
-            raise UserError("teacher is given, but distillation is 0: give it a weight")
+            raise UserError("teacher has no effect while distillation is 0: raise distillation")
         return self
 
 
@@ -97,7 +101,7 @@ class TrainingConfig(Section):
     epochs: float = Field(1.0, gt=0, description="passes over the training pairs")
     max_steps: int = Field(-1, description="optimizer steps; -1: by epochs")
     batch_size: int = Field(64, ge=1, description="pairs a step, over all workers and micro-batches")
-    accumulation: int = Field(1, ge=1, description="micro-batches a step is computed in")
+    accumulation: int = Field(1, ge=1, description="micro-batches of a step")
     checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, more time")
     learning_rate: float = Field(1e-3, gt=0, description="peak; cosine to zero after the warm-up")
     warmup_steps: int = Field(50, ge=0, description="optimizer steps over which the rate rises")
@@ -109,7 +113,7 @@ class TrainingConfig(Section):
     eval_steps: int = Field(200, ge=1, description="optimizer steps between dev-set losses")
     save_steps: int = Field(200, ge=1, description="optimizer steps between checkpoints to resume from")
     early_stopping: int | None = Field(
-        None, ge=1, description="stop after so many dev-set losses without a better one, and keep the best weights"
+        None, ge=1, description="dev-set losses without improvement before training stops; the best weights are kept"
     )
     compile: bool = Field(False, description="torch.compile the layers; needs a C++ compiler, and minutes at first")
     threads: int | None = Field(None, ge=1, description="torch threads; default all cores")

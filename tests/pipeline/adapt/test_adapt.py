@@ -1,4 +1,4 @@
-"""`skipdecode adapt`: what is drawn, trained on, chosen, written and done again, without a model and without Ray."""
+"""`skipdecode adapt`: pairs, choice, job file and resumption, without a model and without Ray."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pipeline.plan.manifest import plan_job
 from pipeline.prepare.prompts import PROMPT_IDS, prepare_table
 from pipeline.prepare.spec import prompt_spec
 
-# what is trained on
+# training pairs
 
 
 @given(st.lists(st.integers(0, 9), max_size=8))
@@ -128,7 +128,7 @@ def test_without_a_speed_within_tolerance_no_job_file_is_left(tmp_path: Path, fa
 
 
 @pytest.mark.parametrize("stage", ["answers", "tune", "before", "after"])
-def test_what_was_interrupted_goes_on_from_that_stage(fakes: Fakes, command: Run, stage: str) -> None:
+def test_an_interrupted_adaptation_resumes_at_its_stage(fakes: Fakes, command: Run, stage: str) -> None:
     fakes.fail = stage
     result = command()
     assert (result.exit_code, "interrupted (SIGTERM)" in result.stderr) == (4, True)
@@ -150,7 +150,7 @@ def test_a_lost_checkpoint_is_trained_and_evaluated_again(tmp_path: Path, fakes:
     assert fakes.calls == ["tune", "before", "after"]
 
 
-def test_labels_are_judged_by_being_the_same(checkpoint: Path, tmp_path: Path) -> None:
+def test_labels_are_judged_by_exact_agreement(checkpoint: Path, tmp_path: Path) -> None:
     job = {**values(tmp_path, tmp_path, checkpoint), "choices": ["yes", "no"]}
     job["sampling"] = {"temperature": 1.0, "n": 2, "logprobs": 3}
     config = JobConfig.model_validate(job)
@@ -165,7 +165,7 @@ def test_labels_are_judged_by_being_the_same(checkpoint: Path, tmp_path: Path) -
     }
 
 
-def test_what_a_held_out_row_asks_is_not_trained_on(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+def test_prompts_of_held_out_rows_are_not_trained_on(tmp_path: Path, fakes: Fakes, command: Run) -> None:
     source = {"path": str(tmp_path / "in"), "template": "say {{ q[-1] }}"}  # ten prompts for 30 rows
     result = command("--json", rows=ROWS, job={"input": source})
     assert result.exit_code == 0, result.output
@@ -179,7 +179,7 @@ def test_what_a_held_out_row_asks_is_not_trained_on(tmp_path: Path, fakes: Fakes
     assert sum(counts[name] for name in ("train", "held_out", "errors", "empty", "repeated")) == ROWS
 
 
-def test_a_reference_that_is_no_label_is_none(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+def test_references_that_are_no_labels_are_ignored(tmp_path: Path, fakes: Fakes, command: Run) -> None:
     """Else evaluate would refuse the row, after all the training."""
     labels = ["Answer 1", "answer 2", *(f"answer {row}" for row in range(15, ROWS))]
     job = {"choices": labels, "sampling": {}}
@@ -191,7 +191,7 @@ def test_a_reference_that_is_no_label_is_none(tmp_path: Path, fakes: Fakes, comm
     assert json.loads(result.stdout)["counts"]["unreferenced"] > 1
 
 
-def test_evaluation_has_what_an_actor_has(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+def test_evaluation_has_the_resources_of_an_actor(tmp_path: Path, fakes: Fakes, command: Run) -> None:
     assert command().exit_code == 0
     # as the answers' job has resolved them
     assert fakes.actors == {"threads": 3, "cache_bytes": 2**20, "max_batch": 64}
@@ -247,7 +247,7 @@ def test_a_model_of_the_hub_stays_at_its_commit(checkpoint: Path, tmp_path: Path
         ({"steps": 2, "decay": "step"}, "schedule.steps"),
     ],
 )
-def test_what_the_decay_does_not_use_does_not_matter(
+def test_keys_that_the_decay_ignores_are_allowed(
     checkpoint: Path, tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
     job = {**values(tmp_path, tmp_path / "out", checkpoint), "schedule": changes}
@@ -258,10 +258,10 @@ def test_what_the_decay_does_not_use_does_not_matter(
         assert configs.schedule_shape(config, ScheduleSpec(**changes))
 
 
-# beside the command
+# configurations
 
 
-def test_run_does_not_mind_the_section(tmp_path: Path, checkpoint: Path) -> None:
+def test_run_accepts_the_section(tmp_path: Path, checkpoint: Path) -> None:
     """Another, or none: the job is the same one."""
     inputs = write_inputs(tmp_path / "in")
     prints = set()

@@ -51,7 +51,7 @@ def test_the_nearest_tolerance_admits_a_speed_and_a_smaller_one_none(measured: l
     assert choose(METRIC, least - 1e-6, measured) is None
 
 
-def test_it_is_the_worst_case_that_must_be_within() -> None:
+def test_the_upper_end_of_the_interval_must_be_within() -> None:
     line = Measured(2.0, 2.0, 0.1, {METRIC: Quality(99, 1.0, 6.0)})
     assert choose(METRIC, 5.9, [line]) is None
     assert choose(METRIC, 6.0, [line]) is line
@@ -95,7 +95,7 @@ def test_from_the_break_even_on_time_is_saved_and_before_it_is_not(
         (BreakEven(100, 0.1, 0.1, 10**9), "break-even: never, for 3x saves no time"),
     ],
 )
-def test_what_is_said_of_it(account: BreakEven, said: str) -> None:
+def test_the_sentences_of_the_break_even(account: BreakEven, said: str) -> None:
     text = account.sentences("3x")
     assert text[1].startswith(said)
     assert ("saved" in text[1]) == account.pays
@@ -123,6 +123,6 @@ def test_actors_count_where_they_have_hardware_of_their_own(
 
 
 @given(lines())
-def test_what_is_recorded_is_read_back(measured: list[Measured]) -> None:
+def test_measurements_survive_the_record(measured: list[Measured]) -> None:
     for line in measured:
         assert Measured.from_dict(json.loads(json.dumps(line.to_dict()))) == line

@@ -1,4 +1,4 @@
-"""What `skipdecode adapt` refuses, in one line each, and when."""
+"""Refusals of `skipdecode adapt`: one line each, as early as possible."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_options_of_a_stage_not_done_may_still_change(fakes: Fakes, command: Run
     assert fakes.calls == ["answers", "tune", "tune", "before", "after"]
 
 
-def test_input_that_has_grown_is_told_and_not_sampled(
+def test_new_input_files_are_logged_and_not_sampled(
     tmp_path: Path, fakes: Fakes, command: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert command().exit_code == 0 and not caplog.messages
@@ -80,13 +80,13 @@ def test_input_that_has_grown_is_told_and_not_sampled(
 @pytest.mark.parametrize(
     ("adapt", "job", "said"),
     [
-        ({"rows": 6}, {}, "adapt: rows = 6 leaves none to train on beside held_out = 6"),
-        ({"rows": 99, "held_out": 30}, {}, "30 rows leave none to train on beside adapt.held_out = 30"),
+        ({"rows": 6}, {}, "adapt: rows = 6 leaves none to train on: raise it above held_out = 6"),
+        ({"rows": 99, "held_out": 30}, {}, "30 rows leave none to train on: lower adapt.held_out = 30"),
         ({"references": "wrong"}, {}, "no column 'wrong'; it has key, q, right, unused"),
         ({"metric": "bleu"}, {}, "adapt: metric: bleu needs references"),
         ({"output": "s3://bucket/x"}, {}, "adapt.output: s3://bucket/x is not local"),
         ({}, {"output": {"path": "s3://bucket/x"}}, "adapt.output: s3://bucket/x-adapt is not local"),
-        ({"speedups": [1]}, {}, "speedups must be 1 or above, and one of them above 1"),
+        ({"speedups": [1]}, {}, "speedups must be 1 or above, and at least one above 1"),
         ({"speedup": [1]}, {}, "unknown key adapt.speedup; did you mean speedups?"),
         ({"training": {"epoch": 1.0}}, {}, "adapt: unknown key training.epoch; did you mean epochs?"),
         ({"training": {"early_stopping": 2}}, {}, "training.early_stopping would choose by the held-out rows"),
@@ -103,7 +103,7 @@ def test_input_that_has_grown_is_told_and_not_sampled(
         ({}, {"model": {"path": "/none"}}, "/none: no such checkpoint folder"),
     ],
 )
-def test_what_is_wrong_is_one_line_before_a_model_is_loaded(
+def test_a_mistake_is_one_line_before_a_model_is_loaded(
     tmp_path: Path, fakes: Fakes, command: Run, adapt: dict[str, Any], job: dict[str, Any], said: str
 ) -> None:
     result = command(job=job, **adapt)
@@ -120,7 +120,7 @@ def test_the_folder_must_not_lie_in_the_input(tmp_path: Path, fakes: Fakes, comm
     assert "adapt.output: " in result.stderr and "lies in the input folder" in result.stderr
 
 
-def test_too_few_rows_left_is_told_before_training(fakes: Fakes, command: Run) -> None:
+def test_too_few_rows_are_refused_before_training(fakes: Fakes, command: Run) -> None:
     fakes.empty = True
     result = command()
     assert (result.exit_code, fakes.calls) == (2, ["answers"])
@@ -154,7 +154,7 @@ def test_on_a_cluster_the_folder_must_be_named(
     assert Path(fakes.job.input.path[0]).is_absolute() and Path(fakes.job.output.path).is_absolute()
 
 
-def test_references_of_one_word_are_labels_and_that_is_told_before_training(fakes: Fakes, command: Run) -> None:
+def test_a_text_metric_of_labels_is_refused_before_training(fakes: Fakes, command: Run) -> None:
     result = command(references="unused", metric="bleu")
     assert (result.exit_code, fakes.calls) == (2, ["answers"])
     assert "adapt.metric: bleu is not for labels, and every reference of the " in result.stderr
@@ -173,7 +173,7 @@ def test_references_of_one_word_are_labels_and_that_is_told_before_training(fake
         ),
     ],
 )
-def test_what_a_stage_lacks_is_one_line(fakes: Fakes, command: Run, error: Exception, code: int, said: str) -> None:
+def test_a_failed_stage_is_one_line(fakes: Fakes, command: Run, error: Exception, code: int, said: str) -> None:
     fakes.error = error
     result = command()
     lines = [line for line in result.stderr.strip().splitlines() if not line.startswith("stage ")]

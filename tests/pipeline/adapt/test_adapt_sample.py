@@ -17,8 +17,6 @@ from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.read.files import list_files
 from pipeline.storage.folder import open_folder
 
-# what is drawn
-
 
 @given(st.integers(0, 200), st.integers(1, 250), st.integers(0, 5))
 def test_rows_are_drawn_without_replacement(total: int, count: int, seed: int) -> None:
@@ -28,7 +26,7 @@ def test_rows_are_drawn_without_replacement(total: int, count: int, seed: int) -
     assert drawn == draw(total, count, seed)
 
 
-def test_every_row_is_drawn_as_often() -> None:
+def test_all_rows_are_drawn_equally_often() -> None:
     hits = [0] * 10
     for seed in range(2000):
         for row in draw(10, 3, seed):

@@ -1,4 +1,4 @@
-"""`evaluate`, whole: what it measures, what it writes, what it refuses before a model is loaded."""
+"""The command `evaluate`: measurements, files, and refusals before a model is loaded."""
 
 from __future__ import annotations
 
@@ -202,10 +202,8 @@ def test_comparisons_run_at_one_mean_depth(recipe: dict[str, Any]) -> None:
     assert names >= set(groups)
 
 
-def test_a_reference_model_is_what_lines_are_held_against(
-    recipe: dict[str, Any], tmp_path: Path, checkpoint: Path
-) -> None:
-    """The same weights, stored twice: its line, our 1x and our speeds are what they were without it."""
+def test_lines_are_compared_with_a_reference_model(recipe: dict[str, Any], tmp_path: Path, checkpoint: Path) -> None:
+    """With the same weights, stored twice, all scores are equal to those without it."""
     alone = evaluate(EvalConfig.model_validate(recipe))
     shutil.copytree(checkpoint, tmp_path / "copy")
     (tmp_path / "copy" / "skipdecode.json").unlink()
@@ -237,7 +235,7 @@ def test_without_decode_steps_there_is_no_depth(recipe: dict[str, Any], tmp_path
     assert re.search(r"^1x +- +- +1.00x", result.output, re.MULTILINE)
 
 
-def test_what_json_has_no_number_for_is_null(tmp_path: Path) -> None:
+def test_infinity_and_nan_are_null_in_json(tmp_path: Path) -> None:
     score = Score(float("inf"), 1.0, float("inf"), float("nan"), 0.0, 0.0)
     line = Line("1x", "speed", 1.0, 1.0, 4.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1, {"perplexity": score})
     write_table(Evaluation([line], tmp_path, 2, 64, "perplexity", "1x", 0.95))
@@ -297,7 +295,7 @@ def test_search_writes_the_cheapest_schedule_within_the_tolerance(
         ("metric=meteor,tolerance=1", "unknown metric meteor; known: bleu"),
     ],
 )
-def test_goals_that_say_nothing(goal: str, message: str) -> None:
+def test_goals_that_cannot_be_parsed(goal: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_goal(goal)
 
@@ -400,7 +398,7 @@ def test_a_prompt_without_tokens_is_refused_before_a_model_is_loaded(
     ],
     ids=["store", "memory"],
 )
-def test_what_fails_later_is_one_line_and_exit_1(
+def test_a_later_failure_is_one_line_and_exit_1(
     error: Exception, message: str, recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any) -> None:

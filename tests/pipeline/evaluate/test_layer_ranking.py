@@ -1,4 +1,4 @@
-"""The learned keep order: what does nothing goes first, and each further layer is judged without those gone."""
+"""The learned keep order: layers without effect are bypassed first; the rest are ranked without them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def own_answers(decoder: Decoder, count: int = 6) -> list[Row]:
 
 
 @pytest.mark.parametrize("layer", [1, 3, 5])
-def test_an_identity_ranks_last_and_what_all_hangs_on_first(layer: int) -> None:
+def test_an_identity_ranks_last_and_an_essential_layer_first(layer: int) -> None:
     decoder, crucial = sure(Decoder(tiny_model("llama"))), 2
     silence(decoder, layer)
     for other in set(range(1, LAYERS)) - {layer, crucial}:

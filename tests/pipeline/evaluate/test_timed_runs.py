@@ -1,4 +1,4 @@
-"""Who is answered when, and what of it counts; and the batches that every line can be cut into."""
+"""The order of timed runs, the rounds that count, and the batch that fits every line."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_tune_from_scratch_then_from_its_checkpoint(recipe: dict[str, Any], tmp_
     assert spec is not None and spec.horizon == 5
 
 
-def test_a_run_that_was_cut_off_goes_on(recipe: dict[str, Any]) -> None:
+def test_an_interrupted_run_resumes(recipe: dict[str, Any]) -> None:
     first = run(recipe, max_steps=6)
     assert (first["steps"], first["resumed_at_step"]) == (6, 0)
     second = run(recipe)
@@ -175,7 +175,7 @@ def test_accumulated_micro_batches_are_one_batch(recipe: dict[str, Any], tmp_pat
     assert curves[1] == pytest.approx(curves[0], rel=2e-3)
 
 
-def test_a_finished_run_is_left_as_it_is(recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_a_finished_run_is_unchanged(recipe: dict[str, Any], tmp_path: Path) -> None:
     run(recipe)
     record = tmp_path / "out" / "tune.json"
     written = record.stat().st_mtime_ns
@@ -190,7 +190,7 @@ def test_a_finished_run_is_left_as_it_is(recipe: dict[str, Any], tmp_path: Path)
         run(recipe)
 
 
-def test_a_checkpoint_cut_off_in_writing_is_passed_by(recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_an_incomplete_checkpoint_is_ignored(recipe: dict[str, Any], tmp_path: Path) -> None:
     run(recipe, max_steps=6)
     torn = tmp_path / "out" / "_training" / "checkpoint-9"
     torn.mkdir()
@@ -198,7 +198,7 @@ def test_a_checkpoint_cut_off_in_writing_is_passed_by(recipe: dict[str, Any], tm
     assert run(recipe)["resumed_at_step"] == 6
 
 
-def test_what_a_recipe_leaves_out_is_as_the_start_has_it(recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_keys_left_out_are_the_start_checkpoints(recipe: dict[str, Any], tmp_path: Path) -> None:
     run({**recipe, "schedule": {"speedups": [2], "keep_order": "even", "decay": "cosine"}})
     further = {**recipe, "model": {"path": str(tmp_path / "out")}, "output": str(tmp_path / "further")}
     run({**further, "schedule": {"speedups": [2], "decay": "linear"}}, max_steps=1)
@@ -318,7 +318,7 @@ def test_schedules_to_draw_from_may_differ_in_anything(recipe: dict[str, Any]) -
     }
 
 
-def test_comparisons_are_trained_side_by_side(recipe: dict[str, Any]) -> None:
+def test_comparisons_are_trained_together(recipe: dict[str, Any]) -> None:
     compared = {"speedups": [2], "compare": 2.0, "learned_order": [0, 2, 3, 1]}
     losses = run({**recipe, "schedule": compared})["dev_loss"]
     assert {"eval_loss_2x", "eval_loss_2x early exit", "eval_loss_2x learned order"} <= set(losses)
@@ -380,7 +380,7 @@ def test_two_workers_learn_as_one(
         run({**recipe, "output": str(tmp_path / "many"), "workers": {"count": 64}}, batch_size=64)
 
 
-def test_a_training_says_what_it_does(
+def test_a_training_announces_its_steps(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("pipeline.runtime.announce.INTERVAL", 0.0)
