@@ -68,7 +68,7 @@ def _report(url: str, storage: StorageConfig, check: bool, write: bool) -> None:
     from pipeline.commit.verify import verify
     from pipeline.incremental.ledger import holds_ledger, print_ledger
     from pipeline.incremental.ledger import read as read_ledger
-    from pipeline.plan import manifest as manifests
+    from pipeline.plan import plan_files
     from pipeline.report.summary import print_report
     from pipeline.storage.folder import open_folder
 
@@ -76,7 +76,7 @@ def _report(url: str, storage: StorageConfig, check: bool, write: bool) -> None:
     if holds_ledger(folder) and not check:
         print_ledger(Console(soft_wrap=True), read_ledger(folder))
         return
-    manifest = manifests.load(folder)
+    manifest = plan_files.load(folder)
     if manifest is None:
         raise UserError(f"{url}: no job here (no _job/job.json)")
     if check:

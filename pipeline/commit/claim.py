@@ -5,6 +5,7 @@ from __future__ import annotations
 from actors.engine.errors import UserError
 from pipeline.commit.sink import PART, clear, clear_temporaries
 from pipeline.plan import manifest as manifests
+from pipeline.plan import plan_files
 from pipeline.plan.manifest import Manifest
 from pipeline.storage.folder import Folder
 
@@ -22,7 +23,7 @@ def stored_job(folder: Folder, *, overwrite: bool) -> Manifest | None:
         )
     if overwrite:
         return None
-    stored = manifests.load(folder)
+    stored = plan_files.load(folder)
     if stored is None and any(name.endswith(".parquet") for name in folder.first_names()):
         raise UserError(
             f"{folder.url}: holds Parquet files of no job known here; choose another folder, or --overwrite"
@@ -54,4 +55,4 @@ def claim(folder: Folder, stored: Manifest | None, planned: Manifest, *, overwri
         if (now and now.fingerprint) != (stored and stored.fingerprint):
             raise UserError(f"{folder.url}: another run began a job here meanwhile; look at it, then run again")
     if stored is None:
-        manifests.save(folder, planned)
+        plan_files.save(folder, planned)

@@ -89,7 +89,7 @@ def check_part(folder: Folder, shard: Shard, part: bytes, fingerprint: str) -> S
         reason = "".join(char if char.isprintable() else "?" for char in flat(error))
         raise UserError(f"{name}: damaged ({reason}); delete it and run again") from None
     if stats is None:
-        raise UserError(f"{name}: written by another job; move it away, or start anew with --overwrite")
+        raise UserError(f"{name}: written by another job; move it away, or start again with --overwrite")
     named = all(metadata.get(key.encode()) == value.encode() for key, value in shard_metadata(shard).items())
     if not named or stats.rows != shard.rows:
         rows = f"{shard.rows} rows from row {shard.first_row} of {shard.url}"

@@ -9,7 +9,8 @@ from actors.engine.errors import UserError
 from pipeline.commit.records import read_valid_records
 from pipeline.commit.sink import PARTS_AT_ONCE, SUCCESS, check_part, part_name, part_sizes
 from pipeline.config.job import StorageConfig
-from pipeline.plan.manifest import PLAN, Manifest, coverage_problems
+from pipeline.plan.manifest import Manifest, coverage_problems
+from pipeline.plan.plan_files import PLAN
 from pipeline.read.files import InputFile, check_unchanged, read_footer
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.errors import NoSuchBucket

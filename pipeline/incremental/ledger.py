@@ -57,7 +57,7 @@ class ClaimedFile:
 
 
 @dataclass(frozen=True)
-class Run:
+class LedgerRun:
     """A run of the ledger.
 
     Args:
@@ -88,15 +88,15 @@ class Run:
 class Ledger:
     """All runs in order; all but the last have ended. compacted: number of the last run in the compacted file."""
 
-    runs: tuple[Run, ...] = ()
+    runs: tuple[LedgerRun, ...] = ()
     compacted: int = 0
 
     @property
-    def last(self) -> Run | None:
+    def last(self) -> LedgerRun | None:
         return self.runs[-1] if self.runs else None
 
     @property
-    def last_success(self) -> Run | None:
+    def last_success(self) -> LedgerRun | None:
         return next((run for run in reversed(self.runs) if run.state == "success"), None)
 
 
@@ -137,7 +137,7 @@ def read(root: Folder) -> Ledger:
     return Ledger(tuple(runs), compacted)
 
 
-def claim(root: Folder, ledger: Ledger, manifest: Manifest) -> Run:
+def claim(root: Folder, ledger: Ledger, manifest: Manifest) -> LedgerRun:
     """Begin the next run, over the files of its manifest.
 
     Raises ConcurrentRun if another process has begun it since the ledger was read.
@@ -146,7 +146,7 @@ def claim(root: Folder, ledger: Ledger, manifest: Manifest) -> Run:
     number = ledger.last.number + 1 if ledger.last else 1
     began = _now()
     files = tuple(ClaimedFile(file.url, file.size, file.version, file.digest, file.rows) for file in manifest.files)
-    run = Run(number, _folder_name(began, ledger), manifest.fingerprint, began, _me(), files)
+    run = LedgerRun(number, _folder_name(began, ledger), manifest.fingerprint, began, _me(), files)
     claimed = asdict(run)
     del claimed["state"], claimed["ended"], claimed["why"]
     # a put repeated after its answer was lost finds our own record: the nonce identifies it
@@ -156,7 +156,7 @@ def claim(root: Folder, ledger: Ledger, manifest: Manifest) -> Run:
     return run
 
 
-def end(root: Folder, run: Run, state: State, why: str = "") -> Run:
+def end(root: Folder, run: LedgerRun, state: State, why: str = "") -> LedgerRun:
     """End a run; the first end is final. Returns the run with the end that counts."""
     values = {"state": state, "ended": _now(), "why": why}
     if not root.create(end_name(run.number), _encode({"format": FORMAT, "number": run.number, **values})):
@@ -231,7 +231,7 @@ def print_ledger(console: Console, ledger: Ledger) -> None:
     console.print(f"\n{files:,} files and {rows:,} rows answered in {len(counted):,} runs", highlight=False)
 
 
-def _read_compacted(root: Folder, number: int) -> list[Run]:
+def _read_compacted(root: Folder, number: int) -> list[LedgerRun]:
     name = compacted_name(number)
     try:
         runs = [_run(row) for row in pq.read_table(io.BytesIO(root.read(name))).to_pylist()]
@@ -242,9 +242,9 @@ def _read_compacted(root: Folder, number: int) -> list[Run]:
     return runs
 
 
-def _run(values: Mapping[str, Any]) -> Run:
-    known = {key: values[key] for key in Run.__dataclass_fields__ if key in values}
-    return Run(**{**known, "files": tuple(ClaimedFile(**file) for file in values["files"])})
+def _run(values: Mapping[str, Any]) -> LedgerRun:
+    known = {key: values[key] for key in LedgerRun.__dataclass_fields__ if key in values}
+    return LedgerRun(**{**known, "files": tuple(ClaimedFile(**file) for file in values["files"])})
 
 
 def _record(root: Folder, name: str) -> dict[str, Any] | None:

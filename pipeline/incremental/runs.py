@@ -27,9 +27,10 @@ from pipeline.commit.records import read_records
 from pipeline.commit.sink import SUCCESS, clear_temporaries
 from pipeline.config.job import JobConfig
 from pipeline.incremental import ledger as ledgers
-from pipeline.incremental.ledger import ConcurrentRun, Ledger, Run
+from pipeline.incremental.ledger import ConcurrentRun, Ledger, LedgerRun
 from pipeline.job import PlannedJob
 from pipeline.plan import manifest as manifests
+from pipeline.plan import plan_files
 from pipeline.plan.columns import check_columns
 from pipeline.plan.inputs import check_output_disjoint, unchanged_files
 from pipeline.plan.manifest import NoRows
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 class FinishedRun:
     """A run of the ledger that this command has finished. resumed: an earlier command began it."""
 
-    run: Run
+    run: LedgerRun
     folder: Folder
     result: JobResult
     resumed: bool
@@ -58,7 +59,7 @@ class IncrementalResult:
     """Runs that one command finished, at most an unfinished one and a new one. last: the last successful run."""
 
     finished: list[FinishedRun]
-    last: Run | None
+    last: LedgerRun | None
 
 
 def run(
@@ -87,7 +88,7 @@ def run(
         check_output_disjoint(config)
         root = open_folder(config.output.path, config.storage)
         check_location(root)
-        if any(name.endswith(".parquet") for name in root.names()) or manifests.load(root) is not None:
+        if any(name.endswith(".parquet") for name in root.names()) or plan_files.load(root) is not None:
             raise UserError(
                 f"{root.url}: holds files that no incremental run wrote; choose another folder for input.since"
             )
@@ -123,7 +124,7 @@ def run_in(root: Folder, config: JobConfig, backend: Backend, overwrite: bool) -
             log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
             run = ledgers.claim(root, ledger, job.manifest)
             folder = _folder(root, run, config)
-            manifests.save(folder, job.manifest)
+            plan_files.save(folder, job.manifest)
             finished.append(_answer(root, run, folder, job, backend, resumed=False))
     return IncrementalResult(finished, finished[-1].run if finished else ledger.last_success)
 
@@ -132,7 +133,7 @@ def _inputs(config: JobConfig, *, may_be_empty: bool) -> Files:
     return list_files(config.input.path, config.storage, may_be_empty=may_be_empty)
 
 
-def _folder(root: Folder, run: Run, config: JobConfig) -> Folder:
+def _folder(root: Folder, run: LedgerRun, config: JobConfig) -> Folder:
     return open_folder(f"{root.url.rstrip('/')}/{run.folder}", config.storage)
 
 
@@ -171,14 +172,14 @@ def _read_again(root: Folder, number: int) -> Ledger:
     return ledger
 
 
-def _resume(root: Folder, run: Run, config: JobConfig, backend: Backend, overwrite: bool) -> FinishedRun | None:
+def _resume(root: Folder, run: LedgerRun, config: JobConfig, backend: Backend, overwrite: bool) -> FinishedRun | None:
     """Finish a run over its pinned files; None if it is abandoned: it is another job's, or by --overwrite."""
     folder = _folder(root, run, config)
     if overwrite:
         _abandon(root, run, folder, "--overwrite")
         return None
     try:
-        stored = manifests.load(folder)
+        stored = plan_files.load(folder)
     except ValueError as error:
         raise UserError(f"{error}; --overwrite abandons run {run.number}, which has not finished") from None
     if stored is None:
@@ -201,7 +202,7 @@ def _resume(root: Folder, run: Run, config: JobConfig, backend: Backend, overwri
     return finished
 
 
-def _abandon(root: Folder, run: Run, folder: Folder, why: str) -> None:
+def _abandon(root: Folder, run: LedgerRun, folder: Folder, why: str) -> None:
     """Abandon a run, unless it succeeds at this moment."""
     ended = ledgers.end(root, run, "abandoned", why)
     if ended.state == "success":
@@ -215,7 +216,9 @@ def _abandon(root: Folder, run: Run, folder: Folder, why: str) -> None:
     )
 
 
-def _answer(root: Folder, run: Run, folder: Folder, job: PlannedJob, backend: Backend, *, resumed: bool) -> FinishedRun:
+def _answer(
+    root: Folder, run: LedgerRun, folder: Folder, job: PlannedJob, backend: Backend, *, resumed: bool
+) -> FinishedRun:
     began = time.monotonic()
     clear_temporaries(folder)
     totals, fresh_rows = jobs.answer(job, folder, backend)
@@ -228,7 +231,7 @@ def _answer(root: Folder, run: Run, folder: Folder, job: PlannedJob, backend: Ba
 
 def _write_missing_success(folder: Folder) -> None:
     """Write the `_SUCCESS` of a run that died just before it, unless its folder was removed since."""
-    if folder.exists(SUCCESS) or (manifest := manifests.load(folder)) is None:
+    if folder.exists(SUCCESS) or (manifest := plan_files.load(folder)) is None:
         return
     totals = totals_of(read_records(folder, manifest.fingerprint))
     if totals.rows == manifest.rows:

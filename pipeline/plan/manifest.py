@@ -1,34 +1,28 @@
 """The plan of a job: its identity, its input files and shards, and the values that shape its batches.
 
-    _job/inputs.parquet, plan.parquet, schema.arrow     input files, shards, types of the columns read
-    _job/job.json                                       identity, batching, and the digests of the other three
-
-A resumed job reads its plan from these files. The fingerprint is a digest of the identity: of all that can change an
-answer. Every file is held against its digest when it is loaded: a flipped bit would lose and repeat rows.
+The fingerprint is a digest of the identity, of all that can change an answer. `plan_files.py` saves the plan; a resumed
+job reads it from there.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import logging
 import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from actors.engine.errors import UserError
 from actors.engine.schedule import Schedule
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import JobConfig
-from pipeline.messages import one_line, printable
 from pipeline.plan.columns import check_type, needed_columns
 from pipeline.plan.gpu_memory import planned_cache
 from pipeline.plan.inputs import check_output_disjoint, unchanged_files, with_digests
@@ -40,13 +34,9 @@ from pipeline.read.files import Files, InputFile, list_files, read_footer
 from pipeline.read.schema import one_schema, plain
 from pipeline.read.shards import Shard, cut_shards
 from pipeline.storage.concurrency import in_parallel
-from pipeline.storage.folder import Folder
 
 log = logging.getLogger(__name__)
-JOB, PLAN, INPUTS, SCHEMA = "_job/job.json", "_job/plan.parquet", "_job/inputs.parquet", "_job/schema.arrow"
-FORMAT = 3
 ANSWERS_VERSION = 1  # raise by hand when a change of the code gives the same job file other answers
-CHECK = ',\n  "check": "'  # in job.json: what follows is the digest of all bytes before
 GPU_CACHE_BYTES = 8 * 2**30  # cache of an actor on a whole GPU, where the engine has no pages
 
 
@@ -167,81 +157,6 @@ def difference(stored: Mapping[str, Any], now: Mapping[str, Any], path: str = ""
     return names
 
 
-def save(folder: Folder, manifest: Manifest) -> None:
-    """Write the plan; `job.json`, which holds the digests of the other files, last."""
-    columns = {name: [getattr(shard, name) for shard in manifest.shards] for name in _SHARDS.names}
-    files = {
-        INPUTS: _parquet(pa.Table.from_pylist([asdict(file) for file in manifest.files], schema=_FILES)),
-        PLAN: _parquet(pa.table(columns, schema=_SHARDS)),
-        SCHEMA: manifest.schema.serialize().to_pybytes(),
-    }
-    for name, data in files.items():
-        folder.replace(name, data)
-    values = {
-        "format": FORMAT,
-        "fingerprint": manifest.fingerprint,
-        "identity": manifest.identity,
-        "batching": asdict(manifest.batching),
-        "sha256": {name: _sha256(data) for name, data in files.items()},
-    }
-    text = json.dumps(values, indent=2).removesuffix("\n}")
-    folder.replace(JOB, _with_check(text.encode()))
-
-
-def load(folder: Folder) -> Manifest | None:
-    """The plan in an output folder; None if there is none.
-
-    Raises:
-        UserError: a file is damaged or missing, or of another format; names the file and the remedy.
-    """
-    try:
-        text = folder.read(JOB)
-    except FileNotFoundError:
-        return None
-    values = _job_values(f"{folder.url}/{JOB}", text)
-    data: dict[str, bytes] = {}
-    for name in (INPUTS, PLAN, SCHEMA):
-        try:
-            data[name] = folder.read(name)
-        except FileNotFoundError:
-            raise UserError(f"{folder.url}/{name}: missing; {_REMEDY}") from None
-        if _sha256(data[name]) != values["sha256"][name]:
-            raise UserError(f"{folder.url}/{name}: damaged (its SHA-256 is not the one in {JOB}); {_REMEDY}")
-    files = [
-        InputFile(**{**row, "group_rows": tuple(row["group_rows"]), "group_bytes": tuple(row["group_bytes"])})
-        for row in pq.read_table(io.BytesIO(data[INPUTS]), schema=_FILES).to_pylist()
-    ]
-    shards = _shards(pq.read_table(io.BytesIO(data[PLAN]), schema=_SHARDS))
-    schema = pa.ipc.read_schema(pa.py_buffer(data[SCHEMA]))
-    batching = Batching(**{**values["batching"], "prefix": tuple(values["batching"]["prefix"])})
-    return Manifest(values["fingerprint"], values["identity"], batching, files, shards, schema)
-
-
-_REMEDY = "restore the file from a copy, or start again with --overwrite"
-
-
-def _with_check(text: bytes) -> bytes:
-    """A JSON object without its last brace, completed by the digest of these bytes."""
-    return text + CHECK.encode() + _sha256(text).encode() + b'"\n}\n'
-
-
-def _job_values(name: str, text: bytes) -> dict[str, Any]:
-    """Values of a job.json. UserError if it is damaged or of another format."""
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{name}: damaged ({one_line(error)}); {_REMEDY}") from None
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
-        found = values.get("format") if isinstance(values, dict) else type(values).__name__
-        raise UserError(
-            f"{name}: not a job of this version: format {printable(found)[:40]}, this version reads {FORMAT}; finish "
-            "it with the version that began it, or start again with --overwrite"
-        )
-    if _with_check(text.rpartition(CHECK.encode())[0]) != text:
-        raise UserError(f"{name}: damaged (its digest is not that of its content); {_REMEDY}")
-    return values
-
-
 def coverage_problems(manifest: Manifest) -> list[str]:
     """One line for each gap, overlap or unknown file: shards must cover the rows of every file once, in order."""
     rows = {file.url: file.rows for file in manifest.files}
@@ -340,35 +255,3 @@ def limited(shards: Sequence[Shard], limit: int | None) -> list[Shard]:
         kept.append(Shard(shard.index, shard.url, shard.first_row, min(shard.rows, limit)))
         limit -= shard.rows
     return kept
-
-
-_FILES = pa.schema(
-    [
-        ("url", pa.string()),
-        ("size", pa.int64()),
-        ("version", pa.string()),
-        ("group_rows", pa.list_(pa.int64())),
-        ("group_bytes", pa.list_(pa.int64())),
-        ("digest", pa.string()),
-    ]
-)
-_SHARDS = pa.schema([("index", pa.int64()), ("url", pa.string()), ("first_row", pa.int64()), ("rows", pa.int64())])
-
-
-def _shards(table: pa.Table) -> list[Shard]:
-    """Shards of a plan; shards of one file share the string of its URL."""
-    urls: dict[str, str] = {}
-    indices, files, firsts, rows = (table[name].to_pylist() for name in ("index", "url", "first_row", "rows"))
-    shared = [urls.setdefault(url, url) for url in files]
-    return [Shard(*values) for values in zip(indices, shared, firsts, rows, strict=True)]
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def _parquet(table: pa.Table) -> bytes:
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink)
-    data: bytes = sink.getvalue().to_pybytes()
-    return data

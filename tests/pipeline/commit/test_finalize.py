@@ -20,7 +20,7 @@ from pipeline.commit.records import compact, loose_shards, read_records
 from pipeline.commit.sink import SUCCESS, commit, committed_shards, part_name
 from pipeline.commit.verify import plan_problems, verify
 from pipeline.config.job import StorageConfig
-from pipeline.plan import manifest as manifests
+from pipeline.plan import plan_files
 from pipeline.read.files import list_files, read_footer
 from pipeline.read.shards import Shard
 from pipeline.storage.folder import Folder, open_folder
@@ -33,7 +33,7 @@ MANIFEST = manifest_of(SHARDS)
 def folder(tmp_path: Path) -> Folder:
     """An output with three committed shards."""
     output = open_folder(str(tmp_path / "out"), StorageConfig())
-    manifests.save(output, MANIFEST)
+    plan_files.save(output, MANIFEST)
     for shard in SHARDS:
         commit(output, shard, part(shard), part_stats(shard), FINGERPRINT)
     return output

@@ -23,7 +23,7 @@ from pipeline.commit.records import COMMITS, RECORDS_SCHEMA, SEGMENTS, Compactio
 from pipeline.commit.sink import SUCCESS, commit, committed_shards, part_name
 from pipeline.commit.verify import verify
 from pipeline.config.job import StorageConfig
-from pipeline.plan import manifest as manifests
+from pipeline.plan import plan_files
 from pipeline.read.shards import Shard
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import Folder, open_folder
@@ -281,7 +281,7 @@ def folder_names(folder: MemoryFolder) -> list[str]:
 
 def test_a_job_is_verified(tmp_path: Path) -> None:
     folder = open_folder(str(tmp_path / "out"), StorageConfig())
-    manifests.save(folder, MANIFEST)
+    plan_files.save(folder, MANIFEST)
     commit_all(folder)
     compact(folder, FINGERPRINT, 1)
     finish(folder, MANIFEST)

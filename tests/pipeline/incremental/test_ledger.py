@@ -22,7 +22,7 @@ from pipeline.incremental.ledger import (
     LEDGER,
     ConcurrentRun,
     Ledger,
-    Run,
+    LedgerRun,
     claim_name,
     compact,
     end_name,
@@ -50,7 +50,7 @@ def manifest(*urls: str, size: int = 7, version: str = "1") -> Manifest:
     return Manifest("f" * 64, {}, Batching(1, 1, 1, 1, 1), files, [], pa.schema([]))
 
 
-def run_over(root: Folder, *urls: str, state: ledgers.State = "success", **of_file: Any) -> Run:
+def run_over(root: Folder, *urls: str, state: ledgers.State = "success", **of_file: Any) -> LedgerRun:
     """A run from its claim to its end."""
     run = ledgers.claim(root, ledgers.read(root), manifest(*urls, **of_file))
     return run if state == "unfinished" else ledgers.end(root, run, state, "why not" if state == "abandoned" else "")
@@ -117,7 +117,7 @@ def test_reading_stays_cheap_however_many_runs_there_were(monkeypatch: pytest.Mo
 
     root = Counting()
     monkeypatch.setattr(ledgers, "COMPACT_EVERY", 10)
-    written: list[Run] = []
+    written: list[LedgerRun] = []
     for number in range(1, 205):
         reads = 0
         found = ledgers.read(root)

@@ -18,7 +18,7 @@ from pipeline import job as jobs
 from pipeline.backends.in_process import InProcess
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig, StorageConfig
-from pipeline.plan import manifest as manifests
+from pipeline.plan import plan_files
 from pipeline.read.files import list_files, read_footer
 from pipeline.read.shards import cut_shards
 from pipeline.read.source import ShardSource
@@ -118,7 +118,7 @@ def test_between_run_and_resume_the_command_refuses_and_names_the_file(
     }
     config = JobConfig.model_validate(values)
     folder = open_folder(config.output.path, config.storage)
-    manifests.save(folder, jobs.plan(config, None, InProcess()).manifest)
+    plan_files.save(folder, jobs.plan(config, None, InProcess()).manifest)
     if data is None:
         (inputs / "b.parquet").unlink()
     else:

@@ -25,18 +25,8 @@ from pipeline.plan import inputs as inputs_module
 from pipeline.plan import manifest as manifests
 from pipeline.plan.columns import check_columns, needed_columns
 from pipeline.plan.inputs import check_output_disjoint
-from pipeline.plan.manifest import (
-    INPUTS,
-    JOB,
-    PLAN,
-    SCHEMA,
-    Manifest,
-    coverage_problems,
-    difference,
-    load,
-    plan_job,
-    save,
-)
+from pipeline.plan.manifest import Manifest, coverage_problems, difference, plan_job
+from pipeline.plan.plan_files import INPUTS, JOB, PLAN, SCHEMA, load, save
 from pipeline.prepare.prompts import ADDED, ERROR, PROMPT_IDS
 from pipeline.read.shards import Shard
 from pipeline.storage.folder import Folder, open_folder

@@ -1,0 +1,136 @@
+"""The files of a plan in an output folder.
+
+    _job/inputs.parquet, plan.parquet, schema.arrow     input files, shards, types of the columns read
+    _job/job.json                                       identity, batching, and the digests of the other three
+
+Every file is held against its digest when it is loaded: a flipped bit would lose and repeat rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from dataclasses import asdict
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from actors.engine.errors import UserError
+from pipeline.messages import one_line, printable
+from pipeline.plan.manifest import Batching, Manifest
+from pipeline.read.files import InputFile
+from pipeline.read.shards import Shard
+from pipeline.storage.folder import Folder
+
+JOB, PLAN, INPUTS, SCHEMA = "_job/job.json", "_job/plan.parquet", "_job/inputs.parquet", "_job/schema.arrow"
+FORMAT = 3
+CHECK = ',\n  "check": "'  # in job.json: what follows is the digest of all bytes before
+
+
+def save(folder: Folder, manifest: Manifest) -> None:
+    """Write the plan; `job.json`, which holds the digests of the other files, last."""
+    columns = {name: [getattr(shard, name) for shard in manifest.shards] for name in _SHARDS.names}
+    files = {
+        INPUTS: _parquet(pa.Table.from_pylist([asdict(file) for file in manifest.files], schema=_FILES)),
+        PLAN: _parquet(pa.table(columns, schema=_SHARDS)),
+        SCHEMA: manifest.schema.serialize().to_pybytes(),
+    }
+    for name, data in files.items():
+        folder.replace(name, data)
+    values = {
+        "format": FORMAT,
+        "fingerprint": manifest.fingerprint,
+        "identity": manifest.identity,
+        "batching": asdict(manifest.batching),
+        "sha256": {name: _sha256(data) for name, data in files.items()},
+    }
+    text = json.dumps(values, indent=2).removesuffix("\n}")
+    folder.replace(JOB, _with_check(text.encode()))
+
+
+def load(folder: Folder) -> Manifest | None:
+    """The plan in an output folder; None if there is none.
+
+    Raises:
+        UserError: a file is damaged or missing, or of another format; names the file and the remedy.
+    """
+    try:
+        text = folder.read(JOB)
+    except FileNotFoundError:
+        return None
+    values = _job_values(f"{folder.url}/{JOB}", text)
+    data: dict[str, bytes] = {}
+    for name in (INPUTS, PLAN, SCHEMA):
+        try:
+            data[name] = folder.read(name)
+        except FileNotFoundError:
+            raise UserError(f"{folder.url}/{name}: missing; {_REMEDY}") from None
+        if _sha256(data[name]) != values["sha256"][name]:
+            raise UserError(f"{folder.url}/{name}: damaged (its SHA-256 is not the one in {JOB}); {_REMEDY}")
+    files = [
+        InputFile(**{**row, "group_rows": tuple(row["group_rows"]), "group_bytes": tuple(row["group_bytes"])})
+        for row in pq.read_table(io.BytesIO(data[INPUTS]), schema=_FILES).to_pylist()
+    ]
+    shards = _shards(pq.read_table(io.BytesIO(data[PLAN]), schema=_SHARDS))
+    schema = pa.ipc.read_schema(pa.py_buffer(data[SCHEMA]))
+    batching = Batching(**{**values["batching"], "prefix": tuple(values["batching"]["prefix"])})
+    return Manifest(values["fingerprint"], values["identity"], batching, files, shards, schema)
+
+
+_REMEDY = "restore the file from a copy, or start again with --overwrite"
+
+
+def _with_check(text: bytes) -> bytes:
+    """A JSON object without its last brace, completed by the digest of these bytes."""
+    return text + CHECK.encode() + _sha256(text).encode() + b'"\n}\n'
+
+
+def _job_values(name: str, text: bytes) -> dict[str, Any]:
+    """Values of a job.json. UserError if it is damaged or of another format."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{name}: damaged ({one_line(error)}); {_REMEDY}") from None
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        found = values.get("format") if isinstance(values, dict) else type(values).__name__
+        raise UserError(
+            f"{name}: not a job of this version: format {printable(found)[:40]}, this version reads {FORMAT}; finish "
+            "it with the version that began it, or start again with --overwrite"
+        )
+    if _with_check(text.rpartition(CHECK.encode())[0]) != text:
+        raise UserError(f"{name}: damaged (its digest is not that of its content); {_REMEDY}")
+    return values
+
+
+_FILES = pa.schema(
+    [
+        ("url", pa.string()),
+        ("size", pa.int64()),
+        ("version", pa.string()),
+        ("group_rows", pa.list_(pa.int64())),
+        ("group_bytes", pa.list_(pa.int64())),
+        ("digest", pa.string()),
+    ]
+)
+_SHARDS = pa.schema([("index", pa.int64()), ("url", pa.string()), ("first_row", pa.int64()), ("rows", pa.int64())])
+
+
+def _shards(table: pa.Table) -> list[Shard]:
+    """Shards of a plan; shards of one file share the string of its URL."""
+    urls: dict[str, str] = {}
+    indices, files, firsts, rows = (table[name].to_pylist() for name in ("index", "url", "first_row", "rows"))
+    shared = [urls.setdefault(url, url) for url in files]
+    return [Shard(*values) for values in zip(indices, shared, firsts, rows, strict=True)]
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _parquet(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
