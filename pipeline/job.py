@@ -84,23 +84,28 @@ def run(
     assert config.input.since is None, "incremental.runs runs it"
     began, backend = time.monotonic(), backend or ray_backend(verbose=verbose)
     with interruptible():
-        check_columns(config)
-        check_output_disjoint(config)
-        folder = open_folder(config.output.path, config.storage)
-        check_location(folder)
+        folder = _output_folder(config)
         stored = stored_job(folder, overwrite=overwrite)
         job = plan(config, stored, backend, limit=limit)
         check_same_job(folder, stored, job.manifest)
         totals, fresh_rows = finished_totals(folder, job.manifest) if stored else None, 0
         if totals is None:  # else nothing is written: read-only rights suffice
-            if stored is None or not folder.exists(SUCCESS):
-                log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
+            log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
             make_writable(folder)
             with leased(folder):
                 claim(folder, stored, job.manifest, overwrite=overwrite)
                 totals, fresh_rows = answer(job, folder, backend)
                 write_success(folder, job.manifest, totals)
     return JobResult(job.manifest, totals, fresh_rows, time.monotonic() - began)
+
+
+def _output_folder(config: JobConfig) -> Folder:
+    """The output, after the checks that need neither input nor checkpoint."""
+    check_columns(config)
+    check_output_disjoint(config)
+    folder = open_folder(config.output.path, config.storage)
+    check_location(folder)
+    return folder
 
 
 def plan(

@@ -139,3 +139,18 @@ def test_a_killed_ray_ends_the_job_and_leaves_the_process_alive(ray_to_be_left: 
     with pytest.raises(RayDied, match=f"^Ray's {name} at "), interruptible():
         run()
     assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionError("Failed to connect"), ray.exceptions.AuthenticationError("no token")]
+)
+def test_a_cluster_that_refuses_this_client_is_named_with_the_remedy(
+    server: socket.socket, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    address = f"127.0.0.1:{server.getsockname()[1]}"
+    shown = str(ray_session._start_error(error, address))
+    assert shown.startswith(f"Ray at {address} runs but refuses this client") and "RAY_AUTH_MODE=token" in shown
+    server.close()
+    gone = ConnectionError("Failed to connect")
+    assert ray_session._start_error(gone, address) is gone
