@@ -135,21 +135,25 @@ def memory_needed(
     on_gpu: bool,
     paged_rows: int = 0,
 ) -> Need:
-    """What an actor will need for the checkpoint; ValueError of one line if its weights are not whole.
+    """Memory that an actor needs for the checkpoint.
 
-    sizes: numbers of every tensor; None: read from the headers in the folder. on_gpu: or else on a CPU, which is taken
-    to be one that packs weights in bfloat16. paged_rows: in flight at most on a GPU's engine with pages, if it is one.
+    Args:
+        sizes: how many numbers every tensor has; None: read from the headers in the folder.
+        on_gpu: whether the actor has a GPU; else a CPU that packs weights in bfloat16 is assumed.
+        paged_rows: most rows in flight of the paged engine; 0: another engine runs.
+
+    Raises UserError if weights are missing or damaged.
     """
     config = checkpoint.config
     sizes = folder_sizes(checkpoint.path) if sizes is None else sizes
     tied = bool(config.tie_word_embeddings)
-    found = need(sizes, tied=tied, dtype=dtype, cache_bytes=cache_bytes)
-    if tied and dtype == "bfloat16" and not on_gpu:  # the head is packed beside the embedding
+    needed = need(sizes, tied=tied, dtype=dtype, cache_bytes=cache_bytes)
+    if tied and dtype == "bfloat16" and not on_gpu:  # the head is packed: a copy of the embedding
         head = config.vocab_size * (getattr(config, "word_embed_proj_dim", None) or config.hidden_size)
-        found = replace(found, weights=found.weights + head * ITEM_BYTES[dtype])
+        needed = replace(needed, weights=needed.weights + head * ITEM_BYTES[dtype])
     if paged_rows:
-        found = replace(found, beside=found.beside + working_bytes(config, ITEM_BYTES[dtype], paged_rows))
-    return found
+        needed = replace(needed, beside=needed.beside + working_bytes(config, ITEM_BYTES[dtype], paged_rows))
+    return needed
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -162,9 +166,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def load_decoder(path: str | Path, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """The checkpoint's weights as a decoder in inference mode, `dtype` on `device`. ValueError if some are missing.
+    """The checkpoint's model as a decoder in inference mode, `dtype` on `device`. UserError if weights are missing.
 
-    They go from the files to where they stay, tensor by tensor: no copy in another dtype or on another device.
+    Weights are read tensor by tensor into `device`: there is no copy of the model in another dtype or elsewhere.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -183,9 +187,9 @@ def load_decoder(path: str | Path, dtype: torch.dtype, device: torch.device) -> 
         use_safetensors=True,
         attn_implementation=family_of(config).attention,
     )
-    model, found = loaded
-    if found["missing_keys"]:  # the library would answer with random weights in their place
-        raise UserError(f"{path}: no weights for {sorted(found['missing_keys'])[0]}")
+    model, report = loaded
+    if report["missing_keys"]:  # the library fills them with random numbers
+        raise UserError(f"{path}: no weights for {sorted(report['missing_keys'])[0]}")
     return Decoder(model.eval().requires_grad_(False))
 
 

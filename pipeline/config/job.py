@@ -145,9 +145,9 @@ class ModelConfig(Section):
     )
     engine: EngineName = Field(
         "auto",
-        description="paged: on a GPU, for Llama, Mistral without a window, Qwen2 and OPT, fused layers, CUDA graphs "
-        "and a paged cache, not yet run on a GPU; library: the layers of transformers, on a CPU with kernels of this "
-        "package; auto: library",
+        description="paged: on a GPU, for Llama, Mistral, Qwen2, Qwen3, Phi-3, OLMo 2, SmolLM3 and OPT without sliding "
+        "windows, fused layers, CUDA graphs and a paged cache, not yet run on a GPU; library: the layers of "
+        "transformers, on a CPU with kernels of this package; auto: library",
     )
 
     @model_validator(mode="after")

@@ -66,7 +66,7 @@ def test_an_index_names_the_files(tmp_path: Path) -> None:
     refused(r"names y\.safetensors, 1 of 2 shards are missing", [INDEX, "x.safetensors"])
     for outside in ("../x.safetensors", "/x.safetensors", "folder/x.safetensors", "x.bin", 7):
         index.write_text(json.dumps({"weight_map": {"a": outside}}))
-        refused("which is no safetensors file beside it", [INDEX, "x.safetensors"])
+        refused("which is no safetensors file in its folder", [INDEX, "x.safetensors"])
     index.write_text('{"weight_map": {}}')
     refused("names no file at all", [INDEX])
     for text in ("{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": []}}'):

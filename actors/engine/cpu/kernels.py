@@ -1,6 +1,7 @@
-"""The kernels of `kernels.cpp`, called on torch tensors; without the build's library there are none.
+"""The kernels of `kernels.cpp` for torch tensors; `library` builds them.
 
-Shapes: B rows, Q query heads, H key/value heads, K slots, D head size, E hidden size, I intermediate size.
+Shapes: B rows, N tokens of all prompts, P prompts, C tokens of a prefix, Q query heads, H key/value heads, K slots, D
+head size, R rotary size, E hidden size, I intermediate size or inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ LARGEST_HEAD = 256  # numbers
 PANEL = 48  # outputs of a product that lie together in its packed weight
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, scale: float) -> Tensor:
+def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """One token a row: query [B, Q, D] over keys and values [B, H, K, D] -> [B, Q, D].
 
-    seen: bool [B or 1, K], the slots that a row attends to, without gaps; None: all. Other slots are not read.
+    mask: bool [B or 1, K], the slots that a row attends to, without gaps; None: all. Other slots are not read.
     """
     rows, heads, width, size = keys.shape
     if query.stride(2) != 1 or query.stride(1) != size:
         query = query.contiguous()
     assert query.dtype == keys.dtype == values.dtype and values.shape == keys.shape and len(query) == rows
     assert size <= LARGEST_HEAD and keys.stride(3) == values.stride(3) == 1
-    assert seen is None or (seen.dtype == torch.bool and seen.shape[1] == width and (width == 1 or seen.stride(1) == 1))
+    assert mask is None or (mask.dtype == torch.bool and mask.shape[1] == width and (width == 1 or mask.stride(1) == 1))
     output = torch.empty(rows, query.shape[1], size, dtype=query.dtype)
     kernel("attend", query.dtype)(
         query.data_ptr(),
         keys.data_ptr(),
         values.data_ptr(),
-        None if seen is None else seen.data_ptr(),
+        None if mask is None else mask.data_ptr(),
         output.data_ptr(),
         *(rows, heads, query.shape[1] // heads, width, size, query.stride(0)),
         *keys.stride()[:3],
         *values.stride()[:3],
-        0 if seen is None or len(seen) == 1 else seen.stride(0),
+        0 if mask is None or len(mask) == 1 else mask.stride(0),
         scale,
     )
     return output
@@ -45,7 +46,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, sca
 
 @dataclass(frozen=True)
 class PackedPrefix:
-    """Keys and values of C tokens that lie before all prompts of a pass, as `layer_prompts` reads them."""
+    """Keys and values of C tokens that precede all prompts of a pass, in the order of the kernels' products."""
 
     keys: Tensor
     values: Tensor
@@ -59,7 +60,7 @@ class PackedPrefix:
         assert keys.is_contiguous() and values.is_contiguous() and len(keys) == 1 and tokens > 0
         width, wide = (-(-count // PANEL) * PANEL for count in (tokens, size))
         packed = [torch.zeros(heads, numbers, width, dtype=keys.dtype) for numbers in (size, wide)]
-        pointers = (one.data_ptr() for one in (keys, values, *packed))
+        pointers = (tensor.data_ptr() for tensor in (keys, values, *packed))
         kernel("pack_prefix", keys.dtype)(*pointers, tokens, heads, size)
         return cls(packed[0], packed[1], tokens)
 
@@ -67,16 +68,24 @@ class PackedPrefix:
 def attend_prompts(
     query: Tensor, keys: Tensor, values: Tensor, starts: Tensor, scale: float, prefix: PackedPrefix | None = None
 ) -> Tensor:
-    """Causal, bfloat16, prompts one behind another: query [N, Q, D] over keys, values [N, H, D], D even -> [N, Q, D].
+    """Causal attention of prompts one behind another, in bfloat16, D even.
 
-    starts: int64 [P + 1], the first token of each of P prompts, and N. prefix: what all of them see before themselves.
+    Args:
+        query: [N, Q, D].
+        keys, values: [N, H, D].
+        starts: int64 [P + 1], the first token of each prompt, and N.
+        scale: factor of the scores.
+        prefix: precedes every prompt.
+
+    Returns:
+        [N, Q, D].
     """
     tokens, heads, size = keys.shape
     assert query.dtype == keys.dtype == values.dtype == torch.bfloat16 and keys.shape == values.shape
     assert query.shape == (tokens, query.shape[1] // heads * heads, size) and size % 2 == 0
     assert starts.dtype == torch.int64 and starts.is_contiguous()
     assert int(starts[0]) == 0 and int(starts[-1]) == tokens and bool((starts.diff() > 0).all())
-    query, keys, values = (one if one.stride()[1:] == (size, 1) else one.contiguous() for one in (query, keys, values))
+    query, keys, values = (_with_whole_rows(states) for states in (query, keys, values))
     output = torch.empty(query.shape, dtype=query.dtype)
     kernel("attend_prompts", query.dtype)(
         query.data_ptr(),
@@ -91,13 +100,18 @@ def attend_prompts(
     return output
 
 
+def _with_whole_rows(states: Tensor) -> Tensor:
+    """States [B, heads, D] whose rows have no strides; a copy if they had."""
+    return states if states.stride()[1:] == (states.shape[2], 1) else states.contiguous()
+
+
 def append(keys: Tensor, values: Tensor, key_buffer: Tensor, value_buffer: Tensor, slots: Tensor) -> None:
     """Write one token a row, keys and values [B, H, D], to slots [B] int64 of buffers [B, H, K, D] of one layout."""
     rows, heads, size = keys.shape
     assert key_buffer.stride() == value_buffer.stride() and key_buffer.stride()[2:] == (size, 1)
     assert keys.dtype == values.dtype == key_buffer.dtype == value_buffer.dtype
     assert slots.dtype == torch.int64 and slots.shape == (rows,) and slots.is_contiguous()
-    keys, values = (one if one.stride()[1:] == (size, 1) else one.contiguous() for one in (keys, values))
+    keys, values = _with_whole_rows(keys), _with_whole_rows(values)
     inside = kernel("append", keys.dtype)(
         keys.data_ptr(),
         values.data_ptr(),

@@ -1,8 +1,8 @@
 """Builds `kernels.cpp` with the machine's C++ compiler, once, and loads it.
 
-The library lies in the cache folder ($SKIPDECODE_CACHE, else ~/.cache/skipdecode) under a name that says its source,
+The library lies in the cache folder ($SKIPDECODE_CACHE, else ~/.cache/skipdecode); its name is a digest of source,
 compiler and processor. It runs on torch's threads: g++ links the OpenMP library that torch has loaded. Without a
-compiler there is no library, and callers fall back on torch's own operations, whose rounding differs in bfloat16.
+compiler there is no library, and callers use torch's own operations, whose rounding differs in bfloat16.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FLAGS = (
 )
 BUILD_SECONDS = 300
 _NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
-# pointers, 64-bit integers and floats that a kernel takes, in this order, and what it returns
+# for each kernel its numbers of pointers, 64-bit integers and floats, in this order, and its return type
 _SIGNATURES: dict[str, tuple[int, int, int, Any]] = {
     "attend": (5, 13, 1, None),
     "append": (5, 8, 0, ctypes.c_bool),
@@ -42,7 +42,7 @@ _SIGNATURES: dict[str, tuple[int, int, int, Any]] = {
     "normalize_groups": (2, 4, 1, None),
     "gate": (2, 2, 0, None),
 }
-_MULTIPLYING: dict[str, tuple[int, int, int, Any]] = {  # bfloat16 alone, on some processors
+_MULTIPLYING: dict[str, tuple[int, int, int, Any]] = {  # only for bfloat16, on some processors
     "multiply": (5, 4, 0, None),
     "attend_prompts": (7, 8, 1, None),
     "pack_prefix": (4, 3, 0, None),
@@ -59,13 +59,13 @@ def library() -> ctypes.CDLL | None:
     compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     try:
         loaded = _declared(ctypes.CDLL(str(_built(compiler))))
-        if torch.get_num_threads() == loaded.threads():  # torch first: its first call settles the number
+        if torch.get_num_threads() == loaded.threads():  # torch first: its first call fixes the number
             return loaded
         problem = f"{' '.join(compiler)} links another OpenMP library than torch's"
     except subprocess.CalledProcessError as error:
         lines = [line for line in error.stderr.splitlines() if "error" in line] or [f"status {error.returncode}"]
         problem = f"{' '.join(compiler)}: {lines[0]}"
-    # no compiler, no home or none that can be written, a library of something else
+    # no compiler, no home folder, a read-only one, a library of other contents
     except (OSError, RuntimeError, AttributeError, subprocess.TimeoutExpired) as error:
         problem = f"{' '.join(compiler)}: {flat(error)}"
     log.warning("this CPU is two to six times as fast with a C++ compiler (g++, or $CXX): %s", problem)
@@ -73,12 +73,13 @@ def library() -> ctypes.CDLL | None:
 
 
 def available(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether there are kernels for these numbers here; the first call may take seconds, to build them."""
+    """Whether this machine has kernels for `dtype`; the first call may take seconds, to build them."""
     return device.type == "cpu" and dtype in _NAMES and library() is not None
 
 
 def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `multiply` can, and is the fastest: with AVX512-BF16 and without AMX, which old compilers do not know."""
+    """Whether `multiply` exists and is the fastest product: with AVX512-BF16, without AMX."""
+    # old compilers do not know AMX, so that the library cannot tell
     if device.type != "cpu" or dtype != torch.bfloat16 or "amx_bf16" in _processor():
         return False
     loaded = library()
@@ -86,12 +87,12 @@ def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def _built(compiler: Sequence[str]) -> Path:
-    """The library's file; made where it is not there."""
+    """The library's file; built if it does not exist."""
     run = functools.partial(
         subprocess.run, capture_output=True, text=True, errors="replace", check=True, timeout=BUILD_SECONDS
     )
     version: str = run([*compiler, "--version"]).stdout
-    source = [one.read_text() for one in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
+    source = [path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
     identity = "\0".join((*source, version, *compiler, *FLAGS, platform.machine(), _processor()))
     folder = Path(os.environ.get("SKIPDECODE_CACHE") or Path.home() / ".cache" / "skipdecode") / "kernels"
     path = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
@@ -100,18 +101,18 @@ def _built(compiler: Sequence[str]) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / path.name
             run([*compiler, *FLAGS, str(SOURCE), "-o", str(made)])
-            made.replace(path)  # whole or not at all: another process may be building it too
+            made.replace(path)  # atomic: another process may be building it too
     return path
 
 
 @functools.cache
 def _processor() -> str:
-    """Model and instructions, which -march=native follows."""
-    told = Path("/proc/cpuinfo")
-    if not told.exists():
+    """Model and instructions of the processor, on which -march=native depends."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
         return platform.processor()
-    telling = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU ")
-    return "\n".join(sorted({line for line in told.read_text().splitlines() if line.startswith(telling)}))
+    fields = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU ")
+    return "\n".join(sorted({line for line in info.read_text().splitlines() if line.startswith(fields)}))
 
 
 def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
@@ -129,7 +130,7 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
 
 @functools.cache
 def kernel(name: str, dtype: torch.dtype) -> Callable[..., Any]:
-    """The native function; `available` or `multiplies` comes first."""
+    """The native function; call `available` or `multiplies` before."""
     loaded = library()
     assert loaded is not None
     function: Callable[..., Any] = getattr(loaded, f"{name}_{_NAMES[dtype]}")

@@ -1,7 +1,8 @@
 """Weights of linear layers in the blocked order in which CPUs multiply them in bfloat16.
 
-The library's linear layer brings its weight into that order at every call: at 32 rows that is a quarter of its time,
-at 8 nearly half. Packed once, the same product costs the same arithmetic and nothing else.
+The library's linear layer reorders its weight at every call, which takes a quarter of its time at 32 rows and nearly
+half at 8. Here weights are reordered once.
+Shapes: N rows, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from actors.engine.cpu import kernels, library
 
-ROWS = 32  # for which the library chooses the order; others run as well with it
+ROWS = 32  # the library chooses the order for so many rows; other numbers of rows are about as fast with it
 
 
 class PlainProduct:
@@ -25,7 +26,7 @@ class PlainProduct:
         self.weight, self.bias = weight, bias
 
     def __call__(self, hidden: Tensor, activation: str = "none", residual: Tensor | None = None) -> Tensor:
-        """[N, I] -> [N, O]; a residual [N, O] goes with activation none."""
+        """[N, I] -> [N, O]; a residual [N, O] requires activation none."""
         assert residual is None or activation == "none"
         output = nn.functional.linear(hidden, self.weight, self.bias)
         if activation == "relu":
@@ -34,30 +35,30 @@ class PlainProduct:
 
 
 class PanelProduct:
-    """The same in bfloat16, of any leading shape, by a kernel; a residual is added before the sum is rounded."""
+    """`PlainProduct` in bfloat16, of any leading shape, by a kernel; it adds a residual before it rounds the sum."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """weight [O, I], I even; it is copied, and may be let go."""
+        """weight [O, I], I even; it is copied, and may be freed."""
         self.packed = kernels.pack(weight)
         self.outputs, self.inputs = weight.shape
         self.bias = None if bias is None else bias.detach().contiguous()
 
     def __call__(self, hidden: Tensor, activation: str = "none", residual: Tensor | None = None) -> Tensor:
-        """[..., I] -> [..., O]; a residual [..., O] goes with activation none."""
+        """[..., I] -> [..., O]; a residual [..., O] requires activation none."""
         assert residual is None or activation == "none"
         return kernels.multiply(hidden, self.packed, self.outputs, self.bias, residual, activation == "relu")
 
 
 class PackedProduct:
-    """The same in the library's own order, where no kernel is faster."""
+    """`PlainProduct` in bfloat16 in the library's own order, for CPUs on which the kernel is not faster."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """weight [O, I]; it is copied, and may be let go."""
+        """weight [O, I]; it is copied, and may be freed."""
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
         self.bias = bias
 
     def __call__(self, hidden: Tensor, activation: str = "none", residual: Tensor | None = None) -> Tensor:
-        """[..., I] -> [..., O]; a residual [..., O] goes with activation none."""
+        """[..., I] -> [..., O]; a residual [..., O] requires activation none."""
         assert residual is None or activation == "none"
         if residual is not None:
             added: Tensor = torch.ops.mkldnn._linear_pointwise.binary(hidden, residual, self.packed, self.bias, "add")
@@ -67,10 +68,10 @@ class PackedProduct:
 
 
 class PackedLinear(nn.Module):
-    """A packed product in the place of a library's linear layer: x [..., I] -> x W^T + b [..., O]."""
+    """A linear layer with a packed weight: x [..., I] -> x W^T + b [..., O]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """weight [O, I]; it is copied, and may be let go."""
+        """weight [O, I]; it is copied, and may be freed."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.product = product(weight, bias)
@@ -91,14 +92,14 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def give_memory_back() -> None:
-    """To the system: packed weights do not fit the holes that freed ones leave in the C library's heap."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+    """Return freed memory to the system: packed weights do not fit the holes of freed ones in the C library's heap."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim is not None:
         trim(0)
 
 
 def product(weight: Tensor, bias: Tensor | None) -> PanelProduct | PackedProduct | PlainProduct:
-    """x [..., I] -> x W^T + b [..., O] for weight [O, I], as fast as this machine does it."""
+    """x [..., I] -> x W^T + b [..., O] for weight [O, I], in the fastest way of this machine."""
     if not can_pack(weight.dtype, weight.device):
         return PlainProduct(weight, bias)
     if weight.shape[1] % 2 == 0 and library.multiplies(weight.dtype, weight.device):
@@ -107,7 +108,7 @@ def product(weight: Tensor, bias: Tensor | None) -> PanelProduct | PackedProduct
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Put packed layers in the place of all linear ones below `module`; their own weights are let go."""
+    """Replace all linear layers below `module` by packed ones; their own weights are freed."""
     for name, child in module.named_children():
         if type(child) is nn.Linear:
             setattr(module, name, PackedLinear(child.weight.detach(), child.bias))

@@ -114,7 +114,7 @@ def test_an_index_leads_to_no_other_folder(checkpoint: Path, tmp_path: Path, sha
     folder = copied(checkpoint, tmp_path)
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
-    with pytest.raises(ValueError, match=r"index\.json: names .* no safetensors file beside it$"):
+    with pytest.raises(ValueError, match=r"index\.json: names .* no safetensors file in its folder$"):
         inspect(folder)
 
 
