@@ -92,6 +92,9 @@ def run(
             raise UserError(
                 f"{root.url}: holds files that no incremental run wrote; choose another folder for input.since"
             )
+        idle = None if overwrite else _nothing_new(root, config)
+        if idle is not None:
+            return idle
         make_writable(root)
         with leased(root):
             clear_temporaries(root)
@@ -127,6 +130,18 @@ def run_in(root: Folder, config: JobConfig, backend: Backend, overwrite: bool) -
             plan_files.save(folder, job.manifest)
             finished.append(_answer(root, run, folder, job, backend, resumed=False))
     return IncrementalResult(finished, finished[-1].run if finished else ledger.last_success)
+
+
+def _nothing_new(root: Folder, config: JobConfig) -> IncrementalResult | None:
+    """The result if every run has ended and every input file is answered. Only reads: read-only rights suffice."""
+    ledger = ledgers.read(root)
+    last = ledger.last
+    if last is None or last.state == "unfinished":
+        return None
+    if last.state == "success" and not _folder(root, last, config).exists(SUCCESS):
+        return None
+    new = ledgers.new_files(_inputs(config, may_be_empty=True), ledger, config.input.changed)
+    return None if new else IncrementalResult([], ledger.last_success)
 
 
 def _inputs(config: JobConfig, *, may_be_empty: bool) -> Files:

@@ -143,6 +143,20 @@ def test_each_run_takes_what_came_since_and_says_so(inbox: Inbox, flow: Any) -> 
     assert shown.exit_code == 0 and "8 rows in 5 shards" in shown.stdout
 
 
+def test_a_run_with_nothing_new_writes_nothing(inbox: Inbox, flow: Any) -> None:
+    inbox.add("a")
+    inbox.json()
+
+    def files() -> dict[str, tuple[int, int]]:
+        paths = [path for path in inbox.root.rglob("*") if path.is_file()]
+        return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in paths}
+
+    before = files()
+    assert inbox.json()["runs"] == [] and files() == before
+    inbox.add("b")
+    assert [run["run"] for run in inbox.json()["runs"]] == [2]
+
+
 def test_a_failed_run_is_finished_by_the_next_which_then_takes_what_is_new(inbox: Inbox, flow: Any) -> None:
     inbox.add("a", 6)
     flow(1, OSError("the disk is full"))
