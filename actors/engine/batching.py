@@ -1,6 +1,6 @@
-"""Rows -> batches of similar length under a budget of cache bytes, and what their prompts have in common.
+"""Rows -> batches of similar length within a budget of cache bytes; the common prefix of prompts.
 
-Pure functions: same rows, same batches.
+Pure functions: the same rows give the same batches.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from actors.engine.errors import UserError
 
-SHORTEST_PREFIX = 16  # tokens; below, looking after it costs more than it saves
+SHORTEST_PREFIX = 16  # tokens; a shorter prefix costs more than it saves
 
 
 def plan_batches(
@@ -20,10 +20,17 @@ def plan_batches(
     budget_bytes: int,
     max_rows: int,
 ) -> list[list[int]]:
-    """Batches of row numbers, longest prompts first, so that a batch that cannot fit is met at once.
+    """Batches of row numbers, longest prompts first, so that a batch that does not fit the memory comes first.
 
-    row_bytes: (longest prompt, most new tokens) of a batch -> cache bytes a row. budget_bytes: for one batch.
-    Raises ValueError if a single row does not fit the budget.
+    Args:
+        prompt_tokens: Tokens of each row's prompt.
+        max_new_tokens: Most new tokens of each row.
+        row_bytes: (longest prompt, most new tokens) of a batch -> cache bytes a row.
+        budget_bytes: Bytes of a batch's cache.
+        max_rows: Most rows of a batch.
+
+    Raises:
+        UserError: A row that does not fit the budget alone.
     """
     order = sorted(range(len(prompt_tokens)), key=lambda row: (-prompt_tokens[row], -max_new_tokens[row], row))
     batches: list[list[int]] = []
@@ -49,15 +56,15 @@ def plan_batches(
 
 
 def constant_prefix(ids: Sequence[Sequence[int]]) -> list[int]:
-    """Tokens with which all prompts begin; each keeps at least one of its own.
+    """Tokens with which all prompts begin; every prompt has at least one more.
 
-    [] if they are fewer than `SHORTEST_PREFIX`, and for a single prompt.
-    A prompt that begins otherwise is no harm: whoever uses the prefix looks at each row.
+    [] if they are fewer than `SHORTEST_PREFIX`, and for a single prompt. The scheduler checks each row for the prefix,
+    so it may be used with other prompts too.
     """
     if len(ids) < 2:
         return []
-    ordered = sorted(list(one) for one in ids)
-    first, last = ordered[0], ordered[-1]  # no other two have less in common
-    most = min(len(one) for one in ids) - 1
-    common = next((place for place in range(most) if first[place] != last[place]), most)
+    ordered = sorted(list(prompt) for prompt in ids)
+    first, last = ordered[0], ordered[-1]  # the two that differ first
+    most = min(len(prompt) for prompt in ids) - 1
+    common = next((index for index in range(most) if first[index] != last[index]), most)
     return first[:common] if common >= SHORTEST_PREFIX else []

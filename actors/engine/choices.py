@@ -1,7 +1,7 @@
-"""Answers bound to a list of labels: the trie of their tokens says which token may come next.
+"""Answers restricted to a list of labels: the trie of their tokens gives the tokens that are allowed next.
 
-A row ends as soon as one label alone is left: the rest of its tokens is certain and is not computed. Where a
-label is the beginning of another, the model's end token stands for stopping there.
+A row ends as soon as a single label is left: its remaining tokens are certain and are not computed. Where a label is
+the beginning of another, the model's end token means the shorter one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from actors.engine.errors import UserError
 
 @dataclass
 class Node:
-    """A place in the trie. label: the one whose tokens end here. only: the one label at or below, if it is one."""
+    """A node of the trie.
+
+    Args:
+        children: Token -> node.
+        label: Number of the label whose tokens end here.
+        only: Number of the label at or below this node, if it is the only one.
+    """
 
     children: dict[int, Node] = field(default_factory=dict)
     label: int | None = None
@@ -22,9 +28,14 @@ class Node:
 
 
 class ChoiceTrie:
-    """labels: token ids of each label, at least one. end_id: token that ends an answer, None if the model has none.
+    """The labels of a row.
 
-    Raises ValueError, naming labels by their number, for what cannot be told apart.
+    Args:
+        labels: Token ids of each label, at least one.
+        end_id: Token that ends an answer; None if the model has none.
+
+    Raises:
+        UserError: Labels that cannot be distinguished, named by their numbers.
     """
 
     def __init__(self, labels: Sequence[Sequence[int]], end_id: int | None) -> None:
@@ -46,31 +57,31 @@ class ChoiceTrie:
         self.most_tokens = max(1, self._settle())
 
     def _settle(self) -> int:
-        """Find where one label alone is left; returns the most tokens that are drawn."""
+        """Set `only` of every node; returns the most tokens that are generated."""
         order = [self.root]
-        for node in order:  # parents before children; without recursion, for a label may be long
+        for node in order:  # parents before children; no recursion, since a label may be long
             order += node.children.values()
         deepest: dict[int, int] = {}
         for node in reversed(order):
             if node.label is not None and node.children and self.end_id is None:
                 raise UserError(f"choice {node.label} is the beginning of another, and the model has no end token")
-            found = {child.only for child in node.children.values()}
+            labels = {child.only for child in node.children.values()}
             if node.label is not None:
-                found.add(node.label)
-            node.only = found.pop() if len(found) == 1 else None
+                labels.add(node.label)
+            node.only = labels.pop() if len(labels) == 1 else None
             below = max((1 + deepest[id(child)] for child in node.children.values()), default=0)
             deepest[id(node)] = 0 if node.only is not None else max(below, 1)
         return deepest[id(self.root)]
 
     def allowed(self, node: Node) -> Collection[int]:
-        """Tokens that may come next."""
+        """Tokens that are allowed next."""
         if node.label is None:
             return node.children.keys()
         assert self.end_id is not None
         return [*node.children, self.end_id]
 
     def follow(self, node: Node, token: int) -> tuple[Node, int | None]:
-        """The place behind an allowed token, and the label if that settles it."""
+        """The node after an allowed token, and the label if it is decided there."""
         if token == self.end_id:
             assert node.label is not None
             return node, node.label

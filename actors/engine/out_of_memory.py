@@ -1,4 +1,4 @@
-"""Memory that ran out: how it is told from other errors, how it is freed, and what a row is told that fails alone."""
+"""Errors of memory that has run out: recognizing them, freeing memory, and the error of a row that fails alone."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import gc
 
 import torch
 
-# of RuntimeErrors that are no torch.OutOfMemoryError: the CPU's allocator, cuBLAS's workspace, the CUDA runtime itself
+# in RuntimeErrors other than torch.OutOfMemoryError: the CPU's allocator, cuBLAS's workspace, the CUDA runtime
 _SIGNS = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 ADVICE = "lower max_new_tokens or actors.cache_bytes, or shorten the prompt"
 
 
 def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
-    """Whether an error says that memory ran out, on a GPU or on the host."""
+    """Whether an error means that memory has run out, on a GPU or on the host."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in _SIGNS)
 
 
 def free_memory() -> None:
-    """Give back what nobody refers to any more; the error itself must be gone, its traceback holds tensors."""
+    """Free unreferenced memory. The error must be gone, since its traceback refers to tensors."""
     if torch.cuda.is_initialized():
         gc.collect()
         torch.cuda.empty_cache()

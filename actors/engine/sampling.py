@@ -1,8 +1,8 @@
-"""Logits -> tokens: each row with parameters, history and random numbers of its own.
+"""Logits -> tokens: each row with its own parameters, history and random numbers.
 
-A row's random number for a position is a hash of its key and that position and of nothing else, so batch
-composition, retries and resumed jobs draw the same. Order of the steps, as in transformers: penalties, tokens
-that may not come, temperature, top-k, top-p, min-p.
+A row's random number for a position is a hash of its key and that position alone, so that batch composition, retries
+and resumed jobs do not change it. Order of the operations, as in transformers: penalties, barred tokens, temperature,
+top-k, top-p, min-p.
 """
 
 from __future__ import annotations
@@ -29,18 +29,22 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     return _shift(bits, 11).double() * 2.0**-53
 
 
-def _shift(bits: Tensor, places: int) -> Tensor:
+def _shift(bits: Tensor, count: int) -> Tensor:
     """Logical right shift of int64."""
-    return (bits >> places) & ((1 << (64 - places)) - 1)
+    return (bits >> count) & ((1 << (64 - count)) - 1)
 
 
 @dataclass
 class RowSampling:
-    """What the next token of one row hangs on, beside its logits.
+    """State from which the next token of a row is sampled, with its logits.
 
-    key: of its random numbers. drawn: tokens so far. counts: token -> times it came in the answer, 0 for a
-    token of the prompt alone; kept only where a penalty asks for it. allowed: the only tokens that may come,
-    None: all. barred: tokens that may not.
+    Args:
+        params: Sampling parameters.
+        key: Key of the row's random numbers.
+        drawn: Number of tokens so far.
+        counts: Token -> its occurrences in the answer, 0 for a token of the prompt alone; kept only for penalties.
+        allowed: The only possible tokens; None for all.
+        barred: Tokens that are not possible.
     """
 
     params: SamplingParams
@@ -53,37 +57,43 @@ class RowSampling:
     @classmethod
     def begin(cls, params: SamplingParams, key: int, prompt_ids: Sequence[int]) -> RowSampling:
         """The state before the first token."""
-        seen = prompt_ids if params.repetition_penalty != 1 else ()
-        return cls(params, key, counts=dict.fromkeys(seen, 0))
+        counted = prompt_ids if params.repetition_penalty != 1 else ()
+        return cls(params, key, counts=dict.fromkeys(counted, 0))
 
     def add(self, token: int) -> None:
-        """A token was drawn."""
+        """Record a sampled token."""
         self.drawn += 1
         if self.penalized:
             self.counts[token] = self.counts.get(token, 0) + 1
 
     @property
     def penalized(self) -> bool:
-        """Whether tokens that came before are treated otherwise than new ones."""
+        """Whether a penalty applies to earlier tokens."""
         params = self.params
         return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
     @property
-    def likeliest_alone(self) -> bool:
-        """Whether the next token is the likeliest one, and that is all there is to know of it."""
+    def is_argmax(self) -> bool:
+        """Whether the next token is the argmax of the unchanged logits, without log-probabilities of others."""
         bound = self.allowed is not None or self.barred or (self.penalized and self.counts)
         return self.params.temperature == 0 and self.params.logprobs is None and not bound
 
     @property
     def narrowed(self) -> bool:
-        """Whether only the likelier tokens can be drawn."""
+        """Whether top-k, top-p or min-p excludes tokens."""
         return self.params.top_k > 0 or self.params.top_p < 1 or self.params.min_p > 0
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """tokens: ids, one a row. logprobs: of these under the model's own distribution, nats; NaN if nobody asked.
-    choice_logprobs: under the same, narrowed to the allowed tokens. top: of the rows that ask for it."""
+    """Sampled tokens of rows.
+
+    Args:
+        tokens: One id a row.
+        logprobs: Their log-probabilities under the model's own distribution, nats; NaN if they were not computed.
+        choice_logprobs: The same under the distribution restricted to the allowed tokens.
+        top: Row -> its likeliest tokens, for rows with `logprobs`.
+    """
 
     tokens: list[int]
     logprobs: list[float]
@@ -92,48 +102,48 @@ class Drawn:
 
 
 def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True) -> Drawn:
-    """Draw the next token of each row from logits [B, V]. The rows' states are read, not changed.
+    """Sample the next token of each row from logits [B, V]. The rows' states are read, not changed.
 
-    logprobs: whether the drawn tokens' own are wanted. They take a pass over the vocabulary with an exponential for
-    each number, longer than all else together for a greedy row.
+    logprobs: whether to compute the tokens' log-probabilities. They take an exponential for each logit, longer than
+    everything else together for a greedy row.
     """
-    if not logprobs and all(row.likeliest_alone for row in rows):
-        untold = [math.nan] * len(rows)
-        return Drawn(_likeliest(logits).tolist(), untold, untold, {})
-    at_once = max(1, DRAWN_NUMBERS // logits.shape[1])
+    if not logprobs and all(row.is_argmax for row in rows):
+        missing = [math.nan] * len(rows)
+        return Drawn(_argmax(logits).tolist(), missing, missing, {})
+    chunk = max(1, DRAWN_NUMBERS // logits.shape[1])
     parts = [
-        _sample(logits[first : first + at_once], rows[first : first + at_once], logprobs)
-        for first in range(0, len(rows), at_once)
+        _sample(logits[first : first + chunk], rows[first : first + chunk], logprobs)
+        for first in range(0, len(rows), chunk)
     ]
     if len(parts) == 1:
         return parts[0]
     return Drawn(
         [token for part in parts for token in part.tokens],
-        [one for part in parts for one in part.logprobs],
-        [one for part in parts for one in part.choice_logprobs],
-        {number * at_once + row: told for number, part in enumerate(parts) for row, told in part.top.items()},
+        [logprob for part in parts for logprob in part.logprobs],
+        [logprob for part in parts for logprob in part.choice_logprobs],
+        {number * chunk + row: top for number, part in enumerate(parts) for row, top in part.top.items()},
     )
 
 
 def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Drawn:
-    """Of so many rows that memory has room for all that is computed of their logits."""
+    """`sample` for few enough rows that all temporaries fit the memory."""
     logits = logits.float()
     if logprobs or any(row.allowed is not None or row.params.logprobs is not None for row in rows):
         normalizer = logits.logsumexp(dim=-1)
     else:
         normalizer = torch.full_like(logits[:, 0], torch.nan)
     adjusted, choice_normalizer = _adjust(logits, normalizer, rows)
-    tokens = _likeliest(adjusted)
-    drawn = [row for row, one in enumerate(rows) if one.params.temperature > 0]
-    # per row, not per batch: the way a row is drawn must not hang on its neighbours
+    tokens = _argmax(adjusted)
+    drawn = [index for index, row in enumerate(rows) if row.params.temperature > 0]
+    # per row, not per batch: a row's method must not depend on its neighbours
     for narrowed in (False, True):
-        chosen = [row for row in drawn if rows[row].narrowed == narrowed]
-        if chosen:
-            index = torch.tensor(chosen, device=logits.device)
-            tokens[index] = _draw(adjusted[index], [rows[row] for row in chosen], narrowed)
-    for row, one in enumerate(rows):
-        if one.allowed is not None and int(tokens[row]) not in one.allowed:
-            tokens[row] = min(one.allowed)  # logits that are no numbers: whatever comes must still be allowed
+        members = [index for index in drawn if rows[index].narrowed == narrowed]
+        if members:
+            at = torch.tensor(members, device=logits.device)
+            tokens[at] = _draw(adjusted[at], [rows[index] for index in members], narrowed)
+    for index, row in enumerate(rows):
+        if row.allowed is not None and int(tokens[index]) not in row.allowed:
+            tokens[index] = min(row.allowed)  # with NaN logits too the token must be an allowed one
     picked = logits.gather(1, tokens[:, None])[:, 0]
     return Drawn(
         tokens.tolist(),
@@ -143,35 +153,34 @@ def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Draw
     )
 
 
-def _likeliest(logits: Tensor) -> Tensor:
-    """argmax over [B, V]: [B], the first of equals. On a CPU numpy's, which takes a tenth of torch's time."""
+def _argmax(logits: Tensor) -> Tensor:
+    """argmax of [B, V]: [B], the first of equal ones. On a CPU by numpy, which takes a tenth of torch's time."""
     if logits.device.type != "cpu":
         return logits.argmax(dim=-1)
     if logits.dtype != torch.bfloat16:
         return torch.from_numpy(logits.float().numpy().argmax(axis=-1))
-    bits = logits.view(
-        torch.int16
-    )  # which order positive numbers as they are, above all negative ones (and above a NaN with a sign)
-    found = torch.from_numpy(bits.numpy().argmax(axis=-1))
-    for row in (bits.gather(1, found[:, None])[:, 0] <= 0).nonzero()[:, 0].tolist():
-        found[row] = int(logits[row].float().numpy().argmax())
-    return found
+    # as integers, bfloat16 bits order positive numbers correctly, above all negative ones (and above a negative NaN)
+    bits = logits.view(torch.int16)
+    tokens = torch.from_numpy(bits.numpy().argmax(axis=-1))
+    for row in (bits.gather(1, tokens[:, None])[:, 0] <= 0).nonzero()[:, 0].tolist():
+        tokens[row] = int(logits[row].float().numpy().argmax())
+    return tokens
 
 
 def _draw(logits: Tensor, rows: Sequence[RowSampling], narrowed: bool) -> Tensor:
-    """Tokens [N] at each row's own random number; logits [N, V]."""
+    """Random tokens [N] of rows with a temperature, from logits [N, V]."""
 
     def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, device=logits.device, dtype=dtype)
 
     params = [row.params for row in rows]
-    scaled = logits / column([one.temperature for one in params], torch.float32)[:, None]
+    scaled = logits / column([param.temperature for param in params], torch.float32)[:, None]
     if narrowed:
         probabilities = narrow(
             scaled,
-            column([one.top_k for one in params], torch.int64),
-            column([one.top_p for one in params], torch.float64),
-            column([one.min_p for one in params], torch.float64),
+            column([param.top_k for param in params], torch.int64),
+            column([param.top_p for param in params], torch.float64),
+            column([param.min_p for param in params], torch.float64),
         )
     else:
         probabilities = scaled.double().softmax(dim=-1)
@@ -180,19 +189,22 @@ def _draw(logits: Tensor, rows: Sequence[RowSampling], narrowed: bool) -> Tensor
 
 
 def draw(probabilities: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
-    """Tokens [N] by inverse distribution function at each row's own random number. probabilities: [N, V], in the
-    vocabulary's order: in their own, rounding would trade places of tokens. keys, positions [N]: see `uniforms`."""
+    """Tokens [N] by the inverse distribution function at each row's random number.
+
+    probabilities: [N, V] in the vocabulary's order; sorted ones would let rounding exchange tokens. keys, positions
+    [N]: see `uniforms`.
+    """
     u = uniforms(keys, positions)
     cumulative = probabilities.cumsum(dim=-1)
     choice = torch.searchsorted(cumulative, u[:, None] * cumulative[:, -1:], right=True)
     last = (probabilities > 0).long().cumsum(dim=-1).argmax(dim=-1, keepdim=True)
-    return torch.minimum(choice, last)[:, 0]  # rounding must not reach past the last possible token
+    return torch.minimum(choice, last)[:, 0]  # rounding must not pass the last possible token
 
 
 def narrow(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Probabilities [N, V], 0 outside top-k, then top-p, then min-p.
+    """Probabilities [N, V] that are 0 outside top-k, then top-p, then min-p.
 
-    scaled: logits over temperature [N, V]. top_k [N]: 0 is all; top_p, min_p: float64 [N].
+    scaled: logits divided by temperature [N, V]. top_k: int64 [N], 0 for all. top_p, min_p: float64 [N].
     """
     ordered, vocabulary = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scaled.shape[1], device=scaled.device)
@@ -204,50 +216,48 @@ def narrow(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tenso
 
 
 def _adjust(logits: Tensor, normalizer: Tensor, rows: Sequence[RowSampling]) -> tuple[Tensor, Tensor]:
-    """Logits [B, V] after penalties and with -inf where a token may not come; and the normalizer [B] of the
-    model's own distribution narrowed to each row's allowed tokens."""
+    """Logits [B, V] after penalties, -inf for tokens that are not possible; and the normalizer [B] of the model's own
+    distribution restricted to each row's allowed tokens."""
     device = logits.device
     adjusted = logits
-    penalized = [row for row, one in enumerate(rows) if one.penalized and one.counts]
+    penalized = [index for index, row in enumerate(rows) if row.penalized and row.counts]
     if penalized:
         adjusted = logits.clone()
         index = torch.tensor([row for row in penalized for _ in rows[row].counts], device=device)
         token = torch.tensor([token for row in penalized for token in rows[row].counts], device=device)
         times = torch.tensor([float(n) for row in penalized for n in rows[row].counts.values()], device=device)
         values = torch.tensor(
-            [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in (one.params for one in rows)],
+            [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in (row.params for row in rows)],
             device=device,
         )[index]
         old = adjusted[index, token]
         new = torch.where(old < 0, old * values[:, 0], old / values[:, 0])
         adjusted[index, token] = new - values[:, 1] * (times > 0) - values[:, 2] * times
-    barred = [(row, token) for row, one in enumerate(rows) for token in one.barred]
+    barred = [(index, token) for index, row in enumerate(rows) for token in row.barred]
     if barred:
         adjusted = adjusted.clone() if adjusted is logits else adjusted
         adjusted[tuple(torch.tensor(barred, device=device).T)] = -torch.inf
-    bound = [(row, token) for row, one in enumerate(rows) if one.allowed is not None for token in one.allowed]
+    bound = [(index, token) for index, row in enumerate(rows) if row.allowed is not None for token in row.allowed]
     if not bound:
         return adjusted, normalizer
     index, token = torch.tensor(bound, device=device).T
-    may = torch.ones_like(logits, dtype=torch.bool)
-    may[index] = False
-    may[index, token] = True
-    return adjusted.masked_fill(~may, -torch.inf), logits.masked_fill(~may, -torch.inf).logsumexp(dim=-1)
+    excluded = torch.zeros_like(logits, dtype=torch.bool)
+    excluded[index] = True
+    excluded[index, token] = False
+    return adjusted.masked_fill(excluded, -torch.inf), logits.masked_fill(excluded, -torch.inf).logsumexp(dim=-1)
 
 
 def _top(logits: Tensor, normalizer: Tensor, tokens: Tensor, rows: Sequence[RowSampling]) -> dict[int, TokenLogprob]:
-    """The drawn token and the likeliest ones, by the model's own distribution, of rows that ask for them."""
-    asked = {row: one.params.logprobs for row, one in enumerate(rows) if one.params.logprobs is not None}
-    if not asked:
-        return {}
-    found: dict[int, TokenLogprob] = {}
-    for most in sorted(set(asked.values())):  # each by itself: ties must not fall as a neighbour's number has it
-        chosen = [row for row, wanted in asked.items() if wanted == most]
-        index = torch.tensor(chosen, device=logits.device)
+    """Row -> its token and the likeliest tokens under the model's own distribution, for rows with `logprobs`."""
+    counts = {index: row.params.logprobs for index, row in enumerate(rows) if row.params.logprobs is not None}
+    top: dict[int, TokenLogprob] = {}
+    for most in sorted(set(counts.values())):  # by count: ties must not depend on a neighbour's count
+        members = [row for row, count in counts.items() if count == most]
+        index = torch.tensor(members, device=logits.device)
         logprobs = logits[index] - normalizer[index, None]
         values, ids = logprobs.topk(min(most, logits.shape[1]), dim=-1)
-        own = logprobs.gather(1, tokens[index, None])[:, 0].tolist()
-        for place, row in enumerate(chosen):
-            top = zip(ids[place].tolist(), values[place].tolist(), strict=True)
-            found[row] = TokenLogprob(int(tokens[row]), own[place], tuple(top))
-    return found
+        sampled = logprobs.gather(1, tokens[index, None])[:, 0].tolist()
+        for number, row in enumerate(members):
+            likeliest = zip(ids[number].tolist(), values[number].tolist(), strict=True)
+            top[row] = TokenLogprob(int(tokens[row]), sampled[number], tuple(likeliest))
+    return top

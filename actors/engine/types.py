@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out. Plain values; knows neither torch nor models."""
+"""Inputs and outputs of the engine. Plain values; imports neither torch nor models."""
 
 from __future__ import annotations
 
@@ -28,15 +28,27 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens of one row are drawn. Names and meanings are those of vLLM and transformers.
+    """Sampling parameters of a row. Names and meanings are those of vLLM and transformers.
 
-    max_new_tokens: tokens, the stop token counted. min_new_tokens: tokens before which nothing ends the row.
-    temperature: 0 is greedy. top_k: tokens, 0 is all. top_p: probability mass. min_p: share of the likeliest
-    token's probability. repetition_penalty: over prompt and answer, 1 is none; presence_penalty,
-    frequency_penalty: over the answer alone, 0 is none. stop: strings; the text ends before the first of
-    them. stop_token_ids: further tokens that end the row. ignore_eos: the model's own stop tokens do not.
-    n: answers to the prompt. logprobs: likeliest tokens told of beside each drawn one, None tells nothing.
-    seed: in place of the job's. Raises ValueError for values that mean nothing.
+    Args:
+        max_new_tokens: Most tokens, the stop token counted.
+        min_new_tokens: Tokens before which nothing ends the row.
+        temperature: 0 is greedy.
+        top_k: Likeliest tokens that are possible, 0 for all.
+        top_p: Probability mass of the tokens that are possible.
+        min_p: Least probability of a token, as a share of the likeliest token's.
+        repetition_penalty: For tokens of prompt and answer, 1 for none.
+        presence_penalty: For tokens of the answer, 0 for none.
+        frequency_penalty: For each occurrence in the answer, 0 for none.
+        stop: Strings; the text ends before the first of them.
+        stop_token_ids: Further tokens that end the row.
+        ignore_eos: The model's own stop tokens do not end the row.
+        n: Answers to the prompt.
+        logprobs: Likeliest tokens that are returned with each token; None for none, and no log-probabilities.
+        seed: Seed in place of the job's.
+
+    Raises:
+        UserError: A value outside its range.
     """
 
     max_new_tokens: int = 64
@@ -80,7 +92,7 @@ class SamplingParams:
         return self.temperature == 0 or LEAST <= self.temperature <= MOST
 
     def merged(self, changes: Mapping[str, Any]) -> SamplingParams:
-        """With a row's own values on top; None leaves a value as it is. ValueError names what does not fit."""
+        """These parameters with a row's own values in their place; None keeps a value. UserError names a wrong one."""
         return replace(self, **{name: _checked(name, value) for name, value in changes.items() if value is not None})
 
     def all_stop_ids(self, model_stop_ids: frozenset[int]) -> frozenset[int]:
@@ -90,8 +102,8 @@ class SamplingParams:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """A value from outside as the type that the parameter has."""
-    kinds = {one.name: str(one.type) for one in fields(SamplingParams)}
+    """A user's value, converted to the parameter's type."""
+    kinds = {parameter.name: str(parameter.type) for parameter in fields(SamplingParams)}
     if name not in kinds:
         raise UserError(f"unknown key {name}; {suggestion(name, kinds)}")
     kind = kinds[name].removesuffix(" | None")
@@ -99,7 +111,7 @@ def _checked(name: str, value: Any) -> Any:
     if kind.startswith("tuple"):
         many = [value] if isinstance(value, str) else value
         member = str if kind == "tuple[str, ...]" else int
-        if not isinstance(many, Sequence) or not all(type(one) is member for one in many):
+        if not isinstance(many, Sequence) or not all(type(item) is member for item in many):
             raise wrong
         return tuple(many)
     number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -112,7 +124,7 @@ def _checked(name: str, value: Any) -> Any:
     raise wrong
 
 
-LEAST, MOST = 0.01, 100.0  # outside, logits multiplied or divided may leave the range of numbers
+LEAST, MOST = 0.01, 100.0  # beyond, scaled logits may overflow
 MOST_LOGPROBS = 20
 MOST_SAMPLES = 1024
 _KINDS = {
@@ -131,10 +143,10 @@ def row_key(seed: int, source: str, row: int, sample: int = 0) -> int:
 
 
 class Ending(Protocol):
-    """Says when an answer's text has come to its end; the engine itself knows no text."""
+    """Decides where an answer's text ends; the engine itself knows no text."""
 
     def ended(self, tokens: Sequence[int]) -> bool:
-        """Whether the last of `tokens` ends the answer."""
+        """Whether the last token ends the answer."""
         ...
 
     def cut(self, tokens: Sequence[int]) -> str:
@@ -146,9 +158,12 @@ class Ending(Protocol):
 class Request:
     """One row to answer.
 
-    prompt_ids: token ids, at least one. key: 64-bit number from which all of the row's random numbers
-    follow, so that they hang on neither its batch nor its place in it. ending: of a row with stop strings.
-    choices: the labels that the answer is bound to.
+    Args:
+        prompt_ids: Token ids, at least one.
+        sampling: Sampling parameters.
+        key: 64-bit number that determines the row's random numbers, whatever its batch and its position there.
+        ending: For a row with stop strings.
+        choices: Labels, one of which is the answer.
     """
 
     prompt_ids: Sequence[int]
@@ -178,7 +193,7 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A drawn token and the likeliest ones in its place, likeliest first; nats under the model's own distribution."""
+    """A token and the likeliest alternatives, likeliest first; nats under the model's own distribution."""
 
     token: int
     logprob: float
@@ -192,12 +207,17 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Completion:
-    """One row's answer. token_ids ends with the stop token if that ended it.
+    """One row's answer.
 
-    cumulative_logprob: nats, under the model's own distribution, before penalties, temperature and top-*; None if
-    the engine was not asked for it.
-    logprobs: of each token, if asked for. choice: number of the label, choice_probability: its share among the
-    labels, token by token; None for a row that was free. error: why there is no answer; it has no tokens then.
+    Args:
+        token_ids: With the stop token, if one ended the row; empty with an error.
+        finish_reason: Why the row ended.
+        cumulative_logprob: Nats under the model's own distribution, before penalties, temperature and top-*; None if
+            the engine does not compute it.
+        logprobs: Of each token, if the row's parameters ask for them.
+        choice: Number of the label; None without choices.
+        choice_probability: Its probability among the labels, token by token; None without choices.
+        error: Why there is no answer.
     """
 
     token_ids: tuple[int, ...]
@@ -213,7 +233,7 @@ class Completion:
 class EngineStats:
     """Counts over everything an engine has run since they were last taken."""
 
-    batches: int = field(default=0, metadata={"unit": "batches, or runs of places that are refilled"})
+    batches: int = field(default=0, metadata={"unit": "batches, or runs of slots that are refilled"})
     prompt_tokens: int = field(default=0, metadata={"unit": "tokens computed in prefill, padding left out"})
     shared_prompt_tokens: int = field(default=0, metadata={"unit": "prompt tokens that another row's pass served"})
     padded_prompt_tokens: int = field(default=0, metadata={"unit": "tokens computed in prefill, padding included"})
@@ -225,6 +245,4 @@ class EngineStats:
     prefill_seconds: float = field(default=0.0, metadata={"unit": "s"})
     decode_seconds: float = field(default=0.0, metadata={"unit": "s"})
     cache_bytes: int = field(default=0, metadata={"unit": "bytes of the largest batch's cache"})
-    out_of_memory: int = field(
-        default=0, metadata={"unit": "times that memory ran out: the rest ran again in fewer rows"}
-    )
+    out_of_memory: int = field(default=0, metadata={"unit": "times that memory ran out"})
