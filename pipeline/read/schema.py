@@ -50,12 +50,12 @@ def one_schema(columns: Sequence[str], files: Mapping[str, pa.Schema]) -> pa.Sch
 
 
 def _column(name: str, url: str, schema: pa.Schema) -> pa.DataType:
-    places = schema.get_all_field_indices(name)
-    if not places:
+    indices = schema.get_all_field_indices(name)
+    if not indices:
         raise UserError(f"{url}: no column {name!r}; it has {', '.join(map(printable, schema.names))}")
-    if len(places) > 1:
-        raise UserError(f"{url}: column {name!r} occurs {len(places)} times; rename all but one")
-    return schema.field(places[0]).type
+    if len(indices) > 1:
+        raise UserError(f"{url}: column {name!r} occurs {len(indices)} times; rename all but one")
+    return schema.field(indices[0]).type
 
 
 def _holds(here: pa.DataType, field: pa.Field) -> bool:
@@ -134,17 +134,17 @@ def _numbers(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
 def _decimals(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
     if not (types.is_decimal(first) or types.is_decimal(second)):
         return None
-    whole = scale = 0
+    digits = scale = 0
     for kind in (first, second):
         if types.is_decimal(kind):
-            whole, scale = max(whole, kind.precision - kind.scale), max(scale, kind.scale)
+            digits, scale = max(digits, kind.precision - kind.scale), max(scale, kind.scale)
         elif types.is_integer(kind):
-            whole = max(whole, {8: 3, 16: 5, 32: 10, 64: 20}[kind.bit_width])
+            digits = max(digits, {8: 3, 16: 5, 32: 10, 64: 20}[kind.bit_width])
         else:
             return None
-    if whole + scale > 76:
+    if digits + scale > 76:
         return None
-    return pa.decimal128(whole + scale, scale) if whole + scale <= 38 else pa.decimal256(whole + scale, scale)
+    return pa.decimal128(digits + scale, scale) if digits + scale <= 38 else pa.decimal256(digits + scale, scale)
 
 
 def _texts(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:

@@ -221,6 +221,8 @@ TEMPLATES = [
     "{% for m in messages[::-1] %}{{ m['content'].split('i')[0] | upper }}{% break %}{% endfor %}",
     "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
     "{% else %}{{ m.content }}{% endif %}{% endfor %}",
+    "{% set x = 1 %}{% for m in messages %}{% generation %}{% set x = loop.index %}{{ x }}{% endgeneration %}{{ x }}"
+    "{% endfor %}{% generation %}\n  {% set x = 5 %}\n  {{ x }}\n  {% endgeneration %}\n  {{ x }}",
     "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}"
     "{{ {'b': '<&\u00fc>', 'a': none} | tojson(sort_keys=true) }}",
     "{{ dict(a=1, b=messages[0].content).items() | list }}{{ dict.fromkeys(['x', 'y'], 2) }}",
