@@ -27,6 +27,9 @@ class RemoteCoordinator:
         loads: int = ray.get(self.handle.loading.remote(actor))
         return loads
 
+    def downloading(self, actor: str | None, line: str) -> None:
+        self.handle.downloading.remote(actor, line)
+
     def loaded(self, actor: str | None) -> None:
         self.handle.loaded.remote(actor)
 

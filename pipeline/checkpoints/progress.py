@@ -1,10 +1,10 @@
-"""Log lines while a checkpoint is downloaded."""
+"""Progress of a download of a checkpoint: log lines, or reports to a caller."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,25 +15,32 @@ FIRST_SECONDS, SECONDS = 1.5, 10.0  # before the first line, and between lines
 
 
 @contextmanager
-def download_progress(path: str, total: int, folder: Path) -> Iterator[None]:
-    """Log how much of a download has arrived, while the context lasts.
+def download_progress(
+    path: str, total: int, folder: Path, report: Callable[[str], None] | None = None
+) -> Iterator[None]:
+    """Report how much of a download has arrived, while the context lasts.
 
     Args:
         path: the checkpoint, as the job names it.
         total: bytes of the download.
         folder: where its files arrive, complete and incomplete ones.
+        report: receives each line; default the log.
     """
     ended = threading.Event()
     before = _bytes_in(folder)
 
-    def report() -> None:
+    def watch() -> None:
         seconds = FIRST_SECONDS
         while not ended.wait(seconds):
             arrived = min(max(_bytes_in(folder) - before, 0), total)
-            log.info("fetching %s: %s of %s", path, gib(arrived), gib(total))
+            line = f"downloading {path}: {gib(arrived)} of {gib(total)}"
+            if report is None:
+                log.info("%s", line)
+            else:
+                report(line)
             seconds = SECONDS
 
-    thread = threading.Thread(target=report, name="download progress", daemon=True)
+    thread = threading.Thread(target=watch, name="download progress", daemon=True)
     thread.start()
     try:
         yield

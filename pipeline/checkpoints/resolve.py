@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -143,12 +143,18 @@ def resolve_checkpoint(
     return _resolve_files(url, None, None, BucketStore(url, storage).files(), model, storage)
 
 
-def fetch(source: str | PinnedFolder | RemoteCheckpoint, *, weights: bool = True) -> Path:
+def fetch(
+    source: str | PinnedFolder | RemoteCheckpoint,
+    *,
+    weights: bool = True,
+    report: Callable[[str], None] | None = None,
+) -> Path:
     """The checkpoint's folder on this node, downloaded if necessary; safe to call from many processes.
 
     Args:
         source: a local folder, or the pinned files of a folder or a store.
         weights: whether the weights are needed too.
+        report: receives a line now and then while files are downloaded; default the log.
 
     Raises:
         UserError: the files differ from the pinned ones, or the cache cannot hold them.
@@ -173,7 +179,7 @@ def fetch(source: str | PinnedFolder | RemoteCheckpoint, *, weights: bool = True
     with lock:
         folder = _recorded(record, files)
         if folder is None:  # else another process downloaded it meanwhile
-            folder, verified = _download(source, files, root / source.key)
+            folder, verified = _download(source, files, root / source.key, report)
             temporary = record.with_suffix(f".{os.getpid()}")
             temporary.write_text(json.dumps({"path": source.path, "folder": str(folder), "files": verified}, indent=2))
             temporary.replace(record)
@@ -233,14 +239,14 @@ def _recorded(record: Path, files: Sequence[RemoteFile]) -> Path | None:
 
 
 def _download(
-    source: RemoteCheckpoint, files: Sequence[RemoteFile], folder: Path
+    source: RemoteCheckpoint, files: Sequence[RemoteFile], folder: Path, report: Callable[[str], None] | None
 ) -> tuple[Path, dict[str, dict[str, Any]]]:
     """The folder with the files, and size and SHA-256 of each. A damaged file is downloaded once more."""
     store = source.store()
     total = sum(file.size for file in files)
     problem = ""
     for _ in range(TRIES):
-        with download_progress(source.path, total, store.arrivals(folder)):
+        with download_progress(source.path, total, store.arrivals(folder), report):
             target = store.download(files, folder)
         verified: dict[str, dict[str, Any]] = {}
         for file in files:

@@ -8,13 +8,14 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class RunProgress:
-    """Committed in this run; actors that load their model; shards at work."""
+    """Committed in this run; actors that load their model, the last line of a download; shards at work."""
 
     shards: int = 0
     rows: int = 0
     errors: int = 0
     tokens: int = 0
     loading: int = 0
+    download: str = ""
     at_work: int = 0
 
 
@@ -33,6 +34,10 @@ class RunCoordinator(Protocol):
 
     def loading(self, actor: str | None) -> int:
         """An actor begins to load its model; returns how many loads it began since the last complete one."""
+        ...
+
+    def downloading(self, actor: str | None, line: str) -> None:
+        """An actor downloads its checkpoint; line: how far."""
         ...
 
     def loaded(self, actor: str | None) -> None:
@@ -71,13 +76,18 @@ class Coordinator:
         self.at_work: set[int] = set()
         self.stopped = False
         self.loads: dict[str | None, int] = {}
+        self.downloads: dict[str | None, str] = {}
 
     def loading(self, actor: str | None) -> int:
         """See `RunCoordinator`, also for the methods below."""
         self.loads[actor] = self.loads.get(actor, 0) + 1
         return self.loads[actor]
 
+    def downloading(self, actor: str | None, line: str) -> None:
+        self.downloads[actor] = line
+
     def loaded(self, actor: str | None) -> None:
+        self.downloads.pop(actor, None)
         self.loads.pop(actor, None)
 
     def begin(self, shard: int) -> bool:
@@ -101,4 +111,9 @@ class Coordinator:
         return self.at_work
 
     def read(self) -> RunProgress:
-        return replace(self.committed, loading=len(self.loads), at_work=len(self.at_work))
+        return replace(
+            self.committed,
+            loading=len(self.loads),
+            download=next(iter(self.downloads.values()), ""),
+            at_work=len(self.at_work),
+        )

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -120,7 +121,10 @@ class ShardGenerator:
         # Ray constructs in one thread and calls in another, and OpenMP keeps a thread pool for each calling thread:
         # a model loaded in one thread and run in another took twice the time with two torch threads
         self.thread = ThreadPoolExecutor(1, "generator")
-        settings = {**generator, "checkpoint": str(fetch(generator["checkpoint"]))}
+        settings = {
+            **generator,
+            "checkpoint": str(fetch(generator["checkpoint"], report=self._downloading(coordinator))),
+        }
         self.generator = self.thread.submit(Generator, **settings).result()
         if self.worker.owns_process:
             # loaded objects stay: a collection that scans them each time takes a tenth of a small model's time
@@ -132,6 +136,9 @@ class ShardGenerator:
         self.quarantine = quarantine
         if coordinator is not None:
             coordinator.loaded(self.worker.actor())
+
+    def _downloading(self, coordinator: RunCoordinator | None) -> Callable[[str], None] | None:
+        return None if coordinator is None else partial(coordinator.downloading, self.worker.actor())
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Shards with columns shard, url, first_row, rows, prepare_seconds -> shard, part, stats."""

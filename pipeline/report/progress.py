@@ -41,6 +41,8 @@ def progress_line(run: RunProgress, seconds: float, working_seconds: float, work
 def _waits_for(run: RunProgress) -> str:
     if run.at_work:
         return f"answering the first {run.at_work} shards"
+    if run.download:
+        return run.download
     if run.loading:
         return f"loading the model in {run.loading} actors"
     return "starting workers, preparing the first shard"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from pathlib import Path
 
@@ -21,7 +22,14 @@ def test_a_download_reports_what_has_arrived(
         deadline = time.monotonic() + 10
         while len(caplog.messages) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
-    assert caplog.messages[1] == "fetching s3://b/m: 2 MiB of 4 MiB"
+    assert caplog.messages[1] == "downloading s3://b/m: 2 MiB of 4 MiB"
+
+
+def test_progress_may_go_to_a_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.01)
+    arrived = threading.Event()
+    with progress.download_progress("s3://b/m", 2**20, tmp_path, report=lambda line: arrived.set()):
+        assert arrived.wait(10)
 
 
 def test_a_short_download_reports_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

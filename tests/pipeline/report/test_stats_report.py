@@ -291,6 +291,7 @@ def test_a_line_of_progress() -> None:
     [
         (RunProgress(), "starting workers, preparing the first shard"),
         (RunProgress(loading=2), "loading the model in 2 actors"),
+        (RunProgress(loading=2, download="downloading x@y: 1 of 2 GiB"), "downloading x@y: 1 of 2 GiB"),
         (RunProgress(at_work=3), "answering the first 3 shards"),
     ],
 )
@@ -303,6 +304,8 @@ def test_the_coordinator_counts_each_shard_once() -> None:
     coordinator = Coordinator()
     assert coordinator.read() == RunProgress()
     assert coordinator.loading("a") == 1 and coordinator.read().loading == 1
+    coordinator.downloading("a", "1 of 2 GiB")
+    assert coordinator.read().download == "1 of 2 GiB"
     coordinator.loaded("a")
     assert coordinator.begin(0) and coordinator.begin(1) and coordinator.begin(2)
     coordinator.ended(0, True, 10, 1, 100)
