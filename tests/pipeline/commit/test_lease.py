@@ -1,4 +1,4 @@
-"""One run at a time: the dead are replaced, the living are named, and who lost the lease is told."""
+"""One run at a time: dead holders are replaced, living ones are named, and a run learns that it lost the lease."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def held(folder: Folder) -> Holder:
 
 
 def write(folder: Folder, holder: Holder) -> None:
-    """What a holder in the last term would have written."""
+    """Write the file of the last epoch as this holder would."""
     folder.replace(last(folder), json.dumps(asdict(holder)).encode())
 
 
 def foreign(folder: Folder) -> Holder:
-    """A holder on a host of which nothing can be known."""
+    """A holder on another host."""
     return replace(
         lease(folder).holder,
         host="elsewhere",
@@ -67,7 +67,7 @@ def foreign(folder: Folder) -> Holder:
 
 @contextmanager
 def beating(folder: Folder, holder: Holder) -> Iterator[None]:
-    """Somebody who raises the counter of `holder`."""
+    """A thread that writes the heartbeats of `holder`."""
     write(folder, holder)
     stop = threading.Event()
 
@@ -104,7 +104,7 @@ def took_over(folder: Folder) -> float:
     return seconds
 
 
-def test_a_lease_is_taken_kept_and_given_back(folder: Folder) -> None:
+def test_a_lease_is_claimed_renewed_and_given_back(folder: Folder) -> None:
     mine = lease(folder)
     mine.acquire(never)
     found = held(folder)
@@ -142,7 +142,7 @@ def test_a_bucket_can_be_leased(store: str, request: pytest.FixtureRequest) -> N
     assert bucket.names(EPOCHS) == ["000002.json"]
 
 
-def test_a_process_that_is_no_more_is_replaced_at_once(folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dead_process_is_replaced_immediately(folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     child.wait()
     write(folder, replace(lease(folder).holder, pid=child.pid, nonce="n"))
@@ -151,14 +151,14 @@ def test_a_process_that_is_no_more_is_replaced_at_once(folder: Folder, caplog: p
     assert f"process {child.pid} on" in caplog.text and "which is dead" in caplog.text
 
 
-def test_a_pid_that_another_process_has_now_is_dead(folder: Folder) -> None:
+def test_a_reused_pid_counts_as_dead(folder: Folder) -> None:
     mine = lease(folder).holder
     write(folder, replace(mine, started=mine.started - 1000, nonce="n"))
     assert took_over(folder) < WATCH / 2
 
 
 @pytest.mark.parametrize("changes", [{"namespace": "h b pid:[1]"}, {"namespace": ""}])
-def test_a_pid_says_nothing_of_another_machine_or_container(folder: Folder, changes: dict[str, Any]) -> None:
+def test_a_pid_of_another_machine_or_container_is_not_trusted(folder: Folder, changes: dict[str, Any]) -> None:
     """Names of hosts are not unique, and containers may share one: such a holder is watched like any other."""
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     child.wait()
@@ -166,7 +166,7 @@ def test_a_pid_says_nothing_of_another_machine_or_container(folder: Folder, chan
     assert WATCH <= took_over(folder) < WATCH + 2
 
 
-def test_a_process_that_waits_to_be_reaped_is_dead(folder: Folder) -> None:
+def test_a_zombie_process_is_dead(folder: Folder) -> None:
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE)
     write(folder, replace(lease(folder).holder, pid=child.pid, nonce="n"))
@@ -190,25 +190,25 @@ def test_setting_the_clock_does_not_make_a_living_holder_look_dead(
 
 @pytest.mark.parametrize("days", [-400, 400])
 def test_clocks_that_differ_by_days_do_not_matter(folder: Folder, days: int) -> None:
-    """Neither a living holder is taken over, nor a dead one waited for any longer."""
+    """A living holder is not replaced, and a dead one is not waited for any longer."""
     theirs = replace(foreign(folder), since=time.time() + days * 86_400)
     with beating(folder, theirs), pytest.raises(LeaseHeld):
         lease(folder).acquire(never)
     assert WATCH <= took_over(folder) < WATCH + 2
 
 
-def test_a_host_that_stands_still_is_taken_over_after_the_watch(folder: Folder) -> None:
+def test_a_silent_holder_is_replaced_after_the_watch(folder: Folder) -> None:
     write(folder, foreign(folder))
     assert WATCH <= took_over(folder) < WATCH + 2
 
 
-def test_a_lease_that_says_nothing_is_watched_too(folder: Folder) -> None:
+def test_a_damaged_lease_is_watched_too(folder: Folder) -> None:
     for text in (b"{", b"[]", b'{"since": 1e300}', b'{"pid": "x"}', b"\xff", b"[" * 100_000):
         folder.replace(last(folder), text)
         assert WATCH <= took_over(folder) < WATCH + 2
 
 
-def test_a_host_that_moves_is_named(folder: Folder) -> None:
+def test_a_living_holder_is_named(folder: Folder) -> None:
     mine = lease(folder)
     with beating(folder, foreign(folder)):
         with pytest.raises(LeaseHeld) as caught:
@@ -218,7 +218,7 @@ def test_a_host_that_moves_is_named(folder: Folder) -> None:
         assert held(folder).nonce == "n"
 
 
-def test_a_second_run_of_this_host_waits_for_no_dead_one(folder: Folder) -> None:
+def test_a_second_run_on_this_host_is_refused_until_release(folder: Folder) -> None:
     first = lease(folder)
     first.acquire(never)
     second = lease(folder)
@@ -230,7 +230,7 @@ def test_a_second_run_of_this_host_waits_for_no_dead_one(folder: Folder) -> None
     second.release()
 
 
-def test_a_lease_given_back_under_watch_is_taken(folder: Folder) -> None:
+def test_a_lease_released_during_the_watch_is_claimed(folder: Folder) -> None:
     write(folder, foreign(folder))
     timer = threading.Timer(WATCH / 4, lambda: write(folder, replace(foreign(folder), released=True)))
     timer.start()
@@ -238,31 +238,31 @@ def test_a_lease_given_back_under_watch_is_taken(folder: Folder) -> None:
     timer.join()
 
 
-def test_who_lost_the_lease_is_told_once(folder: Folder) -> None:
-    told: list[int] = []
+def test_a_lost_lease_is_reported_once(folder: Folder) -> None:
+    reports: list[int] = []
     mine = lease(folder)
-    mine.acquire(lambda: told.append(1))
+    mine.acquire(lambda: reports.append(1))
     own, thief = last(folder), replace(mine.holder, nonce="thief")
     folder.create(f"{EPOCHS}/000002.json", json.dumps(asdict(thief)).encode())
-    until(lambda: told)
+    until(lambda: reports)
     before = folder.read(own)
     time.sleep(4 * BEAT)
-    assert told == [1]
+    assert reports == [1]
     mine.release()
     assert held(folder) == thief and folder.read(own) == before
 
 
 def test_a_lease_that_was_removed_is_lost(folder: Folder) -> None:
-    told: list[int] = []
+    reports: list[int] = []
     mine = lease(folder)
-    mine.acquire(lambda: told.append(1))
+    mine.acquire(lambda: reports.append(1))
     folder.remove(last(folder))
-    until(lambda: told)
+    until(lambda: reports)
     mine.release()
     assert folder.names(EPOCHS) == []
 
 
-def test_a_store_that_fails_for_a_while_costs_nothing(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_store_outage_keeps_the_lease(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = lease(folder)
     mine.acquire(never)
     failed: list[str] = []
@@ -279,11 +279,13 @@ def test_a_store_that_fails_for_a_while_costs_nothing(folder: Folder, monkeypatc
     mine.release()
 
 
-def test_who_comes_back_to_the_store_looks_before_it_beats(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Out of reach for longer than the watch: another has taken over, and what it wrote stays."""
-    told: list[int] = []
+def test_a_holder_that_was_cut_off_checks_before_its_next_heartbeat(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut off for longer than the watch: another run has taken over, and its file stays."""
+    reports: list[int] = []
     mine = lease(folder)
-    mine.acquire(lambda: told.append(1))
+    mine.acquire(lambda: reports.append(1))
     own, reachable = last(folder), type(folder).names
 
     def fail(self: Folder, subfolder: str = "") -> list[str]:
@@ -296,8 +298,8 @@ def test_who_comes_back_to_the_store_looks_before_it_beats(folder: Folder, monke
         patch.setattr(type(folder), "names", fail)
         time.sleep(2 * BEAT)
         other.acquire(never)
-        assert not told
-    until(lambda: told)
+        assert not reports
+    until(lambda: reports)
     assert own != last(folder)
     assert held(folder).nonce == other.holder.nonce and not folder.names("_job/tmp")
     mine.release()
@@ -305,8 +307,8 @@ def test_who_comes_back_to_the_store_looks_before_it_beats(folder: Folder, monke
     other.release()
 
 
-def test_a_creation_whose_answer_was_lost_is_ours(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store repeats the put and hears that the file is there: it is our own."""
+def test_a_repeated_creation_is_recognized_as_ours(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client repeats a put whose response was lost and learns that the file exists: its own."""
     create = type(folder).create
 
     def repeated(self: Folder, name: str, data: bytes) -> bool:
@@ -316,7 +318,7 @@ def test_a_creation_whose_answer_was_lost_is_ours(folder: Folder, monkeypatch: p
     assert took_over(folder) < WATCH
 
 
-def test_of_many_at_once_one_gets_it(folder: Folder) -> None:
+def test_of_several_runs_one_gets_the_lease(folder: Folder) -> None:
     """All see the same dead holder."""
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     child.wait()

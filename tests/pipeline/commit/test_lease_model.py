@@ -23,7 +23,7 @@ LATE = WATCH - 1e-6  # sums of steps of the clock are rounded
 
 @dataclass
 class World:
-    """A store and a clock that moves once everybody sleeps: who is neither paused nor dead beats in time."""
+    """A store, and a clock that advances when all runs sleep: runs that are neither paused nor dead beat in time."""
 
     clock: float = 0.0
     store: dict[str, bytes] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class World:
 
 
 class Noted(MemoryFolder):
-    """Writes down when each holder wrote."""
+    """Records the time of each write."""
 
     world: World
 
@@ -70,7 +70,7 @@ class Noted(MemoryFolder):
 
 
 class Run:
-    """A run that takes the lease, beats `beats` times and gives it back."""
+    """A run that claims the lease, beats `beats` times and gives it back."""
 
     def __init__(self, world: World, beats: int) -> None:
         self.world = world
@@ -112,7 +112,7 @@ class Run:
 
 @pytest.fixture(autouse=True, scope="module")
 def world_clock() -> Iterator[World]:
-    """The lease module sleeps by the clock of the world."""
+    """The lease module uses the clock of the world."""
     patch = pytest.MonkeyPatch()
     world = World()
     patch.setattr(leases.log, "disabled", True)
@@ -124,7 +124,7 @@ def world_clock() -> Iterator[World]:
 
 
 def simulate(world: World, seed: int, runs: int, steps: int) -> list[Run]:
-    """Runs begin, pause and die at random; what must hold is looked at after every operation."""
+    """Runs begin, pause and die at random; invariants are checked after every operation."""
     chance = random.Random(seed)
     world.store.clear()
     world.written.clear()
@@ -166,7 +166,7 @@ def simulate(world: World, seed: int, runs: int, steps: int) -> list[Run]:
 
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32), runs=st.integers(1, 5))
-def test_one_at_a_time_believes_that_it_holds_the_lease(world_clock: World, seed: int, runs: int) -> None:
+def test_at_most_one_run_holds_the_lease(world_clock: World, seed: int, runs: int) -> None:
     everyone = simulate(world_clock, seed, runs, steps=600)
     for run in everyone:
         if not run.stepped.ended:
@@ -184,7 +184,7 @@ def test_one_at_a_time_believes_that_it_holds_the_lease(world_clock: World, seed
 
 
 def test_the_model_sees_takeovers_and_refusals(world_clock: World) -> None:
-    """Or the law above would be about nothing."""
+    """Otherwise the property above would hold trivially."""
     seen = {"refused": 0, "lost": 0, "got": 0}
     for seed in range(100):
         everyone = simulate(world_clock, seed, 5, steps=600)

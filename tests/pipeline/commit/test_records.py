@@ -1,4 +1,4 @@
-"""Records are committed, rolled up, lost and made again in any order, and each shard counts exactly once."""
+"""Records are committed, compacted, lost and rebuilt in any order, and each shard counts exactly once."""
 
 from __future__ import annotations
 
@@ -59,28 +59,28 @@ def commit_all(folder: Folder, shards: Iterable[Shard] = SHARDS) -> None:
 
 
 def run_job(folder: Folder) -> None:
-    """A run as the job makes it: plan the resume, commit what is left, roll up, look at everything."""
+    """The steps of a job: find committed shards, commit the others, compact, finalize."""
     done = committed_shards(folder, SHARDS, FINGERPRINT)
     commit_all(folder, [shard for shard in SHARDS if shard.index not in done])
     compact(folder, FINGERPRINT, 3)
     finalize(folder, MANIFEST)
 
 
-def assert_whole(folder: Folder, doubtful: Iterable[str] = ()) -> None:
-    """doubtful: parts that may have a rebuilt record with a flaw that a full read does not show."""
+def assert_complete(folder: Folder, uncertain: Iterable[str] = ()) -> None:
+    """uncertain: parts that may have a rebuilt record with a flaw that a full read does not show."""
     table = read_records(folder, FINGERPRINT)
     assert table["shard"].to_pylist() == [shard.index for shard in SHARDS]
     assert table["rows"].to_pylist() == [shard.rows for shard in SHARDS]
     totals = finish(folder, MANIFEST)
     assert (totals.shards, totals.rows) == (len(SHARDS), ROWS)
-    assert totals.generated_tokens == TOKENS or doubtful
+    assert totals.generated_tokens == TOKENS or uncertain
     for shard in SHARDS:
-        if part_name(shard.index) not in doubtful:
+        if part_name(shard.index) not in uncertain:
             assert folder.read(part_name(shard.index)) == PARTS[shard.index]
     assert list(verify(folder, MANIFEST, StorageConfig())) == []
 
 
-def test_rolled_up_records_are_the_same_records(folder: Folder) -> None:
+def test_compaction_keeps_the_records(folder: Folder) -> None:
     commit_all(folder)
     before = read_records(folder, FINGERPRINT)
     assert compact(folder, FINGERPRINT, 7) == 0 and folder.names(SEGMENTS) == []
@@ -88,10 +88,10 @@ def test_rolled_up_records_are_the_same_records(folder: Folder) -> None:
     assert folder.names(COMMITS) == [] and len(folder.names(SEGMENTS)) == 1
     assert read_records(folder, FINGERPRINT).equals(before)
     assert committed_shards(folder, SHARDS, FINGERPRINT) == set(range(6))
-    assert_whole(folder)
+    assert_complete(folder)
 
 
-def test_records_are_rolled_up_beside_the_job(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_are_compacted_while_the_job_runs(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "COMPACT_SECONDS", 0.05)
     monkeypatch.setattr(compact, "__defaults__", (2,))
     commit_all(folder, SHARDS[:2])
@@ -103,10 +103,10 @@ def test_records_are_rolled_up_beside_the_job(folder: Folder, monkeypatch: pytes
         commit_all(folder, SHARDS[2:5])
     commit_all(folder, SHARDS[5:])
     assert "000005.json" in folder.names(COMMITS) and len(folder.names(COMMITS)) <= 2  # what is too little to roll up
-    assert_whole(folder)
+    assert_complete(folder)
 
 
-def test_no_record_is_away_while_it_is_rolled_up(one_at_a_time: None) -> None:
+def test_every_record_can_be_read_during_compaction(one_at_a_time: None) -> None:
     root = MemoryFolder()
     commit_all(root)
     before = read_records(root, FINGERPRINT)
@@ -117,7 +117,7 @@ def test_no_record_is_away_while_it_is_rolled_up(one_at_a_time: None) -> None:
     assert rolling.error is None and root.names(COMMITS) == []
 
 
-def test_a_part_that_is_gone_is_taken_out_of_its_segment(folder: Folder) -> None:
+def test_the_record_of_a_missing_part_is_dropped_from_its_segment(folder: Folder) -> None:
     commit_all(folder)
     compact(folder, FINGERPRINT, 1)
     finish(folder, MANIFEST)
@@ -127,10 +127,10 @@ def test_a_part_that_is_gone_is_taken_out_of_its_segment(folder: Folder) -> None
         run_job(folder)
     assert not folder.exists(SUCCESS)
     run_job(folder)
-    assert_whole(folder)
+    assert_complete(folder)
 
 
-def test_orphans_beside_and_after_what_segments_hold_get_records(folder: Folder) -> None:
+def test_parts_without_records_get_records_between_and_after_segments(folder: Folder) -> None:
     commit_all(folder, [SHARDS[0], SHARDS[3]])
     compact(folder, FINGERPRINT, 1)
     for index in (1, 5):
@@ -138,25 +138,23 @@ def test_orphans_beside_and_after_what_segments_hold_get_records(folder: Folder)
     assert committed_shards(folder, SHARDS, FINGERPRINT) == {0, 1, 3, 5}
     assert folder.names(COMMITS) == ["000001.json", "000005.json"]
     run_job(folder)
-    assert_whole(folder)
+    assert_complete(folder)
 
 
-def test_a_segment_that_another_job_has_left_behind_is_removed(
-    folder: Folder, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A run that slept while its output was given to another job, and then rolled its records up."""
+def test_a_segment_of_another_job_is_removed(folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
+    """A run that slept while another job took over its output, and then compacted its records."""
     commit_all(folder)
     write_segment(folder, RECORDS_SCHEMA.empty_table(), "0" * 64)
     assert committed_shards(folder, SHARDS, FINGERPRINT) == set(range(len(SHARDS)))
     assert folder.names(SEGMENTS) == [] and "damaged or another job's, removed" in caplog.text
     run_job(folder)
-    assert_whole(folder)
+    assert_complete(folder)
 
 
 @given(data=st.data())
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_each_shard_counts_once_whatever_dies_when(one_at_a_time: None, data: st.DataObject) -> None:
-    """Runs that overlap, roll up and are killed between any two operations; then one that is left alone."""
+def test_each_shard_counts_once_after_any_deaths(one_at_a_time: None, data: st.DataObject) -> None:
+    """Overlapping runs that compact and are killed between any two operations, followed by an undisturbed run."""
     root = MemoryFolder()
 
     def start() -> Stepped:
@@ -186,11 +184,11 @@ def test_each_shard_counts_once_whatever_dies_when(one_at_a_time: None, data: st
         if not one.ended:
             one.kill()
     with_retries(lambda: run_job(root), 0)
-    assert_whole(root)
+    assert_complete(root)
 
 
 def with_retries(work: Callable[[], None], times: int) -> None:
-    """What says that the same command answers it is believed, so often."""
+    """Repeat the work after RowsMissing, at most so many times."""
     for left in reversed(range(times + 1)):
         try:
             return work()
@@ -201,7 +199,7 @@ def with_retries(work: Callable[[], None], times: int) -> None:
 
 @cache
 def outputs(rolled: int, done: int) -> dict[str, bytes]:
-    """Files of an output with `done` committed shards, the first of which are rolled up; the same at each call."""
+    """Files of an output with `done` committed shards, the first of which are compacted; cached."""
     folder = MemoryFolder()
     commit_all(folder, SHARDS[:rolled])
     compact(folder, FINGERPRINT, 1)
@@ -213,7 +211,7 @@ DAMAGES = ["truncate", "flip", "remove", "empty", "garbage", "swap", "copy", "fo
 
 
 def damage(folder: MemoryFolder, data: st.DataObject) -> str:
-    """Change one file at random; its name."""
+    """Change one file at random and return its name."""
     names = [f"{COMMITS}/{name}" for name in folder.names(COMMITS)] + folder.names()
     names += [f"{SEGMENTS}/{name}" for name in folder.names(SEGMENTS)]
     name = data.draw(st.sampled_from(sorted(names)))
@@ -248,7 +246,7 @@ def damage(folder: MemoryFolder, data: st.DataObject) -> str:
 
 @given(data=st.data())
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_damage_is_mended_or_named(one_at_a_time: None, data: st.DataObject) -> None:
+def test_damage_is_repaired_or_named(one_at_a_time: None, data: st.DataObject) -> None:
     folder = MemoryFolder(dict(outputs(data.draw(st.sampled_from([0, 4])), data.draw(st.sampled_from([4, 6])))))
     before, damaged = dict(folder.files), [damage(folder, data) for _ in range(data.draw(st.integers(1, 3)))]
     # a part is only as sure as its pages' checksums where its record is damaged too: two faults at once
@@ -272,7 +270,7 @@ def test_damage_is_mended_or_named(one_at_a_time: None, data: st.DataObject) -> 
         name = next(name for name in folder.names() if name in line)
         folder.remove(name)
     with_retries(lambda: run_job(folder), 2)
-    assert_whole(folder, set() if alone else changed)
+    assert_complete(folder, set() if alone else changed)
 
 
 def folder_names(folder: MemoryFolder) -> list[str]:

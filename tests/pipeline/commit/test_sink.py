@@ -1,4 +1,4 @@
-"""The first attempt wins, what it wrote stays, and a crash at any moment leaves a job that can go on."""
+"""The first attempt wins and its files stay; after a crash at any moment the job can continue."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def commit_all(folder: Folder) -> None:
         assert commit(folder, shard, part(shard), part_stats(shard), FINGERPRINT)
 
 
-def test_a_part_and_then_its_record(folder: Folder) -> None:
+def test_commit_writes_part_and_record(folder: Folder) -> None:
     data = part(SHARDS[1])
     assert commit(folder, SHARDS[1], data, part_stats(SHARDS[1]), FINGERPRINT)
     assert folder.names() == ["part-000001.parquet"] == [part_name(1)]
@@ -86,7 +86,7 @@ def test_a_part_and_then_its_record(folder: Folder) -> None:
 
 
 def test_a_part_is_written_before_its_record(local: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A record without its part would lose rows for ever, a part without its record costs a look."""
+    """A record without its part would lose rows; a part without its record is only read again."""
     made: list[str] = []
     create = type(local).create
 
@@ -99,7 +99,7 @@ def test_a_part_is_written_before_its_record(local: Folder, monkeypatch: pytest.
     assert made == [part_name(0), record_name(0)]
 
 
-def test_a_later_attempt_is_dropped(folder: Folder) -> None:
+def test_a_later_attempt_is_discarded(folder: Folder) -> None:
     first, second = part(SHARDS[0]), part(SHARDS[0], keep=("topic",))
     assert first != second
     assert commit(folder, SHARDS[0], first, part_stats(SHARDS[0]), FINGERPRINT)
@@ -108,7 +108,7 @@ def test_a_later_attempt_is_dropped(folder: Folder) -> None:
     assert folder.read(part_name(0)) == first and folder.read(record_name(0)) == record
 
 
-def test_a_later_attempt_makes_the_record_that_a_crash_left_out(folder: Folder) -> None:
+def test_a_later_attempt_rebuilds_a_record_lost_in_a_crash(folder: Folder) -> None:
     first = part(SHARDS[0])
     folder.create(part_name(0), first)
     second = part(SHARDS[0], keep=("topic",))
@@ -132,7 +132,7 @@ def test_a_rebuilt_record_counts_the_same(local: Folder, shard: Shard, caplog: p
     assert not any(unknown.values())
 
 
-def test_committed_are_the_parts_that_are_there(folder: Folder) -> None:
+def test_existing_parts_are_committed(folder: Folder) -> None:
     assert committed_shards(folder, SHARDS, FINGERPRINT) == set()
     commit_all(folder)
     assert committed_shards(folder, SHARDS, FINGERPRINT) == {0, 1, 2}
@@ -150,7 +150,7 @@ def test_a_record_without_its_part_is_an_open_shard(folder: Folder, caplog: pyte
 
 
 def refusal(folder: Folder, index: int) -> str:
-    """The same refusal from the look at the start and from a late attempt."""
+    """The refusal at the start of a run; a late attempt must raise the same."""
     said = set()
     for look in (
         lambda: committed_shards(folder, SHARDS, FINGERPRINT),
@@ -166,7 +166,7 @@ def refusal(folder: Folder, index: int) -> str:
     return one
 
 
-def test_parts_that_are_not_this_jobs_are_named(folder: Folder) -> None:
+def test_parts_of_other_jobs_and_damaged_parts_are_named(folder: Folder) -> None:
     data = part(SHARDS[1])
     folder.replace(part_name(1), part(SHARDS[1], fingerprint="0" * 64))
     assert "written by another job" in refusal(folder, 1)
@@ -208,7 +208,7 @@ def test_a_damaged_record_is_named(local: Folder, text: bytes) -> None:
     assert str(caught.value).startswith(f"{local.url}/{record_name(1)}: ") and "\n" not in str(caught.value)
 
 
-def test_records_come_by_shard(local: Folder) -> None:
+def test_records_are_sorted_by_shard(local: Folder) -> None:
     assert records(local) == []
     for shard in reversed(SHARDS):
         commit(local, shard, part(shard), part_stats(shard), FINGERPRINT)
@@ -232,22 +232,22 @@ def test_clear_removes_a_job_and_nothing_else(folder: Folder) -> None:
     assert committed_shards(folder, SHARDS, FINGERPRINT) == set()
 
 
-def test_what_killed_processes_left_is_removed(local: Folder) -> None:
+def test_temporary_files_of_killed_processes_are_removed(local: Folder) -> None:
     commit_all(local)
     local.replace("_job/tmp/part-000000.parquet.0123", b"half")
     clear_temporaries(local)
     assert local.names("_job/tmp") == [] and len(local.names()) == 3
 
 
-class Told(Coordinator):
+class RecordingCoordinator(Coordinator):
     """Stands for the coordinator actor."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[tuple[int, bool, int, int, int]] = []
+        self.calls: list[tuple[int, bool, int, int, int]] = []
 
     def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int) -> None:
-        self.told.append((shard, first, rows, errors, tokens))
+        self.calls.append((shard, first, rows, errors, tokens))
 
 
 def finished(shards: list[Shard]) -> pa.Table:
@@ -256,15 +256,15 @@ def finished(shards: list[Shard]) -> pa.Table:
     return pa.table({"shard": [shard.index for shard in shards], "part": parts, "stats": stats})
 
 
-def test_the_stage_commits_each_shard_tells_of_it_and_passes_on_no_parts(local: Folder) -> None:
-    told = Told()
+def test_the_commit_stage_reports_each_shard_and_returns_no_parts(local: Folder) -> None:
+    coordinator = RecordingCoordinator()
     local.create(marker_name(1, "generate"), b"{}")
-    assert commit_shards(finished(SHARDS[:2]), local, FINGERPRINT, told).to_pydict() == {"shard": [0, 1]}
-    commit_shards(finished(SHARDS[1:]), local, FINGERPRINT, told)
+    assert commit_shards(finished(SHARDS[:2]), local, FINGERPRINT, coordinator).to_pydict() == {"shard": [0, 1]}
+    commit_shards(finished(SHARDS[1:]), local, FINGERPRINT, coordinator)
     assert committed_shards(local, SHARDS, FINGERPRINT) == {0, 1, 2}
     assert local.names(QUARANTINE) == []
-    assert [(shard, first) for shard, first, *_ in told.told] == [(0, True), (1, True), (1, False), (2, True)]
-    for shard, _, *counts in told.told:
+    assert [(shard, first) for shard, first, *_ in coordinator.calls] == [(0, True), (1, True), (1, False), (2, True)]
+    for shard, _, *counts in coordinator.calls:
         stats = part_stats(SHARDS[shard])
         assert counts == [stats.rows, stats.errors, stats.generated_tokens]
 
@@ -300,7 +300,7 @@ def test_ids_are_made_of_file_and_row() -> None:
     assert table["id"].to_pylist() == [f"a.parquet:{row}" for row in range(4, 9)]
 
 
-def test_a_part_hangs_on_nothing_but_its_rows() -> None:
+def test_a_part_depends_only_on_its_rows() -> None:
     assert part(SHARDS[0]) == part(SHARDS[0])
     metadata = pq.read_schema(io.BytesIO(part(SHARDS[1]))).metadata
     assert {key: value for key, value in metadata.items() if key.startswith(b"skipdecode")} == {

@@ -1,4 +1,4 @@
-"""The ledger's records stand once written, in a folder and in a bucket, and reading them stays cheap."""
+"""Ledger records are final, in a folder and in a bucket, and reading them stays cheap."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run_over(root: Folder, *urls: str, state: ledgers.State = "success", **of_fi
     return run if state == "unfinished" else ledgers.end(root, run, state, "why not" if state == "abandoned" else "")
 
 
-def test_a_ledger_is_what_was_written(root: Folder) -> None:
+def test_a_ledger_is_read_as_written(root: Folder) -> None:
     assert ledgers.read(root) == Ledger() and not ledgers.holds_ledger(root)
     first = run_over(root, "a", "b")
     second = run_over(root, "c", state="abandoned")
@@ -68,7 +68,7 @@ def test_a_ledger_is_what_was_written(root: Folder) -> None:
     assert found.last == third and found.last_success == first
 
 
-def test_of_two_runs_that_begin_at_once_one_gets_the_number(root: Folder) -> None:
+def test_of_two_concurrent_claims_one_gets_the_number(root: Folder) -> None:
     before = ledgers.read(root)
     won = ledgers.claim(root, before, manifest("a"))
     with pytest.raises(ConcurrentRun, match="run 1 was begun meanwhile"):
@@ -76,7 +76,7 @@ def test_of_two_runs_that_begin_at_once_one_gets_the_number(root: Folder) -> Non
     assert ledgers.read(root).runs == (won,)
 
 
-def test_who_ends_a_run_first_decides(root: Folder) -> None:
+def test_the_first_end_of_a_run_is_final(root: Folder) -> None:
     for first, second in (("success", "abandoned"), ("abandoned", "success"), ("success", "success")):
         run = run_over(root, "a", state="unfinished")
         ended = ledgers.end(root, run, first, "one")  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def test_who_ends_a_run_first_decides(root: Folder) -> None:
         assert ledgers.read(root).last == ended and ended.state == first
 
 
-def test_a_put_repeated_after_its_answer_was_lost_is_still_ours() -> None:
+def test_a_repeated_claim_is_recognized_as_ours() -> None:
     class Forgetful(MemoryFolder):
         def create(self, name: str, data: bytes) -> bool:
             return super().create(name, data) and super().create(name, data)
@@ -93,7 +93,7 @@ def test_a_put_repeated_after_its_answer_was_lost_is_still_ours() -> None:
     assert ledgers.claim(root, Ledger(), manifest("a")) == ledgers.read(root).last
 
 
-def test_runs_of_one_second_or_of_a_clock_set_back_have_folders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_the_same_second_have_folders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     root = MemoryFolder()
     dates = ["2026-11-20T16:40:05Z", "2026-11-20T16:40:05Z", "2026-11-19T00:00:00Z", "2026-11-20T16:40:05Z"]
     for date in dates:
@@ -105,8 +105,8 @@ def test_runs_of_one_second_or_of_a_clock_set_back_have_folders_of_their_own(mon
     assert [run.number for run in runs] == [1, 2, 3, 4]
 
 
-def test_reading_stays_cheap_however_many_runs_there_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each run reads the ledger as an incremental run does; what it costs does not grow with what lies behind."""
+def test_reading_stays_cheap_with_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run reads the ledger as an incremental run does; the cost does not grow with the number of runs."""
     reads = 0
 
     class Counting(MemoryFolder):
@@ -137,7 +137,7 @@ def test_reading_stays_cheap_however_many_runs_there_were(monkeypatch: pytest.Mo
     assert list(ledgers.read(root).runs) == written
 
 
-def test_new_is_what_no_successful_run_has(root: Folder) -> None:
+def test_new_files_are_those_of_no_successful_run(root: Folder) -> None:
     run_over(root, "a")
     run_over(root, "b", state="abandoned")
     listed = {"b": (7, "1"), "c": (7, "1"), "a": (7, "1")}
@@ -146,7 +146,7 @@ def test_new_is_what_no_successful_run_has(root: Folder) -> None:
 
 
 @pytest.mark.parametrize("now", [(8, "1"), (7, "2")])
-def test_a_file_that_changed_since_is_what_the_job_says(now: tuple[int, str]) -> None:
+def test_a_changed_file_follows_input_changed(now: tuple[int, str]) -> None:
     root = MemoryFolder()
     run_over(root, "x")
     run_over(root, "a")
@@ -178,7 +178,7 @@ def test_a_file_uploaded_again_with_the_same_bytes_is_not_new(tmp_path: Path) ->
     assert new_files({url: (7, "1")}, ledger, "reprocess") == {url: (7, "1")}
 
 
-def test_a_hole_in_the_ledger_is_refused_and_not_read_as_nothing_answered() -> None:
+def test_a_missing_ledger_record_is_refused() -> None:
     root = MemoryFolder()
     for url in "abc":
         run_over(root, url)
@@ -201,7 +201,7 @@ def test_a_hole_in_the_ledger_is_refused_and_not_read_as_nothing_answered() -> N
         ledgers.read(root)
 
 
-def test_the_ledger_is_shown_to_people() -> None:
+def test_the_ledger_is_printed() -> None:
     root = MemoryFolder()
     run_over(root, "a", "b")
     run_over(root, "c", state="abandoned")

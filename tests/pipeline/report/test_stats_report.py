@@ -1,4 +1,4 @@
-"""Totals are sums of what shards counted, and a job is finished only when every planned row is committed."""
+"""Totals are sums over shards, and a job is finished only when every planned row is committed."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def test_a_record_keeps_every_number(stats: ShardStats) -> None:
     assert ShardStats.from_record(json.loads(json.dumps(asdict(stats)))) == stats
 
 
-def test_a_record_without_a_number_is_none() -> None:
+def test_a_record_that_lacks_a_number_is_refused() -> None:
     values = asdict(part_stats(SHARDS[0]))
     del values["layer_steps"]
     with pytest.raises(KeyError):
         ShardStats.from_record(values)
 
 
-def test_padding_is_weighed_by_what_was_computed() -> None:
+def test_padding_is_weighted_by_computed_tokens() -> None:
     shards = [
         part_stats(SHARDS[0], padding_fraction=0.5, padded_prompt_tokens=100),
         part_stats(SHARDS[1], padding_fraction=0.0, padded_prompt_tokens=300),
@@ -103,7 +103,7 @@ def test_padding_is_weighed_by_what_was_computed() -> None:
 
 @given(st.lists(ANY_STATS, max_size=5, unique_by=lambda shard: shard.shard))
 @settings(deadline=None)
-def test_a_table_has_a_row_a_shard_and_units(shards: list[ShardStats]) -> None:
+def test_a_table_has_one_row_per_shard_and_units(shards: list[ShardStats]) -> None:
     table = to_table(shards)
     assert table.to_pylist() == [asdict(shard) for shard in shards]
     assert table.column_names == [one.name for one in fields(ShardStats)]
@@ -121,8 +121,8 @@ def test_duplicate_ids(ids: list[str | None]) -> None:
 
 
 @pytest.mark.parametrize("cache_bytes", [2**30, 4000])
-def test_what_a_part_tells_is_what_the_actor_counts(checkpoint: Path, cache_bytes: int) -> None:
-    """Also where the actor itself refuses rows, here for want of cache."""
+def test_statistics_of_a_part_equal_those_of_the_actor(checkpoint: Path, cache_bytes: int) -> None:
+    """Also for rows that the actor refuses, here because the cache is too small."""
     prompts = [[1, 9, 3], [1, *range(10, 30), 3], [], [1, 40, 41, 3], [1, *range(60, 80), 3]]
     rows = pa.table(
         {
@@ -180,7 +180,7 @@ def test_what_a_part_tells_is_what_the_actor_counts(checkpoint: Path, cache_byte
     assert 0 < counted.mean_depth < LAYERS
 
 
-def test_a_finished_job_says_so(folder: Folder) -> None:
+def test_a_finished_job_has_success_summary_and_statistics(folder: Folder) -> None:
     totals = finish(folder, MANIFEST)
     assert totals.rows == 10 == MANIFEST.rows and totals.shards == 3
     summary = json.loads(folder.read(SUMMARY))
@@ -199,7 +199,7 @@ def test_a_finished_job_says_so(folder: Folder) -> None:
     assert [row["generated_text"] for row in first_rows(folder, 2)] == ["answer 0", "answer 1"]
 
 
-def test_rows_that_are_missing_are_no_success(folder: Folder) -> None:
+def test_missing_rows_prevent_success(folder: Folder) -> None:
     data = folder.read(part_name(1))
     folder.replace(SUCCESS, b"{}")
     folder.remove(part_name(1))
@@ -228,7 +228,7 @@ def test_a_part_of_another_size_is_refused_at_every_run(folder: Folder) -> None:
     assert committed_shards(folder, SHARDS, FINGERPRINT) == {0, 2}
 
 
-def test_a_lost_record_is_made_again(folder: Folder) -> None:
+def test_a_lost_record_is_rebuilt(folder: Folder) -> None:
     record = json.loads(folder.read(record_name(1)))
     record["stats"]["rows"] = record["rows"] = 4
     del record["check"]
@@ -238,13 +238,13 @@ def test_a_lost_record_is_made_again(folder: Folder) -> None:
         assert read_records(folder, FINGERPRINT)["rebuilt"].to_pylist() == [False, True, False]
 
 
-def test_a_record_of_no_shard_is_no_success(folder: Folder) -> None:
+def test_a_record_of_no_shard_prevents_success(folder: Folder) -> None:
     folder.replace(record_name(9), encode_record(b"", part_stats(Shard(9, "in/b.parquet", 1, 1)), FINGERPRINT))
     with pytest.raises(RowsMissing, match=r"^_job/commits/000009.json belongs to no shard of this job: delete it$"):
         finish(folder, MANIFEST)
 
 
-def test_a_report_of_a_job_under_way(folder: Folder) -> None:
+def test_statistics_of_an_unfinished_job(folder: Folder) -> None:
     folder.remove(part_name(2))
     folder.remove(record_name(2))
     totals = write_statistics(folder, MANIFEST, read_records(folder, FINGERPRINT))
