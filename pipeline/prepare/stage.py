@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,6 +28,8 @@ def prepare(batch: Mapping[str, Any], spec: PromptSpec, quarantine: Quarantine |
     Returns:
         The columns of `batch`, and prepare_seconds.
     """
+    if quarantine is not None:  # in a worker process; Ray runs several of them on one machine
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     began = time.perf_counter()
     tables = [
         _prepare_shard(int(shard), from_ipc(rows), spec, quarantine)

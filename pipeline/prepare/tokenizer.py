@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -22,7 +21,6 @@ SHORT_CHARACTERS = 2**16  # such texts are tokenized in any case
 @lru_cache(maxsize=2)
 def tokenizer_of(checkpoint: Source) -> Any:
     """The checkpoint's tokenizer. Raises UserError if it is damaged."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # Ray runs several prepare tasks on one machine
     try:
         return load_tokenizer(fetch(checkpoint, weights=False))
     except (ValueError, LookupError, OSError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from actors.engine.loading import load_tokenizer
 from actors.engine.types import SamplingParams
 from pipeline.prepare.prompts import ADDED, ERROR, PROMPT_IDS, prepare_table
-from pipeline.prepare.spec import PromptSpec
+from pipeline.prepare.spec import PromptSpec, check_spec
 from pipeline.prepare.stage import prepare
 from pipeline.prepare.templates import compile_template, template_columns
 from pipeline.prepare.tokenizer import tokenizer_of
@@ -164,6 +165,16 @@ def test_a_shard_is_tokenized_in_one_call(checkpoint: Path, monkeypatch: pytest.
     monkeypatch.setattr("pipeline.prepare.tokenizer.tokenizer_of", lambda folder: counted)
     ids, _ = prepared(checkpoint, {"prompt": ["a", None, "b"]})
     assert calls == [["a", "b"]] and [bool(one) for one in ids] == [True, False, True]
+
+
+def test_planning_leaves_the_environment_of_its_process_unchanged(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    before = dict(os.environ)
+    tokenizer_of.cache_clear()
+    check_spec(spec(checkpoint, choices=("a", "b")))
+    assert dict(os.environ) == before
 
 
 @pytest.mark.parametrize("text", ["{", "{}"])

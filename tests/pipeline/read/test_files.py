@@ -22,7 +22,6 @@ from pipeline.storage.errors import StoreFailed
 from pipeline.storage.folder import filesystem
 
 LOCAL = StorageConfig()
-PROMPT = pa.schema([("prompt", pa.string())])
 
 
 def refusal(paths: list[str], storage: StorageConfig = LOCAL) -> str:
