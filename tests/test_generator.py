@@ -95,6 +95,17 @@ def test_a_bad_row_keeps_its_place(generator: Generator) -> None:
     assert generator({"prompt": column([None])})["mean_depth"].tolist() == [None]
 
 
+def test_another_schedule_leaves_the_generator_unchanged(checkpoint: Path) -> None:
+    generator = make(checkpoint, schedule={"speedup": 1.0})
+    before = answers(generator, PROMPTS)
+    faster = make(checkpoint, schedule={"speedup": 2.0})
+    other = generator.at(faster.schedule, max_batch=2)
+    assert answers(other, PROMPTS) == answers(faster, PROMPTS) != before
+    assert other.engine.decoder is generator.engine.decoder
+    assert (other.max_batch, generator.max_batch) == (2, 64)
+    assert answers(generator, PROMPTS) == before
+
+
 def test_nothing_to_answer(generator: Generator) -> None:
     assert answers(generator, []) == []
     assert [row[4] for row in answers(generator, [None, None])] == ["prompt is null or empty"] * 2

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from itertools import cycle
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from pipeline.evaluate.metrics import METRICS
-from pipeline.evaluate.results import Evaluation, Line
+from pipeline.evaluate.results import Evaluation, Line, Score
 
 MARKERS = {"speed": "o", "reference": "h", "keep order": "s", "decay": "^", "depth": "D", "prompt": "v", "model": "X"}
 OTHER = "P"  # marker of any other group
@@ -40,30 +41,12 @@ def draw(lines: Sequence[Line], evaluation: Evaluation) -> Figure:
     full = next(line for line in lines if line.name == evaluation.full_depth)
     colours = cycle(COLOURS)
     for line in lines:
-        score = line.scores[evaluation.metric]
         is_speed = line.group == "speed"
-        colour = SPEED if is_speed else next(colours)
+        _draw_point(axes, line, line.scores[evaluation.metric], SPEED if is_speed else next(colours))
         if is_speed:
             name = f"{line.name} (full depth)" if line is full else line.name
-            axes.annotate(
-                name, (line.wall_clock, score.value), (5, 5), textcoords="offset points", fontsize=FONT, color=SPEED
-            )
-        axes.errorbar(
-            line.wall_clock,
-            score.value,
-            # a percentile interval may not hold its value
-            yerr=[[max(score.value - score.low, 0)], [max(score.high - score.value, 0)]],
-            fmt=MARKERS.get(line.group, OTHER),
-            label=None if is_speed else line.name,
-            color=colour,
-            ecolor=(*matplotlib.colors.to_rgb(colour), 0.35),
-            elinewidth=1.2,
-            capsize=2.5,
-            markersize=7.0,
-            markeredgecolor="white",
-            markeredgewidth=0.6,
-            zorder=3,
-        )
+            point = (line.wall_clock, line.scores[evaluation.metric].value)
+            axes.annotate(name, point, (5, 5), textcoords="offset points", fontsize=FONT, color=SPEED)
     speeds = sorted((line for line in lines if line.group == "speed"), key=lambda line: line.nominal or 0)
     points = [(line.wall_clock, line.scores[evaluation.metric].value) for line in speeds]
     axes.plot(*zip(*points, strict=True), color=SPEED, alpha=0.35, linewidth=1, zorder=2)
@@ -87,3 +70,23 @@ def draw(lines: Sequence[Line], evaluation: Evaluation) -> Figure:
     if any(line.group != "speed" for line in lines):
         figure.legend(loc="outside right upper", fontsize=FONT, frameon=False)
     return figure
+
+
+def _draw_point(axes: Axes, line: Line, score: Score, colour: str) -> None:
+    """The line's score with its interval; a line that is no speed gets an entry in the legend."""
+    axes.errorbar(
+        line.wall_clock,
+        score.value,
+        # a percentile interval may not hold its value
+        yerr=[[max(score.value - score.low, 0)], [max(score.high - score.value, 0)]],
+        fmt=MARKERS.get(line.group, OTHER),
+        label=None if line.group == "speed" else line.name,
+        color=colour,
+        ecolor=(*matplotlib.colors.to_rgb(colour), 0.35),
+        elinewidth=1.2,
+        capsize=2.5,
+        markersize=7.0,
+        markeredgecolor="white",
+        markeredgewidth=0.6,
+        zorder=3,
+    )
