@@ -14,31 +14,16 @@ import resource
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
-
-import jinja2
 
 from actors.answers import Answer, Prompt, answer_columns, as_column, error_answer
 from actors.engine.batching import constant_prefix
 from actors.engine.build import EngineSettings, build_engine, check_choice, current_device
-from actors.engine.choices import ChoiceTrie
-from actors.engine.errors import UserError, flat
+from actors.engine.errors import UserError
 from actors.engine.loading import inspect, load_tokenizer
 from actors.engine.schedule import Schedule
-from actors.engine.stopping import StopStrings
-from actors.engine.types import (
-    SCHEDULERS,
-    Completion,
-    EngineName,
-    EngineStats,
-    FinishReason,
-    Request,
-    SamplingParams,
-    row_key,
-)
-
-KEPT_TRIES = 64
+from actors.engine.types import SCHEDULERS, Completion, EngineName, EngineStats, Request, SamplingParams
+from actors.requests import RequestBuilder
 
 
 class Generator:
@@ -93,7 +78,7 @@ class Generator:
         check_choice("scheduler", scheduler, SCHEDULERS)
         settings = EngineSettings(engine, dtype, device, compile, cache_bytes, max_batch, cumulative_logprob)
         self.sampling = SamplingParams().merged(dict(sampling or {}))
-        self.strip, self.seed, self.prompt_column = strip, seed, prompt_column
+        self.prompt_column = prompt_column
         self.cache_bytes, self.max_batch, self.scheduler = cache_bytes, max_batch, scheduler
         if threads is not None:
             import torch
@@ -102,13 +87,17 @@ class Generator:
         inspected = inspect(checkpoint)
         self.schedule = inspected.schedule(dict(schedule or {}))
         self.tokenizer = load_tokenizer(checkpoint)
-        self.special_ids = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
         self.engine = build_engine(inspected, self.schedule, self.tokenizer, settings)
         self.device = self.engine.decoder.device
-        self._tries: dict[tuple[str, ...], ChoiceTrie] = {}
-        self.choices = None if choices is None else tuple(choices)
-        if self.choices is not None:
-            self._trie(self.choices)
+        self._builder = RequestBuilder(
+            self.tokenizer,
+            self.sampling,
+            choices,
+            seed=seed,
+            strip=strip,
+            vocab_size=self.engine.decoder.vocab_size,
+            stop_ids=self.engine.stop_ids,
+        )
 
     def at(self, schedule: Schedule, *, max_batch: int | None = None) -> Generator:
         """A generator with the same weights under another schedule; only one of the two may have rows in flight.
@@ -133,33 +122,12 @@ class Generator:
         nor its memory.
         """
         kept = {name: as_column(values) for name, values in batch.items()}
-        prompts = [self._prompt(value) for value in kept[self.prompt_column]]
+        prompts = [self._builder.prompt(value) for value in kept[self.prompt_column]]
         answers = self.answer(prompts, constant_prefix([prompt.ids for prompt in prompts if prompt.error is None]))
         rows = [answer.row for answer in answers]
         columns = {name: values[rows] for name, values in kept.items()}
-        choices, logprobs = self.choices is not None, self.sampling.logprobs is not None
+        choices, logprobs = self._builder.choices is not None, self.sampling.logprobs is not None
         return columns | answer_columns(answers, choices=choices, logprobs=logprobs)
-
-    def _prompt(self, value: Any) -> Prompt:
-        """The prompt of any value of a prompt column."""
-        ids: list[int] = []
-        error = None
-        try:
-            if isinstance(value, str) and value.strip():
-                ids = self.tokenizer(value)["input_ids"]
-            elif value is None or isinstance(value, str) or len(value) == 0:
-                error = "prompt is null or empty"
-            elif isinstance(value[0], Mapping):
-                text = self.tokenizer.apply_chat_template(list(value), tokenize=False, add_generation_prompt=True)
-                ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            elif all(token == int(token) >= 0 for token in value):
-                ids = [int(token) for token in value]
-            else:
-                error = "prompt holds values that are no token ids"
-        # errors that a value of any type, or a chat template, may raise
-        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
-            error = f"prompt cannot be read: {flat(problem)}"
-        return Prompt(ids, f"prompt:{ids}", 0, error)
 
     def answer(
         self,
@@ -220,7 +188,7 @@ class Generator:
         return Answer(
             row=row,
             sample_index=sample,
-            generated_text=self._text(prompt, request, completion),
+            generated_text=self._builder.text(prompt, request, completion),
             finish_reason=str(completion.finish_reason),
             prompt_tokens=len(request.prompt_ids),
             generated_tokens=count,
@@ -234,73 +202,12 @@ class Generator:
 
     def _requests(self, prompt: Prompt) -> list[Request]:
         """The row's samples as requests; raises UserError for a row that cannot be answered."""
-        if prompt.error is not None:
-            raise UserError(prompt.error)
-        try:
-            params = self.sampling.merged(prompt.sampling)
-        except ValueError as problem:
-            raise UserError(f"sampling: {problem}") from None
-        if params.logprobs is not None and self.sampling.logprobs is None:
-            raise UserError("sampling: logprobs: set it for the whole job too (0 will do), so that there is a column")
-        vocabulary = self.engine.decoder.vocab_size
-        for name, ids in (("sampling: stop_token_ids", params.stop_token_ids), ("prompt", prompt.ids)):
-            if ids and max(ids) >= vocabulary:
-                raise UserError(f"{name}: token {max(ids)} lies outside the model's vocabulary of {vocabulary}")
-        special = [self.special_ids[text] for text in params.stop if text in self.special_ids]
-        if special:  # they decode to no text, so no string is found in it
-            params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
-        labels = self.choices if prompt.choices is None else tuple(prompt.choices)
-        trie = None if labels is None else self._trie(labels)
-        for name in ("stop", "stop_token_ids", "min_new_tokens", "ignore_eos"):
-            if trie is not None and getattr(params, name):
-                raise UserError(f"choices do not go with sampling.{name}: a label ends where it ends")
-        ending = None
-        if params.stop:
-            ending = StopStrings(params.stop, self._decode, self.special_ids.values(), params.min_new_tokens)
-        seed = self.seed if params.seed is None else params.seed
-        requests = [
-            Request(prompt.ids, params, row_key(seed, prompt.source, prompt.row, sample), ending, trie)
-            for sample in range(params.n)
-        ]
+        requests = self._builder.requests(prompt)
         limit = requests[0].new_tokens_limit(self.engine.decoder.context_length)
         needed = self.engine.row_bytes(len(prompt.ids), limit)
         if needed > self.cache_bytes:
             raise UserError(f"needs {needed} bytes of cache, more than the budget of {self.cache_bytes}")
         return requests
-
-    def _trie(self, labels: tuple[str, ...]) -> ChoiceTrie:
-        """The labels' trie; recent ones are kept. Raises UserError for labels that cannot be distinguished."""
-        if labels not in self._tries:
-            ids = [self.tokenizer(label, add_special_tokens=False)["input_ids"] for label in labels]
-            vocabulary = self.engine.decoder.vocab_size
-            wrong = [label for label, tokens in zip(labels, ids, strict=True) if tokens and max(tokens) >= vocabulary]
-            if wrong:
-                raise UserError(f"choices: {wrong[0]!r} holds a token outside the model's vocabulary of {vocabulary}")
-            stops = self.engine.stop_ids
-            eos = self.tokenizer.eos_token_id
-            try:
-                trie = ChoiceTrie(ids, eos if eos in stops else min(stops, default=None))
-            except ValueError as problem:
-                raise UserError(f"choices: {problem} (counted from 0)") from None
-            if len(self._tries) >= KEPT_TRIES:
-                self._tries.clear()
-            self._tries[labels] = trie
-        return self._tries[labels]
-
-    def _decode(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-
-    def _text(self, prompt: Prompt, request: Request, completion: Completion) -> str:
-        """The answer's text without the stop token or string that ended it; for choices the label itself."""
-        if completion.choice is not None:
-            labels = self.choices if prompt.choices is None else prompt.choices
-            assert labels is not None
-            return labels[completion.choice]
-        tokens, stop_ids = list(completion.token_ids), request.sampling.all_stop_ids(self.engine.stop_ids)
-        if completion.finish_reason == FinishReason.STOP and tokens[-1] in stop_ids:
-            tokens.pop()
-        text = self._decode(tokens) if request.ending is None else request.ending.cut(tokens)
-        return text.strip() if self.strip else text
 
     def take_stats(self) -> EngineStats:
         """The engine's counts since the last call."""

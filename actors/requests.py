@@ -1,0 +1,143 @@
+"""Prompts of any kind -> token ids -> requests of the engine; completions -> texts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+
+from actors.answers import Prompt
+from actors.engine.choices import ChoiceTrie
+from actors.engine.errors import UserError
+from actors.engine.stopping import StopStrings
+from actors.engine.types import Completion, FinishReason, Request, SamplingParams, row_key
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+KEPT_TRIES = 64
+
+
+class RequestBuilder:
+    """Builds the requests of rows for one model.
+
+    Args:
+        tokenizer: The model's.
+        sampling: Parameters of rows without their own.
+        choices: Labels of rows without their own; None for free answers.
+        seed: Seed of rows without their own.
+        strip: Remove white space from both ends of a free answer.
+        vocab_size: Token ids are below it.
+        stop_ids: Tokens of the model that end a row.
+
+    Raises:
+        UserError: Choices that cannot be distinguished.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: SamplingParams,
+        choices: Sequence[str] | None,
+        *,
+        seed: int,
+        strip: bool,
+        vocab_size: int,
+        stop_ids: Collection[int],
+    ) -> None:
+        self.tokenizer, self.sampling, self.seed, self.strip = tokenizer, sampling, seed, strip
+        self.vocab_size, self.stop_ids = vocab_size, frozenset(stop_ids)
+        self.special_ids = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+        self.choices = None if choices is None else tuple(choices)
+        self._tries: dict[tuple[str, ...], ChoiceTrie] = {}
+        if self.choices is not None:
+            self._trie(self.choices)
+
+    def prompt(self, value: Any) -> Prompt:
+        """The prompt of any value of a prompt column: a text, token ids or messages."""
+        ids: list[int] = []
+        error = None
+        try:
+            if isinstance(value, str) and value.strip():
+                ids = self.tokenizer(value)["input_ids"]
+            elif value is None or isinstance(value, str) or len(value) == 0:
+                error = "prompt is null or empty"
+            elif isinstance(value[0], Mapping):
+                text = self.tokenizer.apply_chat_template(list(value), tokenize=False, add_generation_prompt=True)
+                ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            elif all(token == int(token) >= 0 for token in value):
+                ids = [int(token) for token in value]
+            else:
+                error = "prompt holds values that are no token ids"
+        # errors that a value of any type, or a chat template, may raise
+        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
+            error = f"prompt cannot be read: {' '.join(str(problem).split())}"
+        return Prompt(ids, f"prompt:{ids}", 0, error)
+
+    def requests(self, prompt: Prompt) -> list[Request]:
+        """The row's `n` requests; raises UserError for a row that cannot be answered."""
+        if prompt.error is not None:
+            raise UserError(prompt.error)
+        params = self._params(prompt)
+        labels = self.choices if prompt.choices is None else tuple(prompt.choices)
+        trie = None if labels is None else self._trie(labels)
+        for name in ("stop", "stop_token_ids", "min_new_tokens", "ignore_eos"):
+            if trie is not None and getattr(params, name):
+                raise UserError(f"choices do not go with sampling.{name}: a label ends where it ends")
+        ending = None
+        if params.stop:
+            ending = StopStrings(params.stop, self._decode, self.special_ids.values(), params.min_new_tokens)
+        seed = self.seed if params.seed is None else params.seed
+        keys = [row_key(seed, prompt.source, prompt.row, sample) for sample in range(params.n)]
+        return [Request(prompt.ids, params, key, ending, trie) for key in keys]
+
+    def _params(self, prompt: Prompt) -> SamplingParams:
+        """The row's sampling parameters, checked; special tokens among its stop strings become stop tokens."""
+        try:
+            params = self.sampling.merged(prompt.sampling)
+        except ValueError as error:
+            raise UserError(f"sampling: {error}") from None
+        if params.logprobs is not None and self.sampling.logprobs is None:
+            raise UserError("sampling: logprobs: set it for the whole job too (0 will do), so that there is a column")
+        for name, ids in (("sampling: stop_token_ids", params.stop_token_ids), ("prompt", prompt.ids)):
+            if ids and max(ids) >= self.vocab_size:
+                raise UserError(f"{name}: token {max(ids)} lies outside the model's vocabulary of {self.vocab_size}")
+        special = [self.special_ids[text] for text in params.stop if text in self.special_ids]
+        if special:  # they decode to no text, so no string is found in it
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
+        return params
+
+    def _trie(self, labels: tuple[str, ...]) -> ChoiceTrie:
+        """The labels' trie; recent ones are kept. Raises UserError for labels that cannot be distinguished."""
+        if labels not in self._tries:
+            ids = [self.tokenizer(label, add_special_tokens=False)["input_ids"] for label in labels]
+            for label, tokens in zip(labels, ids, strict=True):
+                if tokens and max(tokens) >= self.vocab_size:
+                    outside = f"outside the model's vocabulary of {self.vocab_size}"
+                    raise UserError(f"choices: {label!r} holds a token {outside}")
+            eos = self.tokenizer.eos_token_id
+            try:
+                trie = ChoiceTrie(ids, eos if eos in self.stop_ids else min(self.stop_ids, default=None))
+            except ValueError as error:
+                raise UserError(f"choices: {error} (counted from 0)") from None
+            if len(self._tries) >= KEPT_TRIES:
+                self._tries.clear()
+            self._tries[labels] = trie
+        return self._tries[labels]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def text(self, prompt: Prompt, request: Request, completion: Completion) -> str:
+        """The answer's text without the stop token or string that ended it; for choices the label itself."""
+        if completion.choice is not None:
+            labels = self.choices if prompt.choices is None else prompt.choices
+            assert labels is not None
+            return labels[completion.choice]
+        tokens, stop_ids = list(completion.token_ids), request.sampling.all_stop_ids(self.stop_ids)
+        if completion.finish_reason == FinishReason.STOP and tokens[-1] in stop_ids:
+            tokens.pop()
+        text = self._decode(tokens) if request.ending is None else request.ending.cut(tokens)
+        return text.strip() if self.strip else text
