@@ -55,29 +55,29 @@ def answer_first_rows(config: JobConfig, rows: int) -> list[TriedRow]:
         UserError: configuration, checkpoint or input are wrong.
         NoRows: the input has no rows.
     """
-    with _says("reading the configuration and the checkpoint's description"):
+    with _announced("reading the configuration and the checkpoint's description"):
         check_columns(config)
         config = _on_this_machine(config)
         checkpoint = resolve_checkpoint(config.model, config.storage)
         schedule = checkpoint.checkpoint.schedule(config.schedule.changes())
         check_spec(prompt_spec(config, checkpoint, time.time()))
-    with _says("reading the input"):
+    with _announced("reading the input"):
         files, shards, schema = _first_rows(config, rows)
     batching = replace(plan_batching(config, checkpoint, rows, InProcess()), planned=float(int(time.time())))
     job = PlannedJob(config, checkpoint, schedule, Manifest("", {}, batching, files, shards, schema))
     spec = prompt_spec(config, checkpoint, batching.planned)
     ids: list[Any] = []
     prepared: list[Prompt] = []
-    with _says("preparing the prompts"):
+    with _announced("preparing the prompts"):
         for shard, table in _tables(config, job.manifest):
             prepared += prompts(prepare_table(table, spec), shard.url, shard.first_row)
             ids += _ids(config, shard, table)
-    with _says("loading the model"):
+    with _announced("loading the model"):
         from actors.generator import Generator
 
         arguments = generator_arguments(job)
         generator = Generator(**{**arguments, "checkpoint": str(fetch(arguments["checkpoint"]))})
-    with _says("answering"):
+    with _announced("answering"):
         answers = generator.answer(prepared)
     tokenizer = tokenizer_of(checkpoint.source)
     return [
@@ -130,7 +130,7 @@ def _ids(config: JobConfig, shard: Shard, table: pa.Table) -> Sequence[Any]:
 
 
 @contextmanager
-def _says(what: str) -> Iterator[None]:
+def _announced(what: str) -> Iterator[None]:
     """Print on standard error what is being done, once it takes longer than `QUIET_SECONDS`."""
     timer = threading.Timer(QUIET_SECONDS, print, (f"{what} ...",), {"file": sys.stderr, "flush": True})
     timer.daemon = True

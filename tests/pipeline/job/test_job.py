@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ import pytest
 import yaml
 from cli_command import Command, assert_no_new_rays, assert_released, parts, rays
 from in_process import run_in_process
+from ray.data import DataContext
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -118,12 +120,31 @@ def test_answers_are_those_of_the_bare_engine(
     assert compared > 30 and len(differ) <= 1, differ
 
 
-def test_two_actors_on_ray_write_the_same_parts(
+def process_settings() -> tuple[Any, ...]:
+    """What a program that calls `run` may have set itself."""
+    context = DataContext.get_current()
+    names = (
+        "enable_progress_bars",
+        "print_on_execution_start",
+        "execution_no_progress_timeout_s",
+        "raise_original_map_exception",
+    )
+    loggers = [logging.getLogger(name) for name in ("", "ray", "ray.data", "transformers", "pipeline")]
+    return (
+        [getattr(context, name) for name in names],
+        [(logger.name, logger.level, [handler.level for handler in logger.handlers]) for logger in loggers],
+        [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)],
+    )
+
+
+def test_two_actors_on_ray_write_the_same_parts_and_leave_the_callers_settings(
     own_ray: None, undisturbed: tuple[Path, jobs.JobResult], inputs: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
     output, alone = undisturbed
     job = config(inputs, tmp_path / "out", checkpoint)
+    before = process_settings()
     outcome = jobs.run(job)
+    assert process_settings() == before
     assert parts(tmp_path / "out") == parts(output)
     assert outcome.fresh_rows == ROWS
     for name in ("rows", "errors", "generated_tokens", "layer_steps", "full_layer_steps"):
