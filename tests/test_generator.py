@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -399,7 +400,10 @@ Generator({str(checkpoint)!r}, device="cpu")
 assert before == settings()
 assert before[:2] == (True, False)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    env = {
+        name: value for name, value in os.environ.items() if name != "HF_HUB_DISABLE_PROGRESS_BARS"
+    }  # set by the CLI
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

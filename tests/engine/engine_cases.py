@@ -35,6 +35,7 @@ every_case = pytest.mark.parametrize(("family", "spec"), CASES, indirect=["famil
 
 
 def requests(count: int, seed: int, *, sampled: bool = False, most_new: int = 14, longest: int = 20) -> list[Request]:
+    """Random rows; fewer rows of a seed are the first of more, so that tests share what the oracle computes."""
     rng = random.Random(seed)
     rows = []
     for _ in range(count):

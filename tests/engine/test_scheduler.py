@@ -26,7 +26,7 @@ SCHEDULE = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
 @every_case
 def test_refilled_places_equal_the_oracle(decoder: Decoder, library: Decoder, spec: int) -> None:
     schedule = SPECS[spec].build(LAYERS)
-    rows = requests(12, seed=13) + requests(12, seed=14, sampled=True)
+    rows = requests(5, seed=3) + requests(10, seed=3, sampled=True)
     engine = Engine(decoder, schedule, STOP)
     answers = generate(engine, rows, budget_bytes=2**40, max_rows=5, scheduler="refill")
     for row, got in zip(rows, answers, strict=True):
