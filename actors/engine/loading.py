@@ -152,7 +152,7 @@ def memory_needed(
         head = config.vocab_size * (getattr(config, "word_embed_proj_dim", None) or config.hidden_size)
         needed = replace(needed, weights=needed.weights + head * ITEM_BYTES[dtype])
     if paged_rows:
-        needed = replace(needed, beside=needed.beside + working_bytes(config, ITEM_BYTES[dtype], paged_rows))
+        needed = replace(needed, working=needed.working + working_bytes(config, ITEM_BYTES[dtype], paged_rows))
     return needed
 
 

@@ -29,17 +29,17 @@ class Need:
         parameters: how many numbers the model has.
         weights: bytes of all parameters in the job's dtype.
         cache: bytes of one batch's cache.
-        beside: bytes of everything else.
+        working: bytes of everything else: process, libraries, activations.
     """
 
     parameters: int
     weights: int
     cache: int
-    beside: int = ALLOWANCE
+    working: int = ALLOWANCE
 
     @property
     def total(self) -> int:
-        return self.weights + self.cache + self.beside
+        return self.weights + self.cache + self.working
 
 
 def weight_files(folder: Path, names: Collection[str]) -> list[str]:
@@ -120,15 +120,15 @@ def check_free(need: Need, free: int, total: int) -> None:
     if need.total > free:
         raise UserError(
             f"the model needs {gib(need.total)} of GPU memory (weights {gib(need.weights)}, cache {gib(need.cache)}, "
-            f"{gib(need.beside)} beside them), but {gib(free)} of {gib(total)} are free: lower actors.cache_bytes, let "
-            "fewer actors share a GPU, or free it"
+            f"{gib(need.working)} working memory), but {gib(free)} of {gib(total)} are free: lower actors.cache_bytes, "
+            "let fewer actors share a GPU, or free it"
         )
 
 
 def cache_that_fits(need: Need, free: int) -> int:
     """Bytes of cache that fit a GPU with `free` bytes, at least 1; some memory is left for the allocator's
     fragmentation."""
-    available = free - need.weights - need.beside
+    available = free - need.weights - need.working
     return max(1, (available - available // SPARED) // CACHE_STEP * CACHE_STEP)
 
 

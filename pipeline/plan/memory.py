@@ -103,7 +103,7 @@ def machine_memory(groups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")
 
 
 def _parts(need: Need) -> str:
-    return f"weights {gib(need.weights)}, cache {gib(need.cache)}, working memory {gib(need.beside)}"
+    return f"weights {gib(need.weights)}, cache {gib(need.cache)}, working memory {gib(need.working)}"
 
 
 def _count(parameters: int) -> str:

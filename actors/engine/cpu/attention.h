@@ -8,7 +8,7 @@
 
 namespace {
 
-// What one key/value head of one row reads: slots first ... last - 1.
+// The inputs and output of one key/value head of one row; it attends to slots first ... last - 1.
 template <class T>
 struct Head {
     const T *query, *keys, *values;
@@ -16,14 +16,14 @@ struct Head {
     int64_t first, last;
 };
 
-// Queries [group, size] of a head over its slots, 16 at a time. PAIRS: of 32 numbers, that `size` takes; TAIL: the
-// last one in part.
+// Attention of the queries [group, size] of a head over its slots, 16 at a time. PAIRS: `size` in vectors of 32 numbers,
+// rounded up; TAIL: whether the last vector is partly filled.
 template <class T, int PAIRS, bool TAIL>
 void attend_head(const Head<T>& head, const T* next_keys, int64_t next_count, int64_t group, int64_t size,
                  int64_t key_slot, int64_t value_slot, float scale, float* workspace) {
     const int64_t count = head.last - head.first, blocks = (count + LANES - 1) / LANES, tail = size % PAIR;
     const int whole = TAIL ? PAIRS - 1 : PAIRS;
-    constexpr int CHAINS = PAIRS == 1 ? 4 : PAIRS <= 3 ? 2 : 1;  // of sums that do not wait for each other
+    constexpr int CHAINS = PAIRS == 1 ? 4 : PAIRS <= 3 ? 2 : 1;  // independent sums, which the processor adds in parallel
     Factor<T>* queries = (Factor<T>*)workspace;                   // [group, PAIRS]
     Pair* sums = (Pair*)(workspace + 2 * LANES * group * PAIRS);  // [group, PAIRS]
     float* scores = (float*)(sums + group * PAIRS);          // [group, blocks * 16]
@@ -49,7 +49,7 @@ void attend_head(const Head<T>& head, const T* next_keys, int64_t next_count, in
                                       p < whole ? load_factor(key + p * PAIR) : load_some_factor(key + p * PAIR, tail));
                 dots[k] = dot;
             }
-            // a tree whose last vector holds the 16 dots in their order
+            // a tree of sums; its last vector holds the 16 dot products in their order
             for (int i = 0; i < 8; i++) dots[i] = sums_of_neighbours(dots[2 * i], dots[2 * i + 1]);
             for (int i = 0; i < 4; i++) dots[i] = sums_of_neighbours(dots[2 * i], dots[2 * i + 1]);
             for (int i = 0; i < 2; i++) dots[i] = sums_of_neighbours(dots[2 * i], dots[2 * i + 1]);
@@ -117,7 +117,7 @@ struct Attention {
     int64_t window = 0;              // how many slots it attends to at most, with `slots`; 0: all up to the last
 };
 
-// All rows, by the threads of the parallel region it is called in; `before(row, head)` is called before a head is read.
+// All rows, divided among the threads of the calling parallel region. `before(row, head)` runs before a head is read.
 template <class T, class Before>
 void attend(const Attention<T>& a, Before before) {
     static constexpr decltype(&attend_head<T, 1, false>) forms[][2] = {

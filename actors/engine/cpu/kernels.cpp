@@ -1,5 +1,5 @@
 // The CPU's kernels, callable by C. Arrays are row-major; strides count numbers, not bytes.
-// A row's result depends on that row alone, whatever else is in the batch and however many threads there are.
+// A row's result depends on that row alone, not on the batch or the number of threads.
 
 #include <omp.h>
 

@@ -1,4 +1,4 @@
-// Numbers of bfloat16 and float32 and vectors of them: sums and functions are float32.
+// bfloat16 and float32 numbers and vectors; sums and functions are computed in float32.
 
 #pragma once
 
@@ -28,7 +28,7 @@ inline float load(BFloat16 x) {
 
 inline void store(float* place, float value) { *place = value; }
 
-inline void store(BFloat16* place, float value) {  // to the nearest, ties to even; what is no number stays none
+inline void store(BFloat16* place, float value) {  // to the nearest, ties to even; NaN stays NaN
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);
     uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -54,14 +54,14 @@ inline float exponential(float x) {
     return p * scale;
 }
 
-// 16 numbers each; GCC and Clang turn them into what the processor has.
+// 16 numbers each; GCC and Clang compile them to the vectors of the processor.
 typedef float Floats __attribute__((vector_size(64)));
 typedef uint32_t Bits __attribute__((vector_size(64)));
 typedef int32_t Places __attribute__((vector_size(64)));
 
 constexpr int64_t LANES = 16, PAIR = 2 * LANES;
 
-// Of `vectors` times 16 numbers, at least once; written out, for compilers do not make vector code of a loop with max.
+// The highest of `vectors` (at least one) times 16 numbers; compilers do not vectorize a loop with max.
 inline float highest(const float* x, int64_t vectors) {
     Floats most, next;
     std::memcpy(&most, x, sizeof most);
@@ -74,8 +74,8 @@ inline float highest(const float* x, int64_t vectors) {
     return found;
 }
 
-// 32 numbers in an order of their own, the same for queries, keys and values: for bfloat16 even and odd ones apart,
-// which takes one instruction each.
+// 32 numbers, in the same order for queries, keys and values: of bfloat16 the even ones, then the odd ones, which takes
+// one instruction each.
 struct Pair {
     Floats a, b;
 };
@@ -109,7 +109,7 @@ inline Pair load_some(const T* x, int64_t n) {
     return load_pair(padded);
 }
 
-// 32 numbers to multiply with 32 others: bfloat16 ones as they are where the processor adds their products itself.
+// 32 factors of a dot product; they stay bfloat16 if the processor has an instruction for it.
 #ifdef __AVX512BF16__
 template <class T>
 using Factor = std::conditional_t<std::is_same_v<T, BFloat16>, __m512bh, Pair>;

@@ -1,10 +1,10 @@
-// Products with packed bfloat16 weights, y = activation(x W^T + b) + residual, for few rows first of all: each weight
-// is fetched from memory once, ahead of its use, and held against all rows. Sums are float32; a row's result hangs on
-// that row alone, whatever else is in the batch and however many threads there are.
+// Products with packed bfloat16 weights, y = activation(x W^T + b) + residual, optimized for few rows: each weight is
+// fetched from memory once, ahead of its use, and multiplied with all rows. Sums are float32. A row's result depends on
+// that row alone, not on the batch or the number of threads.
 
 #pragma once
 
-// Where the processor multiplies tiles (AMX), the library's products are faster.
+// The library's products are faster on processors that multiply tiles (AMX).
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && !defined(__AMX_BF16__)
 #define CAN_MULTIPLY 1
 
@@ -18,18 +18,18 @@
 
 namespace {
 
-constexpr int64_t VECTORS = 3;          // of 16 sums each, of a panel
+constexpr int64_t VECTORS = 3;          // of 16 sums each, in a panel
 constexpr int64_t PANEL = VECTORS * LANES;
 constexpr int64_t TILE = 8;             // rows held in registers: 8 x 3 sums, 3 weights and a number of x are 28 of 32
-constexpr int64_t DEPTH = 384;          // numbers summed before the next rows: 48 x 384 weights lie in the first cache
-constexpr int64_t MOST_ROWS = 64;       // that a panel is held against
+constexpr int64_t DEPTH = 384;          // numbers summed before the next rows: 48 x 384 weights fit the L1 cache
+constexpr int64_t MOST_ROWS = 64;       // that a panel is multiplied with in one pass
 
 inline __mmask16 first_lanes(int64_t n) { return n >= LANES ? 0xffff : (1 << n) - 1; }
 
 inline __m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
 
-// Adds `pairs` products of two to the sums [ROWS, PANEL], or makes them, on 64 bytes. weights: [pairs, PANEL, 2], on 64
-// bytes; meanwhile `lines` lines from `next` on are fetched.
+// Adds `pairs` products of two to the sums [ROWS, PANEL], or initializes them. weights: [pairs, PANEL, 2]; both are
+// aligned to 64 bytes. Prefetches `lines` cache lines from `next` on.
 template <int ROWS>
 void add_products(const BFloat16* x, int64_t x_row, const BFloat16* weights, int64_t pairs, float* sums,
                   int64_t sums_row, bool first, const char* next, int64_t lines) {
@@ -65,7 +65,7 @@ constexpr decltype(&add_products<1>) TILES[TILE + 1] = {
     nullptr,         add_products<1>, add_products<2>, add_products<3>, add_products<4>,
     add_products<5>, add_products<6>, add_products<7>, add_products<8>};
 
-// Rows of x by one panel: sums [rows, PANEL]. What lies behind the panel is fetched meanwhile.
+// Rows of x by one panel: sums [rows, PANEL]. Prefetches the weights behind the panel.
 inline void sum_panel(const BFloat16* x, int64_t x_row, const BFloat16* weights, int64_t inputs, int64_t rows, float* sums,
                       int64_t sums_row) {
     const int64_t tiles = (rows + TILE - 1) / TILE;
@@ -83,7 +83,7 @@ inline void sum_panel(const BFloat16* x, int64_t x_row, const BFloat16* weights,
 
 struct Product {
     const BFloat16* x;                // [rows, inputs]
-    const BFloat16* weight;           // [outputs / 48 rounded up, inputs / 2, 48, 2], on 64 bytes
+    const BFloat16* weight;           // [outputs / 48 rounded up, inputs / 2, 48, 2], aligned to 64 bytes
     const BFloat16 *bias, *residual;  // [outputs], [rows, outputs], or null
     BFloat16* out;                    // [rows, outputs]
     int64_t inputs, outputs;
@@ -100,17 +100,17 @@ inline void multiply_panel(const Product& p, int64_t panel, int64_t first, int64
         for (int64_t row = first; row < last; row++) {
             const int64_t place = row * p.outputs + at;
             __m512 y = _mm512_add_ps(_mm512_load_ps(sums + (row - first) * PANEL + n * LANES), bias);
-            if (p.relu) y = _mm512_max_ps(_mm512_setzero_ps(), y);  // in this order what is no number stays none
+            if (p.relu) y = _mm512_max_ps(_mm512_setzero_ps(), y);  // with the operands in this order NaN stays NaN
             if (p.residual) y = _mm512_add_ps(y, widen(_mm256_maskz_loadu_epi16(mask, p.residual + place)));
             _mm256_mask_storeu_epi16(p.out + place, mask, (__m256i)_mm512_cvtneps_pbh(y));
         }
     }
 }
 
-// All rows, by the threads of the parallel region it is called in.
+// All rows, divided among the threads of the calling parallel region.
 inline void multiply(const Product& p, int64_t rows) {
     const int64_t panels = (p.outputs + PANEL - 1) / PANEL, threads = omp_get_num_threads();
-    // fewer rows at once where there are more threads than panels
+    // smaller blocks of rows if there are more threads than panels
     const int64_t block = std::min(MOST_ROWS, std::max(TILE, rows * panels / threads / TILE * TILE));
     const int64_t blocks = (rows + block - 1) / block;
 #pragma omp for schedule(static)

@@ -1,5 +1,5 @@
 // Causal attention of whole prompts in bfloat16, by the tiles of products: a head's keys and values are packed once and
-// held against its queries, some at a time, and only as far as these see. Scores and sums are float32.
+// multiplied with blocks of its queries, up to the last key that a block attends to. Scores and sums are float32.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace {
 
-// What lies before all of some prompts: keys and values of its tokens, packed head by head.
+// Keys and values of the tokens that precede all prompts, packed head by head.
 struct Prefix {
     const BFloat16 *keys, *values;  // [heads, size, width], [heads, size rounded up, width]: see pack_prefix
     int64_t tokens;
@@ -28,11 +28,11 @@ struct PromptAttention {
     Prefix prefix;
 };
 
-constexpr int64_t QUERIES = 32;  // at a time
+constexpr int64_t QUERIES = 32;  // in a block
 
 inline int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// Keys [tokens, size] -> [tokens / 48 rounded up, size / 2, 48, 2]; places behind the last token keep what they held.
+// Keys [tokens, size] -> [tokens / 48 rounded up, size / 2, 48, 2]; slots behind the last token stay unchanged.
 inline void pack_keys(const BFloat16* keys, int64_t key_token, int64_t tokens, int64_t size, BFloat16* packed) {
     for (int64_t token = 0; token < tokens; token++) {
         BFloat16* to = packed + (token / PANEL * size / 2 * PANEL + token % PANEL) * 2;
@@ -40,7 +40,7 @@ inline void pack_keys(const BFloat16* keys, int64_t key_token, int64_t tokens, i
     }
 }
 
-// Values [tokens, size] -> [size / 48 rounded up, even / 2, 48, 2], `even` tokens, those behind the last one 0.
+// Values [tokens, size] -> [size / 48 rounded up, even / 2, 48, 2], `even` tokens, with zeros behind the last one.
 inline void pack_values(const BFloat16* values, int64_t value_token, int64_t tokens, int64_t size, int64_t even,
                         BFloat16* packed) {
     for (int64_t token = 0; token < even; token += 2)
@@ -55,7 +55,7 @@ inline void pack_values(const BFloat16* values, int64_t value_token, int64_t tok
         }
 }
 
-// Keys and values [heads, tokens, size], without strides, of a beginning that prompts share; `packed` holds zeros.
+// Keys and values [heads, tokens, size], without strides, of a shared prefix; `packed` holds zeros.
 inline void pack_prefix(const BFloat16* keys, const BFloat16* values, int64_t tokens, int64_t heads, int64_t size,
                         BFloat16* packed_keys, BFloat16* packed_values) {
     const int64_t width = rounded_up(tokens, PANEL), wide = rounded_up(size, PANEL);
@@ -65,8 +65,8 @@ inline void pack_prefix(const BFloat16* keys, const BFloat16* values, int64_t to
     }
 }
 
-// exp(scale (score - highest)) of the first `seen` scores as bfloat16, 0 up to `width`; returns their sum. There is room
-// for whole vectors.
+// exp(scale (score - highest)) of the first `seen` scores as bfloat16, 0 up to `width`; returns their sum. Both arrays
+// are padded to whole vectors.
 inline float exponentials(float* scores, BFloat16* out, int64_t seen, int64_t width, float scale) {
     const int64_t whole = rounded_up(seen, LANES);
     std::fill(scores + seen, scores + whole, -INFINITY);
@@ -83,7 +83,7 @@ inline float exponentials(float* scores, BFloat16* out, int64_t seen, int64_t wi
     return total;
 }
 
-// All prompts, by the threads of the parallel region it is called in.
+// All prompts, divided among the threads of the calling parallel region.
 inline void attend_prompts(const PromptAttention& a) {
     int64_t longest = 0;
     for (int64_t p = 0; p < a.prompts; p++) longest = std::max(longest, a.starts[p + 1] - a.starts[p]);
@@ -102,7 +102,7 @@ inline void attend_prompts(const PromptAttention& a) {
     float* sums = scores + QUERIES * width;
     float* sums_before = sums + QUERIES * size;
     float* totals = sums_before + QUERIES * size;
-    // where there are fewer heads than threads, each has its queries in parts, every so many at a time
+    // with fewer heads than threads, the blocks of a head's queries are divided among several tasks
     const int64_t heads = a.prompts * a.heads, parts = (omp_get_num_threads() + heads - 1) / heads;
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < heads * parts; task++) {
