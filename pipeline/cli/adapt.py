@@ -14,14 +14,16 @@ from pipeline.runtime.announce import announce_checks
 
 
 def adapt(
-    job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file; its section adapt says how.")],
+    job: Annotated[
+        Path, typer.Argument(metavar="JOB.yaml", help="The job file; its section adapt holds the settings.")
+    ],
     changes: Changes = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Tune a job's checkpoint on some of its own rows, and write the job file of the fastest speed within tolerance.
+    """Tune a job's checkpoint on some of its rows, and write a job file with the fastest speed within tolerance.
 
-    The same command again goes on where it stopped.
+    The same command continues an interrupted adaptation.
     """
     setup(verbose)
     advice = Advice(

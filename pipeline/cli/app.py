@@ -16,7 +16,7 @@ from pipeline.cli.tune import tune
 
 app = typer.Typer(
     name="skipdecode",
-    help="Answer a Parquet full of prompts with fewer layers a token: SkipDecode bulk generation on Ray.",
+    help="Answer Parquet files of prompts with fewer layers per token: SkipDecode bulk generation on Ray.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

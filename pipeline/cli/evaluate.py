@@ -25,7 +25,7 @@ def evaluate(
     ] = None,
     verbose: Verbose = False,
 ) -> None:
-    """Quality and wall clock at several speeds, against references and against full depth."""
+    """Measure quality and wall clock at several speeds, against references and against full depth."""
     setup(verbose)
     advice = Advice(
         interrupted="nothing is kept, the same command starts again from the beginning",

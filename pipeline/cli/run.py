@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 def run(
     job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
     changes: Changes = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows of the input.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Answer only the first rows of the input.")] = None,
     overwrite: Annotated[
         bool, typer.Option(help="Replace another job's output; input.since: abandon an unfinished run.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
-    show: Annotated[int, typer.Option(min=0, help="Rows to print with their answers at the end.")] = 0,
+    show: Annotated[int, typer.Option(min=0, help="Number of rows to print with their answers at the end.")] = 0,
     verbose: Verbose = False,
 ) -> None:
-    """Run a bulk job; the same command again finishes it, or with input.since takes what is new."""
+    """Run a bulk job, or finish it; with input.since, answer the files that are new."""
     setup(verbose)
     again = "the same command without --overwrite" if overwrite else "the same command"
     advice = Advice(

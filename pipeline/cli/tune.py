@@ -18,7 +18,7 @@ def tune(
     changes: Changes = None,
     verbose: Verbose = False,
 ) -> None:
-    """Adapt a checkpoint to a schedule or to any speed; the same command again goes on where it stopped."""
+    """Train a checkpoint for a schedule or for any speed; the same command continues an interrupted training."""
     setup(verbose)
     again = "the same command goes on from the last saved step"
     advice = Advice(failed=again, interrupted=again, out_of_memory="raise training.accumulation", verbose=verbose)

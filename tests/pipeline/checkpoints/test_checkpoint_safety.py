@@ -54,7 +54,7 @@ def changed(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_pickles_beside_the_weights_are_left_alone(checkpoint: Path, tmp_path: Path) -> None:
+def test_pickles_in_the_folder_are_never_loaded(checkpoint: Path, tmp_path: Path) -> None:
     folder, sprung = copied(checkpoint, tmp_path), tmp_path / "sprung"
     trap = pickle.dumps(Trap(sprung))
     pickle.loads(trap)
@@ -110,7 +110,7 @@ def test_files_that_hold_something_else_are_one_line(checkpoint: Path, tmp_path:
 
 
 @pytest.mark.parametrize("shard", ["../../x.safetensors", "/etc/x.safetensors", "a/../x.safetensors", "x.bin", 3])
-def test_an_index_leads_to_no_other_folder(checkpoint: Path, tmp_path: Path, shard: Any) -> None:
+def test_an_index_cannot_name_another_folder(checkpoint: Path, tmp_path: Path, shard: Any) -> None:
     folder = copied(checkpoint, tmp_path)
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))

@@ -95,7 +95,7 @@ def test_a_local_folder_is_taken_as_it_is(
         assert find(path).source == str(checkpoint)
 
 
-def test_what_a_path_cannot_be_is_said() -> None:
+def test_a_path_of_no_checkpoint_is_refused() -> None:
     assert "no such checkpoint folder; if a model on the hub is meant, add @revision" in refusal("owner/name")
     assert "owner/name@main" in refusal("owner/name")
     for path in ("/nowhere/at/all", "nowhere", "a/b/c", "./owner/name"):
@@ -117,7 +117,7 @@ def test_planning_leaves_the_weights_in_the_bucket(checkpoint: Path, s3: Storage
     }
 
 
-def test_of_a_sharded_checkpoint_the_shards_of_the_index_come(sharded: Path, s3: StorageConfig, place: Path) -> None:
+def test_a_sharded_checkpoint_is_fetched_by_its_index(sharded: Path, s3: StorageConfig, place: Path) -> None:
     located = find(put(sharded, "s3://bucket/sharded", s3) + "/", s3)  # with a slash or without
     wanted = {path.name for path in sharded.iterdir()} - {"pytorch_model.bin", "consolidated.safetensors"}
     assert set(located.identity()["files"]) == wanted
@@ -134,7 +134,7 @@ def test_a_shard_that_is_missing_is_known_before_anything_is_loaded(sharded: Pat
     assert said.startswith(f"{url}: model.safetensors.index.json names {gone}, 1 of ")
 
 
-def test_what_changes_in_the_bucket_is_another_checkpoint(checkpoint: Path, s3: StorageConfig, place: Path) -> None:
+def test_a_change_in_the_bucket_makes_another_checkpoint(checkpoint: Path, s3: StorageConfig, place: Path) -> None:
     url = put(checkpoint, "s3://bucket/changing", s3)
     before = find(url, s3)
     fetch(before.source)
@@ -161,7 +161,9 @@ def test_a_file_that_changed_after_the_plan_is_refused(checkpoint: Path, s3: Sto
     assert WEIGHTS not in held(place)
 
 
-def test_many_at_once_are_one_download(checkpoint: Path, s3: StorageConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simultaneous_fetches_are_one_download(
+    checkpoint: Path, s3: StorageConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each holder of a lock has its own file descriptor, so that threads exclude each other as processes do."""
     located = find(put(checkpoint, "s3://bucket/at-once", s3), s3)
     began, asked, original = threading.Event(), [], BucketStore.download
@@ -257,7 +259,7 @@ def test_a_damaged_cache_is_noticed(
     assert fetch(located.source) == folder and not caplog.text
 
 
-def test_what_the_store_tells_of_the_content(checkpoint: Path, s3: StorageConfig) -> None:
+def test_digests_that_the_store_knows(checkpoint: Path, s3: StorageConfig) -> None:
     """MD5 where the ETag is one, SHA-256 where it was given; an upload in parts tells neither, and still comes."""
     put(checkpoint, "s3://bucket/told", s3, ChecksumAlgorithm="SHA256")
     store = BucketStore("s3://bucket/told", s3)

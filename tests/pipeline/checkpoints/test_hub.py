@@ -52,7 +52,7 @@ def test_a_branch_is_pinned_to_its_commit_without_the_weights(hub: Hub, checkpoi
     assert set(identity["files"]) == set(files(checkpoint))
 
 
-def test_a_node_fetches_what_is_needed_once(hub: Hub, checkpoint: Path) -> None:
+def test_a_node_downloads_each_file_once(hub: Hub, checkpoint: Path) -> None:
     located = find()
     folder = fetch(located.source)
     assert files(folder) == files(checkpoint)  # no pickle, no model card
@@ -92,7 +92,7 @@ def test_weights_that_do_not_have_the_hubs_digest_are_refused(hub: Hub, checkpoi
     assert (fetch(located.source) / WEIGHTS).read_bytes() == (checkpoint / WEIGHTS).read_bytes()
 
 
-def test_what_the_hub_does_not_have_is_one_line(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_model_or_revision_is_one_line(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no such model on the hub, or no access" in refusal("someone/else@main")
     assert "no such revision: give a branch, tag or commit" in refusal(f"{REPO}@v9")
     hub.gated = True

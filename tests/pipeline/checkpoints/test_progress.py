@@ -10,7 +10,7 @@ import pytest
 from pipeline.checkpoints import progress
 
 
-def test_a_download_reports_what_has_arrived(
+def test_a_download_logs_its_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert progress.FIRST_SECONDS < 2 and progress.SECONDS == 10

@@ -107,7 +107,7 @@ def test_wrong_options_are_one_line_and_exit_2(tmp_path: Path, job: dict[str, An
     assert "--set nonsense: must look like section.key=value" in refused(tmp_path, job, "--set", "nonsense")
 
 
-def test_files_of_nobodys_job_are_not_mixed_with_answers(tmp_path: Path, job: dict[str, Any]) -> None:
+def test_an_output_with_foreign_parquet_files_is_refused(tmp_path: Path, job: dict[str, Any]) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.parquet").write_bytes(b"precious")
     assert "holds Parquet files of no job known here" in refused(tmp_path, job)
@@ -232,7 +232,7 @@ def test_a_ray_that_does_not_start_is_one_line(
     assert_released(tmp_path / "out")
 
 
-def test_the_cause_of_a_failed_task_is_what_went_wrong_and_not_advice_on_retries() -> None:
+def test_the_cause_of_a_failed_task_leaves_out_advice_on_retries() -> None:
     from ray.data._internal.util import _annotate_exception_with_retry_context
 
     error: BaseException = ValueError("Traceback\n  File x\nValueError: weights are missing")
@@ -295,7 +295,7 @@ def test_a_log_file_that_cannot_be_written_changes_nothing_else(monkeypatch: pyt
     assert ended(KeyError("x")) == (1, "failed: KeyError: 'x'; --verbose prints the traceback")
 
 
-def test_an_import_error_says_what_failed() -> None:
+def test_an_import_error_names_the_package_or_the_conflict() -> None:
     missing = ModuleNotFoundError("No module named 'rouge_score'", name="rouge_score")
     assert ended(missing) == (2, "rouge_score is not installed: pip install 'skipdecode[eval]'")
     conflict = ImportError("cannot import name 'Foo' from 'peft' (peft 0.1)", name="peft")
@@ -312,7 +312,7 @@ def imported_with(module: str) -> set[str]:
     return {"torch", "ray", "transformers"} & set(json.loads(done.stdout))
 
 
-def test_a_job_can_be_looked_at_before_torch_is_imported() -> None:
+def test_planning_imports_neither_ray_nor_torch_at_first() -> None:
     assert imported_with("pipeline.job") == set()
 
 

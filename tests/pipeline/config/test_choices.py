@@ -42,7 +42,7 @@ def test_a_rows_labels_come_before_the_jobs(checkpoint: Path) -> None:
         (["yes", " yes"], "choices: 'yes' and ' yes' are the same to the tokenizer"),
     ],
 )
-def test_labels_that_cannot_be_told_apart_are_the_error_of_their_row(
+def test_labels_with_the_same_tokens_are_a_row_error(
     checkpoint: Path, labels: list[str | None] | None, error: str
 ) -> None:
     ids, found, errors = prepared(checkpoint, [["a", "b"], labels])
@@ -52,7 +52,7 @@ def test_labels_that_cannot_be_told_apart_are_the_error_of_their_row(
 @pytest.mark.parametrize(
     "params", [{"stop": ("x",)}, {"stop_token_ids": (5,)}, {"min_new_tokens": 2}, {"ignore_eos": True}]
 )
-def test_what_would_end_a_label_elsewhere_goes_with_none(checkpoint: Path, params: dict[str, Any]) -> None:
+def test_settings_that_end_a_label_early_are_refused(checkpoint: Path, params: dict[str, Any]) -> None:
     (name,) = params
     error = f"choices do not go with sampling.{name}: a label ends where it ends"
     assert prepared(checkpoint, [["a"]], sampling=SamplingParams(**params))[2] == [error]
@@ -78,7 +78,7 @@ def test_a_prompt_leaves_room_for_the_longest_label(checkpoint: Path) -> None:
     assert errors[0] is not None and errors[0].endswith("new ones leave it no room in a context of 64")
 
 
-def test_labels_of_the_job_are_looked_at_before_it_runs(checkpoint: Path) -> None:
+def test_labels_of_the_job_are_checked_before_it_runs(checkpoint: Path) -> None:
     def check(*labels: str) -> None:
         check_spec(PromptSpec(str(checkpoint), 300, 64, column="prompt", choices=labels, too_long="truncate_left"))
 

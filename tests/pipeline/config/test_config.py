@@ -158,7 +158,7 @@ def test_an_unknown_key_suggests_the_nearest(tmp_path: Path) -> None:
     assert "did you mean sampling?" in refusal(path, ["samplin.top_k=2"])
 
 
-def test_a_typing_error_is_told_before_what_follows_from_it(tmp_path: Path) -> None:
+def test_a_mistyped_key_is_reported_before_its_consequences(tmp_path: Path) -> None:
     path = job_file(tmp_path, {**JOB, "input": {"paht": "in"}})
     assert refusal(path) == f"{path}: unknown key input.paht; did you mean path? (and 1 more)"
 
@@ -245,7 +245,7 @@ def test_a_change_below_a_value_is_refused(tmp_path: Path) -> None:
     assert refusal(path, ["shard_rows.x=3"]) == "--set shard_rows.x=3: shard_rows is not a section"
 
 
-def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
+def test_files_without_a_job_are_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path / "none.yaml") == f"{tmp_path / 'none.yaml'}: no such file"
     assert refusal(tmp_path).startswith(f"{tmp_path}: cannot be read: ")
     for text in ("input: [1, 2", "a: b: c", "- 1\n  x: {", "\t- a"):
@@ -258,7 +258,7 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
     assert refusal(path).startswith(f"{path}: cannot be read: ")
 
 
-def test_a_date_that_is_none_names_the_file(tmp_path: Path) -> None:
+def test_an_impossible_date_names_the_file(tmp_path: Path) -> None:
     """YAML takes 2024-13-01 for a date, and Python refuses it with an error of its own."""
     path = job_file(tmp_path, "input: {path: 2024-13-01}")
     assert str(path) in refusal(path)
@@ -299,7 +299,7 @@ def test_whatever_the_file_holds_it_is_a_job_or_one_line(
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
-def test_every_key_says_what_it_is(section: type[Section]) -> None:
+def test_every_key_has_a_description(section: type[Section]) -> None:
     for name, field in section.model_fields.items():
         below = isinstance(field.annotation, type) and issubclass(field.annotation, Section)
         assert below or (field.description or "").strip(), f"{section.__name__}.{name} has no description"

@@ -123,7 +123,7 @@ def test_any_job_file_is_a_job_or_one_line(tmp_path_factory: pytest.TempPathFact
 
 @settings(max_examples=60, **FUZZ)
 @given(text=job_files())
-def test_the_command_says_so_in_one_line_and_exits_2(
+def test_the_command_refuses_it_in_one_line_and_exits_2(
     checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, text: str | bytes
 ) -> None:
     folder = tmp_path_factory.getbasetemp() / "fuzz-command"

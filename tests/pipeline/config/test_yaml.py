@@ -64,7 +64,7 @@ def test_labels_need_no_quotes() -> None:
     ],
     ids=["twice", "tab", "open", "self", "bomb", "merge bomb", "deep", "python", "tag"],
 )
-def test_what_is_refused_is_one_line(text: str, message: str) -> None:
+def test_a_refused_document_is_one_line(text: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_yaml(text)
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
@@ -79,5 +79,5 @@ VALUES = st.recursive(
 
 
 @given(st.dictionaries(TEXTS, VALUES, max_size=4))
-def test_what_is_written_is_read_back(values: dict[str, Any]) -> None:
+def test_written_values_are_read_back(values: dict[str, Any]) -> None:
     assert parse_yaml(dump_yaml(values)) == values

@@ -56,7 +56,7 @@ def passes(request: Request) -> Fault:
     ],
     ids=["SlowDown", "reset", "truncated"],
 )
-def test_when_the_budget_is_over_one_line_says_where_and_what(
+def test_a_spent_budget_is_one_line_with_url_and_cause(
     proxy: Proxy, fault: Fault, operation: Callable[[Folder], object], words: str
 ) -> None:
     folder = new_folder(proxy.url, 0.3)
@@ -112,7 +112,7 @@ def test_an_answer_that_refuses_is_an_answer(proxy: Proxy) -> None:
     assert folder.names() == []
 
 
-def test_an_outage_in_the_middle_of_an_input_is_not_told_as_damage(proxy: Proxy, s3: StorageConfig) -> None:
+def test_an_outage_while_reading_is_not_reported_as_damage(proxy: Proxy, s3: StorageConfig) -> None:
     folder = new_folder(proxy.url, 0.2)
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table({"text": ["x"] * 100}), sink)
@@ -209,7 +209,7 @@ def self_signed(folder: Path) -> Iterator[str]:
         thread.join()
 
 
-def test_a_certificate_that_nobody_has_signed_is_told_at_once(s3: StorageConfig, tmp_path: Path) -> None:
+def test_a_self_signed_certificate_is_reported_without_retries(s3: StorageConfig, tmp_path: Path) -> None:
     with self_signed(tmp_path) as url:
         folder = new_folder(url, 30)
         began = time.monotonic()

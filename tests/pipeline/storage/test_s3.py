@@ -99,7 +99,7 @@ DATA = np.random.default_rng(0).bytes(300_000)
 
 
 @pytest.mark.parametrize("fault", PASSING, ids=label)
-def test_what_passes_is_waited_out(proxy: Proxy, fault: str | bytes, s3: StorageConfig) -> None:
+def test_temporary_faults_are_retried(proxy: Proxy, fault: str | bytes, s3: StorageConfig) -> None:
     folder = new_folder(through(proxy))
     direct = open_folder(folder.url, s3)
     for number in (1, 3):  # also where the answer is lost: it knows its own
@@ -124,7 +124,7 @@ def test_what_passes_is_waited_out(proxy: Proxy, fault: str | bytes, s3: Storage
 
 
 @pytest.mark.parametrize("fault", [TRUNCATED, RESET_ANSWER, SHORT, SLOW_DOWN], ids=label)
-def test_inputs_are_read_whole(proxy: Proxy, fault: str | bytes, s3: StorageConfig) -> None:
+def test_inputs_are_read_completely(proxy: Proxy, fault: str | bytes, s3: StorageConfig) -> None:
     rows = pa.table({"text": [hashlib.sha256(str(row).encode()).hexdigest() for row in range(20_000)]})
     sink = io.BytesIO()
     pq.write_table(rows, sink, row_group_size=5000)
@@ -139,7 +139,9 @@ def test_inputs_are_read_whole(proxy: Proxy, fault: str | bytes, s3: StorageConf
 
 
 @pytest.mark.parametrize("fault", [TRUNCATED, RESET_ANSWER, SHORT], ids=label)
-def test_checkpoints_are_fetched_whole(proxy: Proxy, fault: str | bytes, s3: StorageConfig, tmp_path: Path) -> None:
+def test_checkpoints_are_downloaded_completely(
+    proxy: Proxy, fault: str | bytes, s3: StorageConfig, tmp_path: Path
+) -> None:
     folder = new_folder(s3)
     data = DATA * 60  # more than one ranged read
     folder.replace("model.bin", data)

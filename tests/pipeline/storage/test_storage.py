@@ -221,7 +221,7 @@ def test_other_schemes_are_refused(url: str) -> None:
     assert str(caught.value).startswith(f"{url}: ")
 
 
-def test_a_url_says_where(tmp_path: Path) -> None:
+def test_a_url_names_its_file_system(tmp_path: Path) -> None:
     open_folder(f"file://{tmp_path}/x", LOCAL).replace("a", b"1")
     assert open_folder(str(tmp_path / "x"), LOCAL).read("a") == b"1"
     assert open_folder(str(tmp_path / "x"), LOCAL).url == str(tmp_path / "x")
