@@ -483,12 +483,11 @@ def test_a_family_without_fused_layers_falls_back_and_says_so(
 ) -> None:
     llama = inspect(checkpoint)
     gemma = replace(llama, config=AutoConfig.for_model("gemma3_text"))
-    gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert uses_pages("paged", llama, gpu) and not uses_pages("auto", gemma, gpu)
+    assert uses_pages("paged", llama, on_gpu=True) and not uses_pages("auto", gemma, on_gpu=True)
     assert not caplog.messages
-    assert not uses_pages("paged", gemma, gpu) and not uses_pages("paged", llama, cpu)
+    assert not uses_pages("paged", gemma, on_gpu=True) and not uses_pages("paged", llama, on_gpu=False)
     assert caplog.messages == [
-        "engine: library in place of paged, which has no fused layers for gemma3_text models",
+        "engine: library in place of paged, which has no fused layers for this gemma3_text model",
         "engine: library in place of paged, which needs a GPU",
     ]
 

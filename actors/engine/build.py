@@ -79,16 +79,16 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def uses_pages(engine: EngineName, checkpoint: Checkpoint, device: torch.device) -> bool:
+def uses_pages(engine: EngineName, checkpoint: Checkpoint, *, on_gpu: bool) -> bool:
     """Whether the paged engine runs the checkpoint; logs the reason where it was asked for and cannot."""
     if engine != "paged":
         return False
-    if device.type != "cuda":
+    if not on_gpu:
         log.warning("engine: library in place of paged, which needs a GPU")
     elif not checkpoint.has_pages:
         family = checkpoint.config.model_type
-        log.warning("engine: library in place of paged, which has no fused layers for %s models", family)
-    return device.type == "cuda" and checkpoint.has_pages
+        log.warning("engine: library in place of paged, which has no fused layers for this %s model", family)
+    return on_gpu and checkpoint.has_pages
 
 
 def build_engine(
@@ -105,7 +105,7 @@ def build_engine(
     from actors.engine.engine import Engine
 
     device = resolve_device(settings.device)
-    paged = uses_pages(settings.engine, checkpoint, device)
+    paged = uses_pages(settings.engine, checkpoint, on_gpu=device.type == "cuda")
     need = memory_needed(
         checkpoint,
         settings.dtype,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import psutil
 
+from actors.engine.build import uses_pages
 from actors.engine.errors import UserError
 from actors.engine.loading import memory_needed
 from actors.engine.weights import Need, gib
@@ -49,13 +50,14 @@ def log_memory_estimate(
     """
     model, actors = config.model, config.actors
     on_gpu = actors.gpus > 0 and model.device != "cpu"
+    paged = uses_pages(model.engine, checkpoint.checkpoint, on_gpu=on_gpu)
     need = memory_needed(
         checkpoint.checkpoint,
         model.dtype,
         batching.cache_bytes,
         checkpoint.sizes(),
         on_gpu=on_gpu,
-        paged_rows=batching.max_batch if config.paged and checkpoint.checkpoint.has_pages else 0,
+        paged_rows=batching.max_batch if paged else 0,
     )
     plan = f"{batching.scheduler}, at most {batching.max_batch} rows in flight"
     log.info("%s; %s", describe(need, model.dtype, actors), plan)

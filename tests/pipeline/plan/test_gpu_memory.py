@@ -16,6 +16,7 @@ from pipeline.backends.in_process import InProcess
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import ActorsConfig, JobConfig
 from pipeline.plan.manifest import GPU_CACHE_BYTES, Manifest, plan_job
+from pipeline.plan.memory import log_memory_estimate
 from pipeline.runtime import ray_session
 
 GIB = 2**30
@@ -91,6 +92,16 @@ def test_nobody_asks_where_it_is_known_or_there_are_no_pages(
     assert not asked and cache in (None, batching.cache_bytes)
     paged = "cache_bytes" in actors
     assert batching.max_batch == (512 if paged else 64)
+
+
+def test_a_job_that_asks_for_pages_and_gets_none_is_told_when_it_is_planned(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The actors' own log lines do not reach the user."""
+    config = job(checkpoint, tmp_path, {})
+    resolved = resolve_checkpoint(config.model, config.storage)
+    log_memory_estimate(config, resolved, plan(config).batching, InProcess())
+    assert "engine: library in place of paged, which needs a GPU" in caplog.messages
 
 
 @pytest.mark.parametrize("short", [1, 10**6, 2 * CACHE_STEP])
