@@ -95,7 +95,7 @@ MUTATIONS = [
     ),
     Mutation(
         "digests of the plan",
-        "pipeline/plan/manifest.py",
+        "pipeline/plan/plan_files.py",
         '        if _sha256(data[name]) != values["sha256"][name]:\n',
         "        if name not in data:\n",
         ("tests/pipeline/plan/test_manifest.py",),

@@ -1,4 +1,4 @@
-"""`skipdecode run` started as a user starts it, and what is left of it afterwards."""
+"""`skipdecode run` as a process of its own, and checks of what it leaves behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def parts(output: Path) -> dict[str, bytes]:
 
 
 class Command:
-    """`skipdecode run` of a job, as a user starts it, in a process group of its own."""
+    """`skipdecode run` of a job, in a process group of its own."""
 
     arguments: tuple[str, ...] = ("-m", "pipeline", "run")
 
@@ -45,7 +45,7 @@ class Command:
         self.wait_until(lambda: len(list(output.glob("part-*.parquet"))) >= count)
 
     def wait_until(self, reached: Callable[[], bool]) -> None:
-        """Until something is so; an AssertionError if the command ends before, or it takes too long."""
+        """Wait for a condition. AssertionError if the command ends first or 150 s pass."""
         deadline = time.monotonic() + 150
         while not reached():
             assert self.process.poll() is None, self.process.communicate()[1]
@@ -54,13 +54,13 @@ class Command:
 
 
 def assert_released(output: Path) -> None:
-    """The last run has given its lease back."""
+    """The last run has released its lease."""
     (term,) = (output / "_job" / "lease").iterdir()
     assert json.loads(term.read_text())["released"]
 
 
 def rays() -> set[int]:
-    """Process ids of all of Ray's servers and workers on this machine."""
+    """Process ids of all Ray servers and workers on this machine."""
     found = set()
     for process in psutil.process_iter(["pid", "cmdline"]):
         line = " ".join(process.info["cmdline"] or [])
@@ -70,7 +70,7 @@ def rays() -> set[int]:
 
 
 def assert_no_new_rays(before: set[int]) -> None:
-    """The processes that a run has started end with it, within seconds."""
+    """All Ray processes that are not in `before` end within 30 s."""
     deadline = time.monotonic() + 30
     while new := rays() - before:
         assert time.monotonic() < deadline, new

@@ -57,7 +57,7 @@ CEPH_SCRIPT = Path(__file__).parents[2] / "infra" / "ceph.sh"
 
 @pytest.fixture(scope="session")
 def ceph(s3: StorageConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StorageConfig]:
-    """A Ceph object gateway, with an empty bucket called bucket. It takes the credentials that `s3` has set."""
+    """A Ceph object gateway with an empty bucket called bucket and the credentials of `s3`."""
     if shutil.which("radosgw") is None:
         pytest.skip("Ceph's radosgw is not installed: make test-ceph")
     folder = tmp_path_factory.mktemp("ceph") / "gateway"
@@ -80,9 +80,9 @@ def ceph(s3: StorageConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="session")
 def own_ray(s3: StorageConfig) -> Iterator[None]:
-    """One Ray for all tests that run jobs in this process; its GPUs are pretended.
+    """One Ray for all tests that run jobs on Ray in this process; it has two GPUs that do not exist.
 
-    The bucket comes first: Ray's workers inherit its credentials.
+    Depends on `s3`, so that Ray's workers inherit the credentials.
     """
     start_ray()
     yield
@@ -90,7 +90,7 @@ def own_ray(s3: StorageConfig) -> Iterator[None]:
 
 
 def start_ray() -> None:
-    """Anew after a job that failed: what it cancelled may have been in the middle of an import."""
+    """Start Ray again: after a job that failed, a cancelled worker may be in the middle of an import."""
     ray.shutdown()
     ray.init(address="local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
 
@@ -103,6 +103,6 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def ray_to_be_left(own_ray: None) -> Iterator[None]:
-    """The Ray of all tests, for one whose job fails."""
+    """Ray for a test whose job fails; started again after it."""
     yield
     start_ray()

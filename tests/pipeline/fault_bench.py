@@ -1,4 +1,4 @@
-"""A small job, its parts when nobody disturbs it, and what another run of it has left of every row."""
+"""A small job, its parts when it is not disturbed, and a check of the output of a disturbed run."""
 
 from __future__ import annotations
 
@@ -37,9 +37,12 @@ class Hung(Exception):
 
 @dataclass
 class Trial:
-    """What became of one job. hit: a process was killed before the job's end. at_parts, at_seconds: when.
+    """The outcome of one job.
 
-    recovered: by itself, by rerun, or not at all. problem: what else went wrong, in words.
+    Args:
+        hit: Whether a process was killed before the job ended; at_parts, at_seconds: when.
+        recovered: "itself", "rerun" or "not".
+        problem: What else went wrong.
     """
 
     fault: str
@@ -63,7 +66,7 @@ class Trial:
 
 @dataclass
 class Bench:
-    """A job of 60 rows in 12 shards, some of them bad. root: URL below which every trial has its output."""
+    """A job of 60 rows, some of them bad, in 12 shards. root: URL of the folder that holds the output of each trial."""
 
     folder: Path
     root: str
@@ -82,7 +85,7 @@ class Bench:
             pq.write_table(table, self.folder / "in" / f"in-{number}.parquet")
 
     def job(self) -> JobConfig:
-        """With an output of its own."""
+        """The job with a new output folder."""
         return JobConfig.model_validate(
             {
                 "input": {"path": str(self.folder / "in"), "id": "id"},
@@ -100,7 +103,7 @@ class Bench:
         return open_folder(job.output.path, job.storage)
 
     def learn(self) -> None:
-        """The undisturbed parts, from a job in this process, and how long it takes to start."""
+        """Run an undisturbed job on this process's Ray; keep its parts and the seconds until the first."""
         job = self.job()
         began, first = time.monotonic(), 0.0
         done = threading.Event()
@@ -124,7 +127,7 @@ class Bench:
         assert len(self.undisturbed) == SHARDS
 
     def look(self, job: JobConfig, trial: Trial) -> Trial:
-        """The trial with what its output holds."""
+        """The trial, completed by what its output holds."""
         output = self.output(job)
         rows = Counter(
             one for name in parts(output) for one in pq.read_table(io.BytesIO(output.read(name)))["id"].to_pylist()
@@ -155,7 +158,7 @@ def digests(folder: Folder) -> dict[str, str]:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Hung, raised in the main thread, after so long; all threads are shown on stderr first."""
+    """Raise Hung in the main thread after so many seconds, with the stacks of all threads on stderr."""
 
     def on_alarm(number: int, frame: FrameType | None) -> None:
         faulthandler.dump_traceback(all_threads=True)

@@ -1,4 +1,4 @@
-"""A store in memory whose users take one operation at a time, in an order that the test decides."""
+"""A folder in memory, and threads that perform one operation on it at a time, in an order that the test decides."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class MemoryFolder:
-    """A folder of a store that many share; `gate` is passed before every operation."""
+    """A folder in memory that several users share; `gate` is called before every operation."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     prefix: str = "root"
@@ -68,11 +68,11 @@ class MemoryFolder:
 
 
 class Killed(BaseException):
-    """The process is no more; nothing may catch it."""
+    """Raised in place of a SIGKILL; nothing may catch it."""
 
 
 class Stepped:
-    """Work in a thread of its own that stops before each operation until `step` lets it go on."""
+    """Work in a thread of its own that waits before each operation until `step` is called."""
 
     def __init__(self, work: Callable[[Callable[[], None]], object]) -> None:
         self.error: BaseException | None = None
@@ -84,21 +84,21 @@ class Stepped:
         self._stopped.acquire()
 
     def step(self, times: int) -> None:
-        """Let that many operations happen, or those that are left."""
+        """Perform so many operations, or fewer if the work ends."""
         for _ in range(times):
             if not self.ended:
                 self._go.release()
                 self._stopped.acquire()
 
     def kill(self) -> None:
-        """It ends where it stands, before its next operation."""
+        """End the work before its next operation."""
         self._killed = True
         self.step(1)
         assert self.ended
         self._thread.join()
 
     def _gate(self) -> None:
-        if not self._killed:  # nor may a dying one clean up
+        if not self._killed:  # a killed process does not clean up
             self._stopped.release()
             self._go.acquire()
         if self._killed:
@@ -107,7 +107,7 @@ class Stepped:
     def _run(self, work: Callable[[Callable[[], None]], object]) -> None:
         try:
             self.result = work(self._gate)
-        except BaseException as error:  # handed to the test, which looks at it
+        except BaseException as error:  # the test checks it
             self.error = error
         self.ended = True
         self._stopped.release()

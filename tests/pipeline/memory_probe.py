@@ -1,4 +1,4 @@
-"""The most memory that this process holds while something runs (Linux)."""
+"""Peak memory of this process over a period (Linux)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def _status(key: str) -> int:
 
 
 def watch_peak() -> Callable[[], int]:
-    """From now on: bytes at the highest, above what is held now. Not of getrusage, whose mark is never lowered."""
+    """A function that returns the peak since this call, in bytes above those held now; that of getrusage never falls."""
     Path("/proc/self/clear_refs").write_text("5")
     began = _status("VmRSS")
     return lambda: _status("VmHWM") - began

@@ -1,4 +1,4 @@
-"""Stages with rows, or a load, that kill the process; they take the place of a job's own stages, in tests only."""
+"""Stages whose process dies of a row or while it loads the model; they replace a job's stages in tests."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pipeline.generate.stage import ShardGenerator
 from pipeline.prepare import prompts as prepares
 from pipeline.prepare.stage import prepare
 
-KILLER = "killer"  # a word of the row's prompt
-DEADLY_TOKENS = 9  # length of the row's prompt
-LOADS = "loads"  # a file beside the checkpoint that gets a line with each load
+KILLER = "killer"  # a word of the deadly row's prompt
+DEADLY_TOKENS = 9  # length of the deadly row's prompt
+LOADS = "loads"  # a file next to the checkpoint; each load appends a line
 
 
 def die() -> None:
@@ -22,7 +22,7 @@ def die() -> None:
 
 
 class DeadlyGenerate(ShardGenerator):
-    """Dies as soon as a batch with the row is admitted."""
+    """Dies when a batch with the deadly row is admitted."""
 
     def __init__(self, *rest: Any, **named: Any) -> None:
         super().__init__(*rest, **named)
@@ -38,7 +38,7 @@ class DeadlyGenerate(ShardGenerator):
 
 
 class DeadlyLoad(ShardGenerator):
-    """Dies while it loads its model."""
+    """Dies while it loads the model."""
 
     def __init__(self, generator: Any, *rest: Any, **named: Any) -> None:
         from actors import generator as generators
@@ -53,7 +53,7 @@ class DeadlyLoad(ShardGenerator):
 
 
 def deadly_prepare(*rest: Any, **named: Any) -> dict[str, Any]:
-    """Dies when the row is tokenized."""
+    """Dies when the deadly row is tokenized."""
     whole = prepares.tokenize
 
     def deadly(checkpoint: Any, texts: Sequence[str], special_tokens: bool) -> Any:

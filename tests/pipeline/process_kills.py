@@ -1,7 +1,7 @@
-"""SIGKILL in the middle of a job: who is killed and when follows from a seed; then every row is looked for.
+"""SIGKILL during a job: victim and moment follow from a seed; then every row is searched for in the output.
 
-`kill_worker`, `TwoNodes.kill_node` and `kill_driver` run the bench's job once each, kill a process of it, and say
-what has become of the rows.
+`kill_worker`, `TwoNodes.kill_node` and `kill_driver` each run the bench's job once, kill one of its processes, and
+return a `Trial`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ ROOT = Path(__file__).parents[2]
 TITLES = {"actor": "ShardGenerator", "prepare": "(prepare)", "write": "commit_shards"}  # of Ray's worker processes
 SLOWNESS = {"prepare": Slowness(prepare=0.6, answer=0.0, commit=0.0), "write": Slowness(commit=0.6)}
 MARK = "SKIPDECODE_TEST_MARK"
-LEFT_SECONDS = 30.0  # after which nothing that a killed driver had started may be alive
+LEFT_SECONDS = 30.0  # after which no process that a killed driver had started may be alive
 
 
 @dataclass(frozen=True)
 class Moment:
-    """When to kill: so many parts are committed, and then so many seconds more. pick: of several victims."""
+    """When to kill: after so many committed parts and then so many seconds. pick: chooses the victim, in [0, 1)."""
 
     parts: int
     seconds: float
@@ -49,14 +49,14 @@ class Moment:
 
     @classmethod
     def draw(cls, chance: random.Random, start: float) -> Moment:
-        """From the start-up to the end of a job. start: seconds before the first part, about."""
+        """A moment between the start and the end of a job. start: approximate seconds before the first part."""
         phase = chance.random()
         parts = 0 if phase < 0.25 else chance.randint(1, SHARDS - 1) if phase < 0.75 else SHARDS - chance.randint(0, 2)
         return cls(parts, chance.uniform(0, 0.4 if parts else start), chance.random())
 
 
 class Killer:
-    """From `with` to its end, waits for the moment and kills one of the victims, then. Fills in the trial."""
+    """Waits for the moment, inside `with`, kills one of the victims and completes the trial."""
 
     def __init__(
         self,
@@ -88,14 +88,14 @@ class Killer:
             self._ended.wait(0.03)
 
     def _killed(self) -> bool:
-        """Whether one of the victims is no more; there may be none yet."""
+        """Kill a victim, if there is one yet; whether there is nothing more to do."""
         victims = self.victims()
         if not victims:
             return False
         victim = victims[int(self.moment.pick * len(victims))]
         names, said = self.output.names(), title(victim)
         if "_SUCCESS" in names:
-            return True  # too late: the trial does not count
+            return True  # too late: the trial is a miss
         try:
             self.kill(victim)
         except (psutil.NoSuchProcess, ProcessLookupError):
@@ -114,18 +114,18 @@ def title(process: psutil.Process) -> str:
 
 
 def raylets() -> list[psutil.Process]:
-    """Those that this process has started."""
+    """Raylets that this process has started."""
     return [one for one in psutil.Process().children(recursive=True) if one.name() == "raylet"]
 
 
 def workers(part_of_title: str) -> list[psutil.Process]:
-    """Ray's worker processes below this process, by their titles."""
+    """Ray's worker processes started below this process, by title."""
     below = [worker for raylet in raylets() for worker in raylet.children()]
     return [one for one in below if (said := title(one)).startswith("ray::") and part_of_title in said]
 
 
 def kill_worker(bench: Bench, fault: str, seed: int) -> Trial:
-    """A worker process of one stage: actor, prepare or write. Needs a Ray in this process."""
+    """Kill a worker process of a stage: actor, prepare or write. Ray runs in this process."""
     chance = random.Random(f"{fault} {seed}")
     moment = Moment.draw(chance, bench.start_seconds)
     if fault == "prepare":  # all is prepared long before the end
@@ -134,7 +134,7 @@ def kill_worker(bench: Bench, fault: str, seed: int) -> Trial:
 
 
 def _disturbed(bench: Bench, trial: Trial, moment: Moment, victims: Callable[[], list[psutil.Process]]) -> Trial:
-    """The job in this process while a victim is killed; if it fails, once more."""
+    """Run the job in this process while a victim is killed; if it fails, run it again."""
     job = bench.job()
     began = time.monotonic()
     try:
@@ -149,7 +149,7 @@ def _disturbed(bench: Bench, trial: Trial, moment: Moment, victims: Callable[[],
         trial.recovered = "not"
         try:
             with time_limit(TRIAL_SECONDS):
-                jobs.run(job)  # what it asks of its user
+                jobs.run(job)  # as its message asks the user to do
             trial.recovered = "rerun"
         except (ray.exceptions.RayError, RowsMissing, ValueError, Hung) as again:
             trial.problem += f"; again: {type(again).__name__}: {' '.join(str(again).split())[:300]}"

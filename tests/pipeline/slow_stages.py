@@ -1,8 +1,8 @@
-"""Jobs whose stages take their time, so that a kill can hit them; the answers stay the same.
+"""Jobs with slow stages, so that a kill hits them at work; the answers stay the same.
 
     python tests/pipeline/slow_stages.py run job.yaml
 
-is `skipdecode run job.yaml` so slowed.
+is `skipdecode run job.yaml` with slow stages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipeline.cli.app import main
 
 @dataclass(frozen=True)
 class Slowness:
-    """Seconds that each shard takes longer: to prepare, to answer, and between its part and its record."""
+    """Seconds added for each shard: to prepare, to answer, and between its part and its record."""
 
     prepare: float = 0.05
     answer: float = 0.3
@@ -29,8 +29,7 @@ class Slowness:
 
 @contextmanager
 def slowed(by: Slowness) -> Iterator[None]:
-    """The jobs that this process starts from now on are slow. What is put in place is pickled whole: workers
-    need not find this file."""
+    """Jobs started in this context are slow. The stages are pickled by value: workers cannot import this file."""
     kept = {name: getattr(jobs, name) for name in ("prepare", "ShardGenerator", "commit_shards")}
     jobs.prepare = _prepare(by.prepare)  # type: ignore[attr-defined]
     jobs.ShardGenerator = _shard_generator(by.answer)  # type: ignore[attr-defined]
@@ -52,7 +51,7 @@ def _prepare(seconds: float) -> Any:
         time.sleep(seconds / 2)
         return prepared
 
-    prepare.__module__ = "__main__"  # else it would be pickled by its name, which leads to the original
+    prepare.__module__ = "__main__"  # otherwise it is pickled by a name that leads to the original
     return prepare
 
 
