@@ -12,7 +12,7 @@ def _status(key: str) -> int:
 
 
 def watch_peak() -> Callable[[], int]:
-    """Returns a function of the peak since this call, in bytes above those held now (getrusage never resets its peak)."""
+    """Return a function of the peak: bytes above those held now."""  # getrusage never resets its peak
     Path("/proc/self/clear_refs").write_text("5")
     began = _status("VmRSS")
     return lambda: _status("VmHWM") - began
