@@ -4,10 +4,17 @@ import logging
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.checkpoints import progress
+from pipeline.checkpoints.resolve import resolve_checkpoint
+from pipeline.checkpoints.stores import BucketStore
+from pipeline.config.job import ModelConfig, StorageConfig
+from pipeline.generate.coordinator import Coordinator
+from pipeline.generate.stage import PartSpec, ShardGenerator
+from pipeline.storage.folder import open_folder
 
 
 def test_a_download_logs_its_progress(
@@ -36,3 +43,32 @@ def test_a_short_download_reports_nothing(tmp_path: Path, caplog: pytest.LogCapt
     with caplog.at_level(logging.INFO), progress.download_progress("s3://b/m", 10, tmp_path / "none"):
         pass
     assert caplog.messages == []
+
+
+def test_an_actor_reports_its_download_to_the_coordinator(
+    checkpoint: Path, s3: StorageConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = open_folder("s3://bucket/download", s3)
+    for path in checkpoint.iterdir():
+        bucket.replace(path.name, path.read_bytes())
+    model = ModelConfig(path=bucket.url, cache=str(tmp_path / "cache"))
+    source = resolve_checkpoint(model, s3).pinned()
+    lines: list[str] = []
+
+    class Recorder(Coordinator):
+        def downloading(self, actor: str | None, line: str) -> None:
+            lines.append(line)
+
+    original = BucketStore.download
+
+    def wait_for_a_line(store: BucketStore, files: Any, folder: Path) -> Path:
+        while not lines:
+            time.sleep(0.01)
+        return original(store, files, folder)
+
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(BucketStore, "download", wait_for_a_line)
+    coordinator = Recorder()
+    part = PartSpec(id_column=None, keep=(), optional=(), fingerprint="f", num_layers=4)
+    ShardGenerator({"checkpoint": source, "dtype": "float32", "threads": 1}, part, coordinator=coordinator)
+    assert lines[0].startswith(f"downloading {bucket.url}: 0 MiB of ") and coordinator.read().loading == 0
