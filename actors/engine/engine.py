@@ -68,7 +68,11 @@ class Engine:
         )
 
     def at(self, schedule: Schedule) -> Engine:
-        """See `EngineProtocol`; the new engine has buffers of its own."""
+        """Return a new engine of the same decoder under `schedule`; only one of the two may have rows in flight.
+
+        The new engine shares no cache memory with this one, which drops the memory that it keeps for its next `open`.
+        Raises UserError if the schedule is for another number of layers.
+        """
         self.release_memory()  # only this engine's next batch would use it
         return Engine(self.decoder, schedule, self.stop_ids, cumulative_logprob=self.cumulative_logprob)
 

@@ -49,7 +49,12 @@ class Store(Protocol):
         ...
 
     def download(self, files: Sequence[RemoteFile], folder: Path) -> Path:
-        """Download files into `folder` or the store's own cache. Returns the folder that holds them."""
+        """Download `files` and return the folder that holds them.
+
+        A bucket store writes to `folder` and skips files that have their size there; the caller holds the folder's
+        lock. The hub store ignores `folder` and uses its own cache. Contents are not verified. Raises UserError also
+        if the disk has too little space.
+        """
         ...
 
     def arrivals(self, folder: Path) -> Path:

@@ -75,7 +75,11 @@ def rebuild_record(folder: Folder, shard: Shard, fingerprint: str) -> CommitReco
 
 
 def check_part(folder: Folder, shard: Shard, part: bytes, fingerprint: str) -> ShardStats:
-    """Statistics of a part. Raises UserError if it is damaged, another job's, or does not hold the shard."""
+    """Validate the bytes of a part, and return the statistics that they hold.
+
+    Times, memory and device are not in a part and are 0 or empty. folder: named in errors, not read. Raises
+    UserError if the part is damaged, belongs to another job, or does not hold the rows of `shard`.
+    """
     name = f"{folder.url}/{part_name(shard.index)}"
     try:
         parquet = pq.ParquetFile(io.BytesIO(part), page_checksum_verification=True)
@@ -160,7 +164,10 @@ def _drop_segments(folder: Folder, names: Sequence[str]) -> None:
 
 
 def clear(folder: Folder) -> None:
-    """Remove an earlier job from an output folder: parts first, its plan last."""
+    """Remove a job's files: `_SUCCESS` and parts first, then records, quarantine markers and the files of `_job`.
+
+    The lease, temporaries and all other files of the folder stay. Checks nothing: the caller must hold the lease.
+    """
     folder.remove_all([name for name in folder.names() if name == SUCCESS or PART.fullmatch(name)])
     for subfolder in (COMMITS, SEGMENTS):
         folder.remove_all([f"{subfolder}/{name}" for name in folder.names(subfolder)])

@@ -35,7 +35,13 @@ MOST = 32  # measurements; two chains of candidates need about 15
 
 @dataclass(frozen=True)
 class Goal:
-    """tolerance: limit of the upper end of the loss's interval. metric: None for the default of the rows."""
+    """What the search looks for: the cheapest schedule whose quality loss is within the tolerance.
+
+    Args:
+        tolerance: 0 or above, in units of the metric. The upper end of the confidence interval of the loss against full
+            depth must not exceed it.
+        metric: a key of `METRICS`; None: the default metric of the rows.
+    """
 
     tolerance: float
     metric: str | None = None

@@ -57,7 +57,7 @@ class RunCoordinator(Protocol):
         ...
 
     def working(self) -> set[int]:
-        """Shards at work."""
+        """Return the indices of the shards that have begun and are not yet committed."""
         ...
 
     def read(self) -> RunProgress:

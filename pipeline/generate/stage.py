@@ -53,7 +53,10 @@ class Worker(Protocol):
         ...
 
     def count(self, amounts: Mapping[str, float], fingerprint: str) -> None:
-        """Add to the `METRICS` of the job."""
+        """Add amounts to the job's running counters; does nothing in a process that exports no metrics.
+
+        amounts: by key of `METRICS`, since the last call. fingerprint: the job's.
+        """
         ...
 
 

@@ -134,7 +134,11 @@ class Quarantine:
     stage: str
 
     def begin(self, shard: int, rows: int) -> ShardAttempt:
-        """Begin an attempt at a shard of `rows` rows. Raises ShardLost after too many deaths outside of batches."""
+        """Begin an attempt at a shard of `rows` rows, and write its marker.
+
+        A marker of this run that is still there counts as a death of the last attempt; `release_shard` removes it.
+        Raises ShardLost at the `attempts`-th death that happened while no batch was running.
+        """
         name, fresh = marker_name(shard, self.stage), Marker(self.run)
         if self.folder.create(name, fresh.encode()):
             return ShardAttempt(self, shard, rows, fresh)

@@ -93,15 +93,18 @@ def _raise_in(thread: int, error: type[BaseException] | None) -> None:
 
 
 class Grace:
-    """Work that may be finished after the first signal.
+    """The time in which shards at work may end after the first signal. `graceful` makes it.
+
+    After `ask`, one background thread calls `stop` once, then `at_work` every 0.2 s. When either returns an empty set,
+    or `seconds` have passed, the thread interrupts the job, also if all work ended in time. `end` stops the thread.
 
     Args:
-        seconds: for the work to end.
-        stop: begins nothing new; returns the numbers of the shards at work.
-        at_work: the numbers that still are. Both run in a thread of their own and end the grace by an empty set.
-        job: whose thread is interrupted at the end of the grace.
+        seconds: the longest time for the work to end.
+        stop: lets no further shard begin, and returns the indices of the shards at work.
+        at_work: returns the indices of the shards still at work.
+        job: the job to interrupt; None outside of `interruptible`, then `ask` must not be called.
 
-    `signal` is the name of the first signal, None before it.
+    `signal`: name of the first signal, SIGTERM also for a lost lease; None before.
     """
 
     def __init__(

@@ -14,7 +14,11 @@ BATCH = 1024  # items submitted together, so that an error is raised soon and re
 
 
 def in_parallel(function: Callable[[Item], Result], items: Iterable[Item], threads: int = THREADS) -> Iterator[Result]:
-    """Results of a function in the order of the items. Raises the error of the first item that fails."""
+    """Call `function` on every item in up to `threads` threads, and yield the results in the order of the items.
+
+    Lazy: nothing runs until the results are consumed. Items are submitted `BATCH` at a time. The error of an item is
+    raised in place of its result; calls that have not started by then are cancelled, running ones are waited for.
+    """
     remaining = iter(items)
     while batch := list(islice(remaining, BATCH)):
         pool = ThreadPoolExecutor(min(threads, len(batch)))

@@ -44,6 +44,9 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
 
 
 def merged(model: PeftModel) -> PreTrainedModel:
-    """The plain model, with the adapters' products added to its weights."""
+    """Add the adapters' products to the base model's weights, in place, and return that model without the adapters.
+
+    Do not use `model` afterwards.
+    """
     plain: Any = model.merge_and_unload()
     return plain  # type: ignore[no-any-return]

@@ -41,9 +41,15 @@ def train_tokenizer(pairs: Sequence[Pair], vocab_size: int) -> PreTrainedTokeniz
 
 
 def new_config(sizes: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
-    """The Hugging Face config of `sizes` (model_type and keys of its config) for this tokenizer.
+    """Build the Hugging Face config of a new model.
 
-    Raises UserError for a type or a key that transformers does not have; transformers itself accepts any key.
+    Args:
+        sizes: `model_type` (required) and other keys of its Hugging Face config.
+        tokenizer: sets vocab_size and the ids of the pad, begin and end tokens.
+
+    Raises:
+        UserError: `sizes` has one of these four keys, a key or type that transformers does not have, a value that it
+            refuses, or a family that the engine does not support.
     """
     kind = sizes["model_type"]
     if kind not in CONFIG_MAPPING:

@@ -25,9 +25,12 @@ log = logging.getLogger(__name__)
 
 
 def train(config: TuneConfig, plan: TrainingPlan, recorded: TuneConfig | None = None) -> None:
-    """Train, from the last saved step if there is one, and save the checkpoint.
+    """Train in this process, and save the checkpoint and `tune.json` into `config.output`.
 
-    recorded: the config for the record, with the user's own paths; default `config`.
+    Call `resume.begin` first. Training continues from the last saved step, if there is one. Among several workers only
+    the first one saves.
+
+    recorded: the config that is written to `tune.json`, with the paths as the user wrote them; default `config`.
     """
     began = time.monotonic()
     if config.training.threads is not None:

@@ -84,7 +84,10 @@ class PagePool:
             user.drop_pages()
 
     def shrink(self, least: int) -> None:
-        """Free the memory, and have a twelfth less of it from now on, but at least `least` pages."""
+        """Free the memory for all users, and lower `pages` by a twelfth, rounded up, but not below `least`.
+
+        If `pages` is at or below `least`, it does not change. The next `allocate` call allocates memory again.
+        """
         self.pages = max(min(least, self.pages), self.pages - -(-self.pages // SHRINK_SHARE))
         self.drop()
 
