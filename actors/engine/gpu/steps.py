@@ -77,6 +77,8 @@ class Steps:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._use_graphs = graphs
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
+        # of its own: graphs that share a capture stream share cuBLAS workspaces, which go with the first one's pool
+        self._capture_stream = torch.cuda.Stream(device) if graphs else None
         self._warm: set[Hashable] = set()  # work that has run once, without a graph
         self._step_graphs = 0
 
@@ -167,7 +169,8 @@ class Steps:
         if graph is None:
             graph = torch.cuda.CUDAGraph()
             # a capture runs nothing; work of other threads is not captured
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            stream = self._capture_stream
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 work()
             self._graphs[key] = graph
         graph.replay()
