@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from actors.answers import Prompt
-from actors.engine.choices import ChoiceTrie
 from actors.engine.errors import UserError
+from actors.engine.label_trie import ChoiceTrie
 from actors.engine.stopping import StopStrings
 from actors.engine.types import Completion, FinishReason, Request, SamplingParams, row_key
 

@@ -33,7 +33,7 @@ from pipeline.plan.columns import check_columns, optional_columns
 from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import Manifest
 from pipeline.plan.memory import log_memory_estimate
-from pipeline.prepare.spec import check_spec, prompt_spec
+from pipeline.prepare.prompt_spec import check_spec, prompt_spec
 from pipeline.prepare.stage import prepare
 from pipeline.read.files import Files
 from pipeline.read.shards import Shard
@@ -41,7 +41,7 @@ from pipeline.report.summary import JobResult
 from pipeline.runtime.quarantine import STAGE_NAMES, Quarantine, clear_quarantine
 from pipeline.runtime.signals import interruptible
 from pipeline.storage.folder import Folder, open_folder, probe_create
-from pipeline.storage.output_folder import check_location, make_writable
+from pipeline.storage.write_check import check_location, make_writable
 
 log = logging.getLogger(__name__)
 TASK_RETRIES = 20  # of a task whose process died, or whose result was lost with its node

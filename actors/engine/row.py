@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from actors.engine.choices import Node
+from actors.engine.label_trie import Node
 from actors.engine.sampling import RowSampling, sample
 from actors.engine.schedule import Schedule
 from actors.engine.types import Completion, FinishReason, Request, TokenLogprob

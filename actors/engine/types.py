@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from actors.engine.errors import UserError, suggestion
 
 if TYPE_CHECKING:
-    from actors.engine.choices import ChoiceTrie
+    from actors.engine.label_trie import ChoiceTrie
 
 EngineName = Literal["auto", "library", "paged"]
 SCHEDULERS = ("lock_step", "refill")

@@ -15,8 +15,8 @@ from actors.engine.errors import UserError
 from pipeline.adapt.configs import ANSWERS, HELD_OUT, SAMPLE, TRAIN
 from pipeline.config.adapt import OF_TEXTS
 from pipeline.config.labels import normalized
+from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import ERROR, PROMPT_IDS, prepare_table
-from pipeline.prepare.spec import PromptSpec
 from pipeline.prepare.tokenizer import tokenizer_of
 from pipeline.runtime.isolated import Died, call_isolated
 from pipeline.storage.owned_folder import replacing

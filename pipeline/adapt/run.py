@@ -26,14 +26,14 @@ from pipeline import job as jobs
 from pipeline.adapt import configs
 from pipeline.adapt.choice import BreakEven, Measured, Quality, choose, nearest, parallel_actors
 from pipeline.adapt.pairs import check_metric, write_pairs
+from pipeline.adapt.plan import Task, plan_adaptation
 from pipeline.adapt.sample import draw, write_sample
-from pipeline.adapt.setup import Task, plan_adaptation
 from pipeline.adapt.state import StageRecord
 from pipeline.checkpoints.resolve import fetch
 from pipeline.commit.lease import leased
 from pipeline.config.adapt import TOLERANCES
 from pipeline.config.job import ActorsConfig, JobConfig
-from pipeline.prepare.spec import prompt_spec
+from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.runtime.announce import announce
 from pipeline.runtime.ray_session import on_cluster
 from pipeline.runtime.signals import interruptible

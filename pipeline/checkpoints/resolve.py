@@ -23,6 +23,7 @@ from filelock import FileLock
 from actors.engine.errors import UserError
 from actors.engine.loading import Checkpoint, inspect, refuse_file
 from actors.engine.weights import tensor_sizes, weight_files
+from pipeline.checkpoints.download_progress import download_progress
 from pipeline.checkpoints.local import (
     CACHE_VARIABLE,
     SMALL,
@@ -33,7 +34,6 @@ from pipeline.checkpoints.local import (
     file_digest,
     pin,
 )
-from pipeline.checkpoints.progress import download_progress
 from pipeline.checkpoints.stores import BucketStore, HubStore, RemoteFile, Store
 from pipeline.config.job import ModelConfig, StorageConfig
 

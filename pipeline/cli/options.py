@@ -22,7 +22,7 @@ def setup(verbose: bool) -> None:
         format="%(message)s" if not verbose else "%(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
-    for name in ("pipeline.plan.memory", "pipeline.checkpoints.progress"):  # always shown
+    for name in ("pipeline.plan.memory", "pipeline.checkpoints.download_progress"):  # always shown
         logging.getLogger(name).setLevel(logging.INFO)
     # quiet before they are imported
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

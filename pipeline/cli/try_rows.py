@@ -28,7 +28,7 @@ def try_rows(
         advice.file = str(job)
         from rich.console import Console
 
-        from pipeline.trial import answer_first_rows
+        from pipeline.try_rows import answer_first_rows
 
         console = Console(soft_wrap=True)
         for row in answer_first_rows(config, rows):

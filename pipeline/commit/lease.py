@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 
-from pipeline.commit.holder import Holder
+from pipeline.commit.lease_holder import Holder
 from pipeline.runtime.signals import Interrupted, interrupter, shielded
 from pipeline.storage.folder import STORE_ERRORS, Folder
 

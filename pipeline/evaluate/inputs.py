@@ -13,8 +13,8 @@ import psutil
 import torch
 
 from actors.answers import Prompt
-from actors.engine.choices import ChoiceTrie
 from actors.engine.errors import UserError
+from actors.engine.label_trie import ChoiceTrie
 from actors.engine.loading import load_tokenizer
 from actors.engine.schedule import ScheduleSpec
 from actors.engine.schedule_file import SCHEDULE_FILE
@@ -26,7 +26,7 @@ from pipeline.config.labels import normalized
 from pipeline.evaluate.results import RECORD, output_files, slug
 from pipeline.generate.settings import generator_settings
 from pipeline.messages import is_unicode
-from pipeline.prepare.labels import longest, tokenize_labels
+from pipeline.prepare.label_tokens import longest, tokenize_labels
 from pipeline.storage.owned_folder import OwnedFolder, check_apart
 from pipeline.storage.parquet import MissingColumn, column_names, read_columns
 

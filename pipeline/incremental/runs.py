@@ -39,7 +39,7 @@ from pipeline.read.files import Files, list_files
 from pipeline.report.summary import JobResult
 from pipeline.runtime.signals import interruptible
 from pipeline.storage.folder import Folder, open_folder, probe_create
-from pipeline.storage.output_folder import check_location, make_writable
+from pipeline.storage.write_check import check_location, make_writable
 
 log = logging.getLogger(__name__)
 

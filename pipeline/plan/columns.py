@@ -8,8 +8,8 @@ from actors.engine.errors import UserError
 from pipeline.config.job import JobConfig
 from pipeline.generate.output import ANSWER_FIELDS, OPTIONAL_FIELDS
 from pipeline.messages import printable
+from pipeline.prepare.prompt_spec import read_names
 from pipeline.prepare.prompts import ADDED
-from pipeline.prepare.spec import read_names
 from pipeline.read.schema import is_text
 
 

@@ -29,7 +29,7 @@ from pipeline.plan.inputs import check_output_disjoint, unchanged_files, with_di
 from pipeline.plan.memory import Hardware
 from pipeline.plan.scheduler_choice import chosen_scheduler
 from pipeline.plan.shared_prefix import sampled_prefix
-from pipeline.prepare.spec import prompt_spec
+from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.read.files import Files, InputFile, list_files, read_footer
 from pipeline.read.schema import one_schema, plain
 from pipeline.read.shards import Shard, cut_shards

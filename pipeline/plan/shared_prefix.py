@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 from actors.engine.batching import SHORTEST_PREFIX, constant_prefix
 from pipeline.config.job import StorageConfig
 from pipeline.plan.memory import Hardware
+from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import PROMPT_IDS, prepare_table
-from pipeline.prepare.spec import PromptSpec
 from pipeline.read.ipc import from_ipc, to_ipc
 from pipeline.read.schema import conform, is_text
 from pipeline.read.shards import Shard

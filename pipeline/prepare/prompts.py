@@ -19,9 +19,9 @@ from pipeline.config.labels import check_compatible, check_labels
 from pipeline.messages import is_unicode, one_line
 from pipeline.prepare.chat import read_messages
 from pipeline.prepare.chat_template import render_chat
-from pipeline.prepare.labels import longest, tokenize_labels
+from pipeline.prepare.label_tokens import longest, tokenize_labels
+from pipeline.prepare.prompt_spec import PromptSpec, read_names
 from pipeline.prepare.row_sampling import own_sampling, read_overrides
-from pipeline.prepare.spec import PromptSpec, read_names
 from pipeline.prepare.templates import render
 from pipeline.prepare.tokenizer import fewest_tokens, tokenize, tokenizer_of
 from pipeline.read import schema

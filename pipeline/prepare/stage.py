@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import error_table, prepare_table
-from pipeline.prepare.spec import PromptSpec
 from pipeline.read.ipc import from_ipc, to_ipc
 from pipeline.runtime.quarantine import Quarantine, ShardAttempt
 

@@ -19,13 +19,13 @@ from oracle import oracle_answers
 from tiny_models import LAYERS, MODELS, WINDOWLESS, tiny_model
 from transformers import AutoConfig
 
-from actors.engine.choices import ChoiceTrie
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.families import has_pages
 from actors.engine.gpu import prefill, prompts, reference, state
 from actors.engine.gpu.engine import GpuEngine
 from actors.engine.gpu.pages import PAGE_TOKENS, PagedCache, page_bytes, row_pages
+from actors.engine.label_trie import ChoiceTrie
 from actors.engine.schedule import Schedule, ScheduleSpec
 from actors.engine.scheduler import generate
 from actors.engine.types import Request, SamplingParams

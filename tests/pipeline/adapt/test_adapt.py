@@ -26,8 +26,8 @@ from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint, r
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.config.load import load_config, load_values
 from pipeline.plan.manifest import plan_job
+from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.prepare.prompts import PROMPT_IDS, prepare_table
-from pipeline.prepare.spec import prompt_spec
 
 # training pairs
 

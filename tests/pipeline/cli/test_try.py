@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
-from pipeline.trial import answer_first_rows
+from pipeline.try_rows import answer_first_rows
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.commit.holder import Holder
 from pipeline.commit.lease import EPOCHS, Lease, LeaseHeld
+from pipeline.commit.lease_holder import Holder
 from pipeline.config.job import StorageConfig
 from pipeline.storage.folder import Folder, open_folder
 

@@ -10,9 +10,9 @@ import pytest
 
 from actors.engine.loading import load_tokenizer
 from actors.engine.types import SamplingParams
-from pipeline.prepare.labels import longest, tokenize_labels
+from pipeline.prepare.label_tokens import longest, tokenize_labels
+from pipeline.prepare.prompt_spec import PromptSpec, check_spec
 from pipeline.prepare.prompts import CHOICES, ERROR, PROMPT_IDS, prepare_table
-from pipeline.prepare.spec import PromptSpec, check_spec
 
 LABELS = pa.list_(pa.string())
 

@@ -18,8 +18,8 @@ from poison_stages import KILLER
 from actors.engine.engine import Engine
 from pipeline.generate.stage import ShardGenerator
 from pipeline.prepare import prompts as prepares
+from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import ADDED, ERROR, prepare_table
-from pipeline.prepare.spec import PromptSpec
 from pipeline.prepare.stage import prepare
 from pipeline.read.ipc import from_ipc, to_ipc
 from pipeline.runtime.quarantine import Quarantine

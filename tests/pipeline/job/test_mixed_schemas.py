@@ -20,8 +20,8 @@ from pipeline import job as jobs
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.generate.stats import duplicate_ids
 from pipeline.prepare import tokenizer as tokenizers
+from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import ADDED, ERROR, PROMPT_IDS, prepare_table
-from pipeline.prepare.spec import PromptSpec
 from pipeline.read.files import InputFile, list_files, read_footer
 from pipeline.read.schema import conform
 from pipeline.read.shards import cut_shards, read_shards

@@ -60,8 +60,8 @@ def undisturbed(job: JobConfig, folder: Path) -> list[dict[str, Any]]:
     from actors.generator import Generator
     from pipeline.checkpoints.resolve import resolve_checkpoint
     from pipeline.generate.stage import prompts
+    from pipeline.prepare.prompt_spec import prompt_spec
     from pipeline.prepare.prompts import prepare_table
-    from pipeline.prepare.spec import prompt_spec
 
     sampling = job.sampling.model_dump(exclude={"seed"})
     generator = Generator(job.model.path, sampling=sampling, seed=3, dtype="float32", threads=1, max_batch=4)

@@ -20,8 +20,8 @@ from pipeline.generate.output import part_bytes, part_table
 from pipeline.generate.stage import prompts
 from pipeline.plan.columns import check_columns
 from pipeline.plan.manifest import read_footers
+from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import prepare_table
-from pipeline.prepare.spec import PromptSpec
 from pipeline.read.files import list_files
 from pipeline.read.ipc import from_ipc, to_ipc
 from pipeline.read.schema import conform

@@ -19,8 +19,8 @@ from actors.engine.loading import load_tokenizer
 from actors.engine.types import SamplingParams
 from pipeline.prepare import tokenizer as tokenizers
 from pipeline.prepare.length_bound import LengthBound
+from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import ERROR, PROMPT_IDS, prepare_table
-from pipeline.prepare.spec import PromptSpec
 
 TEXTS = [
     "the river is near the pub " * 40,

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from actors.engine.loading import load_tokenizer
 from actors.engine.types import SamplingParams
+from pipeline.prepare.prompt_spec import PromptSpec, check_spec
 from pipeline.prepare.prompts import ADDED, ERROR, PROMPT_IDS, prepare_table
-from pipeline.prepare.spec import PromptSpec, check_spec
 from pipeline.prepare.stage import prepare
 from pipeline.prepare.templates import compile_template, template_columns
 from pipeline.prepare.tokenizer import tokenizer_of

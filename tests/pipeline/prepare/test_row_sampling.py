@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.engine.types import SamplingParams
+from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import ERROR, PROMPT_IDS, SAMPLING, prepare_table
 from pipeline.prepare.row_sampling import own_sampling, read_overrides
-from pipeline.prepare.spec import PromptSpec
 
 BASE = SamplingParams(max_new_tokens=10)
 

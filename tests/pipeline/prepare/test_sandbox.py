@@ -21,8 +21,8 @@ from actors.engine.types import SamplingParams
 from pipeline.prepare import sandbox
 from pipeline.prepare.chat import Chat
 from pipeline.prepare.chat_template import check_chat, render_chat
+from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import ERROR, PROMPT_IDS, prepare_table
-from pipeline.prepare.spec import PromptSpec
 from pipeline.prepare.templates import render
 
 FOREVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

@@ -21,8 +21,8 @@ from pipeline.job import PlannedJob, generator_arguments
 from pipeline.plan.columns import check_columns
 from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import Manifest, NoRows, limited, plan_batching, read_footers
+from pipeline.prepare.prompt_spec import check_spec, prompt_spec
 from pipeline.prepare.prompts import prepare_table
-from pipeline.prepare.spec import check_spec, prompt_spec
 from pipeline.prepare.tokenizer import tokenizer_of
 from pipeline.read.files import InputFile, list_files
 from pipeline.read.ipc import from_ipc

@@ -21,7 +21,7 @@ from pipeline.config.job import JobConfig
 from pipeline.plan.columns import check_columns
 from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import ANSWERS_VERSION
-from pipeline.prepare.spec import check_spec, prompt_spec
+from pipeline.prepare.prompt_spec import check_spec, prompt_spec
 from pipeline.read.files import InputFile, list_files
 from pipeline.runtime.ray_session import on_cluster
 from pipeline.storage.folder import filesystem

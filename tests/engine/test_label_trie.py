@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from oracle import oracle_logits
 from tiny_models import LAYERS, tiny_model
 
-from actors.engine.choices import ChoiceTrie
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
+from actors.engine.label_trie import ChoiceTrie
 from actors.engine.sampling import RowSampling, sample
 from actors.engine.schedule import Schedule, ScheduleSpec
 from actors.engine.scheduler import generate

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from actors.engine.choices import ChoiceTrie
 from actors.engine.errors import UserError
+from actors.engine.label_trie import ChoiceTrie
 from actors.engine.types import SamplingParams
 from pipeline.checkpoints.local import PinnedFolder
 from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint
 from pipeline.config.job import JobConfig
 from pipeline.prepare.chat import Chat
 from pipeline.prepare.chat_template import check_chat
-from pipeline.prepare.labels import longest, tokenize_labels
+from pipeline.prepare.label_tokens import longest, tokenize_labels
 from pipeline.prepare.templates import template_columns
 from pipeline.prepare.tokenizer import shown_path, tokenizer_of
 
