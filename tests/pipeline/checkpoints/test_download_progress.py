@@ -21,8 +21,8 @@ def test_a_download_logs_its_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert download_progress.FIRST_SECONDS < 2 and download_progress.SECONDS == 10
-    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.05)
-    monkeypatch.setattr(progress, "SECONDS", 0.05)
+    monkeypatch.setattr(download_progress, "FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(download_progress, "SECONDS", 0.05)
     (tmp_path / "earlier").write_bytes(bytes(2**20))
     with caplog.at_level(logging.INFO), download_progress.download_progress("s3://b/m", 4 * 2**20, tmp_path):
         (tmp_path / ".part.incomplete").write_bytes(bytes(2**21))
@@ -33,7 +33,7 @@ def test_a_download_logs_its_progress(
 
 
 def test_progress_may_go_to_a_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(download_progress, "FIRST_SECONDS", 0.01)
     arrived = threading.Event()
     with download_progress.download_progress("s3://b/m", 2**20, tmp_path, report=lambda line: arrived.set()):
         assert arrived.wait(10)
@@ -66,7 +66,7 @@ def test_an_actor_reports_its_download_to_the_coordinator(
             time.sleep(0.01)
         return original(store, files, folder)
 
-    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(download_progress, "FIRST_SECONDS", 0.01)
     monkeypatch.setattr(BucketStore, "download", wait_for_a_line)
     coordinator = Recorder()
     part = PartSpec(id_column=None, keep=(), optional=(), fingerprint="f", num_layers=4)
