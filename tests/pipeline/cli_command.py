@@ -70,8 +70,8 @@ def rays() -> set[int]:
 
 
 def assert_no_new_rays(before: set[int]) -> None:
-    """All Ray processes that are not in `before` end within 30 s."""
-    deadline = time.monotonic() + 30
+    """All Ray processes that are not in `before` end within two minutes; on a quiet machine in seconds."""
+    deadline = time.monotonic() + 120
     while new := rays() - before:
         assert time.monotonic() < deadline, new
         time.sleep(0.2)
