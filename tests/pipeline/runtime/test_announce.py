@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from pipeline.runtime import announce
@@ -12,7 +14,9 @@ def test_rows_that_ran_are_counted_from_time_to_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = iter([0.0, 9.0, 10.0, 19.0, 20.0, 30.0])
-    monkeypatch.setattr(announce.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(
+        announce, "time", SimpleNamespace(monotonic=lambda: next(clock))
+    )  # the clock of this module alone
     progress = RowProgress("2x", 1000)
     for running in ([0, 1], [1, 2, 3], [4], [4, 5], []):
         progress(running)
