@@ -1,4 +1,4 @@
-"""GPU memory beside weights and cache while rows are in flight, and the limits that bound it.
+"""GPU memory besides weights and cache while rows are in flight, and the limits that bound it.
 
 Counted by operation, not by torch's allocator; a test compares it with the real tensors.
 """

@@ -56,7 +56,7 @@ def check_installed(config: JobConfig) -> None:
         raise UserError(f"{missing[0]} is not installed: pip install 'skipdecode[tune,eval]'")
 
 
-def full_depth_job(config: JobConfig, located: ResolvedCheckpoint, folder: Path) -> JobConfig:
+def full_depth_job(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path) -> JobConfig:
     """The same job over the sample, every token through all layers, one answer a row, ids by row number."""
     folder = folder.resolve()  # workers on other nodes have other working directories
     sample = config.input.model_copy(
@@ -69,7 +69,7 @@ def full_depth_job(config: JobConfig, located: ResolvedCheckpoint, folder: Path)
         update={
             "input": sample,
             "output": output,
-            "model": config.model.model_copy(update={"path": pinned_path(config, located)}),
+            "model": config.model.model_copy(update={"path": pinned_path(config, resolved)}),
             "schedule": ScheduleConfig(speedup=1.0),
             "sampling": config.sampling.model_copy(update={"n": 1}),
             "adapt": None,
@@ -77,11 +77,11 @@ def full_depth_job(config: JobConfig, located: ResolvedCheckpoint, folder: Path)
     )
 
 
-def pinned_path(config: JobConfig, located: ResolvedCheckpoint) -> str:
+def pinned_path(config: JobConfig, resolved: ResolvedCheckpoint) -> str:
     """The job's checkpoint as every node resolves it; on the hub at the commit that was resolved."""
-    if isinstance(located.source, str) or located.source.commit is None:
+    if isinstance(resolved.source, str) or resolved.source.commit is None:
         return config.model.path
-    return f"{config.model.path.partition('@')[0]}@{located.source.commit}"
+    return f"{config.model.path.partition('@')[0]}@{resolved.source.commit}"
 
 
 def schedule_shape(config: JobConfig, stored: ScheduleSpec | None) -> dict[str, Any]:
@@ -148,10 +148,10 @@ def eval_values(
     }
 
 
-def tuned_path(config: JobConfig, located: ResolvedCheckpoint, folder: Path) -> str:
+def tuned_path(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path) -> str:
     """The tuned checkpoint as the job file names it: relative only where the user's own is a relative folder."""
     path = folder / CHECKPOINT
-    relative = isinstance(located.source, str) and not Path(config.model.path).is_absolute()
+    relative = isinstance(resolved.source, str) and not Path(config.model.path).is_absolute()
     return str(path if relative else path.resolve())
 
 

@@ -35,7 +35,7 @@ class Task:
     config: JobConfig
     source: str
     folder: Path
-    located: ResolvedCheckpoint
+    resolved: ResolvedCheckpoint
     files: list[InputFile]
     schema: pa.Schema
     shape: dict[str, Any]
@@ -71,31 +71,31 @@ def plan_adaptation(config: JobConfig, source: str, folder: Path, record: StageR
             f"{config.input.path[0]}: {rows} rows leave none to train on: lower adapt.held_out = {options.held_out}"
         )
     stored = record.settings("sample")
-    located = resolve_checkpoint(config.model, config.storage, stored["model"] if stored else None)
-    _check_folder(config, located, files, record)
-    check_spec(prompt_spec(config, located, 0.0))
-    shape = configs.schedule_shape(config, located.checkpoint.spec)
+    resolved = resolve_checkpoint(config.model, config.storage, stored["model"] if stored else None)
+    _check_folder(config, resolved, files, record)
+    check_spec(prompt_spec(config, resolved, 0.0))
+    shape = configs.schedule_shape(config, resolved.checkpoint.spec)
     configs.tune_config(config, shape, ".", 4, folder, source)  # checks tune's options
     for speedup in options.speedups:
-        located.checkpoint.schedule({"horizon": 2, **shape, "speedup": speedup})
+        resolved.checkpoint.schedule({"horizon": 2, **shape, "speedup": speedup})
     inputs = hashlib.sha256(repr(sorted(listed.items())).encode()).hexdigest()
-    return Task(config, source, folder, located, files, schema, shape, inputs, _settings(config, located, shape))
+    return Task(config, source, folder, resolved, files, schema, shape, inputs, _settings(config, resolved, shape))
 
 
 def _check_folder(
-    config: JobConfig, located: ResolvedCheckpoint, files: Sequence[InputFile], record: StageRecord
+    config: JobConfig, resolved: ResolvedCheckpoint, files: Sequence[InputFile], record: StageRecord
 ) -> None:
     """Raise UserError if stages could replace files that are not the adaptation's own."""
     fs, path = filesystem(config.output.path, config.storage)
     others = {"output.path": [path]} if isinstance(fs, LocalFileSystem) else {}
     others["input.path"] = [file.url for file in files if "://" not in file.url]
-    if isinstance(located.source, str):
-        others["model.path"] = [located.source]
+    if isinstance(resolved.source, str):
+        others["model.path"] = [resolved.source]
     check_apart("adapt.output", record.folder.path, others)
     record.folder.check([*configs.STAGE_FILES, configs.JOB_FILE])
 
 
-def _settings(config: JobConfig, located: ResolvedCheckpoint, shape: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _settings(config: JobConfig, resolved: ResolvedCheckpoint, shape: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The settings of each stage, without those of earlier ones. Metric and tolerance may change at any time."""
     values = configs.options(config).model_dump()
 
@@ -106,7 +106,7 @@ def _settings(config: JobConfig, located: ResolvedCheckpoint, shape: Mapping[str
     return {
         "sample": {  # without the input's files, to which more may be added
             "input": config.input.model_dump(exclude={"since", "changed"}),
-            "model": {**config.model.model_dump(exclude={"path", "cache"}), **located.identity()},
+            "model": {**config.model.model_dump(exclude={"path", "cache"}), **resolved.identity()},
             "sampling": config.sampling.model_dump(exclude={"n"}),
             "choices": config.choices,
             "answers_version": ANSWERS_VERSION,

@@ -123,7 +123,7 @@ def _actors(task: Task, planned: Mapping[str, int]) -> dict[str, Any]:
     """Threads, bytes of cache and rows in flight of one actor. planned: by the job that answered the sample."""
     config = task.config
     actors = {name: getattr(config.actors, name) or planned[name] for name in ("threads", "cache_bytes")}
-    actors["max_batch"] = config.rows_in_flight(task.located.checkpoint.has_pages)
+    actors["max_batch"] = config.rows_in_flight(task.resolved.checkpoint.has_pages)
     if config.paged:  # two models share the GPU, and the planned cache was for one
         actors["cache_bytes"] = config.actors.cache_bytes
     return actors
@@ -184,9 +184,9 @@ def _sample(task: Task) -> dict[str, Any]:
 
 def _answer(task: Task, held_out: int, verbose: bool) -> dict[str, Any]:
     """Answer the sample by the job's own pipeline, and write the files that tune and evaluate read."""
-    job = configs.full_depth_job(task.config, task.located, task.folder)
+    job = configs.full_depth_job(task.config, task.resolved, task.folder)
     batching = jobs.run(job, verbose=verbose).manifest.batching
-    spec = prompt_spec(job, task.located, batching.planned)
+    spec = prompt_spec(job, task.resolved, batching.planned)
     references = configs.options(task.config).references
     counts = write_pairs(task.folder, spec, held_out, references, task.config.choices)
     return {"counts": asdict(counts), "actors": {"threads": batching.threads, "cache_bytes": batching.cache_bytes}}
@@ -195,7 +195,7 @@ def _answer(task: Task, held_out: int, verbose: bool) -> dict[str, Any]:
 def _tune(task: Task, longest: int) -> dict[str, Any]:
     from pipeline.tune.run import tune  # imports the Trainer, only after Ray has been shut down
 
-    model = str(fetch(task.located.source))
+    model = str(fetch(task.resolved.source))
     recipe = configs.tune_config(task.config, task.shape, model, longest, task.folder, task.source)
     with memory_freed(), redirect_stdout(sys.stderr):  # losses are progress; only the result goes to stdout
         return {"checkpoint": str(tune(recipe))}
@@ -212,10 +212,10 @@ def _evaluate(task: Task, *, tuned: bool, actors: Mapping[str, int | None]) -> d
     from pipeline.evaluate import run as evaluate_run
 
     checkpoint = task.folder / configs.CHECKPOINT
-    spec = load_spec(checkpoint, task.located.checkpoint.num_layers)
+    spec = load_spec(checkpoint, task.resolved.checkpoint.num_layers)
     assert spec is not None, "tune writes one"
     shape = {key: value for key, value in spec.to_dict().items() if key in configs.KEPT}
-    original = str(fetch(task.located.source))  # the commit that was resolved, whatever the name means now
+    original = str(fetch(task.resolved.source))  # the commit that was resolved, whatever the name means now
     values = configs.eval_values(
         task.config,
         shape,
@@ -272,5 +272,5 @@ def _write_job(
         f"{chosen.scores[metric].loss_high:.3g} of {tolerance:g}, over held-out rows of its own input.",
         f"It answers every row, those of {task.folder / configs.SAMPLE} too. skipdecode run {path}",
     ]
-    model = configs.tuned_path(task.config, task.located, task.folder)
+    model = configs.tuned_path(task.config, task.resolved, task.folder)
     path.write_text(configs.job_text(values, model, chosen.nominal, comment))

@@ -82,7 +82,7 @@ class RemoteCheckpoint:
 
 @dataclass(frozen=True)
 class ResolvedCheckpoint:
-    """A checkpoint that was located and inspected. source: a local folder, or the pinned files of a store."""
+    """A checkpoint that was resolved and inspected. source: a local folder, or the pinned files of a store."""
 
     checkpoint: Checkpoint
     source: str | RemoteCheckpoint

@@ -229,7 +229,7 @@ class ActorsConfig(Section):
         None,
         ge=1,
         description="bytes of key/value cache of the rows in flight; default 1 GiB on CPU, 8 GiB a GPU, with "
-        "model.engine: paged what a GPU has free when the job is planned, beside weights and activations",
+        "model.engine: paged the free memory of a GPU when the job is planned, less weights and activations",
     )
     max_batch: int | None = Field(
         None, ge=1, description="rows in flight at most; default 64, with model.engine: paged on GPUs 512"

@@ -96,7 +96,7 @@ class Manifest:
 
 def plan_job(
     config: JobConfig,
-    located: ResolvedCheckpoint,
+    resolved: ResolvedCheckpoint,
     schedule: Schedule,
     limit: int | None,
     stored: Manifest | None,
@@ -107,7 +107,7 @@ def plan_job(
     """Plan a new job, or the continuation of a stored one with its pinned files and batching.
 
     Args:
-        located: the checkpoint.
+        resolved: the checkpoint.
         limit: number of input rows; None is all.
         stored: the job in the output folder.
         files: to plan over; default all files of `input.path`.
@@ -125,11 +125,11 @@ def plan_job(
         rows = sum(file.rows for file in pinned)
         if rows == 0:
             raise NoRows(f"{config.input.path[0]}: no rows in {len(pinned)} files")
-        batching = plan_batching(config, located, min(rows, limit or rows), hardware)
+        batching = plan_batching(config, resolved, min(rows, limit or rows), hardware)
         shards = limited(cut_shards(pinned, batching.shard_rows, batching.shard_bytes), limit)
         batching = replace(batching, planned=float(int(time.time())))
         if config.shared_prefix:
-            spec = prompt_spec(config, located, batching.planned)
+            spec = prompt_spec(config, resolved, batching.planned)
             prefix = sampled_prefix(shards, schema, config.storage, spec, hardware)
             batching = replace(batching, prefix=tuple(prefix))
     else:
@@ -140,7 +140,7 @@ def plan_job(
             if asked not in (None, planned):
                 log.warning("actors.%s = %s is ignored: this job was planned with %s", name, asked, planned)
     # a file uploaded again with the same bytes has another version, but does not make another job
-    identity = _identity(config, located, schedule, stored.files if stored else pinned, batching, limit)
+    identity = _identity(config, resolved, schedule, stored.files if stored else pinned, batching, limit)
     fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     return Manifest(fingerprint, identity, batching, pinned, shards, schema)
 
@@ -199,7 +199,7 @@ def read_footers(config: JobConfig, listed: Files) -> tuple[list[InputFile], pa.
 
 def _identity(
     config: JobConfig,
-    located: ResolvedCheckpoint,
+    resolved: ResolvedCheckpoint,
     schedule: Schedule,
     files: Sequence[InputFile],
     batching: Batching,
@@ -211,7 +211,7 @@ def _identity(
     return {
         "input": {**config.input.model_dump(mode="json", exclude={"since", "changed"}), "files": inputs.hexdigest()},
         "output": config.output.model_dump(exclude={"path"}),
-        "model": {**config.model.model_dump(exclude={"path", "cache"}), **located.identity()},
+        "model": {**config.model.model_dump(exclude={"path", "cache"}), **resolved.identity()},
         "schedule": {"speedup": schedule.speedup, **schedule.to_dict()},
         "sampling": config.sampling.model_dump(mode="json"),
         "choices": config.model_dump(mode="json")["choices"],
@@ -223,13 +223,13 @@ def _identity(
     }
 
 
-def plan_batching(config: JobConfig, located: ResolvedCheckpoint, rows: int, hardware: Hardware | None) -> Batching:
+def plan_batching(config: JobConfig, resolved: ResolvedCheckpoint, rows: int, hardware: Hardware | None) -> Batching:
     """Batching of a new job over `rows` rows, without a shared prefix. `hardware` is asked for a GPU's memory."""
     actors = config.actors
     cores = os.cpu_count() or 1
-    if config.paged and located.checkpoint.has_pages and actors.cache_bytes is None:
+    if config.paged and resolved.checkpoint.has_pages and actors.cache_bytes is None:
         assert hardware is not None
-        cache = planned_cache(config, located, hardware)
+        cache = planned_cache(config, resolved, hardware)
     elif actors.gpus:
         cache = int(GPU_CACHE_BYTES * min(actors.gpus, 1))
     else:
@@ -238,9 +238,9 @@ def plan_batching(config: JobConfig, located: ResolvedCheckpoint, rows: int, har
         shard_rows=config.shard_rows or min(4096, math.ceil(rows / (4 * actors.most))),
         shard_bytes=config.shard_bytes,
         cache_bytes=actors.cache_bytes or cache,
-        max_batch=config.rows_in_flight(located.checkpoint.has_pages),
+        max_batch=config.rows_in_flight(resolved.checkpoint.has_pages),
         threads=actors.threads or (1 if actors.gpus else max(1, cores // actors.most)),
-        scheduler=chosen_scheduler(config, located.checkpoint),
+        scheduler=chosen_scheduler(config, resolved.checkpoint),
     )
 
 

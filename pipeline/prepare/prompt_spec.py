@@ -51,12 +51,12 @@ class PromptSpec:
     too_long: str = "error"
 
 
-def prompt_spec(config: JobConfig, located: ResolvedCheckpoint, planned: float) -> PromptSpec:
+def prompt_spec(config: JobConfig, resolved: ResolvedCheckpoint, planned: float) -> PromptSpec:
     """The spec of a job. planned: when the job was planned, seconds since 1970; chat templates read it as the time."""
-    inputs, checkpoint = config.input, located.checkpoint
+    inputs, checkpoint = config.input, resolved.checkpoint
     examples = tuple((example.user, example.assistant) for example in inputs.examples)
     return PromptSpec(
-        checkpoint=located.pinned(),
+        checkpoint=resolved.pinned(),
         vocab_size=checkpoint.config.vocab_size,
         context_length=checkpoint.context_length,
         column=inputs.prompt_column,

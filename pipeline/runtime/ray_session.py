@@ -24,7 +24,7 @@ from pipeline.runtime.loopback import LOOPBACK, on_loopback
 from pipeline.runtime.signals import Interrupted, shielded
 
 log = logging.getLogger(__name__)
-SLOT_CPUS = 1.0  # of the largest task besides the actors: repartition takes one CPU, whatever it is told
+SLOT_CPUS = 1.0  # of the largest task besides the actors: repartition always takes one CPU
 OBJECT_STORE_BYTES = 2**30
 QUIET = "RAY_BACKEND_LOG_LEVEL"
 WAIT_POLL_SECONDS = 2.0

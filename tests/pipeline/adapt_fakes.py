@@ -133,7 +133,7 @@ class Fakes:
         self.longest = longest
         if self.error is not None:
             raise self.error
-        configs.tune_config(task.config, task.shape, str(task.located.source), longest, task.folder, task.source)
+        configs.tune_config(task.config, task.shape, str(task.resolved.source), longest, task.folder, task.source)
         (task.folder / "checkpoint").mkdir(exist_ok=True)
         (task.folder / "checkpoint" / "tune.json").write_text("{}")
         return {}

@@ -49,7 +49,7 @@ from actors.engine.weights import gib
 from actors.engine.working_memory import PREFIX_TOKENS
 
 READ_EVERY = 4
-OWN_STOPS = 8  # stop tokens of a row, beside the model's, that the GPU checks; a row with more is sampled by the host
+OWN_STOPS = 8  # stop tokens of a row, besides the model's, that the GPU checks; a row with more is sampled by the host
 log = logging.getLogger(__name__)
 
 

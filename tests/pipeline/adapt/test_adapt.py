@@ -86,8 +86,8 @@ def test_rows_that_teach_nothing_are_left_out_and_counted(tmp_path: Path, fakes:
 
     # prompts are those of the job's own prepare step
     config = fakes.job
-    located = resolve_checkpoint(config.model, config.storage)
-    whole = prepare_table(pq.read_table(folder / "sample.parquet"), prompt_spec(config, located, 0.0))
+    resolved = resolve_checkpoint(config.model, config.storage)
+    whole = prepare_table(pq.read_table(folder / "sample.parquet"), prompt_spec(config, resolved, 0.0))
     by_row = whole[PROMPT_IDS].to_pylist()
     assert train["prompt"].to_pylist() == [by_row[row] for row in left if row >= 6]
     pairs = [*train.to_pylist(), *held.to_pylist()]
@@ -229,9 +229,9 @@ def test_a_model_of_the_hub_stays_at_its_commit(checkpoint: Path, tmp_path: Path
     hub = JobConfig.model_validate({**job, "model": {"path": "owner/name@main"}})
     local = resolve_checkpoint(JobConfig.model_validate(job).model, StorageConfig())
     remote = RemoteCheckpoint("owner/name@main", "c0ffee", None, "key", (), StorageConfig(), None)
-    located = ResolvedCheckpoint(local.checkpoint, remote)
-    assert configs.full_depth_job(hub, located, Path("adapt")).model.path == "owner/name@c0ffee"
-    assert configs.tuned_path(hub, located, Path("adapt")) == str(Path("adapt/checkpoint").resolve())
+    resolved = ResolvedCheckpoint(local.checkpoint, remote)
+    assert configs.full_depth_job(hub, resolved, Path("adapt")).model.path == "owner/name@c0ffee"
+    assert configs.tuned_path(hub, resolved, Path("adapt")) == str(Path("adapt/checkpoint").resolve())
     relative = JobConfig.model_validate({**job, "model": {"path": "my/checkpoint"}})
     assert configs.full_depth_job(relative, local, Path("adapt")).model.path == "my/checkpoint"
     assert configs.tuned_path(relative, local, Path("adapt")) == "adapt/checkpoint"
@@ -268,9 +268,9 @@ def test_run_accepts_the_section(tmp_path: Path, checkpoint: Path) -> None:
     for adapt in ({"rows": 10, "held_out": 2, "seed": 3}, {"metric": "token_kl"}, None):
         job = {**values(inputs, tmp_path / "out", checkpoint), "adapt": adapt}
         config = JobConfig.model_validate(job)
-        located = resolve_checkpoint(config.model, config.storage)
-        schedule = located.checkpoint.schedule(config.schedule.changes())
-        prints.add(plan_job(config, located, schedule, None, None).fingerprint)
+        resolved = resolve_checkpoint(config.model, config.storage)
+        schedule = resolved.checkpoint.schedule(config.schedule.changes())
+        prints.add(plan_job(config, resolved, schedule, None, None).fingerprint)
     assert len(prints) == 1
 
 

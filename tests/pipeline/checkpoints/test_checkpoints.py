@@ -64,9 +64,9 @@ def find(path: str, storage: StorageConfig | None = None) -> ResolvedCheckpoint:
     return resolve_checkpoint(ModelConfig(path=path), storage or StorageConfig())
 
 
-def remote(located: ResolvedCheckpoint) -> RemoteCheckpoint:
-    assert isinstance(located.source, RemoteCheckpoint)
-    return located.source
+def remote(resolved: ResolvedCheckpoint) -> RemoteCheckpoint:
+    assert isinstance(resolved.source, RemoteCheckpoint)
+    return resolved.source
 
 
 def refusal(path: str, storage: StorageConfig | None = None) -> str:
@@ -84,8 +84,8 @@ def held(place: Path) -> set[str]:
 def test_a_local_folder_is_taken_as_it_is(
     checkpoint: Path, tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    located = find(str(checkpoint))
-    assert located.source == str(checkpoint) == str(fetch(located.source))
+    resolved = find(str(checkpoint))
+    assert resolved.source == str(checkpoint) == str(fetch(resolved.source))
     assert not place.exists()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner").mkdir()
@@ -104,25 +104,25 @@ def test_a_path_of_no_checkpoint_is_refused() -> None:
 
 
 def test_planning_leaves_the_weights_in_the_bucket(checkpoint: Path, s3: StorageConfig, place: Path) -> None:
-    located = find(put(checkpoint, "s3://bucket/plan/model", s3), s3)
+    resolved = find(put(checkpoint, "s3://bucket/plan/model", s3), s3)
     small = {path.name for path in checkpoint.glob("*.json")}
     assert held(place) == small
-    assert (located.checkpoint.num_layers, located.checkpoint.spec) == (4, find(str(checkpoint)).checkpoint.spec)
-    assert located.sizes() == folder_sizes(checkpoint)
-    assert fetch(located.source, weights=False) == located.checkpoint.path
+    assert (resolved.checkpoint.num_layers, resolved.checkpoint.spec) == (4, find(str(checkpoint)).checkpoint.spec)
+    assert resolved.sizes() == folder_sizes(checkpoint)
+    assert fetch(resolved.source, weights=False) == resolved.checkpoint.path
     assert held(place) == small
-    folder = fetch(located.source)
+    folder = fetch(resolved.source)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
         path.name: path.read_bytes() for path in checkpoint.iterdir()
     }
 
 
 def test_a_sharded_checkpoint_is_fetched_by_its_index(sharded: Path, s3: StorageConfig, place: Path) -> None:
-    located = find(put(sharded, "s3://bucket/sharded", s3) + "/", s3)  # with a slash or without
+    resolved = find(put(sharded, "s3://bucket/sharded", s3) + "/", s3)  # with a slash or without
     wanted = {path.name for path in sharded.iterdir()} - {"pytorch_model.bin", "consolidated.safetensors"}
-    assert set(located.identity()["files"]) == wanted
-    assert located.sizes() == folder_sizes(sharded)
-    fetch(located.source)
+    assert set(resolved.identity()["files"]) == wanted
+    assert resolved.sizes() == folder_sizes(sharded)
+    fetch(resolved.source)
     assert held(place) == wanted
 
 
@@ -152,12 +152,12 @@ def test_a_change_in_the_bucket_makes_another_checkpoint(checkpoint: Path, s3: S
 
 def test_a_file_that_changed_after_the_plan_is_refused(checkpoint: Path, s3: StorageConfig, place: Path) -> None:
     url = put(checkpoint, "s3://bucket/changed", s3)
-    located = find(url, s3)
+    resolved = find(url, s3)
     weights = bytearray((checkpoint / WEIGHTS).read_bytes())
     weights[-1] ^= 1
     client_of(s3).put_object(Bucket="bucket", Key=f"changed/{WEIGHTS}", Body=bytes(weights))
     with pytest.raises(ValueError, match=rf"^{url}/{WEIGHTS}: changed since the job was planned; restore it"):
-        fetch(located.source)
+        fetch(resolved.source)
     assert WEIGHTS not in held(place)
 
 
@@ -165,7 +165,7 @@ def test_simultaneous_fetches_are_one_download(
     checkpoint: Path, s3: StorageConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each holder of a lock has its own file descriptor, so that threads exclude each other as processes do."""
-    located = find(put(checkpoint, "s3://bucket/at-once", s3), s3)
+    resolved = find(put(checkpoint, "s3://bucket/at-once", s3), s3)
     began, asked, original = threading.Event(), [], BucketStore.download
 
     def slow(store: BucketStore, files: Any, folder: Path) -> Path:
@@ -176,7 +176,7 @@ def test_simultaneous_fetches_are_one_download(
 
     monkeypatch.setattr(BucketStore, "download", slow)
     with ThreadPoolExecutor(4) as threads:
-        folders = list(threads.map(lambda _: fetch(located.source), range(4)))
+        folders = list(threads.map(lambda _: fetch(resolved.source), range(4)))
     assert began.is_set() and len(asked) == 1 and len(set(folders)) == 1
 
 
@@ -198,14 +198,14 @@ checkpoints.fetch(pickle.loads(bytes.fromhex(sys.argv[1])))
 
 
 def test_a_killed_download_leaves_nothing_that_counts(checkpoint: Path, s3: StorageConfig, place: Path) -> None:
-    located = find(put(checkpoint, "s3://bucket/killed", s3), s3)
-    source = pickle.dumps(located.source).hex()
+    resolved = find(put(checkpoint, "s3://bucket/killed", s3), s3)
+    source = pickle.dumps(resolved.source).hex()
     process = subprocess.Popen([sys.executable, "-c", HANGS, source], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "in the middle\n"
     assert any(name.endswith(".incomplete") for name in held(place))
     process.kill()
     process.wait()
-    folder = fetch(located.source)  # nor does its lock outlive it
+    folder = fetch(resolved.source)  # nor does its lock outlive it
     assert (folder / WEIGHTS).read_bytes() == (checkpoint / WEIGHTS).read_bytes()
     assert not any(name.endswith(".incomplete") for name in held(place))
 
@@ -213,7 +213,7 @@ def test_a_killed_download_leaves_nothing_that_counts(checkpoint: Path, s3: Stor
 def test_a_damaged_download_is_tried_once_more_then_refused(
     checkpoint: Path, s3: StorageConfig, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    located = find(put(checkpoint, "s3://bucket/damaged", s3), s3)
+    resolved = find(put(checkpoint, "s3://bucket/damaged", s3), s3)
     original, damages = BucketStore._get, [1]
 
     def flip(store: BucketStore, file: RemoteFile, folder: Path) -> None:
@@ -225,12 +225,12 @@ def test_a_damaged_download_is_tried_once_more_then_refused(
             (folder / file.name).write_bytes(data)
 
     monkeypatch.setattr(BucketStore, "_get", flip)
-    folder = fetch(located.source)
+    folder = fetch(resolved.source)
     assert damages == [0] and (folder / WEIGHTS).read_bytes() == (checkpoint / WEIGHTS).read_bytes()
     damages[0] = 99
     (folder / WEIGHTS).unlink()  # damaged later: noticed, and fetched again
     with pytest.raises(ValueError, match=r"model\.safetensors: damaged in the download: its md5") as caught:
-        fetch(located.source)
+        fetch(resolved.source)
     assert "\n" not in str(caught.value) and damages == [97]
     assert WEIGHTS not in held(place)
 
@@ -239,9 +239,9 @@ def test_a_damaged_download_is_tried_once_more_then_refused(
 def test_a_damaged_cache_is_noticed(
     checkpoint: Path, s3: StorageConfig, place: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
-    located = find(put(checkpoint, "s3://bucket/cache", s3), s3)
-    folder = fetch(located.source)
-    record = place / f"{remote(located).key}.json"
+    resolved = find(put(checkpoint, "s3://bucket/cache", s3), s3)
+    folder = fetch(resolved.source)
+    record = place / f"{remote(resolved).key}.json"
     told = json.loads(record.read_text())
     assert told["files"][WEIGHTS]["size"] == (checkpoint / WEIGHTS).stat().st_size
     if damage == "short":
@@ -251,12 +251,12 @@ def test_a_damaged_cache_is_noticed(
     else:
         record.write_text("{")
     caplog.clear()
-    assert fetch(located.source) == folder
+    assert fetch(resolved.source) == folder
     assert (folder / WEIGHTS).read_bytes() == (checkpoint / WEIGHTS).read_bytes()
     assert json.loads(record.read_text()) == told
     assert ("downloading it again" in caplog.text) == (damage != "no record")
     caplog.clear()
-    assert fetch(located.source) == folder and not caplog.text
+    assert fetch(resolved.source) == folder and not caplog.text
 
 
 def test_digests_that_the_store_knows(checkpoint: Path, s3: StorageConfig) -> None:
@@ -272,10 +272,10 @@ def test_digests_that_the_store_knows(checkpoint: Path, s3: StorageConfig) -> No
     part = client.upload_part(**key, UploadId=upload, PartNumber=1, Body=(checkpoint / WEIGHTS).read_bytes())
     parts = {"Parts": [{"PartNumber": 1, "ETag": part["ETag"]}]}
     client.complete_multipart_upload(**key, UploadId=upload, MultipartUpload=parts)
-    located = find("s3://bucket/told", s3)
-    whole = next(file for file in remote(located).files if file.name == WEIGHTS)
+    resolved = find("s3://bucket/told", s3)
+    whole = next(file for file in remote(resolved).files if file.name == WEIGHTS)
     assert whole.version.endswith("-1") and store.digests(whole) == {}
-    assert (fetch(located.source) / WEIGHTS).read_bytes() == (checkpoint / WEIGHTS).read_bytes()
+    assert (fetch(resolved.source) / WEIGHTS).read_bytes() == (checkpoint / WEIGHTS).read_bytes()
 
 
 def test_weights_that_are_cut_short_in_the_bucket_are_known_before_loading(
@@ -285,11 +285,11 @@ def test_weights_that_are_cut_short_in_the_bucket_are_known_before_loading(
     data = (checkpoint / WEIGHTS).read_bytes()[:-100]
     client = client_of(s3)
     client.put_object(Bucket="bucket", Key=f"short/{WEIGHTS}", Body=data)
-    located = find("s3://bucket/short", s3)
+    resolved = find("s3://bucket/short", s3)
     with pytest.raises(ValueError, match=rf"^s3://bucket/short/{WEIGHTS}: {len(data)} bytes, but its header says"):
-        located.sizes()
+        resolved.sizes()
     with pytest.raises(ValueError, match="cut short or damaged"):
-        fetch(located.source)
+        fetch(resolved.source)
 
 
 def test_buckets_that_cannot_be_read_are_one_line(
@@ -302,18 +302,18 @@ def test_buckets_that_cannot_be_read_are_one_line(
         find("s3://bucket/model", closed)
     client_of(s3).put_object(Bucket="bucket", Key="odd/README.md", Body=b"x")
     assert refusal("s3://bucket/odd", s3) == "s3://bucket/odd: not a checkpoint: no config.json"
-    located = find(put(checkpoint, "s3://bucket/full", s3), s3)
+    resolved = find(put(checkpoint, "s3://bucket/full", s3), s3)
     usage = type("Usage", (), {"free": 10})
     monkeypatch.setattr(checkpoint_stores.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(ValueError, match=r"left: free some, or set model\.cache"):
-        fetch(located.source)
+        fetch(resolved.source)
 
 
 def test_a_job_may_say_where_the_cache_is(checkpoint: Path, s3: StorageConfig, tmp_path: Path, place: Path) -> None:
     url = put(checkpoint, "s3://bucket/elsewhere", s3)
-    located = resolve_checkpoint(ModelConfig(path=url, cache=str(tmp_path / "there")), s3)
-    assert fetch(located.source).is_relative_to(tmp_path / "there") and not place.exists()
-    assert located.identity() == find(url, s3).identity()
+    resolved = resolve_checkpoint(ModelConfig(path=url, cache=str(tmp_path / "there")), s3)
+    assert fetch(resolved.source).is_relative_to(tmp_path / "there") and not place.exists()
+    assert resolved.identity() == find(url, s3).identity()
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"cannot hold checkpoints: .*; set model\.cache"):
         resolve_checkpoint(ModelConfig(path=url, cache=str(tmp_path / "file")), s3)

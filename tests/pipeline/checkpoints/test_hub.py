@@ -43,22 +43,22 @@ def refusal(path: str) -> str:
 
 
 def test_a_branch_is_pinned_to_its_commit_without_the_weights(hub: Hub, checkpoint: Path) -> None:
-    located = find()
+    resolved = find()
     assert set(hub.downloads()) == {path.name for path in checkpoint.glob("*.json")}
-    assert located.sizes() == folder_sizes(checkpoint)
+    assert resolved.sizes() == folder_sizes(checkpoint)
     assert WEIGHTS not in hub.downloads()  # its header alone
-    identity = located.identity()
+    identity = resolved.identity()
     assert (identity["commit"], identity["hub"]) == (hub.branches["main"], f"{REPO}@main")
     assert set(identity["files"]) == set(files(checkpoint))
 
 
 def test_a_node_downloads_each_file_once(hub: Hub, checkpoint: Path) -> None:
-    located = find()
-    folder = fetch(located.source)
+    resolved = find()
+    folder = fetch(resolved.source)
     assert files(folder) == files(checkpoint)  # no pickle, no model card
     assert sorted(hub.downloads()) == sorted(files(checkpoint))
     asked = len(hub.asked)
-    assert fetch(located.source) == folder == fetch(located.source, weights=False)
+    assert fetch(resolved.source) == folder == fetch(resolved.source, weights=False)
     assert len(hub.asked) == asked  # not even a question
 
 
@@ -81,15 +81,15 @@ def test_a_moved_branch_is_another_checkpoint_but_not_for_a_job_that_has_begun(h
 
 
 def test_weights_that_do_not_have_the_hubs_digest_are_refused(hub: Hub, checkpoint: Path) -> None:
-    located = find()
+    resolved = find()
     damaged = bytearray((checkpoint / WEIGHTS).read_bytes())
     damaged[-1] ^= 1
     hub.wrong[WEIGHTS] = bytes(damaged)
     with pytest.raises(ValueError, match=r"model\.safetensors: damaged in the download: its sha256 is not the store's"):
-        fetch(located.source)
+        fetch(resolved.source)
     assert hub.downloads().count(WEIGHTS) == 2
     hub.wrong.clear()
-    assert (fetch(located.source) / WEIGHTS).read_bytes() == (checkpoint / WEIGHTS).read_bytes()
+    assert (fetch(resolved.source) / WEIGHTS).read_bytes() == (checkpoint / WEIGHTS).read_bytes()
 
 
 def test_a_missing_model_or_revision_is_one_line(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_a_missing_model_or_revision_is_one_line(hub: Hub, monkeypatch: pytest.M
 
 def test_the_hub_travels_with_the_checkpoint(hub: Hub, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node need not have HF_ENDPOINT in its environment."""
-    located = find()
-    assert isinstance(located.source, RemoteCheckpoint) and hash(located.source)
+    resolved = find()
+    assert isinstance(resolved.source, RemoteCheckpoint) and hash(resolved.source)
     monkeypatch.delenv("HF_ENDPOINT")
-    assert files(fetch(located.source)) == files(checkpoint)
+    assert files(fetch(resolved.source)) == files(checkpoint)

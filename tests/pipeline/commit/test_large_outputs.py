@@ -80,17 +80,17 @@ def plan(inputs: Path, output: Path, checkpoint: Path, files: int, shards: int) 
         (inputs / f"{number:05d}.parquet").write_bytes((inputs / "00000.parquet").read_bytes())
     values = {"input": {"path": str(inputs)}, "output": {"path": str(output)}, "model": {"path": str(checkpoint)}}
     config = JobConfig.model_validate({**values, "shard_rows": 4000})
-    located = resolve_checkpoint(config.model, config.storage)
-    schedule = located.checkpoint.schedule(config.schedule.changes())
+    resolved = resolve_checkpoint(config.model, config.storage)
+    schedule = resolved.checkpoint.schedule(config.schedule.changes())
     folder = open_folder(str(output), config.storage)
     began, peak = time.monotonic(), watch_peak()
-    manifest = plan_job(config, located, schedule, None, None)
+    manifest = plan_job(config, resolved, schedule, None, None)
     save(folder, manifest)
     planned_in = time.monotonic() - began
     stored = load(folder)
     assert stored == manifest and len(manifest.shards) == shards and manifest.rows == 4000 * shards
     tasks = group_shards(manifest.shards, manifest.files, 50_000, 2**29)
-    again = plan_job(config, located, schedule, None, stored)
+    again = plan_job(config, resolved, schedule, None, stored)
     assert again.fingerprint == manifest.fingerprint and sum(map(len, tasks)) == shards
     seconds, own = time.monotonic() - began, peak() / GIB
     print(f"\nplan of {shards:,} shards: {planned_in:.1f} s; with reading it {seconds:.1f} s, {own:.2f} GiB more")

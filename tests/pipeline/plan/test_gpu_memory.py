@@ -35,8 +35,8 @@ def job(checkpoint: Path, folder: Path, actors: dict[str, Any], **model: Any) ->
 
 
 def plan(config: JobConfig, stored: Manifest | None = None) -> Manifest:
-    located = resolve_checkpoint(config.model, config.storage)
-    return plan_job(config, located, located.checkpoint.schedule({}), None, stored, hardware=InProcess())
+    resolved = resolve_checkpoint(config.model, config.storage)
+    return plan_job(config, resolved, resolved.checkpoint.schedule({}), None, stored, hardware=InProcess())
 
 
 @pytest.fixture

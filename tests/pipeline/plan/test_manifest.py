@@ -65,8 +65,8 @@ def job(inputs: Path | list[str], checkpoint: Path, **sections: Any) -> JobConfi
 
 
 def plan(config: JobConfig, limit: int | None = None, stored: Manifest | None = None) -> Manifest:
-    located = resolve_checkpoint(config.model, config.storage)
-    return plan_job(config, located, located.checkpoint.schedule(config.schedule.changes()), limit, stored)
+    resolved = resolve_checkpoint(config.model, config.storage)
+    return plan_job(config, resolved, resolved.checkpoint.schedule(config.schedule.changes()), limit, stored)
 
 
 def refusal(config: JobConfig, stored: Manifest | None = None) -> str:
