@@ -10,11 +10,12 @@ demo: .venv/installed
 	@.venv/bin/python -m pipeline.demo_data work/demo/prompts
 	@.venv/bin/skipdecode run configs/demo.yaml --show 5
 
-# Two processes: the tests that start Ray, which are all in tests/pipeline, and all others.
+# Three processes on two cores, since tests of kills and of Ray mostly wait: the tests that start Ray, which are all in
+# tests/pipeline, run one at a time in one process; two share all others, a file at a time.
 test: .venv/installed-dev
 	@mkdir -p work
 	@began=$$(date +%s); \
-	.venv/bin/python -m pytest --durations=10 -m "not ray and $(QUICK)" >work/test.log 2>&1 & others=$$!; \
+	.venv/bin/python -m pytest --durations=10 -n 2 --dist loadfile -m "not ray and $(QUICK)" >work/test.log 2>&1 & others=$$!; \
 	.venv/bin/python -m pytest --durations=10 -m "ray and $(QUICK)" tests/pipeline; ray=$$?; \
 	wait $$others; others=$$?; cat work/test.log; \
 	seconds=$$(($$(date +%s) - began)); echo "make test: $$((seconds / 60)) min $$((seconds % 60)) s"; \

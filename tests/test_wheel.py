@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -63,16 +64,18 @@ def test_try_answers_rows_from_an_installed_wheel(wheel: Path, tmp_path: Path) -
         "sampling": {"max_new_tokens": 24},
     }
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     where = subprocess.run(
         [python, "-c", "import pipeline; print(pipeline.__file__)"],
         cwd=tmp_path,
+        env=alone,
         capture_output=True,
         text=True,
         check=True,
     )
     assert where.stdout.startswith(str(site))
     command = [environment / "bin" / "skipdecode", "try", "job.yaml", "--rows", "2"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "name[Zizzi]" in done.stdout and "name[Aromi]" in done.stdout
     assert not (tmp_path / "out").exists()

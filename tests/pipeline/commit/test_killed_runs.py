@@ -8,6 +8,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Iterator
 from multiprocessing.context import ForkServerContext
 
 import pytest
@@ -20,12 +21,13 @@ TRIALS, KILLS = 2, 3  # of each store
 
 
 @pytest.fixture(scope="module")
-def processes(s3: StorageConfig) -> ForkServerContext:
+def processes(s3: StorageConfig) -> Iterator[ForkServerContext]:
     """Processes forked from one that has imported everything, has no threads, and knows the credentials of `s3`."""
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the server does not get our path otherwise
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ray_free_run"])
-    return context
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the server does not get our path otherwise
+        yield context
 
 
 @pytest.fixture(scope="module", params=["local", "s3"])
