@@ -10,14 +10,12 @@ demo: .venv/installed
 	@.venv/bin/python -m pipeline.demo_data work/demo/prompts
 	@.venv/bin/skipdecode run configs/demo.yaml --show 5
 
-# Three processes on two cores, since tests of kills and of Ray mostly wait: the tests that start Ray, which are all in
-# tests/pipeline, run one at a time in one process; two share all others, a file at a time.
+# First the tests that start Ray, all in tests/pipeline, alone: Ray gives its processes 30 s to start. Then all others, a
+# file at a time, in two processes.
 test: .venv/installed-dev
-	@mkdir -p work
 	@began=$$(date +%s); \
-	.venv/bin/python -m pytest --durations=10 -n 2 --dist loadfile -m "not ray and $(QUICK)" >work/test.log 2>&1 & others=$$!; \
 	.venv/bin/python -m pytest --durations=10 -m "ray and $(QUICK)" tests/pipeline; ray=$$?; \
-	wait $$others; others=$$?; cat work/test.log; \
+	.venv/bin/python -m pytest --durations=10 -n 2 --dist loadfile -m "not ray and $(QUICK)"; others=$$?; \
 	seconds=$$(($$(date +%s) - began)); echo "make test: $$((seconds / 60)) min $$((seconds % 60)) s"; \
 	exit $$((ray + others))
 
