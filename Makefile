@@ -10,12 +10,13 @@ demo: .venv/installed
 	@.venv/bin/python -m pipeline.demo_data work/demo/prompts
 	@.venv/bin/skipdecode run configs/demo.yaml --show 5
 
-# First the tests that start Ray, all in tests/pipeline, alone: Ray gives its processes 30 s to start. Then all others, a
-# file at a time, in two processes.
+# Two processes: the tests that start Ray, which are all in tests/pipeline, and all others. A third one starves Ray.
 test: .venv/installed-dev
+	@mkdir -p work
 	@began=$$(date +%s); \
+	.venv/bin/python -m pytest --durations=10 -m "not ray and $(QUICK)" >work/test.log 2>&1 & others=$$!; \
 	.venv/bin/python -m pytest --durations=10 -m "ray and $(QUICK)" tests/pipeline; ray=$$?; \
-	.venv/bin/python -m pytest --durations=10 -n 2 --dist loadfile -m "not ray and $(QUICK)"; others=$$?; \
+	wait $$others; others=$$?; cat work/test.log; \
 	seconds=$$(($$(date +%s) - began)); echo "make test: $$((seconds / 60)) min $$((seconds % 60)) s"; \
 	exit $$((ray + others))
 

@@ -85,7 +85,7 @@ def test_a_template_that_makes_too_much_is_refused_early(template: str) -> None:
     began, peak = time.thread_time(), watch_peak()
     with pytest.raises(ValueError, match=r"^template: " + TOO_MUCH):
         render(template, {"q": "a"})
-    assert time.thread_time() - began < sandbox.SECONDS / 2
+    assert time.thread_time() - began < sandbox.SECONDS
     assert peak() < 800 * 2**20
 
 
