@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +16,7 @@ from actors.answers import Answer, Prompt
 from pipeline.backends.in_process import InProcess
 from pipeline.checkpoints.resolve import fetch, resolve_checkpoint
 from pipeline.config.job import JobConfig
+from pipeline.generate.output import row_ids
 from pipeline.generate.stage import prompts
 from pipeline.job import PlannedJob, generator_arguments
 from pipeline.plan.columns import check_columns
@@ -71,7 +72,7 @@ def answer_first_rows(config: JobConfig, rows: int) -> list[TriedRow]:
     with _announced("preparing the prompts"):
         for shard, table in _tables(config, job.manifest):
             prepared += prompts(prepare_table(table, spec), shard.url, shard.first_row)
-            ids += _ids(config, shard, table)
+            ids += row_ids(table, config.input.id, shard.url, shard.first_row).to_pylist()
     with _announced("loading the model"):
         from actors.generator import Generator
 
@@ -119,14 +120,6 @@ def _tables(config: JobConfig, manifest: Manifest) -> Iterator[tuple[Shard, pa.T
     for shard in manifest.shards:
         for block in read_blocks([shard], files[shard.url], manifest.schema, config.storage):
             yield shard, from_ipc(block["rows"][0].as_py())
-
-
-def _ids(config: JobConfig, shard: Shard, table: pa.Table) -> Sequence[Any]:
-    if config.input.id is not None:
-        ids: list[Any] = table[config.input.id].to_pylist()
-        return ids
-    name = shard.url.rpartition("/")[2]
-    return [f"{name}:{shard.first_row + row}" for row in range(shard.rows)]
 
 
 @contextmanager

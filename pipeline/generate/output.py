@@ -53,6 +53,13 @@ class PartSpec:
     num_layers: int
 
 
+def row_ids(rows: pa.Table, id_column: str | None, url: str, first_row: int) -> pa.Array | pa.ChunkedArray:
+    """Ids of a shard's rows: the id column's values, else file name and row number. Arguments: see `part_table`."""
+    if id_column is not None:
+        return rows[id_column]
+    return pa.array([f"{os.path.basename(url)}:{first_row + row}" for row in range(rows.num_rows)], pa.string())
+
+
 def part_table(rows: pa.Table, answers: Sequence[Answer], spec: PartSpec, url: str, first_row: int) -> pa.Table:
     """Output rows of a shard: id, kept columns, answers. An input row with several answers is repeated.
 
@@ -63,11 +70,10 @@ def part_table(rows: pa.Table, answers: Sequence[Answer], spec: PartSpec, url: s
         first_row: row number in the file of the shard's first row.
     """
     owners = [answer.row for answer in answers]
-    if spec.id_column is None:
-        ids = pa.array([f"{os.path.basename(url)}:{first_row + row}" for row in range(rows.num_rows)], pa.string())
-    else:
-        ids = rows[spec.id_column]
-    carried = {"id": ids, **{name: rows[name] for name in spec.keep if name != "id"}}
+    carried = {
+        "id": row_ids(rows, spec.id_column, url, first_row),
+        **{name: rows[name] for name in spec.keep if name != "id"},
+    }
     names, columns = list(carried), list(carried.values())
     if owners != list(range(rows.num_rows)):
         columns = [column.take(pa.array(owners, pa.int64())) for column in columns]
