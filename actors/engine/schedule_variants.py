@@ -32,12 +32,18 @@ class Variant:
     nominal: float | None
 
 
-def speeds(spec: ScheduleSpec, speedups: Sequence[float]) -> list[Variant]:
-    """`spec` at each nominal speed-up, otherwise unchanged."""
-    return [
+def speeds(spec: ScheduleSpec, speedups: Sequence[float], prompts: Sequence[str] = ()) -> list[Variant]:
+    """`spec` at each nominal speed-up, otherwise unchanged; above 1 under each further policy of `prompts` too."""
+    variants = [
         Variant(f"{speedup:g}x", "speed", spec.overridden({"speedup": float(speedup)}), float(speedup))
         for speedup in speedups
     ]
+    for prompt in prompts:
+        for speedup in speedups:
+            if prompt != spec.prompt and speedup > 1:
+                changed = spec.overridden({"speedup": float(speedup), "prompt": prompt})
+                variants.append(Variant(f"{speedup:g}x prompt={prompt}", "prompt", changed, float(speedup)))
+    return variants
 
 
 def comparisons(

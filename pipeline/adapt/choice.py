@@ -24,14 +24,22 @@ class Quality:
 class Measured:
     """Measurements of a checkpoint at one speed over the held-out rows.
 
-    nominal: None for the job's own checkpoint at full depth, whose layer_ratio may be None. seconds: wall clock of one
-    row. scores: by the metric's name, in its unit.
+    nominal: None for the job's own checkpoint at full depth, whose layer_ratio may be None. prompt: its prompt policy.
+    seconds: wall clock of one row. scores: by the metric's name, in its unit.
     """
 
     nominal: float | None
+    prompt: str
     layer_ratio: float | None
     seconds: float
     scores: Mapping[str, Quality]
+
+    @property
+    def name(self) -> str:
+        """Speed and prompt policy, for tables and messages."""
+        if self.nominal is None:
+            return "full depth"
+        return f"{self.nominal:g}x" + ("" if self.prompt == "full" or self.nominal == 1 else f" prompt={self.prompt}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""

@@ -27,6 +27,7 @@ KEPT = (
 NOT_TRAINED_FOR = {"power": "power", "steps": "step"}  # key -> the decay that it shapes
 SAMPLE, ANSWERS, TRAIN, HELD_OUT = "sample.parquet", "full-depth", "train.parquet", "held-out.parquet"
 CHECKPOINT, BEFORE, AFTER, JOB_FILE = "checkpoint", "before", "after", "job.yaml"
+PROMPT_SHARE = 1 / 3  # of a job's time: without skipping in the prompt, no speed gains more than 3x
 STAGE_FILES = (SAMPLE, ANSWERS, TRAIN, HELD_OUT, CHECKPOINT, BEFORE, AFTER)  # files and folders of the stages
 
 
@@ -46,6 +47,18 @@ def output_folder(config: JobConfig) -> Path:
 def metric(config: JobConfig) -> str:
     """Name of the metric that the tolerance limits."""
     return options(config).metric or ("agreement_exact" if config.choices else "agreement_rouge_l")
+
+
+def prompt_policies(config: JobConfig, shape: Mapping[str, Any], prompt_share: float) -> list[str]:
+    """The prompt policies to train and evaluate, the checkpoint's own first.
+
+    prompt_share: of the prompts in the seconds of the job at full depth.
+    """
+    wanted = options(config).prompt
+    if wanted != "auto":
+        return [wanted]
+    further = ["first"] if prompt_share >= PROMPT_SHARE and config.schedule.prompt is None else []
+    return list(dict.fromkeys([shape["prompt"], *further]))
 
 
 def check_installed(config: JobConfig) -> None:
@@ -99,10 +112,21 @@ def schedule_shape(config: JobConfig, stored: ScheduleSpec | None) -> dict[str, 
 
 
 def tune_config(
-    config: JobConfig, shape: Mapping[str, Any], model: str, max_tokens: int, folder: Path, source: str
+    config: JobConfig,
+    shape: Mapping[str, Any],
+    model: str,
+    max_tokens: int,
+    folder: Path,
+    source: str,
+    prompts: Sequence[str],
 ) -> TuneConfig:
-    """Tune's recipe. model: local folder. max_tokens: of the longest pair. Raises UserError for wrong options."""
+    """Tune's recipe. Raises UserError for wrong options.
+
+    model: local folder. max_tokens: of the longest pair. prompts: prompt policies; all are drawn equally often.
+    """
     adapt = options(config)
+    own, *further = prompts
+    also = [{"speedup": speedup, "prompt": prompt} for prompt in further for speedup in adapt.speedups if speedup > 1]
     columns = {"prompt": "prompt", "train_reference": "response", "dev_reference": "response", "ended": "ended"}
     values: dict[str, Any] = {
         "model": {"path": model},
@@ -113,7 +137,7 @@ def tune_config(
             **columns,
         },
         "output": str(folder / CHECKPOINT),
-        "schedule": {"speedups": list(adapt.speedups), **shape},
+        "schedule": {"speedups": list(adapt.speedups), **shape, "prompt": own, "also": also},
         "loss": {**LOSS, **adapt.loss},
         "lora": adapt.lora,
         "training": {**TRAINING, "bf16": config.model.dtype != "float32", **adapt.training},
@@ -122,7 +146,13 @@ def tune_config(
 
 
 def eval_values(
-    config: JobConfig, shape: Mapping[str, Any], model: str, reference: str | None, output: Path, folder: Path
+    config: JobConfig,
+    shape: Mapping[str, Any],
+    model: str,
+    reference: str | None,
+    output: Path,
+    folder: Path,
+    prompts: Sequence[str],
 ) -> dict[str, Any]:
     """Evaluate's recipe, over the held-out rows, greedy: sampled answers would differ without any loss of quality.
 
@@ -142,6 +172,7 @@ def eval_values(
         "output": str(output),
         "schedule": {key: list(value) if isinstance(value, tuple) else value for key, value in shape.items()},
         "speedups": sorted({1.0, *adapt.speedups}),
+        "prompts": list(prompts),
         "sampling": {**config.sampling.model_dump(), **greedy},
         "choices": None if config.choices is None else list(config.choices),
         "storage": config.storage.model_dump(),
@@ -155,12 +186,12 @@ def tuned_path(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path) ->
     return str(path if relative else path.resolve())
 
 
-def job_text(values: Mapping[str, Any], model: str, speedup: float, comment: Sequence[str]) -> str:
-    """The user's job file with the tuned checkpoint at the chosen speed, without its `adapt` section."""
+def job_text(values: Mapping[str, Any], model: str, schedule: Mapping[str, Any], comment: Sequence[str]) -> str:
+    """The user's job file with the tuned checkpoint and the chosen schedule, without its `adapt` section."""
     job = {
         **{key: value for key, value in values.items() if key != "adapt"},
         "model": {**values["model"], "path": model},
-        "schedule": {"speedup": speedup},
+        "schedule": dict(schedule),
     }
     head = "".join(f"# {flat(line)}\n" for line in comment)
     return head + dump_yaml(job)

@@ -75,7 +75,8 @@ def plan_adaptation(config: JobConfig, source: str, folder: Path, record: StageR
     _check_folder(config, resolved, files, record)
     check_spec(prompt_spec(config, resolved, 0.0))
     shape = configs.schedule_shape(config, resolved.checkpoint.spec)
-    configs.tune_config(config, shape, ".", 4, folder, source)  # checks tune's options
+    prompts = configs.prompt_policies(config, shape, 1.0)
+    configs.tune_config(config, shape, ".", 4, folder, source, prompts)  # checks tune's options
     for speedup in options.speedups:
         resolved.checkpoint.schedule({"horizon": 2, **shape, "speedup": speedup})
     inputs = hashlib.sha256(repr(sorted(listed.items())).encode()).hexdigest()
@@ -116,7 +117,7 @@ def _settings(config: JobConfig, resolved: ResolvedCheckpoint, shape: Mapping[st
             "output": {"strip": config.output.strip},
             **config.model_dump(include={"shared_prefix", "shard_rows", "shard_bytes"}),
         },
-        "tune": {"schedule": dict(shape), **chosen("speedups", "max_tokens", "loss", "lora", "training")},
+        "tune": {"schedule": dict(shape), **chosen("speedups", "prompt", "max_tokens", "loss", "lora", "training")},
         "before": actors,
         "after": {**actors, **chosen("runs")},
     }

@@ -9,7 +9,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.adapt.choice import Measured
 from pipeline.adapt.configs import AFTER, BEFORE, CHECKPOINT
 from pipeline.adapt.run import Adapted
 
@@ -32,7 +31,7 @@ def print_adapted(console: Console, adapted: Adapted) -> None:
         highlight=False,
     )
     if adapted.break_even is not None and adapted.chosen is not None:
-        for line in adapted.break_even.sentences(_speed(adapted.chosen)):
+        for line in adapted.break_even.sentences(adapted.chosen.name):
             console.print(line, highlight=False)
     shown = ", ".join(f"{stage} {seconds:,.1f} s" for stage, seconds in adapted.seconds.items())
     console.print(f"time: {shown}", highlight=False)
@@ -51,7 +50,7 @@ def too_tight(adapted: Adapted) -> str:
     least = math.ceil(1000 * closest.scores[adapted.metric].loss_high) / 1000  # rounded up, to admit this speed
     return (
         f"no speed-up is within adapt.tolerance = {adapted.tolerance:g} of {adapted.metric}, and no job file is "
-        f"written; {_speed(closest)} would be within {least:g}"
+        f"written; {closest.name} would be within {least:g}"
     )
 
 
@@ -70,24 +69,20 @@ def _table(adapted: Adapted) -> Table:
     columns = ("speed", "layer ratio", "wall", adapted.metric, "before", "loss", "at worst", "within")
     for name in columns:
         table.add_column(name, justify="right")
-    before = {line.nominal: line for line in adapted.before}
+    before = {line.name: line for line in adapted.before}
     full = next(line for line in adapted.after if line.nominal is None)
     for line in adapted.after:
         if line.nominal is None:
             continue
         score = line.scores[adapted.metric]
         table.add_row(
-            _speed(line) + (" *" if line == adapted.chosen else ""),
+            line.name + (" *" if line == adapted.chosen else ""),
             "" if line.layer_ratio is None else f"{line.layer_ratio:.2f}x",
             f"{full.seconds / line.seconds:.2f}x",
             f"{score.value:.4g}",
-            f"{before[line.nominal].scores[adapted.metric].value:.4g}",
+            f"{before[line.name].scores[adapted.metric].value:.4g}",
             f"{score.loss:.3g}",
             f"{score.loss_high:.3g}",
             "yes" if score.loss_high <= adapted.tolerance else "no",
         )
     return table
-
-
-def _speed(line: Measured) -> str:
-    return "full depth" if line.nominal is None else f"{line.nominal:g}x"

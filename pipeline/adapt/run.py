@@ -13,7 +13,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -110,11 +110,12 @@ def _adapt(task: Task, values: Mapping[str, Any], record: StageRecord, verbose: 
     if config.choices is None:
         check_metric(folder, metric)
     purpose = f"train {config.model.path} on {counts['train']:,} answers"
-    run("tune", purpose, [f"{configs.CHECKPOINT}/tune.json"], lambda: _tune(task, counts["longest"]))
+    prompts = configs.prompt_policies(config, task.shape, answered["prompt_share"])
+    run("tune", purpose, [f"{configs.CHECKPOINT}/tune.json"], lambda: _tune(task, counts["longest"], prompts))
     actors = _actors(task, answered["actors"])
     purpose = f"measure the {{}} checkpoint over {counts['held_out']:,} held-out rows"
-    before = run("before", purpose.format("job's"), [], lambda: _evaluate(task, tuned=False, actors=actors))
-    after = run("after", purpose.format("tuned"), [], lambda: _evaluate(task, tuned=True, actors=actors))
+    before = run("before", purpose.format("job's"), [], lambda: _evaluate(task, prompts, tuned=False, actors=actors))
+    after = run("after", purpose.format("tuned"), [], lambda: _evaluate(task, prompts, tuned=True, actors=actors))
     counts = {"job": task.rows, "drawn": sampled["drawn"], "unreadable": sampled["unreadable"], **counts}
     return _chosen(task, values, record, _measured(before), _measured(after), counts, actors["threads"])
 
@@ -185,23 +186,29 @@ def _sample(task: Task) -> dict[str, Any]:
 def _answer(task: Task, held_out: int, verbose: bool) -> dict[str, Any]:
     """Answer the sample by the job's own pipeline, and write the files that tune and evaluate read."""
     job = configs.full_depth_job(task.config, task.resolved, task.folder)
-    batching = jobs.run(job, verbose=verbose).manifest.batching
+    result = jobs.run(job, verbose=verbose)
+    batching, totals = result.manifest.batching, result.totals
     spec = prompt_spec(job, task.resolved, batching.planned)
     references = configs.options(task.config).references
     counts = write_pairs(task.folder, spec, held_out, references, task.config.choices)
-    return {"counts": asdict(counts), "actors": {"threads": batching.threads, "cache_bytes": batching.cache_bytes}}
+    seconds = totals.prefill_seconds + totals.decode_seconds
+    return {
+        "counts": asdict(counts),
+        "actors": {"threads": batching.threads, "cache_bytes": batching.cache_bytes},
+        "prompt_share": totals.prefill_seconds / seconds if seconds else 0.0,
+    }
 
 
-def _tune(task: Task, longest: int) -> dict[str, Any]:
+def _tune(task: Task, longest: int, prompts: Sequence[str]) -> dict[str, Any]:
     from pipeline.tune.run import tune  # imports the Trainer, only after Ray has been shut down
 
     model = str(fetch(task.resolved.source))
-    recipe = configs.tune_config(task.config, task.shape, model, longest, task.folder, task.source)
+    recipe = configs.tune_config(task.config, task.shape, model, longest, task.folder, task.source, prompts)
     with memory_freed(), redirect_stdout(sys.stderr):  # losses are progress; only the result goes to stdout
         return {"checkpoint": str(tune(recipe))}
 
 
-def _evaluate(task: Task, *, tuned: bool, actors: Mapping[str, int | None]) -> dict[str, Any]:
+def _evaluate(task: Task, prompts: Sequence[str], *, tuned: bool, actors: Mapping[str, int | None]) -> dict[str, Any]:
     """Evaluate the job's checkpoint, or the tuned one against it, at every speed, as one actor of the job would run.
 
     actors: threads, bytes of cache and rows in flight of one actor. The job's checkpoint is timed once, as the choice
@@ -223,15 +230,18 @@ def _evaluate(task: Task, *, tuned: bool, actors: Mapping[str, int | None]) -> d
         original if tuned else None,
         task.folder / (configs.AFTER if tuned else configs.BEFORE),
         task.folder,
+        prompts,
     ) | {"runs": configs.options(task.config).runs if tuned else 1, **actors}
     evaluate: Any = evaluate_run.evaluate
     with memory_freed():
         evaluation = evaluate(validated(EvalConfig, values, "adapt"))
-    lines = [line for line in evaluation.lines if line.group == "speed" or line.name == evaluation.full_depth]
+    groups = ("speed", "prompt")
+    lines = [line for line in evaluation.lines if line.group in groups or line.name == evaluation.full_depth]
     return {
         "lines": [
             Measured(
                 line.nominal,
+                line.prompt,
                 line.layer_ratio,
                 line.seconds / evaluation.rows,
                 {name: Quality(score.value, score.loss, score.loss_high) for name, score in line.scores.items()},
@@ -268,9 +278,10 @@ def _write_job(
     assert chosen.nominal is not None
     comment = [
         f"Written by `skipdecode adapt {task.source}`: its job at the fastest speed within the tolerance.",
-        f"At {chosen.nominal:g}x {metric} loses {chosen.scores[metric].loss:.3g}, at worst "
+        f"At {chosen.name} {metric} loses {chosen.scores[metric].loss:.3g}, at worst "
         f"{chosen.scores[metric].loss_high:.3g} of {tolerance:g}, over held-out rows of its own input.",
         f"It answers every row, those of {task.folder / configs.SAMPLE} too. skipdecode run {path}",
     ]
     model = configs.tuned_path(task.config, task.resolved, task.folder)
-    path.write_text(configs.job_text(values, model, chosen.nominal, comment))
+    schedule = {"speedup": chosen.nominal} | ({} if chosen.prompt == "full" else {"prompt": chosen.prompt})
+    path.write_text(configs.job_text(values, model, schedule, comment))

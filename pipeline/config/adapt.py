@@ -34,7 +34,7 @@ TRAINING = {
 
 
 class AdaptConfig(Section):
-    """The job's horizon, decay, warmup, keep_order and prompt are kept; the depths are chosen."""
+    """The job's horizon, decay, warmup and keep_order are kept; depths and prompt policy are chosen."""
 
     rows: int = Field(2000, ge=3, description="input rows answered at full depth, held-out ones included")
     held_out: int = Field(200, ge=2, description="rows of the sample that are evaluated and not trained on")
@@ -44,6 +44,11 @@ class AdaptConfig(Section):
         "system that all nodes share",
     )
     speedups: list[float] = Field([1, 2, 3, 4, 5], min_length=1, description="nominal, each trained and evaluated")
+    prompt: Literal["auto", "full", "first"] = Field(
+        "auto",
+        description="prompt policies trained and evaluated: full, first, or auto: that of the job's schedule; if it "
+        "sets none, full, and first too where prompts take a third of the job's time at full depth",
+    )
     metric: Metric | None = Field(
         None,
         description="metric of the tolerance; agreement is with the job's own checkpoint at full depth; "

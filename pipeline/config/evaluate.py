@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -44,6 +44,10 @@ class EvalConfig(Section):
     output: Place = Field(description="folder for the tables, the plot and the answers")
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="keys other than the depths")
     speedups: list[float] = Field([1, 2, 3, 4, 5], min_length=1, description="nominal; 1 is always evaluated too")
+    prompts: list[Literal["full", "first"]] = Field(
+        default_factory=list,
+        description="prompt policies that are evaluated at every speed, in addition to the schedule's own",
+    )
     compare: float | None = Field(
         None, gt=1, description="nominal speed at which other keep orders, decays and baselines run too"
     )

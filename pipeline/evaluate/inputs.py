@@ -218,7 +218,7 @@ def _is_prompt(value: Any) -> bool:
 
 def _planned(config: EvalConfig, spec: ScheduleSpec, num_layers: int) -> list[Variant]:
     """The lines of the model itself, each of which can be built."""
-    variants = speeds(spec, [1.0, *config.speedups])
+    variants = speeds(spec, [1.0, *config.speedups], config.prompts)
     try:
         for variant in variants:
             variant.spec.build(num_layers)

@@ -44,16 +44,17 @@ class Score:
 class Line:
     """The measurements of one schedule or baseline.
 
-    nominal: the speed-up in the recipe; None for another model. layer_ratio: layers of full depth over layers run, over
-    all decode steps; None for another model. mean_depth: layers a decode step. Both are None if no answer had a decode
-    step. seconds, decode_seconds: medians over the runs, of the whole run and of its decode steps. tokens_per_second:
-    generated, whole run. wall_clock, decode_wall_clock: 1x's seconds over the line's. cache_bytes: of the largest
-    batch. scores: by the metric's name.
+    nominal: the speed-up in the recipe; None for another model. prompt: the prompt policy. layer_ratio: layers of full
+    depth over layers run, over all decode steps; None for another model. mean_depth: layers a decode step. Both are
+    None if no answer had a decode step. seconds, decode_seconds: medians over the runs, of the whole run and of its
+    decode steps. tokens_per_second: generated, whole run. wall_clock, decode_wall_clock: 1x's seconds over the line's.
+    cache_bytes: of the largest batch. scores: by the metric's name.
     """
 
     name: str
     group: str
     nominal: float | None
+    prompt: str
     layer_ratio: float | None
     mean_depth: float | None
     seconds: float

@@ -54,7 +54,7 @@ def evaluate(config: EvalConfig) -> Evaluation:
     Raises UserError of one line for a mistake, before a model is loaded.
     """
     inputs = prepare(config)
-    variants = speeds(inputs.spec, list(dict.fromkeys([1.0, *config.speedups])))
+    variants = speeds(inputs.spec, list(dict.fromkeys([1.0, *config.speedups])), config.prompts)
     models = load_models(inputs)
     if config.compare is not None:
         variants += _compared(inputs, models.model, variants, config.compare)
@@ -135,6 +135,7 @@ def _line(variant: Variant, run: TimedRun, base: TimedRun, scores: Mapping[str, 
         name=variant.name,
         group=variant.group,
         nominal=variant.nominal,
+        prompt=variant.spec.prompt,
         layer_ratio=stats.full_layer_steps / stats.layer_steps if stats.layer_steps and own_layers else None,
         mean_depth=stats.layer_steps / stats.decode_steps if stats.decode_steps else None,
         seconds=seconds,

@@ -127,6 +127,38 @@ def test_without_a_speed_within_tolerance_no_job_file_is_left(tmp_path: Path, fa
     assert load_values(path)["schedule"] == {"speedup": 2}
 
 
+@pytest.mark.parametrize(
+    ("adapt", "schedule", "prompt_seconds", "policies", "written"),
+    [
+        ({}, {}, 3.3, ["full"], {"speedup": 2}),
+        ({}, {}, 3.4, ["full", "first"], {"speedup": 2, "prompt": "first"}),
+        ({"tolerance": 4.2}, {}, 9, ["full", "first"], {"speedup": 2}),
+        ({}, {"prompt": "full"}, 9, ["full"], {"speedup": 2}),
+        ({"prompt": "full"}, {}, 9, ["full"], {"speedup": 2}),
+        ({"prompt": "first"}, {}, 0, ["first"], {"speedup": 2, "prompt": "first"}),
+    ],
+)
+def test_a_job_of_long_prompts_is_offered_skipping_in_the_prompt(
+    tmp_path: Path,
+    fakes: Fakes,
+    command: Run,
+    adapt: dict[str, Any],
+    schedule: dict[str, Any],
+    prompt_seconds: float,
+    policies: list[str],
+    written: dict[str, Any],
+) -> None:
+    fakes.prompt_seconds = prompt_seconds
+    result = command("--json", job={"schedule": {"horizon": 6, **schedule}}, **{"tolerance": 5.0, **adapt})
+    assert result.exit_code == 0, result.output
+    trained = [fakes.recipe.schedule.prompt, *(one.prompt for one in fakes.recipe.schedule.also if one.speedup == 2)]
+    assert trained == policies
+    assert all(one.speedup in (2, 3) for one in fakes.recipe.schedule.also)
+    lines = json.loads(result.stdout)["after"]
+    assert [line["prompt"] for line in lines if line["nominal"] == 2] == policies
+    assert load_values(tmp_path / "out-adapt" / "job.yaml")["schedule"] == written
+
+
 @pytest.mark.parametrize("stage", ["answers", "tune", "before", "after"])
 def test_an_interrupted_adaptation_resumes_at_its_stage(fakes: Fakes, command: Run, stage: str) -> None:
     fakes.fail = stage
@@ -155,7 +187,7 @@ def test_labels_are_judged_by_exact_agreement(checkpoint: Path, tmp_path: Path) 
     job["sampling"] = {"temperature": 1.0, "n": 2, "logprobs": 3}
     config = JobConfig.model_validate(job)
     assert configs.metric(config) == "agreement_exact"
-    asked = configs.eval_values(config, {"horizon": 6}, "m", "r", tmp_path / "after", tmp_path)
+    asked = configs.eval_values(config, {"horizon": 6}, "m", "r", tmp_path / "after", tmp_path, ["full"])
     assert asked["choices"] == ["yes", "no"]
     assert asked["data"]["references"] is None
     assert {name: asked["sampling"][name] for name in ("temperature", "n", "logprobs")} == {
@@ -285,7 +317,7 @@ def test_values_written_are_read_back_as_they_are(
 ) -> None:
     job = {**rest, "model": {"path": "x", "cache": "1e5"}, "adapt": {"rows": 3}}
     path = tmp_path_factory.mktemp("yaml") / "job.yaml"
-    path.write_text(job_text(job, "y", 2.5, ["of\nline"]))
+    path.write_text(job_text(job, "y", {"speedup": 2.5}, ["of\nline"]))
     want = {**job, "model": {"path": "y", "cache": "1e5"}, "schedule": {"speedup": 2.5}}
     del want["adapt"]
     assert load_values(path) == want

@@ -22,7 +22,7 @@ def lines(draw: st.DrawFn) -> list[Measured]:
     for nominal in nominals:
         loss = draw(st.floats(-5, 50))
         quality = Quality(100 - loss, loss, loss + draw(st.sampled_from([0.0, 1.0, 7.5])))
-        found.append(Measured(nominal, nominal, draw(st.sampled_from([0.1, 0.2, 0.3])), {METRIC: quality}))
+        found.append(Measured(nominal, "full", nominal, draw(st.sampled_from([0.1, 0.2, 0.3])), {METRIC: quality}))
     return found
 
 
@@ -52,7 +52,7 @@ def test_the_nearest_tolerance_admits_a_speed_and_a_smaller_one_none(measured: l
 
 
 def test_the_upper_end_of_the_interval_must_be_within() -> None:
-    line = Measured(2.0, 2.0, 0.1, {METRIC: Quality(99, 1.0, 6.0)})
+    line = Measured(2.0, "full", 2.0, 0.1, {METRIC: Quality(99, 1.0, 6.0)})
     assert choose(METRIC, 5.9, [line]) is None
     assert choose(METRIC, 6.0, [line]) is line
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from pipeline.cli.app import app
@@ -60,3 +61,35 @@ def test_from_a_job_to_a_faster_one(in_process: None, tmp_path: Path, checkpoint
     summary = json.loads(ran.stdout)
     assert (summary["planned_rows"], summary["nominal_speedup"]) == (ROWS, 2)
     assert sorted(pq.read_table(tmp_path / "out")["id"].to_pylist()) == list(range(ROWS))
+
+
+def test_labels_of_one_token_gain_by_skipping_in_the_prompt(in_process: None, tmp_path: Path, checkpoint: Path) -> None:
+    """Without a decode step the layers of the prompt are the only ones to skip."""
+    prompts = [f"name[Zizzi], area[{row}]" for row in range(ROWS)]
+    pq.write_table(pa.table({"q": prompts}), tmp_path / "in.parquet")
+    job = tmp_path / "job.yaml"
+    values = {
+        "input": {"path": str(tmp_path / "in.parquet"), "prompt": "q"},
+        "output": {"path": str(tmp_path / "out")},
+        "model": {"path": str(checkpoint), "dtype": "float32"},
+        "choices": ["a", "b"],
+        "actors": {"threads": 1, "max_batch": 8},
+        "adapt": {
+            "rows": ROWS,
+            "held_out": 8,
+            "speedups": [3],
+            "tolerance": 200.0,
+            "training": {"max_steps": 2, "batch_size": 4, "bf16": False, "threads": 1},
+            "runs": 1,
+        },
+    }
+    job.write_text(dump_yaml(values))
+    result = CliRunner().invoke(app, ["adapt", str(job), "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    lines = [(line["nominal"], line["prompt"]) for line in found["after"]]
+    assert lines == [(None, "full"), (1, "full"), (3, "full"), (3, "first")]
+    tuned = json.loads((tmp_path / "out-adapt" / "checkpoint" / "tune.json").read_text())
+    assert [(one["speedup"], one["prompt"]) for one in tuned["config"]["schedule"]["also"]] == [(3, "first")]
+    written = yaml.safe_load(Path(found["job_file"]).read_text())["schedule"]
+    assert written.get("prompt", "full") == found["chosen"]["prompt"]

@@ -13,7 +13,7 @@ NAMES = ["paper", "even order", "learned order", "early exit", "cosine", "power 
 
 def line_of(name: str, group: str, wall_clock: float, value: float) -> Line:
     score = Score(value, value - 1, value + 1, 0, -1, 1)
-    return Line(name, group, 3.0, 2.0, 12.0, 1.0, 0.9, 100.0, wall_clock, wall_clock, 2**20, {"bleu": score})
+    return Line(name, group, 3.0, "full", 2.0, 12.0, 1.0, 0.9, 100.0, wall_clock, wall_clock, 2**20, {"bleu": score})
 
 
 def test_the_picture_names_every_line_and_its_axes(tmp_path: Path) -> None:
