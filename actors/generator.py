@@ -35,6 +35,7 @@ class Generator:
     Args:
         checkpoint: Folder with config.json, safetensors and a tokenizer.
         schedule: Keys of a job's `schedule` section, on top of the schedule that the checkpoint stores.
+        unadapted: Run a schedule that the checkpoint was not trained for; its text may be ruined.
         sampling: Fields of `SamplingParams`.
         choices: Labels; every answer is one of them.
         strip: Remove white space from both ends of a text.
@@ -60,6 +61,7 @@ class Generator:
         checkpoint: str,
         *,
         schedule: Mapping[str, Any] | None = None,
+        unadapted: bool = False,
         sampling: Mapping[str, Any] | None = None,
         choices: Sequence[str] | None = None,
         strip: bool = True,
@@ -86,6 +88,8 @@ class Generator:
             torch.set_num_threads(threads)
         inspected = inspect(checkpoint)
         self.schedule = inspected.schedule(dict(schedule or {}))
+        if not unadapted:
+            inspected.check_adapted(self.schedule, str(checkpoint), "pass unadapted=True")
         self.tokenizer = load_tokenizer(checkpoint)
         self.engine = build_engine(inspected, self.schedule, self.tokenizer, settings)
         self.device = self.engine.decoder.device

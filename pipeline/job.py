@@ -127,10 +127,18 @@ def plan(
         NoRows: there is nothing to answer.
     """
     checkpoint = resolve_checkpoint(config.model, config.storage, stored.identity.get("model") if stored else None)
-    schedule = checkpoint.checkpoint.schedule(config.schedule.changes())
+    schedule = planned_schedule(config, checkpoint)
     check_spec(prompt_spec(config, checkpoint, time.time()))
     manifest = manifests.plan_job(config, checkpoint, schedule, limit, stored, files, hardware=backend)
     return PlannedJob(config, checkpoint, schedule, manifest)
+
+
+def planned_schedule(config: JobConfig, checkpoint: ResolvedCheckpoint) -> Schedule:
+    """The job's schedule. UserError if it cannot be built, or the checkpoint is not adapted to it."""
+    schedule = checkpoint.checkpoint.schedule(config.schedule.changes())
+    if not config.schedule.unadapted:
+        checkpoint.checkpoint.check_adapted(schedule, config.model.path, "set schedule.unadapted: true")
+    return schedule
 
 
 def answer(job: PlannedJob, folder: Folder, backend: Backend) -> tuple[Totals, int]:
@@ -197,6 +205,7 @@ def generator_arguments(job: PlannedJob) -> dict[str, Any]:
         **generator_settings(job.config.model, job.config.sampling, job.config.choices),
         "checkpoint": job.checkpoint.pinned(),
         "schedule": {key: value for key, value in job.schedule.to_dict().items() if key != "num_layers"},
+        "unadapted": True,  # as planned
         "strip": job.config.output.strip,
         "cumulative_logprob": job.config.output.cumulative_logprob,
         "threads": batching.threads,

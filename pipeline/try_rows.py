@@ -18,7 +18,7 @@ from pipeline.checkpoints.resolve import fetch, resolve_checkpoint
 from pipeline.config.job import JobConfig
 from pipeline.generate.output import row_ids
 from pipeline.generate.stage import prompts
-from pipeline.job import PlannedJob, generator_arguments
+from pipeline.job import PlannedJob, generator_arguments, planned_schedule
 from pipeline.plan.columns import check_columns
 from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import Manifest, NoRows, limited, plan_batching, read_footers
@@ -60,7 +60,7 @@ def answer_first_rows(config: JobConfig, rows: int) -> list[TriedRow]:
         check_columns(config)
         config = _on_this_machine(config)
         checkpoint = resolve_checkpoint(config.model, config.storage)
-        schedule = checkpoint.checkpoint.schedule(config.schedule.changes())
+        schedule = planned_schedule(config, checkpoint)
         check_spec(prompt_spec(config, checkpoint, time.time()))
     with _announced("reading the input"):
         files, shards, schema = _first_rows(config, rows)

@@ -175,6 +175,9 @@ def test_a_jobs_schedule_goes_on_top_of_the_stored_one(checkpoint: Path, generat
     assert generator.schedule.speedup == 2 and len(generator.schedule.depths) == 6
     with pytest.raises(ValueError, match=r"^schedule: "):
         make(checkpoint, schedule={"max_depth": LAYERS + 1})
+    with pytest.raises(ValueError, match=r"not adapted to it .*another keep_order.* or pass unadapted=True"):
+        make(checkpoint, schedule={"keep_order": "early_exit"})
+    assert make(checkpoint, schedule={"keep_order": "early_exit"}, unadapted=True).schedule.keep_order == (0, 1, 2, 3)
     with pytest.raises(ValueError, match="top_p = 0"):
         make(checkpoint, sampling={"top_p": 0})
     with pytest.raises(ValueError, match="no such checkpoint folder"):

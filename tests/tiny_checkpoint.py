@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from actors.engine.schedule import ScheduleSpec
+from actors.engine.schedule import PROMPT_POLICIES, ScheduleSpec
 from actors.engine.schedule_file import save_spec
+from actors.engine.trained import Trained
 from pipeline.tune.data import Pair
 from pipeline.tune.new_model import train_tokenizer
 
@@ -40,5 +41,9 @@ def tiny_checkpoint(folder: Path) -> Path:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    save_spec(ScheduleSpec(speedup=2, horizon=6), LAYERS, folder)
+    spec = ScheduleSpec(speedup=2, horizon=6)
+    stored = spec.build(LAYERS)
+    # random weights, said to be trained for every depth, so that jobs run at any speed
+    trained = Trained(1, PROMPT_POLICIES, stored.keep_order, stored.warmup)
+    save_spec(spec, LAYERS, folder, trained)
     return folder

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from actors.engine.errors import UserError
 from actors.engine.json_file import read_object
 from actors.engine.schedule import Schedule, ScheduleSpec
-from actors.engine.schedule_file import load_spec
+from actors.engine.schedule_file import SCHEDULE_FILE, load_spec, load_trained
+from actors.engine.trained import Trained
 from actors.engine.weights import ITEM_BYTES, Need, folder_sizes, names_in, need, weight_files
 from actors.engine.working_memory import working_bytes
 
@@ -40,6 +41,7 @@ class Checkpoint:
     path: Path
     config: PretrainedConfig
     spec: ScheduleSpec | None
+    trained: Trained | None
     num_layers: int
     context_length: int
 
@@ -56,6 +58,28 @@ class Checkpoint:
             return (self.spec or ScheduleSpec()).overridden(changes).build(self.num_layers)
         except ValueError as error:
             raise UserError(f"schedule: {error}") from None
+
+    def check_adapted(self, schedule: Schedule, name: str, remedy: str) -> None:
+        """Raise UserError if the model skips layers in a way that it was not trained for.
+
+        Args:
+            name: of the checkpoint, for the message.
+            remedy: what allows the schedule anyway, for the message.
+        """
+        if min(schedule.depths) == self.num_layers or (self.trained is not None and self.trained.covers(schedule)):
+            return
+        if self.trained is None:
+            reason = f"{SCHEDULE_FILE} records no training" if self.spec else f"it has no {SCHEDULE_FILE}"
+        elif (self.trained.keep_order, self.trained.warmup) != (schedule.keep_order, schedule.warmup):
+            reason = "it was trained with another keep_order or warmup"
+        elif min(schedule.depths) < self.trained.min_depth:
+            reason = f"it was trained down to {self.trained.min_depth} layers, not to {min(schedule.depths)}"
+        else:
+            reason = f"it was trained with prompt: {' and '.join(self.trained.prompt)}, not {schedule.prompt}"
+        raise UserError(
+            f"schedule: {name} is not adapted to it ({reason}), and its answers would be ruined: run `skipdecode adapt "
+            f"JOB`, or {remedy}"
+        )
 
 
 def inspect(path: str | Path, names: Collection[str] | None = None) -> Checkpoint:
@@ -95,8 +119,9 @@ def inspect(path: str | Path, names: Collection[str] | None = None) -> Checkpoin
         family_of(config)
     except (ValueError, KeyError, OSError, TypeError, AttributeError, StrictDataclassError) as error:
         raise UserError(f"{folder}: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
-    spec = load_spec(folder, config.num_hidden_layers)
-    return Checkpoint(folder, config, spec, config.num_hidden_layers, context_length(config))
+    layers = config.num_hidden_layers
+    spec, trained = load_spec(folder, layers), load_trained(folder, layers)
+    return Checkpoint(folder, config, spec, trained, layers, context_length(config))
 
 
 def refuse_file(path: str) -> None:

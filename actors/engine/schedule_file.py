@@ -1,4 +1,4 @@
-"""A checkpoint's ``skipdecode.json``, the schedule that it was tuned for: validated reading, and writing."""
+"""A checkpoint's ``skipdecode.json``: its schedule, and which schedules it was trained for. Validated when read."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from typing import Any
 
 from actors.engine.errors import UserError
 from actors.engine.json_file import read_object
-from actors.engine.schedule import MAX_HORIZON, ScheduleSpec
+from actors.engine.schedule import MAX_HORIZON, PROMPT_POLICIES, Schedule, ScheduleSpec
+from actors.engine.trained import Trained
 
 SCHEDULE_FILE = "skipdecode.json"
+TRAINED = "trained"  # key of the record of the training
 
 
 def read_spec(values: Mapping[str, Any], num_layers: int, source: str) -> ScheduleSpec:
-    """The spec in the values of a ``skipdecode.json``, checked against a model of `num_layers` layers.
+    """The spec in the values of a ``skipdecode.json`` without `TRAINED`, checked against a model of `num_layers`.
 
     Raises UserError that begins with `source` and names the wrong key or position.
     """
@@ -45,18 +47,53 @@ def read_spec(values: Mapping[str, Any], num_layers: int, source: str) -> Schedu
     return spec
 
 
+def read_trained(value: Any, stored: Schedule, source: str) -> Trained:
+    """The record of the training in the ``skipdecode.json`` of a schedule.
+
+    Raises UserError that begins with `source` and names the wrong key.
+    """
+    if not isinstance(value, dict) or set(value) != {"min_depth", "prompt"}:
+        raise UserError(f"{source}: {TRAINED} must hold min_depth and prompt, and no other key")
+    depth, prompt = value["min_depth"], value["prompt"]
+    if not _is(depth, (int,)) or not 1 <= depth <= stored.num_layers:
+        raise UserError(
+            f"{source}: {TRAINED}.min_depth = {depth!r}: must be a whole number in [1, {stored.num_layers}]"
+        )
+    if not isinstance(prompt, list) or not prompt or any(policy not in PROMPT_POLICIES for policy in prompt):
+        raise UserError(f"{source}: {TRAINED}.prompt = {prompt!r}: must list some of {', '.join(PROMPT_POLICIES)}")
+    return Trained(depth, tuple(prompt), stored.keep_order, stored.warmup)
+
+
 def load_spec(checkpoint: Path, num_layers: int) -> ScheduleSpec | None:
     """The spec stored in a checkpoint folder; None without one. Raises UserError if it cannot be read or is wrong."""
     path = checkpoint / SCHEDULE_FILE
     if not path.exists():
         return None
-    return read_spec(read_object(path), num_layers, str(path))
+    values = read_object(path)
+    return read_spec({key: value for key, value in values.items() if key != TRAINED}, num_layers, str(path))
 
 
-def save_spec(spec: ScheduleSpec, num_layers: int, checkpoint: Path) -> None:
-    """Write ``skipdecode.json`` into a checkpoint folder, after checking it against `num_layers`."""
-    spec.build(num_layers)
-    values = {"num_layers": num_layers, **spec.to_dict()}
+def load_trained(checkpoint: Path, num_layers: int) -> Trained | None:
+    """The schedules that the checkpoint in a folder was trained for; None if that is not recorded.
+
+    Raises UserError if the record or the spec beside it is wrong.
+    """
+    spec = load_spec(checkpoint, num_layers)
+    path = checkpoint / SCHEDULE_FILE
+    value = None if spec is None else read_object(path).get(TRAINED)
+    return None if spec is None or value is None else read_trained(value, spec.build(num_layers), str(path))
+
+
+def save_spec(spec: ScheduleSpec, num_layers: int, checkpoint: Path, trained: Trained | None = None) -> None:
+    """Write ``skipdecode.json`` into a checkpoint folder, after checking it against `num_layers`.
+
+    trained: of the keep order and warm-up of `spec`; None: the checkpoint was trained for no schedule.
+    """
+    stored = spec.build(num_layers)
+    values: dict[str, Any] = {"num_layers": num_layers, **spec.to_dict()}
+    if trained is not None:
+        assert (trained.keep_order, trained.warmup) == (stored.keep_order, stored.warmup)
+        values[TRAINED] = trained.to_dict()
     (checkpoint / SCHEDULE_FILE).write_text(json.dumps(values, indent=2) + "\n")
 
 

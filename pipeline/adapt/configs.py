@@ -11,7 +11,7 @@ from actors.engine.errors import UserError, flat
 from actors.engine.schedule import ScheduleSpec
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.adapt import LOSS, TRAINING, AdaptConfig
-from pipeline.config.job import JobConfig, ScheduleConfig
+from pipeline.config.job import JobConfig, JobScheduleConfig
 from pipeline.config.load import dump_yaml, validated
 from pipeline.config.tune import TuneConfig
 
@@ -24,6 +24,7 @@ KEPT = (
     "keep_order",
     "prompt",
 )  # of the schedule
+CHECKS = ("min_agreement", "agreement_rows")  # keys of the user's schedule that the job file keeps
 NOT_TRAINED_FOR = {"power": "power", "steps": "step"}  # key -> the decay that it shapes
 SAMPLE, ANSWERS, TRAIN, HELD_OUT = "sample.parquet", "full-depth", "train.parquet", "held-out.parquet"
 CHECKPOINT, BEFORE, AFTER, JOB_FILE = "checkpoint", "before", "after", "job.yaml"
@@ -83,7 +84,7 @@ def full_depth_job(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path
             "input": sample,
             "output": output,
             "model": config.model.model_copy(update={"path": pinned_path(config, resolved)}),
-            "schedule": ScheduleConfig(speedup=1.0),
+            "schedule": JobScheduleConfig(speedup=1.0),
             "sampling": config.sampling.model_copy(update={"n": 1}),
             "adapt": None,
         }
@@ -188,10 +189,11 @@ def tuned_path(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path) ->
 
 def job_text(values: Mapping[str, Any], model: str, schedule: Mapping[str, Any], comment: Sequence[str]) -> str:
     """The user's job file with the tuned checkpoint and the chosen schedule, without its `adapt` section."""
+    checks = values.get("schedule") or {}
     job = {
         **{key: value for key, value in values.items() if key != "adapt"},
         "model": {**values["model"], "path": model},
-        "schedule": dict(schedule),
+        "schedule": {key: value for key, value in checks.items() if key in CHECKS} | dict(schedule),
     }
     head = "".join(f"# {flat(line)}\n" for line in comment)
     return head + dump_yaml(job)

@@ -180,6 +180,28 @@ class ScheduleConfig(Section):
         return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
 
 
+class JobScheduleConfig(ScheduleConfig):
+    """A job's schedule, and the checks against one that ruins the text."""
+
+    unadapted: bool = Field(
+        False, description="run a schedule that the checkpoint was not trained for; its text may be ruined"
+    )
+    min_agreement: float = Field(
+        0.6,
+        ge=0,
+        le=1,
+        description="least share of tokens in which the schedule agrees with full depth; below it a new job stops",
+    )
+    agreement_rows: int = Field(
+        16, ge=0, description="rows of its own on which a new job measures that agreement; 0: it does not"
+    )
+
+    def changes(self) -> dict[str, Any]:
+        """The keys that determine the layers that run."""
+        checks = JobScheduleConfig.model_fields.keys() - ScheduleConfig.model_fields.keys()
+        return {key: value for key, value in super().changes().items() if key not in checks}
+
+
 class SamplingConfig(Section):
     """The names and defaults of `SamplingParams`; `input.sampling` overrides them per row."""
 
@@ -278,7 +300,7 @@ class JobConfig(Section):
     input: InputConfig
     output: OutputConfig
     model: ModelConfig
-    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    schedule: JobScheduleConfig = Field(default_factory=JobScheduleConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     choices: Labels | None = Field(
         None,

@@ -138,7 +138,10 @@ def _write(result: SearchResult, inputs: EvalInputs) -> Path | None:
     if result.best is None:
         return None
     inputs.folder.claim([SCHEDULE_FILE])
-    save_spec(result.best.spec, inputs.num_layers, inputs.folder.path)
+    # the file will replace that of the checkpoint; the recipe may name another order or warm-up
+    trained, best = inputs.model.checkpoint.trained, result.best.spec.build(inputs.num_layers)
+    same = trained is not None and (trained.keep_order, trained.warmup) == (best.keep_order, best.warmup)
+    save_spec(result.best.spec, inputs.num_layers, inputs.folder.path, trained if same else None)
     return inputs.folder.path / SCHEDULE_FILE
 
 

@@ -16,6 +16,7 @@ from actors.engine.families import family_of
 from actors.engine.loading import load_decoder
 from actors.engine.schedule_file import save_spec
 from actors.engine.teacher_forcing import collate
+from actors.engine.trained import Trained
 from pipeline.config.tune import TuneConfig
 from pipeline.tune import lora, resume
 from pipeline.tune.plan import TrainingPlan
@@ -171,6 +172,7 @@ def _save(config: TuneConfig, plan: TrainingPlan, trained: Any, record: dict[str
     def save(folder: Path) -> None:
         model.save_pretrained(folder, safe_serialization=True)
         plan.tokenizer.save_pretrained(folder)
-        save_spec(plan.spec, plan.architecture.num_hidden_layers, folder)
+        layers = plan.architecture.num_hidden_layers
+        save_spec(plan.spec, layers, folder, Trained.on(plan.spec.build(layers), plan.schedules.values()))
 
     resume.finish(config, save, record)

@@ -20,7 +20,8 @@ from actors.engine.schedule import (
     even_order,
     paper_order,
 )
-from actors.engine.schedule_file import SCHEDULE_FILE, load_spec, read_spec, save_spec
+from actors.engine.schedule_file import SCHEDULE_FILE, load_spec, load_trained, read_spec, save_spec
+from actors.engine.trained import Trained
 
 
 @st.composite
@@ -189,3 +190,66 @@ def test_a_job_overrides_what_the_checkpoint_stores(tmp_path: Path) -> None:
     faster = stored.overridden({"speedup": 5.0}).build(24)
     assert faster.depths[0] == 6 and len(faster.depths) == 20 and faster.keep_order == even_order(24, 1)
     assert stored.overridden({"depths": (4,)}).build(24).depths == (4,)
+
+
+RECORD = '{"num_layers": 6, "trained": %s}'
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ("2", "trained must hold min_depth and prompt, and no other key"),
+        ('{"min_depth": 2}', "trained must hold min_depth and prompt, and no other key"),
+        (
+            '{"min_depth": 2, "prompt": ["full"], "speed": 2}',
+            "trained must hold min_depth and prompt, and no other key",
+        ),
+        ('{"min_depth": 7, "prompt": ["full"]}', r"trained.min_depth = 7: must be a whole number in \[1, 6\]"),
+        ('{"min_depth": true, "prompt": ["full"]}', "trained.min_depth = True"),
+        ('{"min_depth": 2, "prompt": []}', r"trained.prompt = \[\]: must list some of full, first"),
+        ('{"min_depth": 2, "prompt": ["half"]}', r"trained.prompt = \['half'\]"),
+    ],
+)
+def test_the_record_of_a_training_is_checked(tmp_path: Path, record: str, message: str) -> None:
+    (tmp_path / SCHEDULE_FILE).write_text(RECORD % record)
+    assert load_spec(tmp_path, 6) == ScheduleSpec()
+    with pytest.raises(ValueError, match=message) as caught:
+        load_trained(tmp_path, 6)
+    assert str(caught.value).startswith(str(tmp_path / SCHEDULE_FILE))
+
+
+@given(schedules(), st.data())
+def test_a_record_covers_what_was_drawn_and_the_layers_that_ran(stored: Schedule, data: st.DataObject) -> None:
+    """Slow definition: every position's layers, and the prompt's, are those of a depth that training reached."""
+    layers = stored.num_layers
+    of_order = {"num_layers": layers, "keep_order": stored.keep_order, "warmup": stored.warmup}
+    depths = st.lists(st.integers(max(stored.warmup, 1), layers), min_size=1, max_size=6)
+    made = st.builds(
+        lambda falling, prompt: Schedule(depths=tuple(sorted(falling, reverse=True)), prompt=prompt, **of_order),
+        depths,
+        st.sampled_from(("full", "first")),
+    )
+    drawn = data.draw(st.lists(made, min_size=1, max_size=4))
+    trained = Trained.on(stored, drawn)
+    assert all(trained.covers(one) for one in drawn)
+    asked = data.draw(made)
+    sets = {tuple(sorted(stored.keep_order[:depth])) for one in drawn for depth in range(min(one.depths), layers + 1)}
+    ran = all(asked.layers(position) in sets for position in range(len(asked.depths)))
+    policies = {one.prompt for one in drawn}
+    whole_prompt = set(asked.prompt_layers) == set(range(layers))
+    assert trained.covers(asked) == (ran and (asked.prompt in policies or (whole_prompt and "full" in policies)))
+
+
+def test_a_record_holds_for_its_keep_order_and_warmup_alone(tmp_path: Path) -> None:
+    spec = ScheduleSpec(speedup=2, horizon=8)
+    stored = spec.build(12)
+    others = [spec.overridden({"keep_order": "even"}).build(12), spec.overridden({"warmup": 2}).build(12)]
+    save_spec(spec, 12, tmp_path, Trained.on(stored, [stored, *others]))
+    trained = load_trained(tmp_path, 12)
+    assert trained is not None and trained.covers(stored) and not any(trained.covers(other) for other in others)
+    assert (trained.min_depth, trained.prompt) == (min(stored.depths), ("full",))
+    at_full_depth = Trained.on(stored, [ScheduleSpec().build(12)])
+    assert at_full_depth.min_depth == 12 and not at_full_depth.covers(stored)
+    assert Trained.on(stored, others).min_depth == 12  # nothing of this order was trained
+    save_spec(spec, 12, tmp_path)
+    assert load_trained(tmp_path, 12) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,8 +21,11 @@ from cli_command import assert_released
 from typer.testing import CliRunner
 
 from actors.engine.errors import UserError
+from pipeline.checkpoints.resolve import ResolvedCheckpoint, resolve_checkpoint
 from pipeline.cli.app import app
 from pipeline.cli.errors import Advice, cause_line, errors_as_exit_status
+from pipeline.config.job import JobConfig, ModelConfig, StorageConfig
+from pipeline.job import planned_schedule
 from pipeline.storage.errors import StoreFailed
 
 
@@ -35,14 +39,14 @@ def job(tmp_path: Path, checkpoint: Path) -> dict[str, Any]:
     }
 
 
-def refused(tmp_path: Path, job: dict[str, Any], *options: str) -> str:
+def refused(tmp_path: Path, job: dict[str, Any], *options: str, command: str = "run") -> str:
     """The one line that the command prints before it exits 2, with nothing written and no weights read."""
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(job))
     with pytest.MonkeyPatch.context() as patch:
         for module, name in (("ray", "init"), ("actors.engine.build", "load_decoder")):
             patch.setattr(f"{module}.{name}", lambda *args, **kwargs: pytest.fail("too late"))
-        result = CliRunner().invoke(app, ["run", str(file), *options])
+        result = CliRunner().invoke(app, [command, str(file), *options])
     assert result.exit_code == 2, result.output
     lines = [line for line in result.stderr.splitlines() if line]
     assert len(lines) == 1, result.stderr
@@ -70,6 +74,11 @@ def refused(tmp_path: Path, job: dict[str, Any], *options: str) -> str:
         ({"schedule": {"depths": [4, 9]}}, r"schedule: depths[1] = 9: must lie in [1, 4]"),
         ({"schedule": {"keep_order": [0, 1, 1, 2]}}, r"schedule: keep_order[2] = 1 repeats keep_order[1]"),
         ({"schedule": {"speedup": 0.2}}, "schedule: speedup = 0.2: must be at least 1"),
+        (
+            {"schedule": {"keep_order": "early_exit"}},
+            "is not adapted to it (it was trained with another keep_order or warmup), and its answers would be ruined: "
+            "run `skipdecode adapt JOB`, or set schedule.unadapted: true",
+        ),
         ({"sampling": {"top_p": 0}}, "sampling.top_p"),
         ({"shard_rows": 0}, "shard_rows"),
         (
@@ -111,6 +120,28 @@ def test_an_output_with_foreign_parquet_files_is_refused(tmp_path: Path, job: di
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.parquet").write_bytes(b"precious")
     assert "holds Parquet files of no job known here" in refused(tmp_path, job)
+
+
+@pytest.mark.parametrize("command", ["run", "try"])
+def test_a_checkpoint_that_no_training_made_fast_is_refused(
+    tmp_path: Path, job: dict[str, Any], checkpoint: Path, command: str
+) -> None:
+    published = tmp_path / "published"
+    shutil.copytree(checkpoint, published)
+    (published / "skipdecode.json").unlink()
+    job |= {"model": {"path": str(published), "dtype": "float32"}, "schedule": {"speedup": 2, "horizon": 6}}
+    line = refused(tmp_path, job, command=command)
+    assert f"{published} is not adapted to it (it has no skipdecode.json)" in line
+    assert "`skipdecode adapt JOB`" in line and "schedule.unadapted: true" in line
+    (published / "skipdecode.json").write_text('{"num_layers": 4, "speedup": 2, "horizon": 6}')
+    job["schedule"] = {}
+    assert "(skipdecode.json records no training)" in refused(tmp_path, job, command=command)
+    planned_schedule(JobConfig.model_validate({**job, "schedule": {"speedup": 1}}), resolved(published))
+    planned_schedule(JobConfig.model_validate({**job, "schedule": {"unadapted": True}}), resolved(published))
+
+
+def resolved(folder: Path) -> ResolvedCheckpoint:
+    return resolve_checkpoint(ModelConfig(path=str(folder)), StorageConfig())
 
 
 @pytest.mark.parametrize("section", ["input", "model", "output"])

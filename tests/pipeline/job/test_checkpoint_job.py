@@ -81,7 +81,9 @@ def test_wherever_a_checkpoint_lies_the_answers_are_the_same(
     fetched = [path for path in (tmp_path / "cache" / "checkpoints").glob("bucket-job-model-*") if path.is_dir()]
     assert len(fetched) == 1 and {path.name for path in fetched[0].iterdir()} == set(content)
 
-    hub.push("main", {**content, "skipdecode.json": b'{"num_layers": 4, "speedup": 1.5, "horizon": 6}'})
+    trained = b'{"min_depth": 1, "prompt": ["full"]}'
+    stored = b'{"num_layers": 4, "speedup": 1.5, "horizon": 6, "trained": %s}' % trained
+    hub.push("main", {**content, "skipdecode.json": stored})
     job = config(tmp_path, asked["hub"], s3, "hub")
     assert jobs.run(job).fresh_rows == 0  # it stays with the commit that it began with
     tag = job.model_copy(update={"model": job.model.model_copy(update={"path": f"{REPO}@{hub.branches['main']}"})})

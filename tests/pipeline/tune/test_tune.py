@@ -116,6 +116,7 @@ def test_tune_from_scratch_then_from_its_checkpoint(recipe: dict[str, Any], tmp_
     found = inspect(tmp_path / "out")
     assert found.spec is not None
     assert (found.spec.speedup, found.num_layers) == (2, 4)
+    assert found.trained is not None and (found.trained.min_depth, found.trained.prompt) == (2, ("full",))
     assert found.spec.horizon is not None and 3 <= found.spec.horizon <= 20
     further = {
         **recipe,
@@ -308,7 +309,7 @@ def test_token_ids_and_cut_off_responses(recipe: dict[str, Any], start: Path, tm
     run({**recipe, "model": {"path": str(start)}, "data": {"train": path, "dev": path, **columns}})
 
 
-def test_schedules_to_draw_from_may_differ_in_anything(recipe: dict[str, Any]) -> None:
+def test_schedules_to_draw_from_may_differ_in_anything(recipe: dict[str, Any], tmp_path: Path) -> None:
     record = run({**recipe, "schedule": {"speedups": [1, 2], "also": [{"speedup": 2.0, "prompt": "first"}]}})
     assert set(record["dev_loss"]) == {
         "eval_loss_1x",
@@ -316,6 +317,8 @@ def test_schedules_to_draw_from_may_differ_in_anything(recipe: dict[str, Any]) -
         "eval_loss_speedup=2.0 prompt=first",
         "eval_loss",
     }
+    trained = inspect(tmp_path / "out").trained
+    assert trained is not None and trained.prompt == ("full", "first")
 
 
 def test_comparisons_are_trained_together(recipe: dict[str, Any]) -> None:

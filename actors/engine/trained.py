@@ -1,0 +1,53 @@
+"""The schedules that a checkpoint was trained to run. At any other schedule its text may be ruined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from actors.engine.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training covered, under one keep order and warm-up.
+
+    Args:
+        min_depth: fewest layers that training ran at any position.
+        prompt: prompt policies that training ran.
+        keep_order: layers, most needed first; `warmup` of them always ran.
+    """
+
+    min_depth: int
+    prompt: tuple[str, ...]
+    keep_order: tuple[int, ...]
+    warmup: int
+
+    @classmethod
+    def on(cls, stored: Schedule, drawn: Iterable[Schedule]) -> Trained:
+        """The record of a training that drew these schedules.
+
+        Args:
+            stored: the checkpoint's own schedule. Drawn schedules of another keep order or warm-up do not count.
+        """
+        kept = [one for one in drawn if (one.keep_order, one.warmup) == (stored.keep_order, stored.warmup)]
+        return cls(
+            min_depth=min((min(one.depths) for one in kept), default=stored.num_layers),
+            prompt=tuple(sorted({one.prompt for one in kept}, reverse=True)) or ("full",),
+            keep_order=stored.keep_order,
+            warmup=stored.warmup,
+        )
+
+    def covers(self, schedule: Schedule) -> bool:
+        """Whether the layers that the schedule runs were trained; a prompt at full depth is `full` by any name."""
+        prompt = "full" if len(schedule.prompt_layers) == schedule.num_layers else "first"
+        return (
+            (schedule.keep_order, schedule.warmup) == (self.keep_order, self.warmup)
+            and min(schedule.depths) >= self.min_depth
+            and not {schedule.prompt, prompt}.isdisjoint(self.prompt)
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as ``skipdecode.json`` holds it, beside the keep order and warm-up of that file."""
+        return {"min_depth": self.min_depth, "prompt": list(self.prompt)}
