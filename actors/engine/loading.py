@@ -127,7 +127,7 @@ def inspect(path: str | Path, names: Collection[str] | None = None) -> Checkpoin
 def refuse_file(path: str) -> None:
     """Raise UserError if a path names one file of a checkpoint instead of its folder."""
     if path.endswith(".gguf"):
-        raise UserError(f"{path}: GGUF is not read; give the folder of a checkpoint with safetensors weights")
+        raise UserError(f"{path}: GGUF is not run; convert it (skipdecode convert {path} FOLDER) and give that folder")
     if path.endswith(".safetensors"):
         raise UserError(f"{path}: one file of a checkpoint; give its folder, {os.path.dirname(path) or '.'}")
     if os.path.isfile(path):

@@ -52,6 +52,8 @@ def weight_files(folder: Path, names: Collection[str]) -> list[str]:
     if INDEX not in names:
         other = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth")))
         hint = f"; {other[0]} is a pickle, which is not loaded: convert it" if other else ""
+        if gguf := sorted(name for name in names if name.endswith(".gguf")):
+            hint = f"; {gguf[0]} is GGUF: fetch it and convert it (skipdecode convert)"
         raise UserError(f"{folder}: no safetensors weights ({WEIGHTS} or {INDEX}){hint}")
     try:
         shards = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import typer
 
 from pipeline.cli.adapt import adapt
+from pipeline.cli.convert import convert
 from pipeline.cli.evaluate import evaluate
 from pipeline.cli.report import report
 from pipeline.cli.run import run
@@ -22,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (run, adapt, tune, evaluate, report):
+for command in (run, adapt, tune, evaluate, report, convert):
     app.command()(command)
 app.command("try")(try_rows)
 

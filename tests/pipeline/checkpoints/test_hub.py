@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,6 +91,15 @@ def test_weights_that_do_not_have_the_hubs_digest_are_refused(hub: Hub, checkpoi
     assert hub.downloads().count(WEIGHTS) == 2
     hub.wrong.clear()
     assert (fetch(resolved.source) / WEIGHTS).read_bytes() == (checkpoint / WEIGHTS).read_bytes()
+
+
+def test_quantized_weights_on_the_hub_are_refused_before_they_are_fetched(hub: Hub, checkpoint: Path) -> None:
+    config = {**json.loads((checkpoint / "config.json").read_text()), "quantization_config": {"quant_method": "fp8"}}
+    hub.push("main", {**files(checkpoint), "config.json": json.dumps(config).encode()})
+    assert "quantized weights (fp8) are not supported; give the bfloat16 checkpoint" in refusal(f"{REPO}@main")
+    assert WEIGHTS not in hub.downloads()
+    hub.push("main", {"config.json": b'{"model_type": "llama"}', "m.Q4_1.gguf": b"GGUF"})
+    assert "m.Q4_1.gguf is GGUF: fetch it and convert it (skipdecode convert)" in refusal(f"{REPO}@main")
 
 
 def test_a_missing_model_or_revision_is_one_line(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

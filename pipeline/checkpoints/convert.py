@@ -1,0 +1,178 @@
+"""A GGUF file -> a checkpoint folder: safetensors, tokenizer, chat template, generation config. transformers reads it.
+
+A folder has its `config.json` only when all other files are in it: one that a killed conversion left is refused as no
+checkpoint, and the next conversion into it begins again.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from actors.engine.errors import UserError, flat
+from actors.engine.families import family_of
+from actors.engine.loading import inspect
+from actors.engine.weights import gib
+from pipeline.checkpoints.gguf_file import GgufHeader, head_dim, read_header
+from pipeline.checkpoints.local import file_digest
+from pipeline.storage.owned_folder import OwnedFolder
+
+log = logging.getLogger(__name__)
+RECORD, PARTIAL, CONFIG = "convert.json", "_partial", "config.json"
+# how byte-level BPE cuts a text first: names that transformers knows, or that cut as GPT-2, its default
+PRE_TOKENIZERS = (
+    *("default", "gpt-2", "gpt2", "olmo", "smollm"),
+    *(
+        "llama3",
+        "llama-v3",
+        "llama-bpe",
+        "falcon3",
+        "dbrx",
+        "smaug-bpe",
+        "tekken",
+        "qwen2",
+        "deepseek-r1-qwen",
+        "gpt-4o",
+    ),
+)
+
+
+def convert(source: Path, output: Path, dtype: torch.dtype, report: Callable[[str], None]) -> None:
+    """Write the checkpoint of a GGUF file into `output`, a new or empty folder, or one of an earlier conversion.
+
+    Args:
+        source: the GGUF file.
+        dtype: of the written weights.
+        report: receives a line of text before each step, and what the user should know of the result.
+
+    Raises:
+        UserError: a file that cannot be converted, or a folder with files of the user's; before weights are read.
+    """
+    folder = OwnedFolder(output, RECORD, "OUT")
+    folder.check([PARTIAL])
+    report(f"reading the header of {source}")
+    header = read_header(source)
+    config = _config(header)
+    tokenizer = _tokenizer(header, config)
+    if header.quantized:
+        report(f"quantized weights ({', '.join(header.quantized)}) stay as coarse as they were")
+    size = header.elements * dtype.itemsize
+    report(
+        f"converting {header.elements / 1e6:,.0f} million weights to {str(dtype).removeprefix('torch.')}, {gib(size)}"
+    )
+    model = _model(header, config, dtype)
+    names = _write(folder, header, model, tokenizer)
+    inspect(output)
+    if not tokenizer.chat_template:
+        report("the file has no chat template: prompts can be text, not messages")
+    report(f"wrote {len(names)} files")
+
+
+def _config(header: GgufHeader) -> PretrainedConfig:
+    """transformers' config of the file, with the entries that it leaves out. UserError for a model we cannot run."""
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            header.path.parent, gguf_file=header.path.name, local_files_only=True
+        )
+    except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
+        raise UserError(f"{header.path}: {flat(error)[:200]}") from None
+    if config.model_type == "gpt2":
+        config.n_positions = header.of_model("context_length")
+    elif hasattr(config, "head_dim") or header.of_model("attention.key_length") is not None:
+        config.head_dim = head_dim(header)
+    if hasattr(config, "sliding_window"):
+        config.sliding_window = header.of_model("attention.sliding_window")
+    config.update(_token_ids(header))  # the library's defaults may lie outside the vocabulary
+    family_of(config)
+    return config
+
+
+def _tokenizer(header: GgufHeader, config: PretrainedConfig) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            header.path.parent, gguf_file=header.path.name, local_files_only=True, trust_remote_code=False
+        )
+    except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
+        raise UserError(f"{header.path}: its tokenizer cannot be read: {flat(error)[:200]}") from None
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    rule = header.values.get("tokenizer.ggml.pre")
+    if header.values["tokenizer.ggml.model"] == "gpt2" and rule is not None and rule not in PRE_TOKENIZERS:
+        log.warning("%s: pre-tokenizer %r is not known: texts may be cut as by GPT-2's", header.path, rule)
+    tokenizer.model_max_length = config.max_position_embeddings
+    return tokenizer
+
+
+def _model(header: GgufHeader, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with dequantized weights. UserError if a weight is missing, or one of the file was left out."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        header.path.parent,
+        gguf_file=header.path.name,
+        config=config,
+        dtype=dtype,
+        output_loading_info=True,
+        local_files_only=True,
+        trust_remote_code=False,
+    )
+    model, report = loaded
+    if report["missing_keys"]:
+        raise UserError(f"{header.path}: no weights for {sorted(report['missing_keys'])[0]}")
+    used = sum(parameter.numel() for parameter in model.parameters())  # tied ones once
+    if used != header.elements:
+        raise UserError(
+            f"{header.path}: {header.elements:,} weights, and transformers' {config.model_type} has {used:,}: some "
+            "would be left out; take the safetensors checkpoint"
+        )
+    # the weights are plain now; with these the library would refuse to save them, or call them quantized
+    model.is_quantized, model.hf_quantizer = False, None
+    for holder, name in ((model, "quantization_method"), (model.config, "quantization_config")):
+        if getattr(holder, name, None) is not None:
+            delattr(holder, name)
+    model.generation_config = GenerationConfig(**_token_ids(header))  # GGUF has no sampling values
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def _token_ids(header: GgufHeader) -> dict[str, Any]:
+    """Ids of begin, end and padding. An answer ends at the end of a sequence or of a turn."""
+    ids = {name: header.values.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "padding")}
+    ends = [*dict.fromkeys(ids[name] for name in ("eos", "eot") if ids[name] is not None)]
+    return {
+        "bos_token_id": ids["bos"],
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "pad_token_id": ids["padding"] if ids["padding"] is not None else (ends or [None])[0],
+    }
+
+
+def _write(
+    folder: OwnedFolder, header: GgufHeader, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> list[str]:
+    """Write all files aside, then move them into the folder, the config last; their names."""
+    folder.claim([PARTIAL])
+    partial = folder.path / PARTIAL
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    names = sorted((path.name for path in partial.iterdir()), key=lambda name: (name == CONFIG, name))
+    folder.discard([CONFIG, *(folder.files() - {PARTIAL, *names})])  # of an earlier conversion
+    folder.claim(names)
+    mode = (partial / CONFIG).stat().st_mode
+    for name in names:
+        (partial / name).chmod(mode)  # safetensors lets the owner alone read weights
+        (partial / name).replace(folder.path / name)
+    partial.rmdir()
+    folder.save({"source": header.path.name, "sha256": file_digest(header.path, "sha256")})
+    return names

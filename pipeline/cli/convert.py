@@ -1,0 +1,42 @@
+"""`skipdecode convert`: a GGUF file to a checkpoint that jobs can run."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipeline.cli.errors import Advice, errors_as_exit_status
+from pipeline.cli.options import Verbose, setup
+
+
+class Dtype(StrEnum):
+    """Types in which a checkpoint's weights are written."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+
+def convert(
+    model: Annotated[Path, typer.Argument(metavar="MODEL.gguf", help="The model in one GGUF file.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder for the checkpoint.")],
+    dtype: Annotated[Dtype, typer.Option(help="Type of the written weights.")] = Dtype.BFLOAT16,
+    verbose: Verbose = False,
+) -> None:
+    """Write a GGUF file as a checkpoint: safetensors, tokenizer, chat template, generation config."""
+    setup(verbose)
+    again = "the same command begins again"
+    advice = Advice(failed=again, interrupted=again, verbose=verbose)
+    with errors_as_exit_status(advice):
+        typer.echo("loading transformers")
+
+        import torch
+        from transformers.utils.logging import disable_progress_bar
+
+        from pipeline.checkpoints.convert import convert as write_checkpoint
+
+        disable_progress_bar()
+        write_checkpoint(model, output, getattr(torch, dtype.value), typer.echo)
+    typer.echo(f"checkpoint: {output}")
