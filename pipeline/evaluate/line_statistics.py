@@ -7,9 +7,9 @@ from functools import partial
 
 import numpy as np
 
+from actors.engine.divergence import Model, teacher_forced
 from actors.engine.schedule import Schedule
 from actors.generator import Generator
-from pipeline.evaluate.divergence import Model, teacher_forced
 from pipeline.evaluate.inputs import EvalInputs
 from pipeline.evaluate.metrics import (
     Array,

@@ -10,14 +10,14 @@ import torch
 from oracle import oracle_logits_each
 from tiny_models import LAYERS, VOCAB, tiny_model
 
+from actors.engine import divergence
 from actors.engine.decoder import Decoder
+from actors.engine.divergence import Model, Pair, teacher_forced
 from actors.engine.engine import Engine
 from actors.engine.schedule import ScheduleSpec
 from actors.engine.scheduler import generate
 from actors.engine.teacher_forcing import ResponseBatch
 from actors.engine.types import Request, SamplingParams
-from pipeline.evaluate import divergence
-from pipeline.evaluate.divergence import Model, Pair, teacher_forced
 
 FULL = ScheduleSpec().build(LAYERS)
 SPECS = [
@@ -40,19 +40,24 @@ def test_scores_are_the_oracles(spec: ScheduleSpec) -> None:
     decoder, schedule, rows = Decoder(tiny_model("llama")), spec.build(LAYERS), pairs(1)
     full, line = Model(decoder, FULL), Model(decoder, schedule)
     same, found = teacher_forced(full, [full, line], rows, max_rows=4)
+    [later] = teacher_forced(full, [line], rows, max_rows=4, first=1)
     assert (same.kl == 0).all()
     for row, (prompt, response) in enumerate(rows):
         kl = nll = 0.0
+        agreed = []
         p_each, q_each = (
             oracle_logits_each(decoder, of, prompt, response[:-1]).double().log_softmax(-1) for of in (FULL, schedule)
         )
         for token, p, q in zip(response, p_each, q_each, strict=True):
             kl += float((p.exp() * (p - q)).sum())
             nll -= float(q[token])
+            agreed.append(bool(p.argmax() == q.argmax()))
         assert found.kl[row] == pytest.approx(kl, rel=1e-3, abs=1e-4)
         assert found.nll[row] == pytest.approx(nll, rel=1e-4)
-        assert found.tokens[row] == len(response)
+        assert (found.tokens[row], found.agreed[row]) == (len(response), sum(agreed))
+        assert (later.tokens[row], later.agreed[row]) == (len(response) - 1, sum(agreed[1:]))
     assert found.kl.sum() > 0.01
+    assert (same.agreed == same.tokens).all() and 0 < found.agreed.sum() < found.tokens.sum()
 
 
 @pytest.mark.parametrize("spec", [ScheduleSpec(), *SPECS], ids=range(len(SPECS) + 1))

@@ -1,4 +1,4 @@
-"""Distance of a schedule's next-token distributions from full depth's over the same tokens: token KL, perplexity."""
+"""Distance of a schedule's next-token distributions from full depth's over the same tokens: KL, top-1 agreement."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from actors.engine.decoder import Decoder
 from actors.engine.schedule import Schedule
 from actors.engine.teacher_forcing import IGNORED, ResponseBatch, response_logits
-from pipeline.evaluate.metrics import Array
 
 LOGITS_AT_ONCE = 2**25  # numbers in one batch's logits, and in its attention mask; 128 MiB in fp32
 
+Array = npt.NDArray[np.float64]
 Pair = tuple[Sequence[int], Sequence[int]]
 
 
@@ -31,44 +32,54 @@ class Model:
 class ForcedScores:
     """Sums over each row's response tokens, [N] for N rows.
 
-    kl: KL(full depth || line), nats. nll: -log p of the tokens under the line, nats. tokens: their number.
+    kl: KL(full depth || line), nats. nll: -log p of the tokens under the line, nats. agreed: positions at which both
+    have the same most likely token. tokens: their number.
     """
 
     kl: Array
     nll: Array
+    agreed: Array
     tokens: Array
 
 
-def teacher_forced(full: Model, lines: Sequence[Model], pairs: Sequence[Pair], max_rows: int) -> list[ForcedScores]:
+def teacher_forced(
+    full: Model, lines: Sequence[Model], pairs: Sequence[Pair], max_rows: int, *, first: int = 0
+) -> list[ForcedScores]:
     """Scores of every line over (prompt ids, response ids) pairs, none of them empty.
 
     Every token's distribution [V] under the line, computed as at inference, is compared with full depth's. Models share
     a vocabulary; padding of one is ignored.
+
+    Args:
+        max_rows: of a batch.
+        first: number of the first response token that counts; 1 leaves out the token that the prompt's pass predicts.
     """
-    kl = np.zeros((len(lines), len(pairs)))
-    nll = np.zeros((len(lines), len(pairs)))
-    tokens = np.array([len(response) for _, response in pairs], dtype=np.float64)
+    sums = np.zeros((len(lines), 3, len(pairs)))
+    tokens = np.array([max(len(response) - first, 0) for _, response in pairs], dtype=np.float64)
     for rows in _batches(pairs, max_rows, full.decoder.vocab_size):
         batch = _batch([pairs[row] for row in rows], full.decoder.device)
+        batch.labels[:, :first] = IGNORED
         with torch.inference_mode():
             expected = response_logits(full.decoder, batch, full.schedule)
             for number, line in enumerate(lines):
                 logits = response_logits(line.decoder, batch, line.schedule)
-                row_kl, row_nll = _divergence(expected, logits, batch.labels)
-                kl[number, rows] = row_kl.cpu().numpy()
-                nll[number, rows] = row_nll.cpu().numpy()
-    return [ForcedScores(kl[number], nll[number], tokens) for number in range(len(lines))]
+                sums[number][:, rows] = _divergence(expected, logits, batch.labels).cpu().numpy()
+    return [ForcedScores(*of_line, tokens) for of_line in sums]
 
 
-def _divergence(expected: Tensor, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits [B, R + 1, V] twice, labels [B, R + 1] -> KL and -log p of the labels, summed over columns, [B] fp64."""
+def _divergence(expected: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
+    """Logits [B, R + 1, V] twice, labels [B, R + 1] -> KL, -log p of the labels, and the positions that agree.
+
+    Each is summed over columns: [3, B] fp64.
+    """
     shared = min(expected.shape[-1], logits.shape[-1])
     log_p = expected[..., :shared].float().log_softmax(dim=-1)
     log_q = logits[..., :shared].float().log_softmax(dim=-1)
     counted = labels != IGNORED
     nll = -log_q.gather(-1, labels.masked_fill(~counted, 0)[..., None])[..., 0]
     kl = (log_p.exp() * (log_p - log_q)).sum(dim=-1).clamp(min=0)  # negative only by rounding
-    return (kl * counted).sum(dim=-1, dtype=torch.float64), (nll * counted).sum(dim=-1, dtype=torch.float64)
+    agreed = log_p.argmax(dim=-1) == log_q.argmax(dim=-1)
+    return torch.stack([(term * counted).sum(dim=-1, dtype=torch.float64) for term in (kl, nll, agreed)])
 
 
 def _batches(pairs: Sequence[Pair], max_rows: int, vocab_size: int) -> Iterator[list[int]]:
