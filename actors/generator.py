@@ -22,6 +22,7 @@ from actors.engine.build import EngineSettings, build_engine, check_choice, curr
 from actors.engine.errors import UserError
 from actors.engine.loading import inspect, load_tokenizer
 from actors.engine.schedule import Schedule
+from actors.engine.speed_adapter import with_adapter
 from actors.engine.types import SCHEDULERS, Completion, EngineName, EngineStats, Request, SamplingParams
 from actors.requests import RequestBuilder
 
@@ -34,6 +35,8 @@ class Generator:
 
     Args:
         checkpoint: Folder with config.json, safetensors and a tokenizer.
+        speed_adapter: Folder of a speed adapter for this checkpoint, whose stored schedule replaces the checkpoint's;
+            merged into the weights while they load, unless the schedule runs every layer for every token.
         schedule: Keys of a job's `schedule` section, on top of the schedule that the checkpoint stores.
         unadapted: Run a schedule that the checkpoint was not trained for; its text may be ruined.
         sampling: Fields of `SamplingParams`.
@@ -60,6 +63,7 @@ class Generator:
         self,
         checkpoint: str,
         *,
+        speed_adapter: str | None = None,
         schedule: Mapping[str, Any] | None = None,
         unadapted: bool = False,
         sampling: Mapping[str, Any] | None = None,
@@ -87,6 +91,8 @@ class Generator:
 
             torch.set_num_threads(threads)
         inspected = inspect(checkpoint)
+        if speed_adapter is not None:
+            inspected = with_adapter(inspected, speed_adapter)
         self.schedule = inspected.schedule(dict(schedule or {}))
         if not unadapted:
             inspected.check_adapted(self.schedule, str(checkpoint), "pass unadapted=True")
@@ -105,6 +111,8 @@ class Generator:
 
     def at(self, schedule: Schedule, *, max_batch: int | None = None) -> Generator:
         """A generator with the same weights under another schedule; only one of the two may have rows in flight.
+
+        A speed adapter stays merged, or left out, as it was when the weights were loaded.
 
         Args:
             schedule: The layers that its tokens run.

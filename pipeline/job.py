@@ -199,11 +199,12 @@ def stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Sessio
 
 
 def generator_arguments(job: PlannedJob) -> dict[str, Any]:
-    """Arguments of `Generator`; the checkpoint as `fetch` takes it."""
+    """Arguments of `Generator`; checkpoint and speed adapter as `fetch` takes them."""
     batching = job.manifest.batching
     return {
         **generator_settings(job.config.model, job.config.sampling, job.config.choices),
         "checkpoint": job.checkpoint.pinned(),
+        "speed_adapter": None if job.schedule.is_full_depth else job.checkpoint.pinned_adapter(),
         "schedule": {key: value for key, value in job.schedule.to_dict().items() if key != "num_layers"},
         "unadapted": True,  # as planned
         "strip": job.config.output.strip,

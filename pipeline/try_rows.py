@@ -14,9 +14,10 @@ import pyarrow as pa
 
 from actors.answers import Answer, Prompt
 from pipeline.backends.in_process import InProcess
-from pipeline.checkpoints.resolve import fetch, resolve_checkpoint
+from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig
 from pipeline.generate.output import row_ids
+from pipeline.generate.settings import fetched
 from pipeline.generate.stage import prompts
 from pipeline.job import PlannedJob, generator_arguments, planned_schedule
 from pipeline.plan.columns import check_columns
@@ -76,8 +77,7 @@ def answer_first_rows(config: JobConfig, rows: int) -> list[TriedRow]:
     with _announced("loading the model"):
         from actors.generator import Generator
 
-        arguments = generator_arguments(job)
-        generator = Generator(**{**arguments, "checkpoint": str(fetch(arguments["checkpoint"]))})
+        generator = Generator(**fetched(generator_arguments(job)))
     with _announced("answering"):
         answers = generator.answer(prepared)
     tokenizer = tokenizer_of(checkpoint.source)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, get_args
 from actors.engine.errors import UserError
 from actors.engine.loading import Checkpoint, load_decoder, memory_needed, stop_ids
 from actors.engine.schedule import Schedule
+from actors.engine.speed_adapter import base_digest, merge
 from actors.engine.types import EngineName
 from actors.engine.weights import ITEM_BYTES, check_free
 
@@ -96,9 +97,11 @@ def build_engine(
 ) -> EngineProtocol:
     """Load the checkpoint's weights and build the engine that the settings ask for.
 
+    A speed adapter is merged unless the schedule runs every layer for every token.
+
     Raises:
-        UserError: Weights that are missing or damaged, a device that is not there, or a GPU without enough free
-            memory.
+        UserError: Weights that are missing, damaged or not the speed adapter's base, a device that is not there, or a
+            GPU without enough free memory.
     """
     import torch
 
@@ -115,8 +118,13 @@ def build_engine(
     )
     if device.type == "cuda":
         check_free(need, *torch.cuda.mem_get_info(device))
+    adapter = None if schedule.is_full_depth else checkpoint.adapter
+    if adapter is not None:
+        adapter.check_base(base_digest(checkpoint.path), str(checkpoint.path))
     with quiet_transformers(), current_device(device):
         decoder = load_decoder(checkpoint.path, getattr(torch, settings.dtype), device)
+        if adapter is not None:
+            merge(decoder.model, adapter)
         ends = stop_ids(decoder, tokenizer)
         if paged:
             from actors.engine.gpu import kernels

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from actors.engine.decoder import Decoder
+    from actors.engine.speed_adapter import SpeedAdapter
 
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 SIZE_LIMITS = {  # keys of config.json, several names for one size
@@ -44,6 +45,7 @@ class Checkpoint:
     trained: Trained | None
     num_layers: int
     context_length: int
+    adapter: SpeedAdapter | None = None
 
     @property
     def has_pages(self) -> bool:
@@ -104,7 +106,7 @@ def inspect(path: str | Path, names: Collection[str] | None = None) -> Checkpoin
         raise UserError(f"{folder}: no such checkpoint folder")
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         base = read_object(folder / "adapter_config.json").get("base_model_name_or_path")
-        raise UserError(f"{folder}: LoRA adapters of {base}; tune with lora.merge: true for a checkpoint that runs")
+        raise UserError(f"{folder}: adapters of {base}: give them as model.speed_adapter, and {base} as model.path")
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder}: not a checkpoint: no config.json")
     _check_values(read_object(folder / "config.json"), folder / "config.json")

@@ -83,6 +83,11 @@ class Schedule:
         return tuple(sorted(self.keep_order[: self.depth(position)]))
 
     @property
+    def is_full_depth(self) -> bool:
+        """Whether every token runs every layer, those of the prompt included."""
+        return self.depths[-1] == self.num_layers
+
+    @property
     def prompt_layers(self) -> tuple[int, ...]:
         """The layers run over the prompt, lowest first."""
         return tuple(range(self.num_layers)) if self.prompt == "full" else self.layers(0)

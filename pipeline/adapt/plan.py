@@ -107,7 +107,7 @@ def _settings(config: JobConfig, resolved: ResolvedCheckpoint, shape: Mapping[st
     return {
         "sample": {  # without the input's files, to which more may be added
             "input": config.input.model_dump(exclude={"since", "changed"}),
-            "model": {**config.model.model_dump(exclude={"path", "cache"}), **resolved.identity()},
+            "model": {**config.model.model_dump(exclude={"path", "cache", "speed_adapter"}), **resolved.identity()},
             "sampling": config.sampling.model_dump(exclude={"n"}),
             "choices": config.choices,
             "answers_version": ANSWERS_VERSION,

@@ -21,19 +21,13 @@ from typing import Any
 from filelock import FileLock
 
 from actors.engine.errors import UserError
+from actors.engine.file_digests import CACHE_VARIABLE, SMALL, cache_root, digests, file_digest, weights_digest
 from actors.engine.loading import Checkpoint, inspect, refuse_file
+from actors.engine.speed_adapter import FILES as ADAPTER_FILES
+from actors.engine.speed_adapter import base_digest, with_adapter
 from actors.engine.weights import tensor_sizes, weight_files
 from pipeline.checkpoints.download_progress import download_progress
-from pipeline.checkpoints.local import (
-    CACHE_VARIABLE,
-    SMALL,
-    PinnedFolder,
-    cache_root,
-    check_same,
-    digests,
-    file_digest,
-    pin,
-)
+from pipeline.checkpoints.local import PinnedFolder, check_same, pin
 from pipeline.checkpoints.stores import BucketStore, HubStore, RemoteFile, Store
 from pipeline.config.job import ModelConfig, StorageConfig
 
@@ -82,21 +76,42 @@ class RemoteCheckpoint:
 
 @dataclass(frozen=True)
 class ResolvedCheckpoint:
-    """A checkpoint that was resolved and inspected. source: a local folder, or the pinned files of a store."""
+    """A checkpoint that was resolved and inspected.
+
+    source: a local folder, or the pinned files of a store. adapter: the same of its speed adapter.
+    """
 
     checkpoint: Checkpoint
     source: str | RemoteCheckpoint
+    adapter: str | RemoteCheckpoint | None = None
 
     def identity(self) -> dict[str, Any]:
         """The values that the job's fingerprint covers: digests of local files, or the versions that a store lists."""
-        if isinstance(self.source, str):
-            return {"files": digests(self.checkpoint.path)}
-        files = {"files": {file.name: f"{file.size}:{file.version}" for file in self.source.files}}
-        return files if self.source.commit is None else {**files, "hub": self.source.path, "commit": self.source.commit}
+        values: dict[str, Any] = {"files": _versions(self.source)}
+        if self.adapter is not None:
+            found = _versions(self.adapter)
+            values["speed_adapter"] = {name: found[name] for name in ADAPTER_FILES}
+        if isinstance(self.source, str) or self.source.commit is None:
+            return values
+        return {**values, "hub": self.source.path, "commit": self.source.commit}
 
     def pinned(self) -> PinnedFolder | RemoteCheckpoint:
         """The source for other processes: there, `fetch` refuses files that differ from the planned ones."""
-        return pin(self.checkpoint.path) if isinstance(self.source, str) else self.source
+        return _pinned(self.source)
+
+    def pinned_adapter(self) -> PinnedFolder | RemoteCheckpoint | None:
+        """The speed adapter for other processes, as `pinned`."""
+        return None if self.adapter is None else _pinned(self.adapter)
+
+    def weights_digest(self) -> str | None:
+        """The digest by which a speed adapter names its base; None if the store lists no SHA-256 of every file."""
+        if isinstance(self.source, str):
+            return base_digest(self.checkpoint.path)
+        store = self.source.store()
+        weights = [file for file in self.source.files if file.name.endswith(".safetensors")]
+        found = {file.name: store.digests(file).get("sha256") for file in weights}
+        known = {name: digest for name, digest in found.items() if digest is not None}
+        return weights_digest(known) if len(known) == len(found) else None
 
     def sizes(self) -> dict[str, int] | None:
         """Elements of every tensor, read from the headers in the store; None for a local folder."""
@@ -115,6 +130,9 @@ def resolve_checkpoint(
 ) -> ResolvedCheckpoint:
     """Locate the checkpoint of `model.path`, pin its files and inspect it. Downloads the small files only.
 
+    A speed adapter is downloaded, and checked against the checkpoint. Where a bucket lists no SHA-256 of the
+    weights, their digest is checked when they are loaded.
+
     Args:
         model: the job's model section.
         storage: of `s3://` paths.
@@ -124,6 +142,11 @@ def resolve_checkpoint(
         UserError: the checkpoint does not exist, access is refused, or the engine cannot run it.
         StoreFailed: the store or the hub fails.
     """
+    resolved = _resolve_base(model, storage, pinned)
+    return resolved if model.speed_adapter is None else _with_adapter(resolved, model, storage)
+
+
+def _resolve_base(model: ModelConfig, storage: StorageConfig, pinned: dict[str, Any] | None) -> ResolvedCheckpoint:
     path = model.path
     refuse_file(path)
     if "://" not in path and not Path(path).is_dir():
@@ -141,6 +164,29 @@ def resolve_checkpoint(
         raise UserError(f"{path}: checkpoints come from a local folder, s3:// or the hub (owner/name@revision)")
     url = path.rstrip("/")
     return _resolve_files(url, None, None, BucketStore(url, storage).files(), model, storage)
+
+
+def _with_adapter(base: ResolvedCheckpoint, model: ModelConfig, storage: StorageConfig) -> ResolvedCheckpoint:
+    """The checkpoint with the adapter of `model.speed_adapter`, which must have been trained for its weights."""
+    path = str(model.speed_adapter).rstrip("/")
+    source: str | RemoteCheckpoint
+    if path.startswith("s3://"):
+        files = [file for file in BucketStore(path, storage).files() if file.name in ADAPTER_FILES]
+        source = _remote(path, None, None, files, model, storage)
+    elif "://" in path or not Path(path).is_dir():
+        raise UserError(f"{path}: no such folder; a speed adapter comes from a local folder or s3://")
+    else:
+        source = str(Path(path).resolve())
+    folder = fetch(source)
+    try:
+        checkpoint = with_adapter(base.checkpoint, folder)
+        assert checkpoint.adapter is not None
+        digest = base.weights_digest()
+        if digest is not None:
+            checkpoint.adapter.check_base(digest, model.path)
+    except ValueError as error:
+        raise UserError(str(error).replace(str(folder), path)) from None
+    return ResolvedCheckpoint(checkpoint, base.source, source)
 
 
 def fetch(
@@ -206,10 +252,7 @@ def _resolve_files(
 ) -> ResolvedCheckpoint:
     """Fetch and inspect the small files; pin them and the weights that the index names."""
     files = [file for file in listed if file.name.endswith((*SMALL, ".safetensors"))]
-    text = "\n".join([path, str(commit), *(f"{file.name} {file.size} {file.version}" for file in files)])
-    name = re.sub(r"[^\w.-]+", "-", path.removeprefix("s3://"))[-60:].strip("-.")
-    key = f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    remote = RemoteCheckpoint(path, commit, endpoint, key, tuple(files), storage.after_planning(), model.cache)
+    remote = _remote(path, commit, endpoint, files, model, storage)
     folder = fetch(remote, weights=False)
     names = [file.name for file in listed]
     try:
@@ -219,6 +262,32 @@ def _resolve_files(
         raise UserError(str(error).replace(str(folder), path)) from None
     needed = tuple(file for file in files if file.name in weights or not file.name.endswith(".safetensors"))
     return ResolvedCheckpoint(checkpoint, replace(remote, files=needed))
+
+
+def _remote(
+    path: str,
+    commit: str | None,
+    endpoint: str | None,
+    files: Sequence[RemoteFile],
+    model: ModelConfig,
+    storage: StorageConfig,
+) -> RemoteCheckpoint:
+    """These files of a store, pinned, with a name in the nodes' caches that is theirs alone."""
+    text = "\n".join([path, str(commit), *(f"{file.name} {file.size} {file.version}" for file in files)])
+    name = re.sub(r"[^\w.-]+", "-", path.removeprefix("s3://"))[-60:].strip("-.")
+    key = f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    return RemoteCheckpoint(path, commit, endpoint, key, tuple(files), storage.after_planning(), model.cache)
+
+
+def _versions(source: str | RemoteCheckpoint) -> dict[str, str]:
+    """Digest or listed version of every file, by name."""
+    if isinstance(source, str):
+        return digests(Path(source))
+    return {file.name: f"{file.size}:{file.version}" for file in source.files}
+
+
+def _pinned(source: str | RemoteCheckpoint) -> PinnedFolder | RemoteCheckpoint:
+    return pin(Path(source)) if isinstance(source, str) else source
 
 
 def _recorded(record: Path, files: Sequence[RemoteFile]) -> Path | None:

@@ -134,6 +134,11 @@ class ModelConfig(Section):
     renamed: ClassVar[dict[str, str]] = {"cuda_graphs": "model.engine: for cuda_graphs: true write engine: paged"}
 
     path: Place = Field(description="checkpoint: local folder, s3:// folder, or owner/name@revision on the hub")
+    speed_adapter: Place | None = Field(
+        None,
+        description="low-rank weights for speeds above 1x, which skipdecode adapt writes: local or s3:// folder, made "
+        "for the weights of path; at 1x they are not loaded",
+    )
     cache: Place | None = Field(
         None,
         description="folder on each node for downloads; default $SKIPDECODE_CACHE, else ~/.cache/skipdecode",

@@ -103,21 +103,26 @@ class EvalInputs:
             columns["references"] = [list(row.references) for row in self.rows]
         return columns
 
-    def load(self, checkpoint: ResolvedCheckpoint) -> Generator:
-        """One of the models, at full depth."""
+    def load(self, checkpoint: ResolvedCheckpoint, *, fast: bool = False) -> Generator:
+        """One of the models, at full depth. fast: with its speed adapter, which no full depth of a job has."""
         config = self.config
+        full = checkpoint.checkpoint.schedule({"speedup": 1.0})
+        # any schedule below full depth merges the adapter
+        start = {"depths": (max(1, full.warmup),)} if fast else {"speedup": 1.0}
         # the paged engine's cache stays allocated, once for each model
         paged = config.model.engine == "paged" and not _on_cpu(config)
-        caches = 1 + (self.reference is not None) + len(self.baselines) if paged else 1
-        return Generator(
+        models = 1 + (self.model.adapter is not None) + (self.reference is not None) + len(self.baselines)
+        generator = Generator(
             str(fetch(checkpoint.source)),
-            schedule={"speedup": 1.0},
+            speed_adapter=str(fetch(checkpoint.adapter)) if fast and checkpoint.adapter is not None else None,
+            schedule=start,
             **generator_settings(config.model, config.sampling, config.choices),
             threads=config.threads,
-            cache_bytes=_cache_bytes(config) // caches,
+            cache_bytes=_cache_bytes(config) // (models if paged else 1),
             max_batch=config.max_batch,
             cumulative_logprob=False,  # as in a job that does not write them
         )
+        return generator.at(full)
 
 
 def prepare(config: EvalConfig, *, search: bool = False) -> EvalInputs:
@@ -142,6 +147,8 @@ def prepare(config: EvalConfig, *, search: bool = False) -> EvalInputs:
         _check_context(rows, prompts, other, reserved, key)
     models = {"model.path": model, **others}
     local = {key: [found.source] for key, found in models.items() if isinstance(found.source, str)}
+    if isinstance(model.adapter, str):
+        local["model.speed_adapter"] = [model.adapter]
     check_apart("output", folder.path, {"data.path": config.data.path, **local})
     return EvalInputs(
         config=config,
@@ -276,7 +283,7 @@ def _check_names(baselines: Iterable[str], lines: Iterable[str]) -> None:
 
 def _same_tokenizer(key: str, path: str, model: ResolvedCheckpoint, config: EvalConfig) -> ResolvedCheckpoint:
     """A further checkpoint, which answers the same token ids. Raises UserError if its tokenizer is another."""
-    other = resolve_checkpoint(config.model.model_copy(update={"path": path}), config.storage)
+    other = resolve_checkpoint(config.model.model_copy(update={"path": path, "speed_adapter": None}), config.storage)
     if load_tokenizer(other.checkpoint.path).get_vocab() != load_tokenizer(model.checkpoint.path).get_vocab():
         raise UserError(
             f"{key}: {path} has another tokenizer than {config.model.path}; answers can only be compared token by "

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
 
 import torch
 
-from actors.engine.schedule import ScheduleSpec
+from actors.engine.schedule import Schedule, ScheduleSpec
 from actors.engine.schedule_file import SCHEDULE_FILE
 from actors.engine.schedule_variants import Variant, comparisons, speeds
 from actors.generator import Generator
+from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.evaluate import EvalConfig
 from pipeline.evaluate.inputs import REFERENCE, EvalInputs, prepare
 from pipeline.evaluate.intervals import paired_scores
@@ -36,16 +36,25 @@ LEARNED_ROWS = 64  # prompts that a keep order is learned from
 
 @dataclass(frozen=True)
 class Models:
-    """The loaded models, which all cut the rows into the same batches. baselines: by the names of their lines."""
+    """The loaded models, which all cut the rows into the same batches.
+
+    base: the model without its speed adapter, for full depth; None for a model without one. baselines: by the names
+    of their lines.
+    """
 
     model: Generator
+    base: Generator | None
     reference: Generator | None
     baselines: dict[str, Generator]
 
     @property
     def full_depth(self) -> Generator:
         """The model whose full depth all lines are compared with."""
-        return self.reference or self.model
+        return self.reference or self.base or self.model
+
+    def at(self, schedule: Schedule) -> tuple[Generator, Schedule]:
+        """The line of a schedule: speeds above 1x have the speed adapter."""
+        return (self.base if self.base is not None and schedule.is_full_depth else self.model), schedule
 
 
 def evaluate(config: EvalConfig) -> Evaluation:
@@ -57,8 +66,8 @@ def evaluate(config: EvalConfig) -> Evaluation:
     variants = speeds(inputs.spec, list(dict.fromkeys([1.0, *config.speedups])), config.prompts)
     models = load_models(inputs)
     if config.compare is not None:
-        variants += _compared(inputs, models.model, variants, config.compare)
-    lines = {variant.name: (models.model, variant.spec.build(inputs.num_layers)) for variant in variants}
+        variants += _compared(inputs, models.base or models.model, variants, config.compare)
+    lines = {variant.name: models.at(variant.spec.build(inputs.num_layers)) for variant in variants}
     if models.reference is not None:
         variants = [Variant(REFERENCE, "reference", ScheduleSpec(), None), *variants]
         lines = {REFERENCE: (models.reference, models.reference.schedule), **lines}
@@ -86,15 +95,17 @@ def evaluate(config: EvalConfig) -> Evaluation:
 def load_models(inputs: EvalInputs) -> Models:
     """Load all models of an evaluation."""
 
-    def load(checkpoint: Any, name: str) -> Generator:
+    def load(checkpoint: ResolvedCheckpoint, name: str, *, fast: bool = False) -> Generator:
         announce(f"loading {name}, for {len(inputs.rows):,} rows")
-        return inputs.load(checkpoint)
+        return inputs.load(checkpoint, fast=fast)
 
     config = inputs.config
-    model = load(inputs.model, config.model.path)
+    model, base = load(inputs.model, config.model.path), None
+    if inputs.model.adapter is not None:
+        base, model = model, load(inputs.model, f"{config.model.path} with its speed adapter", fast=True)
     reference = None if inputs.reference is None else load(inputs.reference, str(config.reference_model))
     baselines = {name: load(found, config.baselines[name]) for name, found in inputs.baselines.items()}
-    everyone = [model, *([] if reference is None else [reference]), *baselines.values()]
+    everyone = [one for one in (model, base, reference, *baselines.values()) if one is not None]
     batch = min(common_batch(generator, inputs.prompts, inputs.new_tokens) for generator in everyone)
 
     def limited(generator: Generator) -> Generator:
@@ -102,6 +113,7 @@ def load_models(inputs: EvalInputs) -> Models:
 
     return Models(
         limited(model),
+        None if base is None else limited(base),
         None if reference is None else limited(reference),
         {name: limited(baseline) for name, baseline in baselines.items()},
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from pipeline.checkpoints.resolve import fetch
 from pipeline.config.job import ModelConfig, SamplingConfig
 
 
@@ -19,3 +20,9 @@ def generator_settings(model: ModelConfig, sampling: SamplingConfig, choices: Se
         "compile": model.compile,
         "engine": model.engine,
     }
+
+
+def fetched(generator: Mapping[str, Any], report: Callable[[str], None] | None = None) -> dict[str, Any]:
+    """The arguments with folders of this node in place of the pinned checkpoint and speed adapter; see `fetch`."""
+    sources = {name: generator[name] for name in ("checkpoint", "speed_adapter") if generator[name] is not None}
+    return {**generator, **{name: str(fetch(source, report=report)) for name, source in sources.items()}}

@@ -18,9 +18,9 @@ import pyarrow as pa
 
 from actors.answers import Answer, Prompt
 from actors.generator import Generator
-from pipeline.checkpoints.resolve import fetch
 from pipeline.generate.coordinator import RunCoordinator
 from pipeline.generate.output import PartSpec, part_bytes, part_table
+from pipeline.generate.settings import fetched
 from pipeline.generate.stats import ShardStats, duplicate_ids
 from pipeline.prepare.prompts import CHOICES, ERROR, PROMPT_IDS, SAMPLING
 from pipeline.read.ipc import from_ipc
@@ -91,7 +91,7 @@ class ShardGenerator:
     """Callable class: answers whole shards with one Generator.
 
     Args:
-        generator: arguments of `Generator`; the checkpoint as `fetch` takes it.
+        generator: arguments of `Generator`; checkpoint and speed adapter as `fetch` takes them.
         part: what the parts hold.
         prefix: token ids with which the job's prompts begin.
         coordinator: of the run, asked before each shard; None answers every shard.
@@ -124,10 +124,7 @@ class ShardGenerator:
         # Ray constructs in one thread and calls in another, and OpenMP keeps a thread pool for each calling thread:
         # a model loaded in one thread and run in another took twice the time with two torch threads
         self.thread = ThreadPoolExecutor(1, "generator")
-        settings = {
-            **generator,
-            "checkpoint": str(fetch(generator["checkpoint"], report=self._downloading(coordinator))),
-        }
+        settings = fetched(generator, self._downloading(coordinator))
         self.generator = self.thread.submit(Generator, **settings).result()
         if self.worker.owns_process:
             # loaded objects stay: a collection that scans them each time takes a tenth of a small model's time

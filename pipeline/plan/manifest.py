@@ -211,7 +211,7 @@ def _identity(
     return {
         "input": {**config.input.model_dump(mode="json", exclude={"since", "changed"}), "files": inputs.hexdigest()},
         "output": config.output.model_dump(exclude={"path"}),
-        "model": {**config.model.model_dump(exclude={"path", "cache"}), **resolved.identity()},
+        "model": {**config.model.model_dump(exclude={"path", "cache", "speed_adapter"}), **resolved.identity()},
         "schedule": {"speedup": schedule.speedup, **schedule.to_dict()},
         "sampling": config.sampling.model_dump(mode="json"),
         "choices": config.model_dump(mode="json")["choices"],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.engine import file_digests
 from actors.engine.errors import UserError
 from pipeline.checkpoints import local
 from pipeline.checkpoints.resolve import fetch, resolve_checkpoint
@@ -31,24 +32,24 @@ def folder(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that are hashed."""
     names: list[str] = []
-    original = local.file_digest
+    original = file_digests.file_digest
 
     def record(path: Path, algorithm: str) -> str:
         names.append(path.name)
         return original(path, algorithm)
 
-    monkeypatch.setattr(local, "file_digest", record)
+    monkeypatch.setattr(file_digests, "file_digest", record)
     return names
 
 
 def test_weights_are_hashed_once(folder: Path, hashed: list[str]) -> None:
-    first = local.digests(folder)
+    first = file_digests.digests(folder)
     assert hashed.count(WEIGHTS) == 1 and set(first) == {path.name for path in folder.iterdir()}
-    assert local.digests(folder) == first and hashed.count(WEIGHTS) == 1
+    assert file_digests.digests(folder) == first and hashed.count(WEIGHTS) == 1
 
 
 def test_weights_with_another_size_time_or_inode_are_hashed_again(folder: Path, hashed: list[str]) -> None:
-    first = local.digests(folder)
+    first = file_digests.digests(folder)
     weights = folder / WEIGHTS
     status = weights.stat()
     data = bytearray(weights.read_bytes())
@@ -56,28 +57,28 @@ def test_weights_with_another_size_time_or_inode_are_hashed_again(folder: Path, 
     (folder / "new").write_bytes(data)
     os.utime(folder / "new", ns=(status.st_atime_ns, status.st_mtime_ns))
     (folder / "new").replace(weights)  # same size and time, another inode
-    second = local.digests(folder)
+    second = file_digests.digests(folder)
     assert second[WEIGHTS] != first[WEIGHTS]
     os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
-    assert local.digests(folder) == second and hashed.count(WEIGHTS) == 3
+    assert file_digests.digests(folder) == second and hashed.count(WEIGHTS) == 3
 
 
 def test_weights_that_were_just_written_are_not_remembered(folder: Path, hashed: list[str]) -> None:
     os.utime(folder / WEIGHTS)
-    local.digests(folder)
-    local.digests(folder)
+    file_digests.digests(folder)
+    file_digests.digests(folder)
     assert hashed.count(WEIGHTS) == 2
 
 
 def test_a_damaged_or_unwritable_cache_costs_only_time(folder: Path, tmp_path: Path, hashed: list[str]) -> None:
-    first = local.digests(folder)
+    first = file_digests.digests(folder)
     (record,) = (tmp_path / "cache" / "digests").iterdir()
     for text in ("{", "[" * 100_000, "[]", '{"model.safetensors": 3}'):
         record.write_text(text)
-        assert local.digests(folder) == first
+        assert file_digests.digests(folder) == first
     shutil.rmtree(tmp_path / "cache")
     (tmp_path / "cache").write_text("")
-    assert local.digests(folder) == first and hashed.count(WEIGHTS) == 6
+    assert file_digests.digests(folder) == first and hashed.count(WEIGHTS) == 6
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, "config.json", "tokenizer.json"])

@@ -1,0 +1,81 @@
+"""SHA-256 of a checkpoint's files. Digests of weights are cached by size, modification time and inode, so that a
+checkpoint of 100 GB is read once on a machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from uuid import uuid4
+
+CACHE_VARIABLE, CACHE = "SKIPDECODE_CACHE", "~/.cache/skipdecode"
+SMALL = (".json", ".jinja", ".model", ".txt")  # endings of the files other than weights that can change an answer
+WEIGHTS = ".safetensors"
+SETTLED_NS = 2 * 10**9  # a file changed less than this ago may change again within one tick of its clock
+
+
+def cache_root(folder: str | None) -> Path:
+    """The cache of this machine: `folder`, else $SKIPDECODE_CACHE, else ~/.cache/skipdecode."""
+    return Path(folder or os.environ.get(CACHE_VARIABLE) or CACHE).expanduser()
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of the files of a local checkpoint that can change an answer, by name."""
+    key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:32]
+    record = cache_root(None) / "digests" / f"{key}.json"
+    known = _read(record)
+    kept: dict[str, list[int | str]] = {}
+    found: dict[str, str] = {}
+    for path in answer_files(folder):
+        if path.suffix != WEIGHTS:
+            found[path.name] = file_digest(path, "sha256")
+            continue
+        status = path.stat()
+        state: list[int | str] = [status.st_size, status.st_mtime_ns, status.st_ino]
+        entry = known.get(path.name, [])
+        found[path.name] = str(entry[3]) if entry[:3] == state else file_digest(path, "sha256")
+        if time.time_ns() - status.st_mtime_ns > SETTLED_NS:
+            kept[path.name] = [*state, found[path.name]]
+    if kept != known:
+        _write(record, kept)
+    return found
+
+
+def weights_digest(files: Mapping[str, str]) -> str:
+    """One digest of a model's weights, from the SHA-256 of each of its safetensors files, by name."""
+    return hashlib.sha256("\n".join(f"{name} {files[name]}" for name in sorted(files)).encode()).hexdigest()
+
+
+def file_digest(path: Path, algorithm: str) -> str:
+    """Hexadecimal digest of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, algorithm).hexdigest()
+
+
+def answer_files(folder: Path) -> Iterator[Path]:
+    """The files of a local checkpoint that can change an answer, sorted by name."""
+    return (path for path in sorted(folder.iterdir()) if path.suffix in (*SMALL, WEIGHTS) and path.is_file())
+
+
+def _read(record: Path) -> dict[str, list[int | str]]:
+    try:
+        values = json.loads(record.read_text())
+        return {str(name): list(entry) for name, entry in values.items() if len(entry) == 4}
+    except (OSError, ValueError, RecursionError, AttributeError, TypeError):
+        return {}
+
+
+def _write(record: Path, entries: dict[str, list[int | str]]) -> None:
+    """Write the record, or nothing where the cache cannot be written."""
+    temporary = record.with_suffix(f".{uuid4().hex}")
+    try:
+        record.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(entries))
+        temporary.replace(record)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()

@@ -1,0 +1,40 @@
+"""Speed adapters with random weights, made by peft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from actors.engine.schedule import ScheduleSpec
+from actors.engine.schedule_file import save_spec
+from actors.engine.speed_adapter import base_digest, linear_layers, save_record
+
+
+def with_random_adapters(
+    model: PreTrainedModel, rank: int = 3, targets: Sequence[str] = (), **options: Any
+) -> peft.PeftModel:
+    """The model with random adapters at the targets; default every linear layer of the decoder layers."""
+    names = {name.rpartition(".")[2] for name in linear_layers(model.config)}
+    settings = peft.LoraConfig(
+        r=rank, lora_alpha=5, target_modules=sorted(targets or names), task_type="CAUSAL_LM", **options
+    )
+    adapted: Any = peft.get_peft_model(model, settings)
+    torch.manual_seed(5)
+    for name, weight in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(weight, 0.0, 0.3)
+    return adapted  # type: ignore[no-any-return]
+
+
+def random_adapter(base: Path, folder: Path, spec: ScheduleSpec, **options: Any) -> Path:
+    """A speed adapter for the checkpoint `base`, in `folder`; spec: its schedule."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    with_random_adapters(model, **options).save_pretrained(folder)
+    save_spec(spec, model.config.num_hidden_layers, folder)
+    save_record(folder, base_digest(base))
+    return folder
