@@ -10,15 +10,17 @@ demo: .venv/installed
 	@.venv/bin/python -m pipeline.demo_data work/demo/prompts
 	@.venv/bin/skipdecode run configs/demo.yaml --show 5
 
-# Two processes: the tests that start Ray, which are all in tests/pipeline, and all others. A third one starves Ray.
+# Two processes: the tests that start Ray and then those of the GPU engine; all others. A third one starves Ray.
 test: .venv/installed-dev
 	@mkdir -p work
 	@began=$$(date +%s); \
-	.venv/bin/python -m pytest --durations=10 -m "not ray and $(QUICK)" >work/test.log 2>&1 & others=$$!; \
-	.venv/bin/python -m pytest --durations=10 -m "ray and $(QUICK)" tests/pipeline; ray=$$?; \
-	wait $$others; others=$$?; cat work/test.log; \
+	.venv/bin/python -m pytest --durations=10 -m "not ray and $(QUICK)" --ignore-glob="$$PWD/tests/engine/test_gpu_*" \
+		>work/test.log 2>&1 & others=$$!; \
+	.venv/bin/python -m pytest --durations=10 -m "ray and $(QUICK)" tests/pipeline; failed=$$?; \
+	.venv/bin/python -m pytest --durations=3 -m "$(QUICK)" tests/engine/test_gpu_*.py || failed=1; \
+	wait $$others || failed=1; cat work/test.log; \
 	seconds=$$(($$(date +%s) - began)); echo "make test: $$((seconds / 60)) min $$((seconds % 60)) s"; \
-	exit $$((ray + others))
+	exit $$failed
 
 coverage: .venv/installed-dev
 	.venv/bin/python -m pytest --cov

@@ -36,6 +36,7 @@ def job(tmp_path: Path, checkpoint: Path) -> dict[str, Any]:
         "input": {"path": str(tmp_path / "in.parquet"), "id": "id"},
         "output": {"path": str(tmp_path / "out")},
         "model": {"path": str(checkpoint), "dtype": "float32"},
+        "shared_prefix": False,  # to sample it starts a process at every plan
     }
 
 

@@ -54,6 +54,7 @@ def bucket_job(checkpoint: Path, s3: StorageConfig, name: str, **changes: Any) -
         "actors": {"threads": 1, "cache_bytes": 2**20},
         "storage": s3.model_dump(),
         "shard_rows": 4,
+        "shared_prefix": False,  # to sample it starts a process at every plan
         "max_error_rate": 1.0,
     }
     return JobConfig.model_validate({**values, **changes})

@@ -17,14 +17,15 @@ from fault_bench import SHARDS, Bench, Trial, digests
 
 from pipeline.config.job import JobConfig, StorageConfig
 
-TRIALS, KILLS = 2, 3  # of each store
+TRIALS, KILLS = 3, 3  # of each store
+IMPORTED_WHILE_PLANNING = ("actors.engine.families", "pandas", "s3fs", "aiobotocore.session")  # takes seconds
 
 
 @pytest.fixture(scope="module")
 def processes(s3: StorageConfig) -> Iterator[ForkServerContext]:
     """Processes forked from one that has imported everything, has no threads, and knows the credentials of `s3`."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ray_free_run"])
+    context.set_forkserver_preload(["ray_free_run", *IMPORTED_WHILE_PLANNING])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the server does not get our path otherwise
         yield context

@@ -62,6 +62,7 @@ def config(inputs: Path | str, into: Path | str, checkpoint: Path, **changes: An
         "sampling": SAMPLED,
         "actors": {"count": 2, "threads": 1, "max_batch": 8},
         "shard_rows": 10,
+        "shared_prefix": False,  # to sample it starts a process at every plan
         "max_error_rate": 0.1,
     }
     return JobConfig.model_validate({**values, **changes})
