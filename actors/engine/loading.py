@@ -68,7 +68,7 @@ class Checkpoint:
             name: of the checkpoint, for the message.
             remedy: what allows the schedule anyway, for the message.
         """
-        if min(schedule.depths) == self.num_layers or (self.trained is not None and self.trained.covers(schedule)):
+        if schedule.is_full_depth or (self.trained is not None and self.trained.covers(schedule)):
             return
         if self.trained is None:
             reason = f"{SCHEDULE_FILE} records no training" if self.spec else f"it has no {SCHEDULE_FILE}"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from actors.engine.errors import UserError
 from actors.engine.file_digests import digests, file_digest, weights_digest
 from actors.engine.json_file import read_object
-from actors.engine.schedule_file import SCHEDULE_FILE, load_spec
+from actors.engine.schedule_file import SCHEDULE_FILE, load_spec, load_trained
 from actors.engine.weights import names_in, weight_files
 
 if TYPE_CHECKING:
@@ -98,8 +98,11 @@ def with_adapter(checkpoint: Checkpoint, folder: str | Path) -> Checkpoint:
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
         raise UserError(f"{path / CONFIG}: r = {rank} and lora_alpha = {alpha}: not a rank and a scale")
     _check_shapes(path / WEIGHTS, rank, checkpoint.config)
-    spec = load_spec(path, checkpoint.num_layers)
-    return replace(checkpoint, spec=spec, adapter=SpeedAdapter(path, str(record["base"]), rank, alpha / rank))
+    layers = checkpoint.num_layers
+    spec, trained = load_spec(path, layers), load_trained(path, layers)
+    return replace(
+        checkpoint, spec=spec, trained=trained, adapter=SpeedAdapter(path, str(record["base"]), rank, alpha / rank)
+    )
 
 
 def base_digest(checkpoint: Path) -> str:

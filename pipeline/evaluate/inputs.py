@@ -116,6 +116,7 @@ class EvalInputs:
             str(fetch(checkpoint.source)),
             speed_adapter=str(fetch(checkpoint.adapter)) if fast and checkpoint.adapter is not None else None,
             schedule=start,
+            unadapted=True,
             **generator_settings(config.model, config.sampling, config.choices),
             threads=config.threads,
             cache_bytes=_cache_bytes(config) // (models if paged else 1),

@@ -1,0 +1,142 @@
+"""Jobs with a speed adapter, in this process: the base at 1x, the fingerprint, a bucket, refusals before a run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from in_process import run_in_process
+from random_adapter import random_adapter
+from safetensors.torch import load_file, save_file
+
+from actors.engine.errors import UserError
+from actors.engine.loading import inspect
+from actors.engine.schedule import ScheduleSpec
+from actors.engine.schedule_file import save_spec
+from pipeline.checkpoints.resolve import resolve_checkpoint
+from pipeline.config.evaluate import EvalConfig
+from pipeline.config.job import JobConfig, ModelConfig, StorageConfig
+from pipeline.evaluate.run import evaluate
+from pipeline.storage.folder import filesystem
+from pipeline.try_rows import answer_first_rows
+
+ROWS = 12
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("inputs") / "in.parquet"
+    prompts = [" ".join(["alpha", "bravo", "cheap"][: 1 + row % 3]) for row in range(ROWS)]
+    pq.write_table(pa.table({"prompt": prompts}), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def adapter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = random_adapter(checkpoint, tmp_path_factory.mktemp("adapter"), ScheduleSpec(speedup=2, horizon=3))
+    known = inspect(checkpoint)
+    save_spec(ScheduleSpec(speedup=2, horizon=3), known.num_layers, made, known.trained)
+    return made
+
+
+def config(inputs: Path, output: Path, checkpoint: Path, adapter: Path | None, **changes: Any) -> JobConfig:
+    model = {"path": str(checkpoint), "dtype": "float32"}
+    values: dict[str, Any] = {
+        "input": {"path": str(inputs)},
+        "output": {"path": str(output), "token_ids": True},
+        "model": model if adapter is None else {**model, "speed_adapter": str(adapter)},
+        "sampling": {"max_new_tokens": 6, "temperature": 1.0, "seed": 5},
+        "actors": {"threads": 1},
+    }
+    return JobConfig.model_validate({**values, **changes})
+
+
+def rows(output: Path) -> list[dict[str, Any]]:
+    return [row for path in sorted(output.glob("part-*.parquet")) for row in pq.read_table(path).to_pylist()]
+
+
+def test_a_job_at_1x_has_the_answers_of_the_base(inputs: Path, checkpoint: Path, adapter: Path, tmp_path: Path) -> None:
+    full = {"schedule": {"speedup": 1.0}}
+    for name, with_adapter in (("base", None), ("adapted", adapter)):
+        run_in_process(config(inputs, tmp_path / name, checkpoint, with_adapter, **full))
+    assert rows(tmp_path / "base") == rows(tmp_path / "adapted")
+    assert len(rows(tmp_path / "base")) == ROWS
+
+
+def test_a_job_above_1x_has_the_adapter_and_its_schedule(
+    inputs: Path, checkpoint: Path, adapter: Path, tmp_path: Path
+) -> None:
+    run_in_process(config(inputs, tmp_path / "adapted", checkpoint, adapter))
+    run_in_process(config(inputs, tmp_path / "base", checkpoint, None, schedule={"horizon": 3}))
+    adapted, base = rows(tmp_path / "adapted"), rows(tmp_path / "base")
+    assert [row["token_ids"] for row in adapted] != [row["token_ids"] for row in base]
+    longest = max(adapted, key=lambda row: row["generated_tokens"])
+    depths = ScheduleSpec(speedup=2, horizon=3).build(4)  # the adapter's horizon, not the checkpoint's 6
+    assert longest["mean_depth"] == pytest.approx(depths.mean_depth(longest["generated_tokens"]))
+    tried = answer_first_rows(config(inputs, tmp_path / "none", checkpoint, adapter), 3)
+    assert [row.answers[0].token_ids for row in tried] == [row["token_ids"] for row in adapted[:3]]
+
+
+def test_another_adapter_is_another_job(inputs: Path, checkpoint: Path, adapter: Path, tmp_path: Path) -> None:
+    run_in_process(config(inputs, tmp_path / "out", checkpoint, adapter))
+    copy = Path(shutil.copytree(adapter, tmp_path / "copy"))
+    again = run_in_process(config(inputs, tmp_path / "out", checkpoint, copy))  # the same adapter elsewhere
+    assert again.fresh_rows == 0
+    other = random_adapter(checkpoint, tmp_path / "other", ScheduleSpec(speedup=2, horizon=3), rank=2)
+    shutil.copy(adapter / "skipdecode.json", other)
+    for changed in (other, None):
+        changes = {} if changed else {"schedule": {"horizon": 3}}
+        with pytest.raises(UserError, match=r"speed_adapter"):
+            run_in_process(config(inputs, tmp_path / "out", checkpoint, changed, **changes))
+
+
+def test_an_adapter_in_a_bucket_is_fetched_at_planning(checkpoint: Path, adapter: Path, s3: StorageConfig) -> None:
+    fs, _ = filesystem("s3://bucket", s3)
+    for path in adapter.iterdir():
+        fs.put_file(str(path), f"bucket/adapters/one/{path.name}")
+    model = ModelConfig(path=str(checkpoint), speed_adapter="s3://bucket/adapters/one/")
+    resolved = resolve_checkpoint(model, s3)
+    local = resolve_checkpoint(model.model_copy(update={"speed_adapter": str(adapter)}), s3)
+    assert resolved.checkpoint.spec == local.checkpoint.spec
+    assert set(resolved.identity()["speed_adapter"]) == set(local.identity()["speed_adapter"])
+    fs.pipe_file("bucket/adapters/one/adapter_model.safetensors", b"damaged")
+    with pytest.raises(UserError, match=r"s3://bucket/adapters/one/adapter_model.safetensors: damaged|header"):
+        resolve_checkpoint(model, s3)
+
+
+def test_mistakes_are_refused_at_planning(inputs: Path, checkpoint: Path, adapter: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(checkpoint, tmp_path / "other"))
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    for base, given, message in (
+        (other, adapter, rf"{adapter}: trained for a base with weights \w+, and {other} has \w+: give its own base"),
+        (checkpoint, tmp_path / "nowhere", r"nowhere: no such folder; a speed adapter comes from a local folder or s3"),
+        (checkpoint, checkpoint, r"not a speed adapter: no adapter_config.json"),
+        (adapter, None, r"give them as model.speed_adapter"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run_in_process(config(inputs, tmp_path / "out", base, given))
+    assert not list((tmp_path / "out").glob("*.parquet"))
+
+
+def test_evaluate_runs_full_depth_by_the_base(inputs: Path, checkpoint: Path, adapter: Path, tmp_path: Path) -> None:
+    values = {
+        "data": {"path": str(inputs), "references": None},
+        "model": {"path": str(checkpoint), "dtype": "float32"},
+        "speedups": [1, 2],
+        "sampling": {"max_new_tokens": 6},
+        "schedule": {"horizon": 3},
+        "threads": 1,
+    }
+    found = {}
+    for name, changes in (("base", {}), ("adapted", {"speed_adapter": str(adapter)})):
+        recipe = {**values, "model": {**values["model"], **changes}, "output": str(tmp_path / name)}  # type: ignore[dict-item]
+        evaluate(EvalConfig.model_validate(recipe))
+        found[name] = {line: pq.read_table(tmp_path / name / f"answers-{line}.parquet") for line in ("1x", "2x")}
+    assert found["base"]["1x"] == found["adapted"]["1x"]
+    assert found["base"]["2x"] != found["adapted"]["2x"]
