@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 CACHE_VARIABLE, CACHE = "SKIPDECODE_CACHE", "~/.cache/skipdecode"
@@ -41,7 +42,7 @@ def digests(folder: Path) -> dict[str, str]:
         if time.time_ns() - status.st_mtime_ns > SETTLED_NS:
             kept[path.name] = [*state, found[path.name]]
     if kept != known:
-        _write(record, kept)
+        write_record(record, kept)
     return found
 
 
@@ -69,12 +70,12 @@ def _read(record: Path) -> dict[str, list[int | str]]:
         return {}
 
 
-def _write(record: Path, entries: dict[str, list[int | str]]) -> None:
-    """Write the record, or nothing where the cache cannot be written."""
+def write_record(record: Path, values: Mapping[str, Any]) -> None:
+    """Write a record of the cache as a whole, or nothing where the cache cannot be written."""
     temporary = record.with_suffix(f".{uuid4().hex}")
     try:
         record.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(entries))
+        temporary.write_text(json.dumps(values))
         temporary.replace(record)
     except OSError:
         with suppress(OSError):

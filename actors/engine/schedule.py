@@ -19,6 +19,7 @@ from actors.engine.errors import UserError
 
 DECAYS = ("linear", "cosine", "power", "step", "constant")
 KEEP_ORDERS = ("paper", "even", "early_exit")
+MEASURED = "measured"  # a keep order to be replaced by a list: see `layer_ranking`
 PROMPT_POLICIES = ("full", "first")
 MAX_HORIZON = 2**17  # generated tokens; a longer curve is a mistake, and takes seconds to build
 
@@ -167,6 +168,11 @@ class ScheduleSpec:
             return even_order(num_layers, self.warmup)
         if self.keep_order == "early_exit":
             return early_exit_order(num_layers)
+        if self.keep_order == MEASURED:
+            raise UserError(
+                "keep_order = measured: `skipdecode adapt` measures the order and stores it with what it trains; until "
+                f"then it must be {', '.join(KEEP_ORDERS)} or a list of layers"
+            )
         raise UserError(f"keep_order = {self.keep_order!r}: must be {', '.join(KEEP_ORDERS)} or a list of layers")
 
     def _depths(self, num_layers: int) -> tuple[int, ...]:

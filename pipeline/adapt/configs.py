@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.engine.errors import UserError, flat
-from actors.engine.schedule import ScheduleSpec
+from actors.engine.schedule import MEASURED, ScheduleSpec
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.adapt import LOSS, TRAINING, AdaptConfig
 from pipeline.config.job import JobConfig, JobScheduleConfig
@@ -101,15 +101,17 @@ def pinned_path(config: JobConfig, resolved: ResolvedCheckpoint) -> str:
 def schedule_shape(config: JobConfig, stored: ScheduleSpec | None) -> dict[str, Any]:
     """Keys of the job's schedule, on top of the checkpoint's, that tune keeps: all but the depths.
 
-    Raises UserError for a key that tune lacks.
+    Without an order of the job or the checkpoint it is measured, and the warm-up follows unless the job sets it. Raises
+    UserError for a key that tune lacks.
     """
     changes = {key: value for key, value in config.schedule.changes().items() if key in KEPT}
-    start = stored or ScheduleSpec()
+    start = stored or ScheduleSpec(keep_order=MEASURED)
     spec = start.overridden(changes)
     for key, decay in NOT_TRAINED_FOR.items():
         if spec.decay == decay and getattr(spec, key) != getattr(start, key):
             raise UserError(f"schedule.{key}: adapt trains for {getattr(start, key)} alone; leave it out")
-    return {key: value for key, value in spec.to_dict().items() if key in KEPT and key not in NOT_TRAINED_FOR}
+    left_out = {*NOT_TRAINED_FOR, *({"warmup"} - changes.keys() if spec.keep_order == MEASURED else ())}
+    return {key: value for key, value in spec.to_dict().items() if key in KEPT and key not in left_out}
 
 
 def tune_config(

@@ -12,6 +12,7 @@ import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
 from actors.engine.errors import UserError
+from actors.engine.schedule import MEASURED
 from pipeline.adapt import configs
 from pipeline.adapt.sample import layout
 from pipeline.adapt.state import StageRecord
@@ -78,7 +79,8 @@ def plan_adaptation(config: JobConfig, source: str, folder: Path, record: StageR
     prompts = configs.prompt_policies(config, shape, 1.0)
     configs.tune_config(config, shape, ".", 4, folder, source, prompts)  # checks tune's options
     for speedup in options.speedups:
-        resolved.checkpoint.schedule({"horizon": 2, **shape, "speedup": speedup})
+        order = "paper" if shape["keep_order"] == MEASURED else shape["keep_order"]
+        resolved.checkpoint.schedule({"horizon": 2, **shape, "keep_order": order, "speedup": speedup})
     inputs = hashlib.sha256(repr(sorted(listed.items())).encode()).hexdigest()
     return Task(config, source, folder, resolved, files, schema, shape, inputs, _settings(config, resolved, shape))
 

@@ -52,7 +52,7 @@ class EvalConfig(Section):
         None, gt=1, description="nominal speed at which other keep orders, decays and baselines run too"
     )
     learned_order: list[int] | None = Field(
-        None, description="with compare: a learned keep order; null: learn it, m²/2 passes over 64 prompts"
+        None, description="with compare: a learned keep order; null: measure it, as schedule.keep_order: measured does"
     )
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     choices: Labels | None = Field(

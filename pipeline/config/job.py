@@ -15,7 +15,7 @@ from pipeline.config.base import Section as Section
 from pipeline.config.labels import check_compatible, check_labels, labels_given
 
 Decay = Literal["linear", "cosine", "power", "step", "constant"]
-KeepOrder = Literal["paper", "even", "early_exit"]
+KeepOrder = Literal["paper", "even", "early_exit", "measured"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -174,7 +174,9 @@ class ScheduleConfig(Section):
     power: float | None = Field(None, description="exponent of decay power")
     steps: int | None = Field(None, description="stairs of decay step")
     warmup: int | None = Field(None, description="lowest layers that always run")
-    keep_order: KeepOrder | list[int] | None = Field(None, description="layers, most needed first")
+    keep_order: KeepOrder | list[int] | None = Field(
+        None, description="layers, most needed first; measured: adapt, tune and evaluate measure it on their own rows"
+    )
     prompt: Literal["full", "first"] | None = Field(
         None, description="layers run over the prompt: all, or those of d(0)"
     )

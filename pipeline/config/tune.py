@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from actors.engine.errors import UserError
+from actors.engine.schedule import MEASURED
 from pipeline.config.base import Place
 from pipeline.config.job import Decay, KeepOrder, Labels, Paths, ScheduleConfig, Section
 
@@ -60,8 +61,10 @@ class TuneScheduleConfig(Section):
     decay: Decay = Field(
         "linear", description="shape of the depth curve; default of this and the keys below: the start checkpoint's"
     )
-    warmup: int = Field(1, ge=1, description="lowest layers that always run")
-    keep_order: KeepOrder | list[int] = Field("paper", description="layers, most needed first")
+    warmup: int = Field(1, ge=0, description="lowest layers that always run; default with measured: by the order")
+    keep_order: KeepOrder | list[int] = Field(
+        "paper", description="layers, most needed first; measured: on the start weights and training pairs"
+    )
     prompt: Literal["full", "first"] = Field("full", description="layers that run over the prompt")
 
 
@@ -146,6 +149,8 @@ class TuneConfig(Section):
             raise UserError("loss.teacher: a new model cannot teach itself; give a checkpoint folder")
         if self.schedule.learned_order is not None and self.schedule.compare is None:
             raise UserError("schedule.learned_order is one of the comparisons: give schedule.compare too")
+        if self.model.path is None and self.schedule.keep_order == MEASURED:
+            raise UserError("schedule.keep_order: measured ranks the layers of a checkpoint: give model.path")
         if "vocab_size" in self.model.model_fields_set and self.model.path is not None:
             raise UserError("model.vocab_size is of a new model's tokenizer: leave it out")
         parts = self.training.accumulation * (self.workers.count if self.workers else 1)

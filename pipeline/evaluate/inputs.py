@@ -16,7 +16,7 @@ from actors.answers import Prompt
 from actors.engine.errors import UserError
 from actors.engine.label_trie import ChoiceTrie
 from actors.engine.loading import load_tokenizer
-from actors.engine.schedule import ScheduleSpec
+from actors.engine.schedule import MEASURED, ScheduleSpec
 from actors.engine.schedule_file import SCHEDULE_FILE
 from actors.engine.schedule_variants import Variant, comparisons, speeds
 from actors.generator import Generator
@@ -134,7 +134,10 @@ def prepare(config: EvalConfig, *, search: bool = False) -> EvalInputs:
     folder = _output_folder(config.output)
     rows = read_rows(config.data, config.choices)
     model = resolve_checkpoint(config.model, config.storage)
-    spec = (model.checkpoint.spec or ScheduleSpec()).overridden(config.schedule.changes())
+    changes = config.schedule.changes()
+    if config.schedule.keep_order == MEASURED:
+        changes["keep_order"] = "paper"  # until it is measured
+    spec = (model.checkpoint.spec or ScheduleSpec()).overridden(changes)
     names = [REFERENCE, *(variant.name for variant in _planned(config, spec, model.checkpoint.num_layers))]
     _check_names(config.baselines, names)
     folder.check([SCHEDULE_FILE] if search else output_files([*names, *config.baselines]))

@@ -10,20 +10,21 @@ same batches, of the whole run and of decode alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 
 import torch
 
-from actors.engine.schedule import Schedule, ScheduleSpec
+from actors.engine.layer_ranking import Row, rank_layers
+from actors.engine.schedule import MEASURED, Schedule, ScheduleSpec
 from actors.engine.schedule_file import SCHEDULE_FILE
 from actors.engine.schedule_variants import Variant, comparisons, speeds
 from actors.generator import Generator
+from pipeline.checkpoints.keep_order import ROWS, measured_order
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.evaluate import EvalConfig
 from pipeline.evaluate.inputs import REFERENCE, EvalInputs, prepare
 from pipeline.evaluate.intervals import paired_scores
-from pipeline.evaluate.layer_ranking import learned_order
 from pipeline.evaluate.line_statistics import available_metrics, line_statistics
 from pipeline.evaluate.plot import write_plot
 from pipeline.evaluate.results import Evaluation, Line, Score, output_files, write_answers, write_table
@@ -31,7 +32,6 @@ from pipeline.evaluate.timed_runs import TimedRun, answer, common_batch, time_in
 from pipeline.runtime.announce import announce
 
 OTHER_MODELS = ("reference", "model")  # groups of lines whose layers are another model's
-LEARNED_ROWS = 64  # prompts that a keep order is learned from
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,9 @@ def evaluate(config: EvalConfig) -> Evaluation:
     Raises UserError of one line for a mistake, before a model is loaded.
     """
     inputs = prepare(config)
-    variants = speeds(inputs.spec, list(dict.fromkeys([1.0, *config.speedups])), config.prompts)
     models = load_models(inputs)
+    inputs = with_measured_order(inputs, models.base or models.model)
+    variants = speeds(inputs.spec, list(dict.fromkeys([1.0, *config.speedups])), config.prompts)
     if config.compare is not None:
         variants += _compared(inputs, models.base or models.model, variants, config.compare)
     lines = {variant.name: models.at(variant.spec.build(inputs.num_layers)) for variant in variants}
@@ -119,18 +120,40 @@ def load_models(inputs: EvalInputs) -> Models:
     )
 
 
+def with_measured_order(inputs: EvalInputs, generator: Generator) -> EvalInputs:
+    """The inputs with a keep order measured on full-depth answers of the first rows, if the recipe asks for one."""
+    schedule = inputs.config.schedule
+    if schedule.keep_order != MEASURED:
+        return inputs
+    identity = {**inputs.model.identity(), "dtype": inputs.config.model.dtype}
+    order, warmup = measured_order(
+        identity,
+        lambda: generator.engine.decoder,
+        _full_depth(inputs, generator),
+        schedule.warmup,
+        inputs.config.model.cache,
+        announce,
+    )
+    return replace(inputs, spec=inputs.spec.overridden({"keep_order": order, "warmup": warmup}))
+
+
+def _full_depth(inputs: EvalInputs, generator: Generator) -> list[Row]:
+    """Prompts and full-depth answers of the first rows, for a keep order and for the answers' length."""
+    announce(f"answering {min(ROWS, len(inputs.rows))} rows at full depth for the keep order")
+    run = answer(generator, generator.schedule, inputs.prompts[:ROWS])
+    return [(prompt.ids, row.token_ids or ()) for prompt, row in zip(inputs.prompts, run.answers, strict=False)]
+
+
 def _compared(inputs: EvalInputs, generator: Generator, planned: Sequence[Variant], speedup: float) -> list[Variant]:
     """The built-in comparisons at the mean depth of one speed, over answers as long as full depth's.
 
     Without the first, the paper's own schedule, if it is planned already.
     """
-    announce(f"answering {min(LEARNED_ROWS, len(inputs.rows))} rows at full depth for the comparisons")
-    run = answer(generator, generator.schedule, inputs.prompts[:LEARNED_ROWS])
-    pairs = [(prompt.ids, row.token_ids or ()) for prompt, row in zip(inputs.prompts, run.answers, strict=False)]
+    pairs = _full_depth(inputs, generator)
     order: Sequence[int] | None = inputs.config.learned_order
     if order is None:
         announce(f"learning a keep order from {len(pairs)} answers")
-        order = learned_order(generator.engine.decoder, pairs, inputs.spec.warmup)
+        order = rank_layers(generator.engine.decoder, pairs, warmup=inputs.spec.warmup).keep_order
         announce(f"learned_order: {list(order)}")
     tokens = round(sum(len(response) for _, response in pairs) / len(pairs))
     paper, *others = comparisons(inputs.spec, inputs.num_layers, speedup, tokens, order)

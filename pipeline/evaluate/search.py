@@ -25,7 +25,7 @@ from pipeline.evaluate.intervals import paired_scores
 from pipeline.evaluate.line_statistics import available_metrics, line_statistics
 from pipeline.evaluate.metrics import METRICS
 from pipeline.evaluate.results import WIDTH, Score, bracketed
-from pipeline.evaluate.run import load_models
+from pipeline.evaluate.run import load_models, with_measured_order
 from pipeline.evaluate.timed_runs import answer
 from pipeline.runtime.announce import announce
 
@@ -115,6 +115,7 @@ def search_schedule(config: EvalConfig, goal: Goal) -> SearchReport:
         raise UserError(f"--search metric={metric}: not for these rows, which allow {', '.join(available)}")
     candidates(inputs.spec, inputs.num_layers, config.sampling.max_new_tokens)  # raises before a model is loaded
     models = load_models(inputs)
+    inputs = with_measured_order(inputs, models.base or models.model)
     full_name = "full depth"
     lines = {full_name: (models.full_depth, models.full_depth.schedule)}
     announce(f"answering {len(inputs.rows):,} rows at {full_name}")

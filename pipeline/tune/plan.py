@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from actors.engine.errors import UserError
 from actors.engine.families import context_length
 from actors.engine.loading import inspect, load_tokenizer
-from actors.engine.schedule import Schedule, ScheduleSpec
+from actors.engine.schedule import MEASURED, Schedule, ScheduleSpec
 from actors.engine.schedule_variants import comparison_schedules
 from pipeline.config.tune import TuneConfig
 from pipeline.tune.data import encode, read_pairs
@@ -39,7 +39,10 @@ class TrainingPlan:
 
 
 def plan_training(config: TuneConfig) -> TrainingPlan:
-    """Read the data and inspect the checkpoints; loads no weights. Raises UserError of one line for a mistake."""
+    """Read the data and inspect the checkpoints; loads no weights. Raises UserError of one line for a mistake.
+
+    A keep order to measure is the paper's until `with_order`.
+    """
     data = config.data
     train_pairs = read_pairs(data, data.train, data.train_reference)
     dev_pairs = read_pairs(data, data.dev, data.dev_reference)
@@ -72,6 +75,14 @@ def plan_training(config: TuneConfig) -> TrainingPlan:
     return TrainingPlan(tokenizer, architecture, train, dev, spec, schedules)
 
 
+def with_order(config: TuneConfig, plan: TrainingPlan) -> TrainingPlan:
+    """The plan with the keep order and warm-up of `config`, where they were to be measured."""
+    order = config.schedule.keep_order
+    assert isinstance(order, list)
+    spec = plan.spec.overridden({"keep_order": tuple(order), "warmup": config.schedule.warmup})
+    return replace(plan, spec=spec, schedules=_schedules(config, spec, plan.architecture.num_hidden_layers))
+
+
 def _spec(config: TuneConfig, stored: ScheduleSpec | None, rows: Sequence[Mapping[str, Any]]) -> ScheduleSpec:
     """The schedule to store: the default speed, and the horizon for every job of this checkpoint.
 
@@ -86,6 +97,8 @@ def _spec(config: TuneConfig, stored: ScheduleSpec | None, rows: Sequence[Mappin
     for key in SHAPE & schedule.model_fields_set:
         value = getattr(schedule, key)
         changes[key] = tuple(value) if isinstance(value, list) else value
+    if schedule.keep_order == MEASURED:
+        changes["keep_order"] = "paper"
     return (stored or ScheduleSpec()).overridden(changes)
 
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from actors.engine.schedule import MEASURED
 from pipeline.config.tune import TuneConfig
 from pipeline.runtime.announce import announce
 from pipeline.tune import resume
-from pipeline.tune.plan import plan_training
+from pipeline.tune.measured_order import with_measured_order
+from pipeline.tune.plan import plan_training, with_order
 from pipeline.tune.train import train
 
 log = logging.getLogger(__name__)
@@ -31,10 +33,14 @@ def tune(config: TuneConfig) -> Path:
     resume.begin(config)
     start = config.model.path or "a new model"
     announce(f"training {start} on {len(plan.train):,} pairs, {len(plan.dev):,} in the dev set, into {config.output}")
+    recorded = config
+    if config.schedule.keep_order == MEASURED:
+        config = with_measured_order(config, plan)
+        plan = with_order(config, plan)
     if config.workers is None:
-        train(config, plan)
+        train(config, plan, recorded)
     else:
         from pipeline.tune.workers import train_in_workers  # imports Ray
 
-        train_in_workers(config)
+        train_in_workers(config, recorded)
     return Path(config.output)

@@ -15,10 +15,10 @@ from pipeline.tune.plan import plan_training
 from pipeline.tune.train import train
 
 
-def train_in_workers(config: TuneConfig) -> None:
+def train_in_workers(config: TuneConfig, recorded: TuneConfig) -> None:
     """Run `train` in `workers.count` processes, which must all reach the data, the checkpoint and the output.
 
-    If a worker dies, all start again from the last saved step, up to three times.
+    If a worker dies, all start again from the last saved step, up to three times. recorded: as in `train`.
 
     Raises:
         UserError: the cluster is too small for the workers.
@@ -48,7 +48,7 @@ def train_in_workers(config: TuneConfig) -> None:
             _worker,
             train_loop_config={
                 "config": resolved.model_dump(exclude_unset=True),
-                "recorded": config.model_dump(exclude_unset=True),
+                "recorded": recorded.model_dump(exclude_unset=True),
             },
             torch_config=TorchConfig(backend="nccl" if workers.gpus else "gloo"),
             scaling_config=ScalingConfig(

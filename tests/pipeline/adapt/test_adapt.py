@@ -290,6 +290,20 @@ def test_keys_that_the_decay_ignores_are_allowed(
         assert configs.schedule_shape(config, ScheduleSpec(**changes))
 
 
+def test_without_an_order_of_job_or_checkpoint_it_is_measured(checkpoint: Path, tmp_path: Path) -> None:
+    def shape(stored: ScheduleSpec | None, **schedule: Any) -> dict[str, Any]:
+        job = {**values(tmp_path, tmp_path / "out", checkpoint), "schedule": schedule}
+        return configs.schedule_shape(JobConfig.model_validate(job), stored)
+
+    assert shape(None)["keep_order"] == "measured" and "warmup" not in shape(None)  # it follows from the order
+    assert (shape(None, warmup=2)["keep_order"], shape(None, warmup=2)["warmup"]) == ("measured", 2)
+    assert (shape(None, keep_order="paper")["keep_order"], shape(None, keep_order="paper")["warmup"]) == ("paper", 1)
+    stored = ScheduleSpec(keep_order=(1, 0, 3, 2), warmup=2)
+    assert (shape(stored)["keep_order"], shape(stored)["warmup"]) == ([1, 0, 3, 2], 2)
+    assert shape(stored, keep_order="measured")["keep_order"] == "measured"
+    assert "warmup" not in shape(stored, keep_order="measured")
+
+
 # configurations
 
 

@@ -74,6 +74,7 @@ def refused(tmp_path: Path, job: dict[str, Any], *options: str, command: str = "
         ({"input": {"promt": "prompt"}}, "unknown key input.promt; did you mean prompt?"),
         ({"schedule": {"depths": [4, 9]}}, r"schedule: depths[1] = 9: must lie in [1, 4]"),
         ({"schedule": {"keep_order": [0, 1, 1, 2]}}, r"schedule: keep_order[2] = 1 repeats keep_order[1]"),
+        ({"schedule": {"keep_order": "measured"}}, "schedule: keep_order = measured: `skipdecode adapt` measures"),
         ({"schedule": {"speedup": 0.2}}, "schedule: speedup = 0.2: must be at least 1"),
         (
             {"schedule": {"keep_order": "early_exit"}},

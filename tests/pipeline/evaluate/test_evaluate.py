@@ -202,6 +202,23 @@ def test_comparisons_run_at_one_mean_depth(recipe: dict[str, Any]) -> None:
     assert names >= set(groups)
 
 
+def test_a_keep_order_is_measured_on_the_rows_and_searched_with(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    recipe["schedule"] = {"keep_order": "measured"}
+    first = run(recipe, tmp_path)
+    assert first.exit_code == 0, first.output
+    assert "measuring the keep order on 4 answers" in first.stderr
+    (record,) = (tmp_path / "cache" / "keep-orders").iterdir()
+    values = json.loads(record.read_text())
+    found = run(recipe, tmp_path, "--search", "tolerance=100")
+    assert found.exit_code == 0, found.output
+    assert "measured before" in found.stderr
+    written = json.loads((tmp_path / "out" / "skipdecode.json").read_text())
+    assert (written["keep_order"], written["warmup"]) == (values["keep_order"], values["warmup"])
+
+
 def test_lines_are_compared_with_a_reference_model(recipe: dict[str, Any], tmp_path: Path, checkpoint: Path) -> None:
     """With the same weights, stored twice, all scores are equal to those without it."""
     alone = evaluate(EvalConfig.model_validate(recipe))

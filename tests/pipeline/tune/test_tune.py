@@ -391,3 +391,27 @@ def test_a_training_announces_its_steps(
     lines = capsys.readouterr().err.splitlines()
     assert f"training a new model on 64 pairs, 16 in the dev set, into {recipe['output']}" in lines
     assert [line for line in lines if line.endswith("steps")] == [f"training: {done} of 2 steps" for done in (0, 1, 2)]
+
+
+def test_a_measured_order_is_stored_as_a_list_and_measured_once(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    run(recipe, max_steps=2)
+    further = {**recipe, "model": {"path": str(tmp_path / "out")}, "output": str(tmp_path / "further")}
+    further["schedule"] = {"speedups": [2], "horizon": 5, "keep_order": "measured"}
+    assert run(further, max_steps=2)["config"]["schedule"]["keep_order"] == "measured"
+    spec = inspect(tmp_path / "further").spec
+    assert spec is not None and sorted(spec.keep_order) == [0, 1, 2, 3]
+    assert sorted(spec.keep_order[: spec.warmup]) == list(range(spec.warmup))
+    assert "measuring the keep order on 32 answers" in capsys.readouterr().err
+    again = {**further, "output": str(tmp_path / "again")}
+    run(again, max_steps=2)
+    assert inspect(tmp_path / "again").spec == spec
+    assert "measured before" in capsys.readouterr().err
+    again["schedule"]["warmup"] = 3
+    run({**again, "output": str(tmp_path / "warm")}, max_steps=2)
+    warm = inspect(tmp_path / "warm").spec
+    assert warm is not None and (set(warm.keep_order[:3]), warm.warmup) == ({0, 1, 2}, 3)
+    with pytest.raises(ValueError, match="measured ranks the layers of a checkpoint: give model.path"):
+        TuneConfig.model_validate({**recipe, "schedule": {"keep_order": "measured"}})

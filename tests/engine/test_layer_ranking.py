@@ -1,0 +1,161 @@
+"""The measured keep order, against elimination by explicit forward passes, one row and one set of layers at a time."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from oracle import oracle_logits, oracle_logits_each
+from tiny_models import LAYERS, VOCAB, tiny_model
+
+from actors.engine import layer_ranking
+from actors.engine.decoder import Decoder, part
+from actors.engine.layer_ranking import LayerRanking, Row, rank_layers
+from actors.engine.schedule import Schedule, ScheduleSpec
+
+FULL = ScheduleSpec().build(LAYERS)
+SILENT = ("self_attn.o_proj", "mlp.down_proj")
+
+
+def silence(decoder: Decoder, layer: int) -> None:
+    """Make a Llama layer an exact identity."""
+    for name in SILENT:
+        decoder.blocks[layer].get_submodule(name).weight.data.zero_()
+
+
+def own_answers(decoder: Decoder, count: int = 4) -> list[Row]:
+    """Prompts with what the model at full depth answers them, of different lengths."""
+    rng, rows = random.Random(5), []
+    for _ in range(count):
+        prompt: list[int] = rng.choices(range(3, VOCAB), k=rng.randint(2, 6))
+        response: list[int] = []
+        for _ in range(rng.randint(2, 6)):
+            response.append(int(oracle_logits(decoder, FULL, prompt, response).argmax()))
+        rows.append((prompt, response))
+    return rows
+
+
+def without(bypassed: list[int]) -> Schedule:
+    kept = [layer for layer in range(LAYERS) if layer not in bypassed]
+    return Schedule(LAYERS, (len(kept),), (*kept, *bypassed), warmup=0)
+
+
+def slow_divergence(decoder: Decoder, rows: list[Row], bypassed: list[int]) -> float:
+    """Nats per response token that is an input, from the definition."""
+    nats: list[float] = []
+    for prompt, response in rows:
+        inputs = response[:-1]
+        full = oracle_logits_each(decoder, FULL, prompt, inputs)[1:].log_softmax(-1).double()
+        less = oracle_logits_each(decoder, without(bypassed), prompt, inputs)[1:].log_softmax(-1).double()
+        nats += (full.exp() * (full - less)).sum(-1).tolist()
+    return sum(nats) / len(nats)
+
+
+@torch.inference_mode()
+def slow_influence(decoder: Decoder, rows: list[Row], bypassed: list[int]) -> dict[int, float]:
+    """1 - cos of every layer that runs, summed over the same tokens, from the definition."""
+    influence = dict.fromkeys(range(LAYERS), 0.0)
+    for prompt, response in rows:
+        ids = torch.tensor([[*prompt, *response[:-1]]])
+        hidden, rotary = decoder.embed(ids, torch.arange(ids.shape[1])[None])
+        for layer in range(LAYERS):
+            columns = list(range(len(prompt) if layer in bypassed else ids.shape[1]))
+            keys, queries = torch.tensor(columns), torch.tensor(columns)[:, None]
+            visible = (keys > queries - (decoder.windows[layer] or 99)) & (keys <= queries)
+            before = hidden.clone()
+            rope = part(rotary[layer], columns=columns)
+            hidden[:, columns] = decoder.run_layer(layer, hidden[:, columns], rope, visible[None, None])
+            cosines = torch.cosine_similarity(before, hidden, dim=-1)[0, len(prompt) :]
+            influence[layer] += float((1 - cosines).sum())
+    return influence
+
+
+def slow_ranking(decoder: Decoder, rows: list[Row], warmup: int, candidates: int) -> LayerRanking:
+    remaining, bypassed, divergence = list(range(warmup, LAYERS)), [], []
+    while len(remaining) > 1:
+        influence = slow_influence(decoder, rows, bypassed)
+        tried = sorted(remaining, key=lambda layer: influence[layer])[:candidates]
+        nats = {layer: slow_divergence(decoder, rows, [*bypassed, layer]) for layer in tried}
+        least = min(nats, key=lambda layer: nats[layer])
+        remaining.remove(least)
+        bypassed.append(least)
+        divergence.append(nats[least])
+    tokens = sum(len(response) - 1 for _, response in rows)
+    return LayerRanking((*range(warmup), *remaining, *reversed(bypassed)), tuple(divergence), tokens)
+
+
+@pytest.mark.parametrize(
+    ("family", "warmup", "candidates", "prepared"),
+    [("llama", 0, LAYERS, True), ("gemma2", 1, 3, False), ("gpt-neox", 0, 2, False), ("mistral", 2, 3, True)],
+)
+def test_the_order_is_that_of_explicit_elimination(
+    family: str, warmup: int, candidates: int, prepared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_ranking, "ROWS_PER_PASS", 3)
+    decoder = Decoder(tiny_model(family))
+    rows = own_answers(decoder)
+    expected = slow_ranking(decoder, rows, warmup, candidates)
+    if prepared:
+        decoder.prepare_for_cpu()
+    got = rank_layers(decoder, rows, warmup=warmup, candidates=None if candidates == LAYERS else candidates)
+    assert got.keep_order == expected.keep_order and got.tokens == expected.tokens
+    assert got.divergence == pytest.approx(expected.divergence, rel=1e-3, abs=1e-5)
+    Schedule(LAYERS, (LAYERS, 2), got.keep_order, warmup)
+
+
+def test_layers_without_effect_go_first_and_of_equal_layers_the_higher_is_kept_longer() -> None:
+    decoder = Decoder(tiny_model("llama"))
+    for layer in (1, 2, 4):
+        silence(decoder, layer)
+    rows = own_answers(decoder)
+    ranking = rank_layers(decoder, rows)
+    assert ranking.keep_order[-3:] == (4, 2, 1)
+    assert ranking.divergence[:3] == pytest.approx((0, 0, 0), abs=1e-5) and ranking.divergence[3] > 1e-3
+    assert rank_layers(decoder, rows, warmup=LAYERS).keep_order == tuple(range(LAYERS))
+    assert rank_layers(decoder, rows, warmup=LAYERS - 1).keep_order == tuple(range(LAYERS))
+
+
+def test_a_step_tries_the_given_number_of_layers_and_the_model_is_left_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoder = Decoder(tiny_model("llama"))
+    rows = own_answers(decoder, 1)
+    plain, tried = layer_ranking._divergence, []
+
+    def counting(*given: Any) -> float:
+        tried.append(given[1])
+        return plain(*given)
+
+    monkeypatch.setattr(layer_ranking, "_divergence", counting)
+    decoder.model.train()
+    lines: list[str] = []
+    ranking = rank_layers(decoder, [*rows, ([3], []), ([], [3]), ([3], [4])], candidates=2, report=lines.append)
+    assert len(tried) == 2 * (LAYERS - 1) and len(lines) == LAYERS - 1
+    assert set(ranking.keep_order[1:]) <= set(tried) and ranking.tokens == len(rows[0][1]) - 1
+    assert decoder.model.training
+    assert not any(weight.requires_grad and weight.grad is not None for weight in decoder.model.parameters())
+    with pytest.raises(ValueError, match="no row with a prompt and a response"):
+        rank_layers(decoder, [([3], []), ([], [3]), ([3], [4])])
+    assert layer_ranking._batches([([3, 5], [4])], VOCAB) == [[([3], [5, 4])]]
+
+
+def test_rows_beyond_the_bounds_on_memory_are_left_out_but_never_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[Row] = [([3] * 4, [5] * 4)] * 5
+    assert [len(batch) for batch in layer_ranking._batches(rows, VOCAB)] == [5]
+    monkeypatch.setattr(layer_ranking, "PROMPT_TOKENS", 12)
+    assert [len(batch) for batch in layer_ranking._batches(rows, VOCAB)] == [3]
+    monkeypatch.setattr(layer_ranking, "PROBABILITIES", 7 * VOCAB)
+    assert [len(batch) for batch in layer_ranking._batches(rows, VOCAB)] == [2]
+    monkeypatch.setattr(layer_ranking, "PROBABILITIES", 1)
+    assert [len(batch) for batch in layer_ranking._batches(rows, VOCAB)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("order", "most", "warmup"),
+    [((0, 5, 1, 2, 3, 4), 3, 1), ((1, 0, 2, 5, 4, 3), 2, 2), ((5, 0, 1, 2, 3, 4), 3, 0), ((0, 1, 2, 3, 4, 5), 1, 1)],
+)
+def test_the_warm_up_is_the_lowest_layers_that_begin_the_order(order: tuple[int, ...], most: int, warmup: int) -> None:
+    assert LayerRanking(order, (), 1).warmup(most) == warmup
+    Schedule(LAYERS, (LAYERS,), order, warmup)
