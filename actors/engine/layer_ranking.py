@@ -4,7 +4,9 @@ Two rankings from the literature are combined. Influence (ShortGPT: Men et al., 
 1 - cos(input, output) of a layer, and one pass gives it for all layers; it does not detect that of two layers which
 replace each other one must stay. Greedy elimination (SLEB: Song et al., 2024, arXiv 2402.09025) does, at one pass for
 each layer and step. Here each step tries the layers of least influence only, and its measure is the KL divergence of
-the next-token distribution from full depth's. As in generation, layers are bypassed for response tokens only.
+the next-token distribution from full depth's. Where that is so large that nothing of full depth's text is left,
+differences between layers say nothing, and those that remain are ranked by their influence at full depth. As in
+generation, layers are bypassed for response tokens only.
 
 Shapes: B rows of a batch, P prompt columns, R response columns, N response tokens of a batch, E hidden size,
 H key/value heads, D head size, V vocabulary size.
@@ -29,6 +31,7 @@ log = logging.getLogger(__name__)
 Row = tuple[Sequence[int], Sequence[int]]  # token ids of prompt and response
 ROWS_PER_PASS = 16  # of similar length, for little padding
 CANDIDATES = 6  # layers of least influence that a step tries
+LOST = 3.0  # nats per token beyond which the text is lost: full depth's token has a probability of about 5%
 PROMPT_TOKENS = 2**14  # of all rows: their keys and values stay in memory
 PROBABILITIES = 2**27  # of all rows, [N, V]: 512 MiB in fp32
 
@@ -38,7 +41,7 @@ class LayerRanking:
     """Layers ranked by elimination.
 
     keep_order: the most needed layer first. divergence: nats per response token after each elimination, least needed
-    layer first; the last layer is never eliminated. tokens: response tokens that it was measured on.
+    layer first. tokens: response tokens that it was measured on.
     """
 
     keep_order: tuple[int, ...]
@@ -96,8 +99,9 @@ def _eliminate(
     remaining = list(range(warmup, decoder.num_layers))
     bypassed: list[int] = []
     divergence: list[float] = []
-    while len(remaining) > 1:
-        influence = {layer: sum(batch.influence(layer) for batch in batches) for layer in remaining}
+    at_full_depth = _influence(batches, remaining)
+    while len(remaining) > 1 and (not divergence or divergence[-1] <= LOST):
+        influence = _influence(batches, remaining) if bypassed else at_full_depth
         by_influence = sorted(remaining, key=lambda layer: (influence[layer], layer))
         least, lowest = by_influence[0], math.inf
         for layer in by_influence[:candidates]:
@@ -110,7 +114,12 @@ def _eliminate(
         for batch in batches:
             batch.bypass(least)
         report(f"{len(remaining)} layers left: {lowest / tokens:.4f} nats per token without {bypassed}")
+    remaining.sort(key=lambda layer: (-at_full_depth[layer], -layer))
     return LayerRanking((*range(warmup), *remaining, *reversed(bypassed)), tuple(divergence), tokens)
+
+
+def _influence(batches: Sequence[_Responses], layers: Sequence[int]) -> dict[int, float]:
+    return {layer: sum(batch.influence(layer) for batch in batches) for layer in layers}
 
 
 def _divergence(batches: Sequence[_Responses], layer: int, limit: float) -> float:

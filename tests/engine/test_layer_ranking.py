@@ -74,7 +74,8 @@ def slow_influence(decoder: Decoder, rows: list[Row], bypassed: list[int]) -> di
 
 def slow_ranking(decoder: Decoder, rows: list[Row], warmup: int, candidates: int) -> LayerRanking:
     remaining, bypassed, divergence = list(range(warmup, LAYERS)), [], []
-    while len(remaining) > 1:
+    at_full_depth = slow_influence(decoder, rows, [])
+    while len(remaining) > 1 and (not divergence or divergence[-1] <= layer_ranking.LOST):
         influence = slow_influence(decoder, rows, bypassed)
         tried = sorted(remaining, key=lambda layer: influence[layer])[:candidates]
         nats = {layer: slow_divergence(decoder, rows, [*bypassed, layer]) for layer in tried}
@@ -82,17 +83,25 @@ def slow_ranking(decoder: Decoder, rows: list[Row], warmup: int, candidates: int
         remaining.remove(least)
         bypassed.append(least)
         divergence.append(nats[least])
+    remaining.sort(key=lambda layer: -at_full_depth[layer])
     tokens = sum(len(response) - 1 for _, response in rows)
     return LayerRanking((*range(warmup), *remaining, *reversed(bypassed)), tuple(divergence), tokens)
 
 
 @pytest.mark.parametrize(
-    ("family", "warmup", "candidates", "prepared"),
-    [("llama", 0, LAYERS, True), ("gemma2", 1, 3, False), ("gpt-neox", 0, 2, False), ("mistral", 2, 3, True)],
+    ("family", "warmup", "candidates", "prepared", "lost"),
+    [
+        ("llama", 0, LAYERS, True, 1e9),
+        ("gemma2", 1, 3, False, 1e9),
+        ("gpt-neox", 0, 2, False, 0.5),
+        ("mistral", 2, 3, True, 1e9),
+        ("qwen2", 0, LAYERS, False, 1.0),
+    ],
 )
 def test_the_order_is_that_of_explicit_elimination(
-    family: str, warmup: int, candidates: int, prepared: bool, monkeypatch: pytest.MonkeyPatch
+    family: str, warmup: int, candidates: int, prepared: bool, lost: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(layer_ranking, "LOST", lost)
     monkeypatch.setattr(layer_ranking, "ROWS_PER_PASS", 3)
     decoder = Decoder(tiny_model(family))
     rows = own_answers(decoder)
@@ -102,6 +111,7 @@ def test_the_order_is_that_of_explicit_elimination(
     got = rank_layers(decoder, rows, warmup=warmup, candidates=None if candidates == LAYERS else candidates)
     assert got.keep_order == expected.keep_order and got.tokens == expected.tokens
     assert got.divergence == pytest.approx(expected.divergence, rel=1e-3, abs=1e-5)
+    assert len(got.divergence) == LAYERS - warmup - 1 or got.divergence[-1] > lost
     Schedule(LAYERS, (LAYERS, 2), got.keep_order, warmup)
 
 
@@ -120,6 +130,7 @@ def test_layers_without_effect_go_first_and_of_equal_layers_the_higher_is_kept_l
 def test_a_step_tries_the_given_number_of_layers_and_the_model_is_left_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(layer_ranking, "LOST", 1e9)
     decoder = Decoder(tiny_model("llama"))
     rows = own_answers(decoder, 1)
     plain, tried = layer_ranking._divergence, []

@@ -413,5 +413,5 @@ def test_a_measured_order_is_stored_as_a_list_and_measured_once(
     run({**again, "output": str(tmp_path / "warm")}, max_steps=2)
     warm = inspect(tmp_path / "warm").spec
     assert warm is not None and (set(warm.keep_order[:3]), warm.warmup) == ({0, 1, 2}, 3)
-    with pytest.raises(ValueError, match="measured ranks the layers of a checkpoint: give model.path"):
+    with pytest.raises(ValueError, match=r"measured ranks the layers of a checkpoint: give model\.path"):
         TuneConfig.model_validate({**recipe, "schedule": {"keep_order": "measured"}})
