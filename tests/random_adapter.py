@@ -10,9 +10,10 @@ import peft
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from actors.engine.schedule import ScheduleSpec
+from actors.engine.schedule import PROMPT_POLICIES, ScheduleSpec
 from actors.engine.schedule_file import save_spec
 from actors.engine.speed_adapter import base_digest, linear_layers, save_record
+from actors.engine.trained import Trained
 
 
 def with_random_adapters(
@@ -35,6 +36,7 @@ def random_adapter(base: Path, folder: Path, spec: ScheduleSpec, **options: Any)
     """A speed adapter for the checkpoint `base`, in `folder`; spec: its schedule."""
     model = AutoModelForCausalLM.from_pretrained(base)
     with_random_adapters(model, **options).save_pretrained(folder)
-    save_spec(spec, model.config.num_hidden_layers, folder)
+    stored = spec.build(model.config.num_hidden_layers)
+    save_spec(spec, stored.num_layers, folder, Trained(1, PROMPT_POLICIES, stored.keep_order, stored.warmup))
     save_record(folder, base_digest(base))
     return folder

@@ -65,6 +65,11 @@ def nearest(metric: str, lines: Sequence[Measured]) -> Measured:
     return min(_candidates(lines), key=lambda line: (line.scores[metric].loss_high, line.seconds))
 
 
+def full_depth(lines: Sequence[Measured]) -> Measured:
+    """The line of the job's own checkpoint at full depth: at 1x, if nothing was trained for 1x."""
+    return min(lines, key=lambda line: line.nominal or 0.0)
+
+
 def _candidates(lines: Sequence[Measured]) -> list[Measured]:
     return [line for line in lines if line.nominal is not None and line.nominal > 1]
 

@@ -10,7 +10,7 @@ from typing import Any
 from actors.engine.errors import UserError, flat
 from actors.engine.schedule import MEASURED, ScheduleSpec
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
-from pipeline.config.adapt import LOSS, TRAINING, AdaptConfig
+from pipeline.config.adapt import LEARNING_RATE, LOSS, TRAINING, AdaptConfig
 from pipeline.config.job import JobConfig, JobScheduleConfig
 from pipeline.config.load import dump_yaml, validated
 from pipeline.config.tune import TuneConfig
@@ -27,9 +27,9 @@ KEPT = (
 CHECKS = ("min_agreement", "agreement_rows")  # keys of the user's schedule that the job file keeps
 NOT_TRAINED_FOR = {"power": "power", "steps": "step"}  # key -> the decay that it shapes
 SAMPLE, ANSWERS, TRAIN, HELD_OUT = "sample.parquet", "full-depth", "train.parquet", "held-out.parquet"
-CHECKPOINT, BEFORE, AFTER, JOB_FILE = "checkpoint", "before", "after", "job.yaml"
+CHECKPOINT, ADAPTER, BEFORE, AFTER, JOB_FILE = "checkpoint", "speed-adapter", "before", "after", "job.yaml"
 PROMPT_SHARE = 1 / 3  # of a job's time: without skipping in the prompt, no speed gains more than 3x
-STAGE_FILES = (SAMPLE, ANSWERS, TRAIN, HELD_OUT, CHECKPOINT, BEFORE, AFTER)  # files and folders of the stages
+STAGE_FILES = (SAMPLE, ANSWERS, TRAIN, HELD_OUT, CHECKPOINT, ADAPTER, BEFORE, AFTER)  # files and folders of the stages
 
 
 def options(config: JobConfig) -> AdaptConfig:
@@ -62,9 +62,19 @@ def prompt_policies(config: JobConfig, shape: Mapping[str, Any], prompt_share: f
     return list(dict.fromkeys([shape["prompt"], *further]))
 
 
+def trains_adapter(config: JobConfig) -> bool:
+    """Whether a speed adapter is trained, and not all weights."""
+    return options(config).weights == "adapter"
+
+
+def trained(config: JobConfig) -> str:
+    """Name of the folder that training writes."""
+    return ADAPTER if trains_adapter(config) else CHECKPOINT
+
+
 def check_installed(config: JobConfig) -> None:
     """Raise UserError that names a missing package of tune or evaluate; none is imported."""
-    packages = ["sacrebleu", "rouge_score", "matplotlib", *(["peft"] if options(config).lora is not None else [])]
+    packages = ["sacrebleu", "rouge_score", "matplotlib", *(["peft"] if trains_adapter(config) else [])]
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
         raise UserError(f"{missing[0]} is not installed: pip install 'skipdecode[tune,eval]'")
@@ -139,11 +149,16 @@ def tune_config(
             "max_tokens": max(4, adapt.max_tokens or max_tokens),
             **columns,
         },
-        "output": str(folder / CHECKPOINT),
+        "output": str(folder / trained(config)),
         "schedule": {"speedups": list(adapt.speedups), **shape, "prompt": own, "also": also},
         "loss": {**LOSS, **adapt.loss},
-        "lora": adapt.lora,
-        "training": {**TRAINING, "bf16": config.model.dtype != "float32", **adapt.training},
+        "adapter": adapt.adapter if trains_adapter(config) else None,
+        "training": {
+            **TRAINING,
+            "learning_rate": LEARNING_RATE[adapt.weights],
+            "bf16": config.model.dtype != "float32",
+            **adapt.training,
+        },
     }
     return validated(TuneConfig, values, "adapt")
 
@@ -151,7 +166,7 @@ def tune_config(
 def eval_values(
     config: JobConfig,
     shape: Mapping[str, Any],
-    model: str,
+    model: Mapping[str, str],
     reference: str | None,
     output: Path,
     folder: Path,
@@ -159,7 +174,8 @@ def eval_values(
 ) -> dict[str, Any]:
     """Evaluate's recipe, over the held-out rows, greedy: sampled answers would differ without any loss of quality.
 
-    reference: checkpoint whose full depth losses are against; None: the model's own. Rows' own sampling is ignored.
+    model: keys of the model section that differ from the job's. reference: checkpoint whose full depth losses are
+    against; None: the model's own. Rows' own sampling is ignored.
     Keys for runs, threads, cache and rows in flight are not included.
     """
     adapt = options(config)
@@ -170,7 +186,7 @@ def eval_values(
             "prompt": "prompt",
             "references": None if adapt.references is None else "references",
         },
-        "model": {**config.model.model_dump(), "path": model},
+        "model": {**config.model.model_dump(), **model},
         "reference_model": reference,
         "output": str(output),
         "schedule": {key: list(value) if isinstance(value, tuple) else value for key, value in shape.items()},
@@ -182,19 +198,25 @@ def eval_values(
     }
 
 
-def tuned_path(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path) -> str:
-    """The tuned checkpoint as the job file names it: relative only where the user's own is a relative folder."""
-    path = folder / CHECKPOINT
+def tuned_model(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path) -> dict[str, str]:
+    """The keys of the job file's model section that name what was trained, and an adapter's base as it was resolved.
+
+    The path is relative only where the user's own is a relative folder.
+    """
+    path = folder / trained(config)
     relative = isinstance(resolved.source, str) and not Path(config.model.path).is_absolute()
-    return str(path if relative else path.resolve())
+    own = str(path if relative else path.resolve())
+    return {"path": pinned_path(config, resolved), "speed_adapter": own} if trains_adapter(config) else {"path": own}
 
 
-def job_text(values: Mapping[str, Any], model: str, schedule: Mapping[str, Any], comment: Sequence[str]) -> str:
-    """The user's job file with the tuned checkpoint and the chosen schedule, without its `adapt` section."""
+def job_text(
+    values: Mapping[str, Any], model: Mapping[str, str], schedule: Mapping[str, Any], comment: Sequence[str]
+) -> str:
+    """The user's job file with these keys of its model section and the chosen schedule, without its `adapt` section."""
     checks = values.get("schedule") or {}
     job = {
         **{key: value for key, value in values.items() if key != "adapt"},
-        "model": {**values["model"], "path": model},
+        "model": {**values["model"], **model},
         "schedule": {key: value for key, value in checks.items() if key in CHECKS} | dict(schedule),
     }
     head = "".join(f"# {flat(line)}\n" for line in comment)

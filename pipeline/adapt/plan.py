@@ -61,6 +61,8 @@ def plan_adaptation(config: JobConfig, source: str, folder: Path, record: StageR
             f"adapt.output: the cluster's nodes must all read and write the sample and its answers, and {folder} may "
             "be of this node alone: name a folder on a file system that they share, or unset RAY_ADDRESS"
         )
+    if config.model.speed_adapter is not None:
+        raise UserError("model.speed_adapter: adapt trains one for model.path; leave it out")
     configs.check_installed(config)
     check_columns(config)
     listed = list_files(config.input.path, config.storage)
@@ -119,7 +121,10 @@ def _settings(config: JobConfig, resolved: ResolvedCheckpoint, shape: Mapping[st
             "output": {"strip": config.output.strip},
             **config.model_dump(include={"shared_prefix", "shard_rows", "shard_bytes"}),
         },
-        "tune": {"schedule": dict(shape), **chosen("speedups", "prompt", "max_tokens", "loss", "lora", "training")},
+        "tune": {
+            "schedule": dict(shape),
+            **chosen("speedups", "prompt", "max_tokens", "loss", "weights", "adapter", "training"),
+        },
         "before": actors,
         "after": {**actors, **chosen("runs")},
     }

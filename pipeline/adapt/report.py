@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.adapt.configs import AFTER, BEFORE, CHECKPOINT
+from pipeline.adapt.choice import full_depth
+from pipeline.adapt.configs import AFTER, BEFORE
 from pipeline.adapt.run import Adapted
 
 
@@ -37,7 +38,7 @@ def print_adapted(console: Console, adapted: Adapted) -> None:
     console.print(f"time: {shown}", highlight=False)
     folder = adapted.folder
     console.print(
-        f"checkpoint: {folder / CHECKPOINT}\ntables: {folder / BEFORE} (before), {folder / AFTER} (after)",
+        f"trained: {folder / adapted.trained}\ntables: {folder / BEFORE} (before), {folder / AFTER} (after)",
         highlight=False,
     )
     if adapted.job_file is not None:
@@ -70,7 +71,7 @@ def _table(adapted: Adapted) -> Table:
     for name in columns:
         table.add_column(name, justify="right")
     before = {line.name: line for line in adapted.before}
-    full = next(line for line in adapted.after if line.nominal is None)
+    full = full_depth(adapted.after)
     for line in adapted.after:
         if line.nominal is None:
             continue

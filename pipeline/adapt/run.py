@@ -24,7 +24,7 @@ import torch
 from actors.engine.schedule_file import load_spec
 from pipeline import job as jobs
 from pipeline.adapt import configs
-from pipeline.adapt.choice import BreakEven, Measured, Quality, choose, nearest, parallel_actors
+from pipeline.adapt.choice import BreakEven, Measured, Quality, choose, full_depth, nearest, parallel_actors
 from pipeline.adapt.pairs import check_metric, write_pairs
 from pipeline.adapt.plan import Task, plan_adaptation
 from pipeline.adapt.sample import draw, write_sample
@@ -47,12 +47,13 @@ STAGES = ("sample", "answers", "tune", "before", "after")
 class Adapted:
     """Result of an adaptation.
 
-    before, after: measurements of the job's checkpoint and of the tuned one. chosen: None if no speed-up is within the
-    tolerance. nearest: the speed-up closest to the tolerance. counts: of rows. seconds: by stage. job_file: None
-    without a choice.
+    trained: name of the folder in `folder` with the speed adapter or the checkpoint. before, after: measurements of the
+    job's checkpoint and of the tuned one. chosen: None if no speed-up is within the tolerance. nearest: the speed-up
+    closest to the tolerance. counts: of rows. seconds: by stage. job_file: None without a choice.
     """
 
     folder: Path
+    trained: str
     metric: str
     tolerance: float
     before: list[Measured]
@@ -111,7 +112,7 @@ def _adapt(task: Task, values: Mapping[str, Any], record: StageRecord, verbose: 
         check_metric(folder, metric)
     purpose = f"train {config.model.path} on {counts['train']:,} answers"
     prompts = configs.prompt_policies(config, task.shape, answered["prompt_share"])
-    run("tune", purpose, [f"{configs.CHECKPOINT}/tune.json"], lambda: _tune(task, counts["longest"], prompts))
+    run("tune", purpose, [f"{configs.trained(config)}/tune.json"], lambda: _tune(task, counts["longest"], prompts))
     actors = _actors(task, answered["actors"])
     purpose = f"measure the {{}} checkpoint over {counts['held_out']:,} held-out rows"
     before = run("before", purpose.format("job's"), [], lambda: _evaluate(task, prompts, tuned=False, actors=actors))
@@ -149,7 +150,7 @@ def _chosen(
     if chosen is not None:
         break_even = BreakEven(
             cost=sum(seconds[stage] for stage in STAGES if stage != "before"),  # only for the table
-            full=next(line.seconds for line in after if line.nominal is None),
+            full=full_depth(after).seconds,
             fast=chosen.seconds,
             rows=task.rows,
             actors=_parallel_actors(task.config.actors, threads),
@@ -158,6 +159,7 @@ def _chosen(
         _write_job(task, values, chosen, metric, tolerance, job_file)
     return Adapted(
         folder=task.folder,
+        trained=configs.trained(task.config),
         metric=metric,
         tolerance=tolerance,
         before=before,
@@ -218,16 +220,16 @@ def _evaluate(task: Task, prompts: Sequence[str], *, tuned: bool, actors: Mappin
     from pipeline.config.load import validated
     from pipeline.evaluate import run as evaluate_run
 
-    checkpoint = task.folder / configs.CHECKPOINT
-    spec = load_spec(checkpoint, task.resolved.checkpoint.num_layers)
+    trained, adapter = task.folder / configs.trained(task.config), configs.trains_adapter(task.config)
+    spec = load_spec(trained, task.resolved.checkpoint.num_layers)
     assert spec is not None, "tune writes one"
     shape = {key: value for key, value in spec.to_dict().items() if key in configs.KEPT}
     original = str(fetch(task.resolved.source))  # the commit that was resolved, whatever the name means now
     values = configs.eval_values(
         task.config,
         shape,
-        str(checkpoint) if tuned else original,
-        original if tuned else None,
+        {"path": original} | ({"speed_adapter" if adapter else "path": str(trained)} if tuned else {}),
+        original if tuned and not adapter else None,  # an adapter's 1x is the job's own checkpoint
         task.folder / (configs.AFTER if tuned else configs.BEFORE),
         task.folder,
         prompts,
@@ -282,6 +284,6 @@ def _write_job(
         f"{chosen.scores[metric].loss_high:.3g} of {tolerance:g}, over held-out rows of its own input.",
         f"It answers every row, those of {task.folder / configs.SAMPLE} too. skipdecode run {path}",
     ]
-    model = configs.tuned_path(task.config, task.resolved, task.folder)
+    model = configs.tuned_model(task.config, task.resolved, task.folder)
     schedule = {"speedup": chosen.nominal} | ({} if chosen.prompt == "full" else {"prompt": chosen.prompt})
     path.write_text(configs.job_text(values, model, schedule, comment))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -22,11 +22,12 @@ TOLERANCES = {
     "exact_match": 2.0,
 }
 LOSS = {"references": 0.0, "distillation": 1.0}
-# for a few thousand rows and a model that knows its task: small steps, so that it forgets nothing
+# all weights of a model that knows its task: small steps, so that it forgets nothing; an adapter begins at zero
+LEARNING_RATE = {"adapter": 1e-3, "full": 1e-4}
+# for a few thousand rows
 TRAINING = {
     "epochs": 3.0,
     "batch_size": 16,
-    "learning_rate": 1e-4,
     "warmup_steps": 20,
     "eval_steps": 100,
     "save_steps": 100,
@@ -35,6 +36,8 @@ TRAINING = {
 
 class AdaptConfig(Section):
     """The job's horizon, decay, warmup and keep_order are kept; depths and prompt policy are chosen."""
+
+    renamed: ClassVar[dict[str, str]] = {"lora": "adapter, which is trained unless weights: full is set"}
 
     rows: int = Field(2000, ge=3, description="input rows answered at full depth, held-out ones included")
     held_out: int = Field(200, ge=2, description="rows of the sample that are evaluated and not trained on")
@@ -68,11 +71,18 @@ class AdaptConfig(Section):
     loss: dict[str, Any] = Field(
         default_factory=dict, description="keys of tune's loss; default distillation: 1, references: 0"
     )
-    lora: dict[str, Any] | None = Field(None, description="keys of tune's lora; null: train all weights")
+    weights: Literal["adapter", "full"] = Field(
+        "adapter",
+        description="adapter: train a speed adapter, and the job keeps its checkpoint, at 1x unchanged; full: train "
+        "all weights, into a checkpoint of the job's own",
+    )
+    adapter: dict[str, Any] = Field(
+        default_factory=dict, description="keys of tune's adapter; default rank 32, all linear layers"
+    )
     training: dict[str, Any] = Field(
         default_factory=dict,
-        description="keys of tune's training; default 3 epochs, 16 rows a step, learning rate 1e-4, 20 warm-up steps, "
-        "bf16 unless model.dtype is float32",
+        description="keys of tune's training; default 3 epochs, 16 rows a step, learning rate 1e-3, of all weights "
+        "1e-4, 20 warm-up steps, bf16 unless model.dtype is float32",
     )
     runs: int = Field(2, ge=1, description="timed runs of each speed of the tuned checkpoint; the median counts")
 
@@ -88,6 +98,6 @@ class AdaptConfig(Section):
             raise UserError(f"metric: {self.metric} needs references, a column of right answers")
         if self.training.get("early_stopping") is not None:
             raise UserError("training.early_stopping would choose by the held-out rows: set epochs instead")
-        if self.lora is not None and self.lora.get("merge") is False:
-            raise UserError("lora.merge: the job needs a whole checkpoint; leave it out")
+        if self.adapter and self.weights == "full":
+            raise UserError("adapter has no effect with weights: full; leave one of them out")
         return self

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -92,12 +92,19 @@ class LossConfig(Section):
         return self
 
 
-class LoraConfig(Section):
-    rank: int = Field(8, ge=1, description="columns of each adapter")
-    alpha: int = Field(16, ge=1, description="an adapter's product is scaled by alpha / rank")
+class AdapterConfig(Section):
+    """A speed adapter: low-rank weights beside the frozen model, for speeds above 1x, which are all trained at once."""
+
+    rank: int = Field(32, ge=1, description="columns of each low-rank matrix")
+    alpha: int | None = Field(
+        None, ge=1, description="an adapter's product is scaled by alpha / rank; default twice the rank"
+    )
     dropout: float = Field(0.0, ge=0, lt=1, description="on an adapter's input, while training")
-    targets: list[str] = Field(min_length=1, description="linear layers by their last name, such as q_proj")
-    merge: bool = Field(True, description="add the adapters to the weights when saving; false: save the adapters alone")
+    targets: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="linear layers by their last name, such as q_proj; default all of the decoder layers",
+    )
 
 
 class TrainingConfig(Section):
@@ -132,19 +139,25 @@ class WorkersConfig(Section):
 
 
 class TuneConfig(Section):
+    renamed: ClassVar[dict[str, str]] = {"lora": "adapter, which writes a speed adapter; nothing is merged when saved"}
+
     model: TuneModelConfig
     data: TuneDataConfig
-    output: Place = Field(description="folder for the tuned checkpoint; resumable state in its _training folder")
+    output: Place = Field(
+        description="folder for the tuned checkpoint, or the speed adapter; resumable state in its _training folder"
+    )
     schedule: TuneScheduleConfig = Field(default_factory=TuneScheduleConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
-    lora: LoraConfig | None = Field(None, description="train low-rank adapters instead of all weights")
+    adapter: AdapterConfig | None = Field(
+        None, description="train a speed adapter (model.speed_adapter of a job) instead of all weights"
+    )
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     workers: WorkersConfig | None = Field(None, description="train in several processes under Ray Train")
 
     @model_validator(mode="after")
     def _fits(self) -> TuneConfig:
-        if self.model.path is None and self.lora is not None:
-            raise UserError("lora adapts a checkpoint: give model.path, not model.new")
+        if self.model.path is None and self.adapter is not None:
+            raise UserError("adapter is for a checkpoint: give model.path, not model.new")
         if self.model.path is None and self.loss.distillation > 0 and self.loss.teacher is None:
             raise UserError("loss.teacher: a new model cannot teach itself; give a checkpoint folder")
         if self.schedule.learned_order is not None and self.schedule.compare is None:

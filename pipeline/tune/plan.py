@@ -16,8 +16,8 @@ from actors.engine.loading import inspect, load_tokenizer
 from actors.engine.schedule import MEASURED, Schedule, ScheduleSpec
 from actors.engine.schedule_variants import comparison_schedules
 from pipeline.config.tune import TuneConfig
+from pipeline.tune.adapters import check_targets
 from pipeline.tune.data import encode, read_pairs
-from pipeline.tune.lora import check_targets
 from pipeline.tune.new_model import new_config, train_tokenizer
 
 SHAPE = {"decay", "warmup", "keep_order", "prompt"}  # keys kept from the start checkpoint's schedule
@@ -59,8 +59,8 @@ def plan_training(config: TuneConfig) -> TrainingPlan:
         teacher = inspect(config.loss.teacher)
         if load_tokenizer(config.loss.teacher).get_vocab() != tokenizer.get_vocab():
             raise UserError(f"loss.teacher: {config.loss.teacher} has another tokenizer than the model to train")
-    if config.lora is not None:
-        check_targets(config.lora, architecture)
+    if config.adapter is not None:
+        check_targets(config.adapter, architecture)
     longest = min([data.max_tokens, context_length(architecture), *([teacher.context_length] if teacher else [])])
     train = encode(tokenizer, train_pairs, longest, architecture.vocab_size)
     dev = encode(tokenizer, dev_pairs, longest, architecture.vocab_size)
@@ -103,7 +103,7 @@ def _spec(config: TuneConfig, stored: ScheduleSpec | None, rows: Sequence[Mappin
 
 
 def _schedules(config: TuneConfig, spec: ScheduleSpec, layers: int) -> dict[str, Schedule]:
-    """The schedules that a step may be drawn from, by name; of equal ones the first."""
+    """The schedules that a step may be drawn from, by name; of equal ones the first; for an adapter none at 1x."""
     schedules = {f"{speed:g}x": spec.overridden({"speedup": speed}).build(layers) for speed in config.schedule.speedups}
     for further in config.schedule.also:
         changes = further.changes()
@@ -114,4 +114,9 @@ def _schedules(config: TuneConfig, spec: ScheduleSpec, layers: int) -> dict[str,
         learned = config.schedule.learned_order
         schedules |= comparison_schedules(spec, layers, config.schedule.compare, spec.horizon, learned)
     unique = {json.dumps(schedule.to_dict()): name for name, schedule in reversed(schedules.items())}
-    return {name: schedule for name, schedule in schedules.items() if name in unique.values()}
+    drawn = {name: schedule for name, schedule in schedules.items() if name in unique.values()}
+    if config.adapter is None:
+        return drawn
+    if all(schedule.is_full_depth for schedule in drawn.values()):
+        raise UserError("schedule.speedups: an adapter is for speeds above 1x, and none is given: add one, such as 2")
+    return {name: schedule for name, schedule in drawn.items() if not schedule.is_full_depth}

@@ -53,7 +53,7 @@ def begin(config: TuneConfig) -> None:
                 "another output"
             )
         return
-    if (output / "config.json").exists():
+    if any((output / name).exists() for name in ("config.json", "adapter_config.json")):
         raise UserError(f"output: {output} holds a checkpoint already; remove it, or choose another output")
     owned.claim([STATE])
     state.mkdir(exist_ok=True)

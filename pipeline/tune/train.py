@@ -18,7 +18,7 @@ from actors.engine.schedule_file import save_spec
 from actors.engine.teacher_forcing import collate
 from actors.engine.trained import Trained
 from pipeline.config.tune import TuneConfig
-from pipeline.tune import lora, resume
+from pipeline.tune import adapters, resume
 from pipeline.tune.plan import TrainingPlan
 from pipeline.tune.trainer import SkipTrainer, StepProgress, Teacher
 
@@ -63,7 +63,7 @@ def _trainer(config: TuneConfig, plan: TrainingPlan) -> SkipTrainer:
     settings = config.training
     model = _load_model(config, plan)
     decoder = Decoder(model)
-    adapted: Any = model if config.lora is None else lora.add_adapters(model, config.lora)
+    adapted: Any = model if config.adapter is None else adapters.add_adapters(model, config.adapter)
     if settings.compile:
         decoder.compile()
     arguments = _arguments(config, plan)
@@ -153,7 +153,7 @@ def _on_cpu(config: TuneConfig) -> bool:
 def _teacher(config: TuneConfig, student: Decoder, adapted: Any, device: torch.device) -> Teacher | None:
     if config.loss.distillation == 0:
         return None
-    if config.loss.teacher is None and config.lora is not None:
+    if config.loss.teacher is None and config.adapter is not None:
         return Teacher(student, adapted.disable_adapter)  # the start weights, which the adapters leave unchanged
     path = config.loss.teacher or config.model.path
     assert path is not None
@@ -165,14 +165,16 @@ def _dtype(config: TuneConfig) -> torch.dtype:
 
 
 def _save(config: TuneConfig, plan: TrainingPlan, trained: Any, record: dict[str, Any]) -> None:
-    model: Any = lora.merged(trained) if config.lora is not None and config.lora.merge else trained
-    model.config._attn_implementation = "sdpa"
-    model.to(_dtype(config))
+    layers = plan.architecture.num_hidden_layers
 
     def save(folder: Path) -> None:
-        model.save_pretrained(folder, safe_serialization=True)
-        plan.tokenizer.save_pretrained(folder)
-        layers = plan.architecture.num_hidden_layers
+        if config.adapter is not None:
+            assert config.model.path is not None
+            adapters.save_adapters(trained, config.model.path, folder)
+        else:
+            trained.config._attn_implementation = "sdpa"
+            trained.to(_dtype(config)).save_pretrained(folder, safe_serialization=True)
+            plan.tokenizer.save_pretrained(folder)
         save_spec(plan.spec, layers, folder, Trained.on(plan.spec.build(layers), plan.schedules.values()))
 
     resume.finish(config, save, record)

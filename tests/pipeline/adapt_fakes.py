@@ -137,14 +137,16 @@ class Fakes:
             raise self.error
         model = str(task.resolved.source)
         self.recipe = configs.tune_config(task.config, task.shape, model, longest, task.folder, task.source, prompts)
-        (task.folder / "checkpoint").mkdir(exist_ok=True)
-        (task.folder / "checkpoint" / "tune.json").write_text("{}")
+        folder = task.folder / configs.trained(task.config)
+        folder.mkdir(exist_ok=True)
+        (folder / "tune.json").write_text("{}")
         return {}
 
     def evaluate(self, task: Any, prompts: list[str], *, tuned: bool, actors: dict[str, int]) -> dict[str, Any]:
         self.note("after" if tuned else "before")
         self.actors = actors
-        lines = [self.line(None, 0.0, 0.1)] if tuned else []
+        whole = tuned and not configs.trains_adapter(task.config)
+        lines = [self.line(None, 0.0, 0.1)] if whole else []
         for prompt in prompts:  # skipping in the prompt takes half the time and loses half a point more
             for nominal, loss in self.losses.items():
                 further = 0.5 * (prompt == "first")

@@ -94,12 +94,12 @@ def test_rows_that_teach_nothing_are_left_out_and_counted(tmp_path: Path, fakes:
     assert fakes.longest == max(len(one["prompt"]) + len(one["response"]) + one["ended"] for one in pairs)
 
 
-def test_the_job_file_is_the_users_with_checkpoint_and_speed(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+def test_the_job_file_is_the_users_with_adapter_and_speed(tmp_path: Path, fakes: Fakes, command: Run) -> None:
     result = command("--set", "shard_rows=5", "--set", "output.strip=false")
     assert result.exit_code == 0, result.output
     path = tmp_path / "out-adapt" / "job.yaml"
     mine, written = load_values(tmp_path / "job.yaml"), load_values(path)
-    mine["model"]["path"] = str(tmp_path / "out-adapt" / "checkpoint")
+    mine["model"]["speed_adapter"] = str(tmp_path / "out-adapt" / "speed-adapter")
     mine["schedule"] = {"speedup": 3}
     mine["shard_rows"] = 5
     mine["output"]["strip"] = False
@@ -176,7 +176,7 @@ def test_an_interrupted_adaptation_resumes_at_its_stage(fakes: Fakes, command: R
 
 def test_a_lost_checkpoint_is_trained_and_evaluated_again(tmp_path: Path, fakes: Fakes, command: Run) -> None:
     assert command().exit_code == 0
-    (tmp_path / "out-adapt" / "checkpoint" / "tune.json").unlink()
+    (tmp_path / "out-adapt" / "speed-adapter" / "tune.json").unlink()
     fakes.calls = []
     assert command().exit_code == 0
     assert fakes.calls == ["tune", "before", "after"]
@@ -187,7 +187,7 @@ def test_labels_are_judged_by_exact_agreement(checkpoint: Path, tmp_path: Path) 
     job["sampling"] = {"temperature": 1.0, "n": 2, "logprobs": 3}
     config = JobConfig.model_validate(job)
     assert configs.metric(config) == "agreement_exact"
-    asked = configs.eval_values(config, {"horizon": 6}, "m", "r", tmp_path / "after", tmp_path, ["full"])
+    asked = configs.eval_values(config, {"horizon": 6}, {"path": "m"}, "r", tmp_path / "after", tmp_path, ["full"])
     assert asked["choices"] == ["yes", "no"]
     assert asked["data"]["references"] is None
     assert {name: asked["sampling"][name] for name in ("temperature", "n", "logprobs")} == {
@@ -263,10 +263,15 @@ def test_a_model_of_the_hub_stays_at_its_commit(checkpoint: Path, tmp_path: Path
     remote = RemoteCheckpoint("owner/name@main", "c0ffee", None, "key", (), StorageConfig(), None)
     resolved = ResolvedCheckpoint(local.checkpoint, remote)
     assert configs.full_depth_job(hub, resolved, Path("adapt")).model.path == "owner/name@c0ffee"
-    assert configs.tuned_path(hub, resolved, Path("adapt")) == str(Path("adapt/checkpoint").resolve())
+    assert configs.tuned_model(hub, resolved, Path("adapt")) == {
+        "path": "owner/name@c0ffee",
+        "speed_adapter": str(Path("adapt/speed-adapter").resolve()),
+    }
     relative = JobConfig.model_validate({**job, "model": {"path": "my/checkpoint"}})
     assert configs.full_depth_job(relative, local, Path("adapt")).model.path == "my/checkpoint"
-    assert configs.tuned_path(relative, local, Path("adapt")) == "adapt/checkpoint"
+    assert configs.tuned_model(relative, local, Path("adapt"))["speed_adapter"] == "adapt/speed-adapter"
+    whole = JobConfig.model_validate({**job, "model": {"path": "my/checkpoint"}, "adapt": {"weights": "full"}})
+    assert configs.tuned_model(whole, local, Path("adapt")) == {"path": "adapt/checkpoint"}
 
 
 @pytest.mark.parametrize(
@@ -331,7 +336,7 @@ def test_values_written_are_read_back_as_they_are(
 ) -> None:
     job = {**rest, "model": {"path": "x", "cache": "1e5"}, "adapt": {"rows": 3}}
     path = tmp_path_factory.mktemp("yaml") / "job.yaml"
-    path.write_text(job_text(job, "y", {"speedup": 2.5}, ["of\nline"]))
+    path.write_text(job_text(job, {"path": "y"}, {"speedup": 2.5}, ["of\nline"]))
     want = {**job, "model": {"path": "y", "cache": "1e5"}, "schedule": {"speedup": 2.5}}
     del want["adapt"]
     assert load_values(path) == want

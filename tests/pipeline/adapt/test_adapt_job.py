@@ -18,7 +18,8 @@ pytest.importorskip("pipeline.config.evaluate", reason="evaluate is not in yet")
 ROWS = 40
 
 
-def test_from_a_job_to_a_faster_one(in_process: None, tmp_path: Path, checkpoint: Path) -> None:
+@pytest.mark.parametrize("weights", ["adapter", "full"])
+def test_from_a_job_to_a_faster_one(in_process: None, tmp_path: Path, checkpoint: Path, weights: str) -> None:
     prompts: list[str | None] = [f"name[Zizzi], area[{row}]" for row in range(ROWS)]
     prompts[7] = None
     pq.write_table(pa.table({"key": list(range(ROWS)), "q": prompts}), tmp_path / "in.parquet", row_group_size=8)
@@ -34,6 +35,7 @@ def test_from_a_job_to_a_faster_one(in_process: None, tmp_path: Path, checkpoint
             "held_out": 8,
             "speedups": [1, 2],
             "tolerance": 100.0,
+            "weights": weights,
             "training": {"max_steps": 2, "batch_size": 4, "bf16": False, "threads": 1},
             "runs": 1,
         },
@@ -43,15 +45,19 @@ def test_from_a_job_to_a_faster_one(in_process: None, tmp_path: Path, checkpoint
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert [line["nominal"] for line in found["before"]] == [1, 2]
-    assert [line["nominal"] for line in found["after"]] == [None, 1, 2]
+    # an adapter leaves the job's checkpoint at 1x; all weights make another one, at full depth too
+    assert [line["nominal"] for line in found["after"]] == ([1, 2] if weights == "adapter" else [None, 1, 2])
     assert found["after"][0]["scores"]["agreement_exact"]["value"] == 100
     assert (found["chosen"]["nominal"], found["counts"]["errors"]) == (2, 1)
     assert sum(found["counts"][name] for name in ("train", "held_out", "errors", "empty")) == ROWS
 
     # the tokens trained on are those that the job's checkpoint gives at full depth: alone, it agrees with itself
     assert found["before"][0]["scores"]["agreement_exact"]["value"] == 100
-    tuned = json.loads((tmp_path / "out-adapt" / "checkpoint" / "tune.json").read_text())
-    assert tuned["steps"] == 2
+    trained = tmp_path / "out-adapt" / ("speed-adapter" if weights == "adapter" else "checkpoint")
+    assert json.loads((trained / "tune.json").read_text())["steps"] == 2
+    model = yaml.safe_load(Path(found["job_file"]).read_text())["model"]
+    named = {"path": str(checkpoint), "speed_adapter": str(trained)} if weights == "adapter" else {"path": str(trained)}
+    assert model == {**values["model"], **named}  # type: ignore[dict-item]
 
     again = CliRunner().invoke(app, ["adapt", str(job), "--json"])
     assert json.loads(again.stdout) == found  # nothing is done again
@@ -88,8 +94,8 @@ def test_labels_of_one_token_gain_by_skipping_in_the_prompt(in_process: None, tm
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     lines = [(line["nominal"], line["prompt"]) for line in found["after"]]
-    assert lines == [(None, "full"), (1, "full"), (3, "full"), (3, "first")]
-    tuned = json.loads((tmp_path / "out-adapt" / "checkpoint" / "tune.json").read_text())
+    assert lines == [(1, "full"), (3, "full"), (3, "first")]
+    tuned = json.loads((tmp_path / "out-adapt" / "speed-adapter" / "tune.json").read_text())
     assert [(one["speedup"], one["prompt"]) for one in tuned["config"]["schedule"]["also"]] == [(3, "first")]
     written = yaml.safe_load(Path(found["job_file"]).read_text())["schedule"]
     assert written.get("prompt", "full") == found["chosen"]["prompt"]

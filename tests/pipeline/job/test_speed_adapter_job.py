@@ -14,9 +14,7 @@ from random_adapter import random_adapter
 from safetensors.torch import load_file, save_file
 
 from actors.engine.errors import UserError
-from actors.engine.loading import inspect
 from actors.engine.schedule import ScheduleSpec
-from actors.engine.schedule_file import save_spec
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.evaluate import EvalConfig
 from pipeline.config.job import JobConfig, ModelConfig, StorageConfig
@@ -37,10 +35,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = random_adapter(checkpoint, tmp_path_factory.mktemp("adapter"), ScheduleSpec(speedup=2, horizon=3))
-    known = inspect(checkpoint)
-    save_spec(ScheduleSpec(speedup=2, horizon=3), known.num_layers, made, known.trained)
-    return made
+    return random_adapter(checkpoint, tmp_path_factory.mktemp("adapter"), ScheduleSpec(speedup=2, horizon=3))
 
 
 def config(inputs: Path, output: Path, checkpoint: Path, adapter: Path | None, **changes: Any) -> JobConfig:

@@ -20,11 +20,14 @@ from tiny_models import LAYERS, tiny_model
 from training_cases import SPECS, pairs
 
 from actors.engine.decoder import Decoder
-from actors.engine.loading import inspect, load_tokenizer
+from actors.engine.divergence import Model, teacher_forced
+from actors.engine.loading import inspect, load_decoder, load_tokenizer
 from actors.engine.schedule import ScheduleSpec
+from actors.engine.speed_adapter import FILES, WEIGHTS, base_digest, merge, with_adapter
 from actors.engine.teacher_forcing import IGNORED, ResponseBatch, collate, response_logits
 from pipeline.config.tune import TuneConfig, TuneDataConfig
 from pipeline.tune.data import encode, read_pairs
+from pipeline.tune.plan import plan_training
 from pipeline.tune.run import tune
 
 
@@ -249,22 +252,44 @@ def test_a_file_of_the_user_stays_when_training_ends(recipe: dict[str, Any], tmp
     assert (out / "notes.txt").read_text() == "mine"
 
 
-def test_low_rank_adapters_merge_into_a_plain_checkpoint(recipe: dict[str, Any], start: Path, tmp_path: Path) -> None:
-    lora = {"rank": 4, "alpha": 8, "targets": ["q_proj", "down_proj"]}
-    adapted = {**recipe, "model": {"path": str(start)}, "lora": lora, "loss": {"references": 0.0, "distillation": 1.0}}
-    record = run(adapted, learning_rate=0.05)
-    before, after = weights(start), weights(tmp_path / "out")
-    changed = {name for name in before if not torch.equal(before[name].bfloat16(), after[name])}
-    assert changed == {name for name in before if "q_proj" in name or "down_proj" in name}
-    losses = record["dev_loss"]
-    # at full depth it begins as its own teacher; at 2x it has something to learn
-    assert losses["eval_loss_1x"] < 0.5 and losses["eval_loss_2x"] > 0
+def test_a_speed_adapter_is_trained_above_1x_alone(recipe: dict[str, Any], start: Path, tmp_path: Path) -> None:
+    adapter = {"rank": 4, "targets": ["q_proj", "down_proj"]}
+    adapted = {
+        **recipe,
+        "model": {"path": str(start)},
+        "adapter": adapter,
+        "loss": {"references": 0, "distillation": 1},
+    }
+    before = weights(start)
+    record = run(adapted, learning_rate=0.05, bf16=False)
+    assert all(torch.equal(weight, before[name]) for name, weight in weights(start).items())
+    assert set(record["dev_loss"]) == {"eval_loss_2x", "eval_loss"}  # of the speeds 1 and 2
+    out = tmp_path / "out"
+    assert {path.name for path in out.iterdir()} == {*FILES, "tune.json", "_training"}
+    found = with_adapter(inspect(start), out)
+    assert found.adapter is not None and (found.adapter.rank, found.adapter.scale) == (4, 2.0)
+    found.adapter.check_base(base_digest(start), "start")
+    trained = load_file(out / WEIGHTS)
+    assert {name.split(".")[-3] for name in trained} == {"q_proj", "down_proj"}
+    assert found.trained is not None and found.trained.min_depth == min(found.schedule({}).depths)
 
-    apart = run({**adapted, "output": str(tmp_path / "apart"), "lora": {**lora, "merge": False}}, learning_rate=0.05)
-    assert apart["dev_loss"] == losses
-    assert (tmp_path / "apart" / "adapter_model.safetensors").is_file()
-    with pytest.raises(ValueError, match=r"LoRA adapters of .*; tune with lora.merge: true"):
-        inspect(tmp_path / "apart")
+    # the loss is that of the merged weights, but for their rounding to bfloat16
+    model = load_decoder(start, torch.float32, torch.device("cpu"))
+    merge(model.model, found.adapter)
+    base = load_decoder(start, torch.float32, torch.device("cpu"))
+    plan = plan_training(TuneConfig.model_validate(adapted))
+    pairs = [(row["input_ids"][: row["prompt_tokens"]], row["input_ids"][row["prompt_tokens"] :]) for row in plan.dev]
+    lines = [Model(decoder, plan.schedules["2x"]) for decoder in (model, base)]
+    scores = teacher_forced(Model(base, ScheduleSpec().build(model.num_layers)), lines, pairs, 8)
+    loss, without = (score.kl.sum() / score.tokens.sum() for score in scores)
+    assert loss == pytest.approx(record["dev_loss"]["eval_loss_2x"], rel=0.02)
+    assert abs(loss - without) > 0.05 * without
+
+
+def test_a_speed_adapter_needs_a_speed(recipe: dict[str, Any], start: Path) -> None:
+    adapted = {**recipe, "model": {"path": str(start)}, "adapter": {}, "schedule": {"speedups": [1]}}
+    with pytest.raises(ValueError, match=r"schedule.speedups: an adapter is for speeds above 1x"):
+        run(adapted)
 
 
 def test_distillation_brings_skipping_nearer_to_full_depth(recipe: dict[str, Any], start: Path, tmp_path: Path) -> None:
@@ -335,14 +360,15 @@ def test_comparisons_are_trained_together(recipe: dict[str, Any]) -> None:
         ({"reference": ["a", None]}, {}, r"bad.parquet: row 1: reference is empty"),
         ({"prompt": ["a", " "]}, {}, r"bad.parquet: row 1: prompt is empty"),
         ({"reference": ["red", "yelow"]}, {"data": {"choices": ["red", "yellow"]}}, r"row 1: 'yelow' is none of the 2"),
-        ({}, {"model": {"path": "START"}, "lora": {"targets": ["wq"]}}, r"no 'wq'; it has down_proj, .*v_proj"),
+        ({}, {"model": {"path": "START"}, "adapter": {"targets": ["wq"]}}, r"no 'wq'; it has down_proj, .*v_proj"),
         (
             {},
             {"model": {"new": {"model_type": "llama", "hiden_size": 8}}},
             "unknown key hiden_size; did you mean hid",
         ),
         ({}, {"model": {"new": {"model_type": "lama"}}}, "transformers has no 'lama'"),
-        ({}, {"lora": {"targets": ["q_proj"]}}, "lora adapts a checkpoint"),
+        ({}, {"adapter": {}}, "adapter is for a checkpoint"),
+        ({}, {"lora": {"targets": ["q_proj"]}}, "lora is now adapter, which writes a speed adapter"),
         ({}, {"loss": {"distillation": 1.0}}, "a new model cannot teach itself"),
         ({}, {"loss": {"distillation": 1.0, "teacher": "START"}}, "START has another tokenizer"),
         ({}, {"loss": {"references": 0.0}}, "nothing to learn from"),

@@ -1,0 +1,54 @@
+"""Speed adapters in training (LoRA, Hu et al. 2021, arXiv 2106.09685) by the peft library: checked, added, saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from actors.engine.errors import UserError
+from actors.engine.speed_adapter import base_digest, linear_layers, save_record
+from pipeline.config.tune import AdapterConfig
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+def check_targets(adapter: AdapterConfig, config: PretrainedConfig) -> None:
+    """Raise UserError if a target is no linear layer of a model with this config; loads no weights."""
+    known = _linear_names(config)
+    for target in adapter.targets or ():
+        if target not in known:
+            raise UserError(f"adapter.targets: the model has no {target!r}; it has {', '.join(known)}")
+
+
+def add_adapters(model: PreTrainedModel, adapter: AdapterConfig) -> PeftModel:
+    """The model with frozen weights, and trainable adapters at the targets."""
+    import peft
+
+    options = peft.LoraConfig(
+        r=adapter.rank,
+        lora_alpha=2 * adapter.rank if adapter.alpha is None else adapter.alpha,
+        lora_dropout=adapter.dropout,
+        target_modules=adapter.targets or _linear_names(model.config),
+        task_type="CAUSAL_LM",
+    )
+    adapted: Any = peft.get_peft_model(model, options)
+    return adapted  # type: ignore[no-any-return]
+
+
+def save_adapters(model: PeftModel, base: str, folder: Path) -> None:
+    """Write the adapters, rounded to bfloat16, and the digest of the checkpoint folder `base` that they belong to."""
+    import peft
+
+    state: dict[str, Any] = peft.get_peft_model_state_dict(model)
+    model.save_pretrained(str(folder), state_dict={name: weight.to(torch.bfloat16) for name, weight in state.items()})
+    (folder / "README.md").unlink(missing_ok=True)  # an empty form of peft's
+    save_record(folder, base_digest(Path(base)))
+
+
+def _linear_names(config: PretrainedConfig) -> list[str]:
+    """The last names of the linear layers in the decoder layers, sorted."""
+    return sorted({name.rpartition(".")[2] for name in linear_layers(config)})
