@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +31,7 @@ from pipeline.generate.settings import generator_settings
 from pipeline.generate.stage import ShardGenerator
 from pipeline.generate.stats import Totals
 from pipeline.plan import manifest as manifests
+from pipeline.plan.agreement import announce_no_gain, is_measured, with_agreement
 from pipeline.plan.columns import check_columns, optional_columns
 from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import Manifest
@@ -93,7 +96,7 @@ def run(
         if totals is None:  # else nothing is written: read-only rights suffice
             log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
             make_writable(folder)
-            with leased(folder):
+            with leased(folder), checked(job, stored, backend) as job:
                 claim(folder, stored, job.manifest, overwrite=overwrite)
                 totals, fresh_rows = answer(job, folder, backend)
                 write_success(folder, job.manifest, totals)
@@ -139,6 +142,22 @@ def planned_schedule(config: JobConfig, checkpoint: ResolvedCheckpoint) -> Sched
     if not config.schedule.unadapted:
         checkpoint.checkpoint.check_adapted(schedule, config.model.path, "set schedule.unadapted: true")
     return schedule
+
+
+@contextmanager
+def checked(job: PlannedJob, stored: Manifest | None, backend: Backend) -> Iterator[PlannedJob]:
+    """The job, if it is new with its agreement measured; in the block all that was started for this runs on.
+
+    UserError if the schedule ruins the answers.
+    """
+    config, spec = job.config, prompt_spec(job.config, job.checkpoint, job.manifest.batching.planned)
+    if stored is not None or not is_measured(config, job.schedule, spec):
+        announce_no_gain(job.schedule, spec)
+        yield job
+        return
+    with backend.ready(config.actors):
+        arguments = generator_arguments(job)
+        yield replace(job, manifest=with_agreement(config, job.schedule, job.manifest, spec, arguments, backend))
 
 
 def answer(job: PlannedJob, folder: Folder, backend: Backend) -> tuple[Totals, int]:

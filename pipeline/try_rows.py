@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +17,7 @@ from pipeline.generate.output import row_ids
 from pipeline.generate.settings import fetched
 from pipeline.generate.stage import prompts
 from pipeline.job import PlannedJob, generator_arguments, planned_schedule
+from pipeline.plan.agreement import announce_no_gain
 from pipeline.plan.columns import check_columns
 from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import Manifest, NoRows, limited, plan_batching, read_footers
@@ -29,8 +27,7 @@ from pipeline.prepare.tokenizer import tokenizer_of
 from pipeline.read.files import InputFile, list_files
 from pipeline.read.ipc import from_ipc
 from pipeline.read.shards import Shard, cut_shards, read_blocks
-
-QUIET_SECONDS = 2.0  # after which a phase says what it does
+from pipeline.runtime.announce import announced
 
 
 @dataclass(frozen=True)
@@ -57,28 +54,29 @@ def answer_first_rows(config: JobConfig, rows: int) -> list[TriedRow]:
         UserError: configuration, checkpoint or input are wrong.
         NoRows: the input has no rows.
     """
-    with _announced("reading the configuration and the checkpoint's description"):
+    with announced("reading the configuration and the checkpoint's description"):
         check_columns(config)
         config = _on_this_machine(config)
         checkpoint = resolve_checkpoint(config.model, config.storage)
         schedule = planned_schedule(config, checkpoint)
         check_spec(prompt_spec(config, checkpoint, time.time()))
-    with _announced("reading the input"):
+        announce_no_gain(schedule, prompt_spec(config, checkpoint, time.time()))
+    with announced("reading the input"):
         files, shards, schema = _first_rows(config, rows)
     batching = replace(plan_batching(config, checkpoint, rows, InProcess()), planned=float(int(time.time())))
     job = PlannedJob(config, checkpoint, schedule, Manifest("", {}, batching, files, shards, schema))
     spec = prompt_spec(config, checkpoint, batching.planned)
     ids: list[Any] = []
     prepared: list[Prompt] = []
-    with _announced("preparing the prompts"):
+    with announced("preparing the prompts"):
         for shard, table in _tables(config, job.manifest):
             prepared += prompts(prepare_table(table, spec), shard.url, shard.first_row)
             ids += row_ids(table, config.input.id, shard.url, shard.first_row).to_pylist()
-    with _announced("loading the model"):
+    with announced("loading the model"):
         from actors.generator import Generator
 
         generator = Generator(**fetched(generator_arguments(job)))
-    with _announced("answering"):
+    with announced("answering"):
         answers = generator.answer(prepared)
     tokenizer = tokenizer_of(checkpoint.source)
     return [
@@ -120,15 +118,3 @@ def _tables(config: JobConfig, manifest: Manifest) -> Iterator[tuple[Shard, pa.T
     for shard in manifest.shards:
         for block in read_blocks([shard], files[shard.url], manifest.schema, config.storage):
             yield shard, from_ipc(block["rows"][0].as_py())
-
-
-@contextmanager
-def _announced(what: str) -> Iterator[None]:
-    """Print on standard error what is being done, once it takes longer than `QUIET_SECONDS`."""
-    timer = threading.Timer(QUIET_SECONDS, print, (f"{what} ...",), {"file": sys.stderr, "flush": True})
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

@@ -39,6 +39,15 @@ class InProcess:
         """See `Hardware`; here it runs in this process, as every stage does."""
         return function(*arguments)
 
+    def call_as_actor(self, actors: ActorsConfig, function: Callable[..., Result], *arguments: Any) -> Result:
+        """See `Hardware`; here it runs in this process."""
+        return function(*arguments)
+
+    @contextmanager
+    def ready(self, actors: ActorsConfig) -> Iterator[None]:
+        """See `Backend`."""
+        yield
+
     @contextmanager
     def session(self, actors: ActorsConfig) -> Iterator[InProcessSession]:
         """See `Backend`."""

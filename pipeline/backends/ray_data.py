@@ -15,10 +15,11 @@ from pipeline.backends.remote import RayWorker, RemoteCoordinator
 from pipeline.backends.stages import Actors, Read, Stage, Tasks
 from pipeline.config.job import ActorsConfig
 from pipeline.generate.coordinator import Coordinator, Workload
+from pipeline.messages import one_line
 from pipeline.plan.memory import machine_memory
 from pipeline.read.source import ShardSource
 from pipeline.report.progress import Progress
-from pipeline.runtime.isolated import call_isolated
+from pipeline.runtime.isolated import Died, call_isolated
 from pipeline.runtime.ray_session import actor_cpus, free_gpu_memory, is_own_ray, ray_session
 from pipeline.runtime.signals import Interrupted, graceful
 
@@ -26,6 +27,7 @@ Result = TypeVar("Result")
 ISOLATED_SECONDS = 300.0  # for an isolated call while the job is planned
 STAGE_CPUS = 0.5  # of a read, prepare or commit task; each new worker process costs imports
 READ_TASK_ROWS, READ_TASK_BYTES = 50_000, 512 * 2**20  # of a read task at most, or one row group
+CALL_RETRIES = 1  # of a call as an actor whose process died: its node may have gone
 READ_RETRIES = 20  # of a read task whose process died, or whose result was lost with its node
 
 
@@ -52,10 +54,26 @@ class RayData:
         """See `Hardware`."""
         return call_isolated(function, *arguments, seconds=ISOLATED_SECONDS, memory_bytes=machine_memory() // 2)
 
+    def call_as_actor(self, actors: ActorsConfig, function: Callable[..., Result], *arguments: Any) -> Result:
+        """See `Hardware`."""
+        with self.ready(actors):
+            remote: Any = ray.remote(num_cpus=actor_cpus(actors), num_gpus=actors.gpus, max_retries=CALL_RETRIES)
+            try:
+                result: Result = ray.get(remote(function).remote(*arguments))
+            except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as error:
+                raise Died(one_line(error)) from None
+            return result
+
+    @contextmanager
+    def ready(self, actors: ActorsConfig) -> Iterator[None]:
+        """See `Backend`."""
+        with ray_session(actors, self.verbose):
+            yield
+
     @contextmanager
     def session(self, actors: ActorsConfig) -> Iterator[RaySession]:
         """See `Backend`."""
-        with ray_session(actors, self.verbose):
+        with self.ready(actors):
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             # on the driver's node: it then dies only with the driver
             handle = ray.remote(num_cpus=0)(Coordinator).options(scheduling_strategy=here).remote()

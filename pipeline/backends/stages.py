@@ -90,6 +90,10 @@ class Session(Protocol):
 class Backend(Hardware, Protocol):
     """Where a job runs."""
 
+    def ready(self, actors: ActorsConfig) -> AbstractContextManager[None]:
+        """Start what `call_as_actor` and a session run on, once for all within the block."""
+        ...
+
     def session(self, actors: ActorsConfig) -> AbstractContextManager[Session]:
         """Start what the stages run on. UserError if the actors can never be placed."""
         ...

@@ -125,10 +125,11 @@ def run_in(root: Folder, config: JobConfig, backend: Backend, overwrite: bool) -
         else:
             # before the claim: a job that does not fit must not be saved
             log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
-            run = ledgers.claim(root, ledger, job.manifest)
-            folder = _folder(root, run, config)
-            plan_files.save(folder, job.manifest)
-            finished.append(_answer(root, run, folder, job, backend, resumed=False))
+            with jobs.checked(job, None, backend) as checked:
+                run = ledgers.claim(root, ledger, checked.manifest)
+                folder = _folder(root, run, config)
+                plan_files.save(folder, checked.manifest)
+                finished.append(_answer(root, run, folder, checked, backend, resumed=False))
     return IncrementalResult(finished, finished[-1].run if finished else ledger.last_success)
 
 

@@ -23,6 +23,7 @@ from actors.engine.errors import UserError
 from actors.engine.schedule import Schedule
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import JobConfig
+from pipeline.generate.agreement import Agreement
 from pipeline.plan.columns import check_type, needed_columns
 from pipeline.plan.gpu_memory import planned_cache
 from pipeline.plan.inputs import check_output_disjoint, unchanged_files, with_digests
@@ -80,6 +81,7 @@ class Manifest:
         files: the pinned input files.
         shards: in order of index, which is their position.
         schema: of the columns that the job reads, one for all files.
+        agreement: of the schedule with full depth, measured before the job began; None if it was not measured.
     """
 
     fingerprint: str
@@ -88,6 +90,7 @@ class Manifest:
     files: list[InputFile]
     shards: list[Shard]
     schema: pa.Schema
+    agreement: Agreement | None = None
 
     @property
     def rows(self) -> int:
@@ -142,7 +145,8 @@ def plan_job(
     # a file uploaded again with the same bytes has another version, but does not make another job
     identity = _identity(config, resolved, schedule, stored.files if stored else pinned, batching, limit)
     fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    return Manifest(fingerprint, identity, batching, pinned, shards, schema)
+    agreement = None if stored is None else stored.agreement
+    return Manifest(fingerprint, identity, batching, pinned, shards, schema, agreement)
 
 
 def difference(stored: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> list[str]:

@@ -40,6 +40,10 @@ class Hardware(Protocol):
         """Call a function that may kill its process. Raises Died then, where the backend survives it."""
         ...
 
+    def call_as_actor(self, actors: ActorsConfig, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Call a function once with the resources of an actor. Raises Died if its process dies, where possible."""
+        ...
+
 
 def log_memory_estimate(
     config: JobConfig, checkpoint: ResolvedCheckpoint, batching: Batching, hardware: Hardware

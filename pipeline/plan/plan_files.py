@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from actors.engine.errors import UserError
+from pipeline.generate.agreement import Agreement
 from pipeline.messages import one_line, printable
 from pipeline.plan.manifest import Batching, Manifest
 from pipeline.read.files import InputFile
@@ -25,7 +26,7 @@ from pipeline.read.shards import Shard
 from pipeline.storage.folder import Folder
 
 JOB, PLAN, INPUTS, SCHEMA = "_job/job.json", "_job/plan.parquet", "_job/inputs.parquet", "_job/schema.arrow"
-FORMAT = 3
+FORMAT = 4
 CHECK = ',\n  "check": "'  # in job.json: what follows is the digest of all bytes before
 
 
@@ -44,6 +45,7 @@ def save(folder: Folder, manifest: Manifest) -> None:
         "fingerprint": manifest.fingerprint,
         "identity": manifest.identity,
         "batching": asdict(manifest.batching),
+        "agreement": None if manifest.agreement is None else asdict(manifest.agreement),
         "sha256": {name: _sha256(data) for name, data in files.items()},
     }
     text = json.dumps(values, indent=2).removesuffix("\n}")
@@ -76,7 +78,8 @@ def load(folder: Folder) -> Manifest | None:
     shards = _shards(pq.read_table(io.BytesIO(data[PLAN]), schema=_SHARDS))
     schema = pa.ipc.read_schema(pa.py_buffer(data[SCHEMA]))
     batching = Batching(**{**values["batching"], "prefix": tuple(values["batching"]["prefix"])})
-    return Manifest(values["fingerprint"], values["identity"], batching, files, shards, schema)
+    agreement = None if values["agreement"] is None else Agreement(**values["agreement"])
+    return Manifest(values["fingerprint"], values["identity"], batching, files, shards, schema, agreement)
 
 
 _REMEDY = "restore the file from a copy, or start again with --overwrite"

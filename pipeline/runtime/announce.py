@@ -1,17 +1,32 @@
-"""Progress lines of tune, evaluate and adapt, on standard error."""
+"""Progress lines on standard error."""
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 INTERVAL = 10.0  # seconds between two lines of a `RowProgress`
+QUIET_SECONDS = 2.0  # after which an `announced` phase is named
 
 
 def announce(text: str) -> None:
     """Print the stage that begins."""
     print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def announced(phase: str) -> Iterator[None]:
+    """Print what is being done, once it takes longer than `QUIET_SECONDS`."""
+    timer = threading.Timer(QUIET_SECONDS, announce, (f"{phase} ...",))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def announce_checks(text: str) -> None:

@@ -87,7 +87,7 @@ def job(texts: list[str], given: argparse.Namespace, folder: Path) -> list[dict[
         "input": {"path": str(folder / "prompts.parquet")},
         "output": {"path": str(folder / "out")},
         "model": {"path": str(CHECKPOINT)},
-        "schedule": {"speedup": SPEEDUP},
+        "schedule": {"speedup": SPEEDUP, "agreement_rows": 0},
         "sampling": {"max_new_tokens": given.new},
         "actors": {"count": 1, "threads": given.threads, "max_batch": given.batch},
         "shard_rows": given.rows,

@@ -91,6 +91,7 @@ class Bench:
                 "input": {"path": str(self.folder / "in"), "id": "id"},
                 "output": {"path": f"{self.root}/{uuid.uuid4().hex[:8]}", "token_ids": True},
                 "model": {"path": str(self.folder / "checkpoint"), "dtype": "float32", "device": "cpu"},
+                "schedule": {"agreement_rows": 0},
                 "sampling": {"max_new_tokens": 12, "temperature": 1.0, "top_p": 0.9, "seed": 5},
                 "actors": {"count": 2, "cpus": 0.5, "threads": 1, "max_batch": 4},
                 "shard_rows": ROWS // SHARDS,

@@ -28,6 +28,7 @@ def test_from_a_job_to_a_faster_one(in_process: None, tmp_path: Path, checkpoint
         "input": {"path": str(tmp_path / "in.parquet"), "id": "key", "template": "{{ q }}"},
         "output": {"path": str(tmp_path / "out")},
         "model": {"path": str(checkpoint), "dtype": "float32"},
+        "schedule": {"agreement_rows": 0},
         "sampling": {"max_new_tokens": 10},
         "actors": {"threads": 1, "max_batch": 8},
         "adapt": {
@@ -78,6 +79,7 @@ def test_labels_of_one_token_gain_by_skipping_in_the_prompt(in_process: None, tm
         "input": {"path": str(tmp_path / "in.parquet"), "prompt": "q"},
         "output": {"path": str(tmp_path / "out")},
         "model": {"path": str(checkpoint), "dtype": "float32"},
+        "schedule": {"agreement_rows": 0},
         "choices": ["a", "b"],
         "actors": {"threads": 1, "max_batch": 8},
         "adapt": {

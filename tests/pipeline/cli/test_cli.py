@@ -37,6 +37,7 @@ def job(tmp_path: Path, checkpoint: Path) -> dict[str, Any]:
         "output": {"path": str(tmp_path / "out")},
         "model": {"path": str(checkpoint), "dtype": "float32"},
         "shared_prefix": False,  # to sample it starts a process at every plan
+        "schedule": {"agreement_rows": 0},
     }
 
 

@@ -50,6 +50,7 @@ def bucket_job(checkpoint: Path, s3: StorageConfig, name: str, **changes: Any) -
         "input": {"path": f"s3://bucket/{name}/in"},
         "output": {"path": f"s3://bucket/{name}/out"},
         "model": {"path": str(checkpoint), "dtype": "float32"},
+        "schedule": {"agreement_rows": 0},
         "sampling": {"max_new_tokens": 8},
         "actors": {"threads": 1, "cache_bytes": 2**20},
         "storage": s3.model_dump(),

@@ -30,6 +30,7 @@ def values(tmp_path: Path, checkpoint: Path) -> dict[str, Any]:
         "input": {"path": str(tmp_path / "in"), "id": "id"},
         "output": {"path": str(tmp_path / "out")},
         "model": {"path": str(checkpoint), "dtype": "float32"},
+        "schedule": {"agreement_rows": 0},
         "sampling": {"max_new_tokens": 6, "temperature": 1.0, "seed": 5},
         "actors": {"threads": 1},
         "max_error_rate": 1,

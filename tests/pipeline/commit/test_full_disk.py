@@ -98,6 +98,7 @@ def job(tmp_path: Path, checkpoint: Path, disk: Disk) -> JobConfig:
             "input": {"path": str(tmp_path / "in.parquet"), "id": "id"},
             "output": {"path": str(disk.path / "out")},
             "model": {"path": str(checkpoint), "dtype": "float32"},
+            "schedule": {"agreement_rows": 0},
             "sampling": {"max_new_tokens": 8},
             "actors": {"threads": 1},
             "shard_rows": 4,

@@ -176,6 +176,7 @@ def test_a_whole_run_that_wakes_up_after_it_was_replaced_changes_nothing(
             "input": {"path": str(tmp_path / "in.parquet"), "id": "id"},
             "output": {"path": str(output)},
             "model": {"path": str(checkpoint), "dtype": "float32"},
+            "schedule": {"agreement_rows": 0},
             "sampling": {"max_new_tokens": 24, "ignore_eos": True},
             "actors": {"threads": 1, "max_batch": 2},
             "shard_rows": 4,

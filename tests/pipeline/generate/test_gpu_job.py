@@ -28,6 +28,7 @@ def test_a_gpu_answers_what_the_cpu_answers(checkpoint: Path, tmp_path: Path) ->
             "input": {"path": str(tmp_path / "in.parquet"), "id": "id"},
             "output": {"path": str(tmp_path / name)},
             "model": {"path": str(checkpoint), "dtype": "float32", **model},
+            "schedule": {"agreement_rows": 0},
             "sampling": {"max_new_tokens": 24},
             "actors": actors,
         }

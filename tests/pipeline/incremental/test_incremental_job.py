@@ -38,6 +38,7 @@ class Inbox:
             "input": {"path": str(self.files), "since": "last_success", "id": "id"},
             "output": {"path": str(self.root)},
             "model": {"path": str(checkpoint), "dtype": "float32"},
+            "schedule": {"agreement_rows": 0},
             "sampling": {"max_new_tokens": 4},
             "actors": {"threads": 1},
             "shard_rows": 2,

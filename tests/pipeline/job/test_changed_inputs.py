@@ -115,6 +115,7 @@ def test_between_run_and_resume_the_command_refuses_and_names_the_file(
         "input": {"path": str(inputs)},
         "output": {"path": str(tmp_path / "out")},
         "model": {"path": str(checkpoint), "dtype": "float32"},
+        "schedule": {"agreement_rows": 0},
     }
     config = JobConfig.model_validate(values)
     folder = open_folder(config.output.path, config.storage)

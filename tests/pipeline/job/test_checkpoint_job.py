@@ -46,6 +46,7 @@ def config(tmp_path: Path, model: str, storage: StorageConfig, output: str) -> J
         "input": {"path": str(tmp_path / "in.parquet")},
         "output": {"path": str(tmp_path / output), "token_ids": True},
         "model": {"path": model, "dtype": "float32", "cache": str(tmp_path / "cache")},
+        "schedule": {"agreement_rows": 0},
         "sampling": {"max_new_tokens": 8, "temperature": 1.0},
         "actors": {"count": 2, "threads": 1, "cache_bytes": 2**20},
         "storage": storage.model_dump(),

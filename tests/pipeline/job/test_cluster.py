@@ -39,6 +39,7 @@ def write_job(folder: Path, checkpoint: Path, rows: int, **changes: Any) -> Path
         "input": {"path": str(folder / "in.parquet"), "id": "id"},
         "output": {"path": str(folder / "out")},
         "model": {"path": str(checkpoint), "dtype": "float32"},
+        "schedule": {"agreement_rows": 0},
         "sampling": {"max_new_tokens": 40, "temperature": 1.0, "seed": 3},
         "actors": {"count": 1, "threads": 1, "max_batch": 1},
         "shard_rows": 8,

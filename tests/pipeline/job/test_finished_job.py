@@ -22,7 +22,9 @@ def config(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(jobs, "ray_backend", lambda **_: MadeUpParts())
     pq.write_table(pa.table({"prompt": [f"prompt {row}" for row in range(10)]}), tmp_path / "in.parquet")
     values = {"input": {"path": str(tmp_path / "in.parquet")}, "output": {"path": str(tmp_path / "out")}}
-    return JobConfig.model_validate({**values, "model": {"path": str(checkpoint)}, "shard_rows": 4})
+    return JobConfig.model_validate(
+        {**values, "model": {"path": str(checkpoint)}, "schedule": {"agreement_rows": 0}, "shard_rows": 4}
+    )
 
 
 def files(config: JobConfig) -> dict[str, tuple[int, int, bytes]]:

@@ -45,6 +45,7 @@ def config(inputs: Path, output: Path, checkpoint: Path, **changes: Any) -> JobC
         "input": {"path": str(inputs), "id": "id"},
         "output": {"path": str(output), "token_ids": True},
         "model": {"path": str(checkpoint), "dtype": "float32"},
+        "schedule": {"agreement_rows": 0},
         "sampling": {"max_new_tokens": 6, "temperature": 1.0, "seed": 5},
         "actors": {"threads": 1, "max_batch": 8},
         "shard_rows": 6,

@@ -59,6 +59,7 @@ def config(inputs: Path | str, into: Path | str, checkpoint: Path, **changes: An
         "input": {"path": str(inputs), "id": "id"},
         "output": {"path": str(into), "keep": ["topic"], "token_ids": True, "cumulative_logprob": True},
         "model": {"path": str(checkpoint), "dtype": "float32"},
+        "schedule": {"agreement_rows": 0},
         "sampling": SAMPLED,
         "actors": {"count": 2, "threads": 1, "max_batch": 8},
         "shard_rows": 10,

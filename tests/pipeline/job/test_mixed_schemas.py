@@ -123,6 +123,7 @@ def config(inputs: Path, into: Path, checkpoint: Path, **changes: Any) -> JobCon
         "input": {"path": str(inputs), "id": "key"},
         "output": {"path": str(into), "keep": ["name", "topic", "tags", "a.b"]},
         "model": {"path": str(checkpoint), "dtype": "float32"},
+        "schedule": {"agreement_rows": 0},
         "sampling": {"max_new_tokens": 4},
         "actors": {"count": 1, "threads": 1},
         "shard_rows": 3,

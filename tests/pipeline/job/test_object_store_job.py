@@ -41,6 +41,7 @@ def config(root: str, output: Path | str, storage: StorageConfig, cache: Path, *
         "input": {"path": f"{root}/in", "id": "id"},
         "output": {"path": str(output), "token_ids": True},
         "model": {"path": f"{root}/model", "dtype": "float32", "cache": str(cache)},
+        "schedule": {"agreement_rows": 0},
         "sampling": {"max_new_tokens": 8, "temperature": 1.0, **sampling},
         "actors": {"count": 1, "threads": 1},
         "storage": storage.model_dump(exclude_none=True),

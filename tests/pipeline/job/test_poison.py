@@ -40,6 +40,7 @@ def job(checkpoint: Path, tmp_path: Path) -> JobConfig:
             "input": {"path": str(tmp_path / "in.parquet"), "id": "id"},
             "output": {"path": str(tmp_path / "out"), "token_ids": True},
             "model": {"path": str(checkpoint), "dtype": "float32", "device": "cpu"},
+            "schedule": {"agreement_rows": 0},
             "sampling": {"max_new_tokens": 6, "temperature": 1.0, "seed": 3},
             "actors": {"count": 1, "threads": 1, "max_batch": 4},
             "shard_rows": SHARD_ROWS,

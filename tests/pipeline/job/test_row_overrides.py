@@ -46,6 +46,7 @@ def run(tmp_path: Path, checkpoint: Path, name: str, **changes: Any) -> tuple[jo
         "input": {"path": str(tmp_path / "in"), "id": "id", "messages": "chat", "system": SYSTEM, "sampling": "own"},
         "output": {"path": str(tmp_path / name), "token_ids": True, "cumulative_logprob": True},
         "model": {"path": str(checkpoint), "dtype": "float32"},
+        "schedule": {"agreement_rows": 0},
         "sampling": {"max_new_tokens": 6, "logprobs": 1, "seed": 3},
         "actors": {"count": 2, "threads": 1, "max_batch": 5},
         "shard_rows": 8,

@@ -1,0 +1,165 @@
+"""How far a job's schedule agrees with full depth on some of its own rows, measured where an actor would run.
+
+Full depth answers the rows greedily. Free text: over the tokens of these answers, the share at which the schedule's
+most likely token is full depth's, and the KL divergence of the distributions. Labels: the share of rows that get the
+same label.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+
+from actors.answers import Prompt
+from actors.engine.schedule import Schedule
+from actors.generator import Generator
+from pipeline.config.job import StorageConfig
+from pipeline.generate.settings import fetched
+from pipeline.generate.stage import prompts
+from pipeline.prepare.prompt_spec import PromptSpec
+from pipeline.prepare.prompts import prepare_table
+from pipeline.read.files import InputFile
+from pipeline.read.schema import conform
+from pipeline.read.shards import Shard, read_pinned
+
+MOST_TOKENS = 256  # of an answer; later tokens are not compared
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Agreement of a schedule with full depth.
+
+    Args:
+        rows: that were compared. Others failed, or have no token that the schedule can change.
+        labels: whether labels were compared, one a row, or tokens.
+        compared, agreed: labels or tokens.
+        token_kl: KL(full depth || schedule), nats a token, mean.
+        prompt_tokens, answer_tokens: of a row, mean; prompts without the shared prefix.
+        skipped: share of full depth's layer runs that the schedule skips; None if `MOST_TOKENS` cut answers off.
+    """
+
+    rows: int = 0
+    labels: bool = False
+    compared: int = 0
+    agreed: int = 0
+    token_kl: float = 0.0
+    prompt_tokens: float = 0.0
+    answer_tokens: float = 0.0
+    skipped: float | None = None
+
+    @property
+    def share(self) -> float | None:
+        """The share that agrees; None if nothing was compared."""
+        return self.agreed / self.compared if self.compared else None
+
+    def __str__(self) -> str:
+        if self.share is None:
+            return "not measured: no sampled row has a token that the schedule can change"
+        unit = "labels" if self.labels else "tokens"
+        return (
+            f"{self.share:.2f} of {self.compared:,} {unit} as at full depth, token KL {self.token_kl:.2g} nats, over "
+            f"{self.rows} row{'s' * (self.rows != 1)}"
+        )
+
+
+def measure_agreement(
+    rows: Sequence[Shard],
+    files: Sequence[InputFile],
+    schema: pa.Schema,
+    storage: StorageConfig,
+    spec: PromptSpec,
+    generator: Mapping[str, Any],
+    prefix: Sequence[int],
+) -> Agreement:
+    """Answer rows at full depth, then compare the schedule with it. Rows that cannot be answered are passed over.
+
+    Args:
+        rows: shards of one row.
+        files: that hold them.
+        schema, storage: of the input.
+        spec: how a row becomes a prompt; its own sampling parameters are ignored.
+        generator: arguments of `Generator`, checkpoint and speed adapter as `fetch` takes them.
+        prefix: token ids with which the prompts begin.
+    """
+    from actors.engine.divergence import Model, teacher_forced
+
+    given = _prepared(rows, files, schema, storage, spec)
+    if not given:
+        return Agreement()
+    full, fast = _generators(generator, len(given))
+    first = 1 if len(fast.schedule.prompt_layers) == fast.schedule.num_layers else 0  # token that may differ
+    answers = [answer for answer in full.answer(given, prefix) if answer.generated_tokens > first]
+    if not answers:
+        return Agreement()
+    asked = [given[answer.row] for answer in answers]
+    pairs = [(prompt.ids, answer.token_ids or ()) for prompt, answer in zip(asked, answers, strict=True)]
+    at_full_depth, at_speed = (Model(one.engine.decoder, one.schedule) for one in (full, fast))
+    [scores] = teacher_forced(at_full_depth, [at_speed], pairs, len(pairs), first=first)
+    tokens, agreed = int(scores.tokens.sum()), int(scores.agreed.sum())
+    labels = generator["choices"] is not None or any(prompt.choices for prompt in asked)
+    if labels:
+        texts = [answer.generated_text for answer in fast.answer(asked, prefix)]
+        agreed = sum(answer.generated_text == text for answer, text in zip(answers, texts, strict=True))
+    prompt_tokens = sum(len(prompt.ids) - len(prefix) for prompt in asked)
+    cut = any(answer.generated_tokens == MOST_TOKENS for answer in answers)
+    return Agreement(
+        rows=len(answers),
+        labels=labels,
+        compared=len(answers) if labels else tokens,
+        agreed=agreed,
+        token_kl=float(scores.kl.sum()) / tokens,
+        prompt_tokens=prompt_tokens / len(answers),
+        answer_tokens=sum(answer.generated_tokens for answer in answers) / len(answers),
+        skipped=None if cut else skipped_share(fast.schedule, prompt_tokens, [len(answer) for _, answer in pairs]),
+    )
+
+
+def skipped_share(schedule: Schedule, prompt_tokens: int, answers: Sequence[int]) -> float:
+    """Share of full depth's layer runs that a schedule skips.
+
+    Args:
+        prompt_tokens: of all rows.
+        answers: tokens of each row's answer.
+    """
+    steps = [max(tokens - 1, 0) for tokens in answers]
+    run = len(schedule.prompt_layers) * prompt_tokens + sum(schedule.layer_steps(count) for count in steps)
+    return 1 - run / (schedule.num_layers * max(prompt_tokens + sum(steps), 1))
+
+
+def _prepared(
+    rows: Sequence[Shard], files: Sequence[InputFile], schema: pa.Schema, storage: StorageConfig, spec: PromptSpec
+) -> list[Prompt]:
+    """The rows that can be answered, each with the job's own sampling parameters."""
+    given: list[Prompt] = []
+    by_url = {file.url: file for file in files}
+    for url, of_file in itertools.groupby(rows, key=lambda row: row.url):
+        shards = list(of_file)
+        for shard, table in zip(shards, read_pinned(shards, by_url[url], schema.names, storage), strict=True):
+            given += prompts(prepare_table(conform(table, schema), spec), url, shard.first_row)
+    return [replace(prompt, sampling={}) for prompt in given if prompt.error is None]
+
+
+def _generators(generator: Mapping[str, Any], rows: int) -> tuple[Generator, Generator]:
+    """The model at full depth, without a speed adapter, and under the job's schedule; both answer greedily."""
+    sampling = generator["sampling"]
+    most = min(sampling["max_new_tokens"], MOST_TOKENS)
+    greedy = {"temperature": 0.0, "n": 1, "logprobs": None, "max_new_tokens": most}
+    settings = {
+        **fetched(generator),
+        "sampling": {**sampling, **greedy, "min_new_tokens": min(sampling["min_new_tokens"], most)},
+        "cumulative_logprob": False,
+        "max_batch": min(generator["max_batch"], rows),
+    }
+    adapted = settings["speed_adapter"] is not None
+    if adapted:  # two models share the memory
+        settings["cache_bytes"] //= 2
+    full = Generator(**{**settings, "speed_adapter": None, "schedule": {"speedup": 1.0}})
+    if adapted:
+        return full, Generator(**settings)
+    keys = generator["schedule"]
+    depths, keep_order = tuple(keys["depths"]), tuple(keys["keep_order"])
+    return full, full.at(Schedule(full.schedule.num_layers, depths, keep_order, keys["warmup"], keys["prompt"]))

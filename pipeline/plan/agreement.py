@@ -1,0 +1,139 @@
+"""Before a new job at a schedule below full depth begins: its agreement with full depth, measured and held to a floor.
+
+The measurement is kept in the plan, and in the cache of this machine for later jobs of the same checkpoint, schedule
+and prompts, such as the runs over a growing table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from actors.engine.errors import UserError
+from actors.engine.label_trie import ChoiceTrie
+from actors.engine.schedule import Schedule
+from pipeline.checkpoints.local import cache_root
+from pipeline.config.job import JobConfig
+from pipeline.generate.agreement import Agreement, measure_agreement
+from pipeline.plan.manifest import Manifest
+from pipeline.plan.memory import Hardware
+from pipeline.prepare.label_tokens import tokenize_labels
+from pipeline.prepare.prompt_spec import PromptSpec
+from pipeline.prepare.tokenizer import tokenizer_of
+from pipeline.read.spread import spread_rows
+from pipeline.runtime.announce import announce, announced
+from pipeline.runtime.isolated import Died
+
+log = logging.getLogger(__name__)
+LITTLE = 0.1  # share of layer runs; a schedule that skips less is said to gain little
+
+
+def can_gain(schedule: Schedule, spec: PromptSpec) -> bool:
+    """Whether some token of the job can run fewer layers than at full depth.
+
+    Not if every answer has one token: the prompt's pass predicts it.
+    """
+    if len(schedule.prompt_layers) < schedule.num_layers:
+        return True
+    if schedule.is_full_depth:
+        return False
+    if spec.choices_column is not None or spec.sampling_columns:
+        return True  # by row
+    if not spec.choices:
+        return spec.sampling.max_new_tokens > 1
+    tokenizer = tokenizer_of(spec.checkpoint)
+    ids = tokenize_labels(tokenizer, spec.choices)
+    return ChoiceTrie([ids[label] for label in spec.choices], tokenizer.eos_token_id).most_tokens > 1
+
+
+def announce_no_gain(schedule: Schedule, spec: PromptSpec) -> None:
+    """Print a line if the schedule skips layers, but none of this job's."""
+    if not schedule.is_full_depth and not can_gain(schedule, spec):
+        announce(
+            "this schedule cannot make the job faster: every answer has one token, which the prompt's pass predicts, "
+            "and schedule.prompt: full runs all layers there; adapt.prompt: first trains to skip in prompts"
+        )
+
+
+def is_measured(config: JobConfig, schedule: Schedule, spec: PromptSpec) -> bool:
+    """Whether a new job measures its agreement."""
+    return not schedule.is_full_depth and config.schedule.agreement_rows > 0 and can_gain(schedule, spec)
+
+
+def with_agreement(
+    config: JobConfig,
+    schedule: Schedule,
+    manifest: Manifest,
+    spec: PromptSpec,
+    generator: Mapping[str, Any],
+    hardware: Hardware,
+) -> Manifest:
+    """The plan of a new job with its agreement, which is printed.
+
+    Args:
+        spec, generator: as the stages take them.
+        hardware: measures where an actor would run. If that process dies, there is a warning and no agreement; the
+            quarantine finds the row that killed it.
+
+    Raises:
+        UserError: the agreement is below `schedule.min_agreement`.
+    """
+    record = _record(config, manifest.identity)
+    agreement, origin = _read(record), ", measured before"
+    if agreement is None:
+        rows = spread_rows(manifest.files, manifest.shards, config.schedule.agreement_rows)
+        urls = {row.url for row in rows}
+        files = [file for file in manifest.files if file.url in urls]
+        inputs = (rows, files, manifest.schema, config.storage, spec, generator, manifest.batching.prefix)
+        try:
+            with announced(f"measuring agreement with full depth on {len(rows)} rows"):
+                agreement = hardware.call_as_actor(config.actors, measure_agreement, *inputs)
+        except Died as error:
+            log.warning("agreement with full depth is not measured: the process died (%s)", error)
+            return manifest
+        _write(record, agreement)
+        origin = ""
+    least = config.schedule.min_agreement
+    if agreement.share is not None and agreement.share < least:
+        raise UserError(
+            f"schedule: it ruins the answers: {agreement}{origin}, below schedule.min_agreement = {least:g}; run "
+            "`skipdecode adapt JOB`, or choose a lower speedup"
+        )
+    announce(f"agreement: {agreement}{origin}")
+    if agreement.skipped is not None and agreement.skipped < LITTLE and agreement.share is not None:
+        announce(
+            f"this schedule can gain little: prompts of {agreement.prompt_tokens:,.0f} tokens and answers of "
+            f"{agreement.answer_tokens:,.0f}: it skips {agreement.skipped:.1%} of the layer runs"
+        )
+    return replace(manifest, agreement=agreement)
+
+
+def _record(config: JobConfig, identity: Mapping[str, Any]) -> Path:
+    """The file of a measurement in this machine's cache: all that can change it, but for the content of the input."""
+    inputs = {key: value for key, value in identity["input"].items() if key != "files"}
+    kept = {key: identity[key] for key in ("model", "schedule", "sampling", "choices", "answers_version")}
+    values = {**kept, "input": inputs, "rows": config.schedule.agreement_rows}
+    name = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
+    return cache_root(config.model.cache) / "agreement" / f"{name}.json"
+
+
+def _read(record: Path) -> Agreement | None:
+    try:
+        return Agreement(**json.loads(record.read_text()))
+    except (OSError, ValueError, TypeError):  # none, or damaged
+        return None
+
+
+def _write(record: Path, agreement: Agreement) -> None:
+    """Keep a measurement; a cache that cannot hold it costs another measurement."""
+    with suppress(OSError):
+        record.parent.mkdir(parents=True, exist_ok=True)
+        temporary = record.with_suffix(".new")
+        temporary.write_text(json.dumps(asdict(agreement)))
+        temporary.replace(record)
