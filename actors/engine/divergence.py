@@ -64,7 +64,7 @@ def teacher_forced(
             for number, line in enumerate(lines):
                 logits = response_logits(line.decoder, batch, line.schedule)
                 sums[number][:, rows] = _divergence(expected, logits, batch.labels).cpu().numpy()
-    return [ForcedScores(*of_line, tokens) for of_line in sums]
+    return [ForcedScores(kl, nll, agreed, tokens) for kl, nll, agreed in sums]
 
 
 def _divergence(expected: Tensor, logits: Tensor, labels: Tensor) -> Tensor:

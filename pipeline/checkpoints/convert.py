@@ -25,10 +25,10 @@ from transformers import (
 
 from actors.engine.errors import UserError, flat
 from actors.engine.families import family_of
+from actors.engine.file_digests import file_digest
 from actors.engine.loading import inspect
 from actors.engine.weights import gib
 from pipeline.checkpoints.gguf_file import GgufHeader, head_dim, read_header
-from pipeline.checkpoints.local import file_digest
 from pipeline.storage.owned_folder import OwnedFolder
 
 log = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from actors.engine.errors import UserError
+from actors.engine.file_digests import cache_root
 from actors.engine.label_trie import ChoiceTrie
 from actors.engine.schedule import Schedule
-from pipeline.checkpoints.local import cache_root
 from pipeline.config.job import JobConfig
 from pipeline.generate.agreement import Agreement, measure_agreement
 from pipeline.plan.manifest import Manifest
