@@ -1,4 +1,7 @@
-"""Distance of a schedule's next-token distributions from full depth's over the same tokens: KL, top-1 agreement."""
+"""Distances of a schedule from full depth: of its distributions over the same tokens, and of its own answers.
+
+KL and top-1 agreement follow given responses under the schedule, regret the schedule's answers under full depth.
+"""
 
 from __future__ import annotations
 
@@ -65,6 +68,24 @@ def teacher_forced(
                 logits = response_logits(line.decoder, batch, line.schedule)
                 sums[number][:, rows] = _divergence(expected, logits, batch.labels).cpu().numpy()
     return [ForcedScores(kl, nll, agreed, tokens) for kl, nll, agreed in sums]
+
+
+def answer_regret(full: Model, pairs: Sequence[Pair], max_rows: int) -> Array:
+    """How much less likely each answer's tokens are than full depth's own choices at their places: nats an answer, [N].
+
+    log p of the likeliest token - log p of the answer's token under full depth, summed over the answer's tokens, the
+    end token included. 0 for full depth's own greedy answers. pairs: (prompt ids, answer ids), none of them empty.
+    """
+    regret = np.zeros(len(pairs))
+    for rows in _batches(pairs, max_rows, full.decoder.vocab_size):
+        batch = _batch([pairs[row] for row in rows], full.decoder.device)
+        with torch.inference_mode():
+            logits = response_logits(full.decoder, batch, full.schedule).float()
+            counted = batch.labels != IGNORED
+            chosen = logits.gather(-1, batch.labels.masked_fill(~counted, 0)[..., None])[..., 0]
+            lost = (logits.amax(dim=-1) - chosen) * counted
+            regret[rows] = lost.sum(dim=-1, dtype=torch.float64).cpu().numpy()
+    return regret
 
 
 def _divergence(expected: Tensor, logits: Tensor, labels: Tensor) -> Tensor:

@@ -45,11 +45,6 @@ def output_folder(config: JobConfig) -> Path:
     return Path(folder)
 
 
-def metric(config: JobConfig) -> str:
-    """Name of the metric that the tolerance limits."""
-    return options(config).metric or ("agreement_exact" if config.choices else "agreement_rouge_l")
-
-
 def prompt_policies(config: JobConfig, shape: Mapping[str, Any], prompt_share: float) -> list[str]:
     """The prompt policies to train and evaluate, the checkpoint's own first.
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pyarrow as pa
@@ -13,7 +14,7 @@ import pyarrow.parquet as pq
 
 from actors.engine.errors import UserError
 from pipeline.adapt.configs import ANSWERS, HELD_OUT, SAMPLE, TRAIN
-from pipeline.config.adapt import OF_TEXTS
+from pipeline.config.adapt import OF_TEXTS, SHORT
 from pipeline.config.labels import normalized
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import ERROR, PROMPT_IDS, prepare_table
@@ -175,6 +176,22 @@ def _check_enough(pairs: _Pairs, folder: Path, rows: int) -> None:
                 f"have an error, {pairs.empty} are empty, {pairs.unreferenced} have no reference, {pairs.repeated} "
                 f"have a held-out row's prompt; raise adapt.rows, or look into {folder / ANSWERS}"
             )
+
+
+def default_metric(folder: Path, *, choices: bool, references: bool) -> str:
+    """The metric of a job that names none, by its held-out rows.
+
+    With references: exact match of labels, BLEU where a row has several references, else ROUGE-L. Without: exact
+    agreement of labels and of short answers, else fidelity.
+    """
+    table = pq.read_table(folder / HELD_OUT, columns=["references", "response"])
+    texts = table["references"].to_pylist()
+    if not references:
+        short = median(map(len, table["response"].to_pylist())) <= SHORT
+        return "agreement_exact" if choices or short else "fidelity"
+    if choices or all(len(text.split()) == 1 for row in texts for text in row):
+        return "exact_match"
+    return "bleu" if any(len(row) > 1 for row in texts) else "rouge_l"
 
 
 def check_metric(folder: Path, metric: str) -> None:

@@ -54,7 +54,7 @@ def plan_adaptation(config: JobConfig, source: str, folder: Path, record: StageR
     options = configs.options(config)
     if config.input.choices is not None:
         raise UserError("input.choices: adapt cannot evaluate rows with labels of their own; give the job's choices")
-    if config.choices is not None and options.metric in OF_TEXTS:
+    if config.choices is not None and options.metric in (*OF_TEXTS, "fidelity"):
         raise UserError(f"adapt.metric: {options.metric} is not for labels; with choices take exact_match")
     if options.output is None and on_cluster():
         raise UserError(

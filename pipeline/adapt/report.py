@@ -12,6 +12,9 @@ from rich.table import Table
 from pipeline.adapt.choice import full_depth
 from pipeline.adapt.configs import AFTER, BEFORE
 from pipeline.adapt.run import Adapted
+from pipeline.config.adapt import MEANINGS
+
+FURTHER = {"token_kl": "token KL", "length_ratio": "length", "repetition": "repeats %"}  # of the table, if measured
 
 
 def print_adapted(console: Console, adapted: Adapted) -> None:
@@ -26,6 +29,7 @@ def print_adapted(console: Console, adapted: Adapted) -> None:
     )
     console.print(_table(adapted))
     unit = "nats" if adapted.metric == "token_kl" else "points of 100"
+    console.print(f"{adapted.metric}: {MEANINGS[adapted.metric]}", highlight=False)
     console.print(
         f"losses are against the job's own checkpoint at full depth, over the held-out rows, greedy, in {unit}; "
         f"tolerance {adapted.tolerance:g}",
@@ -67,8 +71,9 @@ def to_dict(adapted: Adapted) -> dict[str, Any]:
 
 def _table(adapted: Adapted) -> Table:
     table = Table(box=None, pad_edge=False)
+    further = [name for name in FURTHER if name in adapted.nearest.scores and name != adapted.metric]
     columns = ("speed", "layer ratio", "wall", adapted.metric, "before", "loss", "at worst", "within")
-    for name in columns:
+    for name in (*columns, *(FURTHER[name] for name in further)):
         table.add_column(name, justify="right")
     before = {line.name: line for line in adapted.before}
     full = full_depth(adapted.after)
@@ -85,5 +90,6 @@ def _table(adapted: Adapted) -> Table:
             f"{score.loss:.3g}",
             f"{score.loss_high:.3g}",
             "yes" if score.loss_high <= adapted.tolerance else "no",
+            *(f"{line.scores[name].value:.3g}" for name in further),
         )
     return table

@@ -25,7 +25,7 @@ from actors.engine.schedule_file import load_spec
 from pipeline import job as jobs
 from pipeline.adapt import configs
 from pipeline.adapt.choice import BreakEven, Measured, Quality, choose, full_depth, nearest, parallel_actors
-from pipeline.adapt.pairs import check_metric, write_pairs
+from pipeline.adapt.pairs import check_metric, default_metric, write_pairs
 from pipeline.adapt.plan import Task, plan_adaptation
 from pipeline.adapt.sample import draw, write_sample
 from pipeline.adapt.state import StageRecord
@@ -92,7 +92,7 @@ def adapt(config: JobConfig, values: Mapping[str, Any], source: str, *, verbose:
 
 def _adapt(task: Task, values: Mapping[str, Any], record: StageRecord, verbose: bool) -> Adapted:
     config, folder = task.config, task.folder
-    options, metric = configs.options(config), configs.metric(config)
+    options = configs.options(config)
 
     def run(stage: str, purpose: str, files: list[str], work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         def announced() -> dict[str, Any]:
@@ -108,7 +108,9 @@ def _adapt(task: Task, values: Mapping[str, Any], record: StageRecord, verbose: 
     purpose = f"answer {sampled['drawn'] - sampled['unreadable']:,} rows at full depth with {config.model.path}"
     answered = run("answers", purpose, pairs, lambda: _answer(task, sampled["held_out"], verbose))
     counts = answered["counts"]
-    if config.choices is None:
+    labels, references = config.choices is not None, options.references is not None
+    metric = options.metric or default_metric(folder, choices=labels, references=references)
+    if not labels:
         check_metric(folder, metric)
     purpose = f"train {config.model.path} on {counts['train']:,} answers"
     prompts = configs.prompt_policies(config, task.shape, answered["prompt_share"])
@@ -118,7 +120,7 @@ def _adapt(task: Task, values: Mapping[str, Any], record: StageRecord, verbose: 
     before = run("before", purpose.format("job's"), [], lambda: _evaluate(task, prompts, tuned=False, actors=actors))
     after = run("after", purpose.format("tuned"), [], lambda: _evaluate(task, prompts, tuned=True, actors=actors))
     counts = {"job": task.rows, "drawn": sampled["drawn"], "unreadable": sampled["unreadable"], **counts}
-    return _chosen(task, values, record, _measured(before), _measured(after), counts, actors["threads"])
+    return _chosen(task, values, record, metric, _measured(before), _measured(after), counts, actors["threads"])
 
 
 def _actors(task: Task, planned: Mapping[str, int]) -> dict[str, Any]:
@@ -135,13 +137,13 @@ def _chosen(
     task: Task,
     values: Mapping[str, Any],
     record: StageRecord,
+    metric: str,
     before: list[Measured],
     after: list[Measured],
     counts: Mapping[str, int],
     threads: int,
 ) -> Adapted:
     """Choose a speed and write its job file, if one is within the tolerance. threads: of one actor."""
-    metric = configs.metric(task.config)
     tolerance = configs.options(task.config).tolerance or TOLERANCES[metric]
     chosen = choose(metric, tolerance, after)
     seconds = {stage: record.seconds[stage] for stage in STAGES}

@@ -9,17 +9,30 @@ from pydantic import Field, model_validator
 from actors.engine.errors import UserError
 from pipeline.config.base import Place, Section
 
-Metric = Literal["agreement_rouge_l", "agreement_exact", "token_kl", "bleu", "rouge_l", "exact_match"]
+Metric = Literal["fidelity", "agreement_rouge_l", "agreement_exact", "token_kl", "bleu", "rouge_l", "exact_match"]
 OF_TEXTS = ("bleu", "rouge_l")  # not of labels
 OF_REFERENCES = (*OF_TEXTS, "exact_match")
+SHORT = 8  # tokens; answers up to this median length are compared with full depth's as a whole
 # default tolerances: points of 100, token_kl in nats
 TOLERANCES = {
+    "fidelity": 10.0,
     "agreement_rouge_l": 10.0,
     "agreement_exact": 5.0,
     "token_kl": 0.1,
     "bleu": 2.0,
     "rouge_l": 2.0,
     "exact_match": 2.0,
+}
+MEANINGS = {
+    "fidelity": "probability of the answers' tokens under full depth against the tokens that it would choose there, "
+    "times their length against its own answers', times the share of their 4-grams that are no repeats; its own "
+    "answers have 100, less their repeats",
+    "agreement_rouge_l": "ROUGE-L of the answers with full depth's own, of which an equally good paraphrase lacks much",
+    "agreement_exact": "share of the answers that are full depth's own, character by character",
+    "token_kl": "distance of the next-token distributions from full depth's, over full depth's own answers",
+    "bleu": "BLEU of the answers with the references",
+    "rouge_l": "ROUGE-L of the answers with the references",
+    "exact_match": "share of the answers that are among the references",
 }
 LOSS = {"references": 0.0, "distillation": 1.0}
 # all weights of a model that knows its task: small steps, so that it forgets nothing; an adapter begins at zero
@@ -54,14 +67,16 @@ class AdaptConfig(Section):
     )
     metric: Metric | None = Field(
         None,
-        description="metric of the tolerance; agreement is with the job's own checkpoint at full depth; "
-        "default agreement_rouge_l, with choices agreement_exact",
+        description="metric of the tolerance; default with references: exact_match of labels, bleu where a row has "
+        "several, else rouge_l; without: agreement_exact with choices and for answers of at most 8 tokens in the "
+        "median, else fidelity, the likelihood, length and freedom from repetition of the answers in the eyes of full "
+        "depth",
     )
     tolerance: float | None = Field(
         None,
         gt=0,
         description="largest loss against full depth, points of 100, or nats of token_kl, by the upper end of its "
-        "interval; default 10 of agreement_rouge_l, 5 of agreement_exact, 2 of others, 0.1 nats",
+        "interval; default 10 of fidelity and agreement_rouge_l, 5 of agreement_exact, 2 of others, 0.1 nats",
     )
     references: str | None = Field(None, description="input column with right answers, a string or a list of strings")
     seed: int = Field(0, ge=0, description="of the draw of rows")

@@ -21,6 +21,7 @@ from actors.engine.schedule_file import SCHEDULE_FILE
 from actors.engine.schedule_variants import Variant, comparisons, speeds
 from actors.generator import Generator
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, fetch, resolve_checkpoint
+from pipeline.config.adapt import SHORT
 from pipeline.config.evaluate import EvalConfig, EvalDataConfig
 from pipeline.config.labels import normalized
 from pipeline.evaluate.results import RECORD, output_files, slug
@@ -86,10 +87,14 @@ class EvalInputs:
 
     @property
     def metric(self) -> str:
-        """The metric that lines are judged by: exact match of labels, BLEU of other references, else agreement."""
+        """The metric that lines are judged by.
+
+        With references exact match of labels, else BLEU; without, exact agreement of labels and short answers, else
+        fidelity.
+        """
         if self.config.data.references is not None:
             return "exact_match" if self.is_labelling else "bleu"
-        return "agreement_exact" if self.is_labelling else "agreement_rouge_l"
+        return "agreement_exact" if self.is_labelling or self.new_tokens <= SHORT else "fidelity"
 
     def columns(self) -> dict[str, list[Any]]:
         """The rows' own columns in the files of answers: id and references if the data has them, and prompt."""

@@ -56,8 +56,8 @@ def paired_scores(
     scores: dict[str, dict[str, Score]] = {line: {} for line in statistics}
     for (line, metric), values in values_of.items():
         losses = values_of[full_depth, metric] - values
-        if not METRICS[metric].higher_is_better:
-            losses = -losses
+        better = METRICS[metric].higher_is_better
+        losses = abs(losses) if better is None else losses if better else -losses
         low, high = interval(values[1:], settings.confidence)
         loss_low, loss_high = interval(losses[1:], settings.confidence)
         scores[line][metric] = Score(float(values[0]), low, high, float(losses[0]), loss_low, loss_high)

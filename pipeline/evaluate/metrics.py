@@ -21,18 +21,22 @@ from pipeline.config.labels import normalized
 
 log = logging.getLogger(__name__)
 Array = npt.NDArray[np.float64]
-ORDER = 4  # longest n-gram of BLEU
+ORDER = 4  # longest n-gram of BLEU; and the length of the n-grams whose repeats are counted
+TOKENS, OWN_TOKENS, REPEATS, GRAMS, REGRET = range(5)  # columns of `answer_statistics`
 SHORT = 1024  # characters of a pair of texts whose ROUGE-L is remembered: 64 MiB of ASCII at most
 
 
 @dataclass(frozen=True)
 class Metric:
-    """name: in files. title: in tables and plots. unit: "" for points of 100. score: sums [S, K] -> scores [S]."""
+    """name: in files. title: in tables and plots. unit: "" for points of 100. score: sums [S, K] -> scores [S].
+
+    higher_is_better: None where any distance from full depth's value is a loss.
+    """
 
     name: str
     title: str
     unit: str
-    higher_is_better: bool
+    higher_is_better: bool | None
     decimals: int
     score: Callable[[Array], Array]
 
@@ -60,6 +64,20 @@ def _exp_ratio(sums: Array) -> Array:
     return np.exp(_ratio(sums))
 
 
+def _length_ratio(sums: Array) -> Array:
+    return sums[:, TOKENS] / sums[:, OWN_TOKENS]
+
+
+def _repetition(sums: Array) -> Array:
+    return 100 * sums[:, REPEATS] / np.maximum(sums[:, GRAMS], 1)
+
+
+def _fidelity(sums: Array) -> Array:
+    likelihood = np.exp(-sums[:, REGRET] / sums[:, TOKENS])
+    length = _length_ratio(sums)
+    return likelihood * np.minimum(length, 1 / length) * (100 - _repetition(sums))
+
+
 METRICS = {
     metric.name: metric
     for metric in (
@@ -68,6 +86,9 @@ METRICS = {
         Metric("rouge_l", "ROUGE-L", "", True, 1, _percent),
         Metric("agreement_exact", "same answer", "%", True, 1, _percent),
         Metric("agreement_rouge_l", "ROUGE-L to full depth", "", True, 1, _percent),
+        Metric("fidelity", "fidelity", "", True, 1, _fidelity),
+        Metric("length_ratio", "length ratio", "", None, 2, _length_ratio),
+        Metric("repetition", "repeated 4-grams", "%", None, 1, _repetition),
         Metric("token_kl", "token KL", "nats", False, 3, _ratio),
         Metric("perplexity", "perplexity", "", False, 2, _exp_ratio),
     )
@@ -107,6 +128,30 @@ def rouge_l_statistics(texts: Sequence[str], references: Sequence[Sequence[str]]
     """
     best = [max(_rouge_l(reference, text) for reference in each) for text, each in zip(texts, references, strict=True)]
     return mean_statistics(np.array(best, dtype=np.float64))
+
+
+def answer_statistics(answers: Sequence[Sequence[int]], own: Sequence[Sequence[int]], regret: Array) -> Array:
+    """[N, 5]: tokens of the answer and of full depth's own, repeated and all 4-grams and regret of the answer.
+
+    Fidelity is 100 · exp(-regret / tokens) · min(length ratio, 1 / length ratio) · (1 - repeated 4-grams / 4-grams):
+    the probability of an answer's token against that of full depth's own choice, as a geometric mean, and a factor each
+    for answers of another length and for repetition, which the likelihood of single tokens hardly shows.
+
+    Args:
+        answers, own: token ids, the end token included.
+        regret: `actors.engine.divergence.answer_regret` of the answers, nats, [N]; zeros if fidelity is not asked for.
+    """
+    counts = [(len(answer), len(other), *repeated_ngrams(answer)) for answer, other in zip(answers, own, strict=True)]
+    return np.concatenate([np.array(counts, dtype=np.float64), regret[:, None]], axis=1)
+
+
+def repeated_ngrams(tokens: Sequence[int]) -> tuple[int, int]:
+    """4-grams of an answer that it holds already, and all of its 4-grams.
+
+    Their quotient is seq-rep-4 of Welleck et al., "Neural Text Generation with Unlikelihood Training", ICLR 2020.
+    """
+    grams = [tuple(tokens[start : start + ORDER]) for start in range(len(tokens) - ORDER + 1)]
+    return len(grams) - len(set(grams)), len(grams)
 
 
 def mean_statistics(values: Array) -> Array:

@@ -76,7 +76,7 @@ def evaluate(config: EvalConfig) -> Evaluation:
     variants += [Variant(name, "model", ScheduleSpec(), None) for name in models.baselines]
     lines |= {name: (baseline, baseline.schedule) for name, baseline in models.baselines.items()}
 
-    runs = time_in_turn(lines, inputs.prompts, config.runs, full_depth, config.model.compile)
+    runs = time_in_turn(lines, inputs.prompts, config.runs, config.model.compile)
     announce(f"scoring {len(lines)} lines of {len(inputs.rows):,} answers")
     statistics = line_statistics(inputs, lines, runs, full_depth, available_metrics(inputs))
     scores = paired_scores(statistics, full_depth, config.bootstrap)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from actors.answers import Answer, Prompt
 from actors.engine.errors import UserError
@@ -92,14 +92,12 @@ def time_in_turn(
     lines: Mapping[str, tuple[Generator, Schedule]],
     prompts: Sequence[Prompt],
     rounds: int,
-    full_depth: str,
     compiled: bool = False,
 ) -> dict[str, TimedRun]:
     """Answer all rows under every line, `rounds` times: one line after the other, so that a drift affects all.
 
     Every line warms up first: on its largest batch; or in whole rounds where there are several, on a GPU and with
-    `compiled` layers, as each new shape costs time there. Answers and counts are the last round's; token ids are kept
-    only for the line `full_depth`.
+    `compiled` layers, as each new shape costs time there. Answers and counts are the last round's.
     """
     whole_warm_up = rounds > 1 or compiled or any(generator.device.type == "cuda" for generator, _ in lines.values())
     warm_ups = max(generator.engine.rounds_to_warm for generator, _ in lines.values()) if whole_warm_up else 0
@@ -120,7 +118,5 @@ def time_in_turn(
                 continue
             seconds[name] += run.seconds
             decode_seconds[name] += run.decode_seconds
-            if name != full_depth:
-                run.answers = [replace(row, token_ids=None) for row in run.answers]
             runs[name] = TimedRun(run.answers, run.stats, seconds[name], decode_seconds[name])
     return runs

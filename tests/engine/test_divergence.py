@@ -12,7 +12,7 @@ from tiny_models import LAYERS, VOCAB, tiny_model
 
 from actors.engine import divergence
 from actors.engine.decoder import Decoder
-from actors.engine.divergence import Model, Pair, teacher_forced
+from actors.engine.divergence import Model, Pair, answer_regret, teacher_forced
 from actors.engine.engine import Engine
 from actors.engine.schedule import ScheduleSpec
 from actors.engine.scheduler import generate
@@ -58,6 +58,20 @@ def test_scores_are_the_oracles(spec: ScheduleSpec) -> None:
         assert (later.tokens[row], later.agreed[row]) == (len(response) - 1, sum(agreed[1:]))
     assert found.kl.sum() > 0.01
     assert (same.agreed == same.tokens).all() and 0 < found.agreed.sum() < found.tokens.sum()
+
+
+def test_regret_is_the_oracles_and_greedy_answers_have_none() -> None:
+    decoder, rows = Decoder(tiny_model("llama")), pairs(4)
+    greedy = [Request(prompt, SamplingParams(max_new_tokens=6), key=row) for row, (prompt, _) in enumerate(rows)]
+    done = generate(Engine(decoder, FULL, {2}), greedy, budget_bytes=2**24, max_rows=4)
+    own = [(prompt, one.token_ids) for (prompt, _), one in zip(rows, done, strict=True)]
+    np.testing.assert_allclose(answer_regret(Model(decoder, FULL), own, max_rows=4), 0, atol=1e-4)
+    found = answer_regret(Model(decoder, FULL), rows, max_rows=4)
+    for row, (prompt, answer) in enumerate(rows):
+        logits = oracle_logits_each(decoder, FULL, prompt, answer[:-1]).double()
+        lost = sum(float(each.max() - each[token]) for token, each in zip(answer, logits, strict=True))
+        assert found[row] == pytest.approx(lost, rel=1e-3, abs=1e-4)
+    assert (found > 0.1).all()
 
 
 @pytest.mark.parametrize("spec", [ScheduleSpec(), *SPECS], ids=range(len(SPECS) + 1))

@@ -54,7 +54,7 @@ def values(inputs: Path | str, answers: Path, checkpoint: Path, **adapt: Any) ->
         "model": {"path": str(checkpoint), "dtype": "float32"},
         "schedule": {"speedup": 2, "horizon": 6, "agreement_rows": 0},
         "sampling": {"max_new_tokens": 8, "stop": ["1e5"]},
-        "adapt": {"rows": 20, "held_out": 6, "speedups": [1, 2, 3], **adapt},
+        "adapt": {"rows": 20, "held_out": 6, "speedups": [1, 2, 3], "tolerance": 10.0, **adapt},
     }
 
 
@@ -158,7 +158,7 @@ class Fakes:
     def line(nominal: float | None, loss: float, seconds: float, prompt: str = "full") -> dict[str, Any]:
         scores = {
             name: {"value": 100 - loss, "loss": loss, "loss_high": loss + 1}
-            for name in ("agreement_rouge_l", "agreement_exact", "exact_match")
+            for name in ("fidelity", "agreement_exact", "exact_match", "rouge_l", "bleu")
         }
         return {"nominal": nominal, "prompt": prompt, "layer_ratio": nominal, "seconds": seconds, "scores": scores}
 

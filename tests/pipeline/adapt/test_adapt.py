@@ -10,6 +10,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -21,7 +22,7 @@ from actors.engine.schedule import ScheduleSpec
 from pipeline.adapt import configs
 from pipeline.adapt import run as adaptation
 from pipeline.adapt.configs import job_text
-from pipeline.adapt.pairs import prompt_ids, prompts_isolated, split_end
+from pipeline.adapt.pairs import default_metric, prompt_ids, prompts_isolated, split_end
 from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint, resolve_checkpoint
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.config.load import load_config, load_values
@@ -118,13 +119,36 @@ def test_without_a_speed_within_tolerance_no_job_file_is_left(tmp_path: Path, fa
     result = command(tolerance=1.5)
     assert result.exit_code == 1
     assert result.stderr.strip().splitlines()[-1] == (
-        "skipdecode: no speed-up is within adapt.tolerance = 1.5 of agreement_rouge_l, and no job file is written; "
+        "skipdecode: no speed-up is within adapt.tolerance = 1.5 of agreement_exact, and no job file is written; "
         "2x would be within 4"
     )
     assert not path.exists()
     assert fakes.calls == ["answers", "tune", "before", "after"]  # another tolerance needs no other model
     assert command(tolerance=4.0).exit_code == 0
     assert load_values(path)["schedule"] == {"speedup": 2}
+
+
+LONG, WORD = [5] * 9, [5]
+
+
+@pytest.mark.parametrize(
+    ("choices", "references", "response", "metric"),
+    [
+        (False, None, LONG, "fidelity"),
+        (False, None, LONG[:8], "agreement_exact"),
+        (True, None, LONG, "agreement_exact"),
+        (True, [["yes"], ["no"]], WORD, "exact_match"),
+        (False, [["yes"], ["no", "none"]], WORD, "exact_match"),
+        (False, [["a summary"], ["of text"]], LONG, "rouge_l"),
+        (False, [["a summary"], ["of text", "or another"]], LONG, "bleu"),
+    ],
+)
+def test_the_default_metric_follows_from_the_held_out_rows(
+    tmp_path: Path, choices: bool, references: list[list[str]] | None, response: list[int], metric: str
+) -> None:
+    table = {"references": references or [None, None], "response": [response, response]}
+    pq.write_table(pa.table(table), tmp_path / "held-out.parquet")
+    assert default_metric(tmp_path, choices=choices, references=references is not None) == metric
 
 
 @pytest.mark.parametrize(
@@ -182,11 +206,10 @@ def test_a_lost_checkpoint_is_trained_and_evaluated_again(tmp_path: Path, fakes:
     assert fakes.calls == ["tune", "before", "after"]
 
 
-def test_labels_are_judged_by_exact_agreement(checkpoint: Path, tmp_path: Path) -> None:
+def test_labels_are_evaluated_greedily(checkpoint: Path, tmp_path: Path) -> None:
     job = {**values(tmp_path, tmp_path, checkpoint), "choices": ["yes", "no"]}
     job["sampling"] = {"temperature": 1.0, "n": 2, "logprobs": 3}
     config = JobConfig.model_validate(job)
-    assert configs.metric(config) == "agreement_exact"
     asked = configs.eval_values(config, {"horizon": 6}, {"path": "m"}, "r", tmp_path / "after", tmp_path, ["full"])
     assert asked["choices"] == ["yes", "no"]
     assert asked["data"]["references"] is None

@@ -167,13 +167,20 @@ def test_search_does_not_touch_a_checkpoints_schedule(recipe: dict[str, Any], tm
     assert (copy / "skipdecode.json").read_text() == before
 
 
-def test_without_references_agreement_with_full_depth_is_the_measure(recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_without_references_lines_are_judged_by_full_depth(recipe: dict[str, Any], tmp_path: Path) -> None:
     """And prompts may be token ids; speeds are shown in their order, each once, full depth always."""
     recipe["data"] |= {"references": None, "prompt": "ids"}
     found = evaluate(EvalConfig.model_validate({**recipe, "speedups": [3, 2, 3]}))
     assert [line.name for line in found.lines] == ["1x", "3x", "2x"]
-    assert found.metric == "agreement_rouge_l"
-    assert set(found.lines[0].scores) == {"agreement_exact", "agreement_rouge_l", "token_kl", "perplexity"}
+    assert found.metric == "fidelity"
+    of_answers = {"fidelity", "length_ratio", "repetition"}
+    assert set(found.lines[0].scores) == {"agreement_exact", "agreement_rouge_l", "token_kl", "perplexity", *of_answers}
+    own, three = (found.lines[number].scores for number in (0, 1))
+    assert own["length_ratio"].value == 1
+    assert own["fidelity"].value == pytest.approx(100 - own["repetition"].value, abs=1e-3)
+    assert own["fidelity"].loss == 0 < three["fidelity"].loss
+    brief = {**recipe, "sampling": {"max_new_tokens": 8}, "output": str(tmp_path / "brief")}
+    assert evaluate(EvalConfig.model_validate(brief)).metric == "agreement_exact"
     answers = pq.read_table(tmp_path / "out" / "answers-3x.parquet")
     assert answers["prompt"].to_pylist()[1] == [4, 5, 7]
     assert "references" not in answers.column_names

@@ -46,7 +46,7 @@ def test_lines_warm_up_and_take_turns(
     engine = SimpleNamespace(rounds_to_warm=each)
     generator = SimpleNamespace(max_batch=2, device=SimpleNamespace(type=device), engine=engine)
     lines: Any = {"1x": (generator, "1x"), "2x": (generator, "2x")}
-    runs = time_in_turn(lines, PROMPTS, rounds, "1x", compiled)
+    runs = time_in_turn(lines, PROMPTS, rounds, compiled)
     assert [name for name, _ in asked] == ["1x", "2x"] * (rounds + each)
     assert [len(rows) for _, rows in asked] == [warm_ups] * 2 * each + [5] * (2 * rounds)
     if warm_ups == 2:
@@ -54,7 +54,7 @@ def test_lines_warm_up_and_take_turns(
     assert runs["1x"].seconds == [2 * (each + one) + 1 for one in range(rounds)]
     assert runs["2x"].decode_seconds == [each + 1 + one for one in range(rounds)]
     assert runs["2x"].answers[0].generated_text == f"{2 * (rounds + each)}"  # the last round's
-    assert (runs["1x"].answers[0].token_ids, runs["2x"].answers[0].token_ids) == ([7], None)
+    assert (runs["1x"].answers[0].token_ids, runs["2x"].answers[0].token_ids) == ([7], [7])
 
 
 @given(
