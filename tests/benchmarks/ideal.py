@@ -1,0 +1,100 @@
+"""The least time of a run at a schedule, from its rows' lengths and the ceilings of the machine: the ideal wall clock.
+
+Every part takes max(FLOPs / rate, bytes / bandwidth): linear layers, attention and the vocabulary head, of prompts and
+of decode steps. Rows run in full batches, longest prompts first, each row to its own end; nothing is padded, and a
+prefix that all prompts share is computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from roofline import Ceilings
+from transformers import PretrainedConfig
+
+from actors.engine.families import family_of
+from actors.engine.layer_weights import LayerWeights
+from actors.engine.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Numbers of a model: weights of a layer and of the head, width of attention, numbers cached for a token."""
+
+    layer: int
+    head: int
+    width: int
+    cached: int
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> Shape:
+        """Of a family with described layers."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        family = family_of(config)
+        assert family.weights is not None
+        block = family.layers(model)[0]
+        described: LayerWeights = family.weights(block)
+        return cls(
+            layer=sum(weight.numel() for weight in block.parameters() if weight.dim() == 2),
+            head=config.vocab_size * config.hidden_size,
+            width=described.query_heads * described.head_dim,
+            cached=2 * described.kv_heads * described.head_dim,
+        )
+
+
+@dataclass(frozen=True)
+class Least:
+    """Seconds at least, of the prompts' passes and of the decode steps."""
+
+    prefill: float
+    decode: float
+
+    @property
+    def whole(self) -> float:
+        """Of both."""
+        return self.prefill + self.decode
+
+
+def least(
+    rows: Sequence[tuple[int, int]],
+    schedule: Schedule,
+    shape: Shape,
+    ceilings: Ceilings,
+    item: int,
+    batch: int,
+    shared: int = 0,
+) -> Least:
+    """Least seconds of a run.
+
+    Args:
+        rows: tokens of prompt and answer of each.
+        item: bytes of a weight.
+        batch: rows in flight.
+        shared: tokens with which all prompts begin.
+    """
+
+    def seconds(flops: float, moved: float) -> float:
+        return max(flops / ceilings.flops, moved / ceilings.bandwidth)
+
+    prefill = decode = 0.0
+    prompt_layers = len(schedule.prompt_layers)
+    ordered = sorted(rows, reverse=True)
+    for first in range(0, len(ordered), batch):
+        group = ordered[first : first + batch]
+        tokens = sum(prompt - shared for prompt, _ in group)
+        pairs = sum((prompt * (prompt + 1) - shared * (shared + 1)) // 2 for prompt, _ in group)
+        prefill += prompt_layers * seconds(2 * tokens * shape.layer, item * shape.layer)
+        prefill += prompt_layers * seconds(4 * pairs * shape.width, item * tokens * shape.cached)
+        prefill += seconds(2 * len(group) * shape.head, item * shape.head)
+        for position in range(max(answer for _, answer in group) - 1):
+            alive = [prompt + position + 1 for prompt, answer in group if answer > position + 1]
+            layers = schedule.depth(position)
+            decode += layers * seconds(2 * len(alive) * shape.layer, item * shape.layer)
+            decode += layers * seconds(4 * sum(alive) * shape.width, item * sum(alive) * shape.cached)
+            decode += seconds(2 * len(alive) * shape.head, item * shape.head)
+    return Least(prefill, decode)

@@ -1,0 +1,196 @@
+"""Prompts for the evidence on a published model, from the data sets beside the repository.
+
+    .venv/bin/python tests/benchmarks/real_data.py {text,labels,groups,summaries}
+
+text: E2E's facts. labels: Banking77 with its most similar training questions as examples. groups: Banking77's 77
+intents as 10 topics. summaries: passages of QMSum's meetings, cut so that a prompt has 1,500 tokens. Writes the
+job's input (train.parquet, without answers) and the rows to score (test.parquet) into work/real/<name>. A scored row's
+prompt is the token ids that the job configs/real/<name>.yaml makes of it. Without the data sets: exit status 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from actors.engine.loading import load_tokenizer
+from pipeline.adapt.pairs import prompt_ids
+from pipeline.checkpoints.resolve import resolve_checkpoint
+from pipeline.config.job import JobConfig
+from pipeline.config.load import load_config
+from pipeline.prepare.prompt_spec import prompt_spec
+from pipeline.storage.owned_folder import replacing
+
+DATA, WORK, JOBS = Path("../shared/data"), Path("work/real"), Path("configs/real")
+MODEL = WORK / "model"
+NO_DATA = 3  # exit status
+EXAMPLES = 6  # similar questions before each
+ADAPTED = 3000  # training questions that a job of labels adapts to
+PROMPT_TOKENS, AROUND = 1500, 80  # of a summary's prompt, and of the chat around the passage
+SEED = 7
+# Banking77's intents by topic, a word of their names each; the first match counts
+TOPICS: dict[str, Sequence[str]] = {
+    "exchange": ("exchange", "fiat"),
+    "top up": ("top_up", "topping_up"),
+    "cash": ("cash", "atm", "swallowed"),
+    "transfer": ("transfer", "beneficiary", "receiving_money", "cheque"),
+    "identity": ("identity", "source_of_funds", "personal_details", "age_limit", "country", "terminate"),
+    "security": ("lost", "compromised", "pin", "passcode"),
+    "virtual card": ("virtual", "disposable", "apple_pay"),
+    "card order": ("arrival", "delivery", "physical", "spare", "linking", "activate", "expire", "visa", "supported"),
+    "refund": ("refund", "reverted", "twice"),
+    "card payment": ("payment", "charge", "not_working", "contactless", "card_acceptance"),
+}
+
+LABELLING = "You name the topic of a bank customer's question."
+
+Rows = list[dict[str, Any]]
+
+
+def main() -> None:
+    """Command line; see the module docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", choices=MAKERS)
+    name: str = parser.parse_args().name
+    if not DATA.is_dir():
+        print(f"skipped: the data sets are not in {DATA}", file=sys.stderr)
+        sys.exit(NO_DATA)
+    train, test = MAKERS[name]()
+    random.Random(SEED).shuffle(train)
+    folder = WORK / name
+    folder.mkdir(parents=True, exist_ok=True)
+    job = load_config(JobConfig, JOBS / f"{name}.yaml", [])
+    ids = prompt_ids(pa.Table.from_pylist(test), prompt_spec(job, resolve_checkpoint(job.model, job.storage), 0.0))
+    kept = [
+        {**row, "text": row.get("prompt", ""), "prompt": tokens}
+        for row, tokens in zip(test, ids, strict=True)
+        if tokens is not None
+    ]
+    for file, rows in (("train", train), ("test", kept)):
+        with replacing(folder / f"{file}.parquet") as temporary:
+            pq.write_table(pa.Table.from_pylist(rows), temporary)
+    longest = max(len(row["prompt"]) for row in kept)
+    print(f"{folder}: {len(train):,} rows to adapt to, {len(kept):,} to score, prompts of up to {longest} tokens")
+
+
+def _read(name: str) -> Rows:
+    rows: Rows = pq.read_table(DATA / f"{name}.parquet").to_pylist()
+    return rows
+
+
+def text() -> tuple[Rows, Rows]:
+    """The distinct prompts of E2E's training set; its test prompts with all references."""
+    prompts = dict.fromkeys(row["prompt"] for row in _read("e2e/train"))
+    train = [{"id": f"e2e-{number:05d}", "prompt": prompt} for number, prompt in enumerate(prompts)]
+    return train, [{key: row[key] for key in ("id", "prompt", "references")} for row in _read("e2e/test")]
+
+
+def labels() -> tuple[Rows, Rows]:
+    """Each question after the most similar training questions and their intents."""
+    return _with_examples(lambda intent: intent)
+
+
+def groups() -> tuple[Rows, Rows]:
+    """The same with topics in place of intents."""
+    return _with_examples(topic_of)
+
+
+def topic_of(intent: str) -> str:
+    """The topic of an intent."""
+    return next(topic for topic, parts in TOPICS.items() if any(part in intent.lower() for part in parts))
+
+
+def _with_examples(label_of: Callable[[str], str]) -> tuple[Rows, Rows]:
+    known, asked = _read("banking77/train"), _read("banking77/test")
+    random.Random(SEED).shuffle(asked)
+    random.Random(SEED).shuffle(known)
+    similar = Similar([row["prompt"] for row in known])
+
+    def made(rows: Rows, first: int) -> Rows:
+        """first: most similar questions that are left out: one where the question itself is among them."""
+        result = []
+        for given, near in zip(rows, similar.nearest([row["prompt"] for row in rows], EXAMPLES + first), strict=True):
+            shots = [known[place] for place in reversed(near[first:])]
+            messages = [{"role": "system", "content": LABELLING}]
+            for shot in shots:
+                messages.append({"role": "user", "content": shot["prompt"]})
+                messages.append({"role": "assistant", "content": label_of(shot["label"])})
+            messages.append({"role": "user", "content": given["prompt"]})
+            row = {"id": given["id"], "messages": messages, "references": [label_of(given["label"])]}
+            result.append({**row, "nearest": label_of(shots[-1]["label"])})  # for comparison
+        return result
+
+    return made(known[:ADAPTED], 1), made(asked, 0)
+
+
+class Similar:
+    """Texts by similarity: cosine of their words' tf-idf.
+
+    Args:
+        texts: to choose from.
+    """
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        words = [Counter(_words(text)) for text in texts]
+        frequency = Counter(word for one in words for word in one)
+        self.weights = {word: math.log(len(texts) / count) for word, count in frequency.items()}
+        self.places = {word: place for place, word in enumerate(self.weights)}
+        self.vectors = np.stack([self._vector(one) for one in words])
+
+    def nearest(self, texts: Sequence[str], count: int) -> list[list[int]]:
+        """For each text the indices of the most similar ones, best first."""
+        found: list[list[int]] = []
+        for first in range(0, len(texts), 256):
+            vectors = np.stack([self._vector(Counter(_words(text))) for text in texts[first : first + 256]])
+            found += np.argsort(-(vectors @ self.vectors.T), axis=1, kind="stable")[:, :count].tolist()
+        return found
+
+    def _vector(self, words: Counter[str]) -> np.ndarray:
+        vector = np.zeros(len(self.places), dtype=np.float32)
+        for word, count in words.items():
+            if word in self.places:
+                vector[self.places[word]] = (1 + math.log(count)) * self.weights[word]
+        return vector / max(float(np.linalg.norm(vector)), 1e-9)
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[a-z0-9']+", text.lower())
+
+
+def summaries() -> tuple[Rows, Rows]:
+    """A question on a meeting and the passage that answers it, cut at its end."""
+    tokenizer = load_tokenizer(MODEL)
+
+    def row(given: dict[str, Any]) -> dict[str, Any]:
+        question, _, passage = given["prompt"].partition("\n")
+        room = PROMPT_TOKENS - AROUND - len(tokenizer(question, add_special_tokens=False)["input_ids"])
+        passage = re.sub(r"\{\w+\} ?", "", passage)  # {vocalsound}, {disfmarker}
+        ends = tokenizer(passage, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        cut = passage[: ends[room - 1][1]] if len(ends) > room else passage
+        return {"id": given["id"], "prompt": f"{cut}\n\n{question}"}
+
+    train = [row(given) for name in ("train", "dev") for given in _read(f"qmsum/{name}")]
+    return train, [{**row(given), "references": given["references"]} for given in _read("qmsum/test")]
+
+
+MAKERS: dict[str, Callable[[], tuple[Rows, Rows]]] = {
+    "text": text,
+    "labels": labels,
+    "groups": groups,
+    "summaries": summaries,
+}
+
+
+if __name__ == "__main__":
+    main()

