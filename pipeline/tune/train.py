@@ -41,7 +41,7 @@ def train(config: TuneConfig, plan: TrainingPlan, recorded: TuneConfig | None = 
     last = resume.last_checkpoint(config)
     if last is not None:
         log.warning("resuming from %s", last)
-    trainer.train(resume_from_checkpoint=last)
+    trained = trainer.train(resume_from_checkpoint=last)
     losses = trainer.evaluate()
     if trainer.is_world_process_zero():
         record = {
@@ -49,6 +49,7 @@ def train(config: TuneConfig, plan: TrainingPlan, recorded: TuneConfig | None = 
             "steps": trainer.state.global_step,
             "resumed_at_step": 0 if last is None else int(last.rsplit("-", 1)[-1]),
             "seconds": round(time.monotonic() - began, 1),
+            "step_seconds": round(trained.metrics["train_runtime"], 2),  # without loading, saving and the last losses
             "dev_loss": {name: round(value, 4) for name, value in losses.items()},
             "loss": [
                 {"step": entry["step"], "loss": round(float(entry["loss"]), 4)}

@@ -1,0 +1,177 @@
+"""What to train for speed, at equal time: speed adapters of several ranks, one for all speeds or one each, all weights.
+
+    .venv/bin/python tests/benchmarks/adapter_variants.py CHECKPOINT --minutes 20 [--variants rank-8,full]
+
+The checkpoint's own greedy answers at full depth to chat prompts made of E2E's facts (`--prompts`) are the rows. Every
+variant trains by `tune` for the same minutes, known from the seconds of its first steps; one adapter a speed divides
+them among the speeds. Printed, and written to FOLDER/variants.json after every variant: token KL, nats, at each speed
+on held-out rows, rows a second, bytes of the files. A variant that is already there is not trained again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from actors.engine.divergence import Model, teacher_forced
+from actors.engine.loading import inspect, load_decoder
+from actors.engine.schedule import ScheduleSpec
+from actors.engine.speed_adapter import merge, with_adapter
+from actors.generator import Generator
+from pipeline.config.tune import TuneConfig
+from pipeline.tune.run import tune
+
+PROBE_STEPS = 3
+ADAPTER_RATE, FULL_RATE = 1e-3, 1e-4
+ASK = "Write one or two sentences about a restaurant from these facts: "
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--prompts", type=Path, default=Path("../shared/data/e2e/train.parquet"))
+    parser.add_argument("--folder", type=Path, default=Path("work/variants"))
+    parser.add_argument("--variants", default="rank-8,rank-32,rank-128,rank-32-each,full")
+    parser.add_argument("--minutes", type=float, default=20.0, help="of training, each variant")
+    parser.add_argument("--speedups", default="1.5,2,3")
+    parser.add_argument("--rows", type=int, default=1000, help="answered at full depth")
+    parser.add_argument("--held-out", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--batch", type=int, default=16, help="rows a step")
+    parser.add_argument("--keep-order", default="measured", help="as in a tune file")
+    parser.add_argument("--threads", type=int, default=None)
+    asked = parser.parse_args()
+    if asked.threads:
+        torch.set_num_threads(asked.threads)
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    _answer(asked)
+    path = asked.folder / "variants.json"
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    speedups = [float(speedup) for speedup in asked.speedups.split(",")]
+    for variant in asked.variants.split(","):
+        if variant not in results:
+            results[variant] = _run(asked, variant, speedups)
+            path.write_text(json.dumps(results, indent=2))
+        _print(variant, results[variant])
+
+
+def _answer(asked: argparse.Namespace) -> None:
+    """train.parquet and held-out.parquet in the folder: prompts and the checkpoint's own answers, as token ids."""
+    if (asked.folder / "train.parquet").exists():
+        return
+    facts = list(dict.fromkeys(pq.read_table(asked.prompts, columns=["prompt"])["prompt"].to_pylist()))
+    chosen = np.random.default_rng(0).permutation(len(facts))[: asked.rows]
+    generator = Generator(
+        str(asked.checkpoint),
+        schedule={"speedup": 1.0},
+        sampling={"max_new_tokens": asked.new_tokens},
+        dtype="float32" if not torch.cuda.is_available() else "bfloat16",
+        max_batch=32,
+    )
+    rows = []
+    for first in range(0, len(chosen), 64):
+        chats = [[{"role": "user", "content": ASK + facts[row]}] for row in chosen[first : first + 64]]
+        prompts = [generator._builder.prompt(chat) for chat in chats]
+        for prompt, answer in zip(prompts, generator.answer(prompts), strict=True):
+            tokens, ended = list(answer.token_ids or ()), answer.finish_reason == "stop"
+            response = tokens[:-1] if ended else tokens
+            if response:
+                rows.append({"prompt": list(prompt.ids), "response": response, "ended": ended})
+        print(f"answered {len(rows)} of {len(chosen)} rows", flush=True)
+    for name, part in (("held-out", rows[: asked.held_out]), ("train", rows[asked.held_out :])):
+        pq.write_table(pa.Table.from_pylist(part), asked.folder / f"{name}.parquet")
+
+
+def _run(asked: argparse.Namespace, variant: str, speedups: Sequence[float]) -> dict[str, Any]:
+    """Train one variant and measure it."""
+    groups = [[speedup] for speedup in speedups] if variant.endswith("-each") else [list(speedups)]
+    kl: dict[str, float] = {}
+    seconds = steps = size = 0.0
+    for number, group in enumerate(groups):
+        name = f"{variant}-{number}"
+        probe = _trained(asked, f"{name}-probe", variant, group, PROBE_STEPS)
+        wanted = 60 * asked.minutes / len(groups)
+        count = max(1, math.floor(wanted / (probe["step_seconds"] / PROBE_STEPS)))
+        record = _trained(asked, name, variant, group, count)
+        seconds, steps = seconds + record["step_seconds"], steps + count
+        output = asked.folder / name
+        size += sum(path.stat().st_size for path in output.glob("*.safetensors"))
+        kl |= _distances(asked, output, variant, group)
+    return {"kl": kl, "seconds": seconds, "rows": steps * asked.batch, "bytes": int(size)}
+
+
+def _trained(
+    asked: argparse.Namespace, name: str, variant: str, speedups: Sequence[float], steps: int
+) -> dict[str, Any]:
+    """The record of a training, which is not repeated if it is finished."""
+    rank = None if variant == "full" else int(variant.split("-")[1])
+    columns = {"prompt": "prompt", "train_reference": "response", "dev_reference": "response", "ended": "ended"}
+    values: dict[str, Any] = {
+        "model": {"path": str(asked.checkpoint)},
+        "data": {
+            "train": str(asked.folder / "train.parquet"),
+            "dev": str(asked.folder / "held-out.parquet"),
+            "max_tokens": 2048,
+            "dev_rows": 2,  # scored below
+            **columns,
+        },
+        "output": str(asked.folder / name),
+        "schedule": {"speedups": speedups, "keep_order": asked.keep_order},
+        "loss": {"references": 0.0, "distillation": 1.0},
+        "adapter": None if rank is None else {"rank": rank},
+        "training": {
+            "max_steps": steps,
+            "batch_size": asked.batch,
+            "learning_rate": FULL_RATE if rank is None else ADAPTER_RATE,
+            "warmup_steps": max(1, steps // 10),
+            "bf16": torch.cuda.is_available(),
+            "eval_steps": 10**6,
+            "save_steps": 10**6,
+            "threads": asked.threads,
+        },
+    }
+    output = tune(TuneConfig.model_validate(values))
+    record: dict[str, Any] = json.loads((output / "tune.json").read_text())
+    return record
+
+
+def _distances(asked: argparse.Namespace, output: Path, variant: str, speedups: Sequence[float]) -> dict[str, float]:
+    """Token KL from the checkpoint at full depth, nats, on the held-out rows at each speed."""
+    dtype, device = torch.float32, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    base = load_decoder(asked.checkpoint, dtype, device)
+    if variant == "full":
+        found, fast = inspect(output), load_decoder(output, dtype, device)
+    else:
+        found, fast = with_adapter(inspect(asked.checkpoint), output), load_decoder(asked.checkpoint, dtype, device)
+        assert found.adapter is not None
+        merge(fast.model, found.adapter)
+    rows = pq.read_table(asked.folder / "held-out.parquet").to_pylist()
+    pairs = [(row["prompt"], row["response"]) for row in rows]
+    lines = [Model(fast, found.schedule({"speedup": speedup})) for speedup in speedups]
+    scores = teacher_forced(Model(base, ScheduleSpec().build(base.num_layers)), lines, pairs, 16)
+    return {
+        f"{speedup:g}x": float(score.kl.sum() / score.tokens.sum())
+        for speedup, score in zip(speedups, scores, strict=True)
+    }
+
+
+def _print(variant: str, result: dict[str, Any]) -> None:
+    kl = "  ".join(f"{speed} {value:.3f}" for speed, value in result["kl"].items())
+    print(
+        f"{variant:14} token KL {kl}  | {result['seconds']:.0f} s, {result['rows']:.0f} rows, "
+        f"{result['bytes'] / 2**20:.1f} MiB",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
