@@ -2,10 +2,10 @@
 
     .venv/bin/python tests/benchmarks/adapter_variants.py CHECKPOINT --minutes 20 [--variants rank-8,full]
 
-The checkpoint's own greedy answers at full depth to chat prompts made of E2E's facts (`--prompts`) are the rows. Every
-variant trains by `tune` for the same minutes, known from the seconds of its first steps; one adapter a speed divides
-them among the speeds. Printed, and written to FOLDER/variants.json after every variant: token KL, nats, at each speed
-on held-out rows, rows a second, bytes of the files. A variant that is already there is not trained again.
+The rows are the checkpoint's own greedy answers at full depth to E2E's facts (`--prompts`), in a chat where it has a
+template. Every variant trains by `tune` for the same minutes, known from the seconds of its first steps; one adapter a
+speed divides them among the speeds. Printed, and written to FOLDER/variants.json after every variant: token KL, nats,
+at each speed on held-out rows, rows trained on, bytes of the files. A variant that is already there is not repeated.
 """
 
 from __future__ import annotations
@@ -77,10 +77,14 @@ def _answer(asked: argparse.Namespace) -> None:
         dtype="float32" if not torch.cuda.is_available() else "bfloat16",
         max_batch=32,
     )
+
+    def ask(fact: str) -> Any:
+        has_chat = generator.tokenizer.chat_template is not None
+        return [{"role": "user", "content": ASK + fact}] if has_chat else fact
+
     rows = []
     for first in range(0, len(chosen), 64):
-        chats = [[{"role": "user", "content": ASK + facts[row]}] for row in chosen[first : first + 64]]
-        prompts = [generator._builder.prompt(chat) for chat in chats]
+        prompts = [generator._builder.prompt(ask(facts[row])) for row in chosen[first : first + 64]]
         for prompt, answer in zip(prompts, generator.answer(prompts), strict=True):
             tokens, ended = list(answer.token_ids or ()), answer.finish_reason == "stop"
             response = tokens[:-1] if ended else tokens
