@@ -22,6 +22,7 @@ from actors.engine.cpu.native_stack import NativeStack, can_stack
 from actors.engine.families import Rotary, context_length, family_of, has_pages, has_weights, layer_weights
 from actors.engine.layer_weights import LayerWeights, NormWeights
 from actors.engine.model_shape import ModelShape
+from actors.engine.packed_attention import Attendance
 
 if TYPE_CHECKING:
     from actors.engine.gpu.operations import Operations
@@ -161,7 +162,7 @@ class Decoder:
         layer: int,
         hidden: Tensor,
         rotary: Rotary,
-        mask: Tensor | None,
+        mask: Tensor | Attendance | None,
         cache: KeyValueStore | None = None,
     ) -> Tensor:
         """One layer over hidden states [B, S, E].
@@ -171,10 +172,11 @@ class Decoder:
             hidden: [B, S, E].
             rotary: the layer's own.
             mask: bool [B or 1, 1, S, K], true where a query may attend to a key, with the layer's window; None is
-                causal if K = S, and all keys if S = 1.
+                causal if K = S, and all keys if S = 1. An `Attendance` if the attention is that of `packed_attention`.
             cache: stores the layer's keys and values, and returns those to attend to; None: the pass's own.
         """
         if self._adds_masks:
+            assert not isinstance(mask, Attendance)
             mask = self._added_mask(mask, hidden)
         output: Tensor = self.blocks[layer](
             hidden,

@@ -21,7 +21,7 @@ def tune(
     """Train a checkpoint for a schedule or for any speed; the same command continues an interrupted training."""
     setup(verbose)
     again = "the same command goes on from the last saved step"
-    advice = Advice(failed=again, interrupted=again, out_of_memory="raise training.accumulation", verbose=verbose)
+    advice = Advice(failed=again, interrupted=again, out_of_memory="lower training.micro_batch_tokens", verbose=verbose)
     with errors_as_exit_status(advice):
         from pipeline.config.load import load_config
         from pipeline.config.tune import TuneConfig

@@ -77,6 +77,9 @@ class LossConfig(Section):
     teacher: Place | None = Field(
         None, description="checkpoint folder with the same tokenizer; default the start weights, frozen"
     )
+    teacher_top_k: int = Field(
+        64, ge=1, description="likeliest tokens of the teacher's distribution that are kept; all others count as one"
+    )
     label_smoothing: float = Field(
         0.0, ge=0, lt=1, description="probability spread over the vocabulary in the cross-entropy"
     )
@@ -111,13 +114,27 @@ class TrainingConfig(Section):
     epochs: float = Field(1.0, gt=0, description="passes over the training pairs")
     max_steps: int = Field(-1, description="optimizer steps; -1: by epochs")
     batch_size: int = Field(64, ge=1, description="pairs a step, over all workers and micro-batches")
-    accumulation: int = Field(1, ge=1, description="micro-batches of a step")
+    speeds_per_step: int = Field(
+        1, ge=1, description="schedules drawn for each step that run the same layers over prompts, computed once"
+    )
+    prompt_gradient: bool = Field(
+        True,
+        description="learn from the prompts' part in each loss; false: from prompts' last tokens and responses alone",
+    )
+    micro_batch_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="most tokens computed at once; default as many as 1 GiB of activations allows, on a GPU a quarter "
+        "of its memory",
+    )
     checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, more time")
     learning_rate: float = Field(1e-3, gt=0, description="peak; cosine to zero after the warm-up")
     warmup_steps: int = Field(50, ge=0, description="optimizer steps over which the rate rises")
     weight_decay: float = Field(0.01, ge=0, description="AdamW")
     bf16: bool = Field(
-        True, description="compute in bfloat16 (autocast) and save bfloat16 weights; false: float32 for both"
+        True,
+        description="save bfloat16 weights, and compute in bfloat16 (autocast) where the device has instructions for "
+        "it; false: float32 for both",
     )
     seed: int = Field(0, ge=0, description="initial weights, order of pairs, drawn speeds")
     eval_steps: int = Field(200, ge=1, description="optimizer steps between dev-set losses")
@@ -166,10 +183,10 @@ class TuneConfig(Section):
             raise UserError("schedule.keep_order: measured ranks the layers of a checkpoint: give model.path")
         if "vocab_size" in self.model.model_fields_set and self.model.path is not None:
             raise UserError("model.vocab_size is of a new model's tokenizer: leave it out")
-        parts = self.training.accumulation * (self.workers.count if self.workers else 1)
-        if self.training.batch_size % parts:
+        workers = self.workers.count if self.workers else 1
+        if self.training.batch_size % workers:
             raise UserError(
-                f"training.batch_size = {self.training.batch_size} cannot be cut into {parts} equal parts "
-                "(accumulation × workers)"
+                f"training.batch_size = {self.training.batch_size} cannot be cut into {workers} equal parts, "
+                "one for each of the workers"
             )
         return self

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, PreTrainedModel, TrainingArguments
 
+from actors.engine import packed_attention
 from actors.engine.decoder import Decoder
 from actors.engine.errors import UserError
-from actors.engine.families import family_of
 from actors.engine.loading import load_decoder
+from actors.engine.model_shape import ModelShape
 from actors.engine.schedule_file import save_spec
-from actors.engine.teacher_forcing import collate
 from actors.engine.trained import Trained
 from pipeline.config.tune import TuneConfig
 from pipeline.tune import adapters, resume
 from pipeline.tune.plan import TrainingPlan
-from pipeline.tune.trainer import SkipTrainer, StepProgress, Teacher
+from pipeline.tune.trainer import KEY, SkipTrainer, Teacher, collate_pairs
 
 log = logging.getLogger(__name__)
+
+ACTIVATIONS = 2**30  # bytes kept for the backward pass of a micro-batch on a CPU
+MIN_TOKENS = 256
 
 
 def train(config: TuneConfig, plan: TrainingPlan, recorded: TuneConfig | None = None) -> None:
@@ -70,39 +74,55 @@ def _trainer(config: TuneConfig, plan: TrainingPlan) -> SkipTrainer:
     arguments = _arguments(config, plan)
     stopping = settings.early_stopping
     early_stopping = [] if stopping is None else [EarlyStoppingCallback(stopping)]
+    keyed = _with_keys(plan.train, "train") if arguments.num_train_epochs > 1 or arguments.max_steps > 0 else plan.train
     return SkipTrainer(
         model=adapted,
         args=arguments,
-        data_collator=collate,
-        train_dataset=plan.train,
-        eval_dataset=plan.dev,
+        data_collator=collate_pairs,
+        train_dataset=keyed,
+        eval_dataset=_with_keys(plan.dev, "dev"),
         decoder=decoder,
         schedules=plan.schedules,
+        together=settings.speeds_per_step,
         loss=config.loss,
-        teacher=_teacher(config, decoder, adapted, arguments.device),
+        teacher=_teacher(config, decoder, adapted, arguments.device, arguments.bf16),
+        tokens=settings.micro_batch_tokens or _tokens_at_once(model, arguments),
+        prompt_gradient=settings.prompt_gradient,
         recompute=settings.checkpointing,
-        callbacks=[StepProgress(), *early_stopping],
+        callbacks=early_stopping,
     )
+
+
+def _with_keys(rows: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
+    return [{**row, KEY: (name, number)} for number, row in enumerate(rows)]
+
+
+def _tokens_at_once(model: PreTrainedModel, arguments: TrainingArguments) -> int:
+    """Tokens whose activations fit `ACTIVATIONS` bytes, on a GPU a quarter of its memory; about as many as measured."""
+    shape = ModelShape.of(model.config)
+    of_layer = (14 * shape.hidden + 5 * shape.feed_forward) * (2 if arguments.bf16 else 4)
+    available = ACTIVATIONS
+    if arguments.device.type == "cuda":
+        available = torch.cuda.get_device_properties(arguments.device).total_memory // 4
+    return max(MIN_TOKENS, available // (shape.layers * of_layer))
 
 
 def _arguments(config: TuneConfig, plan: TrainingPlan) -> TrainingArguments:
     settings = config.training
     workers = config.workers.count if config.workers else 1
-    micro_batch = settings.batch_size // (workers * settings.accumulation)
     early_stopping = settings.early_stopping is not None
     arguments = TrainingArguments(
         output_dir=str(resume.folder(config)),
         num_train_epochs=settings.epochs,
         max_steps=settings.max_steps,
-        per_device_train_batch_size=micro_batch,
-        per_device_eval_batch_size=micro_batch,
-        gradient_accumulation_steps=settings.accumulation,
+        per_device_train_batch_size=settings.batch_size // workers,
+        per_device_eval_batch_size=settings.batch_size // workers,
         learning_rate=settings.learning_rate,
         lr_scheduler_type="cosine",
         warmup_steps=settings.warmup_steps,
         weight_decay=settings.weight_decay,
         adam_beta2=0.98,
-        bf16=settings.bf16,
+        bf16=settings.bf16 and _has_bf16(_on_cpu(config)),
         use_cpu=_on_cpu(config),
         seed=settings.seed,
         remove_unused_columns=False,
@@ -127,8 +147,7 @@ def _arguments(config: TuneConfig, plan: TrainingPlan) -> TrainingArguments:
 
 def _load_model(config: TuneConfig, plan: TrainingPlan) -> PreTrainedModel:
     """The model to train, weights in fp32."""
-    # eager attention: at lengths of a few hundred 1.3 times the speed of sdpa's backward on CPU
-    attention = "eager" if _on_cpu(config) else family_of(plan.architecture).attention
+    attention = packed_attention.register()
     model: Any
     if config.model.path is None:
         model = AutoModelForCausalLM.from_config(plan.architecture, attn_implementation=attention)
@@ -151,14 +170,24 @@ def _on_cpu(config: TuneConfig) -> bool:
     return not torch.cuda.is_available() or (config.workers is not None and config.workers.gpus == 0)
 
 
-def _teacher(config: TuneConfig, student: Decoder, adapted: Any, device: torch.device) -> Teacher | None:
+def _teacher(config: TuneConfig, student: Decoder, adapted: Any, device: torch.device, bf16: bool) -> Teacher | None:
     if config.loss.distillation == 0:
         return None
     if config.loss.teacher is None and config.adapter is not None:
-        return Teacher(student, adapted.disable_adapter)  # the start weights, which the adapters leave unchanged
+        # the start weights, which the adapters leave unchanged
+        return Teacher(student, config.loss, student.vocab_size, adapted.disable_adapter)
     path = config.loss.teacher or config.model.path
     assert path is not None
-    return Teacher(load_decoder(path, _dtype(config), device))
+    decoder = load_decoder(path, torch.bfloat16 if bf16 else torch.float32, device)
+    decoder.model.config._attn_implementation = packed_attention.register()
+    return Teacher(Decoder(decoder.model), config.loss, student.vocab_size)
+
+
+def _has_bf16(on_cpu: bool) -> bool:
+    """Whether the device has bfloat16 instructions; without, a CPU computes it slower than float32."""
+    if on_cpu:
+        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def _dtype(config: TuneConfig) -> torch.dtype:

@@ -1,77 +1,101 @@
-"""The training objective, and transformers' Trainer with a schedule drawn for each step."""
+"""transformers' Trainer with schedules drawn for each step, and each prompt computed once for all of them."""
 
 from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler
-from transformers import Trainer, TrainerCallback, TrainerState
+from transformers import Trainer
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from actors.engine.decoder import Decoder
+from actors.engine.packed_forcing import Pair, micro_batches, predicting_states, response_labels
 from actors.engine.schedule import Schedule, ScheduleSpec
-from actors.engine.teacher_forcing import IGNORED, ResponseBatch, collate, response_logits
 from pipeline.config.tune import LossConfig
 from pipeline.runtime.announce import Timer, announce
+from pipeline.tune.objective import Targets, chunks, losses_without_gradient, summed_loss
+from pipeline.tune.step_progress import StepProgress
+
+KEY = "key"  # of a pair: its distributions of the teacher are kept under it
 
 
 class Teacher:
     """A full-depth model whose next-token distributions the student learns.
 
-    decoder: frozen, or the student's own. alone: a context in which the decoder has its weights from before training,
-    such as LoRA's adapters disabled.
+    Args:
+        decoder: frozen, or the student's own.
+        loss: what is kept of a distribution.
+        vocabulary: entries of the student's.
+        alone: a context in which the decoder has its weights from before training, such as LoRA's adapters disabled.
     """
 
-    def __init__(self, decoder: Decoder, alone: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        loss: LossConfig,
+        vocabulary: int,
+        alone: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         self.decoder = decoder
+        self.loss = loss
+        self.vocabulary = vocabulary
         self.alone = alone
         self.schedule = ScheduleSpec().build(decoder.num_layers)
+        self._kept: dict[Any, Targets] = {}
 
-    def logits(self, batch: ResponseBatch) -> Tensor:
-        """[B, R + 1, V] at full depth, without gradients."""
+    def targets(self, pairs: Sequence[Pair]) -> Targets:
+        """Distributions of the pairs' response tokens; those of a pair with a key are computed once."""
+        known = {id(pair): self._kept[pair[KEY]] for pair in pairs if pair.get(KEY) in self._kept}
+        missing = [pair for pair in pairs if id(pair) not in known]
+        if missing:
+            found = self._computed(missing)
+            known |= {id(pair): targets for pair, targets in zip(missing, found, strict=True)}
+            self._kept |= {pair[KEY]: targets for pair, targets in zip(missing, found, strict=True) if KEY in pair}
+        return Targets.joined([known[id(pair)] for pair in pairs]).to(self.decoder.device)
+
+    def _computed(self, pairs: Sequence[Pair]) -> list[Targets]:
         model = self.decoder.model
         was_training = model.training
         model.eval()  # the student's own decoder may be in training, with dropout
         try:
             with torch.no_grad(), self.alone():
-                return response_logits(self.decoder, batch, self.schedule)
+                (states,) = predicting_states(self.decoder, pairs, [self.schedule])
+                parts = [
+                    Targets.of(self.decoder.logits(states[chunk]), self.loss, self.vocabulary).to("cpu")
+                    for chunk in chunks(len(states), self.decoder.vocab_size)
+                ]
         finally:
             model.train(was_training)
+        whole, first, found = Targets.joined(parts), 0, []
+        for pair in pairs:
+            last = first + len(pair["input_ids"]) - pair["prompt_tokens"]
+            found.append(whole[first:last])
+            first = last
+        return found
 
 
-def summed_loss(
-    logits: Tensor, labels: Tensor, loss: LossConfig, smoothing: float, taught: Tensor | None
-) -> tuple[Tensor, int]:
-    """The objective summed over response tokens, in nats, and their number.
-
-    logits: [B, R + 1, V], labels: [B, R + 1]. taught: the teacher's logits; KL(teacher || student) is computed at
-    `loss.temperature` and scaled by its square (Hinton et al. 2015, arXiv 1503.02531).
-    """
-    counted = labels != IGNORED
-    student = logits[counted].float()  # [N, V]
-    total = student.new_zeros(())
-    if loss.references > 0:
-        entropy = nn.functional.cross_entropy(student, labels[counted], label_smoothing=smoothing, reduction="sum")
-        total = total + loss.references * entropy
-    if taught is not None:
-        shared = min(student.shape[-1], taught.shape[-1])  # one of them may be padded
-        teacher = (taught[counted][:, :shared].float() / loss.temperature).log_softmax(-1)
-        learner = (student[:, :shared] / loss.temperature).log_softmax(-1)
-        divergence = nn.functional.kl_div(learner, teacher, log_target=True, reduction="sum")
-        total = total + loss.distillation * loss.temperature**2 * divergence
-    return total, int(counted.sum())
+def collate_pairs(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """A step's pairs as they are; the Trainer counts predicted tokens by `labels`."""
+    return {"pairs": list(pairs), "labels": response_labels(pairs)}
 
 
 class SkipTrainer(Trainer):
-    """transformers' Trainer with the inference path of a schedule drawn for each step.
+    """transformers' Trainer with the inference path of schedules drawn for each step.
 
-    schedules: by name. Every worker and micro-batch of a step has the same one.
+    Args:
+        decoder: of the model, with the attention of `packed_attention`.
+        schedules: by name. Every worker and micro-batch of a step has the same ones.
+        together: most schedules of a step; all of them run the same layers over prompts.
+        loss: the objective.
+        teacher: of the distillation.
+        tokens: most tokens of a micro-batch.
+        prompt_gradient, recompute: see `predicting_states`.
     """
 
     def __init__(
@@ -79,101 +103,124 @@ class SkipTrainer(Trainer):
         *,
         decoder: Decoder,
         schedules: Mapping[str, Schedule],
+        together: int,
         loss: LossConfig,
         teacher: Teacher | None,
+        tokens: int,
+        prompt_gradient: bool,
         recompute: bool,
+        callbacks: Sequence[Any] = (),
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
+        self.progress = StepProgress()
+        super().__init__(callbacks=[self.progress, *callbacks], **kwargs)
         self.decoder = decoder
         self.schedules = dict(schedules)
+        self.together = together
         self.loss = loss
         self.teacher = teacher
-        self.recompute = recompute
+        self.tokens = tokens
         self.model_accepts_loss_kwargs = True  # the loss is divided by the tokens of the whole step
         self._loss_shifts_labels = False
 
-        def forward(schedule: str, **inputs: Any) -> Tensor:
+        def forward(pairs: Sequence[Pair], names: Sequence[str]) -> Tensor:
+            drawn = [self.schedules[name] for name in names]
             with self.accelerator.autocast():
-                return response_logits(decoder, ResponseBatch(**inputs), self.schedules[schedule], recompute=recompute)
+                states = predicting_states(
+                    decoder, pairs, drawn, prompt_gradient=prompt_gradient, recompute=recompute
+                ).flatten(0, 1)
+                labels, targets = self._expected(pairs, len(drawn))
+                return summed_loss(decoder, states, labels, targets, loss, loss.label_smoothing)
 
         # calls go through the model and so through its wrapper (DistributedDataParallel)
         cast(Any, self.model).forward = forward
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        """Mean objective per response token at this step's schedule: a function of seed and step alone."""
-        drawn = random.Random(f"{self.args.seed}/{self.state.global_step}").choice(list(self.schedules))
-        total, count = self._summed(model(schedule=drawn, **inputs), inputs, self.loss.label_smoothing)
-        if num_items_in_batch is None:
-            return total / count
-        return total / num_items_in_batch * self.accelerator.num_processes  # workers' gradients are averaged
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Gradients of the mean objective per response token and schedule of this step, in micro-batches."""
+        model.train()
+        names = self.drawn(self.state.global_step)
+        assert num_items_in_batch is not None
+        # workers' gradients are averaged
+        scale = self.accelerator.num_processes / (float(num_items_in_batch) * len(names))
+        batches = list(micro_batches(inputs["pairs"], len(names), self.tokens))
+        total = torch.zeros((), device=self.args.device)
+        for number, pairs in enumerate(batches):
+            last = number == len(batches) - 1
+            with nullcontext() if last else self.accelerator.no_sync(model):
+                loss = model(pairs=pairs, names=names) * scale
+                self.accelerator.backward(loss)
+            total += loss.detach()
+        self.progress.loss = total
+        return total
 
-    def _summed(self, logits: Tensor, inputs: dict[str, Any], smoothing: float) -> tuple[Tensor, int]:
-        return summed_loss(logits, inputs["labels"], self.loss, smoothing, self._taught(inputs))
+    def drawn(self, step: int) -> list[str]:
+        """Names of a step's schedules: a function of seed and step alone."""
+        draw = random.Random(f"{self.args.seed}/{step}")
+        first = draw.choice(list(self.schedules))
+        prompt_layers = self.schedules[first].prompt_layers
+        others = [
+            name
+            for name, schedule in self.schedules.items()
+            if name != first and schedule.prompt_layers == prompt_layers
+        ]
+        return [first, *draw.sample(others, min(self.together - 1, len(others)))]
 
-    def _taught(self, inputs: dict[str, Any]) -> Tensor | None:
+    def _expected(self, pairs: Sequence[Pair], schedules: int) -> tuple[Tensor, Targets | None]:
+        """Labels and the teacher's distributions of the pairs' response tokens, once for each schedule."""
+        labels = response_labels(pairs).to(self.decoder.device).repeat(schedules)
         if self.teacher is None:
-            return None
-        with self.accelerator.autocast():
-            return self.teacher.logits(ResponseBatch(**inputs))
+            return labels, None
+        return labels, Targets.joined([self.teacher.targets(pairs)] * schedules)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         """transformers' groups of similar lengths, but the same after a resume and in every worker."""
         dataset: Any = self.train_dataset if train_dataset is None else train_dataset
         lengths = [len(row["input_ids"]) for row in dataset]
-        together = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        together = self.args.train_batch_size * self.args.world_size
         return LengthGroups(lengths, together, lambda: 1_000_003 * self.args.seed + int(self.state.epoch or 0))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """The objective on the dev set, nats per response token: at every schedule of the training, and the mean."""
         model = cast(nn.Module, self.model)
         model.eval()
-        rows = cast(Any, self.eval_dataset)[self.args.process_index :: self.args.world_size]
+        rows: Sequence[Pair] = cast(Any, self.eval_dataset)[self.args.process_index :: self.args.world_size]
         names = list(self.schedules)
         sums = torch.zeros(len(names), 2, dtype=torch.double, device=self.args.device)
-        with torch.no_grad():
-            for start in range(0, len(rows), self.args.per_device_eval_batch_size):
-                batch = collate(rows[start : start + self.args.per_device_eval_batch_size])
-                inputs = cast(dict[str, Any], self._prepare_inputs(batch))
-                taught = self._taught(inputs)
-                for index, name in enumerate(names):
-                    with self.accelerator.autocast():
-                        logits = response_logits(self.decoder, ResponseBatch(**inputs), self.schedules[name])
-                    total, count = summed_loss(logits, inputs["labels"], self.loss, 0.0, taught)
-                    sums[index] += torch.tensor([float(total), count], dtype=torch.double, device=sums.device)
+        timer, done = Timer(), 0
+        for start in range(0, len(rows), self.args.per_device_eval_batch_size):
+            if timer.is_due() and self.is_world_process_zero():
+                announce(f"dev set at {len(names)} schedules: {done:,} of {len(rows):,} rows")
+            for pairs in micro_batches(
+                rows[start : start + self.args.per_device_eval_batch_size], len(names), 2 * self.tokens
+            ):
+                for index, losses in self._dev_losses(pairs):
+                    sums[index] += torch.stack([losses.double().sum(), losses.new_tensor(len(losses)).double()])
+                done += len(pairs)
         totals = self.accelerator.reduce(sums, "sum").tolist()
-        losses = {f"eval_loss_{name}": total / count for name, (total, count) in zip(names, totals, strict=True)}
-        losses["eval_loss"] = statistics.mean(losses.values())
+        means = {f"eval_loss_{name}": total / count for name, (total, count) in zip(names, totals, strict=True)}
+        means["eval_loss"] = statistics.mean(means.values())
         model.train()
-        self.log(dict(losses))  # adds entries to its argument
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, losses)
-        return losses
+        self.log(dict(means))  # adds entries to its argument
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, means)
+        return means
 
-
-class StepProgress(TrainerCallback):
-    """Announces the first optimizer step, and then how many are done."""
-
-    def __init__(self) -> None:
-        self._timer = Timer()
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Announce the steps to do."""
-        self._announce(state)
-
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Announce the steps done, from time to time."""
-        if self._timer.is_due():
-            self._announce(state)
-
-    def _announce(self, state: TrainerState) -> None:
-        if state.is_world_process_zero:
-            announce(f"training: {state.global_step:,} of {state.max_steps:,} steps")
+    @torch.no_grad()
+    def _dev_losses(self, pairs: Sequence[Pair]) -> Iterable[tuple[int, Tensor]]:
+        """Index of each schedule, and its losses of the pairs' response tokens."""
+        together: dict[tuple[int, ...], list[int]] = {}
+        schedules = list(self.schedules.values())
+        for index, schedule in enumerate(schedules):
+            together.setdefault(schedule.prompt_layers, []).append(index)
+        found: list[tuple[int, Tensor]] = []
+        with self.accelerator.autocast():
+            labels, targets = self._expected(pairs, 1)
+            for indexes in together.values():
+                states = predicting_states(self.decoder, pairs, [schedules[index] for index in indexes])
+                for index, hidden in zip(indexes, states, strict=True):
+                    found.append((index, losses_without_gradient(self.decoder, hidden, labels, targets, self.loss)))
+        return found
 
 
 class LengthGroups(Sampler[int]):

@@ -1,4 +1,4 @@
-"""The objective against its definition, and every way to compute a step against the plain one."""
+"""The objective against its definition, the teacher's distributions, and the order of rows."""
 
 from __future__ import annotations
 
@@ -9,60 +9,118 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import LAYERS, tiny_model
+from tiny_models import LAYERS, VOCAB, tiny_model
 from torch.distributions import Categorical, kl_divergence
 from training_cases import SPECS, pairs
 
+from actors.engine import packed_attention
 from actors.engine.decoder import Decoder
+from actors.engine.packed_forcing import predicting_states, response_labels
 from actors.engine.schedule import ScheduleSpec
-from actors.engine.teacher_forcing import IGNORED, ResponseBatch, collate, response_logits
 from pipeline.config.tune import LossConfig
-from pipeline.tune.trainer import LengthGroups, Teacher, summed_loss
+from pipeline.tune import objective
+from pipeline.tune.objective import Targets, losses_without_gradient, summed_loss, token_losses
+from pipeline.tune.trainer import LengthGroups, Teacher
+
+ALL = LossConfig(references=0.0, distillation=1.0, teacher_top_k=VOCAB)
+
+
+def packed_decoder(family: str) -> Decoder:
+    model = tiny_model(family)
+    model.config._attn_implementation = packed_attention.register()
+    return Decoder(model)
+
+
+def exact(logits: torch.Tensor, taught: torch.Tensor, temperature: float) -> torch.Tensor:
+    """KL(teacher || student) over the vocabulary [M]."""
+    return kl_divergence(Categorical(logits=taught / temperature), Categorical(logits=logits / temperature))
 
 
 @settings(max_examples=50, deadline=None)
-@given(
-    st.integers(0, 2**31 - 1),
-    st.floats(0.0, 2.0),
-    st.floats(0.1, 2.0),
-    st.floats(0.3, 4.0),
-)
+@given(st.integers(0, 2**31 - 1), st.floats(0.0, 2.0), st.floats(0.1, 2.0), st.floats(0.3, 4.0))
 def test_the_objective_is_the_weighted_sum_of_cross_entropy_and_divergence(
     seed: int, references: float, distillation: float, temperature: float
 ) -> None:
     random = torch.Generator().manual_seed(seed)
-    logits = torch.randn(3, 5, 11, generator=random) * 3
-    taught = torch.randn(3, 5, 13, generator=random) * 3  # padded, as vocabularies may be
-    labels = torch.randint(0, 11, (3, 5), generator=random)
-    labels[torch.rand(3, 5, generator=random) < 0.3] = IGNORED
-    loss = LossConfig(references=references, distillation=distillation, temperature=temperature)
-    total, count = summed_loss(logits, labels, loss, 0.0, taught)
-    expected = 0.0
-    for row in range(3):
-        for place in range(5):
-            if (label := int(labels[row, place])) == IGNORED:
-                continue
-            expected -= references * float(logits[row, place].log_softmax(-1)[label])
-            teacher = Categorical(logits=taught[row, place, :11] / temperature)
-            student = Categorical(logits=logits[row, place] / temperature)
-            expected += distillation * temperature**2 * float(kl_divergence(teacher, student))
-    assert float(total) == pytest.approx(expected, rel=1e-4, abs=1e-4)
-    assert count == int((labels != IGNORED).sum())
+    logits = torch.randn(9, 11, generator=random) * 3
+    taught = torch.randn(9, 13, generator=random) * 3  # padded, as vocabularies may be
+    labels = torch.randint(0, 11, (9,), generator=random)
+    wider = torch.cat([logits, logits[:, :1]], dim=1)
+    for student, teacher in ((logits, taught), (wider, taught[:, :11])):
+        loss = LossConfig(references=references, distillation=distillation, temperature=temperature, teacher_top_k=1000)
+        targets = Targets.of(teacher, loss, student.shape[1])
+        found = token_losses(student, labels, targets, loss, 0.0)
+        entropy = -student.log_softmax(-1)[torch.arange(9), labels]
+        divergence = exact(logits, taught[:, :11], temperature)
+        torch.testing.assert_close(
+            found, references * entropy + distillation * temperature**2 * divergence, rtol=1e-4, atol=1e-4
+        )
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**31 - 1), st.integers(1, 10), st.floats(0.3, 4.0))
+def test_of_the_likeliest_tokens_it_is_the_divergence_of_classes(seed: int, kept: int, temperature: float) -> None:
+    """All other tokens are one class: a lower bound, by the rest's mass times the divergence within the rest."""
+    random = torch.Generator().manual_seed(seed)
+    logits, taught = torch.randn(2, 6, 11, generator=random, dtype=torch.double) * 3
+    loss = LossConfig(references=0.0, distillation=1.0, temperature=temperature, teacher_top_k=kept)
+    targets = Targets.of(taught, loss, 11)
+    found = token_losses(logits, torch.zeros(6, dtype=torch.long), targets, loss, 0.0) / temperature**2
+    order = taught.argsort(-1, descending=True)
+    rest = torch.stack([one.gather(-1, order)[:, kept:] for one in (logits, taught)])
+    mass = (taught / temperature).softmax(-1).gather(-1, order)[:, kept:].sum(-1)
+    torch.testing.assert_close(
+        found.double(), exact(logits, taught, temperature) - mass * exact(*rest, temperature), rtol=1e-3, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "opt-post-norm", "qwen3"])
+@pytest.mark.parametrize("kept", [5, VOCAB])
+@pytest.mark.parametrize("training_head", [True, False])
+def test_the_sum_in_chunks_has_the_gradients_of_the_whole(
+    family: str, kept: int, training_head: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = packed_decoder(family)
+    model, rows = decoder.model, pairs(seed=4)
+    model.requires_grad_(training_head)
+    if not training_head:
+        decoder.blocks[0].requires_grad_(True)
+    loss = LossConfig(references=0.5, distillation=1.0, temperature=2.0, label_smoothing=0.1, teacher_top_k=kept)
+    targets, labels = Teacher(decoder, loss, VOCAB).targets(rows), response_labels(rows)
+    schedule = ScheduleSpec(speedup=3, horizon=4).build(LAYERS)
+    monkeypatch.setattr(objective, "CHUNK_BYTES", 4 * VOCAB * 7)
+    found = []
+    for chunked in (False, True):
+        model.zero_grad()
+        (states,) = predicting_states(decoder, rows, [schedule])
+        if chunked:
+            total = summed_loss(decoder, states, labels, targets, loss, 0.1)
+        else:
+            total = token_losses(decoder.logits(states), labels, targets, loss, 0.1).sum()
+        (total / 3).backward()
+        found.append((total, {name: one.grad for name, one in model.named_parameters() if one.grad is not None}))
+    torch.testing.assert_close(found[1][0], found[0][0])
+    assert found[0][1].keys() == found[1][1].keys()
+    for name, gradient in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+    apart = losses_without_gradient(decoder, states, labels, targets, loss, 0.1)
+    torch.testing.assert_close(apart.sum(), found[0][0])
 
 
 def test_a_teacher_that_is_the_student_has_nothing_to_say() -> None:
-    decoder, batch = Decoder(tiny_model("llama")), ResponseBatch(**collate(pairs(seed=4)))
-    logits = response_logits(decoder, batch, ScheduleSpec().build(LAYERS))
-    taught = Teacher(decoder).logits(batch)
-    assert not taught.requires_grad
-    only = LossConfig(references=0.0, distillation=1.0)
-    assert float(summed_loss(logits, batch.labels, only, 0.0, taught)[0]) == pytest.approx(0, abs=1e-4)
-    skipped = response_logits(decoder, batch, ScheduleSpec(speedup=3, horizon=4).build(LAYERS))
-    assert float(summed_loss(skipped, batch.labels, only, 0.0, taught)[0]) > 0.1
+    decoder, rows = packed_decoder("llama"), pairs(seed=4)
+    targets, labels = Teacher(decoder, ALL, VOCAB).targets(rows), response_labels(rows)
+    specs = (ScheduleSpec(), ScheduleSpec(speedup=3, horizon=4))
+    same, skipped = (
+        float(losses_without_gradient(decoder, states, labels, targets, ALL).sum())
+        for states in predicting_states(decoder, rows, [spec.build(LAYERS) for spec in specs])
+    )
+    assert same == pytest.approx(0, abs=1e-4)
+    assert skipped > 0.1
 
 
-def test_a_teacher_answers_alone() -> None:
-    decoder, batch = Decoder(tiny_model("llama")), ResponseBatch(**collate(pairs(seed=4)))
+def test_a_teacher_answers_alone_and_once_for_each_key() -> None:
+    decoder, rows = packed_decoder("llama"), pairs(seed=4)
     entered = []
 
     @contextmanager
@@ -70,19 +128,40 @@ def test_a_teacher_answers_alone() -> None:
         entered.append(True)
         yield
 
-    Teacher(decoder, alone).logits(batch)
-    assert entered == [True]
+    teacher = Teacher(decoder, ALL, VOCAB, alone)
+    plain = teacher.targets(rows)
+    teacher.targets(rows)
+    assert len(entered) == 2
+    keyed = [{**row, "key": number} for number, row in enumerate(rows)]
+    teacher.targets(keyed[:2])
+    some = teacher.targets([keyed[0], keyed[3]])
+    again = teacher.targets(keyed[:2])
+    assert len(entered) == 4
+    counts = [len(row["input_ids"]) - row["prompt_tokens"] for row in rows]
+    starts = [sum(counts[:number]) for number in range(len(rows))]
+    expected = Targets.joined([plain[starts[row] : starts[row] + counts[row]] for row in (0, 3)])
+    torch.testing.assert_close(some.log_probs, expected.log_probs, rtol=1e-4, atol=1e-4)
+    assert len(again.ids) == counts[0] + counts[1]
 
 
 def test_a_teacher_that_is_the_student_in_training_does_not_drop_out() -> None:
-    model = tiny_model("gpt2")
-    for module in model.modules():
+    decoder = packed_decoder("gpt2")
+    for module in decoder.model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.5
-    decoder, batch = Decoder(model.train()), ResponseBatch(**collate(pairs(seed=4)))
-    first, second = (Teacher(decoder).logits(batch) for _ in range(2))
-    torch.testing.assert_close(first, second)
-    assert model.training
+    decoder.model.train()
+    first, second = (Teacher(decoder, ALL, VOCAB).targets(pairs(seed=4)) for _ in range(2))
+    torch.testing.assert_close(first.log_probs, second.log_probs)
+    assert decoder.model.training
+
+
+def test_a_kept_distribution_is_all_of_it_or_its_top() -> None:
+    logits = torch.randn(4, VOCAB)
+    whole = Targets.of(logits, ALL, VOCAB)
+    top = Targets.of(logits, ALL.model_copy(update={"teacher_top_k": 3}), VOCAB)
+    torch.testing.assert_close(top.log_probs, whole.log_probs[:, :3])
+    torch.testing.assert_close(top.rest.exp(), whole.log_probs[:, 3:].exp().sum(-1))
+    assert torch.equal(whole.rest, torch.full((4,), -torch.inf))
 
 
 def test_groups_of_like_lengths_are_the_same_after_a_resume() -> None:
@@ -94,31 +173,15 @@ def test_groups_of_like_lengths_are_the_same_after_a_resume() -> None:
     assert sum(spread) / len(spread) < 10
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-neox"])
-@pytest.mark.parametrize("spec", SPECS, ids=range(len(SPECS)))
-def test_recomputed_activations_give_the_same_gradients(family: str, spec: ScheduleSpec) -> None:
-    model = tiny_model(family).requires_grad_(True)
-    decoder, schedule, batch = Decoder(model), spec.build(LAYERS), ResponseBatch(**collate(pairs(seed=5)))
-    found = []
-    for recompute in (False, True):
-        model.zero_grad()
-        logits = response_logits(decoder, batch, schedule, recompute=recompute)
-        summed_loss(logits, batch.labels, LossConfig(), 0.0, None)[0].backward()
-        found.append({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
-    assert found[0].keys() == found[1].keys()
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name], gradient, msg=name)
-
-
 @pytest.mark.parametrize("spec", SPECS, ids=range(len(SPECS)))
 def test_the_gradient_of_a_batch_is_that_of_its_rows(spec: ScheduleSpec) -> None:
-    model = tiny_model("llama").requires_grad_(True)
-    decoder, schedule, rows = Decoder(model), spec.build(LAYERS), pairs(seed=6)
+    decoder = packed_decoder("llama")
+    model, schedule, rows = decoder.model.requires_grad_(True), spec.build(LAYERS), pairs(seed=6)
     found = []
     for batches in ([rows], [[row] for row in rows]):
         model.zero_grad()
-        for one in batches:
-            batch = ResponseBatch(**collate(one))
-            summed_loss(response_logits(decoder, batch, schedule), batch.labels, LossConfig(), 0.0, None)[0].backward()
+        for batch in batches:
+            (states,) = predicting_states(decoder, batch, [schedule])
+            summed_loss(decoder, states, response_labels(batch), None, LossConfig(), 0.0).backward()
         found.append(torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None]))
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -173,7 +174,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_accumulated_micro_batches_are_one_batch(recipe: dict[str, Any], tmp_path: Path) -> None:
     curves = [
-        run({**recipe, "output": str(tmp_path / str(parts))}, accumulation=parts, bf16=False)["dev_loss"]
+        run({**recipe, "output": str(tmp_path / str(parts))}, micro_batch_tokens=1000 // parts**3, bf16=False)[
+            "dev_loss"
+        ]
         for parts in (1, 4)
     ]
     assert curves[1] == pytest.approx(curves[0], rel=2e-3)
@@ -372,7 +375,7 @@ def test_comparisons_are_trained_together(recipe: dict[str, Any]) -> None:
         ({}, {"loss": {"distillation": 1.0}}, "a new model cannot teach itself"),
         ({}, {"loss": {"distillation": 1.0, "teacher": "START"}}, "START has another tokenizer"),
         ({}, {"loss": {"references": 0.0}}, "nothing to learn from"),
-        ({}, {"training": {"accumulation": 3}}, "batch_size = 16 cannot be cut into 3"),
+        ({}, {"workers": {"count": 3}}, "batch_size = 16 cannot be cut into 3"),
     ],
 )
 def test_bad_data_and_settings_are_one_line_before_training(
@@ -416,7 +419,12 @@ def test_a_training_announces_its_steps(
     run(recipe, max_steps=2)
     lines = capsys.readouterr().err.splitlines()
     assert f"training a new model on 64 pairs, 16 in the dev set, into {recipe['output']}" in lines
-    assert [line for line in lines if line.endswith("steps")] == [f"training: {done} of 2 steps" for done in (0, 1, 2)]
+    steps = [line for line in lines if line.startswith("training: ")]
+    assert steps[0] == "training: 0 of 2 steps"
+    for done, line in enumerate(steps[1:], 1):
+        assert re.fullmatch(rf"training: {done} of 2 steps, [\d.]+ s a step, about \d+ s left; loss \d\.\d{{3}}", line)
+    assert len(steps) == 3
+    assert "dev set at 2 schedules: 0 of 16 rows" in lines
 
 
 def test_a_measured_order_is_stored_as_a_list_and_measured_once(

@@ -1,0 +1,98 @@
+"""Attention over tokens that lie one behind another without padding, for the library's layers in training.
+
+Only attention pads: its rows take part in padded matrices; all other parts of a layer see the tokens alone.
+Shapes: N tokens, G groups of tokens that attend to each other, Q padded tokens of a group, C earlier keys of a group,
+A query heads, H key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+NAME = "skipdecode_packed"
+# above this many scores of a group and head, scaled_dot_product_attention, which keeps none for the backward pass
+KEPT_SCORES = 512 * 512
+
+
+@dataclass
+class Attendance:
+    """The keys that each of N tokens attends to; takes the place of the library's attention mask.
+
+    tokens: [G * Q], the token at each padded place. places: [N], its inverse. visible: bool [G, 1, Q, C + Q].
+    earlier: keys and values [G or 1, H, C, D] of tokens before these. states: the keys and values [G, H, C + Q, D] of
+    the last pass.
+    """
+
+    tokens: Tensor
+    places: Tensor
+    visible: Tensor
+    earlier: tuple[Tensor, Tensor] | None = None
+    states: tuple[Tensor, Tensor] | None = field(default=None, init=False)
+
+    def padded(self, states: Tensor) -> Tensor:
+        """[1, heads, N, D] -> [G, heads, Q, D]."""
+        groups = len(self.visible)
+        padded: Tensor = states[0].index_select(1, self.tokens).unflatten(1, (groups, -1))
+        return padded.transpose(0, 1)
+
+    def packed(self, states: Tensor) -> Tensor:
+        """[G, heads, Q, D] -> [1, N, heads, D]."""
+        return states.transpose(1, 2).flatten(0, 1).index_select(0, self.places)[None]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | Attendance | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    """query [1, A, N, D], key and value [1, H, N, D] -> [1, N, A, D]. attention_mask: an `Attendance`."""
+    attendance = cast(Attendance, attention_mask)
+    queries, keys, values = (attendance.padded(states) for states in (query, key, value))
+    if attendance.earlier is not None:
+        keys, values = (
+            torch.cat([before.expand(len(keys), -1, -1, -1), own], dim=2)
+            for before, own in zip(attendance.earlier, (keys, values), strict=True)
+        )
+    attendance.states = keys, values
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    visible = attendance.visible
+    large = visible.shape[2] * visible.shape[3] > KEPT_SCORES
+    if softcap is None and (large or query.device.type == "cuda"):
+        output = nn.functional.scaled_dot_product_attention(
+            queries, keys, values, visible, dropout, scale=scale, enable_gqa=queries.shape[1] != keys.shape[1]
+        )
+    else:
+        probabilities = nn.functional.dropout(_probabilities(queries, keys, visible, scale, softcap), dropout)
+        output = (probabilities.flatten(2, 3) @ values).view_as(queries)
+    return attendance.packed(output), None
+
+
+def _probabilities(queries: Tensor, keys: Tensor, visible: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """[G, H, A / H, Q, C + Q]; the query heads of a key head are one matrix product."""
+    heads = keys.shape[1]
+    grouped: Tensor = queries.unflatten(1, (heads, -1))
+    scores: Tensor = (grouped.flatten(2, 3) @ (keys * scale).transpose(2, 3)).unflatten(2, grouped.shape[2:4])
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~visible[:, None], -torch.inf)
+    return scores.softmax(-1, dtype=torch.float32).to(queries.dtype)
+
+
+def register() -> str:
+    """Add `attend` to the library's attention implementations; returns its name there."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    return NAME

@@ -1,0 +1,154 @@
+"""Teacher forcing without padding against the padded batch: logits, gradients, tokens of each layer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import LAYERS, VOCAB, tiny_model
+from torch import Tensor, nn
+
+from actors.engine import packed_attention
+from actors.engine.decoder import Decoder
+from actors.engine.packed_forcing import micro_batches, predicting_states, response_labels, shared_tokens
+from actors.engine.schedule import Schedule, ScheduleSpec
+from actors.engine.teacher_forcing import IGNORED, ResponseBatch, response_logits
+
+CPU = torch.device("cpu")
+# plain, post-norm, capped, windows of two kinds, parallel residual, learned positions
+FAMILIES = ["llama", "opt-post-norm", "gemma2", "gemma3", "gpt-neox", "gpt2"]
+FULL = [
+    ScheduleSpec(),
+    ScheduleSpec(speedup=2, horizon=6),
+    ScheduleSpec(depths=(5, 3, 1), keep_order=(3, 0, 5, 1, 4, 2), warmup=0),
+]
+FIRST = [ScheduleSpec(max_depth=5, min_depth=2, horizon=4, keep_order="even", prompt="first")]
+
+
+def pairs(shared: int, seed: int = 5, count: int = 5) -> list[dict[str, Any]]:
+    """Random pairs whose prompts begin with the same `shared` tokens."""
+    rng = random.Random(seed)
+    prefix = rng.choices(range(3, VOCAB), k=shared)
+    lengths = [(rng.randint(1, 9), rng.randint(1, 8)) for _ in range(count)]
+    return [
+        {
+            "input_ids": prefix + rng.choices(range(3, VOCAB), k=prompt + response),
+            "prompt_tokens": shared + prompt,
+        }
+        for prompt, response in lengths
+    ]
+
+
+@contextmanager
+def packed(model: Any) -> Iterator[Decoder]:
+    before = model.config._attn_implementation
+    model.config._attn_implementation = packed_attention.register()
+    try:
+        yield Decoder(model)
+    finally:
+        model.config._attn_implementation = before
+
+
+def gradients(model: nn.Module, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def padded_logits(model: Any, rows: list[dict[str, Any]], schedules: list[Schedule]) -> tuple[Tensor, Tensor]:
+    batch = ResponseBatch.of(rows, CPU)
+    counted = batch.labels != IGNORED
+    logits = [response_logits(Decoder(model), batch, schedule)[counted] for schedule in schedules]
+    return torch.cat(logits), batch.labels[counted].repeat(len(schedules))
+
+
+def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    largest = max(float(one.abs().max()) for one in expected.values())
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-3 * largest)
+
+
+@pytest.mark.parametrize("specs", [FULL, FIRST], ids=["full", "first"])
+@pytest.mark.parametrize(("family", "shared"), [("llama", 0), *((family, 17) for family in FAMILIES)])
+def test_logits_and_gradients_are_those_of_a_padded_batch(family: str, specs: list[ScheduleSpec], shared: int) -> None:
+    model = tiny_model(family).requires_grad_(True)
+    rows, schedules = pairs(shared), [spec.build(LAYERS) for spec in specs]
+    assert shared_tokens(rows) == shared
+    logits, labels = padded_logits(model, rows, schedules)
+    expected = gradients(model, logits, labels)
+    with packed(model) as decoder:
+        for recompute in (False, True):
+            states = predicting_states(decoder, rows, schedules, recompute=recompute)
+            found = decoder.logits(states.flatten(0, 1))
+            torch.testing.assert_close(found, logits, rtol=1e-3, atol=1e-3)
+            assert torch.equal(response_labels(rows).repeat(len(schedules)), labels)
+            assert_same_gradients(gradients(model, found, labels), expected)
+
+
+def test_long_rows_take_the_attention_that_keeps_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("gemma3").requires_grad_(True)
+    rows, schedules = pairs(17), [spec.build(LAYERS) for spec in FULL]
+    found = []
+    for most in (packed_attention.KEPT_SCORES, 0):
+        monkeypatch.setattr(packed_attention, "KEPT_SCORES", most)
+        with packed(model) as decoder:
+            logits = decoder.logits(predicting_states(decoder, rows, schedules).flatten(0, 1))
+            found.append((logits, gradients(model, logits, response_labels(rows).repeat(len(schedules)))))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-3, atol=1e-3)
+    assert_same_gradients(found[1][1], found[0][1])
+
+
+def test_without_the_prompts_gradient_the_logits_are_the_same() -> None:
+    model = tiny_model("llama").requires_grad_(True)
+    rows, schedules = pairs(17), [spec.build(LAYERS) for spec in FULL]
+    labels = response_labels(rows).repeat(len(schedules))
+    with packed(model) as decoder:
+        whole, less = (
+            decoder.logits(predicting_states(decoder, rows, schedules, prompt_gradient=kept).flatten(0, 1))
+            for kept in (True, False)
+        )
+        torch.testing.assert_close(less, whole)
+        with_prompts, without = gradients(model, whole, labels), gradients(model, less, labels)
+    assert with_prompts.keys() == without.keys()
+    name = "model.layers.0.self_attn.v_proj.weight"
+    assert not torch.allclose(with_prompts[name], without[name])
+
+
+def test_a_layer_is_run_only_over_the_tokens_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = pairs(17)
+    schedules = [spec.build(LAYERS) for spec in FULL]
+    with packed(tiny_model("llama")) as decoder:
+        run = [0] * LAYERS
+        plain = decoder.run_layer
+
+        def counting(layer: int, hidden: Tensor, *rest: Any) -> Tensor:
+            run[layer] += hidden.shape[1]
+            return plain(layer, hidden, *rest)
+
+        monkeypatch.setattr(decoder, "run_layer", counting)
+        predicting_states(decoder, rows, schedules)
+    prompts = 17 + sum(row["prompt_tokens"] - 1 - 17 for row in rows)
+    responses = [len(row["input_ids"]) - row["prompt_tokens"] for row in rows]
+    expected = [  # prompts' last tokens once a schedule
+        prompts + sum(1 + schedule.uses(layer, length) for schedule in schedules for length in responses)
+        for layer in range(LAYERS)
+    ]
+    assert run == expected
+
+
+@pytest.mark.parametrize("tokens", [1, 30, 60, 1000])
+def test_micro_batches_hold_all_pairs_in_order_within_their_tokens(tokens: int) -> None:
+    rows = pairs(17, count=20)
+    batches = list(micro_batches(rows, 2, tokens))
+    assert [row for batch in batches for row in batch] == rows
+    for batch in batches:
+        responses = sum(len(row["input_ids"]) - row["prompt_tokens"] for row in batch)
+        count = 17 + sum(row["prompt_tokens"] - 18 for row in batch) + 2 * responses
+        assert len(batch) == 1 or count <= max(tokens, 17 + tokens // 4)
+    if tokens in (1, 1000):
+        assert len(batches) == {1: 20, 1000: 1}[tokens]
