@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from actors.engine.teacher_forcing import IGNORED, ResponseBatch
 
 log = logging.getLogger(__name__)
 Row = tuple[Sequence[int], Sequence[int]]  # token ids of prompt and response
-ROWS_PER_PASS = 16  # of similar length, for little padding
+ROWS_PER_PASS = 8  # of similar length, for little padding, and so that a pass over a bad candidate ends early
 CANDIDATES = 6  # layers of least influence that a step tries
 LOST = 3.0  # nats per token beyond which the text is lost: full depth's token has a probability of about 5%
 PROMPT_TOKENS = 2**14  # of all rows: their keys and values stay in memory
@@ -82,15 +82,15 @@ def rank_layers(
     decoder.model.eval()
     try:
         with torch.inference_mode():
-            batches = [_Responses(decoder, pairs) for pairs in _batches(rows, decoder.vocab_size)]
-            return _eliminate(decoder, batches, warmup, candidates, report)
+            passes = [ResponsePasses(decoder, pairs) for pairs in batches(rows, decoder.vocab_size)]
+            return _eliminate(decoder, passes, warmup, candidates, report)
     finally:
         decoder.model.train(was_training)
 
 
 def _eliminate(
     decoder: Decoder,
-    batches: Sequence[_Responses],
+    batches: Sequence[ResponsePasses],
     warmup: int,
     candidates: int | None,
     report: Callable[[str], None],
@@ -118,11 +118,11 @@ def _eliminate(
     return LayerRanking((*range(warmup), *remaining, *reversed(bypassed)), tuple(divergence), tokens)
 
 
-def _influence(batches: Sequence[_Responses], layers: Sequence[int]) -> dict[int, float]:
+def _influence(batches: Sequence[ResponsePasses], layers: Sequence[int]) -> dict[int, float]:
     return {layer: sum(batch.influence(layer) for batch in batches) for layer in layers}
 
 
-def _divergence(batches: Sequence[_Responses], layer: int, limit: float) -> float:
+def _divergence(batches: Sequence[ResponsePasses], layer: int, limit: float) -> float:
     """Summed divergence without `layer` too; inf as soon as it exceeds `limit`, since no batch lowers the sum."""
     total = 0.0
     for batch in batches:
@@ -152,7 +152,7 @@ class _PromptKeys:
         return torch.cat([prompt_keys, keys], dim=2), torch.cat([prompt_values, values], dim=2)
 
 
-class _Responses:
+class ResponsePasses:
     """A batch whose response tokens run again and again without some layers; their prompts run once, at full depth.
 
     The hidden states before every layer are kept, so that a pass without one layer begins behind it.
@@ -197,9 +197,16 @@ class _Responses:
         hidden = self.inputs[layer]
         for above in range(layer + 1, self.decoder.num_layers):
             hidden = self._layer(above, hidden)
+        return self._divergence(self._logits(hidden))
+
+    def agreement(self, layers: Collection[int]) -> tuple[int, float]:
+        """Tokens at which `layers` alone have full depth's likeliest token, and their divergence from it, summed."""
+        hidden = self.inputs[0]
+        for layer in sorted(layers):
+            hidden = self._layer(layer, hidden)
         logits = self._logits(hidden)
-        cross = logits.logsumexp(dim=-1) - (self.expected * logits).sum(dim=-1)
-        return float((cross - self.entropy).clamp(min=0).sum(dtype=torch.float64))  # negative only by rounding
+        agreed = logits.argmax(dim=-1) == self.expected.argmax(dim=-1)
+        return int(agreed.sum()), self._divergence(logits)
 
     def bypass(self, layer: int) -> None:
         """Run without a further layer from here on."""
@@ -217,11 +224,15 @@ class _Responses:
         mask = self.masks[self.decoder.windows[layer]]
         return self.decoder.run_layer(layer, hidden, self.rotary[layer], mask, self.keys)
 
+    def _divergence(self, logits: Tensor) -> float:
+        cross = logits.logsumexp(dim=-1) - (self.expected * logits).sum(dim=-1)
+        return float((cross - self.entropy).clamp(min=0).sum(dtype=torch.float64))  # negative only by rounding
+
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.decoder.logits(hidden[self.counted]).float()
 
 
-def _batches(rows: Sequence[Row], vocab_size: int) -> list[list[Row]]:
+def batches(rows: Sequence[Row], vocab_size: int) -> list[list[Row]]:
     """The first rows within the bounds on memory, in batches of similar length; at least one row."""
     chosen: list[Row] = []
     prompts = responses = 0

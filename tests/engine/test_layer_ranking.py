@@ -115,6 +115,20 @@ def test_the_order_is_that_of_explicit_elimination(
     Schedule(LAYERS, (LAYERS, 2), got.keep_order, warmup)
 
 
+def test_agreement_is_that_of_explicit_passes() -> None:
+    decoder = Decoder(tiny_model("llama"))
+    rows = own_answers(decoder)
+    passes = layer_ranking.ResponsePasses(decoder, rows)
+    schedule, agreed = without([1, 4]), 0
+    for prompt, response in rows:
+        full, less = (oracle_logits_each(decoder, one, prompt, response[:-1])[1:] for one in (FULL, schedule))
+        agreed += int((full.argmax(-1) == less.argmax(-1)).sum())
+    with torch.inference_mode():
+        found = passes.agreement((0, 2, 3, 5))
+    assert found[0] == agreed
+    assert found[1] / passes.tokens == pytest.approx(slow_divergence(decoder, rows, [1, 4]), rel=1e-3)
+
+
 def test_layers_without_effect_go_first_and_of_equal_layers_the_higher_is_kept_longer() -> None:
     decoder = Decoder(tiny_model("llama"))
     for layer in (1, 2, 4):
@@ -149,18 +163,18 @@ def test_a_step_tries_the_given_number_of_layers_and_the_model_is_left_as_it_was
     assert not any(weight.requires_grad and weight.grad is not None for weight in decoder.model.parameters())
     with pytest.raises(ValueError, match="no row with a prompt and a response"):
         rank_layers(decoder, [([3], []), ([], [3]), ([3], [4])])
-    assert layer_ranking._batches([([3, 5], [4])], VOCAB) == [[([3], [5, 4])]]
+    assert layer_ranking.batches([([3, 5], [4])], VOCAB) == [[([3], [5, 4])]]
 
 
 def test_rows_beyond_the_bounds_on_memory_are_left_out_but_never_all(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[Row] = [([3] * 4, [5] * 4)] * 5
-    assert [len(batch) for batch in layer_ranking._batches(rows, VOCAB)] == [5]
+    assert [len(batch) for batch in layer_ranking.batches(rows, VOCAB)] == [5]
     monkeypatch.setattr(layer_ranking, "PROMPT_TOKENS", 12)
-    assert [len(batch) for batch in layer_ranking._batches(rows, VOCAB)] == [3]
+    assert [len(batch) for batch in layer_ranking.batches(rows, VOCAB)] == [3]
     monkeypatch.setattr(layer_ranking, "PROBABILITIES", 7 * VOCAB)
-    assert [len(batch) for batch in layer_ranking._batches(rows, VOCAB)] == [2]
+    assert [len(batch) for batch in layer_ranking.batches(rows, VOCAB)] == [2]
     monkeypatch.setattr(layer_ranking, "PROBABILITIES", 1)
-    assert [len(batch) for batch in layer_ranking._batches(rows, VOCAB)] == [1]
+    assert [len(batch) for batch in layer_ranking.batches(rows, VOCAB)] == [1]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,11 @@ ROWS = 40
 
 
 @pytest.mark.parametrize("weights", ["adapter", "full"])
-def test_from_a_job_to_a_faster_one(in_process: None, tmp_path: Path, checkpoint: Path, weights: str) -> None:
+def test_from_a_job_to_a_faster_one(
+    in_process: None, tmp_path: Path, checkpoint: Path, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all weights by a measured order, of which the written job says nothing: the checkpoint has it."""
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
     prompts: list[str | None] = [f"name[Zizzi], area[{row}]" for row in range(ROWS)]
     prompts[7] = None
     pq.write_table(pa.table({"key": list(range(ROWS)), "q": prompts}), tmp_path / "in.parquet", row_group_size=8)
@@ -28,7 +32,7 @@ def test_from_a_job_to_a_faster_one(in_process: None, tmp_path: Path, checkpoint
         "input": {"path": str(tmp_path / "in.parquet"), "id": "key", "template": "{{ q }}"},
         "output": {"path": str(tmp_path / "out")},
         "model": {"path": str(checkpoint), "dtype": "float32"},
-        "schedule": {"agreement_rows": 0},
+        "schedule": {"agreement_rows": 0, **({"keep_order": "measured"} if weights == "full" else {})},
         "sampling": {"max_new_tokens": 10},
         "actors": {"threads": 1, "max_batch": 8},
         "adapt": {
@@ -56,6 +60,9 @@ def test_from_a_job_to_a_faster_one(in_process: None, tmp_path: Path, checkpoint
     assert found["before"][0]["scores"]["agreement_exact"]["value"] == 100
     trained = tmp_path / "out-adapt" / ("speed-adapter" if weights == "adapter" else "checkpoint")
     assert json.loads((trained / "tune.json").read_text())["steps"] == 2
+    order = json.loads((trained / "skipdecode.json").read_text())["keep_order"]
+    measured = [json.loads(path.read_text()) for path in (tmp_path / "cache").glob("keep-orders/*.json")]
+    assert [order] == ([record["keep_order"] for record in measured] if weights == "full" else ["paper"])
     model = yaml.safe_load(Path(found["job_file"]).read_text())["model"]
     named = {"path": str(checkpoint), "speed_adapter": str(trained)} if weights == "adapter" else {"path": str(trained)}
     assert model == {**values["model"], **named}  # type: ignore[dict-item]
