@@ -30,6 +30,7 @@ from pipeline.config.tune import TuneConfig, TuneDataConfig
 from pipeline.tune.data import encode, read_pairs
 from pipeline.tune.plan import plan_training
 from pipeline.tune.run import tune
+from pipeline.tune.trainer import StepProgress
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "opt-post-norm", "mistral", "gemma2", "gemma3", "gpt-neox"])
@@ -287,6 +288,25 @@ def test_a_speed_adapter_is_trained_above_1x_alone(recipe: dict[str, Any], start
     loss, without = (score.kl.sum() / score.tokens.sum() for score in scores)
     assert loss == pytest.approx(record["dev_loss"]["eval_loss_2x"], rel=0.02)
     assert abs(loss - without) > 0.05 * without
+
+
+def test_a_killed_adapter_training_ends_as_one_without_a_pause(
+    recipe: dict[str, Any], start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taught = {"loss": {"references": 0, "distillation": 1}, "adapter": {"rank": 2}, "model": {"path": str(start)}}
+    settings = {"learning_rate": 0.05, "save_steps": 6, "bf16": False, "warmup_steps": 0}
+    assert run({**recipe, **taught, "output": str(tmp_path / "whole")}, **settings)["steps"] == 12
+
+    def kill(self: StepProgress, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 8:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StepProgress, "on_step_end", kill)
+        with pytest.raises(KeyboardInterrupt):
+            run({**recipe, **taught}, **settings)
+    assert run({**recipe, **taught}, **settings)["resumed_at_step"] == 6
+    assert (tmp_path / "out" / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
 
 
 def test_a_speed_adapter_needs_a_speed(recipe: dict[str, Any], start: Path) -> None:
