@@ -31,7 +31,7 @@ from pipeline.runtime.announce import announce, announced
 from pipeline.runtime.isolated import Died
 
 log = logging.getLogger(__name__)
-LITTLE = 0.1  # share of layer runs; a schedule that skips less is said to gain little
+LITTLE = 0.1  # share of layer runs; a schedule that skips more of answers, but less of the whole, gains little
 
 
 def can_gain(schedule: Schedule, spec: PromptSpec) -> bool:
@@ -106,7 +106,8 @@ def with_agreement(
             "`skipdecode adapt JOB`, or choose a lower speedup"
         )
     announce(f"agreement: {agreement}{origin}")
-    if agreement.skipped is not None and agreement.skipped < LITTLE and agreement.share is not None:
+    depth = schedule.mean_depth(round(agreement.answer_tokens)) or schedule.num_layers
+    if agreement.skipped is not None and agreement.skipped < LITTLE <= 1 - depth / schedule.num_layers:
         announce(
             f"this schedule can gain little: prompts of {agreement.prompt_tokens:,.0f} tokens and answers of "
             f"{agreement.answer_tokens:,.0f}: it skips {agreement.skipped:.1%} of the layer runs"

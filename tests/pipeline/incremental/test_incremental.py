@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -81,6 +82,7 @@ def _answer(job: VersionedJob, folder: Folder, backend: Any) -> tuple[Totals, in
 def _one_file_is_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs.jobs, "plan", _plan)
     monkeypatch.setattr(runs.jobs, "answer", _answer)
+    monkeypatch.setattr(runs.jobs, "checked", lambda job, *_: nullcontext(job))
     monkeypatch.setattr(runs, "log_memory_estimate", lambda *_: None)
     monkeypatch.setattr(runs, "_inputs", lambda config, may_be_empty: dict(config.world.inputs))
     monkeypatch.setattr(runs, "_folder", lambda root, run, config: root.sub(run.folder))

@@ -25,8 +25,9 @@ from actors.answers import Prompt
 from actors.generator import Generator
 from pipeline import job as jobs
 from pipeline.cli.app import app
-from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.config.job import ActorsConfig, JobConfig, StorageConfig
 from pipeline.generate.output import ANSWER_FIELDS
+from pipeline.runtime.isolated import Died
 from pipeline.runtime.ray_session import placement_problem
 from pipeline.storage.folder import open_folder
 
@@ -74,8 +75,14 @@ def undisturbed(
     inputs: Path, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, jobs.JobResult]:
     """Output and result of a job in this process."""
-    output = tmp_path_factory.mktemp("undisturbed") / "out"
-    return output, run_in_process(config(inputs, output, checkpoint))
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return folder / "out", run_in_process(config(inputs, folder / "out", checkpoint, **measured(checkpoint, folder)))
+
+
+def measured(checkpoint: Path, cache: Path) -> dict[str, Any]:
+    """Keys of a job that measures its agreement with full depth on a few rows."""
+    model = {"path": str(checkpoint), "dtype": "float32", "cache": str(cache / "cache")}
+    return {"schedule": {"agreement_rows": 4, "min_agreement": 0.0}, "model": model}
 
 
 def test_every_row_is_answered_once_in_its_place(undisturbed: tuple[Path, jobs.JobResult]) -> None:
@@ -143,17 +150,23 @@ def test_two_actors_on_ray_write_the_same_parts_and_leave_the_callers_settings(
     own_ray: None, undisturbed: tuple[Path, jobs.JobResult], inputs: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
     output, alone = undisturbed
-    job = config(inputs, tmp_path / "out", checkpoint)
+    job = config(inputs, tmp_path / "out", checkpoint, **measured(checkpoint, tmp_path))
     before = process_settings()
     outcome = jobs.run(job)
     assert process_settings() == before
     assert parts(tmp_path / "out") == parts(output)
     assert outcome.fresh_rows == ROWS
+    assert outcome.manifest.agreement == alone.manifest.agreement is not None
     for name in ("rows", "errors", "generated_tokens", "layer_steps", "full_layer_steps"):
         assert getattr(outcome.totals, name) == getattr(alone.totals, name), name
     table = pq.read_table(tmp_path / "out" / "_job" / "stats.parquet")
     assert set(table["attempt"].to_pylist()) == {1} and min(table["commit_seconds"].to_pylist()) > 0
     assert jobs.run(job).fresh_rows == 0
+
+
+def test_a_death_where_an_actor_would_run_does_not_reach_the_driver(own_ray: None) -> None:
+    with pytest.raises(Died, match="WorkerCrashedError"):
+        jobs.ray_backend(verbose=False).call_as_actor(ActorsConfig(threads=1), lambda: os._exit(1))
 
 
 def test_statistics_add_up(undisturbed: tuple[Path, jobs.JobResult]) -> None:
