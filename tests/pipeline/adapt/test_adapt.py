@@ -146,7 +146,7 @@ LONG, WORD = [5] * 9, [5]
 def test_the_default_metric_follows_from_the_held_out_rows(
     tmp_path: Path, choices: bool, references: list[list[str]] | None, response: list[int], metric: str
 ) -> None:
-    table = {"references": references or [None, None], "response": [response, response]}
+    table = {"references": references or [[], []], "response": [response, response]}
     pq.write_table(pa.table(table), tmp_path / "held-out.parquet")
     assert default_metric(tmp_path, choices=choices, references=references is not None) == metric
 
