@@ -306,7 +306,9 @@ def test_a_killed_adapter_training_ends_as_one_without_a_pause(
         with pytest.raises(KeyboardInterrupt):
             run({**recipe, **taught}, **settings)
     assert run({**recipe, **taught}, **settings)["resumed_at_step"] == 6
-    assert (tmp_path / "out" / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
+    resumed, whole = (load_file(tmp_path / name / WEIGHTS) for name in ("out", "whole"))
+    # the teacher's pass after a pause has other rows in a batch, and other rounding; steps of 0.05 would show a loss
+    assert all(torch.allclose(resumed[name].float(), whole[name].float(), rtol=0.01, atol=0.002) for name in whole)
 
 
 def test_a_speed_adapter_needs_a_speed(recipe: dict[str, Any], start: Path) -> None:
