@@ -71,7 +71,6 @@ def write_table(name: str, adapter: Path, lines: Sequence[str]) -> None:
 def _rows(name: str, kind: str, config: EvalConfig, adapter: Path, ceilings: Ceilings, again: bool) -> list[Row]:
     """The lines of one evaluation; again: 1x, the same in all, is left out."""
     folder = WORK / name / f"evaluate-{kind}"
-    recorded = json.loads((folder / "evaluate.json").read_text())
     base = inspect(config.model.path)
     checkpoint = with_adapter(base, adapter) if kind == "adapted" else base
     shape, item = Shape.of(base.config), getattr(torch, config.model.dtype).itemsize
@@ -83,14 +82,14 @@ def _rows(name: str, kind: str, config: EvalConfig, adapter: Path, ceilings: Cei
         lengths = [(len(_ids(answer["prompt"])), answer["generated_tokens"]) for answer in answers]
         bound = None
         if values["nominal"] is not None:
-            schedule = _schedule(checkpoint, recorded, kind, adapter, values["nominal"])
+            schedule = _schedule(checkpoint, kind, adapter, values["nominal"])
             bound = least(lengths, schedule, shape, ceilings, item, values["batch"])
         stated = _stated(name, [answer["answer"] or "" for answer in answers])
         rows.append(Row(kind if values["nominal"] is not None else "dense", values, bound, stated))
     return rows
 
 
-def _schedule(checkpoint: Checkpoint, recorded: dict[str, Any], kind: str, adapter: Path, nominal: float) -> Any:
+def _schedule(checkpoint: Checkpoint, kind: str, adapter: Path, nominal: float) -> Any:
     """The schedule of a line, built as `evaluate` built it."""
     stored = json.loads((adapter / "skipdecode.json").read_text())
     changes: dict[str, Any] = {"speedup": nominal}
