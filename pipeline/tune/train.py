@@ -187,7 +187,7 @@ def _has_bf16(on_cpu: bool) -> bool:
     """Whether the device has bfloat16 instructions; without, a CPU computes it slower than float32."""
     if on_cpu:
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return torch.cuda.is_bf16_supported(including_emulation=False)
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def _dtype(config: TuneConfig) -> torch.dtype:
