@@ -24,5 +24,5 @@ def generator_settings(model: ModelConfig, sampling: SamplingConfig, choices: Se
 
 def fetched(generator: Mapping[str, Any], report: Callable[[str], None] | None = None) -> dict[str, Any]:
     """The arguments with folders of this node in place of the pinned checkpoint and speed adapter; see `fetch`."""
-    sources = {name: generator[name] for name in ("checkpoint", "speed_adapter") if generator[name] is not None}
+    sources = {name: generator[name] for name in ("checkpoint", "speed_adapter") if generator.get(name) is not None}
     return {**generator, **{name: str(fetch(source, report=report)) for name, source in sources.items()}}
