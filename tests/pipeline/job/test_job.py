@@ -309,9 +309,16 @@ def test_placement_is_checked_before_it_can_hang() -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.parametrize("again", ["in_process", pytest.param("on_ray", marks=pytest.mark.slow)])
 def test_a_killed_run_started_again_is_as_if_undisturbed(
-    undisturbed: tuple[Path, jobs.JobResult], inputs: Path, checkpoint: Path, tmp_path: Path
+    undisturbed: tuple[Path, jobs.JobResult],
+    inputs: Path,
+    checkpoint: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    again: str,
 ) -> None:
+    """The killed run is on Ray, where processes may outlive the driver; to start it again there takes half a minute."""
     whole, _ = undisturbed
     output = tmp_path / "out"
     job = config(inputs, output, checkpoint)
@@ -322,7 +329,12 @@ def test_a_killed_run_started_again_is_as_if_undisturbed(
     first.process.wait()
     early = {path.name: path.stat().st_mtime_ns for path in output.glob("*.parquet")}
     assert len(early) < len(parts(whole)), "killed too late to prove anything"
-    code, out, err = Command(tmp_path, job, "--json").end()
+    if again == "on_ray":
+        code, out, err = Command(tmp_path, job, "--json").end()
+    else:
+        request.getfixturevalue("in_process")
+        result = invoke(tmp_path, job, "--json")
+        code, out, err = result.exit_code, result.stdout, result.stderr
     assert code == 0, err
     assert "resuming: " in err
     assert "ray" not in err.lower().replace("skipdecode", "")
@@ -380,11 +392,11 @@ def test_what_is_wrong_beside_the_checkpoint_is_exit_2_and_no_ray_stays(
     assert not (tmp_path / "out").exists()
 
 
-def invoke(folder: Path, job: JobConfig) -> Any:
+def invoke(folder: Path, job: JobConfig, *options: str) -> Any:
     """The command in this process."""
     file = folder / "job.yaml"
     file.write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))
-    return CliRunner().invoke(app, ["run", str(file)])
+    return CliRunner().invoke(app, ["run", str(file), *options])
 
 
 def test_too_many_row_errors_exit_3(in_process: None, inputs: Path, checkpoint: Path, tmp_path: Path) -> None:
