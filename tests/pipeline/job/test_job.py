@@ -316,6 +316,7 @@ def test_a_killed_run_started_again_is_as_if_undisturbed(
     checkpoint: Path,
     tmp_path: Path,
     request: pytest.FixtureRequest,
+    caplog: pytest.LogCaptureFixture,
     again: str,
 ) -> None:
     """The killed run is on Ray, where processes may outlive the driver; to start it again there takes half a minute."""
@@ -334,7 +335,7 @@ def test_a_killed_run_started_again_is_as_if_undisturbed(
     else:
         request.getfixturevalue("in_process")
         result = invoke(tmp_path, job, "--json")
-        code, out, err = result.exit_code, result.stdout, result.stderr
+        code, out, err = result.exit_code, result.stdout, result.stderr + caplog.text
     assert code == 0, err
     assert "resuming: " in err
     assert "ray" not in err.lower().replace("skipdecode", "")
