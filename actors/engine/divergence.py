@@ -15,7 +15,7 @@ from torch import Tensor
 
 from actors.engine.decoder import Decoder
 from actors.engine.schedule import Schedule
-from actors.engine.teacher_forcing import IGNORED, ResponseBatch, response_logits
+from actors.engine.teacher_forcing import IGNORED, batch_of, response_logits
 
 LOGITS_AT_ONCE = 2**25  # numbers in one batch's logits, and in its attention mask; 128 MiB in fp32
 
@@ -60,7 +60,7 @@ def teacher_forced(
     sums = np.zeros((len(lines), 3, len(pairs)))
     tokens = np.array([max(len(response) - first, 0) for _, response in pairs], dtype=np.float64)
     for rows in _batches(pairs, max_rows, full.decoder.vocab_size):
-        batch = _batch([pairs[row] for row in rows], full.decoder.device)
+        batch = batch_of([pairs[row] for row in rows], full.decoder.device)
         batch.labels[:, :first] = IGNORED
         with torch.inference_mode():
             expected = response_logits(full.decoder, batch, full.schedule)
@@ -78,7 +78,7 @@ def answer_regret(full: Model, pairs: Sequence[Pair], max_rows: int) -> Array:
     """
     regret = np.zeros(len(pairs))
     for rows in _batches(pairs, max_rows, full.decoder.vocab_size):
-        batch = _batch([pairs[row] for row in rows], full.decoder.device)
+        batch = batch_of([pairs[row] for row in rows], full.decoder.device)
         with torch.inference_mode():
             logits = response_logits(full.decoder, batch, full.schedule).float()
             counted = batch.labels != IGNORED
@@ -117,8 +117,3 @@ def _batches(pairs: Sequence[Pair], max_rows: int, vocab_size: int) -> Iterator[
         prompt, response = wider, longer
     if rows:
         yield rows
-
-
-def _batch(pairs: Sequence[Pair], device: torch.device) -> ResponseBatch:
-    rows = [{"input_ids": [*prompt, *response], "prompt_tokens": len(prompt)} for prompt, response in pairs]
-    return ResponseBatch.of(rows, device)

@@ -24,6 +24,12 @@ def cache_root(folder: str | None) -> Path:
     return Path(folder or os.environ.get(CACHE_VARIABLE) or CACHE).expanduser()
 
 
+def cache_record(cache: str | None, kind: str, values: Any) -> Path:
+    """The file of a record in the cache, for what follows from `values` alone. kind: the cache's folder for it."""
+    key = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
+    return cache_root(cache) / kind / f"{key}.json"
+
+
 def digests(folder: Path) -> dict[str, str]:
     """SHA-256 of the files of a local checkpoint that can change an answer, by name."""
     key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:32]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from actors.engine.decoder import Decoder, causal_mask, part
 from actors.engine.errors import UserError
-from actors.engine.teacher_forcing import IGNORED, ResponseBatch
+from actors.engine.teacher_forcing import IGNORED, batch_of
 
 log = logging.getLogger(__name__)
 Row = tuple[Sequence[int], Sequence[int]]  # token ids of prompt and response
@@ -159,8 +159,7 @@ class ResponsePasses:
     """
 
     def __init__(self, decoder: Decoder, pairs: Sequence[Row]) -> None:
-        rows = [{"input_ids": [*prompt, *response], "prompt_tokens": len(prompt)} for prompt, response in pairs]
-        batch = ResponseBatch.of(rows, decoder.device)
+        batch = batch_of(pairs, decoder.device)
         columns, first = batch.ids.shape[1], batch.prompt_columns
         prompt, response = slice(None, first), slice(first, None)
         self.decoder = decoder

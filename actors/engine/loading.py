@@ -68,16 +68,14 @@ class Checkpoint:
             name: of the checkpoint, for the message.
             remedy: what allows the schedule anyway, for the message.
         """
-        if schedule.is_full_depth or (self.trained is not None and self.trained.covers(schedule)):
+        if schedule.is_full_depth:
             return
         if self.trained is None:
             reason = f"{SCHEDULE_FILE} records no training" if self.spec else f"it has no {SCHEDULE_FILE}"
-        elif (self.trained.keep_order, self.trained.warmup) != (schedule.keep_order, schedule.warmup):
-            reason = "it was trained with another keep_order or warmup"
-        elif min(schedule.depths) < self.trained.min_depth:
-            reason = f"it was trained down to {self.trained.min_depth} layers, not to {min(schedule.depths)}"
+        elif (difference := self.trained.difference(schedule)) is None:
+            return
         else:
-            reason = f"it was trained with prompt: {' and '.join(self.trained.prompt)}, not {schedule.prompt}"
+            reason = difference
         raise UserError(
             f"schedule: {name} is not adapted to it ({reason}), and its answers would be ruined: run `skipdecode adapt "
             f"JOB`, or {remedy}"
@@ -122,7 +120,8 @@ def inspect(path: str | Path, names: Collection[str] | None = None) -> Checkpoin
     except (ValueError, KeyError, OSError, TypeError, AttributeError, StrictDataclassError) as error:
         raise UserError(f"{folder}: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
     layers = config.num_hidden_layers
-    spec, trained = load_spec(folder, layers), load_trained(folder, layers)
+    spec = load_spec(folder, layers)
+    trained = load_trained(folder, layers, spec)
     return Checkpoint(folder, config, spec, trained, layers, context_length(config))
 
 

@@ -228,7 +228,7 @@ def _layout(
 
 
 def _with_above(positions: Tensor, valid: Tensor, above: _Above | None) -> tuple[Tensor, Tensor]:
-    """Positions and validity [G, K] of the keys above and of these."""
+    """Positions and validity [G, K] of all keys: those of the upper levels, then this level's."""
     if above is None:
         return positions, valid
     groups = len(positions)

@@ -73,15 +73,16 @@ def load_spec(checkpoint: Path, num_layers: int) -> ScheduleSpec | None:
     return read_spec({key: value for key, value in values.items() if key != TRAINED}, num_layers, str(path))
 
 
-def load_trained(checkpoint: Path, num_layers: int) -> Trained | None:
+def load_trained(checkpoint: Path, num_layers: int, spec: ScheduleSpec | None) -> Trained | None:
     """The schedules that the checkpoint in a folder was trained for; None if that is not recorded.
 
-    Raises UserError if the record or the spec beside it is wrong.
+    spec: the folder's own, see `load_spec`. Raises UserError if the record is wrong.
     """
-    spec = load_spec(checkpoint, num_layers)
+    if spec is None:
+        return None
     path = checkpoint / SCHEDULE_FILE
-    value = None if spec is None else read_object(path).get(TRAINED)
-    return None if spec is None or value is None else read_trained(value, spec.build(num_layers), str(path))
+    value = read_object(path).get(TRAINED)
+    return None if value is None else read_trained(value, spec.build(num_layers), str(path))
 
 
 def save_spec(spec: ScheduleSpec, num_layers: int, checkpoint: Path, trained: Trained | None = None) -> None:

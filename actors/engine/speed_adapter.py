@@ -99,7 +99,8 @@ def with_adapter(checkpoint: Checkpoint, folder: str | Path) -> Checkpoint:
         raise UserError(f"{path / CONFIG}: r = {rank} and lora_alpha = {alpha}: not a rank and a scale")
     _check_shapes(path / WEIGHTS, rank, checkpoint.config)
     layers = checkpoint.num_layers
-    spec, trained = load_spec(path, layers), load_trained(path, layers)
+    spec = load_spec(path, layers)
+    trained = load_trained(path, layers, spec)
     return replace(
         checkpoint, spec=spec, trained=trained, adapter=SpeedAdapter(path, str(record["base"]), rank, alpha / rank)
     )
@@ -196,5 +197,5 @@ def _check_shapes(path: Path, rank: int, config: PretrainedConfig) -> None:
 
 
 def _layers_in(names: Any) -> list[str]:
-    """The paths of the layers that tensors of these names adapt, sorted."""
+    """Sorted paths of the layers to which an adapter's tensors belong. names: of the tensors."""
     return sorted({name.removeprefix(PREFIX).rpartition(".weight")[0].rpartition(".")[0] for name in names})

@@ -45,6 +45,12 @@ class ResponseBatch:
         return cls(**moved)
 
 
+def batch_of(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device) -> ResponseBatch:
+    """The padded batch of (prompt ids, response ids) pairs on `device`."""
+    rows = [{"input_ids": [*prompt, *response], "prompt_tokens": len(prompt)} for prompt, response in pairs]
+    return ResponseBatch.of(rows, device)
+
+
 def collate(pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Pairs of `input_ids` (prompt, then response) and `prompt_tokens` -> the fields of a padded `ResponseBatch`.
 

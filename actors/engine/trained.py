@@ -40,14 +40,20 @@ class Trained:
         )
 
     def covers(self, schedule: Schedule) -> bool:
-        """Whether the layers that the schedule runs were trained; a prompt at full depth is `full` by any name."""
+        """Whether the layers that the schedule runs were trained."""
+        return self.difference(schedule) is None
+
+    def difference(self, schedule: Schedule) -> str | None:
+        """How training differed from the schedule; None if it covers it. A full-depth prompt is `full` by any name."""
+        if (schedule.keep_order, schedule.warmup) != (self.keep_order, self.warmup):
+            return "it was trained with another keep_order or warmup"
+        if min(schedule.depths) < self.min_depth:
+            return f"it was trained down to {self.min_depth} layers, not to {min(schedule.depths)}"
         prompt = "full" if len(schedule.prompt_layers) == schedule.num_layers else "first"
-        return (
-            (schedule.keep_order, schedule.warmup) == (self.keep_order, self.warmup)
-            and min(schedule.depths) >= self.min_depth
-            and not {schedule.prompt, prompt}.isdisjoint(self.prompt)
-        )
+        if {schedule.prompt, prompt}.isdisjoint(self.prompt):
+            return f"it was trained with prompt: {' and '.join(self.prompt)}, not {schedule.prompt}"
+        return None
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as ``skipdecode.json`` holds it, beside the keep order and warm-up of that file."""
+        """The value of ``skipdecode.json``'s key `trained`; keep order and warm-up are keys of the same file."""
         return {"min_depth": self.min_depth, "prompt": list(self.prompt)}

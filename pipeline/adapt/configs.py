@@ -194,7 +194,7 @@ def eval_values(
 
 
 def tuned_model(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path) -> dict[str, str]:
-    """The keys of the job file's model section that name what was trained, and an adapter's base as it was resolved.
+    """The model section of the job file: the trained checkpoint, or the resolved base and its speed adapter.
 
     The path is relative only where the user's own is a relative folder.
     """

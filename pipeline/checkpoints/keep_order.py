@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 
 from actors.engine.decoder import Decoder
 from actors.engine.errors import UserError
-from actors.engine.file_digests import cache_root, write_record
+from actors.engine.file_digests import cache_record, write_record
 from actors.engine.layer_ranking import Row, rank_layers
 from actors.engine.schedule import Schedule
 
@@ -43,8 +42,7 @@ def measured_order(
     """
     kept = min(ROWS, len(rows))
     chosen = [(list(prompt), list(response)) for prompt, response in (rows[n * len(rows) // kept] for n in range(kept))]
-    key = json.dumps([VERSION, identity, chosen, warmup], sort_keys=True)
-    record = cache_root(cache) / "keep-orders" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    record = cache_record(cache, "keep-orders", [VERSION, identity, chosen, warmup])
     found = _read(record)
     if found is not None:
         report(f"keep order: {list(found[0])}, warmup {found[1]}, measured before ({record})")
@@ -63,7 +61,7 @@ def _read(record: Path) -> tuple[tuple[int, ...], int] | None:
     try:
         values = json.loads(record.read_text())
         order, warmup = tuple(values["keep_order"]), values["warmup"]
-        Schedule(len(order), (len(order),), order, warmup)  # raises for what is no order
+        Schedule(len(order), (len(order),), order, warmup)  # raises if the list is no permutation
         return order, warmup
     except FileNotFoundError:
         return None

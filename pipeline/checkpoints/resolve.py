@@ -60,6 +60,11 @@ class RemoteCheckpoint:
     storage: StorageConfig
     cache: str | None
 
+    @property
+    def weights(self) -> list[RemoteFile]:
+        """The files that hold the weights."""
+        return [file for file in self.files if file.name.endswith(".safetensors")]
+
     def store(self) -> Store:
         """The bucket or hub that holds the files."""
         if self.commit is None:
@@ -108,8 +113,7 @@ class ResolvedCheckpoint:
         if isinstance(self.source, str):
             return base_digest(self.checkpoint.path)
         store = self.source.store()
-        weights = [file for file in self.source.files if file.name.endswith(".safetensors")]
-        found = {file.name: store.digests(file).get("sha256") for file in weights}
+        found = {file.name: store.digests(file).get("sha256") for file in self.source.weights}
         known = {name: digest for name, digest in found.items() if digest is not None}
         return weights_digest(known) if len(known) == len(found) else None
 
@@ -117,10 +121,9 @@ class ResolvedCheckpoint:
         """Elements of every tensor, read from the headers in the store; None for a local folder."""
         if isinstance(self.source, str):
             return None
-        weights = [file for file in self.source.files if file.name.endswith(".safetensors")]
         sizes: dict[str, int] = {}
         with ThreadPoolExecutor(HEADERS_AT_ONCE) as threads:
-            for shard in threads.map(self.source.store().sizes, weights):
+            for shard in threads.map(self.source.store().sizes, self.source.weights):
                 sizes |= shard
         return sizes
 

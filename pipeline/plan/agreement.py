@@ -6,17 +6,15 @@ and prompts, such as the runs over a growing table.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from actors.engine.errors import UserError
-from actors.engine.file_digests import cache_root
+from actors.engine.file_digests import cache_record, write_record
 from actors.engine.label_trie import ChoiceTrie
 from actors.engine.schedule import Schedule
 from pipeline.config.job import JobConfig
@@ -97,7 +95,7 @@ def with_agreement(
         except Died as error:
             log.warning("agreement with full depth is not measured: the process died (%s)", error)
             return manifest
-        _write(record, agreement)
+        write_record(record, asdict(agreement))
         origin = ""
     least = config.schedule.min_agreement
     if agreement.share is not None and agreement.share < least:
@@ -120,8 +118,7 @@ def _record(config: JobConfig, identity: Mapping[str, Any]) -> Path:
     inputs = {key: value for key, value in identity["input"].items() if key != "files"}
     kept = {key: identity[key] for key in ("model", "schedule", "sampling", "choices", "answers_version")}
     values = {**kept, "input": inputs, "rows": config.schedule.agreement_rows}
-    name = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
-    return cache_root(config.model.cache) / "agreement" / f"{name}.json"
+    return cache_record(config.model.cache, "agreement", values)
 
 
 def _read(record: Path) -> Agreement | None:
@@ -129,12 +126,3 @@ def _read(record: Path) -> Agreement | None:
         return Agreement(**json.loads(record.read_text()))
     except (OSError, ValueError, TypeError):  # none, or damaged
         return None
-
-
-def _write(record: Path, agreement: Agreement) -> None:
-    """Keep a measurement; a cache that cannot hold it costs another measurement."""
-    with suppress(OSError):
-        record.parent.mkdir(parents=True, exist_ok=True)
-        temporary = record.with_suffix(".new")
-        temporary.write_text(json.dumps(asdict(agreement)))
-        temporary.replace(record)

@@ -212,9 +212,10 @@ RECORD = '{"num_layers": 6, "trained": %s}'
 )
 def test_the_record_of_a_training_is_checked(tmp_path: Path, record: str, message: str) -> None:
     (tmp_path / SCHEDULE_FILE).write_text(RECORD % record)
-    assert load_spec(tmp_path, 6) == ScheduleSpec()
+    spec = load_spec(tmp_path, 6)
+    assert spec == ScheduleSpec()
     with pytest.raises(ValueError, match=message) as caught:
-        load_trained(tmp_path, 6)
+        load_trained(tmp_path, 6, spec)
     assert str(caught.value).startswith(str(tmp_path / SCHEDULE_FILE))
 
 
@@ -245,11 +246,11 @@ def test_a_record_holds_for_its_keep_order_and_warmup_alone(tmp_path: Path) -> N
     stored = spec.build(12)
     others = [spec.overridden({"keep_order": "even"}).build(12), spec.overridden({"warmup": 2}).build(12)]
     save_spec(spec, 12, tmp_path, Trained.on(stored, [stored, *others]))
-    trained = load_trained(tmp_path, 12)
+    trained = load_trained(tmp_path, 12, load_spec(tmp_path, 12))
     assert trained is not None and trained.covers(stored) and not any(trained.covers(other) for other in others)
     assert (trained.min_depth, trained.prompt) == (min(stored.depths), ("full",))
     at_full_depth = Trained.on(stored, [ScheduleSpec().build(12)])
     assert at_full_depth.min_depth == 12 and not at_full_depth.covers(stored)
     assert Trained.on(stored, others).min_depth == 12  # nothing of this order was trained
     save_spec(spec, 12, tmp_path)
-    assert load_trained(tmp_path, 12) is None
+    assert load_trained(tmp_path, 12, load_spec(tmp_path, 12)) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,6 +17,12 @@ from pipeline.config.load import dump_yaml
 
 pytest.importorskip("pipeline.config.evaluate", reason="evaluate is not in yet")
 ROWS = 40
+ADAPT: dict[str, Any] = {
+    "rows": ROWS,
+    "held_out": 8,
+    "training": {"max_steps": 2, "batch_size": 4, "bf16": False, "threads": 1},
+    "runs": 1,
+}
 
 
 @pytest.mark.parametrize("weights", ["adapter", "full"])
@@ -35,15 +42,7 @@ def test_from_a_job_to_a_faster_one(
         "schedule": {"agreement_rows": 0, **({"keep_order": "measured"} if weights == "full" else {})},
         "sampling": {"max_new_tokens": 10},
         "actors": {"threads": 1, "max_batch": 8},
-        "adapt": {
-            "rows": ROWS,
-            "held_out": 8,
-            "speedups": [1, 2],
-            "tolerance": 100.0,
-            "weights": weights,
-            "training": {"max_steps": 2, "batch_size": 4, "bf16": False, "threads": 1},
-            "runs": 1,
-        },
+        "adapt": ADAPT | {"speedups": [1, 2], "tolerance": 100.0, "weights": weights},
     }
     job.write_text(dump_yaml(values))
     result = CliRunner().invoke(app, ["adapt", str(job), "--json"], catch_exceptions=False)
@@ -89,14 +88,7 @@ def test_labels_of_one_token_gain_by_skipping_in_the_prompt(in_process: None, tm
         "schedule": {"agreement_rows": 0},
         "choices": ["a", "b"],
         "actors": {"threads": 1, "max_batch": 8},
-        "adapt": {
-            "rows": ROWS,
-            "held_out": 8,
-            "speedups": [3],
-            "tolerance": 200.0,
-            "training": {"max_steps": 2, "batch_size": 4, "bf16": False, "threads": 1},
-            "runs": 1,
-        },
+        "adapt": ADAPT | {"speedups": [3], "tolerance": 200.0},
     }
     job.write_text(dump_yaml(values))
     result = CliRunner().invoke(app, ["adapt", str(job), "--json"], catch_exceptions=False)
