@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -182,13 +183,26 @@ def memory_needed(
     return needed
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+def load_tokenizer(path: str | Path, class_name: str | None = None) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer.
 
-    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    Args:
+        path: the checkpoint's folder.
+        class_name: `tokenizer_class_name` of this tokenizer. None: AutoTokenizer chooses the class, and imports torch
+            and all model configurations for that, which takes some five seconds in a new process.
+    """
+    from transformers import PreTrainedTokenizerBase
+
+    module, name = (class_name or "transformers:AutoTokenizer").split(":")
+    loader = getattr(importlib.import_module(module), name)
+    tokenizer = loader.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer
+
+
+def tokenizer_class_name(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The class of a loaded tokenizer as `module:name`, for `load_tokenizer` in other processes."""
+    return f"{type(tokenizer).__module__}:{type(tokenizer).__name__}"
 
 
 def load_decoder(path: str | Path, dtype: torch.dtype, device: torch.device) -> Decoder:

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from actors.engine.errors import UserError
 from actors.engine.label_trie import ChoiceTrie
 from actors.engine.types import SamplingParams
-from pipeline.checkpoints.local import PinnedFolder
-from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint
+from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import JobConfig
 from pipeline.prepare.chat import Chat
 from pipeline.prepare.chat_template import check_chat
 from pipeline.prepare.label_tokens import longest, tokenize_labels
 from pipeline.prepare.templates import template_columns
-from pipeline.prepare.tokenizer import shown_path, tokenizer_of
+from pipeline.prepare.tokenizer import Source, known_tokenizer, shown_path, tokenizer_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class PromptSpec:
         too_long: `error`, or `truncate_left`, which leaves room for the answer.
     """
 
-    checkpoint: str | PinnedFolder | RemoteCheckpoint
+    checkpoint: Source
     vocab_size: int
     context_length: int
     column: str | None = None
@@ -56,7 +55,7 @@ def prompt_spec(config: JobConfig, resolved: ResolvedCheckpoint, planned: float)
     inputs, checkpoint = config.input, resolved.checkpoint
     examples = tuple((example.user, example.assistant) for example in inputs.examples)
     return PromptSpec(
-        checkpoint=resolved.pinned(),
+        checkpoint=known_tokenizer(resolved),
         vocab_size=checkpoint.config.vocab_size,
         context_length=checkpoint.context_length,
         column=inputs.prompt_column,

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from actors.engine.errors import UserError
-from actors.engine.loading import load_tokenizer
+from actors.engine.loading import load_tokenizer, tokenizer_class_name
 from pipeline.checkpoints.local import PinnedFolder
-from pipeline.checkpoints.resolve import RemoteCheckpoint, fetch
+from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint, fetch
 from pipeline.messages import one_line
 from pipeline.prepare.length_bound import LengthBound
 
-Source = str | PinnedFolder | RemoteCheckpoint
+
+@dataclass(frozen=True)
+class KnownTokenizer:
+    """A checkpoint, and the class of its tokenizer as `load_tokenizer` takes it."""
+
+    checkpoint: PinnedFolder | RemoteCheckpoint
+    class_name: str
+
+
+Source = str | PinnedFolder | RemoteCheckpoint | KnownTokenizer
 BATCH_CHARACTERS = 2**20  # a tokenizer holds over 100 bytes per token
 SHORT_CHARACTERS = 2**16  # such texts are tokenized in any case
 
@@ -22,13 +32,22 @@ SHORT_CHARACTERS = 2**16  # such texts are tokenized in any case
 def tokenizer_of(checkpoint: Source) -> Any:
     """The checkpoint's tokenizer. Raises UserError if it is damaged."""
     try:
+        if isinstance(checkpoint, KnownTokenizer):
+            return load_tokenizer(fetch(checkpoint.checkpoint, weights=False), checkpoint.class_name)
         return load_tokenizer(fetch(checkpoint, weights=False))
     except (ValueError, LookupError, OSError) as error:
         raise UserError(f"{shown_path(checkpoint)}: the tokenizer cannot be loaded: {one_line(error)}") from None
 
 
+def known_tokenizer(checkpoint: ResolvedCheckpoint) -> KnownTokenizer:
+    """The tokenizer for other processes, loaded here once for its class. Raises UserError if it is damaged."""
+    return KnownTokenizer(checkpoint.pinned(), tokenizer_class_name(tokenizer_of(checkpoint.source)))
+
+
 def shown_path(checkpoint: Source) -> str:
     """A checkpoint as messages name it."""
+    if isinstance(checkpoint, KnownTokenizer):
+        checkpoint = checkpoint.checkpoint
     return checkpoint if isinstance(checkpoint, str) else checkpoint.path
 
 
@@ -42,9 +61,7 @@ def fewest_tokens(checkpoint: Source, text: str, enough: int) -> int:
     return 0 if len(text) <= max(SHORT_CHARACTERS, enough) else _length_bound(checkpoint).fewest_tokens(text, enough)
 
 
-def tokenize(
-    checkpoint: str | PinnedFolder | RemoteCheckpoint, texts: Sequence[str], special_tokens: bool
-) -> Iterator[list[int]]:
+def tokenize(checkpoint: Source, texts: Sequence[str], special_tokens: bool) -> Iterator[list[int]]:
     """Token ids of each text, in batches of `BATCH_CHARACTERS`.
 
     Args:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import shutil
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +18,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.engine.loading import load_tokenizer
+from actors.engine.loading import inspect, load_tokenizer
 from actors.engine.types import SamplingParams
+from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.prepare.prompt_spec import PromptSpec, check_spec
 from pipeline.prepare.prompts import ADDED, ERROR, PROMPT_IDS, prepare_table
 from pipeline.prepare.stage import prepare
 from pipeline.prepare.templates import compile_template, template_columns
-from pipeline.prepare.tokenizer import tokenizer_of
+from pipeline.prepare.tokenizer import known_tokenizer, tokenizer_of
 from pipeline.read.ipc import from_ipc, to_ipc
 
 CONTEXT, VOCABULARY = 64, 300
@@ -175,6 +181,42 @@ def test_planning_leaves_the_environment_of_its_process_unchanged(
     tokenizer_of.cache_clear()
     check_spec(spec(checkpoint, choices=("a", "b")))
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("declared", [None, "GPT2Tokenizer", "LlamaTokenizer", "PreTrainedTokenizerFast", "Unknown"])
+def test_the_planned_class_loads_what_auto_tokenizer_loads(
+    checkpoint: Path, tmp_path: Path, declared: str | None
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("tokenizer_class")
+    settings |= {} if declared is None else {"tokenizer_class": declared}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    expected = load_tokenizer(folder)
+    found = tokenizer_of(known_tokenizer(ResolvedCheckpoint(inspect(folder), str(folder))))
+    assert type(found) is type(expected)
+    assert found.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
+    assert found.special_tokens_map == expected.special_tokens_map
+
+
+def test_a_process_that_prepares_rows_imports_no_torch(checkpoint: Path) -> None:
+    known = known_tokenizer(ResolvedCheckpoint(inspect(checkpoint), str(checkpoint)))
+    batch = {"shard": [0], "url": ["u"], "first_row": [0], "rows": [to_ipc(pa.table({"prompt": ["a"]}))]}
+    job = pickle.dumps((batch, replace(spec(checkpoint), checkpoint=known)))
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import pickle, sys; from pipeline.prepare.stage import prepare; "
+            "print(len(prepare(*pickle.load(sys.stdin.buffer))['rows'][0]), 'torch' in sys.modules)",
+        ],
+        input=job,
+        capture_output=True,
+        check=True,
+    )
+    length, has_torch = run.stdout.decode().split()
+    assert int(length) > 0 and has_torch == "False"
 
 
 @pytest.mark.parametrize("text", ["{", "{}"])
