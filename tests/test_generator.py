@@ -388,10 +388,16 @@ def test_an_answer_of_one_token_has_no_mean_depth(checkpoint: Path) -> None:
     assert done["generated_tokens"].tolist() == [1, 1] and done["mean_depth"].tolist() == [None, None]
 
 
-def test_loading_prints_nothing_and_leaves_transformers_as_it_was(checkpoint: Path) -> None:
-    """In a process of its own: other tests may have silenced the library."""
+def test_a_new_process_imports_little_prints_nothing_and_leaves_transformers_as_it_was(checkpoint: Path) -> None:
+    """The engine runs where neither Ray nor Arrow is, the generator in anyone's map_batches. In a process of its own:
+    other tests have imported more, and may have silenced the library."""
     code = f"""
-import logging
+import importlib, logging, pkgutil, sys
+import actors.engine
+for module in pkgutil.iter_modules(actors.engine.__path__):
+    importlib.import_module(f"actors.engine.{{module.name}}")
+found = [name for name in ("ray", "pyarrow", "pipeline") if name in sys.modules]
+assert not found, f"actors.engine imports {{found}}"
 from huggingface_hub.utils import are_progress_bars_disabled
 from transformers.utils import logging as library
 def settings():
@@ -399,6 +405,8 @@ def settings():
     return library.is_progress_bar_enabled(), are_progress_bars_disabled(), level
 before = settings()
 from actors.generator import Generator
+found = [name for name in ("ray", "pipeline") if name in sys.modules]
+assert not found, f"actors.generator imports {{found}}"
 Generator({str(checkpoint)!r}, device="cpu")
 assert before == settings()
 assert before[:2] == (True, False)
@@ -408,23 +416,6 @@ assert before[:2] == (True, False)
     }  # set by the CLI
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_imports_stay_light() -> None:
-    """The engine runs where neither Ray nor Arrow is, the generator in anyone's map_batches."""
-    code = """
-import importlib, pkgutil, sys
-import actors.engine
-for module in pkgutil.iter_modules(actors.engine.__path__):
-    importlib.import_module(f"actors.engine.{module.name}")
-found = [name for name in ("ray", "pyarrow", "pipeline") if name in sys.modules]
-assert not found, f"actors.engine imports {found}"
-import actors.generator
-found = [name for name in ("ray", "pipeline") if name in sys.modules]
-assert not found, f"actors.generator imports {found}"
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def test_the_engine_is_checked_before_a_model_is_loaded(checkpoint: Path) -> None:

@@ -44,7 +44,8 @@ def test_the_wheel_holds_every_module_and_kernel_source(wheel: Path) -> None:
 
 
 def test_try_answers_rows_from_an_installed_wheel(wheel: Path, tmp_path: Path) -> None:
-    """The environment holds this wheel alone; the dependencies are those of the environment of the tests."""
+    """The environment holds this wheel alone; the dependencies are those of the environment of the tests. `try` does
+    not import ray."""
     environment = tmp_path / "environment"
     venv.create(environment, with_pip=False)
     python = environment / "bin" / "python"
@@ -75,7 +76,11 @@ def test_try_answers_rows_from_an_installed_wheel(wheel: Path, tmp_path: Path) -
     )
     assert where.stdout.startswith(str(site))
     command = [environment / "bin" / "skipdecode", "try", "job.yaml", "--rows", "2"]
-    done = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**alone, "PYTHONPROFILEIMPORTTIME": "1"}, capture_output=True, text=True
+    )
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert done.returncode == 0, done.stderr
+    assert "torch" in imported and "ray" not in imported
     assert "name[Zizzi]" in done.stdout and "name[Aromi]" in done.stdout
     assert not (tmp_path / "out").exists()

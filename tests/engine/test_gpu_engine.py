@@ -86,7 +86,7 @@ def test_greedy_rows_equal_the_oracle(family: str, spec: int, scheduler: str) ->
     assert [list(tokens) for tokens in got] == oracle_answers(library, schedule, rows, STOP, got)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     any_schedule(),
     st.integers(0, 99),
@@ -100,7 +100,7 @@ def test_what_a_row_draws_hangs_on_no_other(
 ) -> None:
     """Greedy and sampled rows, however many are in flight and however seldom the host looks; with features that the
     host must draw for, and without."""
-    rows = requests(11, seed, sampled=True)
+    rows = requests(9, seed, sampled=True)
     if not hosted:
         plain = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         rows = [Request(row.prompt_ids, row.sampling.merged(plain), row.key) for row in rows]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ from typer.testing import CliRunner
 
 from pipeline.adapt import configs
 from pipeline.adapt import run as adaptation
-from pipeline.adapt.pairs import prompt_ids
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
 from pipeline.config.load import dump_yaml
@@ -56,13 +54,6 @@ def values(inputs: Path | str, answers: Path, checkpoint: Path, **adapt: Any) ->
         "sampling": {"max_new_tokens": 8, "stop": ["1e5"]},
         "adapt": {"rows": 20, "held_out": 6, "speedups": [1, 2, 3], "tolerance": 10.0, **adapt},
     }
-
-
-def deadly_prompt_ids(table: pa.Table, spec: Any) -> list[list[int] | None]:
-    """`prompt_ids` of a template that kills its process at one prompt."""
-    if "alpha 4" in table["q"].to_pylist():
-        os.abort()
-    return prompt_ids(table, spec)
 
 
 def called_here(function: Callable[..., Any], *arguments: Any, seconds: float) -> Any:

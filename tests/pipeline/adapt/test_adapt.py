@@ -14,9 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from adapt_fakes import END, ROWS, Fakes, Run, command_over, deadly_prompt_ids, values, write_inputs
+from adapt_fakes import END, ROWS, Fakes, Run, command_over, values, write_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from poison_stages import prompt_ids_or_death
 
 from actors.engine.schedule import ScheduleSpec
 from pipeline.adapt import configs
@@ -373,8 +374,8 @@ def test_a_row_that_kills_its_process_is_left_out(
     spec = prompt_spec(config, resolve_checkpoint(config.model, config.storage), 0.0)
     table = pq.read_table(tmp_path / "in" / "in-0.parquet").slice(3, 2)
     whole = prompt_ids(table, spec)
-    assert prompts_isolated(table, spec, deadly_prompt_ids) == [whole[0], None]
-    assert caplog.messages == ["a row of the sample is left out: its prompt cannot be prepared: killed by SIGABRT"]
+    assert prompts_isolated(table, spec, prompt_ids_or_death) == [whole[0], None]
+    assert caplog.messages == ["a row of the sample is left out: its prompt cannot be prepared: killed by SIGKILL"]
 
 
 def test_a_row_that_the_job_could_not_answer_is_left_out(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +75,3 @@ def test_keys_can_be_set_and_a_mistake_is_one_line(tmp_path: Path, values: dict[
     assert result.exit_code == 0 and "  answer 0: " in result.stdout and "  answer 1: " in result.stdout
     result = CliRunner().invoke(app, ["try", job, "--set", "input.prompt=nothing"])
     assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1 and "nothing" in result.stderr
-
-
-def test_ray_is_not_imported(tmp_path: Path, values: dict[str, Any]) -> None:
-    script = (
-        "import sys; from typer.testing import CliRunner; from pipeline.cli.app import app; "
-        "result = CliRunner().invoke(app, sys.argv[1:]); assert result.exit_code == 0, result.output; "
-        "sys.exit('ray' in sys.modules)"
-    )
-    command = [sys.executable, "-c", script, "try", job_file(tmp_path, values), "--rows", "2"]
-    assert subprocess.run(command, check=False).returncode == 0
