@@ -33,6 +33,7 @@ from pipeline.storage.folder import open_folder
 
 WORDS = ["alpha", "bravo", "charlie", "delta", "echo", "foxtrot", "golf", "hotel", "india", "juliet"]
 ROWS = 90
+ACTORS = {"count": 2, "threads": 1, "max_batch": 8}
 TWO = {"cpu [0]", "cpu [1]"}
 SAMPLED = {"max_new_tokens": 12, "temperature": 1.0, "top_p": 0.9, "seed": 5}
 
@@ -62,7 +63,7 @@ def config(inputs: Path | str, into: Path | str, checkpoint: Path, **changes: An
         "model": {"path": str(checkpoint), "dtype": "float32"},
         "schedule": {"agreement_rows": 0},
         "sampling": SAMPLED,
-        "actors": {"count": 2, "threads": 1, "max_batch": 8},
+        "actors": ACTORS,
         "shard_rows": 10,
         "shared_prefix": False,  # to sample it starts a process at every plan
         "max_error_rate": 0.1,
@@ -322,7 +323,7 @@ def test_a_killed_run_started_again_is_as_if_undisturbed(
     """The killed run is on Ray, where processes may outlive the driver; to start it again there takes half a minute."""
     whole, _ = undisturbed
     output = tmp_path / "out"
-    job = config(inputs, output, checkpoint)
+    job = config(inputs, output, checkpoint, actors={**ACTORS, "count": 1})
     before = rays()
     first = Command(tmp_path, job)
     first.wait_for_parts(output, 2)
@@ -356,7 +357,7 @@ def test_sigterm_is_exit_4_and_what_is_in_flight_is_finished_or_dropped(
     whole, _ = undisturbed
     output = tmp_path / "out"
     before = rays()
-    run = Command(tmp_path, config(inputs, output, checkpoint, grace_seconds=grace))
+    run = Command(tmp_path, config(inputs, output, checkpoint, grace_seconds=grace, actors={**ACTORS, "count": 1}))
     run.wait_for_parts(output, 2)
     run.process.send_signal(signal.SIGTERM)
     early = len(parts(output))
