@@ -1,11 +1,15 @@
 """What to train for speed, at equal time: speed adapters of several ranks, one for all speeds or one each, all weights.
 
-    .venv/bin/python tests/benchmarks/adapter_variants.py CHECKPOINT --minutes 20 [--variants rank-8,full]
+    .venv/bin/python tests/benchmarks/adapter_variants.py CHECKPOINT --minutes 20 [--variants rank-8,rank-8+shared,full]
+
+A variant is rank-N or full, and any of: +each, one adapter a speed; +shared, all speeds at every step, which share the
+prompts' pass (`speeds_per_step`); +answers, no gradient through prompts (`prompt_gradient: false`).
 
 The rows are the checkpoint's own greedy answers at full depth to E2E's facts (`--prompts`), in a chat where it has a
-template. Every variant trains by `tune` for the same minutes, known from the seconds of its first steps; one adapter a
-speed divides them among the speeds. Printed, and written to FOLDER/variants.json after every variant: token KL, nats,
-at each speed on held-out rows, rows trained on, bytes of the files. A variant that is already there is not repeated.
+template; or the pairs of an adaptation (`--pairs`, its folder). Every variant trains by `tune` for the same minutes,
+known from the seconds of its first steps; one adapter a speed divides them among the speeds. Printed, and written to
+FOLDER/variants.json after every variant: token KL, nats, at each speed on held-out rows, rows trained on, bytes of the
+files. A variant that is already there is not repeated.
 """
 
 from __future__ import annotations
@@ -39,15 +43,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--prompts", type=Path, default=Path("../shared/data/e2e/train.parquet"))
+    parser.add_argument("--pairs", type=Path, help="folder of `skipdecode adapt`")
     parser.add_argument("--folder", type=Path, default=Path("work/variants"))
-    parser.add_argument("--variants", default="rank-8,rank-32,rank-128,rank-32-each,full")
+    parser.add_argument("--variants", default="rank-8,rank-32,rank-128,rank-32+each,full")
     parser.add_argument("--minutes", type=float, default=20.0, help="of training, each variant")
     parser.add_argument("--speedups", default="1.5,2,3")
     parser.add_argument("--rows", type=int, default=1000, help="answered at full depth")
     parser.add_argument("--held-out", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--batch", type=int, default=16, help="rows a step")
-    parser.add_argument("--keep-order", default="measured", help="as in a tune file")
+    parser.add_argument(
+        "--keep-order",
+        type=lambda text: json.loads(text) if text.startswith("[") else text,
+        default="measured",
+        help="as in a tune file",
+    )
+    parser.add_argument("--horizon", type=int, default=None)
     parser.add_argument("--threads", type=int, default=None)
     asked = parser.parse_args()
     if asked.threads:
@@ -67,6 +78,10 @@ def main() -> None:
 def _answer(asked: argparse.Namespace) -> None:
     """train.parquet and held-out.parquet in the folder: prompts and the checkpoint's own answers, as token ids."""
     if (asked.folder / "train.parquet").exists():
+        return
+    if asked.pairs is not None:
+        for name in ("train", "held-out"):
+            pq.write_table(pq.read_table(asked.pairs / f"{name}.parquet"), asked.folder / f"{name}.parquet")
         return
     facts = list(dict.fromkeys(pq.read_table(asked.prompts, columns=["prompt"])["prompt"].to_pylist()))
     chosen = np.random.default_rng(0).permutation(len(facts))[: asked.rows]
@@ -97,7 +112,7 @@ def _answer(asked: argparse.Namespace) -> None:
 
 def _run(asked: argparse.Namespace, variant: str, speedups: Sequence[float]) -> dict[str, Any]:
     """Train one variant and measure it."""
-    groups = [[speedup] for speedup in speedups] if variant.endswith("-each") else [list(speedups)]
+    groups = [[speedup] for speedup in speedups] if "each" in variant.split("+") else [list(speedups)]
     kl: dict[str, float] = {}
     seconds = steps = size = 0.0
     for number, group in enumerate(groups):
@@ -117,7 +132,8 @@ def _trained(
     asked: argparse.Namespace, name: str, variant: str, speedups: Sequence[float], steps: int
 ) -> dict[str, Any]:
     """The record of a training, which is not repeated if it is finished."""
-    rank = None if variant == "full" else int(variant.split("-")[1])
+    what, *options = variant.split("+")
+    rank = None if what == "full" else int(what.removeprefix("rank-"))
     columns = {"prompt": "prompt", "train_reference": "response", "dev_reference": "response", "ended": "ended"}
     values: dict[str, Any] = {
         "model": {"path": str(asked.checkpoint)},
@@ -129,12 +145,14 @@ def _trained(
             **columns,
         },
         "output": str(asked.folder / name),
-        "schedule": {"speedups": speedups, "keep_order": asked.keep_order},
+        "schedule": {"speedups": speedups, "keep_order": asked.keep_order, "horizon": asked.horizon},
         "loss": {"references": 0.0, "distillation": 1.0},
         "adapter": None if rank is None else {"rank": rank},
         "training": {
             "max_steps": steps,
             "batch_size": asked.batch,
+            "speeds_per_step": len(speedups) if "shared" in options else 1,
+            "prompt_gradient": "answers" not in options,
             "learning_rate": FULL_RATE if rank is None else ADAPTER_RATE,
             "warmup_steps": max(1, steps // 10),
             "bf16": torch.cuda.is_available(),
@@ -152,13 +170,13 @@ def _distances(asked: argparse.Namespace, output: Path, variant: str, speedups: 
     """Token KL from the checkpoint at full depth, nats, on the held-out rows at each speed."""
     dtype, device = torch.float32, torch.device("cuda" if torch.cuda.is_available() else "cpu")
     base = load_decoder(asked.checkpoint, dtype, device)
-    if variant == "full":
+    if variant.split("+")[0] == "full":
         found, fast = inspect(output), load_decoder(output, dtype, device)
     else:
         found, fast = with_adapter(inspect(asked.checkpoint), output), load_decoder(asked.checkpoint, dtype, device)
         assert found.adapter is not None
         merge(fast.model, found.adapter)
-    rows = pq.read_table(asked.folder / "held-out.parquet").to_pylist()
+    rows = pq.read_table(asked.folder / "held-out.parquet").to_pylist()[: asked.held_out]
     pairs = [(row["prompt"], row["response"]) for row in rows]
     lines = [Model(fast, found.schedule({"speedup": speedup})) for speedup in speedups]
     scores = teacher_forced(Model(base, ScheduleSpec().build(base.num_layers)), lines, pairs, 16)
