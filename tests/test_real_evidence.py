@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ideal import Shape, least
+from ideal import Least, Shape, least, taken_off
 from prune_layers import prune
 from real_data import TOPICS, Similar, topic_of
 from real_model import values_of, values_stated
@@ -67,6 +67,14 @@ def test_the_least_time_is_that_of_the_passes_that_the_engine_runs(speedup: floa
         assert found.decode == pytest.approx(counted(parts, "decode"))
     else:
         assert 0.5 * counted(parts, "decode") < found.decode <= counted(parts, "decode") * (1 + 1e-9)
+
+
+def test_the_ideal_is_the_measured_time_without_the_skipped_layers() -> None:
+    full, half = Least(prefill=2.0, decode=5.0, head=1.0), Least(prefill=2.0, decode=3.0, head=1.0)
+    assert taken_off(10.0, 21.0, full, full) == (31.0, 21.0)
+    assert taken_off(10.0, 21.0, full, half) == (21.0, 11.0)  # 20 s of layers at 1x, half of them left, and the head
+    one_token = Least(prefill=1.0, decode=0.0, head=0.0)
+    assert taken_off(10.0, 0.0, Least(2.0, 0.0, 0.0), one_token) == (5.0, 0.0)
 
 
 def test_a_shared_beginning_is_computed_for_no_row() -> None:

@@ -151,6 +151,7 @@ def tune_config(
         "training": {
             **TRAINING,
             "learning_rate": LEARNING_RATE[adapt.weights],
+            "speeds_per_step": len(adapt.speedups),
             "bf16": config.model.dtype != "float32",
             **adapt.training,
         },

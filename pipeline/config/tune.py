@@ -124,7 +124,7 @@ class TrainingConfig(Section):
     micro_batch_tokens: int | None = Field(
         None,
         ge=1,
-        description="most tokens computed at once; default as many as 1 GiB of activations allows, on a GPU a quarter "
+        description="most tokens computed at once; default as many as 3 GiB of activations allow, on a GPU a quarter "
         "of its memory",
     )
     checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, more time")

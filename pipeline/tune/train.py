@@ -25,7 +25,7 @@ from pipeline.tune.trainer import KEY, SkipTrainer, Teacher, collate_pairs
 
 log = logging.getLogger(__name__)
 
-ACTIVATIONS = 2**30  # bytes kept for the backward pass of a micro-batch on a CPU
+ACTIVATIONS = 3 * 2**30  # bytes kept for the backward pass of a micro-batch on a CPU
 MIN_TOKENS = 256
 
 

@@ -59,6 +59,7 @@ def main() -> None:
         help="as in a tune file",
     )
     parser.add_argument("--horizon", type=int, default=None)
+    parser.add_argument("--micro-batch-tokens", type=int, default=None)
     parser.add_argument("--threads", type=int, default=None)
     asked = parser.parse_args()
     if asked.threads:
@@ -153,6 +154,7 @@ def _trained(
             "batch_size": asked.batch,
             "speeds_per_step": len(speedups) if "shared" in options else 1,
             "prompt_gradient": "answers" not in options,
+            "micro_batch_tokens": asked.micro_batch_tokens,
             "learning_rate": FULL_RATE if rank is None else ADAPTER_RATE,
             "warmup_steps": max(1, steps // 10),
             "bf16": torch.cuda.is_available(),

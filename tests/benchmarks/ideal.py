@@ -1,8 +1,8 @@
-"""The least time of a run at a schedule, from its rows' lengths and the ceilings of the machine: the ideal wall clock.
+"""The ideal wall clock of a schedule: the time of full depth with the skipped work taken off.
 
-Every part takes max(FLOPs / rate, bytes / bandwidth): linear layers, attention and the vocabulary head, of prompts and
-of decode steps. Rows run in full batches, longest prompts first, each row to its own end; nothing is padded, and a
-prefix that all prompts share is computed once.
+The work is counted from rows' lengths as the least time on this machine: every part takes max(FLOPs / rate, bytes /
+bandwidth): linear layers, attention and the vocabulary head, of prompts and of decode steps. Rows run in full batches,
+longest prompts first, each row to its own end; nothing is padded, and a prefix that all prompts share is computed once.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class Least:
-    """Seconds at least, of the prompts' passes and of the decode steps."""
+    """Seconds at least, of the prompts' passes and of the decode steps; head: its part of the decode steps."""
 
     prefill: float
     decode: float
+    head: float
 
     @property
     def whole(self) -> float:
@@ -81,7 +82,7 @@ def least(
     def seconds(flops: float, moved: float) -> float:
         return max(flops / ceilings.flops, moved / ceilings.bandwidth)
 
-    prefill = decode = 0.0
+    prefill = decode = head = 0.0
     prompt_layers = len(schedule.prompt_layers)
     ordered = sorted(rows, reverse=True)
     for first in range(0, len(ordered), batch):
@@ -96,5 +97,21 @@ def least(
             layers = schedule.depth(position)
             decode += layers * seconds(2 * len(alive) * shape.layer, item * shape.layer)
             decode += layers * seconds(4 * sum(alive) * shape.width, item * sum(alive) * shape.cached)
-            decode += seconds(2 * len(alive) * shape.head, item * shape.head)
-    return Least(prefill, decode)
+            head += seconds(2 * len(alive) * shape.head, item * shape.head)
+    return Least(prefill, decode + head, head)
+
+
+def taken_off(prefill: float, decode: float, full: Least, line: Least) -> tuple[float, float]:
+    """Ideal seconds of a schedule's whole run and of its decode steps.
+
+    The measured time of full depth is scaled by the work that is left. Of the decode steps, only the vocabulary head is
+    the same at all depths; it counts as its least time, and all other time as time of layers, so that the result is a
+    bound that a run does not beat by more than noise.
+
+    Args:
+        prefill, decode: seconds measured at full depth.
+        full, line: the work at full depth and at the schedule.
+    """
+    layers = (line.decode - line.head) / (full.decode - full.head) if full.decode > full.head else 1.0
+    decode = max(decode - full.head, 0.0) * layers + line.head
+    return prefill * line.prefill / full.prefill + decode, decode

@@ -16,7 +16,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import torch
-from ideal import Least, Shape, least
+from ideal import Least, Shape, least, taken_off
 from real_data import JOBS, WORK
 from real_model import values_stated
 from roofline import Ceilings, measure
@@ -29,18 +29,33 @@ from pipeline.evaluate.results import answers_file
 
 METRICS = {"text": "bleu", "labels": "exact_match", "groups": "exact_match", "summaries": "rouge_l"}
 TITLES = {"bleu": "BLEU", "exact_match": "accuracy %", "rouge_l": "ROUGE-L"}
-LINES = {"paper": "unadapted, paper's order", "measured": "unadapted, measured order", "adapted": "adapted"}
+LINES = {"adapted": "adapted", "measured": "unadapted, measured order", "paper": "unadapted, paper's order"}
 MARKS = {"paper": "s", "measured": "^", "adapted": "o", "dense": "D"}
 
 
 @dataclass
 class Row:
-    """A line of the table. kind: paper, measured, adapted or dense. values: evaluate's. stated: of slot values, %."""
+    """A line of the table.
+
+    kind: paper, measured, adapted or dense. values: evaluate's. stated: of slot values, %. full: the line of 1x over
+    the same rows; None for that line itself.
+    """
 
     kind: str
     values: dict[str, Any]
-    ideal: Least | None
+    work: Least | None
     stated: float | None
+    full: Row | None
+
+    @property
+    def ideal(self) -> tuple[float, float] | None:
+        """Ideal speed-ups of the whole run and of its decode steps; None for another model."""
+        full = self.full or self
+        if self.work is None or full.work is None:
+            return None
+        seconds, decode_seconds = full.values["seconds"], full.values["decode_seconds"]
+        whole, decode = taken_off(seconds - decode_seconds, decode_seconds, full.work, self.work)
+        return seconds / whole, decode_seconds / decode if decode else 1.0
 
     @property
     def title(self) -> str:
@@ -76,17 +91,16 @@ def _rows(name: str, kind: str, config: EvalConfig, adapter: Path, ceilings: Cei
     shape, item = Shape.of(base.config), getattr(torch, config.model.dtype).itemsize
     rows = []
     for values in json.loads((folder / "table.json").read_text()):
-        if values["nominal"] == 1 and again:
-            continue
         answers = pq.read_table(folder / answers_file(values["name"])).to_pylist()
         lengths = [(len(_ids(answer["prompt"])), answer["generated_tokens"]) for answer in answers]
-        bound = None
+        work = None
         if values["nominal"] is not None:
             schedule = _schedule(checkpoint, kind, adapter, values["nominal"])
-            bound = least(lengths, schedule, shape, ceilings, item, values["batch"])
+            work = least(lengths, schedule, shape, ceilings, item, values["batch"])
         stated = _stated(name, [answer["answer"] or "" for answer in answers])
-        rows.append(Row(kind if values["nominal"] is not None else "dense", values, bound, stated))
-    return rows
+        full = rows[0] if rows else None  # evaluate's first line is 1x
+        rows.append(Row(kind if values["nominal"] is not None else "dense", values, work, stated, full))
+    return rows[1:] if again else rows
 
 
 def _schedule(checkpoint: Checkpoint, kind: str, adapter: Path, nominal: float) -> Any:
@@ -135,16 +149,10 @@ def _markdown(name: str, rows: Sequence[Row], cost: dict[str, float]) -> str:
     )
     lines = [head, "|---" + "|---:" * (head.count("|") - 2) + "|"]
     full = rows[0]
-    assert full.ideal is not None
     count = full.values["rows"]
     for row in rows:
         values = row.values
-        ideals = ["-", "-"]
-        if row.ideal is not None:
-            ideals = [
-                f"{full.ideal.whole / row.ideal.whole:.2f}x",
-                f"{full.ideal.decode / row.ideal.decode:.2f}x" if row.ideal.decode else "-",
-            ]
+        ideals = ["-", "-"] if row.ideal is None else [f"{speedup:.2f}x" for speedup in row.ideal]
         loss = "-"
         if row is not full:
             low, high = values[f"{metric}_loss_low"], values[f"{metric}_loss_high"]
@@ -168,6 +176,9 @@ def _markdown(name: str, rows: Sequence[Row], cost: dict[str, float]) -> str:
         ]
         lines.append("| " + " | ".join(cells) + " |")
     notes = [f"{count} rows, batches of up to {full.values['batch']}; brackets: 95% intervals, paired bootstrap."]
+    fewer = {row.values["rows"] for row in rows} - {count}
+    if fewer:
+        notes.append(f"Unadapted: {min(fewer)} rows.")
     if name in ("labels", "groups"):
         notes.append(_nearest(name, count))
     if "tune" in cost:
