@@ -26,7 +26,8 @@ from pipeline.prepare.prompts import prepare_table
 from pipeline.prepare.tokenizer import tokenizer_of
 from pipeline.read.files import InputFile, list_files
 from pipeline.read.ipc import from_ipc
-from pipeline.read.shards import Shard, cut_shards, read_blocks
+from pipeline.read.rows import read_blocks
+from pipeline.read.shards import Shard, cut_shards
 from pipeline.runtime.announce import announced
 
 
@@ -99,7 +100,7 @@ def _on_this_machine(config: JobConfig) -> JobConfig:
 
 def _first_rows(config: JobConfig, rows: int) -> tuple[list[InputFile], list[Shard], pa.Schema]:
     """Files and shards of the first rows, and their schema; files after them are not opened."""
-    listed = list_files(config.input.path, config.storage)
+    listed = list_files(config.input.path, config.storage, config.input.format)
     check_output_disjoint(config, listed)
     files: list[InputFile] = []
     for url, entry in listed.items():

@@ -65,7 +65,7 @@ def plan_adaptation(config: JobConfig, source: str, folder: Path, record: StageR
         raise UserError("model.speed_adapter: adapt trains one for model.path; leave it out")
     configs.check_installed(config)
     check_columns(config)
-    listed = list_files(config.input.path, config.storage)
+    listed = list_files(config.input.path, config.storage, config.input.format)
     check_output_disjoint(config, listed, "adapt.output", str(folder))
     files, schema = layout(config, listed)
     rows = sum(file.rows for file in files)

@@ -16,8 +16,9 @@ from pipeline.plan.manifest import read_footers
 from pipeline.prepare.prompts import ERROR
 from pipeline.read.files import Files, InputFile
 from pipeline.read.ipc import from_ipc, to_ipc
-from pipeline.read.schema import conform, is_text
-from pipeline.read.shards import Shard, read_shards
+from pipeline.read.rows import read_rows
+from pipeline.read.schema import is_text
+from pipeline.read.shards import Shard
 from pipeline.storage.owned_folder import replacing
 
 
@@ -65,5 +66,5 @@ def _read(config: JobConfig, files: Sequence[InputFile], schema: pa.Schema, rows
     ends = accumulate((file.rows for file in files), initial=0)
     for file, (first, end) in zip(files, pairwise(ends), strict=True):
         single_rows = [Shard(0, file.url, row - first, 1) for row in rows if first <= row < end]
-        for table in read_shards(single_rows, schema.names, config.storage) if single_rows else ():
-            yield from_ipc(to_ipc(conform(table, schema)))  # a copy: a slice would keep its whole batch in memory
+        for table in read_rows(single_rows, file, schema, config.storage) if single_rows else ():
+            yield from_ipc(to_ipc(table))  # a copy: a slice would keep its whole batch in memory

@@ -14,7 +14,8 @@ from pipeline.backends.stages import Actors, Read, Stage, Tasks
 from pipeline.config.job import ActorsConfig
 from pipeline.generate.coordinator import Coordinator, Workload
 from pipeline.generate.stage import ThisProcess
-from pipeline.read.shards import group_shards, read_blocks
+from pipeline.read.rows import read_blocks
+from pipeline.read.shards import group_shards
 from pipeline.runtime.signals import Interrupted, graceful
 
 Result = TypeVar("Result")

@@ -11,7 +11,8 @@ from pipeline.commit.sink import PARTS_AT_ONCE, SUCCESS, check_part, part_name, 
 from pipeline.config.job import StorageConfig
 from pipeline.plan.manifest import Manifest, coverage_problems
 from pipeline.plan.plan_files import PLAN
-from pipeline.read.files import InputFile, check_unchanged, read_footer
+from pipeline.read.files import InputFile, check_unchanged
+from pipeline.read.rows import read_layout
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.errors import NoSuchBucket
 from pipeline.storage.folder import Folder
@@ -53,7 +54,7 @@ def verify(folder: Folder, manifest: Manifest, storage: StorageConfig) -> Iterat
 
 
 def plan_problems(manifest: Manifest, storage: StorageConfig) -> list[str]:
-    """One line for each row range that does not cover its file, and for each footer with other rows than the plan.
+    """One line for each row range that does not cover its file, and for each file with other rows than the plan.
 
     Skips input files that are gone or changed since: the parts answer the pinned ones.
     """
@@ -61,11 +62,11 @@ def plan_problems(manifest: Manifest, storage: StorageConfig) -> list[str]:
     def problem(file: InputFile) -> str | None:
         try:
             check_unchanged(file, storage)
-            footer, _ = read_footer(file.url, file.size, file.version, storage)
+            found, _ = read_layout(file.url, file.size, file.version, storage, file.format)
         except (UserError, PermissionError, NoSuchBucket):
             return None
-        same = footer.group_rows == file.group_rows
-        return None if same else f"{file.url}: its footer holds {footer.rows} rows, the plan {file.rows}"
+        same = found.group_rows == file.group_rows
+        return None if same else f"{file.url}: it holds {found.rows} rows, the plan {file.rows}"
 
     lines = [line for line in in_parallel(problem, manifest.files) if line is not None]
     return [*lines, *coverage_problems(manifest)]

@@ -17,6 +17,7 @@ from pipeline.config.labels import check_compatible, check_labels, labels_given
 Decay = Literal["linear", "cosine", "power", "step", "constant"]
 KeepOrder = Literal["paper", "even", "early_exit", "measured"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+InputFormat = Literal["parquet", "jsonl", "csv"]
 
 
 def _one_or_many(value: Any) -> Any:
@@ -61,7 +62,12 @@ class InputConfig(Section):
     `chat`, `system` and `examples` make a text the last user message of a chat.
     """
 
-    path: Paths = Field(description="Parquet file, folder or glob, or a list of them; local or s3://")
+    path: Paths = Field(description="input file, folder or glob, or a list of them; local or s3://")
+    format: InputFormat | None = Field(
+        None,
+        description="jsonl: an object a line; csv: names of columns in the first line; either may be gzipped (.gz); "
+        "default by suffix (.jsonl, .csv), else parquet, of a folder the .parquet files",
+    )
     id: str | None = Field(None, description="column that is copied to `id`; default: ids of file name and row number")
     prompt: str | None = Field(
         None, description="column of text, or of lists of token ids, which are not changed; default 'prompt'"

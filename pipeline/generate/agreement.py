@@ -23,8 +23,8 @@ from pipeline.generate.stage import prompts
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import prepare_table
 from pipeline.read.files import InputFile
-from pipeline.read.schema import conform
-from pipeline.read.shards import Shard, read_pinned
+from pipeline.read.rows import read_pinned
+from pipeline.read.shards import Shard
 
 MOST_TOKENS = 256  # of an answer; later tokens are not compared
 
@@ -138,8 +138,8 @@ def _prepared(
     by_url = {file.url: file for file in files}
     for url, of_file in itertools.groupby(rows, key=lambda row: row.url):
         shards = list(of_file)
-        for shard, table in zip(shards, read_pinned(shards, by_url[url], schema.names, storage), strict=True):
-            given += prompts(prepare_table(conform(table, schema), spec), url, shard.first_row)
+        for shard, table in zip(shards, read_pinned(shards, by_url[url], schema, storage), strict=True):
+            given += prompts(prepare_table(table, spec), url, shard.first_row)
     return [replace(prompt, sampling={}) for prompt in given if prompt.error is None]
 
 

@@ -146,7 +146,7 @@ def _nothing_new(root: Folder, config: JobConfig) -> IncrementalResult | None:
 
 
 def _inputs(config: JobConfig, *, may_be_empty: bool) -> Files:
-    return list_files(config.input.path, config.storage, may_be_empty=may_be_empty)
+    return list_files(config.input.path, config.storage, config.input.format, may_be_empty=may_be_empty)
 
 
 def _folder(root: Folder, run: LedgerRun, config: JobConfig) -> Folder:

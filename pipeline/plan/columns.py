@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pyarrow as pa
 
 from actors.engine.errors import UserError
+from actors.engine.types import SamplingParams
 from pipeline.config.job import JobConfig
 from pipeline.generate.output import ANSWER_FIELDS, OPTIONAL_FIELDS
 from pipeline.messages import printable
 from pipeline.prepare.prompt_spec import read_names
 from pipeline.prepare.prompts import ADDED
 from pipeline.read.schema import is_text
+from pipeline.read.text_files import TextColumns
 
 
 def needed_columns(config: JobConfig) -> list[str]:
@@ -24,6 +28,19 @@ def needed_columns(config: JobConfig) -> list[str]:
         raise UserError(f"input.template: {error}") from None
     names = [section.id, *prompt, *config.output.keep]
     return list(dict.fromkeys(name for name in names if name is not None))
+
+
+def text_columns(config: JobConfig) -> TextColumns:
+    """How the columns are read from a JSON Lines or CSV file."""
+    section = config.input
+    as_json = [section.messages, section.sampling if isinstance(section.sampling, str) else None]
+    own = section.sampling.items() if isinstance(section.sampling, dict) else ()
+    kinds = {field.name: str(field.type).removesuffix(" | None") for field in fields(SamplingParams)}
+    numbers = {column: _CSV_TYPES[kinds[name]] for name, column in own if kinds[name] in _CSV_TYPES}
+    return TextColumns(needed_columns(config), frozenset(filter(None, as_json)), numbers)
+
+
+_CSV_TYPES = {"int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
 
 
 def optional_columns(config: JobConfig) -> tuple[str, ...]:

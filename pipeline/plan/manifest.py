@@ -24,16 +24,19 @@ from actors.engine.schedule import Schedule
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import JobConfig
 from pipeline.generate.agreement import Agreement
-from pipeline.plan.columns import check_type, needed_columns
+from pipeline.plan.columns import check_type, text_columns
 from pipeline.plan.gpu_memory import planned_cache
 from pipeline.plan.inputs import check_output_disjoint, unchanged_files, with_digests
 from pipeline.plan.memory import Hardware
 from pipeline.plan.scheduler_choice import chosen_scheduler
 from pipeline.plan.shared_prefix import sampled_prefix
 from pipeline.prepare.prompt_spec import prompt_spec
-from pipeline.read.files import Files, InputFile, list_files, read_footer
+from pipeline.read.files import Files, InputFile, file_format, list_files
+from pipeline.read.rows import read_layout
 from pipeline.read.schema import one_schema, plain
 from pipeline.read.shards import Shard, cut_shards
+from pipeline.read.text_files import with_json_fields
+from pipeline.runtime.announce import announced
 from pipeline.storage.concurrency import in_parallel
 
 log = logging.getLogger(__name__)
@@ -120,7 +123,7 @@ def plan_job(
         UserError: input is missing, unreadable, of the wrong type, or changed since the stored job began.
         NoRows: the input has no rows.
     """
-    listed = list_files(config.input.path, config.storage) if files is None else files
+    listed = list_files(config.input.path, config.storage, config.input.format) if files is None else files
     check_output_disjoint(config, listed)
     if stored is None:
         pinned, schema = read_footers(config, listed)
@@ -133,7 +136,7 @@ def plan_job(
         batching = replace(batching, planned=float(int(time.time())))
         if config.shared_prefix:
             spec = prompt_spec(config, resolved, batching.planned)
-            prefix = sampled_prefix(shards, schema, config.storage, spec, hardware)
+            prefix = sampled_prefix(pinned, shards, schema, config.storage, spec, hardware)
             batching = replace(batching, prefix=tuple(prefix))
     else:
         schema, batching, shards = stored.schema, stored.batching, stored.shards
@@ -190,9 +193,16 @@ def coverage_problems(manifest: Manifest) -> list[str]:
 
 def read_footers(config: JobConfig, listed: Files) -> tuple[list[InputFile], pa.Schema]:
     """The pinned files, and one schema of the needed columns for all. UserError as for `plan_job`."""
-    footers = list(in_parallel(lambda url: read_footer(url, *listed[url], config.storage), listed))
+    text = text_columns(config)
+    kinds = {url: file_format(url, config.input.format) for url in listed}
+
+    def layout(url: str) -> tuple[InputFile, pa.Schema]:
+        return read_layout(url, *listed[url], config.storage, kinds[url], text)
+
+    with announced("reading the input's footers, and text files once, for their rows and types"):
+        footers = list(in_parallel(layout, listed))
     schemas = {file.url: schema for file, schema in footers}
-    schema = one_schema(needed_columns(config), schemas)
+    schema = with_json_fields(one_schema(text.names, schemas), text.as_json)
     for url, columns in schemas.items():
         for name in schema.names:
             kind = plain(columns.field(name).type)

@@ -26,7 +26,7 @@ from pipeline.read.shards import Shard
 from pipeline.storage.folder import Folder
 
 JOB, PLAN, INPUTS, SCHEMA = "_job/job.json", "_job/plan.parquet", "_job/inputs.parquet", "_job/schema.arrow"
-FORMAT = 4
+FORMAT = 5
 CHECK = ',\n  "check": "'  # in job.json: what follows is the digest of all bytes before
 
 
@@ -115,6 +115,7 @@ _FILES = pa.schema(
         ("group_rows", pa.list_(pa.int64())),
         ("group_bytes", pa.list_(pa.int64())),
         ("digest", pa.string()),
+        ("format", pa.string()),
     ]
 )
 _SHARDS = pa.schema([("index", pa.int64()), ("url", pa.string()), ("first_row", pa.int64()), ("rows", pa.int64())])

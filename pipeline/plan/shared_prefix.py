@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,9 +15,11 @@ from pipeline.config.job import StorageConfig
 from pipeline.plan.memory import Hardware
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import PROMPT_IDS, prepare_table
+from pipeline.read.files import InputFile
 from pipeline.read.ipc import from_ipc, to_ipc
 from pipeline.read.schema import conform, is_text
 from pipeline.read.shards import Shard
+from pipeline.read.text_files import read_text
 from pipeline.runtime.isolated import Died
 from pipeline.storage.folder import STORE_ERRORS, filesystem
 
@@ -26,6 +29,7 @@ SPECIAL_TOKENS = 4  # that a tokenizer may put before a text, at most
 
 
 def sampled_prefix(
+    files: Sequence[InputFile],
     shards: Sequence[Shard],
     schema: pa.Schema,
     storage: StorageConfig,
@@ -39,7 +43,8 @@ def sampled_prefix(
             quarantine finds the row when its shard runs. None prepares them here.
     """
     sampled = sorted({0, len(shards) // 2, len(shards) - 1}) if shards else []
-    tables = [_first_rows(shards[position], schema, storage) for position in sampled]
+    by_url = {file.url: file for file in files}
+    tables = [_first_rows(by_url[shards[place].url], shards[place], schema, storage) for place in sampled]
     readable = [table for table in tables if table is not None]
     if any(_differ(table, spec) for table in readable):
         return []
@@ -70,15 +75,19 @@ def _differ(table: pa.Table, spec: PromptSpec) -> bool:
     return len({text[: SHORTEST_PREFIX - SPECIAL_TOKENS] for text in texts}) > 1
 
 
-def _first_rows(shard: Shard, schema: pa.Schema, storage: StorageConfig) -> pa.Table | None:
+def _first_rows(file: InputFile, shard: Shard, schema: pa.Schema, storage: StorageConfig) -> pa.Table | None:
     """The first rows of the row group in which the shard begins; read page by page, not the whole group.
+
+    Of a text file, the first rows of the shard.
 
     None if the file cannot be read: the read task of the shard reports that.
     """
     fs, path = filesystem(shard.url, storage)
     try:
-        with fs.open(path, "rb") as file:
-            parquet = pq.ParquetFile(file, pre_buffer=False, buffer_size=2**16)
+        if file.format != "parquet":
+            return next(read_text([replace(shard, rows=min(shard.rows, SAMPLE_ROWS))], file, schema, storage))
+        with fs.open(path, "rb") as opened:
+            parquet = pq.ParquetFile(opened, pre_buffer=False, buffer_size=2**16)
             ends = itertools.accumulate(
                 parquet.metadata.row_group(number).num_rows for number in range(parquet.metadata.num_row_groups)
             )

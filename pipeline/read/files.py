@@ -1,4 +1,4 @@
-"""Input files: listing, Parquet footers, and the check that a pinned file is unchanged."""
+"""Input files: listing, formats, Parquet footers, and the check that a pinned file is unchanged."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
 from actors.engine.errors import UserError, flat
-from pipeline.config.job import StorageConfig
+from pipeline.config.job import InputFormat, StorageConfig
 from pipeline.storage.errors import NoSuchBucket
 from pipeline.storage.folder import filesystem
 
 Files = Mapping[str, tuple[int, str]]  # URL -> (bytes, version)
+SUFFIXES = {
+    "parquet": (".parquet",),
+    "jsonl": (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz"),
+    "csv": (".csv", ".csv.gz"),
+}
 _MAGIC = {  # first bytes of formats that are often mistaken for Parquet
     b"ARROW1": "an Arrow IPC file",
     b"PARE": "encrypted Parquet",
@@ -41,6 +46,7 @@ class InputFile:
         group_rows: rows of each row group.
         group_bytes: uncompressed bytes of each row group.
         digest: SHA-256 of a local file, "" if none is recorded.
+        format: parquet, jsonl or csv; the groups of a text file are ranges of its lines.
     """
 
     url: str
@@ -49,20 +55,29 @@ class InputFile:
     group_rows: tuple[int, ...]
     group_bytes: tuple[int, ...]
     digest: str = ""
+    format: str = "parquet"
 
     @property
     def rows(self) -> int:
         return sum(self.group_rows)
 
 
+def file_format(url: str, given: InputFormat | None) -> str:
+    """How a file is read: as `input.format` says, else by its suffix, as Parquet if it has no known one."""
+    if given is not None:
+        return given
+    return next((kind for kind, suffixes in SUFFIXES.items() if url.endswith(suffixes)), "parquet")
+
+
 def list_files(
-    paths: Sequence[str], storage: StorageConfig, *, may_be_empty: bool = False
+    paths: Sequence[str], storage: StorageConfig, given: InputFormat | None = None, *, may_be_empty: bool = False
 ) -> dict[str, tuple[int, str]]:
     """URL -> (bytes, version) of every input file: paths in order, the files of a folder or glob sorted by name.
 
     Args:
         paths: files, folders or globs, local or s3://. An existing local file is never read as a glob.
         storage: the job's storage settings.
+        given: `input.format`; of a folder, the files with its suffixes are listed, of Parquet by default.
         may_be_empty: accept folders and globs without files; a folder of a bucket disappears with its last file.
 
     Raises:
@@ -74,7 +89,7 @@ def list_files(
         fs, inside = filesystem(path, storage)
         is_local = isinstance(fs, LocalFileSystem)
         try:
-            entries, nothing = _entries(path, fs, inside)
+            entries, nothing = _entries(path, fs, inside, given)
         except (FileNotFoundError, NotADirectoryError):
             if may_be_empty and not is_local:
                 continue
@@ -90,19 +105,24 @@ def list_files(
     return files
 
 
-def _entries(path: str, fs: fsspec.AbstractFileSystem, inside: str) -> tuple[dict[str, dict[str, Any]], str]:
+def _entries(
+    path: str, fs: fsspec.AbstractFileSystem, inside: str, given: InputFormat | None
+) -> tuple[dict[str, dict[str, Any]], str]:
     """Name -> entry of the files that a path names, and the error message if there is none."""
     if glob.has_magic(inside) and not (isinstance(fs, LocalFileSystem) and os.path.exists(inside)):
         matches = fs.glob(inside, detail=True)
         entries = {name: entry for name, entry in matches.items() if "/_job/" not in name}  # of some output
         nothing = f"{path}: matches no file"
     elif fs.isdir(inside):
-        entries = {
-            name: entry
-            for name, entry in fs.find(inside, detail=True).items()
-            if name.endswith(".parquet") and not _hidden(name[len(inside) :])
+        found = {
+            name: entry for name, entry in fs.find(inside, detail=True).items() if not _hidden(name[len(inside) :])
         }
-        nothing = f"{path}: folder without .parquet files"
+        suffixes = SUFFIXES[file_format("", given)]
+        entries = {name: entry for name, entry in found.items() if name.endswith(suffixes)}
+        nothing = f"{path}: folder without {suffixes[0]} files"
+        others = sorted({kind for kind, ends in SUFFIXES.items() if any(name.endswith(ends) for name in found)})
+        if others and given is None:
+            nothing += f"; it has {' and '.join(others)} files: set input.format"
     else:
         entries, nothing = {inside: fs.info(inside)}, f"{path}: not a file"
     return {name: entry for name, entry in entries.items() if entry["type"] == "file"}, nothing
@@ -156,7 +176,8 @@ def read_footer(url: str, size: int, version: str, storage: StorageConfig) -> tu
 def _not_parquet(url: str, head: bytes, error: Exception) -> str:
     """The message for a file that Arrow refuses; names the format where the file's first bytes show another."""
     kind = _other_format(head)
-    reason = flat(error) if kind is None else f"the file is {kind}; convert it to Parquet"
+    remedy = {"JSON": "set input.format: jsonl", "CSV": "set input.format: csv"}.get(str(kind), "convert it to Parquet")
+    reason = flat(error) if kind is None else f"the file is {kind}; {remedy}"
     return f"{url}: not readable as Parquet: {reason}"
 
 

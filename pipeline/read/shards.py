@@ -1,4 +1,4 @@
-"""Shards: stable row ranges of input files; cutting, grouping into read tasks, and reading."""
+"""Shards: stable row ranges of input files; cutting, grouping into read tasks, and reading those of Parquet files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ import pyarrow.parquet as pq
 
 from actors.engine.errors import flat
 from pipeline.config.job import StorageConfig
-from pipeline.read.files import InputFile, check_unchanged
-from pipeline.read.ipc import to_ipc
-from pipeline.read.schema import conform
-from pipeline.storage.folder import STORE_ERRORS, filesystem
+from pipeline.read.files import InputFile
+from pipeline.storage.folder import filesystem
 
 STREAM_BYTES = 128 * 2**20  # uncompressed; a larger row group is fetched page by page
 FETCH_BYTES = 8 * 2**20  # read-ahead of each column of a large row group
@@ -33,7 +31,10 @@ class Shard:
 
 
 def cut_shards(files: Iterable[InputFile], shard_rows: int, shard_bytes: int) -> list[Shard]:
-    """Shards of all files, in order: whole row groups while they fit the limits; a larger row group is cut."""
+    """Shards of all files, in order: whole row groups while they fit the limits; a larger row group is cut.
+
+    A text file's groups are no unit of reading: its shards have `shard_rows` rows, or as many as have `shard_bytes`.
+    """
     shards: list[Shard] = []
 
     def add(file: InputFile, first: int, rows: int) -> None:
@@ -41,6 +42,10 @@ def cut_shards(files: Iterable[InputFile], shard_rows: int, shard_bytes: int) ->
             shards.append(Shard(len(shards), file.url, first, rows))
 
     for file in files:
+        if file.format != "parquet":
+            for first, end in _even_cuts(file, shard_rows, shard_bytes):
+                add(file, first, end - first)
+            continue
         first = start = held_rows = held_bytes = 0
         for rows, size in zip(file.group_rows, file.group_bytes, strict=True):
             if held_rows and (held_rows + rows > shard_rows or held_bytes + size > shard_bytes):
@@ -56,6 +61,21 @@ def cut_shards(files: Iterable[InputFile], shard_rows: int, shard_bytes: int) ->
             first += rows
         add(file, start, held_rows)
     return shards
+
+
+def _even_cuts(file: InputFile, shard_rows: int, shard_bytes: int) -> Iterator[tuple[int, int]]:
+    """First and last row + 1 of shards; a group's rows count as equally large."""
+    start, size, first = 0, 0.0, 0
+    for rows, group_bytes in zip(file.group_rows, file.group_bytes, strict=True):
+        for row in range(first, first + rows):
+            each = group_bytes / rows
+            if row > start and (row - start == shard_rows or size + each > shard_bytes):
+                yield start, row
+                start, size = row, 0.0
+            size += each
+        first += rows
+    if first > start:
+        yield start, first
 
 
 def read_shards(shards: Sequence[Shard], columns: Sequence[str], storage: StorageConfig) -> Iterator[pa.Table]:
@@ -110,41 +130,13 @@ def _next(batches: Iterator[pa.RecordBatch]) -> pa.RecordBatch:
     return batch
 
 
-def read_pinned(
-    shards: Sequence[Shard], file: InputFile, columns: Sequence[str], storage: StorageConfig
-) -> Iterator[pa.Table]:
-    """`read_shards` of a pinned file. Raises UserError before the first table that a changed file would yield."""
-    try:
-        for table in read_shards(shards, columns, storage):
-            check_unchanged(file, storage)
-            yield table
-    except (*STORE_ERRORS, pa.ArrowException, AssertionError, RuntimeError):
-        check_unchanged(file, storage)  # a changed file is the cause
-        raise
-
-
-def read_blocks(
-    shards: Sequence[Shard], file: InputFile, schema: pa.Schema, storage: StorageConfig
-) -> Iterator[pa.Table]:
-    """A table of one row for each shard of one file: `shard` (its index), `url`, `first_row`, and `rows`, the shard's
-    rows as IPC bytes in the job's schema. One row, so that no splitting of blocks tears the unit of commit apart."""
-    for shard, table in zip(shards, read_pinned(shards, file, schema.names, storage), strict=True):
-        yield pa.table(
-            {
-                "shard": pa.array([shard.index], pa.int64()),
-                "url": [shard.url],
-                "first_row": pa.array([shard.first_row], pa.int64()),
-                "rows": pa.array([to_ipc(conform(table, schema))], pa.large_binary()),
-            }
-        )
-
-
 def group_shards(
     shards: Iterable[Shard], files: Iterable[InputFile], task_rows: int, task_bytes: int
 ) -> list[list[Shard]]:
     """Shards of each read task: consecutive shards of one file, within both limits.
 
-    All shards of one row group stay together, above the limits if need be: the row group is read once.
+    All shards of one row group stay together, above the limits if need be: the row group is read once. So do all of a
+    gzip file, which can only be read from its start.
     """
     layout = {file.url: (file, list(accumulate(file.group_rows, initial=0))) for file in files}
     located = [(shard, *_locate(shard, *layout[shard.url])) for shard in shards]
@@ -153,7 +145,7 @@ def group_shards(
     for _, run in groupby(located, key=lambda item: (item[0].url, item[0] if item[1] is None else item[1])):
         unit = list(run)
         more_rows, more_size = sum(shard.rows for shard, _, _ in unit), sum(shard_bytes for _, _, shard_bytes in unit)
-        fits = rows + more_rows <= task_rows and size + more_size <= task_bytes
+        fits = (rows + more_rows <= task_rows and size + more_size <= task_bytes) or unit[0][0].url.endswith(".gz")
         if not (tasks and tasks[-1][0].url == unit[0][0].url and fits):
             tasks.append([])
             rows, size = 0, 0.0

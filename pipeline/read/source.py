@@ -12,7 +12,8 @@ from ray.data.block import BlockMetadata
 
 from pipeline.config.job import StorageConfig
 from pipeline.read.files import InputFile
-from pipeline.read.shards import Shard, group_shards, read_blocks
+from pipeline.read.rows import read_blocks
+from pipeline.read.shards import Shard, group_shards
 
 
 class ShardSource(Datasource):

@@ -127,19 +127,19 @@ def test_a_disk_failure_is_not_a_user_error(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("content", "kind"),
+    ("content", "kind", "remedy"),
     [
-        (b'{"prompt": "a"}\n{"prompt": "b"}\n', "JSON"),
-        (b'\xef\xbb\xbf[\n  {"prompt": "gr\xc3\xbc\xc3\x9f"}\n]', "JSON"),
-        (b"id,prompt\n1,a\n", "CSV"),
-        (b"id\tprompt\r\n1\ta\r\n", "CSV"),
-        (gzip.compress(b"id,prompt\n1,a\n", mtime=0), "gzip"),
-        (b"ARROW1\0\0" + b"\0" * 99, "an Arrow IPC file"),
+        (b'{"prompt": "a"}\n{"prompt": "b"}\n', "JSON", "set input.format: jsonl"),
+        (b'\xef\xbb\xbf[\n  {"prompt": "gr\xc3\xbc\xc3\x9f"}\n]', "JSON", "set input.format: jsonl"),
+        (b"id,prompt\n1,a\n", "CSV", "set input.format: csv"),
+        (b"id\tprompt\r\n1\ta\r\n", "CSV", "set input.format: csv"),
+        (gzip.compress(b"id,prompt\n1,a\n", mtime=0), "gzip", "convert it to Parquet"),
+        (b"ARROW1\0\0" + b"\0" * 99, "an Arrow IPC file", "convert it to Parquet"),
     ],
 )
-def test_the_error_names_the_format_of_the_file(tmp_path: Path, content: bytes, kind: str) -> None:
+def test_the_error_names_the_format_of_the_file(tmp_path: Path, content: bytes, kind: str, remedy: str) -> None:
     (tmp_path / "a.parquet").write_bytes(content)
-    named = f"{tmp_path}/a.parquet: not readable as Parquet: the file is {kind}; convert it to Parquet"
+    named = f"{tmp_path}/a.parquet: not readable as Parquet: the file is {kind}; {remedy}"
     assert refusal([str(tmp_path)]) == named
 
 

@@ -1,0 +1,195 @@
+"""Whole jobs over JSON Lines and CSV: the answers of the same rows in Parquet, exact resume, changed files refused."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from in_process import run_in_process
+
+from actors.engine.errors import UserError
+from pipeline import job as jobs
+from pipeline.backends.in_process import InProcess
+from pipeline.commit.verify import verify
+from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.plan import plan_files
+from pipeline.read.ipc import from_ipc
+from pipeline.storage.folder import open_folder
+from pipeline.try_rows import answer_first_rows
+
+ROWS = [
+    {"id": f"row-{row}", "prompt": " ".join(["alpha", "bravo", "cheap"][: 1 + row % 3]), "heat": row % 2 * 0.5}
+    for row in range(20)
+]
+
+
+def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(list(rows)), path)
+        return
+    if ".csv" in path.name:
+        plain = path.with_suffix("") if path.suffix == ".gz" else path
+        with open(plain, "w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+        data = plain.read_bytes()
+        plain.unlink()
+    else:
+        data = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+
+
+def config(path: Path, output: Path, checkpoint: Path, **changes: Any) -> JobConfig:
+    values: dict[str, Any] = {
+        "input": {"path": str(path), "id": "id", **changes.pop("input", {})},
+        "output": {"path": str(output)},
+        "model": {"path": str(checkpoint), "dtype": "float32"},
+        "schedule": {"agreement_rows": 0},
+        "sampling": {"max_new_tokens": 4},
+        "actors": {"threads": 1, "max_batch": 8},
+        "shard_rows": 6,
+    }
+    return JobConfig.model_validate({**values, **changes})
+
+
+def parts(folder: Path) -> list[bytes]:
+    return [path.read_bytes() for path in sorted(folder.glob("*.parquet"))]
+
+
+def answers(folder: Path) -> list[dict[str, Any]]:
+    return [row for path in sorted(folder.glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
+
+
+def test_rows_in_any_format_have_the_same_answers(tmp_path: Path, checkpoint: Path) -> None:
+    """The CSV's ids and prompts are text, and its temperatures numbers, as in the other files."""
+    found = {}
+    for suffix in ("parquet", "jsonl", "jsonl.gz", "csv", "csv.gz"):
+        path = tmp_path / f"in.{suffix}"
+        write(path, [{**row, "heat": 0.0} for row in ROWS])
+        job = config(path, tmp_path / suffix, checkpoint, input={"sampling": {"temperature": "heat"}})
+        assert run_in_process(job).totals.errors == 0
+        found[suffix] = answers(tmp_path / suffix)
+    assert [row["id"] for row in found["parquet"]] == [row["id"] for row in ROWS]
+    assert all(rows == found["parquet"] for rows in found.values())
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "csv"])
+def test_a_killed_and_resumed_job_writes_the_same_bytes(tmp_path: Path, checkpoint: Path, suffix: str) -> None:
+    """Sampled answers: they depend on file and row number."""
+    path = tmp_path / f"in.{suffix}"
+    write(path, ROWS)
+    changes: dict[str, Any] = {"sampling": {"max_new_tokens": 4, "temperature": 1.0}}
+    run_in_process(config(path, tmp_path / "whole", checkpoint, **changes))
+    killed = config(path, tmp_path / "killed", checkpoint, **changes)
+
+    class Killed(BaseException):
+        pass
+
+    with pytest.MonkeyPatch.context() as patch:
+        real, calls = jobs.commit_shards, []
+
+        def dying(*arguments: Any, **options: Any) -> Any:
+            calls.append(1)
+            if len(calls) > 2:
+                raise Killed
+            return real(*arguments, **options)
+
+        patch.setattr(jobs, "commit_shards", dying)
+        with pytest.raises(Killed):
+            jobs.run(killed, backend=InProcess())
+    assert len(parts(tmp_path / "killed")) == 2
+    assert run_in_process(killed).fresh_rows == len(ROWS) - 12
+    assert parts(tmp_path / "killed") == parts(tmp_path / "whole")
+    folder = open_folder(str(tmp_path / "killed"), StorageConfig())
+    manifest = plan_files.load(folder)
+    assert manifest is not None and list(verify(folder, manifest, StorageConfig())) == []
+
+
+def test_a_changed_file_is_refused_and_the_same_bytes_are_not(tmp_path: Path, checkpoint: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    write(path, ROWS)
+    job = config(path, tmp_path / "out", checkpoint)
+    run_in_process(job)
+    before = parts(tmp_path / "out")
+    (tmp_path / "out" / "part-000001.parquet").unlink()
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"row-3", b"row-x"))
+    with pytest.raises(UserError, match=r"in\.jsonl: changed since the job began \(same size, other content\)"):
+        run_in_process(job)
+    path.write_bytes(data)
+    run_in_process(job)
+    assert parts(tmp_path / "out") == before
+
+
+def test_a_damaged_line_is_its_rows_error(tmp_path: Path, checkpoint: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    lines = [json.dumps(row).encode() for row in ROWS]
+    lines[4], lines[9] = lines[4][:-3], b'{"id": "row-9"}'
+    path.write_bytes(b"\n".join(lines))
+    totals = run_in_process(config(path, tmp_path / "out", checkpoint)).totals
+    assert (totals.rows, totals.errors) == (len(ROWS), 2)
+    rows = answers(tmp_path / "out")
+    assert rows[4]["id"] is None and rows[4]["error"].startswith("not JSON: JSONDecodeError")
+    assert rows[9]["error"] == "prompt is null"
+    whole = tmp_path / "whole.jsonl"
+    write(whole, ROWS)
+    run_in_process(config(whole, tmp_path / "whole", checkpoint))
+    others = [row for number, row in enumerate(answers(tmp_path / "whole")) if number not in (4, 9)]
+    assert others == [row for number, row in enumerate(rows) if number not in (4, 9)]
+
+
+def test_chats_and_sampling_may_differ_in_shape_from_row_to_row(tmp_path: Path, chat_checkpoint: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    text = {"role": "user", "content": "alpha bravo"}
+    parts_of_text = {"role": "user", "content": [{"type": "text", "text": "alpha bravo"}], "name": None}
+    rows = [
+        {"id": 1, "chat": [text], "own": {"max_new_tokens": 2}},
+        {"id": 2, "chat": [parts_of_text], "own": {"stop": ["zzzz"], "max_new_tokens": 2}},
+        {"id": 3, "chat": json.dumps([text]), "own": {"max_new_tokens": 0}},
+    ]
+    write(path, rows)
+    job = config(path, tmp_path / "out", chat_checkpoint, input={"messages": "chat", "sampling": "own"})
+    run_in_process(job)
+    found = answers(tmp_path / "out")
+    assert found[0]["generated_text"] == found[1]["generated_text"] and found[0]["generated_tokens"] == 2
+    assert [row["id"] for row in found] == [1, 2, 3]
+    assert found[2]["error"] == "sampling: max_new_tokens = 0: must be at least 1"
+
+
+def test_a_shared_prefix_is_found_and_try_shows_rows(tmp_path: Path, checkpoint: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    write(path, ROWS)
+    rule = "Name the place, its area and its food in one line. {{ prompt }}"
+    job = config(path, tmp_path / "out", checkpoint, input={"template": rule})
+    assert len(run_in_process(job).manifest.batching.prefix) > 5
+    tried = answer_first_rows(job, 8)
+    made = answers(tmp_path / "out")[:8]
+    assert [row.id for row in tried] == [row["id"] for row in made]
+    assert [row.answers[0].generated_text for row in tried] == [row["generated_text"] for row in made]
+
+
+def test_blocks_hold_a_shard_each(tmp_path: Path) -> None:
+    from pipeline.read.files import list_files
+    from pipeline.read.rows import read_blocks, read_layout
+    from pipeline.read.schema import one_schema
+    from pipeline.read.shards import cut_shards
+    from pipeline.read.text_files import TextColumns
+
+    path = tmp_path / "in.jsonl"
+    write(path, ROWS)
+    ((url, entry),) = list_files([str(path)], StorageConfig()).items()
+    file, kinds = read_layout(url, *entry, StorageConfig(), "jsonl", TextColumns(["id"]))
+    schema = one_schema(["id"], {url: kinds})
+    shards = cut_shards([file], 7, 10**6)
+    blocks = list(read_blocks(shards, file, schema, StorageConfig()))
+    assert [block["first_row"][0].as_py() for block in blocks] == [0, 7, 14]
+    ids = [row for block in blocks for row in from_ipc(block["rows"][0].as_py())["id"].to_pylist()]
+    assert ids == [row["id"] for row in ROWS]

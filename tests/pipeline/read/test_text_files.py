@@ -1,0 +1,285 @@
+"""JSON Lines and CSV files: every row once and in order, whatever the shards; types of all rows; errors by row."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.engine.errors import UserError
+from pipeline.config.job import InputFormat, StorageConfig
+from pipeline.read import text_files
+from pipeline.read.files import InputFile, file_format, list_files
+from pipeline.read.rows import read_layout, read_rows
+from pipeline.read.schema import one_schema, split_errors
+from pipeline.read.shards import Shard, cut_shards, group_shards
+from pipeline.read.text_files import TextColumns, with_json_fields
+
+LOCAL = StorageConfig()
+
+
+def scan(path: Path | str, columns: TextColumns, storage: StorageConfig = LOCAL) -> tuple[InputFile, pa.Schema]:
+    ((url, (size, version)),) = list_files([str(path)], storage).items()
+    file, schema = read_layout(url, size, version, storage, file_format(url, None), columns)
+    return file, with_json_fields(one_schema(columns.names, {url: schema}), columns.as_json)
+
+
+def rows_of(
+    file: InputFile, schema: pa.Schema, shards: list[Shard], storage: StorageConfig = LOCAL
+) -> list[tuple[dict[str, Any], str | None]]:
+    found: list[tuple[dict[str, Any], str | None]] = []
+    for task in group_shards(shards, [file], 7, 10**6):
+        for shard, table in zip(task, read_rows(task, file, schema, storage), strict=True):
+            assert table.num_rows == shard.rows
+            values, errors = split_errors(table)
+            assert values.schema.equals(schema)
+            found += zip(values.to_pylist(), errors, strict=True)
+    return found
+
+
+def read(path: Path, columns: TextColumns | list[str], shard_rows: int = 3) -> list[tuple[dict[str, Any], str | None]]:
+    columns = columns if isinstance(columns, TextColumns) else TextColumns(columns)
+    file, schema = scan(path, columns)
+    return rows_of(file, schema, cut_shards([file], shard_rows, 10**6))
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
+VALUES = st.fixed_dictionaries(
+    {"n": st.none() | st.integers(-(2**63), 2**63 - 1)},
+    optional={
+        "text": st.none() | TEXTS,
+        "meta": st.fixed_dictionaries({}, optional={"a": TEXTS, "b": st.lists(st.floats(allow_nan=False), max_size=2)}),
+        "unused": st.booleans() | TEXTS,
+    },
+)
+BLANK = st.sampled_from([b"", b"\n", b"  \r\n", b"\t\n\n"])
+
+
+@given(
+    st.lists(st.tuples(VALUES, BLANK, st.booleans()), min_size=1, max_size=30),
+    st.integers(1, 8),
+    st.integers(1, 400),
+    st.integers(1, 5),
+    st.integers(10, 200),
+    st.booleans(),
+    st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_row_comes_out_once_and_in_order(
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: list[tuple[dict[str, Any], bytes, bool]],
+    shard_rows: int,
+    shard_bytes: int,
+    group_rows: int,
+    group_bytes: int,
+    is_packed: bool,
+    ends: bool,
+) -> None:
+    """Against `json.loads` of each line; some lines are damaged, some blank."""
+    data, expected = b"", []
+    for values, blank, damaged in rows:
+        line = json.dumps(values, ensure_ascii=len(data) % 2 == 0).encode()
+        data += blank + (line[:-1] if damaged else line) + b"\n"
+        expected.append(None if damaged else values)
+    data = data if ends else data.removesuffix(b"\n")
+    folder = tmp_path_factory.mktemp("text")
+    path = folder / ("a.jsonl.gz" if is_packed else "a.jsonl")
+    path.write_bytes(gzip.compress(data, 1, mtime=0) if is_packed else data)
+    wanted = [name for name in ("n", "text", "meta") if any(values and name in values for values in expected)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_files, "GROUP_ROWS", group_rows)
+        patch.setattr(text_files, "GROUP_BYTES", group_bytes)
+        if not any(expected):
+            with pytest.raises(UserError, match="no line holds a JSON object"):
+                scan(path, TextColumns(["n"]))
+            return
+        file, schema = scan(path, TextColumns(wanted))
+    assert file.rows == len(rows) and max(file.group_rows) <= group_rows
+    shards = cut_shards([file], shard_rows, shard_bytes)
+    assert [shard.first_row for shard in shards] == [sum(s.rows for s in shards[:at]) for at in range(len(shards))]
+    assert max(shard.rows for shard in shards) <= shard_rows
+    found = rows_of(file, schema, shards)
+    assert len(found) == len(rows)
+    for (values, error), line in zip(found, expected, strict=True):
+        if line is None:
+            assert error is not None and error.startswith("not JSON") and not any(values.values())
+            continue
+        assert error is None
+        meta = line.get("meta")
+        if meta and "meta" in wanted:
+            assert {name: value for name, value in values["meta"].items() if value is not None} == meta
+        assert all(values[name] == line.get(name) for name in wanted if name != "meta")
+    for shard in shards[::-1]:  # a shard alone, as after a resume
+        assert rows_of(file, schema, [shard]) == found[shard.first_row : shard.first_row + shard.rows]
+
+
+@given(
+    st.lists(
+        st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r"), max_size=5)), max_size=25
+    ),
+    st.integers(1, 8),
+    st.integers(1, 5),
+    st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_csv_rows_are_those_of_the_standard_reader(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[list[str]], shard_rows: int, group_rows: int, is_packed: bool
+) -> None:
+    """Quoted line ends and marks; a row with another number of fields than the first line is its row's error."""
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator="\n").writerows([["a", "b"], *rows])
+    path = tmp_path_factory.mktemp("csv") / ("a.csv.gz" if is_packed else "a.csv")
+    data = b"\xef\xbb\xbf" + text.getvalue().encode()
+    path.write_bytes(gzip.compress(data, 1, mtime=0) if is_packed else data)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_files, "GROUP_ROWS", group_rows)
+        file, schema = scan(path, TextColumns(["b"]))
+    expected = [row for row in csv.reader(io.StringIO(text.getvalue(), newline="")) if row][1:]
+    found = rows_of(file, schema, cut_shards([file], shard_rows, 10**6))
+    assert len(found) == len(expected) == file.rows
+    for (values, error), row in zip(found, expected, strict=True):
+        if len(row) == 2:
+            assert (values, error) == ({"b": row[1]}, None)
+        else:
+            assert error == f"{len(row)} fields; the first line names 2 columns" and values == {"b": None}
+
+
+def write(path: Path, *lines: object) -> Path:
+    """Lines as JSON, or as they are."""
+    path.write_bytes(
+        b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
+    )
+    return path
+
+
+def test_a_value_of_another_type_costs_its_row_only(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "a.jsonl",
+        {"p": "a", "n": 1, "l": ["x"], "o": {"a": True}},
+        {"p": 5, "n": 1.5, "l": "xy", "o": [1]},
+        {"p": "b", "n": True, "l": [], "o": {"a": 1}},
+        {"p": "\ud800", "n": 2**53 + 1, "l": ["y", 2], "o": {"a": None, "b": 1.5}},
+        {"n": "1"},
+        [1],
+        b"\xff",
+        b'{"p": NaN}',
+        b"[" * 100_000,
+    )
+    found = read(path, ["p", "n", "l", "o"])
+    assert [error for _, error in found] == [
+        None,
+        "column p: a number that does not fit string",
+        "column n: true or false that does not fit double",
+        "column p: text is not valid Unicode: it holds a lone surrogate",
+        "column n: text that does not fit double",
+        "not a JSON object: the line is a list",
+        "not UTF-8: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
+        "not JSON: ValueError: NaN is not JSON",
+        found[8][1],
+    ]
+    assert str(found[8][1]).startswith("not JSON: RecursionError")
+    assert found[0][0] == {"p": "a", "n": 1.0, "l": ["x"], "o": {"a": True, "b": None}}
+    assert found[1][0] == {"p": "5", "n": 1.5, "l": None, "o": None}
+
+
+def test_the_type_of_most_rows_is_the_columns(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"n": "none"}, {"n": 1}, {"n": 2}, {"n": None}, {})
+    assert [error is None for _, error in read(path, ["n"])] == [False, True, True, True, True]
+    assert scan(path, TextColumns(["n"]))[1].field("n").type == pa.int64()
+
+
+def test_a_column_of_json_keeps_it(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "assistant", "content": "\ud800"}]
+    path = write(tmp_path / "a.jsonl", {"m": chat}, {"m": json.dumps(chat)}, {"m": None})
+    found = read(path, TextColumns(["m"], frozenset({"m"})))
+    assert [error for _, error in found] == [None] * 3
+    assert [values["m"] and json.loads(values["m"]) for values, _ in found] == [chat, chat, None]
+
+
+def test_csv_fields_are_text_but_for_sampling(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"id,p,t,s\n007,1.50,0.5,\n\n8,\xff,x,{}\n9,,,\n")
+    found = read(path, TextColumns(["id", "p", "t", "s"], frozenset({"s"}), {"t": pa.float64()}))
+    assert found[0] == ({"id": "007", "p": "1.50", "t": 0.5, "s": None}, None)
+    assert found[1][1] == "not UTF-8"
+    assert found[2] == ({"id": "9", "p": "", "t": None, "s": None}, None)
+    path.write_bytes(b"t\nx\n")
+    ((values, error),) = read(path, TextColumns(["t"], numbers={"t": pa.float64()}))
+    assert values == {"t": None} and error is not None and error.startswith("column t: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "refusal"),
+    [
+        ("a.jsonl", b'[\n{"p": "a"}\n]', "the file is one JSON array; write one object a line (JSON Lines)"),
+        ("a.jsonl", b'[{"p": "a"},\n{"p": "b"}]', "the file is one JSON array; write one object a line (JSON Lines)"),
+        ("a.jsonl", b'{"q": 1}\n', "no column 'p'; it has q"),
+        ("a.jsonl", '{"p": 1}'.encode("utf-16"), "the text is UTF-16; convert it to UTF-8"),
+        ("a.jsonl", b"PAR1", "the file is Parquet; name it so, or set input.format"),
+        ("a.jsonl", b"p\n", "no line holds a JSON object"),
+        ("a.jsonl.gz", gzip.compress(b'{"p": 1}\n' * 99)[:-9], "not readable as gzip: "),
+        ("a.jsonl.gz", b'{"p": 1}\n', "not readable as gzip: Not a gzipped file"),
+        ("a.csv", b"", "the file is empty; its first line must name the columns"),
+        ("a.csv", b"q\n1\n", "no column 'p'; it has q"),
+        ("a.csv", b"p,p\n1,2\n", "column 'p' occurs 2 times; rename all but one"),
+    ],
+)
+def test_a_file_that_is_no_such_text_is_refused(tmp_path: Path, name: str, data: bytes, refusal: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UserError) as refused:
+        scan(tmp_path / name, TextColumns(["p"]))
+    assert str(refused.value).startswith(f"{tmp_path / name}: {refusal}")
+
+
+def test_a_line_of_any_length_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.read.text_lines.LONGEST", 2**20)
+    path = write(tmp_path / "a.jsonl", {"p": "x" * 2**20})
+    with pytest.raises(UserError, match="a line is longer than 1 MiB"):
+        scan(path, TextColumns(["p"]))
+
+
+def test_fewer_rows_than_planned_is_an_error(tmp_path: Path) -> None:
+    for name, line in (("a.jsonl", b'{"p": "a"}\n'), ("a.csv.gz", b"p\n")):
+        path = tmp_path / name
+        content = line * 10
+        path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+        file, schema = scan(path, TextColumns(["p"]))
+        path.write_bytes(gzip.compress(line * 4) if name.endswith("gz") else line * 4)
+        with pytest.raises(OSError, match=rf"{name}: cannot be read, damaged or cut short: fewer rows"):
+            list(read_rows([Shard(0, file.url, 3, 5)], file, schema, LOCAL))
+
+
+@pytest.mark.parametrize("given", [None, "jsonl"])
+def test_a_folder_gives_the_files_of_the_format(tmp_path: Path, given: InputFormat | None) -> None:
+    for name in ("a.jsonl", "b.jsonl.gz", "c.csv", "_d.jsonl"):
+        (tmp_path / name).write_bytes(b"")
+    if given is None:
+        with pytest.raises(UserError) as refused:
+            list_files([str(tmp_path)], LOCAL)
+        held = f"{tmp_path}: folder without .parquet files; it has csv and jsonl files: set input.format"
+        assert str(refused.value) == held
+    else:
+        assert list(list_files([str(tmp_path)], LOCAL, given)) == [f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl.gz"]
+
+
+def test_files_in_a_bucket_are_read_by_range(s3: StorageConfig, tmp_path: Path) -> None:
+    from pipeline.storage.folder import open_folder
+
+    folder = open_folder("s3://bucket/text", s3)
+    rows = [{"p": f"row {row} " + "x" * 200} for row in range(3000)]
+    data = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+    for name, content in (("a.jsonl", data), ("b.jsonl.gz", gzip.compress(data))):
+        folder.replace(name, content)
+        file, schema = scan(f"s3://bucket/text/{name}", TextColumns(["p"]), s3)
+        assert file.group_rows == (1024, 1024, 952)
+        shards = cut_shards([file], 900, 10**6)
+        assert [values for values, _ in rows_of(file, schema, shards, s3)] == rows
+        assert [values for values, _ in rows_of(file, schema, shards[2:3], s3)] == rows[1800:2700]
