@@ -79,6 +79,8 @@ def print_report(console: Console, manifest: Manifest, shards: pa.Table, totals:
         f"{totals.peak_memory_bytes / 2**20:,.0f} MiB",
         highlight=False,
     )
+    if manifest.agreement is not None:
+        console.print(f"agreement with full depth, before the start: {manifest.agreement}", highlight=False)
     if totals.shared_prompt_tokens:
         shared = f"{totals.shared_prompt_tokens:,} prompt tokens"
         console.print(

@@ -133,8 +133,8 @@ def test_rows_that_outgrow_the_pages_are_preempted_and_not_lost(monkeypatch: pyt
     monkeypatch.setattr(GpuEngine, "take_preempted", counted)
     monkeypatch.setattr(GpuEngine, "admission_estimate", trusting)
     library, decoder = Decoder(tiny_model("llama")), fused("llama")
-    for seed in range(6):
-        rows = requests(30, seed, most_new=40, longest=20)
+    for seed in range(4):
+        rows = requests(25, seed, most_new=40, longest=20)
         rows = [Request(row.prompt_ids, row.sampling.merged({"ignore_eos": seed % 2 == 0}), row.key) for row in rows]
         needed = [row_pages(SCHEDULE, len(row.prompt_ids), row.sampling.max_new_tokens + 8, 4) for row in rows]
         engine = engine_of(decoder, SCHEDULE, pages=max(needed) + 3 * seed, max_rows=8)

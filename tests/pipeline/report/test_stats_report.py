@@ -21,9 +21,11 @@ from pipeline.commit.finalize import STATS, SUMMARY, RowsMissing, write_statisti
 from pipeline.commit.records import encode_record, read_records, record_name
 from pipeline.commit.sink import SUCCESS, commit, committed_shards, part_name
 from pipeline.config.job import StorageConfig
+from pipeline.generate.agreement import Agreement
 from pipeline.generate.coordinator import Coordinator, RunProgress, Workload
 from pipeline.generate.stage import ShardGenerator
 from pipeline.generate.stats import ShardStats, add_up, duplicate_ids, to_table
+from pipeline.plan.manifest import Manifest
 from pipeline.prepare.prompts import CHOICES, ERROR, PROMPT_IDS, SAMPLING
 from pipeline.read.ipc import to_ipc
 from pipeline.read.shards import Shard
@@ -252,9 +254,9 @@ def test_statistics_of_an_unfinished_job(folder: Folder) -> None:
     assert json.loads(folder.read(SUMMARY))["planned_rows"] == 10
 
 
-def printed(shards: pa.Table) -> str:
+def printed(shards: pa.Table, manifest: Manifest = MANIFEST) -> str:
     console = Console(file=io.StringIO(), width=200)
-    print_report(console, MANIFEST, shards, add_up(shards))
+    print_report(console, manifest, shards, add_up(shards))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -264,6 +266,10 @@ def test_the_report_can_be_read(folder: Folder) -> None:
     assert "10 rows in 3 shards, 2 with an error" in text
     assert f"mean depth 3.00 of {LAYERS}, layer ratio 1.33x" in text
     assert "2 rows share their id" in text
+    assert "agreement" not in text
+    measured = replace(MANIFEST, agreement=Agreement(16, False, 200, 190, 0.04))
+    shown = "agreement with full depth, before the start: 0.95 of 200 tokens as at full depth, token KL 0.04 nats"
+    assert shown in printed(read_records(folder, FINGERPRINT), measured)
     none = [replace(part_stats(SHARDS[2]), duplicate_ids=0)]
     assert "no decode steps" in printed(to_table(none)) and "share their id" not in printed(to_table(none))
 
