@@ -52,6 +52,7 @@ class Generator:
         engine: library: layers of transformers, on a CPU with kernels of this package; paged: on a GPU, fused layers,
             CUDA graphs and a paged cache, for the families that have fused layers, else library; auto: library.
         cumulative_logprob: Compute the sum of each answer's log-probabilities, nats, which takes time.
+        row_logprobs: A row may ask for log-probabilities although `sampling` has none; `answer` returns them.
         seed: Seed of the random numbers, from which and from each prompt a row's own follow.
         prompt_column: Column of a batch that holds the prompts.
 
@@ -78,6 +79,7 @@ class Generator:
         compile: bool = False,
         engine: EngineName = "auto",
         cumulative_logprob: bool = True,
+        row_logprobs: bool = False,
         seed: int = 0,
         prompt_column: str = "prompt",
     ) -> None:
@@ -107,6 +109,7 @@ class Generator:
             strip=strip,
             vocab_size=self.engine.decoder.vocab_size,
             stop_ids=self.engine.stop_ids,
+            row_logprobs=row_logprobs,
         )
 
     def at(self, schedule: Schedule, *, max_batch: int | None = None) -> Generator:

@@ -31,6 +31,7 @@ class RequestBuilder:
         strip: Remove white space from both ends of a free answer.
         vocab_size: Token ids are below it.
         stop_ids: Tokens of the model that end a row.
+        row_logprobs: A row may ask for log-probabilities although `sampling` has none.
 
     Raises:
         UserError: Choices that cannot be distinguished.
@@ -46,9 +47,11 @@ class RequestBuilder:
         strip: bool,
         vocab_size: int,
         stop_ids: Collection[int],
+        row_logprobs: bool = False,
     ) -> None:
         self.tokenizer, self.sampling, self.seed, self.strip = tokenizer, sampling, seed, strip
         self.vocab_size, self.stop_ids = vocab_size, frozenset(stop_ids)
+        self.has_logprobs = row_logprobs or sampling.logprobs is not None
         self.special_ids = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
         self.choices = None if choices is None else tuple(choices)
         self._tries: dict[tuple[str, ...], ChoiceTrie] = {}
@@ -99,7 +102,7 @@ class RequestBuilder:
             params = self.sampling.merged(prompt.sampling)
         except ValueError as error:
             raise UserError(f"sampling: {error}") from None
-        if params.logprobs is not None and self.sampling.logprobs is None:
+        if params.logprobs is not None and not self.has_logprobs:
             raise UserError("sampling: logprobs: set it for the whole job too (0 will do), so that there is a column")
         for name, ids in (("sampling: stop_token_ids", params.stop_token_ids), ("prompt", prompt.ids)):
             if ids and max(ids) >= self.vocab_size:

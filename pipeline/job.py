@@ -32,7 +32,7 @@ from pipeline.generate.stage import ShardGenerator
 from pipeline.generate.stats import Totals
 from pipeline.plan import manifest as manifests
 from pipeline.plan.agreement import announce_no_gain, is_measured, with_agreement
-from pipeline.plan.columns import check_columns, optional_columns
+from pipeline.plan.columns import check_columns, kept_columns, optional_columns
 from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import Manifest
 from pipeline.plan.memory import log_memory_estimate
@@ -227,6 +227,7 @@ def generator_arguments(job: PlannedJob) -> dict[str, Any]:
         "schedule": {key: value for key, value in job.schedule.to_dict().items() if key != "num_layers"},
         "unadapted": True,  # as planned
         "strip": job.config.output.strip,
+        "row_logprobs": job.config.input.is_batch,
         "cumulative_logprob": job.config.output.cumulative_logprob,
         "threads": batching.threads,
         "cache_bytes": batching.cache_bytes,
@@ -237,8 +238,8 @@ def generator_arguments(job: PlannedJob) -> dict[str, Any]:
 
 def _part(job: PlannedJob) -> PartSpec:
     return PartSpec(
-        id_column=job.config.input.id,
-        keep=tuple(job.config.output.keep),
+        id_column=job.config.input.id_column,
+        keep=tuple(kept_columns(job.config)),
         optional=optional_columns(job.config),
         fingerprint=job.manifest.fingerprint,
         num_layers=job.checkpoint.checkpoint.num_layers,

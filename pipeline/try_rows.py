@@ -72,7 +72,7 @@ def answer_first_rows(config: JobConfig, rows: int) -> list[TriedRow]:
     with announced("preparing the prompts"):
         for shard, table in _tables(config, job.manifest):
             prepared += prompts(prepare_table(table, spec), shard.url, shard.first_row)
-            ids += row_ids(table, config.input.id, shard.url, shard.first_row).to_pylist()
+            ids += row_ids(table, config.input.id_column, shard.url, shard.first_row).to_pylist()
     with announced("loading the model"):
         from actors.generator import Generator
 

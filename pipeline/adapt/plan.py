@@ -52,6 +52,8 @@ class Task:
 def plan_adaptation(config: JobConfig, source: str, folder: Path, record: StageRecord) -> Task:
     """The task of a job file. Raises UserError of one line for a mistake."""
     options = configs.options(config)
+    if config.input.is_batch:
+        raise UserError("input.format: openai_batch: adapt evaluates rows of one kind; give it a table of messages")
     if config.input.choices is not None:
         raise UserError("input.choices: adapt cannot evaluate rows with labels of their own; give the job's choices")
     if config.choices is not None and options.metric in (*OF_TEXTS, "fidelity"):

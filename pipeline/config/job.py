@@ -17,7 +17,7 @@ from pipeline.config.labels import check_compatible, check_labels, labels_given
 Decay = Literal["linear", "cosine", "power", "step", "constant"]
 KeepOrder = Literal["paper", "even", "early_exit", "measured"]
 Dtype = Literal["float32", "bfloat16", "float16"]
-InputFormat = Literal["parquet", "jsonl", "csv"]
+InputFormat = Literal["parquet", "jsonl", "csv", "openai_batch"]
 
 
 def _one_or_many(value: Any) -> Any:
@@ -65,8 +65,8 @@ class InputConfig(Section):
     path: Paths = Field(description="input file, folder or glob, or a list of them; local or s3://")
     format: InputFormat | None = Field(
         None,
-        description="jsonl: an object a line; csv: names of columns in the first line; either may be gzipped (.gz); "
-        "default by suffix (.jsonl, .csv), else parquet, of a folder the .parquet files",
+        description="jsonl: an object a line; csv: names of columns in the first line; openai_batch: JSON lines of "
+        "requests; each may be gzipped (.gz); default by suffix (.jsonl, .csv), else parquet; of a folder: .parquet",
     )
     id: str | None = Field(None, description="column that is copied to `id`; default: ids of file name and row number")
     prompt: str | None = Field(
@@ -111,6 +111,9 @@ class InputConfig(Section):
         if self.since is None and self.changed != "error":
             raise UserError("changed is for incremental runs: give since: last_success too")
         given = [name for name in ("prompt", "template", "messages") if getattr(self, name) is not None]
+        own = [*given, *(name for name in ("chat", "sampling", "choices") if getattr(self, name))]
+        if self.is_batch and own:
+            raise UserError(f"{own[0]} does not go with format: openai_batch: each line is a whole request")
         if len(given) > 1:
             raise UserError(f"give {given[0]} or {given[1]}, not both")
         if self.chat_template_kwargs and not self.is_chat:
@@ -119,13 +122,24 @@ class InputConfig(Section):
 
     @property
     def prompt_column(self) -> str | None:
-        """The column of prompts; None for a template or messages."""
-        return None if self.template is not None or self.messages is not None else self.prompt or "prompt"
+        """The column of prompts; None for a template, messages or requests."""
+        other = self.is_batch or self.template is not None or self.messages is not None
+        return None if other else self.prompt or "prompt"
+
+    @property
+    def id_column(self) -> str | None:
+        """The column that is copied to `id`."""
+        return "custom_id" if self.is_batch and self.id is None else self.id
+
+    @property
+    def is_batch(self) -> bool:
+        """The input is an OpenAI batch file."""
+        return self.format == "openai_batch"
 
     @property
     def is_chat(self) -> bool:
         """Prompts go through the checkpoint's chat template."""
-        return self.chat or self.messages is not None or self.system is not None or bool(self.examples)
+        return self.is_batch or self.chat or self.messages is not None or self.system is not None or bool(self.examples)
 
 
 class OutputConfig(Section):

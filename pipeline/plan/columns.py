@@ -22,18 +22,27 @@ def needed_columns(config: JobConfig) -> list[str]:
     section = config.input
     try:
         prompt = read_names(
-            section.prompt_column, section.template, section.messages, section.sampling, section.choices
+            section.prompt_column,
+            section.template,
+            section.messages,
+            section.sampling,
+            section.choices,
+            section.is_batch,
         )
     except UserError as error:
         raise UserError(f"input.template: {error}") from None
-    names = [section.id, *prompt, *config.output.keep]
+    names = [section.id_column, *prompt, *kept_columns(config)]
     return list(dict.fromkeys(name for name in names if name is not None))
 
 
 def text_columns(config: JobConfig) -> TextColumns:
     """How the columns are read from a JSON Lines or CSV file."""
     section = config.input
-    as_json = [section.messages, section.sampling if isinstance(section.sampling, str) else None]
+    as_json = [
+        "body" if section.is_batch else None,
+        section.messages,
+        section.sampling if isinstance(section.sampling, str) else None,
+    ]
     own = section.sampling.items() if isinstance(section.sampling, dict) else ()
     kinds = {field.name: str(field.type).removesuffix(" | None") for field in fields(SamplingParams)}
     numbers = {column: _CSV_TYPES[kinds[name]] for name, column in own if kinds[name] in _CSV_TYPES}
@@ -43,12 +52,18 @@ def text_columns(config: JobConfig) -> TextColumns:
 _CSV_TYPES = {"int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
 
 
+def kept_columns(config: JobConfig) -> list[str]:
+    """Input columns that the parts hold besides the id; of a batch file the endpoint too."""
+    added = ["url"] if config.input.is_batch and "url" not in config.output.keep else []
+    return [*config.output.keep, *added]
+
+
 def optional_columns(config: JobConfig) -> tuple[str, ...]:
     """Names from `OPTIONAL_FIELDS` that the job writes."""
     written = {
         "token_ids": config.output.token_ids,
         "cumulative_logprob": config.output.cumulative_logprob,
-        "logprobs": config.sampling.logprobs is not None,
+        "logprobs": config.sampling.logprobs is not None or config.input.is_batch,
         "choice_probability": bool(config.choices or config.input.choices),
     }
     return tuple(name for name in OPTIONAL_FIELDS if written[name])
@@ -68,7 +83,7 @@ def check_columns(config: JobConfig) -> None:
             raise UserError(
                 f"output.keep: {printable(name)} is the name of an answer column; remove it or rename the input column"
             )
-        if name == "id" and config.input.id != "id":
+        if name == "id" and config.input.id_column != "id":
             raise UserError("output.keep: id is written by the job; set input.id: id to keep the input's id")
 
 
@@ -83,11 +98,12 @@ def check_type(config: JobConfig, name: str, kind: pa.DataType, url: str) -> Non
             is_text(kind) or pa.types.is_struct(kind) or (pa.types.is_map(kind) and is_text(kind.key_type)),
             "sampling must be a struct, a map with string keys, or JSON as string",
         ),
+        ("custom_id" if section.is_batch else None, is_text(kind), "a custom_id must be string"),
         (section.choices, _is_list(kind) and is_text(kind.value_type), "choices must be a list of strings"),
     ):
         if name == column and not fits:
             raise UserError(f"{url}: column {name!r} is {printable(kind)}; {rule}")
-    if name == section.id and pa.types.is_nested(kind):
+    if name == section.id_column and pa.types.is_nested(kind):
         raise UserError(f"{url}: column {name!r} is {printable(kind)}; an id must be one plain value")
     if name == section.prompt_column and section.is_chat and _is_ids(kind):
         raise UserError(f"{url}: column {name!r} is {printable(kind)}; a chat needs text: remove chat and system")

@@ -24,6 +24,7 @@ from actors.engine.schedule import Schedule
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import JobConfig
 from pipeline.generate.agreement import Agreement
+from pipeline.plan.batch_ids import check_unique_ids
 from pipeline.plan.columns import check_type, text_columns
 from pipeline.plan.gpu_memory import planned_cache
 from pipeline.plan.inputs import check_output_disjoint, unchanged_files, with_digests
@@ -131,6 +132,9 @@ def plan_job(
         rows = sum(file.rows for file in pinned)
         if rows == 0:
             raise NoRows(f"{config.input.path[0]}: no rows in {len(pinned)} files")
+        if config.input.is_batch:
+            with announced("reading the custom_id of every request"):
+                check_unique_ids(pinned, config.storage)
         batching = plan_batching(config, resolved, min(rows, limit or rows), hardware)
         shards = limited(cut_shards(pinned, batching.shard_rows, batching.shard_bytes), limit)
         batching = replace(batching, planned=float(int(time.time())))

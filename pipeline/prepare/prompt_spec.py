@@ -10,6 +10,7 @@ from actors.engine.label_trie import ChoiceTrie
 from actors.engine.types import SamplingParams
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import JobConfig
+from pipeline.prepare.batch_requests import COLUMNS
 from pipeline.prepare.chat import Chat
 from pipeline.prepare.chat_template import check_chat
 from pipeline.prepare.label_tokens import longest, tokenize_labels
@@ -19,7 +20,8 @@ from pipeline.prepare.tokenizer import Source, known_tokenizer, shown_path, toke
 
 @dataclass(frozen=True)
 class PromptSpec:
-    """How a row becomes a prompt, and which columns hold its own settings. One of column, template and messages is set.
+    """How a row becomes a prompt, and which columns hold its own settings. One of column, template, messages and
+    is_batch is set.
 
     Args:
         checkpoint: where the tokenizer is.
@@ -33,6 +35,7 @@ class PromptSpec:
         sampling_columns: a column of parameters, or parameter -> column; they override the job's.
         choices: the job's labels; () for free text.
         choices_column: column of the row's own labels, which override the job's.
+        is_batch: rows are requests of an OpenAI batch file.
         too_long: `error`, or `truncate_left`, which leaves room for the answer.
     """
 
@@ -47,6 +50,7 @@ class PromptSpec:
     sampling_columns: str | Mapping[str, str] = field(default_factory=dict)
     choices: tuple[str, ...] = ()
     choices_column: str | None = None
+    is_batch: bool = False
     too_long: str = "error"
 
 
@@ -66,13 +70,14 @@ def prompt_spec(config: JobConfig, resolved: ResolvedCheckpoint, planned: float)
         sampling_columns=inputs.sampling or {},
         choices=config.choices or (),
         choices_column=inputs.choices,
+        is_batch=inputs.is_batch,
         too_long=inputs.too_long,
     )
 
 
 def check_spec(spec: PromptSpec) -> None:
     """Raise UserError for a chat template, labels or lengths that would fail every row of the job."""
-    if spec.chat is not None:
+    if spec.chat is not None and not (spec.is_batch and tokenizer_of(spec.checkpoint).chat_template is None):
         check_chat(tokenizer_of(spec.checkpoint), spec.chat, shown_path(spec.checkpoint))
     outside = [token for token in spec.sampling.stop_token_ids if token >= spec.vocab_size]
     if outside:
@@ -101,8 +106,10 @@ def read_names(
     messages: str | None,
     sampling: str | Mapping[str, str] | None,
     choices: str | None,
+    is_batch: bool = False,
 ) -> list[str]:
     """Columns that a row's prompt, sampling and choices come from, each once. Raises UserError for a wrong template."""
     prompt = [column, messages] if template is None else template_columns(template)
     own = [sampling] if isinstance(sampling, str) else list((sampling or {}).values())
-    return list(dict.fromkeys(name for name in [*prompt, *own, choices] if name is not None))
+    requests = COLUMNS if is_batch else ()
+    return list(dict.fromkeys(name for name in [*prompt, *own, choices, *requests] if name is not None))

@@ -7,7 +7,7 @@ any step keeps its place and gets the reason as its error; it never costs anothe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,10 @@ import pyarrow as pa
 
 from actors.engine.errors import UserError
 from actors.engine.types import SamplingParams
+from actors.openai_requests import CompletionRequest
 from pipeline.config.labels import check_compatible, check_labels
 from pipeline.messages import is_unicode, one_line
+from pipeline.prepare.batch_requests import read_batch_row
 from pipeline.prepare.chat import read_messages
 from pipeline.prepare.chat_template import render_chat
 from pipeline.prepare.label_tokens import longest, tokenize_labels
@@ -41,20 +43,28 @@ _NOT_PYTHON = (ValueError, OverflowError, LookupError)  # Arrow values that Pyth
 
 @dataclass
 class _Row:
-    """A row on its way to a prompt; `error` ends it. label: tokens of its longest label and the end, or 0."""
+    """A row on its way to a prompt; `error` ends it.
+
+    Args:
+        label: tokens of its longest label and the end, or 0.
+        is_chat: the chat template has written its text, with special tokens.
+    """
 
     prompt: str | list[int] = ""
     params: SamplingParams = field(default_factory=SamplingParams)
     sampling: str | None = None
     choices: list[str] | None = None
     label: int = 0
+    is_chat: bool = False
     error: str | None = None
 
 
 def prepare_table(table: pa.Table, spec: PromptSpec) -> pa.Table:
     """The shard's table with the columns of `ADDED`; a failed row has no prompt ids, a good row a null error."""
     table, errors = schema.split_errors(table)
-    columns = read_names(spec.column, spec.template, spec.messages, spec.sampling_columns, spec.choices_column)
+    columns = read_names(
+        spec.column, spec.template, spec.messages, spec.sampling_columns, spec.choices_column, spec.is_batch
+    )
     rows = [
         _read_row(values, spec) if error is None else _Row(error=error)
         for values, error in zip(_python_rows(table, columns), errors, strict=True)
@@ -63,16 +73,22 @@ def prepare_table(table: pa.Table, spec: PromptSpec) -> pa.Table:
     for row in rows:
         if row.error is None and isinstance(row.prompt, str):
             _bound_length(row, spec)
-    texts = [row.prompt for row in rows if row.error is None and isinstance(row.prompt, str)]
-    encoded = tokenize(spec.checkpoint, texts, special_tokens=spec.chat is None)
+    encoded = {is_chat: _encoded(rows, is_chat, spec) for is_chat in (False, True)}
     for row in rows:
         if row.error is None:
-            tokens = row.prompt if isinstance(row.prompt, list) else next(encoded)
+            tokens = row.prompt if isinstance(row.prompt, list) else next(encoded[row.is_chat])
             try:
                 row.prompt = _fit(tokens, row, spec)
             except UserError as error:
                 row.error = str(error)
     return _with_added(table, [row if row.error is None else _Row(prompt=[], error=row.error) for row in rows])
+
+
+def _encoded(rows: Sequence[_Row], is_chat: bool, spec: PromptSpec) -> Iterator[list[int]]:
+    """Token ids of the rows whose prompt is a text, of chats or of the others."""
+    found = [row.prompt for row in rows if row.error is None and row.is_chat == is_chat]
+    texts = [text for text in found if isinstance(text, str)]
+    return tokenize(spec.checkpoint, texts, special_tokens=not is_chat)
 
 
 def error_table(table: pa.Table, errors: Sequence[str]) -> pa.Table:
@@ -119,11 +135,15 @@ def _read_row(values: Mapping[str, Any] | Exception, spec: PromptSpec) -> _Row:
     if isinstance(values, Exception):
         return _Row(error=f"cannot be read: {one_line(values)}")
     try:
-        prompt = _prompt(values, spec)
-        if isinstance(spec.sampling_columns, str):
-            changes = read_overrides(values[spec.sampling_columns])
+        is_chat = spec.chat is not None
+        if spec.is_batch:
+            request = read_batch_row(values)
+            is_chat = request.prompt is None
+            prompt = _request_prompt(request, spec)
+            changes = request.sampling
         else:
-            changes = {name: values[column] for name, column in spec.sampling_columns.items()}
+            prompt = _prompt(values, spec)
+            changes = _own_changes(values, spec)
         params, sampling = own_sampling(spec.sampling, changes)
         choices = None if spec.choices_column is None else values[spec.choices_column]
         if choices is not None:
@@ -134,7 +154,22 @@ def _read_row(values: Mapping[str, Any] | Exception, spec: PromptSpec) -> _Row:
             check_compatible(params)
     except ValueError as error:
         return _Row(error=str(error))
-    return _Row(prompt, params, sampling, choices)
+    return _Row(prompt, params, sampling, choices, is_chat=is_chat)
+
+
+def _own_changes(values: Mapping[str, Any], spec: PromptSpec) -> dict[str, Any]:
+    if isinstance(spec.sampling_columns, str):
+        return read_overrides(values[spec.sampling_columns])
+    return {name: values[column] for name, column in spec.sampling_columns.items()}
+
+
+def _request_prompt(request: CompletionRequest, spec: PromptSpec) -> str | list[int]:
+    if isinstance(request.prompt, list):
+        return _checked_ids(request.prompt, spec.vocab_size)
+    if request.prompt is not None:
+        return _checked_text(request.prompt)
+    assert spec.chat is not None
+    return _checked_text(render_chat(tokenizer_of(spec.checkpoint), spec.chat, read_messages(request.messages)))
 
 
 def _prompt(values: Mapping[str, Any], spec: PromptSpec) -> str | list[int]:
@@ -154,6 +189,10 @@ def _prompt(values: Mapping[str, Any], spec: PromptSpec) -> str | list[int]:
         text: str = messages[0]["content"]
     else:
         text = render_chat(tokenizer_of(spec.checkpoint), spec.chat, messages)
+    return _checked_text(text)
+
+
+def _checked_text(text: str) -> str:
     if _is_blank(text):
         raise UserError("prompt is empty")
     if not is_unicode(text):

@@ -65,7 +65,7 @@ class InputFile:
 def file_format(url: str, given: InputFormat | None) -> str:
     """How a file is read: as `input.format` says, else by its suffix, as Parquet if it has no known one."""
     if given is not None:
-        return given
+        return "jsonl" if given == "openai_batch" else given
     return next((kind for kind, suffixes in SUFFIXES.items() if url.endswith(suffixes)), "parquet")
 
 

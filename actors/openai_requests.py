@@ -1,0 +1,119 @@
+"""Bodies of OpenAI's completion endpoints as prompts and sampling parameters. Nothing is left out silently.
+
+Sources: https://platform.openai.com/docs/api-reference/chat/create and .../completions/create; the further keys are
+those of vLLM's server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from actors.engine.errors import UserError, suggestion
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+ENDPOINTS = (CHAT, TEXT)
+_SAME = (
+    *("temperature", "top_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty"),
+    *("top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos"),  # vLLM's
+)
+_RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
+_NO_EFFECT = ("model", "user", "metadata", "store", "safety_identifier", "prompt_cache_key")  # on an answer
+# keys that are accepted with the value that changes nothing
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "stream": (False,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "modalities": (["text"],),
+    "echo": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+}
+_OF_CHAT = (
+    "messages",
+    "max_completion_tokens",
+    "top_logprobs",
+    "response_format",
+    "tools",
+    "tool_choice",
+    "modalities",
+)
+_OF_TEXT = ("prompt", "echo", "suffix", "best_of")
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """A request's body.
+
+    Args:
+        messages: of a chat, not checked; None for a text.
+        prompt: text or token ids; None for a chat.
+        sampling: the parameters that the body sets, by the names of `SamplingParams`, not checked.
+    """
+
+    messages: Any
+    prompt: str | list[int] | None
+    sampling: dict[str, Any]
+
+
+def read_request(url: str, body: Mapping[str, Any]) -> CompletionRequest:
+    """The request in a body; null counts as a key that is left out.
+
+    Args:
+        url: one of `ENDPOINTS`.
+        body: the JSON object.
+
+    Raises:
+        UserError: names the key that is unknown, unsupported or wrong.
+    """
+    if url not in ENDPOINTS:
+        raise UserError(f"url {url!r} is not supported; known: {', '.join(ENDPOINTS)}")
+    given = {name: value for name, value in body.items() if value is not None}
+    foreign = _OF_TEXT if url == CHAT else _OF_CHAT
+    known = {*_SAME, *_RENAMED, *_NO_EFFECT, *_ONLY, *_OF_CHAT, *_OF_TEXT, "logprobs"} - {*foreign}
+    for name, value in given.items():
+        if name not in known:
+            raise UserError(f"body: {name} is not supported; {suggestion(name, sorted(known))}")
+        if name in _ONLY and not any(value == one and type(value) is type(one) for one in _ONLY[name]):
+            raise UserError(f"body: {name} = {value!r} is not supported")
+    if not isinstance(given.get("model", ""), str):
+        raise UserError("body: model must be text")
+    sampling = {name: given[name] for name in _SAME if name in given}
+    for name, ours in _RENAMED.items():
+        if name in given:
+            if ours in sampling and sampling[ours] != given[name]:
+                raise UserError("body: max_tokens and max_completion_tokens differ; give one")
+            sampling[ours] = given[name]
+    logprobs = _chat_logprobs(given) if url == CHAT else given.get("logprobs")
+    if logprobs is not None:
+        sampling["logprobs"] = logprobs
+    if url == CHAT:
+        if "messages" not in given:
+            raise UserError("body: messages is missing")
+        return CompletionRequest(given["messages"], None, sampling)
+    return CompletionRequest(None, _prompt(given.get("prompt")), sampling)
+
+
+def _chat_logprobs(body: Mapping[str, Any]) -> Any:
+    """Number of alternatives; None without log-probabilities."""
+    wanted = body.get("logprobs", False)
+    if not isinstance(wanted, bool):
+        raise UserError(f"body: logprobs = {wanted!r}: must be true or false in a chat")
+    if not wanted and body.get("top_logprobs", 0) != 0:
+        raise UserError("body: top_logprobs needs logprobs: true")
+    return body.get("top_logprobs", 0) if wanted else None
+
+
+def _prompt(prompt: Any) -> str | list[int]:
+    if prompt is None:
+        raise UserError("body: prompt is missing")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+        return prompt
+    raise UserError("body: prompt must be one text or one list of token ids; write a line for each prompt")
