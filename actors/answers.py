@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.engine.output_format import OutputFormat
 from actors.engine.types import FinishReason, TokenLogprob
 
 Column = NDArray[Any]
@@ -25,6 +26,7 @@ class Prompt:
         error: Why the row cannot be answered.
         sampling: Sampling parameters of this row, on top of the Generator's.
         choices: Labels of this row, in place of the Generator's.
+        output_format: Form of this row's answers, in place of the Generator's.
     """
 
     ids: Sequence[int]
@@ -33,16 +35,18 @@ class Prompt:
     error: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     choices: Sequence[str] | None = None
+    output_format: OutputFormat | None = None
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer to a row. A row with an error has a single answer, without text.
+    """One answer to a row. A row that cannot be answered has a single answer, an error without text.
 
     Args:
         row: Index of its prompt in the list of prompts.
         sample_index: Number of the answer among the `n` answers to its prompt.
         mean_depth: Layers a decode step; None where there was no decode step.
+        error: Why there is no text, or why the text is not whole in the form that was asked for.
         cumulative_logprob: See `Completion`, as for `logprobs` and `choice_probability`.
     """
 

@@ -21,6 +21,7 @@ from actors.engine.batching import constant_prefix
 from actors.engine.build import EngineSettings, build_engine, check_choice, current_device
 from actors.engine.errors import UserError
 from actors.engine.loading import inspect, load_tokenizer
+from actors.engine.output_format import OutputFormat
 from actors.engine.schedule import Schedule
 from actors.engine.speed_adapter import with_adapter
 from actors.engine.types import SCHEDULERS, Completion, EngineName, EngineStats, Request, SamplingParams
@@ -41,7 +42,9 @@ class Generator:
         unadapted: Run a schedule that the checkpoint was not trained for; its text may be ruined.
         sampling: Fields of `SamplingParams`.
         choices: Labels; every answer is one of them.
-        strip: Remove white space from both ends of a text.
+        output_format: Form of every answer: {"json_schema": schema}, {"regex": …} or {"grammar": …} (Lark). An answer
+            that its length limit cuts off before the end of its form keeps its text and has an error.
+        strip: Remove white space from both ends of a free text.
         dtype: float32, bfloat16 or float16, of weights, activations and cache.
         device: auto, cpu, cuda or cuda:N; auto is cuda where torch sees a GPU.
         threads: torch threads on a CPU; None keeps the process's setting.
@@ -69,6 +72,7 @@ class Generator:
         unadapted: bool = False,
         sampling: Mapping[str, Any] | None = None,
         choices: Sequence[str] | None = None,
+        output_format: Mapping[str, Any] | None = None,
         strip: bool = True,
         dtype: str = "bfloat16",
         device: str = "auto",
@@ -105,6 +109,7 @@ class Generator:
             self.tokenizer,
             self.sampling,
             choices,
+            None if output_format is None else OutputFormat.of(output_format),
             seed=seed,
             strip=strip,
             vocab_size=self.engine.decoder.vocab_size,
@@ -188,27 +193,31 @@ class Generator:
             )
         report(())
         # a sample that does not fit the memory makes its row an error, which has a single answer
-        errors |= {row: done.error for row, done in zip(owners, completions, strict=True) if done.error is not None}
+        errors |= {
+            row: done.error
+            for row, done in zip(owners, completions, strict=True)
+            if done.error is not None and not done.token_ids
+        }
         answers = [error_answer(row, len(prompts[row].ids), error) for row, error in errors.items()]
         counts: Counter[int] = Counter()
         for row, request, completion in zip(owners, requests, completions, strict=True):
             if row not in errors:
-                answers.append(self._answer(row, counts[row], prompts[row], request, completion))
+                answers.append(self._answer(row, counts[row], request, completion))
                 counts[row] += 1
         return sorted(answers, key=lambda answer: (answer.row, answer.sample_index))
 
-    def _answer(self, row: int, sample: int, prompt: Prompt, request: Request, completion: Completion) -> Answer:
-        """The answer of a completion without an error."""
+    def _answer(self, row: int, sample: int, request: Request, completion: Completion) -> Answer:
+        """The answer of a completion with tokens."""
         count = len(completion.token_ids)
         return Answer(
             row=row,
             sample_index=sample,
-            generated_text=self._builder.text(prompt, request, completion),
+            generated_text=self._builder.text(request, completion),
             finish_reason=str(completion.finish_reason),
             prompt_tokens=len(request.prompt_ids),
             generated_tokens=count,
             mean_depth=self.schedule.mean_depth(count),
-            error=None,
+            error=completion.error,
             token_ids=list(completion.token_ids),
             cumulative_logprob=completion.cumulative_logprob,
             logprobs=None if completion.logprobs is None else list(completion.logprobs),

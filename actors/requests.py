@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from actors.answers import Prompt
+from actors.engine.constraint import Constraint, check_compatible
 from actors.engine.errors import UserError
+from actors.engine.grammar import GrammarCompiler
 from actors.engine.label_trie import ChoiceTrie
+from actors.engine.output_format import OutputFormat
 from actors.engine.stopping import StopStrings
 from actors.engine.types import Completion, FinishReason, Request, SamplingParams, row_key
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-KEPT_TRIES = 64
+KEPT_CONSTRAINTS = 64
 
 
 class RequestBuilder:
@@ -27,6 +30,7 @@ class RequestBuilder:
         tokenizer: The model's.
         sampling: Parameters of rows without their own.
         choices: Labels of rows without their own; None for free answers.
+        output_format: Form of the answers of rows without their own; None for free answers.
         seed: Seed of rows without their own.
         strip: Remove white space from both ends of a free answer.
         vocab_size: Token ids are below it.
@@ -34,7 +38,7 @@ class RequestBuilder:
         row_logprobs: A row may ask for log-probabilities although `sampling` has none.
 
     Raises:
-        UserError: Choices that cannot be distinguished.
+        UserError: Choices that cannot be distinguished, a form that is wrong or not supported, or both.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class RequestBuilder:
         tokenizer: PreTrainedTokenizerBase,
         sampling: SamplingParams,
         choices: Sequence[str] | None,
+        output_format: OutputFormat | None,
         *,
         seed: int,
         strip: bool,
@@ -54,9 +59,14 @@ class RequestBuilder:
         self.has_logprobs = row_logprobs or sampling.logprobs is not None
         self.special_ids = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
         self.choices = None if choices is None else tuple(choices)
-        self._tries: dict[tuple[str, ...], ChoiceTrie] = {}
-        if self.choices is not None:
-            self._trie(self.choices)
+        self.output_format = output_format
+        self._compiler: GrammarCompiler | None = None
+        self._constraints: dict[tuple[str, ...] | OutputFormat, Constraint] = {}
+        if self.choices is not None and output_format is not None:
+            raise UserError("give choices or output_format, not both")
+        for form in (self.choices, output_format):
+            if form is not None:
+                self._constraint(form)
 
     def prompt(self, value: Any) -> Prompt:
         """The prompt of any value of a prompt column: a text, token ids or messages."""
@@ -84,17 +94,17 @@ class RequestBuilder:
         if prompt.error is not None:
             raise UserError(prompt.error)
         params = self._params(prompt)
-        labels = self.choices if prompt.choices is None else tuple(prompt.choices)
-        trie = None if labels is None else self._trie(labels)
-        for name in ("stop", "stop_token_ids", "min_new_tokens", "ignore_eos"):
-            if trie is not None and getattr(params, name):
-                raise UserError(f"choices do not go with sampling.{name}: a label ends where it ends")
+        form = self._form(prompt)
+        constraint = None
+        if form is not None:
+            check_compatible("output_format" if isinstance(form, OutputFormat) else "choices", params)
+            constraint = self._constraint(form)
         ending = None
         if params.stop:
             ending = StopStrings(params.stop, self._decode, self.special_ids.values(), params.min_new_tokens)
         seed = self.seed if params.seed is None else params.seed
         keys = [row_key(seed, prompt.source, prompt.row, sample) for sample in range(params.n)]
-        return [Request(prompt.ids, params, key, ending, trie) for key in keys]
+        return [Request(prompt.ids, params, key, ending, constraint) for key in keys]
 
     def _params(self, prompt: Prompt) -> SamplingParams:
         """The row's sampling parameters, checked; special tokens among its stop strings become stop tokens."""
@@ -112,35 +122,49 @@ class RequestBuilder:
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
         return params
 
+    def _form(self, prompt: Prompt) -> tuple[str, ...] | OutputFormat | None:
+        """The row's own labels or form, else those of all rows."""
+        if prompt.choices is not None:
+            return tuple(prompt.choices)
+        if prompt.output_format is not None:
+            return prompt.output_format
+        return self.output_format if self.choices is None else self.choices
+
+    def _constraint(self, form: tuple[str, ...] | OutputFormat) -> Constraint:
+        """The constraint of a form; recent ones are kept. Raises UserError for one that cannot be followed."""
+        if form not in self._constraints:
+            constraint = self._grammar(form) if isinstance(form, OutputFormat) else self._trie(form)
+            if len(self._constraints) >= KEPT_CONSTRAINTS:
+                self._constraints.pop(next(iter(self._constraints)))
+            self._constraints[form] = constraint
+        return self._constraints[form]
+
+    def _grammar(self, form: OutputFormat) -> Constraint:
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(self.tokenizer, self.vocab_size, self.stop_ids)
+        return self._compiler.compile(form)
+
     def _trie(self, labels: tuple[str, ...]) -> ChoiceTrie:
-        """The labels' trie; recent ones are kept. Raises UserError for labels that cannot be distinguished."""
-        if labels not in self._tries:
-            ids = [self.tokenizer(label, add_special_tokens=False)["input_ids"] for label in labels]
-            for label, tokens in zip(labels, ids, strict=True):
-                if tokens and max(tokens) >= self.vocab_size:
-                    outside = f"outside the model's vocabulary of {self.vocab_size}"
-                    raise UserError(f"choices: {label!r} holds a token {outside}")
-            eos = self.tokenizer.eos_token_id
-            try:
-                trie = ChoiceTrie(ids, eos if eos in self.stop_ids else min(self.stop_ids, default=None))
-            except ValueError as error:
-                raise UserError(f"choices: {error} (counted from 0)") from None
-            if len(self._tries) >= KEPT_TRIES:
-                self._tries.clear()
-            self._tries[labels] = trie
-        return self._tries[labels]
+        ids = [self.tokenizer(label, add_special_tokens=False)["input_ids"] for label in labels]
+        for label, tokens in zip(labels, ids, strict=True):
+            if tokens and max(tokens) >= self.vocab_size:
+                outside = f"outside the model's vocabulary of {self.vocab_size}"
+                raise UserError(f"choices: {label!r} holds a token {outside}")
+        eos = self.tokenizer.eos_token_id
+        try:
+            return ChoiceTrie(ids, eos if eos in self.stop_ids else min(self.stop_ids, default=None), labels)
+        except ValueError as error:
+            raise UserError(f"choices: {error} (counted from 0)") from None
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def text(self, prompt: Prompt, request: Request, completion: Completion) -> str:
-        """The answer's text without the stop token or string that ended it; for choices the label itself."""
-        if completion.choice is not None:
-            labels = self.choices if prompt.choices is None else prompt.choices
-            assert labels is not None
-            return labels[completion.choice]
+    def text(self, request: Request, completion: Completion) -> str:
+        """The answer's text without the stop token or string that ended it; in a given form, exactly that text."""
         tokens, stop_ids = list(completion.token_ids), request.sampling.all_stop_ids(self.stop_ids)
         if completion.finish_reason == FinishReason.STOP and tokens[-1] in stop_ids:
             tokens.pop()
+        if request.constraint is not None:
+            return request.constraint.text(tokens, completion.choice)
         text = self._decode(tokens) if request.ending is None else request.ending.cut(tokens)
         return text.strip() if self.strip else text

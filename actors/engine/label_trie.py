@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from actors.engine.constraint import Bits
 from actors.engine.errors import UserError
 
 
@@ -33,15 +34,18 @@ class ChoiceTrie:
     Args:
         labels: Token ids of each label, at least one.
         end_id: Token that ends an answer; None if the model has none.
+        texts: The labels' texts, for `text`.
 
     Raises:
         UserError: Labels that cannot be distinguished, named by their numbers.
     """
 
-    def __init__(self, labels: Sequence[Sequence[int]], end_id: int | None) -> None:
+    name = "choices"
+
+    def __init__(self, labels: Sequence[Sequence[int]], end_id: int | None, texts: Sequence[str] = ()) -> None:
         if not labels:
             raise UserError("no choices")
-        self.end_id = end_id
+        self.end_id, self.texts = end_id, texts
         self.root = Node()
         for number, tokens in enumerate(labels):
             if not tokens:
@@ -87,3 +91,42 @@ class ChoiceTrie:
             return node, node.label
         below = node.children[token]
         return below, below.only
+
+    def begin(self) -> LabelProgress:
+        """A row before its first token."""
+        return LabelProgress(self)
+
+    def text(self, tokens: Sequence[int], label: int | None) -> str:
+        """The label's own text."""
+        assert label is not None
+        return self.texts[label]
+
+
+class LabelProgress:
+    """The node of a trie that a row's tokens have reached; see `AllowedTokens`."""
+
+    scored = True
+    error = None
+
+    def __init__(self, trie: ChoiceTrie) -> None:
+        self.trie, self.node = trie, trie.root
+        self.label: int | None = None
+
+    def allows(self, token: int) -> bool:
+        return token in self.trie.allowed(self.node)
+
+    def prepare(self) -> None:
+        """Nothing: the tokens of a node are known."""
+
+    def write(self, bits: Bits) -> None:
+        bits[:] = 0
+        masks = bits.view("uint32")
+        for token in self.trie.allowed(self.node):
+            masks[token // 32] |= 1 << token % 32
+
+    def advance(self, token: int) -> bool:
+        self.node, self.label = self.trie.follow(self.node, token)
+        return self.label is not None
+
+    def is_complete(self) -> bool:
+        return self.label is not None

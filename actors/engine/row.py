@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from actors.engine.label_trie import Node
+from actors.engine.constraint import AllowedTokens
 from actors.engine.sampling import RowSampling, sample
 from actors.engine.schedule import Schedule
 from actors.engine.types import Completion, FinishReason, Request, TokenLogprob
@@ -23,7 +23,7 @@ class Row:
         ticket: Number by which the engine names the row to its caller.
         limit: Most new tokens.
         stop_ids: Tokens that end the row.
-        node: Node of the trie that the tokens have reached, for a row with choices.
+        progress: Place that the tokens have reached in the request's constraint.
         position: t of the token that the next step takes as input, -1 before the first token.
         finish: Why the row has ended; None while it runs.
     """
@@ -33,38 +33,44 @@ class Row:
     limit: int
     sampling: RowSampling
     stop_ids: frozenset[int]
-    node: Node | None = None
+    progress: AllowedTokens | None = None
     position: int = -1
     tokens: list[int] = field(default_factory=list)
     logprob: float = 0.0
     choice_logprob: float = 0.0
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    choice: int | None = None
     finish: FinishReason | None = None
 
     def completion(self, cumulative_logprob: bool) -> Completion:
         """The answer of a row that has ended."""
         assert self.finish is not None
+        label = None if self.progress is None else self.progress.label
         return Completion(
             tuple(self.tokens),
             self.finish,
             self.logprob if cumulative_logprob else None,
             tuple(self.logprobs) if self.request.sampling.logprobs is not None else None,
-            self.choice,
-            None if self.choice is None else math.exp(self.choice_logprob),
+            label,
+            None if label is None else math.exp(self.choice_logprob),
+            self._error(),
         )
 
-    def advance(self) -> FinishReason | None:
-        """Account for the last token; returns why it ends the row, or None. A row with choices follows its trie."""
-        request, token, count = self.request, self.tokens[-1], len(self.tokens)
-        if self.node is not None:
-            assert request.choices is not None
-            self.node, self.choice = request.choices.follow(self.node, token)
-            if self.choice is not None:
-                self.sampling.allowed = None
-                return FinishReason.STOP
-            self.sampling.allowed = request.choices.allowed(self.node)
+    def _error(self) -> str | None:
+        """Why a row that has ended has no whole answer in the form that its constraint asks for."""
+        progress, constraint = self.progress, self.request.constraint
+        if progress is None or constraint is None or self.finish == FinishReason.STOP:
             return None
+        if progress.error is not None:
+            return f"{constraint.name}: {progress.error}"
+        if progress.is_complete():
+            return None
+        return f"{constraint.name}: cut off after {len(self.tokens)} tokens, before its end: raise max_new_tokens"
+
+    def advance(self) -> FinishReason | None:
+        """Account for the last token; returns why it ends the row, or None."""
+        request, token, count = self.request, self.tokens[-1], len(self.tokens)
+        if self.progress is not None:
+            return self._advance_constraint(self.progress)
         if count >= request.sampling.min_new_tokens:
             self.sampling.barred = ()
             if token in self.stop_ids:
@@ -73,15 +79,31 @@ class Row:
                 return FinishReason.STOP
         return FinishReason.LENGTH if count >= self.limit else None
 
+    def _advance_constraint(self, progress: AllowedTokens) -> FinishReason | None:
+        """`advance` for a row whose constraint alone, or its length limit, ends it."""
+        if progress.advance(self.tokens[-1]):
+            finish = FinishReason.STOP
+        elif progress.error is not None:
+            finish = FinishReason.ERROR
+        elif len(self.tokens) >= self.limit:
+            finish = FinishReason.LENGTH
+        else:
+            if self.request.sampling.temperature > 0:
+                progress.prepare()
+            return None
+        self.sampling.allowed = None
+        return finish
+
 
 def begin_row(request: Request, ticket: int, *, context_length: int, vocab_size: int, stop_ids: frozenset[int]) -> Row:
     """A row before its first token. stop_ids: those of the model."""
     sampling = RowSampling.begin(request.sampling, request.key, request.prompt_ids)
     ends = request.sampling.all_stop_ids(stop_ids)
     row = Row(request, ticket, request.new_tokens_limit(context_length), sampling, ends)
-    if request.choices is not None:
-        row.node = request.choices.root
-        sampling.allowed = request.choices.allowed(row.node)
+    if request.constraint is not None:
+        row.progress = sampling.allowed = request.constraint.begin()
+        if request.sampling.temperature > 0:  # a greedy row seldom needs its mask
+            row.progress.prepare()
     elif request.sampling.min_new_tokens > 0:
         sampling.barred = [token for token in ends if token < vocab_size]
     return row
@@ -99,7 +121,7 @@ def sample_rows(rows: Sequence[Row], logits: Tensor, *, logprobs: bool) -> None:
         row.logprob += sampled.logprobs[index]
         if index in sampled.top:
             row.logprobs.append(sampled.top[index])
-        if row.node is not None:
+        if row.sampling.allowed is not None and row.sampling.allowed.scored:
             row.choice_logprob += sampled.choice_logprobs[index]
         row.finish = row.advance()
 

@@ -11,9 +11,11 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from actors.engine.constraint import AllowedTokens, words_of
 from actors.engine.types import SamplingParams, TokenLogprob
 from actors.engine.working_memory import DRAWN_NUMBERS
 
@@ -43,7 +45,7 @@ class RowSampling:
         key: Key of the row's random numbers.
         drawn: Number of tokens so far.
         counts: Token -> its occurrences in the answer, 0 for a token of the prompt alone; kept only for penalties.
-        allowed: The only possible tokens; None for all.
+        allowed: The only possible tokens; None for all. Not changed by sampling.
         barred: Tokens that are not possible.
     """
 
@@ -51,7 +53,7 @@ class RowSampling:
     key: int
     drawn: int = 0
     counts: dict[int, int] = field(default_factory=dict)
-    allowed: Collection[int] | None = None
+    allowed: AllowedTokens | None = None
     barred: Collection[int] = ()
 
     @classmethod
@@ -91,7 +93,8 @@ class Drawn:
     Args:
         tokens: One id a row.
         logprobs: Their log-probabilities under the model's own distribution, nats; NaN if they were not computed.
-        choice_logprobs: The same under the distribution restricted to the allowed tokens.
+        choice_logprobs: The same under the distribution restricted to the allowed tokens; NaN for rows without them,
+            or that do not want it.
         top: Row -> its likeliest tokens, for rows with `logprobs`.
     """
 
@@ -128,22 +131,32 @@ def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True
 def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Drawn:
     """`sample` for few enough rows that all temporaries fit the memory."""
     logits = logits.float()
-    if logprobs or any(row.allowed is not None or row.params.logprobs is not None for row in rows):
-        normalizer = logits.logsumexp(dim=-1)
-    else:
-        normalizer = torch.full_like(logits[:, 0], torch.nan)
-    adjusted, choice_normalizer = _adjust(logits, normalizer, rows)
+    missing = torch.full_like(logits[:, 0], torch.nan)
+    asked = logprobs or any(row.params.logprobs is not None for row in rows)
+    normalizer = logits.logsumexp(dim=-1) if asked else missing
+    adjusted = _adjust(logits, rows)
     tokens = _argmax(adjusted)
+    members, excluded = _excluded(rows, tokens, logits)
+    choice_normalizer = missing.clone()
+    if members:
+        at = torch.tensor(members, device=logits.device)
+        possible = adjusted[at].masked_fill(excluded, -torch.inf)
+        adjusted = adjusted.index_copy(0, at, possible)
+        tokens[at] = _argmax(possible)
+        scored = [place for place, row in enumerate(members) if _scored(rows[row])]
+        if scored:
+            own = logits[at[scored]].masked_fill(excluded[scored], -torch.inf)
+            choice_normalizer[at[scored]] = own.logsumexp(dim=-1)
     drawn = [index for index, row in enumerate(rows) if row.params.temperature > 0]
     # per row, not per batch: a row's method must not depend on its neighbours
     for narrowed in (False, True):
-        members = [index for index in drawn if rows[index].narrowed == narrowed]
-        if members:
-            at = torch.tensor(members, device=logits.device)
-            tokens[at] = _draw(adjusted[at], [rows[index] for index in members], narrowed)
-    for index, row in enumerate(rows):
-        if row.allowed is not None and int(tokens[index]) not in row.allowed:
-            tokens[index] = min(row.allowed)  # with NaN logits too the token must be an allowed one
+        alike = [index for index in drawn if rows[index].narrowed == narrowed]
+        if alike:
+            of_alike = torch.tensor(alike, device=logits.device)
+            tokens[of_alike] = _draw(adjusted[of_alike], [rows[index] for index in alike], narrowed)
+    if members:  # with NaN logits too the token must be an allowed one
+        outside = excluded.gather(1, tokens[at, None])[:, 0]
+        tokens[at] = torch.where(outside, excluded.int().argmin(dim=-1), tokens[at])
     picked = logits.gather(1, tokens[:, None])[:, 0]
     return Drawn(
         tokens.tolist(),
@@ -215,9 +228,8 @@ def narrow(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tenso
     return torch.zeros_like(probabilities).scatter(1, vocabulary, probabilities.masked_fill(outside & (rank > 0), 0.0))
 
 
-def _adjust(logits: Tensor, normalizer: Tensor, rows: Sequence[RowSampling]) -> tuple[Tensor, Tensor]:
-    """Logits [B, V] after penalties, -inf for tokens that are not possible; and the normalizer [B] of the model's own
-    distribution restricted to each row's allowed tokens."""
+def _adjust(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
+    """Logits [B, V] after penalties, -inf for barred tokens."""
     device = logits.device
     adjusted = logits
     penalized = [index for index, row in enumerate(rows) if row.penalized and row.counts]
@@ -237,14 +249,35 @@ def _adjust(logits: Tensor, normalizer: Tensor, rows: Sequence[RowSampling]) -> 
     if barred:
         adjusted = adjusted.clone() if adjusted is logits else adjusted
         adjusted[tuple(torch.tensor(barred, device=device).T)] = -torch.inf
-    bound = [(index, token) for index, row in enumerate(rows) if row.allowed is not None for token in row.allowed]
-    if not bound:
-        return adjusted, normalizer
-    index, token = torch.tensor(bound, device=device).T
-    excluded = torch.zeros_like(logits, dtype=torch.bool)
-    excluded[index] = True
-    excluded[index, token] = False
-    return adjusted.masked_fill(excluded, -torch.inf), logits.masked_fill(excluded, -torch.inf).logsumexp(dim=-1)
+    return adjusted
+
+
+def _excluded(rows: Sequence[RowSampling], likeliest: Tensor, logits: Tensor) -> tuple[list[int], Tensor]:
+    """The rows whose next token depends on which tokens are allowed, and bool [rows, V]: the tokens that are not.
+
+    A greedy row whose likeliest token [B] is allowed needs no mask, unless it wants its log-probability among the
+    allowed ones.
+    """
+    members = [
+        index
+        for index, row in enumerate(rows)
+        if row.allowed is not None
+        and (row.params.temperature > 0 or row.allowed.scored or not row.allowed.allows(int(likeliest[index])))
+    ]
+    vocabulary = logits.shape[1]
+    if not members:
+        return members, logits.new_empty((0, vocabulary), dtype=torch.bool)
+    bits = np.zeros((len(members), words_of(vocabulary)), dtype=np.int32)
+    for place, index in enumerate(members):
+        allowed = rows[index].allowed
+        assert allowed is not None
+        allowed.write(bits[place])
+    excluded = np.unpackbits(~bits.view(np.uint8), axis=1, count=vocabulary, bitorder="little").view(np.bool_)
+    return members, torch.from_numpy(excluded).to(logits.device)
+
+
+def _scored(row: RowSampling) -> bool:
+    return row.allowed is not None and row.allowed.scored
 
 
 def _top(logits: Tensor, normalizer: Tensor, tokens: Tensor, rows: Sequence[RowSampling]) -> dict[int, TokenLogprob]:

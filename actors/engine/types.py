@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from actors.engine.errors import UserError, suggestion
 
 if TYPE_CHECKING:
-    from actors.engine.label_trie import ChoiceTrie
+    from actors.engine.constraint import Constraint
 
 EngineName = Literal["auto", "library", "paged"]
 SCHEDULERS = ("lock_step", "refill")
@@ -163,14 +163,14 @@ class Request:
         sampling: Sampling parameters.
         key: 64-bit number that determines the row's random numbers, whatever its batch and its position there.
         ending: For a row with stop strings.
-        choices: Labels, one of which is the answer.
+        constraint: Form of the answer: labels, one of which it is, or a grammar.
     """
 
     prompt_ids: Sequence[int]
     sampling: SamplingParams = SamplingParams()
     key: int = 0
     ending: Ending | None = None
-    choices: ChoiceTrie | None = None
+    constraint: Constraint | None = None
 
     def new_tokens_limit(self, context_length: int) -> int:
         """Most new tokens: the row's own limit or what the context leaves; for choices, the tokens of the longest.
@@ -184,10 +184,11 @@ class Request:
         left = context_length - length
         if left < 1:
             raise UserError(f"prompt of {length} tokens leaves no room in a context of {context_length}")
-        if self.choices is not None:
-            if self.choices.most_tokens > left:
-                raise UserError(f"choices of up to {self.choices.most_tokens} tokens; the context leaves {left}")
-            return self.choices.most_tokens
+        most = None if self.constraint is None else self.constraint.most_tokens
+        if most is not None:
+            if most > left:
+                raise UserError(f"choices of up to {most} tokens; the context leaves {left}")
+            return most
         return min(self.sampling.max_new_tokens, left)
 
 
@@ -210,14 +211,14 @@ class Completion:
     """One row's answer.
 
     Args:
-        token_ids: With the stop token, if one ended the row; empty with an error.
+        token_ids: With the stop token, if one ended the row; those before an error.
         finish_reason: Why the row ended.
         cumulative_logprob: Nats under the model's own distribution, before penalties, temperature and top-*; None if
             the engine does not compute it.
         logprobs: Of each token, if the row's parameters ask for them.
         choice: Number of the label; None without choices.
         choice_probability: Its probability among the labels, token by token; None without choices.
-        error: Why there is no answer.
+        error: Why there is no answer, or no whole one in the form that was asked for.
     """
 
     token_ids: tuple[int, ...]

@@ -6,10 +6,11 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from actors.engine.constraint import check_compatible
 from actors.engine.errors import UserError
 from pipeline.config.base import Place
 from pipeline.config.job import Labels, ModelConfig, Paths, SamplingConfig, ScheduleConfig, Section, StorageConfig
-from pipeline.config.labels import check_compatible, check_labels
+from pipeline.config.labels import check_labels
 
 DEPTH_KEYS = ("speedup", "max_depth", "min_depth", "depths")
 
@@ -84,5 +85,5 @@ class EvalConfig(Section):
             raise UserError("learned_order is one of the comparisons: give compare too")
         if self.choices is not None:
             check_labels(self.choices)
-            check_compatible(self.sampling.params())
+            check_compatible("choices", self.sampling.params())
         return self

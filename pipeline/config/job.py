@@ -7,12 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from actors.engine.constraint import check_compatible
 from actors.engine.errors import UserError, suggestion
 from actors.engine.types import EngineName, SamplingParams
 from pipeline.config.adapt import AdaptConfig
 from pipeline.config.base import Endpoint, Place
 from pipeline.config.base import Section as Section
-from pipeline.config.labels import check_compatible, check_labels, labels_given
+from pipeline.config.labels import check_labels, labels_given
 
 Decay = Literal["linear", "cosine", "power", "step", "constant"]
 KeepOrder = Literal["paper", "even", "early_exit", "measured"]
@@ -367,5 +368,5 @@ class JobConfig(Section):
         if self.choices is not None:
             check_labels(self.choices)
         if self.choices is not None or self.input.choices is not None:
-            check_compatible(self.sampling.params())
+            check_compatible("choices", self.sampling.params())
         return self

@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from actors.engine.errors import UserError, flat
-from actors.engine.types import SamplingParams
-
-_CONFLICTING = ("stop", "stop_token_ids", "min_new_tokens", "ignore_eos")
 
 
 def labels_given(value: Any) -> Any:
@@ -53,10 +50,3 @@ def check_labels(labels: Sequence[str | None]) -> None:
         if label in seen:
             raise UserError(f"choices: {label!r} is repeated")
         seen.add(label)
-
-
-def check_compatible(params: SamplingParams) -> None:
-    """Raise UserError if another setting would end a label early, or keep it from ending."""
-    for name in _CONFLICTING:
-        if getattr(params, name):
-            raise UserError(f"choices do not go with sampling.{name}: a label ends where it ends")

@@ -13,10 +13,11 @@ from typing import Any
 
 import pyarrow as pa
 
+from actors.engine.constraint import check_compatible
 from actors.engine.errors import UserError
 from actors.engine.types import SamplingParams
 from actors.openai_requests import CompletionRequest
-from pipeline.config.labels import check_compatible, check_labels
+from pipeline.config.labels import check_labels
 from pipeline.messages import is_unicode, one_line
 from pipeline.prepare.batch_requests import read_batch_row
 from pipeline.prepare.chat import read_messages
@@ -151,7 +152,7 @@ def _read_row(values: Mapping[str, Any] | Exception, spec: PromptSpec) -> _Row:
         elif spec.choices_column is not None and not spec.choices:
             raise UserError("choices is null")
         if choices is not None or spec.choices:
-            check_compatible(params)
+            check_compatible("choices", params)
     except ValueError as error:
         return _Row(error=str(error))
     return _Row(prompt, params, sampling, choices, is_chat=is_chat)

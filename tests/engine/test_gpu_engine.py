@@ -252,7 +252,7 @@ def test_several_answers_to_a_prompt_share_its_pass() -> None:
 def test_rows_that_the_host_must_draw_come_beside_others() -> None:
     """The device's rows in flight are handed over, with what they have drawn so far."""
     trie = ChoiceTrie([[7, 8], [7, 9, 3], [20]], 2)
-    bound = Request([9, 8, 7], SamplingParams(max_new_tokens=5), 1, choices=trie)
+    bound = Request([9, 8, 7], SamplingParams(max_new_tokens=5), 1, constraint=trie)
     rows = [*requests(6, seed=4), bound, *requests(5, 8)]
     rows.insert(8, Request([4, 5], SamplingParams(max_new_tokens=7, logprobs=2), 3))
     decoder = Decoder(tiny_model("llama"))

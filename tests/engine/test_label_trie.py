@@ -49,7 +49,7 @@ def exact(decoder: Decoder, schedule: Schedule, prompt: list[int], temperature: 
 
 
 def bound(prompt: list[int], key: int = 0, **sampling: float) -> Request:
-    return Request(prompt, SamplingParams(max_new_tokens=1, **sampling), key, choices=ChoiceTrie(LABELS, END))  # type: ignore[arg-type]
+    return Request(prompt, SamplingParams(max_new_tokens=1, **sampling), key, constraint=ChoiceTrie(LABELS, END))  # type: ignore[arg-type]
 
 
 def test_every_answer_is_a_label_with_its_probability(llama: Decoder) -> None:
@@ -94,7 +94,7 @@ def test_a_row_ends_where_one_label_alone_is_left(llama: Decoder) -> None:
     lengths = {LABELS[answer.choice]: len(answer.token_ids) for answer in answers if answer.choice is not None}
     wanted = {(5, 6, 7): 3, (5, 6): 3, (5, 9): 2, (11,): 2, (11, 12, 13, 14): 2, (20, 21, 22): 1}
     assert lengths == {label: wanted[label] for label in lengths} and len(lengths) > 3
-    single = Request([4], choices=ChoiceTrie([(8, 9)], END))
+    single = Request([4], constraint=ChoiceTrie([(8, 9)], END))
     answer = generate(Engine(llama, SCHEDULE, {END}), [single], budget_bytes=2**40, max_rows=1)[0]
     assert (answer.token_ids, answer.choice, answer.choice_probability) == ((8,), 0, 1.0)
 
@@ -131,7 +131,8 @@ def test_a_label_may_be_long() -> None:
 def test_logits_that_are_no_numbers_still_give_a_label() -> None:
     logits = torch.full((2, 40), torch.nan)
     params = SamplingParams(temperature=1.0)
-    rows = [RowSampling(params, 1, allowed=(9, 5)), RowSampling(SamplingParams(), 1, allowed=(9, 5))]
+    allowed = ChoiceTrie([(9,), (5,)], END).begin()
+    rows = [RowSampling(params, 1, allowed=allowed), RowSampling(SamplingParams(), 1, allowed=allowed)]
     assert set(sample(logits, rows).tokens) <= {5, 9}
 
 

@@ -25,7 +25,7 @@ from actors.engine.working_memory import DRAWN_NUMBERS
 def samples_on_device(row: Row, state: DeviceRows) -> bool:
     """Whether the GPU alone can sample the row and see it end."""
     request = row.request
-    needs_host = request.choices or request.ending or request.sampling.logprobs is not None or row.sampling.penalized
+    needs_host = request.constraint or request.ending or request.sampling.logprobs is not None or row.sampling.penalized
     return not needs_host and len(row.stop_ids) <= state.stops.shape[1]
 
 

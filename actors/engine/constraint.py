@@ -1,0 +1,97 @@
+"""Answers of a given form: the interface between a form (labels, a grammar) and the sampling of tokens.
+
+A constraint is compiled once and shared by rows; each row follows it by its own `AllowedTokens`. Sampling asks which
+tokens may come next and excludes all others from the logits, whatever layers computed them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.engine.errors import UserError
+from actors.engine.types import SamplingParams
+
+_CONFLICTING = ("stop", "stop_token_ids", "min_new_tokens", "ignore_eos")
+Bits = NDArray[np.int32]  # [words_of(V)], bit t % 32 of word t // 32 is set if token t is allowed
+
+
+def words_of(vocabulary: int) -> int:
+    """Words of a mask with a bit for each token."""
+    return (vocabulary + 31) // 32
+
+
+class AllowedTokens(Protocol):
+    """The place that one row's tokens have reached in its constraint."""
+
+    @property
+    def scored(self) -> bool:
+        """Whether the tokens' log-probabilities among the allowed ones are wanted."""
+        ...
+
+    @property
+    def label(self) -> int | None:
+        """Number of the label that the answer is, once it is decided; None for a grammar."""
+        ...
+
+    @property
+    def error(self) -> str | None:
+        """Why the constraint can be followed no further."""
+        ...
+
+    def allows(self, token: int) -> bool:
+        """Whether `token` may come next; usually faster than a mask."""
+        ...
+
+    def prepare(self) -> None:
+        """Start to compute the mask that `write` is asked for next, in another thread if that is worth it."""
+        ...
+
+    def write(self, bits: Bits) -> None:
+        """Set exactly the bits of the tokens that may come next."""
+        ...
+
+    def advance(self, token: int) -> bool:
+        """Follow an allowed token; whether the answer ends with it, because nothing is left to be decided."""
+        ...
+
+    def is_complete(self) -> bool:
+        """Whether the tokens so far are a whole answer."""
+        ...
+
+
+class Constraint(Protocol):
+    """What all rows of one form share."""
+
+    @property
+    def name(self) -> str:
+        """Key of a job file that gives it."""
+        ...
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens of the longest answer; None: an answer may be of any length."""
+        ...
+
+    def begin(self) -> AllowedTokens:
+        """The place before the first token."""
+        ...
+
+    def text(self, tokens: Sequence[int], label: int | None) -> str:
+        """The text of an answer's tokens, without the one that ended it; label: see `AllowedTokens`."""
+        ...
+
+
+def check_compatible(name: str, params: SamplingParams) -> None:
+    """Raise UserError if another setting would end a constrained answer early, or keep it from ending.
+
+    name: `choices` or `output_format`.
+    """
+    for conflicting in _CONFLICTING:
+        if getattr(params, conflicting):
+            if name == "choices":
+                raise UserError(f"choices do not go with sampling.{conflicting}: a label ends where it ends")
+            raise UserError(f"{name} does not go with sampling.{conflicting}: an answer ends where its form ends")

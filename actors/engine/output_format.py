@@ -1,0 +1,99 @@
+"""The form that answers are asked to have: a JSON Schema, a regular expression or a grammar. Needs no tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from actors.engine.errors import UserError, flat
+
+KINDS = ("json_schema", "regex", "grammar")
+# JSON as Python writes it; with free white space, a model may write nothing else until its length limit
+ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+@dataclass(frozen=True)
+class OutputFormat:
+    """A form as text, so that equal forms are compiled once.
+
+    Args:
+        kind: One of KINDS.
+        text: The schema as JSON, a regular expression, or a grammar in llguidance's dialect of Lark.
+    """
+
+    kind: str
+    text: str
+
+    @classmethod
+    def of(cls, value: Mapping[str, Any]) -> OutputFormat:
+        """The form of a mapping with one of KINDS; a schema is an object or its JSON text. UserError for others."""
+        given = [kind for kind in KINDS if value.get(kind) is not None]
+        unknown = [name for name in value if name not in KINDS]
+        if unknown or len(given) != 1:
+            wrong = f"unknown key {unknown[0]}" if unknown else f"{len(given)} forms"
+            raise UserError(f"output_format: {wrong}; give one of {', '.join(KINDS)}")
+        kind, text = given[0], value[given[0]]
+        if kind == "json_schema" and not isinstance(text, str):
+            try:
+                text = json.dumps(text, ensure_ascii=False, allow_nan=False)  # the order of properties has a meaning
+            except (TypeError, ValueError, RecursionError) as error:
+                raise UserError(f"json_schema cannot be written as JSON: {flat(error)}") from None
+        if not isinstance(text, str):
+            raise UserError(f"{kind} is a {type(text).__name__}; it must be text")
+        return cls(kind, text)
+
+    def check(self) -> None:
+        """Raise UserError, in one line, for a form that is wrong or that the grammar library does not support."""
+        error = _problem(self)
+        if error is not None:
+            raise UserError(f"{self.kind}: {error}")
+
+    def source(self) -> str:
+        """The form as llguidance's grammar. Raises ValueError for a schema that is no JSON object.
+
+        The library's own default forces the tokenizer's tokens for text that is certain; here all tokens that spell it
+        are allowed, since a tokenizer that puts a space before words would force the space.
+        """
+        from llguidance import LLMatcher
+
+        lark = self.text
+        if self.kind != "grammar":
+            [grammar] = json.loads(_library_grammar(self))["grammars"]
+            schema = json.dumps(grammar["json_schema"])
+            lark = f"start: %json {schema}" if self.kind == "json_schema" else grammar["lark_grammar"]
+        return str(LLMatcher.grammar_from_lark(f'%llguidance {{"no_forcing": true}}\n{lark}'))
+
+
+def _library_grammar(form: OutputFormat) -> str:
+    from llguidance import LLMatcher
+
+    if form.kind == "json_schema":
+        # not lenient: a keyword that is not supported is an error, whatever `x-guidance` in the schema says
+        return str(LLMatcher.grammar_from_json_schema(form.text, ONE_LINE, {"lenient": False}))
+    if form.kind == "regex":
+        return str(LLMatcher.grammar_from_regex(form.text))
+    return str(LLMatcher.grammar_from_lark(form.text))
+
+
+@lru_cache(1024)
+def _problem(form: OutputFormat) -> str | None:
+    from llguidance import LLMatcher
+
+    if not form.text.strip():
+        return "is empty"
+    if form.kind == "json_schema":
+        try:
+            schema = json.loads(form.text)
+        except (ValueError, RecursionError) as error:
+            return f"not JSON: {flat(error)}"
+        if not isinstance(schema, dict):
+            return f"is a {type(schema).__name__}; it must be an object"
+    try:
+        source = _library_grammar(form)
+    except ValueError as error:
+        return flat(error)
+    _, messages = LLMatcher.validate_grammar_with_warnings(source)  # a warning says that a part would be ignored
+    return flat(messages[0]) if messages else None

@@ -1,0 +1,233 @@
+"""Answers in a given form, against a full check of the vocabulary at every token, one row at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import regex
+import torch
+from oracle import oracle_logits_each
+from tiny_checkpoint import tiny_checkpoint
+
+from actors.answers import Prompt
+from actors.engine.grammar import GrammarCompiler
+from actors.engine.output_format import OutputFormat
+from actors.engine.sampling import RowSampling, sample
+from actors.engine.types import Request
+from actors.generator import Generator
+
+REGEXES = [r"[a-z]{3,9}( [a-z]+){0,2}\.?", r"(yes|no|perhaps), [0-9]{1,3}%", r" ?The [A-Z][a-z]*", r"x{0,2}"]
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["cheap", "river"]}, "b": {"type": "integer", "minimum": -20, "maximum": 99}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+GRAMMAR = 'start: list\nlist: "[" (item ("," item)*)? "]"\nitem: /[a-c]/ | list\n'
+SAMPLINGS: list[dict[str, Any]] = [
+    {"max_new_tokens": 14},
+    {"max_new_tokens": 14, "temperature": 1.0},
+    {"max_new_tokens": 5, "temperature": 1.4, "top_p": 0.8, "repetition_penalty": 1.2},
+    {"max_new_tokens": 14, "temperature": 0.7, "top_k": 6, "n": 2},
+]
+SPEEDS = [1.0, 2.0]
+FORMS = [OutputFormat("regex", text) for text in REGEXES]
+FORMS += [OutputFormat("json_schema", json.dumps(SCHEMA)), OutputFormat("grammar", GRAMMAR)]
+END, VOCAB = 2, 300
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+def make(checkpoint: Path, **changes: Any) -> Generator:
+    return Generator(str(checkpoint), **{"dtype": "float32", "device": "cpu", "max_batch": 3, **changes})
+
+
+def prompts(generator: Generator, **changes: Any) -> list[Prompt]:
+    texts = ["a", "name[Zizzi]", "The Eagle serves", "cheap food", "b c d"]
+    return [Prompt(generator.tokenizer(text)["input_ids"], "f", row, **changes) for row, text in enumerate(texts)]
+
+
+class Rematch:
+    """Which tokens may follow, by matching the whole text again with each token of the vocabulary."""
+
+    def __init__(self, generator: Generator, form: OutputFormat) -> None:
+        self.form = form
+        self.texts = [generator.tokenizer.decode([token], skip_special_tokens=True) for token in range(VOCAB)]
+        self.start = GrammarCompiler(generator.tokenizer, VOCAB, [END]).compile(form).begin()._matcher
+        self.known: dict[tuple[int, ...], list[int]] = {}
+
+    def _by_regex(self, tokens: list[int], token: int) -> bool:
+        """Independent of llguidance: a partial match of Python's `regex`. Bytes that are no character match nothing."""
+        before, text = "".join(self.texts[one] for one in tokens), self.texts[token]
+        if token == END:
+            return regex.fullmatch(self.form.text, before) is not None
+        return text != "" and regex.fullmatch(self.form.text, before + text, partial=True) is not None
+
+    def _by_replay(self, tokens: list[int], token: int) -> bool:
+        """A matcher at its start, whose state does not change, reads all tokens."""
+        return bool(self.start.validate_tokens([*tokens, token]) == len(tokens) + 1)
+
+    def allowed(self, tokens: list[int]) -> list[int]:
+        if tuple(tokens) not in self.known:
+            may_follow = self._by_regex if self.form.kind == "regex" else self._by_replay
+            self.known[tuple(tokens)] = [token for token in range(VOCAB) if may_follow(tokens, token)]
+        return self.known[tuple(tokens)]
+
+
+def oracle(generator: Generator, rematch: Rematch, prompt: Prompt, request: Request, answer: list[int]) -> list[int]:
+    """The row's tokens up to the first that differs from `answer`; a row that only the end can follow ends without it.
+
+    The logits after all tokens of the answer come from one pass without a cache: a token sees none that follow it.
+    """
+    params, tokens = request.sampling, list[int]()
+    each = oracle_logits_each(generator.engine.decoder, generator.schedule, prompt.ids, answer)
+    while len(tokens) < params.max_new_tokens and tokens == answer[: len(tokens)]:
+        allowed = rematch.allowed(tokens)
+        if allowed == [END] and tokens:
+            break
+        state = RowSampling.begin(params, request.key, prompt.ids)
+        for token in tokens:
+            state.add(token)
+        state.barred = [token for token in range(VOCAB) if token not in allowed]
+        tokens.append(sample(each[len(tokens)][None], [state]).tokens[0])
+        if tokens[-1] == END:
+            break
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoint: Path) -> list[Generator]:
+    return [make(checkpoint, schedule={"speedup": speed}) for speed in SPEEDS]
+
+
+@pytest.fixture(scope="module")
+def checks(pair: list[Generator]) -> dict[OutputFormat, Rematch]:
+    return {form: Rematch(pair[0], form) for form in FORMS}
+
+
+@pytest.mark.parametrize("scheduler", ["lock_step", "refill"])
+@pytest.mark.parametrize("speed", range(len(SPEEDS)))
+def test_answers_are_those_of_the_full_check(
+    pair: list[Generator], checks: dict[OutputFormat, Rematch], scheduler: str, speed: int
+) -> None:
+    generator = pair[speed]
+    generator.scheduler = scheduler
+    rows = prompts(generator)
+    rows = [
+        Prompt(rows[number % 5].ids, "f", number, sampling=sampling, output_format=form)
+        for number, (form, sampling) in enumerate((form, sampling) for form in FORMS for sampling in SAMPLINGS)
+    ]
+    rows.insert(3, Prompt(rows[0].ids, "f", 99))  # a free row in the same batch
+    answers = generator.answer(rows)
+    for answer in answers:
+        form = rows[answer.row].output_format
+        if form is None:
+            assert answer.error is None
+            continue
+        request = generator._builder.requests(rows[answer.row])[answer.sample_index]
+        assert answer.token_ids is not None
+        want = oracle(generator, checks[form], rows[answer.row], request, answer.token_ids)
+        assert answer.token_ids == want, (form, request.sampling)
+    assert {answer.finish_reason for answer in answers} == {"stop", "length"}
+
+
+def test_a_whole_answer_is_valid_and_one_that_is_cut_off_an_error_with_its_text(pair: list[Generator]) -> None:
+    generator = pair[1]
+    form = OutputFormat("json_schema", json.dumps(SCHEMA))
+    whole, cut = 0, 0
+    for limit in (4, 40):
+        sampling = {"max_new_tokens": limit, "temperature": 1.2, "n": 4}
+        for answer in generator.answer(prompts(generator, output_format=form, sampling=sampling)):
+            assert answer.generated_text is not None
+            if answer.error is None:
+                jsonschema.validate(json.loads(answer.generated_text), SCHEMA)
+                assert answer.finish_reason == "stop"
+                whole += 1
+            else:
+                message = f"json_schema: cut off after {limit} tokens, before its end: raise max_new_tokens"
+                assert (answer.finish_reason, answer.error) == ("length", message)
+                assert answer.generated_text.startswith("{") and answer.generated_tokens == limit
+                cut += 1
+    assert whole and cut
+
+
+def test_a_form_of_all_rows_and_white_space_that_it_asks_for(checkpoint: Path) -> None:
+    generator = make(checkpoint, output_format={"regex": " [a-c]{2} "}, cumulative_logprob=False)
+    done = generator({"prompt": ["a", "b c", "cheap"]})
+    assert all(regex.fullmatch(" [a-c]{2} ", text) for text in done["generated_text"])
+    assert done["error"].tolist() == [None] * 3
+    assert "choice_probability" not in done
+
+
+def test_equal_forms_are_compiled_once(pair: list[Generator], monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    compile = GrammarCompiler.compile
+    monkeypatch.setattr(GrammarCompiler, "compile", lambda self, form: compiled.append(form) or compile(self, form))
+    form = [OutputFormat("regex", f"[0-9]{{{count}}}") for count in (2, 3, 2)]
+    rows = prompts(pair[0])
+    pair[0].answer([Prompt(rows[0].ids, "f", number, output_format=form[number]) for number in range(3)])
+    assert compiled == form[:2]
+
+
+def test_logits_that_are_no_numbers_still_give_an_allowed_token(pair: list[Generator]) -> None:
+    generator = pair[0]
+    compiler = GrammarCompiler(generator.tokenizer, VOCAB, [END])
+    for params in (generator.sampling, generator.sampling.merged({"temperature": 1.0})):
+        progress = compiler.compile(OutputFormat("regex", "[b-d]")).begin()
+        token = sample(torch.full((1, VOCAB), torch.nan), [RowSampling(params, 1, allowed=progress)]).tokens[0]
+        assert generator.tokenizer.decode([token]) in ("b", "c", "d")
+        assert progress.advance(token) and progress.is_complete()
+
+
+def test_a_matcher_that_gives_up_is_an_error(pair: list[Generator]) -> None:
+    progress = GrammarCompiler(pair[0].tokenizer, VOCAB, [END]).compile(OutputFormat("regex", "[b-d]")).begin()
+    assert progress.error is None
+    assert not progress.advance(pair[0].tokenizer("x", add_special_tokens=False)["input_ids"][-1])
+    assert progress.error is not None and not progress.is_complete()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({}, "output_format: 0 forms; give one of json_schema, regex, grammar"),
+        ({"regex": "a", "grammar": "b"}, "output_format: 2 forms"),
+        ({"json": {}}, "output_format: unknown key json"),
+        ({"regex": 7}, "regex is a int; it must be text"),
+        ({"regex": " "}, "regex: is empty"),
+        ({"regex": "(?=a)b"}, "regex: .*look-around"),
+        ({"grammar": 'start: "a" b'}, 'grammar: .*unknown name: "b"'),
+        ({"json_schema": "[1]"}, "json_schema: is a list; it must be an object"),
+        ({"json_schema": "{"}, "json_schema: not JSON"),
+        ({"json_schema": {"not": {}}}, r"json_schema: Unimplemented keys: \[.not.\]"),
+        ({"json_schema": {"x-guidance": {"lenient": True}, "uniqueItems": True, "type": "array"}}, "uniqueItems"),
+        ({"json_schema": {"type": "string", "format": "nonsense"}}, "json_schema: Unknown format: nonsense"),
+        ({"grammar": "start: <|end|>"}, "grammar: .*special_token"),
+    ],
+)
+def test_a_form_that_cannot_be_followed_is_refused_by_name(value: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        OutputFormat.of(value).check()
+    assert "\n" not in str(caught.value)
+
+
+def test_settings_that_do_not_go_with_a_form(checkpoint: Path, pair: list[Generator]) -> None:
+    with pytest.raises(ValueError, match="give choices or output_format, not both"):
+        make(checkpoint, choices=["a"], output_format={"regex": "a"})
+    with pytest.raises(ValueError, match="Unimplemented keys"):
+        make(checkpoint, output_format={"json_schema": {"not": {}}})
+    form = OutputFormat("regex", "a+")
+    rows = prompts(pair[0], output_format=form)
+    given = [{"stop": "x"}, {"min_new_tokens": 2}, {"ignore_eos": True}, {"stop_token_ids": [7]}]
+    rows = [Prompt(row.ids, "f", 0, sampling=one, output_format=form) for row, one in zip(rows, given, strict=False)]
+    rows.append(Prompt(rows[0].ids, "f", 9, output_format=OutputFormat("json_schema", '{"not": {}}')))
+    errors = [answer.error for answer in pair[0].answer(rows)]
+    for error, one in zip(errors, given, strict=False):
+        assert error == f"output_format does not go with sampling.{next(iter(one))}: an answer ends where its form ends"
+    assert errors[4] == 'json_schema: Unimplemented keys: ["not"]'
