@@ -221,7 +221,7 @@ def generator_arguments(job: PlannedJob) -> dict[str, Any]:
     """Arguments of `Generator`; checkpoint and speed adapter as `fetch` takes them."""
     batching = job.manifest.batching
     return {
-        **generator_settings(job.config.model, job.config.sampling, job.config.choices),
+        **generator_settings(job.config.model, job.config.sampling, job.config.choices, job.config.output_format),
         "checkpoint": job.checkpoint.pinned(),
         "speed_adapter": None if job.schedule.is_full_depth else job.checkpoint.pinned_adapter(),
         "schedule": {key: value for key, value in job.schedule.to_dict().items() if key != "num_layers"},

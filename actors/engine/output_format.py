@@ -33,8 +33,8 @@ class OutputFormat:
         given = [kind for kind in KINDS if value.get(kind) is not None]
         unknown = [name for name in value if name not in KINDS]
         if unknown or len(given) != 1:
-            wrong = f"unknown key {unknown[0]}" if unknown else f"{len(given)} forms"
-            raise UserError(f"output_format: {wrong}; give one of {', '.join(KINDS)}")
+            wrong = f"unknown form {unknown[0]}" if unknown else f"{len(given)} forms"
+            raise UserError(f"{wrong}; give one of {', '.join(KINDS)}")
         kind, text = given[0], value[given[0]]
         if kind == "json_schema" and not isinstance(text, str):
             try:

@@ -56,6 +56,8 @@ def plan_adaptation(config: JobConfig, source: str, folder: Path, record: StageR
         raise UserError("input.format: openai_batch: adapt evaluates rows of one kind; give it a table of messages")
     if config.input.choices is not None:
         raise UserError("input.choices: adapt cannot evaluate rows with labels of their own; give the job's choices")
+    if config.output_format is not None or config.input.output_format is not None:
+        raise UserError("output_format: adapt evaluates free answers; leave it out, and add it to the job.yaml written")
     if config.choices is not None and options.metric in (*OF_TEXTS, "fidelity"):
         raise UserError(f"adapt.metric: {options.metric} is not for labels; with choices take exact_match")
     if options.output is None and on_cluster():

@@ -14,6 +14,7 @@ from pipeline.config.adapt import AdaptConfig
 from pipeline.config.base import Endpoint, Place
 from pipeline.config.base import Section as Section
 from pipeline.config.labels import check_labels, labels_given
+from pipeline.config.output_format import Form, FormColumn
 
 Decay = Literal["linear", "cosine", "power", "step", "constant"]
 KeepOrder = Literal["paper", "even", "early_exit", "measured"]
@@ -93,6 +94,11 @@ class InputConfig(Section):
     )
     choices: str | None = Field(
         None, description="column of lists of labels, one of which is the row's answer; null: the job's choices"
+    )
+    output_format: FormColumn | None = Field(
+        None,
+        description="{json_schema: column}, {regex: column} or {grammar: column}: text columns with the form of each "
+        "row's answer; null: the job's output_format",
     )
     too_long: Literal["error", "truncate_left"] = Field(
         "error", description="a prompt that fills the context: a row error, or keep its last tokens"
@@ -334,6 +340,11 @@ class JobConfig(Section):
         None,
         description="labels, or a .json file with a list of them, one is a row's answer; input.choices: per row",
     )
+    output_format: Form | None = Field(
+        None,
+        description="form of every answer: {json_schema: object or .json file}, {regex: text} or {grammar: Lark, or a "
+        ".lark file}; input.output_format: per row",
+    )
     shared_prefix: bool = Field(True, description="compute the common prefix of the prompts once per actor")
     actors: ActorsConfig = Field(default_factory=ActorsConfig)
     storage: StorageConfig = Field(default_factory=StorageConfig)
@@ -364,9 +375,13 @@ class JobConfig(Section):
         return self.actors.max_batch or (512 if self.paged and has_pages else 64)
 
     @model_validator(mode="after")
-    def _labels_alone(self) -> JobConfig:
+    def _form_alone(self) -> JobConfig:
         if self.choices is not None:
             check_labels(self.choices)
         if self.choices is not None or self.input.choices is not None:
             check_compatible("choices", self.sampling.params())
+        if self.output_format is not None or self.input.output_format is not None:
+            if self.choices is not None or self.input.choices is not None:
+                raise UserError("give choices or output_format, not both")
+            check_compatible("output_format", self.sampling.params())
         return self

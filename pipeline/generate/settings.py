@@ -5,16 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from actors.engine.output_format import OutputFormat
 from pipeline.checkpoints.resolve import fetch
 from pipeline.config.job import ModelConfig, SamplingConfig
 
 
-def generator_settings(model: ModelConfig, sampling: SamplingConfig, choices: Sequence[str] | None) -> dict[str, Any]:
-    """Arguments of `Generator` that sections `model` and `sampling` and key `choices` fix."""
+def generator_settings(
+    model: ModelConfig,
+    sampling: SamplingConfig,
+    choices: Sequence[str] | None,
+    output_format: OutputFormat | None = None,
+) -> dict[str, Any]:
+    """Arguments of `Generator` that sections `model` and `sampling` and keys `choices` and `output_format` fix."""
     return {
         "sampling": sampling.model_dump(exclude={"seed"}),
         "seed": sampling.seed,
         "choices": choices,
+        "output_format": None if output_format is None else {output_format.kind: output_format.text},
         "dtype": model.dtype,
         "device": model.device,
         "compile": model.compile,

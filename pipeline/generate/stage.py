@@ -17,12 +17,13 @@ import numpy as np
 import pyarrow as pa
 
 from actors.answers import Answer, Prompt
+from actors.engine.output_format import OutputFormat
 from actors.generator import Generator
 from pipeline.generate.coordinator import RunCoordinator
 from pipeline.generate.output import PartSpec, part_bytes, part_table
 from pipeline.generate.settings import fetched
 from pipeline.generate.stats import ShardStats, duplicate_ids
-from pipeline.prepare.prompts import CHOICES, ERROR, PROMPT_IDS, SAMPLING
+from pipeline.prepare.prompts import CHOICES, ERROR, FORM, PROMPT_IDS, SAMPLING
 from pipeline.read.ipc import from_ipc
 from pipeline.read.shards import Shard
 from pipeline.runtime.quarantine import Quarantine, ShardAttempt
@@ -80,10 +81,18 @@ class ThisProcess:
 
 def prompts(rows: pa.Table, url: str, first_row: int) -> list[Prompt]:
     """A prepared shard's rows as the Generator takes them."""
-    columns = [rows[name].to_pylist() for name in (PROMPT_IDS, ERROR, SAMPLING, CHOICES)]
+    columns = [rows[name].to_pylist() for name in (PROMPT_IDS, ERROR, SAMPLING, CHOICES, FORM)]
     return [
-        Prompt(ids, url, first_row + row, error, json.loads(sampling) if sampling else {}, choices)
-        for row, (ids, error, sampling, choices) in enumerate(zip(*columns, strict=True))
+        Prompt(
+            ids,
+            url,
+            first_row + row,
+            error,
+            json.loads(sampling) if sampling else {},
+            choices,
+            OutputFormat(**form) if form else None,
+        )
+        for row, (ids, error, sampling, choices, form) in enumerate(zip(*columns, strict=True))
     ]
 
 

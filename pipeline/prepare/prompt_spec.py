@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from actors.engine.errors import UserError
+from actors.engine.grammar import GrammarCompiler
 from actors.engine.label_trie import ChoiceTrie
+from actors.engine.output_format import OutputFormat
 from actors.engine.types import SamplingParams
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import JobConfig
@@ -36,6 +38,8 @@ class PromptSpec:
         choices: the job's labels; () for free text.
         choices_column: column of the row's own labels, which override the job's.
         is_batch: rows are requests of an OpenAI batch file.
+        output_format: form of the job's answers; None for free text.
+        format_column: kind of form -> column of the row's own, which overrides the job's.
         too_long: `error`, or `truncate_left`, which leaves room for the answer.
     """
 
@@ -51,6 +55,8 @@ class PromptSpec:
     choices: tuple[str, ...] = ()
     choices_column: str | None = None
     is_batch: bool = False
+    output_format: OutputFormat | None = None
+    format_column: Mapping[str, str] = field(default_factory=dict)
     too_long: str = "error"
 
 
@@ -71,6 +77,8 @@ def prompt_spec(config: JobConfig, resolved: ResolvedCheckpoint, planned: float)
         choices=config.choices or (),
         choices_column=inputs.choices,
         is_batch=inputs.is_batch,
+        output_format=config.output_format,
+        format_column=inputs.output_format or {},
         too_long=inputs.too_long,
     )
 
@@ -83,6 +91,9 @@ def check_spec(spec: PromptSpec) -> None:
     if outside:
         raise UserError(f"sampling.stop_token_ids: {outside[0]} lies outside the vocabulary of {spec.vocab_size}")
     context = spec.context_length
+    if spec.output_format is not None:
+        tokenizer = tokenizer_of(spec.checkpoint)
+        GrammarCompiler(tokenizer, spec.vocab_size, [tokenizer.eos_token_id or 0]).compile(spec.output_format)
     if spec.choices:
         tokenizer = tokenizer_of(spec.checkpoint)
         ids = tokenize_labels(tokenizer, spec.choices)
@@ -107,9 +118,11 @@ def read_names(
     sampling: str | Mapping[str, str] | None,
     choices: str | None,
     is_batch: bool = False,
+    output_format: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Columns that a row's prompt, sampling and choices come from, each once. Raises UserError for a wrong template."""
+    """Columns that a row's prompt, sampling and form come from, each once. Raises UserError for a wrong template."""
     prompt = [column, messages] if template is None else template_columns(template)
     own = [sampling] if isinstance(sampling, str) else list((sampling or {}).values())
     requests = COLUMNS if is_batch else ()
-    return list(dict.fromkeys(name for name in [*prompt, *own, choices, *requests] if name is not None))
+    names = [*prompt, *own, choices, *(output_format or {}).values(), *requests]
+    return list(dict.fromkeys(name for name in names if name is not None))

@@ -8,13 +8,14 @@ any step keeps its place and gets the reason as its error; it never costs anothe
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import pyarrow as pa
 
 from actors.engine.constraint import check_compatible
 from actors.engine.errors import UserError
+from actors.engine.output_format import OutputFormat
 from actors.engine.types import SamplingParams
 from actors.openai_requests import CompletionRequest
 from pipeline.config.labels import check_labels
@@ -31,12 +32,14 @@ from pipeline.read import schema
 
 # columns added to a shard's table; planning refuses input columns of these names
 PROMPT_IDS, ERROR = "__prompt_ids", schema.ERROR
-SAMPLING, CHOICES = "__sampling", "__choices"  # the row's own: canonical JSON of parameters; labels
+# the row's own: canonical JSON of parameters; labels; form
+SAMPLING, CHOICES, FORM = "__sampling", "__choices", "__form"
 ADDED = {
     PROMPT_IDS: pa.list_(pa.int32()),
     ERROR: pa.string(),
     SAMPLING: pa.string(),
     CHOICES: pa.list_(pa.string()),
+    FORM: pa.struct([("kind", pa.string()), ("text", pa.string())]),
 }
 TRUNCATED_CHARACTERS = 2**23  # `too_long: truncate_left` reads no more of a prompt, from its end
 _NOT_PYTHON = (ValueError, OverflowError, LookupError)  # Arrow values that Python cannot hold: years, time zones
@@ -55,6 +58,7 @@ class _Row:
     params: SamplingParams = field(default_factory=SamplingParams)
     sampling: str | None = None
     choices: list[str] | None = None
+    form: OutputFormat | None = None
     label: int = 0
     is_chat: bool = False
     error: str | None = None
@@ -64,7 +68,13 @@ def prepare_table(table: pa.Table, spec: PromptSpec) -> pa.Table:
     """The shard's table with the columns of `ADDED`; a failed row has no prompt ids, a good row a null error."""
     table, errors = schema.split_errors(table)
     columns = read_names(
-        spec.column, spec.template, spec.messages, spec.sampling_columns, spec.choices_column, spec.is_batch
+        spec.column,
+        spec.template,
+        spec.messages,
+        spec.sampling_columns,
+        spec.choices_column,
+        spec.is_batch,
+        spec.format_column,
     )
     rows = [
         _read_row(values, spec) if error is None else _Row(error=error)
@@ -104,6 +114,7 @@ def _with_added(table: pa.Table, rows: Sequence[_Row]) -> pa.Table:
         ERROR: [None if row.error is None else row.error.encode(errors="replace").decode() for row in rows],
         SAMPLING: [row.sampling for row in rows],
         CHOICES: [row.choices for row in rows],
+        FORM: [None if row.form is None else asdict(row.form) for row in rows],
     }
     for name, kind in ADDED.items():
         table = table.append_column(name, pa.array(added[name], kind))
@@ -153,9 +164,12 @@ def _read_row(values: Mapping[str, Any] | Exception, spec: PromptSpec) -> _Row:
             raise UserError("choices is null")
         if choices is not None or spec.choices:
             check_compatible("choices", params)
+        form = _own_form(values, spec)
+        if form is not None or spec.output_format is not None:
+            check_compatible("output_format", params)
     except ValueError as error:
         return _Row(error=str(error))
-    return _Row(prompt, params, sampling, choices, is_chat=is_chat)
+    return _Row(prompt, params, sampling, choices, form, is_chat=is_chat)
 
 
 def _own_changes(values: Mapping[str, Any], spec: PromptSpec) -> dict[str, Any]:
@@ -171,6 +185,18 @@ def _request_prompt(request: CompletionRequest, spec: PromptSpec) -> str | list[
         return _checked_text(request.prompt)
     assert spec.chat is not None
     return _checked_text(render_chat(tokenizer_of(spec.checkpoint), spec.chat, read_messages(request.messages)))
+
+
+def _own_form(values: Mapping[str, Any], spec: PromptSpec) -> OutputFormat | None:
+    """The row's own form; None for the job's, or for free text. Raises UserError with the row's error."""
+    for kind, column in spec.format_column.items():
+        if values[column] is not None:
+            form = OutputFormat(kind, values[column])
+            form.check()
+            return form
+        if spec.output_format is None:
+            raise UserError(f"output_format: {kind} is null")
+    return None
 
 
 def _prompt(values: Mapping[str, Any], spec: PromptSpec) -> str | list[int]:

@@ -196,9 +196,9 @@ def test_a_matcher_that_gives_up_is_an_error(pair: list[Generator]) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({}, "output_format: 0 forms; give one of json_schema, regex, grammar"),
-        ({"regex": "a", "grammar": "b"}, "output_format: 2 forms"),
-        ({"json": {}}, "output_format: unknown key json"),
+        ({}, "0 forms; give one of json_schema, regex, grammar"),
+        ({"regex": "a", "grammar": "b"}, "2 forms"),
+        ({"json": {}}, "unknown form json;"),
         ({"regex": 7}, "regex is a int; it must be text"),
         ({"regex": " "}, "regex: is empty"),
         ({"regex": "(?=a)b"}, "regex: .*look-around"),

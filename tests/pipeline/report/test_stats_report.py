@@ -26,7 +26,7 @@ from pipeline.generate.coordinator import Coordinator, RunProgress, Workload
 from pipeline.generate.stage import ShardGenerator
 from pipeline.generate.stats import ShardStats, add_up, duplicate_ids, to_table
 from pipeline.plan.manifest import Manifest
-from pipeline.prepare.prompts import CHOICES, ERROR, PROMPT_IDS, SAMPLING
+from pipeline.prepare.prompts import ADDED, CHOICES, ERROR, FORM, PROMPT_IDS, SAMPLING
 from pipeline.read.ipc import to_ipc
 from pipeline.read.shards import Shard
 from pipeline.report.progress import progress_line
@@ -133,6 +133,7 @@ def test_statistics_of_a_part_equal_those_of_the_actor(checkpoint: Path, cache_b
             ERROR: pa.array([None, None, "prompt is null", None, None], pa.string()),
             SAMPLING: pa.array([None, '{"n":3,"temperature":1.0}', None, None, None], pa.string()),
             CHOICES: pa.nulls(5, pa.list_(pa.string())),
+            FORM: pa.nulls(5, ADDED[FORM]),
         }
     )
     actor = ShardGenerator(

@@ -1,0 +1,42 @@
+"""The value of a job file's key `output_format`, and of `input.output_format`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainSerializer
+
+from actors.engine.errors import UserError, flat
+from actors.engine.output_format import KINDS, OutputFormat
+
+_FILES = {"json_schema": ".json", "grammar": ".lark"}
+
+
+def _form(value: Any) -> Any:
+    """The form of `{json_schema: …}`, `{regex: …}` or `{grammar: …}`; a .json or .lark file may hold it."""
+    if not isinstance(value, dict):
+        return value
+    read = dict(value)
+    for kind, ending in _FILES.items():
+        text = read.get(kind)
+        if isinstance(text, str) and text.endswith(ending) and "\n" not in text:
+            try:
+                read[kind] = Path(text).read_text()
+            except (OSError, ValueError) as error:
+                raise UserError(f"{text}: cannot be read: {flat(error)}") from None
+    form = OutputFormat.of(read)
+    form.check()
+    return form
+
+
+def _column(value: Any) -> Any:
+    if isinstance(value, dict) and not (len(value) == 1 and set(value) <= set(KINDS)):
+        raise UserError(f"must be {{form: column}} with one of {', '.join(KINDS)}")
+    return value
+
+
+Form = Annotated[
+    OutputFormat, BeforeValidator(_form), PlainSerializer(lambda form: {form.kind: form.text}, return_type=dict)
+]
+FormColumn = Annotated[dict[str, str], BeforeValidator(_column)]

@@ -1,0 +1,111 @@
+"""Answers in a given form through whole jobs: one form for all rows, a form for each row, refusals at the plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import regex
+from in_process import run_in_process
+
+from actors.engine.errors import UserError
+from pipeline.config.job import JobConfig
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"place": {"enum": ["river", "city", "pub"]}, "stars": {"type": "integer", "minimum": 1}},
+    "required": ["place", "stars"],
+    "additionalProperties": False,
+}
+REGEXES = ["[a-c]{2}", "(yes|no)", None, "(?=a)b"]
+
+
+def values(folder: Path, checkpoint: Path, **changes: Any) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    prompts = [f"name[Zizzi], food[{row}]" for row in range(8)]
+    pq.write_table(pa.table({"prompt": prompts, "form": [*REGEXES, *REGEXES]}), folder / "in.parquet")
+    return {
+        "input": {"path": str(folder / "in.parquet")},
+        "output": {"path": str(folder / "out"), "strip": False},
+        "model": {"path": str(checkpoint), "dtype": "float32", "device": "cpu"},
+        "schedule": {"speedup": 2, "agreement_rows": 0},
+        "sampling": {"max_new_tokens": 30, "temperature": 1.0},
+        "max_error_rate": 1.0,
+        **changes,
+    }
+
+
+def run(job: dict[str, Any]) -> list[dict[str, Any]]:
+    run_in_process(JobConfig.model_validate(job))
+    return list(pq.read_table(job["output"]["path"]).to_pylist())
+
+
+def test_every_answer_of_a_job_fits_its_schema(tmp_path: Path, checkpoint: Path) -> None:
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    rows = run(values(tmp_path, checkpoint, output_format={"json_schema": str(tmp_path / "schema.json")}))
+    whole = [row for row in rows if row["error"] is None]
+    assert whole
+    for row in whole:
+        jsonschema.validate(json.loads(row["generated_text"]), SCHEMA)
+        assert row["finish_reason"] == "stop"
+    for row in rows:
+        if row["error"] is not None:
+            assert "cut off after 30 tokens" in row["error"] and row["generated_text"].startswith('{"place": "')
+
+
+def test_answers_that_are_cut_off_keep_their_text_in_every_sample(tmp_path: Path, checkpoint: Path) -> None:
+    sampling = {"max_new_tokens": 5, "temperature": 1.0, "n": 2}
+    job = values(tmp_path, checkpoint, output_format={"json_schema": SCHEMA}, sampling=sampling)
+    rows = run(job)
+    assert [row["sample_index"] for row in rows] == [0, 1] * 8
+    for row in rows:
+        assert row["generated_tokens"] == 5 and row["finish_reason"] == "length"
+        assert row["error"] == "json_schema: cut off after 5 tokens, before its end: raise max_new_tokens"
+        assert row["generated_text"]
+
+
+def test_each_row_has_a_form_of_its_own_or_the_jobs(tmp_path: Path, checkpoint: Path) -> None:
+    job = values(tmp_path, checkpoint, output_format={"grammar": 'start: "all " /[x-z]/'})
+    job["input"]["output_format"] = {"regex": "form"}
+    rows = run(job)
+    for row, pattern in zip(rows, [*REGEXES, *REGEXES], strict=True):
+        if pattern == REGEXES[3]:
+            assert "look-around" in row["error"] and row["generated_text"] is None
+        else:
+            assert row["error"] is None
+            assert regex.fullmatch(pattern or "all [x-z]", row["generated_text"])
+    alone = values(tmp_path / "alone", checkpoint)
+    alone["input"]["output_format"] = {"regex": "form"}
+    assert [row["error"] for row in run(alone)][2] == "output_format: regex is null"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"output_format": {"json_schema": {"not": {}}}}, r'output_format: json_schema: Unimplemented keys: \["not"\]'),
+        ({"output_format": {"regex": "a", "grammar": "b"}}, "output_format: 2 forms; give one of"),
+        ({"output_format": {"json_schema": "no.json"}}, "output_format: no.json: cannot be read"),
+        ({"output_format": {"regex": "a"}, "choices": ["a"]}, "give choices or output_format, not both"),
+        ({"output_format": {"regex": "a"}, "sampling": {"stop": "x"}}, "output_format does not go with sampling.stop"),
+        ({"input": {"path": "a", "output_format": {"yaml": "c"}}}, "output_format: must be {form: column}"),
+    ],
+)
+def test_a_form_that_cannot_be_followed_is_refused_at_the_plan(
+    tmp_path: Path, checkpoint: Path, changes: dict[str, Any], message: str
+) -> None:
+    from pipeline.config.load import validated
+
+    with pytest.raises(UserError, match=message) as caught:
+        validated(JobConfig, values(tmp_path, checkpoint, **changes), "job.yaml")
+    assert "\n" not in str(caught.value)
+
+
+def test_another_form_is_another_job(tmp_path: Path, checkpoint: Path) -> None:
+    run(values(tmp_path, checkpoint, output_format={"regex": "[a-c]"}))
+    with pytest.raises(UserError, match="output_format"):
+        run(values(tmp_path, checkpoint, output_format={"regex": "[a-d]"}))
