@@ -32,7 +32,7 @@ from pipeline.generate.stage import ShardGenerator
 from pipeline.generate.stats import Totals
 from pipeline.plan import manifest as manifests
 from pipeline.plan.agreement import announce_no_gain, is_measured, with_agreement
-from pipeline.plan.columns import check_columns, kept_columns, optional_columns
+from pipeline.plan.columns import check_columns, kept_columns, optional_columns, parsed_column
 from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import Manifest
 from pipeline.plan.memory import log_memory_estimate
@@ -243,6 +243,7 @@ def _part(job: PlannedJob) -> PartSpec:
         optional=optional_columns(job.config),
         fingerprint=job.manifest.fingerprint,
         num_layers=job.checkpoint.checkpoint.num_layers,
+        parsed=parsed_column(job.config),
     )
 
 

@@ -153,6 +153,9 @@ class OutputConfig(Section):
     path: Place = Field(description="folder for the answers; local or s3://")
     keep: list[str] = Field(default_factory=list, description="input columns to copy to the output, besides id")
     strip: bool = Field(True, description="remove white space at both ends of the text")
+    parse: bool = Field(
+        False, description="write a column `parsed` of structs: the answers as values of output_format.json_schema"
+    )
     token_ids: bool = Field(False, description="write a column with the generated token ids")
     cumulative_logprob: bool = Field(False, description="write the sum of the tokens' log-probabilities, nats")
 
@@ -384,4 +387,7 @@ class JobConfig(Section):
             if self.choices is not None or self.input.choices is not None:
                 raise UserError("give choices or output_format, not both")
             check_compatible("output_format", self.sampling.params())
+        form = self.output_format
+        if self.output.parse and (form is None or form.kind != "json_schema" or self.input.output_format is not None):
+            raise UserError("output.parse needs output_format.json_schema, one for all rows: a column has one type")
         return self

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from actors.answers import Answer
+from pipeline.generate.parsed import parse_answers
 from pipeline.read.shards import Shard
 
 ANSWER_FIELDS = [
@@ -32,6 +33,7 @@ OPTIONAL_FIELDS = {
     ),
     "choice_probability": pa.field("choice_probability", pa.float64()),
 }
+PARSED = "parsed"
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class PartSpec:
         optional: names from `OPTIONAL_FIELDS`.
         fingerprint: of the job, for the footer.
         num_layers: of the model, for the footer.
+        parsed: type of the column `parsed`, which holds the texts as values; None for no such column.
     """
 
     id_column: str | None
@@ -51,6 +54,7 @@ class PartSpec:
     optional: tuple[str, ...]
     fingerprint: str
     num_layers: int
+    parsed: pa.DataType | None = None
 
 
 def row_ids(rows: pa.Table, id_column: str | None, url: str, first_row: int) -> pa.Array | pa.ChunkedArray:
@@ -77,12 +81,20 @@ def part_table(rows: pa.Table, answers: Sequence[Answer], spec: PartSpec, url: s
     names, columns = list(carried), list(carried.values())
     if owners != list(range(rows.num_rows)):
         columns = [column.take(pa.array(owners, pa.int64())) for column in columns]
+    errors = [answer.error for answer in answers]
+    if spec.parsed is not None:
+        parsed, errors = parse_answers([answer.generated_text for answer in answers], errors, spec.parsed)
     for field in [*ANSWER_FIELDS, *(OPTIONAL_FIELDS[name] for name in spec.optional)]:
         values = [getattr(answer, field.name) for answer in answers]
+        if field.name == "error":
+            values = errors
         if field.name == "logprobs":
             values = [None if tokens is None else [token.to_dict() for token in tokens] for tokens in values]
         names.append(field.name)
         columns.append(pa.array(values, field.type))
+    if spec.parsed is not None:
+        names.append(PARSED)
+        columns.append(parsed)
     return pa.table(columns, names=names)
 
 

@@ -22,7 +22,7 @@ from actors.generator import Generator
 from pipeline.generate.coordinator import RunCoordinator
 from pipeline.generate.output import PartSpec, part_bytes, part_table
 from pipeline.generate.settings import fetched
-from pipeline.generate.stats import ShardStats, duplicate_ids
+from pipeline.generate.stats import ShardStats, answered_prompt_tokens, duplicate_ids, error_rows
 from pipeline.prepare.prompts import CHOICES, ERROR, FORM, PROMPT_IDS, SAMPLING
 from pipeline.read.ipc import from_ipc
 from pipeline.read.shards import Shard
@@ -180,7 +180,7 @@ class ShardGenerator:
         data = part_bytes(table, self.part, Shard(shard, url, first_row, rows.num_rows))
         seconds = time.perf_counter() - began
         engine = self.generator.take_stats()
-        errors = sum(answer.error is not None for answer in answers)
+        errors = error_rows(table)
         amounts = (rows.num_rows, errors, engine.generated_tokens, engine.layer_steps)
         self.worker.count(dict(zip(METRICS, amounts, strict=True)), self.part.fingerprint)
         return data, ShardStats(
@@ -189,9 +189,7 @@ class ShardGenerator:
             answers=len(answers),
             errors=errors,
             duplicate_ids=duplicate_ids(table),
-            prompt_tokens=sum(
-                answer.prompt_tokens for answer in answers if answer.sample_index == 0 and answer.error is None
-            ),
+            prompt_tokens=answered_prompt_tokens(table),
             shared_prompt_tokens=engine.shared_prompt_tokens,
             generated_tokens=engine.generated_tokens,
             prepare_seconds=prepare_seconds,

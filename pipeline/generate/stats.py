@@ -72,9 +72,9 @@ class ShardStats:
             "shard": shard,
             "rows": input_rows(part),
             "answers": part.num_rows,
-            "errors": part.num_rows - part["error"].null_count,
+            "errors": error_rows(part),
             "duplicate_ids": duplicate_ids(part),
-            "prompt_tokens": sum(_first_samples(part.filter(pc.is_null(part["error"])))["prompt_tokens"].to_pylist()),
+            "prompt_tokens": answered_prompt_tokens(part),
             "generated_tokens": sum(part["generated_tokens"].to_pylist()),
             "mean_depth": layer_steps / sum(steps) if sum(steps) else 0.0,
             "decode_steps": sum(steps),
@@ -89,6 +89,17 @@ class ShardStats:
 def input_rows(part: pa.Table) -> int:
     """Number of input rows that a part answers."""
     return int(_first_samples(part).num_rows)
+
+
+def error_rows(part: pa.Table) -> int:
+    """Input rows with an error in any of their answers."""
+    row = pc.cumulative_sum(pc.cast(pc.equal(part["sample_index"], 0), pa.int64()))
+    return int(pc.count_distinct(row.filter(pc.is_valid(part["error"]))).as_py())
+
+
+def answered_prompt_tokens(part: pa.Table) -> int:
+    """Prompt tokens of the input rows whose first answer has no error."""
+    return sum(_first_samples(part.filter(pc.is_null(part["error"])))["prompt_tokens"].to_pylist())
 
 
 def duplicate_ids(part: pa.Table) -> int:

@@ -9,7 +9,8 @@ import pyarrow as pa
 from actors.engine.errors import UserError
 from actors.engine.types import SamplingParams
 from pipeline.config.job import JobConfig
-from pipeline.generate.output import ANSWER_FIELDS, OPTIONAL_FIELDS
+from pipeline.generate.output import ANSWER_FIELDS, OPTIONAL_FIELDS, PARSED
+from pipeline.generate.parsed import parsed_type
 from pipeline.messages import printable
 from pipeline.prepare.prompt_spec import read_names
 from pipeline.prepare.prompts import ADDED
@@ -70,6 +71,14 @@ def optional_columns(config: JobConfig) -> tuple[str, ...]:
     return tuple(name for name in OPTIONAL_FIELDS if written[name])
 
 
+def parsed_column(config: JobConfig) -> pa.DataType | None:
+    """Type of the column `parsed`; None without it. Raises UserError for a schema that has no one type."""
+    if not config.output.parse:
+        return None
+    assert config.output_format is not None
+    return parsed_type(config.output_format.text)
+
+
 def check_columns(config: JobConfig) -> None:
     """Raise UserError if a column read or kept has the name of one of the job's own columns."""
     for name in needed_columns(config):
@@ -78,7 +87,8 @@ def check_columns(config: JobConfig) -> None:
     for name in config.output.keep:
         if config.output.keep.count(name) > 1:
             raise UserError(f"output.keep: {printable(name)} is listed twice; remove one")
-    answers = {field.name for field in [*ANSWER_FIELDS, *OPTIONAL_FIELDS.values()]}
+    answers = {PARSED, *(field.name for field in [*ANSWER_FIELDS, *OPTIONAL_FIELDS.values()])}
+    parsed_column(config)
     for name in config.output.keep:
         if name in answers or name in ADDED:
             raise UserError(

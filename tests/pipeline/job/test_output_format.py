@@ -18,7 +18,10 @@ from pipeline.config.job import JobConfig
 
 SCHEMA = {
     "type": "object",
-    "properties": {"place": {"enum": ["river", "city", "pub"]}, "stars": {"type": "integer", "minimum": 1}},
+    "properties": {
+        "place": {"enum": ["river", "city", "pub"]},
+        "stars": {"type": "integer", "minimum": 1, "maximum": 99},
+    },
     "required": ["place", "stars"],
     "additionalProperties": False,
 }
@@ -34,7 +37,7 @@ def values(folder: Path, checkpoint: Path, **changes: Any) -> dict[str, Any]:
         "output": {"path": str(folder / "out"), "strip": False},
         "model": {"path": str(checkpoint), "dtype": "float32", "device": "cpu"},
         "schedule": {"speedup": 2, "agreement_rows": 0},
-        "sampling": {"max_new_tokens": 30, "temperature": 1.0},
+        "sampling": {"max_new_tokens": 36, "temperature": 1.0},
         "max_error_rate": 1.0,
         **changes,
     }
@@ -48,20 +51,18 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
 def test_every_answer_of_a_job_fits_its_schema(tmp_path: Path, checkpoint: Path) -> None:
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
     rows = run(values(tmp_path, checkpoint, output_format={"json_schema": str(tmp_path / "schema.json")}))
-    whole = [row for row in rows if row["error"] is None]
-    assert whole
-    for row in whole:
+    assert len(rows) == 8
+    for row in rows:  # the longest text has 34 bytes
         jsonschema.validate(json.loads(row["generated_text"]), SCHEMA)
-        assert row["finish_reason"] == "stop"
-    for row in rows:
-        if row["error"] is not None:
-            assert "cut off after 30 tokens" in row["error"] and row["generated_text"].startswith('{"place": "')
+        assert row["finish_reason"] == "stop" and row["error"] is None
 
 
 def test_answers_that_are_cut_off_keep_their_text_in_every_sample(tmp_path: Path, checkpoint: Path) -> None:
     sampling = {"max_new_tokens": 5, "temperature": 1.0, "n": 2}
     job = values(tmp_path, checkpoint, output_format={"json_schema": SCHEMA}, sampling=sampling)
-    rows = run(job)
+    result = run_in_process(JobConfig.model_validate(job))
+    assert (result.totals.errors, result.totals.answers) == (8, 16)
+    rows = pq.read_table(job["output"]["path"]).to_pylist()
     assert [row["sample_index"] for row in rows] == [0, 1] * 8
     for row in rows:
         assert row["generated_tokens"] == 5 and row["finish_reason"] == "length"
@@ -109,3 +110,35 @@ def test_another_form_is_another_job(tmp_path: Path, checkpoint: Path) -> None:
     run(values(tmp_path, checkpoint, output_format={"regex": "[a-c]"}))
     with pytest.raises(UserError, match="output_format"):
         run(values(tmp_path, checkpoint, output_format={"regex": "[a-d]"}))
+
+
+def test_parsed_answers_are_a_typed_column(tmp_path: Path, checkpoint: Path) -> None:
+    job = values(tmp_path, checkpoint, output_format={"json_schema": SCHEMA})
+    job["output"]["parse"] = True
+    run_in_process(JobConfig.model_validate(job))
+    table = pq.read_table(job["output"]["path"])
+    assert table.schema.field("parsed").type == pa.struct([("place", pa.string()), ("stars", pa.int64())])
+    for row in table.to_pylist():
+        assert row["parsed"] == json.loads(row["generated_text"])
+
+
+def test_a_number_that_the_column_cannot_hold_is_the_rows_error(tmp_path: Path, checkpoint: Path) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 2**63}}, "required": ["a"], "additionalProperties": False}
+    job = values(tmp_path, checkpoint, output_format={"json_schema": schema})
+    job["output"]["parse"] = True
+    result = run_in_process(JobConfig.model_validate(job))
+    assert result.totals.errors == 8
+    for row in pq.read_table(job["output"]["path"]).to_pylist():
+        assert row["error"].startswith("parsed: ") and row["parsed"] is None and row["generated_text"]
+
+
+def test_parsed_answers_need_one_schema_with_one_type(tmp_path: Path, checkpoint: Path) -> None:
+    for form, message in (
+        ({"regex": "a"}, "output.parse needs output_format.json_schema"),
+        (None, "output.parse needs output_format.json_schema"),
+        ({"json_schema": {"type": "object", "properties": {"a": {}}}}, "output.parse: #/properties/a has 0 types"),
+    ):
+        job = values(tmp_path, checkpoint, output_format=form)
+        job["output"]["parse"] = True
+        with pytest.raises(ValueError, match=message):
+            run(job)
