@@ -23,6 +23,7 @@ from pipeline.commit.claim import check_same_job, claim, stored_job
 from pipeline.commit.finalize import finalize, finished_totals, write_success
 from pipeline.commit.lease import leased
 from pipeline.commit.records import Compaction
+from pipeline.commit.results import check_free, has_results, write_results
 from pipeline.commit.sink import SUCCESS, commit_shards, committed_shards
 from pipeline.config.job import JobConfig
 from pipeline.generate.coordinator import Workload
@@ -92,12 +93,15 @@ def run(
         stored = stored_job(folder, overwrite=overwrite)
         job = plan(config, stored, backend, limit=limit)
         check_same_job(folder, stored, job.manifest)
-        totals, fresh_rows = finished_totals(folder, job.manifest) if stored else None, 0
+        finished = stored is not None and has_results(folder, config)
+        totals, fresh_rows = finished_totals(folder, job.manifest) if finished else None, 0
         if totals is None:  # else nothing is written: read-only rights suffice
             log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
             make_writable(folder)
             with leased(folder), checked(job, stored, backend) as job:
                 claim(folder, stored, job.manifest, overwrite=overwrite)
+                if stored is None:
+                    check_free(folder, config)
                 totals, fresh_rows = answer(job, folder, backend)
                 write_success(folder, job.manifest, totals)
     return JobResult(job.manifest, totals, fresh_rows, time.monotonic() - began)
@@ -180,7 +184,9 @@ def answer(job: PlannedJob, folder: Folder, backend: Backend) -> tuple[Totals, i
         workload = Workload(len(manifest.shards), manifest.rows, len(done), manifest.rows - left_rows)
         with backend.session(job.config.actors) as session, Compaction(folder, manifest.fingerprint):
             session.run(stages(job, folder, left, session), workload, job.config.grace_seconds)
-    return finalize(folder, manifest), left_rows
+    totals = finalize(folder, manifest)
+    write_results(folder, manifest, job.config, job.checkpoint)
+    return totals, left_rows
 
 
 def stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Session) -> list[Stage]:

@@ -82,7 +82,13 @@ def full_depth_job(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path
         update={"path": [str(folder / SAMPLE)], "format": None, "id": None, "since": None, "changed": "error"}
     )
     output = config.output.model_copy(
-        update={"path": str(folder / ANSWERS), "keep": [], "token_ids": True, "cumulative_logprob": False}
+        update={
+            "path": str(folder / ANSWERS),
+            "format": None,
+            "keep": [],
+            "token_ids": True,
+            "cumulative_logprob": False,
+        }
     )
     return config.model_copy(
         update={

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from actors.engine.errors import UserError
+from pipeline.commit.results import remove_results
 from pipeline.commit.sink import PART, clear, clear_temporaries
 from pipeline.plan import manifest as manifests
 from pipeline.plan import plan_files
@@ -49,6 +50,7 @@ def claim(folder: Folder, stored: Manifest | None, planned: Manifest, *, overwri
         foreign = [name for name in folder.names() if name.endswith(".parquet") and not PART.fullmatch(name)]
         if foreign:
             raise UserError(f"{folder.url}: {foreign[0]} is no part of a job; --overwrite leaves it, so move it away")
+        remove_results(folder)
         clear(folder)
     else:
         now = stored_job(folder, overwrite=False)

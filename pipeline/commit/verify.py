@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from actors.engine.errors import UserError
 from pipeline.commit.records import read_valid_records
+from pipeline.commit.results import result_problems
 from pipeline.commit.sink import PARTS_AT_ONCE, SUCCESS, check_part, part_name, part_sizes
 from pipeline.config.job import StorageConfig
 from pipeline.plan.manifest import Manifest, coverage_problems
@@ -49,6 +50,7 @@ def verify(folder: Folder, manifest: Manifest, storage: StorageConfig) -> Iterat
         return None
 
     expected = planned.keys() if folder.exists(SUCCESS) else set()
+    yield from result_problems(folder)
     shards = sorted(parts.keys() | digests.keys() | expected)
     yield from (line for line in in_parallel(part_problem, shards, PARTS_AT_ONCE) if line is not None)
 

@@ -19,6 +19,7 @@ from pipeline.config.output_format import Form, FormColumn
 Decay = Literal["linear", "cosine", "power", "step", "constant"]
 KeepOrder = Literal["paper", "even", "early_exit", "measured"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+OutputFormat = Literal["parquet", "jsonl", "openai_batch"]
 InputFormat = Literal["parquet", "jsonl", "csv", "openai_batch"]
 
 
@@ -118,7 +119,7 @@ class InputConfig(Section):
         if self.since is None and self.changed != "error":
             raise UserError("changed is for incremental runs: give since: last_success too")
         given = [name for name in ("prompt", "template", "messages") if getattr(self, name) is not None]
-        own = [*given, *(name for name in ("chat", "sampling", "choices") if getattr(self, name))]
+        own = [*given, *(name for name in ("id", "chat", "sampling", "choices") if getattr(self, name))]
         if self.is_batch and own:
             raise UserError(f"{own[0]} does not go with format: openai_batch: each line is a whole request")
         if len(given) > 1:
@@ -136,7 +137,7 @@ class InputConfig(Section):
     @property
     def id_column(self) -> str | None:
         """The column that is copied to `id`."""
-        return "custom_id" if self.is_batch and self.id is None else self.id
+        return "custom_id" if self.is_batch else self.id
 
     @property
     def is_batch(self) -> bool:
@@ -151,6 +152,11 @@ class InputConfig(Section):
 
 class OutputConfig(Section):
     path: Place = Field(description="folder for the answers; local or s3://")
+    format: OutputFormat | None = Field(
+        None,
+        description="written at the end, besides the Parquet parts; jsonl: answers.jsonl; openai_batch: results.jsonl "
+        "and errors.jsonl, the default for such input",
+    )
     keep: list[str] = Field(default_factory=list, description="input columns to copy to the output, besides id")
     strip: bool = Field(True, description="remove white space at both ends of the text")
     parse: bool = Field(
@@ -369,6 +375,11 @@ class JobConfig(Section):
     adapt: AdaptConfig | None = Field(None, description="settings of `skipdecode adapt`; `run` ignores them")
 
     @property
+    def result_format(self) -> OutputFormat:
+        """What the job writes at its end beside the parts; parquet: nothing."""
+        return self.output.format or ("openai_batch" if self.input.is_batch else "parquet")
+
+    @property
     def paged(self) -> bool:
         """Whether actors use the paged engine, if the model's family supports it."""
         return self.model.engine == "paged" and self.actors.gpus > 0 and self.model.device != "cpu"
@@ -378,7 +389,9 @@ class JobConfig(Section):
         return self.actors.max_batch or (512 if self.paged and has_pages else 64)
 
     @model_validator(mode="after")
-    def _form_alone(self) -> JobConfig:
+    def _fits_together(self) -> JobConfig:
+        if self.output.format == "openai_batch" and not self.input.is_batch:
+            raise UserError("output.format: openai_batch answers such requests: set input.format: openai_batch too")
         if self.choices is not None:
             check_labels(self.choices)
         if self.choices is not None or self.input.choices is not None:

@@ -106,9 +106,11 @@ def unchanged_files(pinned: Sequence[InputFile], listed: Files) -> list[InputFil
 
 
 def _future_names(config: JobConfig) -> Iterator[str]:
-    """Names of Parquet files that the job may write into its output."""
+    """Names of files that the job may write into its output."""
     for index in range(1000):
         yield f"part-{index:06d}.parquet"
+    for kind in ("answers", "results", "errors") if config.result_format != "parquet" else ():
+        yield f"{kind}.jsonl"
     if config.input.since:
         yield f"{RUN_FOLDER}/part-000000.parquet"
 

@@ -228,7 +228,7 @@ def _identity(
         inputs.update(f"{file.url}\0{file.size}\0{file.version}\n".encode())
     return {
         "input": {**config.input.model_dump(mode="json", exclude={"since", "changed"}), "files": inputs.hexdigest()},
-        "output": config.output.model_dump(exclude={"path"}),
+        "output": config.output.model_dump(exclude={"path", "format"}),
         "model": {**config.model.model_dump(exclude={"path", "cache", "speed_adapter"}), **resolved.identity()},
         "schedule": {"speedup": schedule.speedup, **schedule.to_dict()},
         "sampling": config.sampling.model_dump(mode="json"),

@@ -231,7 +231,7 @@ def _is_blank(text: str) -> bool:
     return not text or text.isspace()
 
 
-def _checked_ids(ids: list[int | None], vocab_size: int) -> list[int]:
+def _checked_ids(ids: Sequence[int | None], vocab_size: int) -> list[int]:
     if not ids:
         raise UserError("prompt is empty")
     for number, token in enumerate(ids):

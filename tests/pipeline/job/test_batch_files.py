@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from in_process import run_in_process
 from actors.engine.errors import UserError
 from actors.openai_requests import CHAT, TEXT
 from pipeline.config.job import JobConfig
+from pipeline.config.load import load_config
 
 
 def request(number: int, url: str, **body: Any) -> dict[str, Any]:
@@ -107,3 +109,135 @@ def test_a_request_is_whole(tmp_path: Path, chat_checkpoint: Path) -> None:
     write(tmp_path / "in.jsonl", [{"prompt": "alpha"}])
     with pytest.raises(UserError, match=r"in\.jsonl: no column 'custom_id'; it has prompt"):
         run_in_process(config(tmp_path / "in.jsonl", tmp_path / "out", chat_checkpoint))
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+def test_results_and_errors_are_those_of_the_parts(tmp_path: Path, chat_checkpoint: Path) -> None:
+    write(tmp_path / "in.jsonl", REQUESTS)
+    run_in_process(config(tmp_path / "in.jsonl", tmp_path / "out", chat_checkpoint))
+    rows = answers(tmp_path / "out")
+    results, errors = (lines(tmp_path / "out" / f"{name}.jsonl") for name in ("results", "errors"))
+    assert [line["custom_id"] for line in results] == [f"request-{number}" for number in (0, 1, 2, 3, 6, 7)]
+    assert {line["custom_id"]: line["response"]["body"]["error"]["message"] for line in errors} == {
+        f"request-{number}": error for number, error in ERRORS.items()
+    }
+    assert {line["response"]["status_code"] for line in errors} == {400}
+    for line in results:
+        own = [row for row in rows if row["id"] == line["custom_id"]]
+        body = line["response"]["body"]
+        texts = [choice["text"] if "text" in choice else choice["message"]["content"] for choice in body["choices"]]
+        assert texts == [row["generated_text"] for row in own]
+        assert [choice["finish_reason"] for choice in body["choices"]] == [row["finish_reason"] for row in own]
+        assert body["usage"]["prompt_tokens"] == own[0]["prompt_tokens"]
+        assert body["usage"]["completion_tokens"] == sum(row["generated_tokens"] for row in own)
+    by_id = {line["custom_id"]: line["response"]["body"]["choices"] for line in results}
+    assert len(by_id["request-3"]) == 2
+    content = by_id["request-2"][0]["logprobs"]["content"]
+    assert len(content) == 2 and [len(token["top_logprobs"]) for token in content] == [2, 2]
+    assert by_id["request-0"][0]["logprobs"] is None and len(by_id["request-6"][0]["logprobs"]["tokens"]) == 2
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+def test_a_job_killed_at_any_write_of_its_end_finishes_with_the_same_bytes(
+    tmp_path: Path, chat_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """Killed before the `at`-th file after the last part; then run again. Planned at the same second."""
+    monkeypatch.setattr("pipeline.plan.manifest.time.time", lambda: 1_700_000_000.0)
+    write(tmp_path / "in.jsonl", REQUESTS[:3] + REQUESTS[4:5])
+    run_in_process(config(tmp_path / "in.jsonl", tmp_path / "whole", chat_checkpoint))
+    job = config(tmp_path / "in.jsonl", tmp_path / "killed", chat_checkpoint)
+    left = at
+
+    class Killed(BaseException):
+        pass
+
+    def dying(method: Any) -> Any:
+        def write_or_die(*arguments: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise Killed
+            return method(*arguments)
+
+        return write_or_die
+
+    from pipeline import job as jobs
+    from pipeline.storage.folder import LocalFolder
+
+    real = jobs.finalize
+
+    def from_here_on(*arguments: Any) -> Any:
+        for name in ("create", "replace"):
+            monkeypatch.setattr(LocalFolder, name, dying(getattr(LocalFolder, name)))
+        return real(*arguments)
+
+    with monkeypatch.context():
+        monkeypatch.setattr(jobs, "finalize", from_here_on)
+        try:
+            run_in_process(job)
+        except Killed:
+            assert not (tmp_path / "killed" / "_SUCCESS").exists()
+    monkeypatch.undo()
+    run_in_process(job)
+    whole, killed = files(tmp_path / "whole"), files(tmp_path / "killed")
+    assert killed.keys() == whole.keys() >= {"results.jsonl", "errors.jsonl", "_SUCCESS"}
+    assert all(killed[name] == whole[name] for name in whole if name != "_SUCCESS")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed").rglob("*")}
+    run_in_process(job)
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "killed").rglob("*")}
+
+
+def test_a_users_file_is_never_replaced(tmp_path: Path, chat_checkpoint: Path) -> None:
+    write(tmp_path / "in.jsonl", REQUESTS[:3])
+    job = config(tmp_path / "in.jsonl", tmp_path / "out", chat_checkpoint)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "results.jsonl").write_text("mine")
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"results\.jsonl: not written by this job; move it away and run again"):
+            run_in_process(job)
+    assert (tmp_path / "out" / "results.jsonl").read_text() == "mine"
+    (tmp_path / "out" / "results.jsonl").rename(tmp_path / "mine")
+    run_in_process(job)
+    made = (tmp_path / "out" / "results.jsonl").read_bytes()
+    (tmp_path / "out" / "results.jsonl").unlink()
+    assert run_in_process(job).fresh_rows == 0
+    assert (tmp_path / "out" / "results.jsonl").read_bytes() == made
+    other = config(tmp_path / "in.jsonl", tmp_path / "out", chat_checkpoint, sampling={"max_new_tokens": 5})
+    run_in_process(other, overwrite=True)
+    assert len(lines(tmp_path / "out" / "results.jsonl")) == 3
+
+
+def test_any_job_writes_its_answers_as_json_lines(tmp_path: Path, checkpoint: Path) -> None:
+    """Asked for later, they are written without an answer made anew."""
+    write(tmp_path / "in.jsonl", [{"prompt": "alpha", "n": [1, {"a": None}]}, {"prompt": None}])
+    source = {"path": str(tmp_path / "in.jsonl")}
+    run_in_process(config(tmp_path, tmp_path / "out", checkpoint, input=source))
+    assert not (tmp_path / "out" / "answers.jsonl").exists()
+    asked = {"path": str(tmp_path / "out"), "format": "jsonl"}
+    job = config(tmp_path, tmp_path, checkpoint, input=source)
+    job = JobConfig.model_validate({**job.model_dump(exclude_unset=True), "output": asked})
+    assert run_in_process(job).fresh_rows == 0
+    assert lines(tmp_path / "out" / "answers.jsonl") == answers(tmp_path / "out")
+    with pytest.raises(ValueError, match=r"set input\.format: openai_batch too"):
+        JobConfig.model_validate({**job.model_dump(exclude_unset=True), "output": {**asked, "format": "openai_batch"}})
+
+
+def test_the_example_runs_as_its_comment_says(
+    tmp_path: Path, chat_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first commands as they are; the model, which is on the hub, is replaced."""
+    source = Path(__file__).parents[3] / "configs" / "batch.yaml"
+    commands = [line.removeprefix("#     ") for line in source.read_text().splitlines() if line.startswith("#     ")]
+    shell = "\n".join(line for line in commands if not line.startswith(("skipdecode", "cat")))
+    subprocess.run(["sh", "-ec", shell], cwd=tmp_path, check=True)
+    monkeypatch.chdir(tmp_path)
+    run_in_process(load_config(JobConfig, source, [f"model.path={chat_checkpoint}", "sampling.max_new_tokens=20"]))
+    (line,) = lines(tmp_path / "work" / "batch" / "answers" / "results.jsonl")
+    assert line["custom_id"] == "a" and line["response"]["body"]["usage"]["completion_tokens"] > 0

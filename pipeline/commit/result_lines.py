@@ -1,0 +1,129 @@
+"""The rows of a part as lines of JSON: of answers, or of OpenAI's batch results and errors.
+
+Source: https://platform.openai.com/docs/guides/batch
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import types
+
+from actors.openai_answers import Decode, completion_body, error_body
+from pipeline.read.shards import Shard
+
+Line = tuple[str, bytes]  # name of the result, without suffix; a line with its end
+ToLines = Callable[[bytes, Shard], list[Line]]  # of a part and its shard
+ANSWERS, RESULTS, ERRORS = "answers", "results", "errors"
+
+
+def answer_lines(part: bytes, shard: Shard) -> list[Line]:
+    """Each output row as an object with the part's columns."""
+    return [(ANSWERS, _line(row)) for row in _rows(part)]
+
+
+@dataclass(frozen=True)
+class BatchLines:
+    """The lines of a batch file's answers: a request's samples are the choices of one response.
+
+    Args:
+        fingerprint: of the job; ids follow from it, from file and row.
+        created: when the job was planned, seconds since 1970.
+        model: name of the model.
+        decode: of its tokenizer.
+    """
+
+    fingerprint: str
+    created: int
+    model: str
+    decode: Decode
+
+    def __call__(self, part: bytes, shard: Shard) -> list[Line]:
+        requests: list[list[dict[str, Any]]] = []
+        for row in _rows(part):
+            if row["sample_index"] == 0:
+                requests.append([])
+            requests[-1].append(row)
+        return [self._line(shard, number, samples) for number, samples in enumerate(requests)]
+
+    def _line(self, shard: Shard, number: int, samples: list[dict[str, Any]]) -> Line:
+        row, first = shard.first_row + number, samples[0]
+        key = hashlib.sha256(f"{self.fingerprint}\0{shard.url}\0{row}".encode()).hexdigest()[:24]
+        body: Mapping[str, Any]
+        if first["error"] is None:
+            name, status = RESULTS, 200
+            body = completion_body(
+                first["url"],
+                samples,
+                self.decode,
+                key=key,
+                created=self.created,
+                model=self.model,
+                job=f"fp_{self.fingerprint[:10]}",
+            )
+        else:
+            name = ERRORS
+            is_request = not first["prompt_tokens"]  # else it had become a prompt
+            status = 400 if is_request else 500
+            where = f"row {row} of {shard.url}: " if first["id"] is None else ""
+            body = error_body(f"{where}{first['error']}", is_request=is_request)
+        response = {"status_code": status, "request_id": f"req_{key}", "body": body}
+        line = {"id": f"batch_req_{key}", "custom_id": first["id"], "response": response, "error": None}
+        return name, _line(line)
+
+
+def _rows(part: bytes) -> list[dict[str, Any]]:
+    table = pq.read_table(io.BytesIO(part))
+    for place, field in enumerate(table.schema):
+        if types.is_temporal(field.type) or types.is_decimal(field.type):  # Arrow writes those that Python cannot hold
+            table = table.set_column(place, field.name, table[field.name].cast(pa.string()))
+    rows: list[dict[str, Any]] = table.to_pylist()
+    return rows
+
+
+def _line(values: Mapping[str, Any]) -> bytes:
+    return json.dumps(_plain(values), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it: bytes as base64, no number as null, anything else that JSON lacks as its text."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return value if value is None or isinstance(value, str | int) else str(value)
+
+
+def cut(lines: Iterator[Line], size: int) -> Iterator[tuple[str, bytes]]:
+    """Name and bytes of files of at most `size` bytes, or of one line: `results.jsonl`, then `results-0001.jsonl`."""
+    open_files: dict[str, bytearray] = {}
+    counts: dict[str, int] = {}
+
+    def closed(kind: str) -> tuple[str, bytes]:
+        number = counts[kind] = counts.get(kind, -1) + 1
+        return file_name(kind, number), bytes(open_files.pop(kind))
+
+    for kind, line in lines:
+        if kind in open_files and len(open_files[kind]) + len(line) > size:
+            yield closed(kind)
+        open_files.setdefault(kind, bytearray()).extend(line)
+    for kind in sorted(open_files):
+        yield closed(kind)
+
+
+def file_name(kind: str, number: int) -> str:
+    """Name of a result's file."""
+    return f"{kind}.jsonl" if number == 0 else f"{kind}-{number:04d}.jsonl"

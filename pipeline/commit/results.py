@@ -1,0 +1,151 @@
+"""The answers as JSON Lines in the folder of the parts, once every row is committed: `output.format`.
+
+The files are a function of the committed parts and the plan, so that a run which was killed between two of them writes
+the others. Each is created whole and never replaces a file. `_job/results.json`, written before the file, holds its
+digest: only files with a recorded digest are removed by --overwrite.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+
+from actors.engine.errors import UserError
+from pipeline.checkpoints.resolve import ResolvedCheckpoint
+from pipeline.commit.result_lines import (
+    ANSWERS,
+    ERRORS,
+    RESULTS,
+    BatchLines,
+    Line,
+    ToLines,
+    answer_lines,
+    cut,
+    file_name,
+)
+from pipeline.commit.sink import PARTS_AT_ONCE, part_name
+from pipeline.config.job import JobConfig
+from pipeline.plan.manifest import Manifest
+from pipeline.prepare.tokenizer import tokenizer_of
+from pipeline.read.shards import Shard
+from pipeline.runtime.announce import announced
+from pipeline.storage.concurrency import in_parallel
+from pipeline.storage.folder import Folder
+
+RECORD = "_job/results.json"
+FILE_BYTES = 256 * 2**20  # of a file, at most: it is written in one put
+KINDS: dict[str, tuple[str, ...]] = {"parquet": (), "jsonl": (ANSWERS,), "openai_batch": (RESULTS, ERRORS)}
+
+
+def write_results(folder: Folder, manifest: Manifest, config: JobConfig, checkpoint: ResolvedCheckpoint) -> None:
+    """Write the files that `output.format` asks for, from the parts of a job whose rows are all committed.
+
+    Raises UserError for a file of the same name that is not this job's.
+    """
+    kinds = KINDS[config.result_format]
+    if not kinds:
+        return
+    to_lines: ToLines = answer_lines
+    if config.result_format == "openai_batch":
+        tokenizer, created = tokenizer_of(checkpoint.source), int(manifest.batching.planned)
+        to_lines = BatchLines(
+            manifest.fingerprint, created, config.model.path, lambda token: str(tokenizer.decode([token]))
+        )
+    known = recorded(folder)
+    written = set()
+    with announced("writing the answers as JSON Lines"):
+        for name, data in cut(_lines(folder, manifest, to_lines), FILE_BYTES):
+            digest = hashlib.sha256(data).hexdigest()
+            _record(folder, {**known, name: [*known.get(name, []), digest]}, done=False)
+            if not folder.create(name, data):
+                found = hashlib.sha256(folder.read(name)).hexdigest()
+                if found != digest and found not in known.get(name, []):
+                    _record(folder, known, done=False)
+                    raise _taken(folder, name)
+                if found != digest:  # of parts that are gone and were answered again
+                    folder.replace(name, data)
+            known[name] = [digest]
+            written.add(name)
+    for name in [name for name in known if name not in written and _kind(name) in kinds]:
+        _remove_own(folder, name, known.pop(name))
+    _record(folder, known, done=True)
+
+
+def check_free(folder: Folder, config: JobConfig) -> None:
+    """Raise UserError before a new job runs if a file has the name of one of its results."""
+    for kind in KINDS[config.result_format]:
+        if folder.exists(file_name(kind, 0)):
+            raise _taken(folder, file_name(kind, 0))
+
+
+def has_results(folder: Folder, config: JobConfig) -> bool:
+    """Whether the files that `output.format` asks for were all written, and are there."""
+    kinds = KINDS[config.result_format]
+    if not kinds:
+        return True
+    files, done = _read(folder)
+    own = [name for name in files if _kind(name) in kinds]
+    return done and bool(own) and all(folder.exists(name) for name in own)
+
+
+def recorded(folder: Folder) -> dict[str, list[str]]:
+    """Digests of each recorded file: its own, and during a replacement that of the new one."""
+    return _read(folder)[0]
+
+
+def remove_results(folder: Folder) -> None:
+    """Remove the recorded files, unless their content is another."""
+    for name, digests in recorded(folder).items():
+        _remove_own(folder, name, digests)
+
+
+def result_problems(folder: Folder) -> Iterator[str]:
+    """One line for each recorded file that is gone or differs."""
+    for name, digests in recorded(folder).items():
+        try:
+            if hashlib.sha256(folder.read(name)).hexdigest() not in digests:
+                yield f"{folder.url}/{name}: not what was written (sha256 differs); delete it and run again"
+        except FileNotFoundError:
+            yield f"{folder.url}/{name}: written and gone; run the job again to write it"
+
+
+def _lines(folder: Folder, manifest: Manifest, to_lines: ToLines) -> Iterator[Line]:
+    def lines(shard: Shard) -> list[Line]:
+        return to_lines(folder.read(part_name(shard.index)), shard)
+
+    for first in range(0, len(manifest.shards), PARTS_AT_ONCE):
+        for of_part in in_parallel(lines, manifest.shards[first : first + PARTS_AT_ONCE], PARTS_AT_ONCE):
+            yield from of_part
+
+
+def _read(folder: Folder) -> tuple[dict[str, list[str]], bool]:
+    """Digests by file, and whether all files were written; nothing from a missing or damaged record."""
+    try:
+        values = json.loads(folder.read(RECORD))
+        files = {str(name): [str(digest) for digest in digests] for name, digests in values["files"].items()}
+        return {name: digests for name, digests in files.items() if _kind(name)}, values["done"] is True
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        return {}, False
+
+
+def _record(folder: Folder, files: Mapping[str, Sequence[str]], *, done: bool) -> None:
+    folder.replace(RECORD, (json.dumps({"files": files, "done": done}, indent=1) + "\n").encode())
+
+
+def _kind(name: str) -> str:
+    """The kind of a result's file; "" for another name, which is never touched."""
+    match = re.fullmatch(rf"({ANSWERS}|{RESULTS}|{ERRORS})(-\d{{4,}})?\.jsonl", name)
+    return match[1] if match else ""
+
+
+def _remove_own(folder: Folder, name: str, digests: Sequence[str]) -> None:
+    with suppress(FileNotFoundError):
+        if hashlib.sha256(folder.read(name)).hexdigest() in digests:
+            folder.remove(name)
+
+
+def _taken(folder: Folder, name: str) -> UserError:
+    return UserError(f"{folder.url}/{name}: not written by this job; move it away and run again")

@@ -1,0 +1,118 @@
+"""Answers as JSON Lines: what is written, how it is cut, and which files are never touched."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from hypothesis import given
+from hypothesis import strategies as st
+from memory_folder import MemoryFolder
+
+from pipeline.commit import results
+from pipeline.commit.result_lines import BatchLines, answer_lines, cut
+from pipeline.commit.results import recorded, remove_results, result_problems
+from pipeline.read.shards import Shard
+
+
+def part(rows: list[dict[str, Any]]) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(rows), sink)
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
+
+
+@given(st.lists(st.tuples(st.sampled_from(["results", "errors"]), st.integers(0, 30))), st.integers(1, 60))
+def test_files_hold_the_lines_in_order_within_their_size(lengths: list[tuple[str, int]], size: int) -> None:
+    lines = [(kind, f"{number}{'x' * length}\n".encode()) for number, (kind, length) in enumerate(lengths)]
+    files = list(cut(iter(lines), size))
+    assert len(dict(files)) == len(files)
+    for kind in ("results", "errors"):
+        own = [(name, data) for name, data in sorted(files) if name.startswith(kind)]
+        expected = [line for other, line in lines if other == kind]
+        assert b"".join(data for _, data in sorted(own, key=lambda file: (len(file[0]), file[0]))) == b"".join(expected)
+        assert all(len(data) <= size or data.count(b"\n") == 1 for _, data in own)
+        assert not own or f"{kind}.jsonl" in dict(own)
+
+
+def test_values_that_json_lacks_are_text_or_null() -> None:
+    at = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    row = {"id": b"\xff", "n": float("nan"), "d": Decimal("1.50"), "t": at, "s": {"a": [1.5, None]}, "g": "grün"}
+    ((kind, line),) = answer_lines(part([row]), Shard(0, "in", 0, 1))
+    assert kind == "answers" and line.endswith(b"\n") and "grün".encode() in line
+    assert json.loads(line) == {
+        "id": "/w==",
+        "n": None,
+        "d": "1.50",
+        "t": "2026-01-02 03:04:05.000000Z",
+        "s": {"a": [1.5, None]},
+        "g": "grün",
+    }
+
+
+def test_a_request_has_one_line_with_all_its_samples() -> None:
+    answer = {"prompt_tokens": 4, "generated_tokens": 2, "finish_reason": "stop", "error": None, "logprobs": None}
+    failed = {**answer, "generated_text": None, "generated_tokens": 0, "finish_reason": "error"}
+    token = {
+        "token_id": 3,
+        "logprob": -0.5,
+        "top": [{"token_id": 3, "logprob": -0.5}, {"token_id": 4, "logprob": -1.0}],
+    }
+    rows = [
+        {"id": "a", "url": "/v1/chat/completions", "sample_index": 0, **answer, "generated_text": "x"},
+        {"id": "a", "url": "/v1/chat/completions", "sample_index": 1, **answer, "generated_text": "y"},
+        {"id": None, "url": None, "sample_index": 0, **failed, "prompt_tokens": 0, "error": "not JSON"},
+        {"id": "c", "url": "/v1/completions", "sample_index": 0, **failed, "error": "memory"},
+        {
+            "id": "d",
+            "url": "/v1/completions",
+            "sample_index": 0,
+            **answer,
+            "generated_text": "z",
+            "logprobs": [token] * 2,
+        },
+    ]
+    lines = BatchLines("f" * 64, 17, "model", lambda number: "abcd\ufffd"[number])(
+        part(rows), Shard(2, "in.jsonl", 10, 4)
+    )
+    assert [kind for kind, _ in lines] == ["results", "errors", "errors", "results"]
+    chat, bad, memory, text = (json.loads(line) for _, line in lines)
+    assert (chat["custom_id"], chat["error"], chat["response"]["status_code"]) == ("a", None, 200)
+    body = chat["response"]["body"]
+    assert body["object"] == "chat.completion" and (body["created"], body["model"]) == (17, "model")
+    assert [choice["message"]["content"] for choice in body["choices"]] == ["x", "y"]
+    assert body["usage"] == {"prompt_tokens": 4, "completion_tokens": 4, "total_tokens": 8}
+    assert (bad["custom_id"], bad["response"]["status_code"]) == (None, 400)
+    assert bad["response"]["body"]["error"]["message"] == "row 11 of in.jsonl: not JSON"
+    assert memory["response"]["status_code"] == 500
+    assert memory["response"]["body"]["error"]["type"] == "server_error"
+    assert text["response"]["body"]["choices"][0]["logprobs"] == {
+        "tokens": ["d", "d"],
+        "token_logprobs": [-0.5, -0.5],
+        "top_logprobs": [{"d": -0.5, "\ufffd": -1.0}] * 2,
+        "text_offset": [0, 1],
+    }
+    assert len({line["id"] for line in (chat, bad, memory, text)}) == 4
+
+
+def test_only_recorded_bytes_are_removed() -> None:
+    folder = MemoryFolder()
+    for name in ("results.jsonl", "errors.jsonl", "notes.txt"):
+        folder.create(name, b"ours")
+    digest = "0" * 64
+    ours = hashlib.sha256(b"ours").hexdigest()
+    record = {"files": {"results.jsonl": [ours], "errors.jsonl": [digest], "notes.txt": [ours]}, "done": True}
+    folder.replace(results.RECORD, json.dumps(record).encode())
+    assert [line.split(": ")[1] for line in result_problems(folder)] == [
+        "not what was written (sha256 differs); delete it and run again"
+    ]
+    remove_results(folder)
+    assert sorted(folder.names()) == ["errors.jsonl", "notes.txt"]
+    for damaged in (b"", b"[]", b'{"files": 1}', b'{"files": {"a": 1}, "done": true}'):
+        folder.replace(results.RECORD, damaged)
+        assert recorded(folder) == {}
