@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.engine.errors import UserError, suggestion
+from actors.engine.output_format import OutputFormat
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ENDPOINTS = (CHAT, TEXT)
@@ -24,7 +25,6 @@ _NO_EFFECT = ("model", "user", "metadata", "store", "safety_identifier", "prompt
 _ONLY: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none",),
     "modalities": (["text"],),
@@ -52,11 +52,13 @@ class CompletionRequest:
         messages: of a chat, not checked; None for a text.
         prompt: text or token ids; None for a chat.
         sampling: the parameters that the body sets, by the names of `SamplingParams`, not checked.
+        output_format: form of the answer, not checked; None for free text.
     """
 
     messages: Any
     prompt: str | list[int] | None
     sampling: dict[str, Any]
+    output_format: OutputFormat | None = None
 
 
 def read_request(url: str, body: Mapping[str, Any]) -> CompletionRequest:
@@ -93,7 +95,7 @@ def read_request(url: str, body: Mapping[str, Any]) -> CompletionRequest:
     if url == CHAT:
         if "messages" not in given:
             raise UserError("body: messages is missing")
-        return CompletionRequest(given["messages"], None, sampling)
+        return CompletionRequest(given["messages"], None, sampling, _form(given.get("response_format")))
     return CompletionRequest(None, _prompt(given.get("prompt")), sampling)
 
 
@@ -105,6 +107,21 @@ def _chat_logprobs(body: Mapping[str, Any]) -> Any:
     if not wanted and body.get("top_logprobs", 0) != 0:
         raise UserError("body: top_logprobs needs logprobs: true")
     return body.get("top_logprobs", 0) if wanted else None
+
+
+def _form(given: Any) -> OutputFormat | None:
+    """The form that `response_format` asks for."""
+    kind = given.get("type", "text") if isinstance(given, Mapping) else None if given is not None else "text"
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return OutputFormat("json_schema", '{"type": "object"}')
+    if kind != "json_schema":
+        raise UserError("body: response_format.type must be text, json_object or json_schema")
+    named = given.get("json_schema")
+    if not isinstance(named, Mapping) or not isinstance(named.get("schema"), Mapping):
+        raise UserError("body: response_format.json_schema.schema must be an object")
+    return OutputFormat.of({"json_schema": named["schema"]})
 
 
 def _prompt(prompt: Any) -> str | list[int]:

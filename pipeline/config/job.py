@@ -119,7 +119,10 @@ class InputConfig(Section):
         if self.since is None and self.changed != "error":
             raise UserError("changed is for incremental runs: give since: last_success too")
         given = [name for name in ("prompt", "template", "messages") if getattr(self, name) is not None]
-        own = [*given, *(name for name in ("id", "chat", "sampling", "choices") if getattr(self, name))]
+        own = [
+            *given,
+            *(name for name in ("id", "chat", "sampling", "choices", "output_format") if getattr(self, name)),
+        ]
         if self.is_batch and own:
             raise UserError(f"{own[0]} does not go with format: openai_batch: each line is a whole request")
         if len(given) > 1:

@@ -44,6 +44,7 @@ def text_columns(config: JobConfig) -> TextColumns:
         "body" if section.is_batch else None,
         section.messages,
         section.sampling if isinstance(section.sampling, str) else None,
+        (section.output_format or {}).get("json_schema"),
     ]
     own = section.sampling.items() if isinstance(section.sampling, dict) else ()
     kinds = {field.name: str(field.type).removesuffix(" | None") for field in fields(SamplingParams)}

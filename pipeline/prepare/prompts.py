@@ -147,15 +147,17 @@ def _read_row(values: Mapping[str, Any] | Exception, spec: PromptSpec) -> _Row:
     if isinstance(values, Exception):
         return _Row(error=f"cannot be read: {one_line(values)}")
     try:
-        is_chat = spec.chat is not None
+        is_chat, form = spec.chat is not None, None
         if spec.is_batch:
             request = read_batch_row(values)
             is_chat = request.prompt is None
             prompt = _request_prompt(request, spec)
             changes = request.sampling
+            form = _checked_form(request, spec)
         else:
             prompt = _prompt(values, spec)
             changes = _own_changes(values, spec)
+            form = _own_form(values, spec)
         params, sampling = own_sampling(spec.sampling, changes)
         choices = None if spec.choices_column is None else values[spec.choices_column]
         if choices is not None:
@@ -164,7 +166,6 @@ def _read_row(values: Mapping[str, Any] | Exception, spec: PromptSpec) -> _Row:
             raise UserError("choices is null")
         if choices is not None or spec.choices:
             check_compatible("choices", params)
-        form = _own_form(values, spec)
         if form is not None or spec.output_format is not None:
             check_compatible("output_format", params)
     except ValueError as error:
@@ -185,6 +186,15 @@ def _request_prompt(request: CompletionRequest, spec: PromptSpec) -> str | list[
         return _checked_text(request.prompt)
     assert spec.chat is not None
     return _checked_text(render_chat(tokenizer_of(spec.checkpoint), spec.chat, read_messages(request.messages)))
+
+
+def _checked_form(request: CompletionRequest, spec: PromptSpec) -> OutputFormat | None:
+    form = request.output_format
+    if form is not None and spec.choices:
+        raise UserError("body: response_format does not go with the job's choices")
+    if form is not None:
+        form.check()
+    return form
 
 
 def _own_form(values: Mapping[str, Any], spec: PromptSpec) -> OutputFormat | None:

@@ -67,6 +67,7 @@ def test_a_request_has_one_line_with_all_its_samples() -> None:
         {"id": "a", "url": "/v1/chat/completions", "sample_index": 0, **answer, "generated_text": "x"},
         {"id": "a", "url": "/v1/chat/completions", "sample_index": 1, **answer, "generated_text": "y"},
         {"id": None, "url": None, "sample_index": 0, **failed, "prompt_tokens": 0, "error": "not JSON"},
+        {"id": "cut", "url": "/v1/completions", "sample_index": 0, **answer, "generated_text": "{", "error": "cut off"},
         {"id": "c", "url": "/v1/completions", "sample_index": 0, **failed, "error": "memory"},
         {
             "id": "d",
@@ -78,10 +79,10 @@ def test_a_request_has_one_line_with_all_its_samples() -> None:
         },
     ]
     lines = BatchLines("f" * 64, 17, "model", lambda number: "abcd\ufffd"[number])(
-        part(rows), Shard(2, "in.jsonl", 10, 4)
+        part(rows), Shard(2, "in.jsonl", 10, 5)
     )
-    assert [kind for kind, _ in lines] == ["results", "errors", "errors", "results"]
-    chat, bad, memory, text = (json.loads(line) for _, line in lines)
+    assert [kind for kind, _ in lines] == ["results", "errors", "results", "errors", "results"]
+    chat, bad, cut_off, memory, text = (json.loads(line) for _, line in lines)
     assert (chat["custom_id"], chat["error"], chat["response"]["status_code"]) == ("a", None, 200)
     body = chat["response"]["body"]
     assert body["object"] == "chat.completion" and (body["created"], body["model"]) == (17, "model")
@@ -89,6 +90,7 @@ def test_a_request_has_one_line_with_all_its_samples() -> None:
     assert body["usage"] == {"prompt_tokens": 4, "completion_tokens": 4, "total_tokens": 8}
     assert (bad["custom_id"], bad["response"]["status_code"]) == (None, 400)
     assert bad["response"]["body"]["error"]["message"] == "row 11 of in.jsonl: not JSON"
+    assert cut_off["response"]["body"]["choices"][0]["text"] == "{"
     assert memory["response"]["status_code"] == 500
     assert memory["response"]["body"]["error"]["type"] == "server_error"
     assert text["response"]["body"]["choices"][0]["logprobs"] == {

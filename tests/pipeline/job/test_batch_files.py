@@ -91,6 +91,26 @@ def test_each_request_is_answered_by_its_own_parameters(tmp_path: Path, chat_che
         assert alone["generated_text"] == by_id[f"request-{number}", 0]["generated_text"]
 
 
+def test_an_answer_has_the_form_that_its_request_asks_for(tmp_path: Path, chat_checkpoint: Path) -> None:
+    """A cut-off answer is a result, as OpenAI's are, with the reason length; the part names it an error."""
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    other = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no type"}}}
+    ask = [
+        request(0, CHAT, messages=chat("alpha"), max_tokens=30, response_format=form),
+        request(1, CHAT, messages=chat("alpha"), max_tokens=2, response_format=form),
+        request(2, CHAT, messages=chat("alpha"), response_format=other),
+    ]
+    write(tmp_path / "in.jsonl", ask)
+    run_in_process(config(tmp_path / "in.jsonl", tmp_path / "out", chat_checkpoint))
+    whole, cut = (line["response"]["body"]["choices"][0] for line in lines(tmp_path / "out" / "results.jsonl"))
+    assert json.loads(whole["message"]["content"]) in ({"a": True}, {"a": False})
+    assert cut["finish_reason"] == "length" and cut["message"]["content"]
+    (error,) = lines(tmp_path / "out" / "errors.jsonl")
+    assert error["custom_id"] == "request-2"
+    assert error["response"]["body"]["error"]["message"].startswith("json_schema: ")
+
+
 def test_a_custom_id_that_two_rows_share_is_refused(tmp_path: Path, chat_checkpoint: Path) -> None:
     (tmp_path / "in").mkdir()
     write(tmp_path / "in" / "a.jsonl", REQUESTS[:3])

@@ -164,6 +164,17 @@ def test_chats_and_sampling_may_differ_in_shape_from_row_to_row(tmp_path: Path, 
     assert found[2]["error"] == "sampling: max_new_tokens = 0: must be at least 1"
 
 
+def test_a_schema_may_be_an_object_of_its_row(tmp_path: Path, checkpoint: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    schemas: list[Any] = [{"const": "a"}, {"enum": [["b", 1]]}, json.dumps({"const": "c"}), 5]
+    write(path, [{"id": number, "prompt": "alpha", "form": schema} for number, schema in enumerate(schemas)])
+    source = {"output_format": {"json_schema": "form"}}
+    run_in_process(config(path, tmp_path / "out", checkpoint, input=source, sampling={"max_new_tokens": 20}))
+    found = answers(tmp_path / "out")
+    assert [json.loads(row["generated_text"]) for row in found[:3]] == ["a", ["b", 1], "c"]
+    assert found[3]["error"] == "json_schema: is a int; it must be an object"
+
+
 def test_a_shared_prefix_is_found_and_try_shows_rows(tmp_path: Path, checkpoint: Path) -> None:
     path = tmp_path / "in.jsonl"
     write(path, ROWS)

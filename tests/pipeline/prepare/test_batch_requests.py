@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.engine.errors import UserError
+from actors.engine.output_format import OutputFormat
 from actors.openai_requests import CHAT, TEXT, read_request
 from pipeline.prepare.chat import Chat
 from pipeline.prepare.prompt_spec import PromptSpec
@@ -40,6 +41,10 @@ def test_parameters_have_the_names_of_this_program() -> None:
     assert request.sampling == {"max_new_tokens": 5, "temperature": 0.5, "stop": ["x"], "logprobs": 2}
     assert read_request(CHAT, {"messages": MESSAGES, "logprobs": True}).sampling == {"logprobs": 0}
     assert read_request(CHAT, {"messages": MESSAGES, "logprobs": False}).sampling == {}
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    named = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    form = read_request(CHAT, {"messages": MESSAGES, "response_format": named}).output_format
+    assert form == OutputFormat("json_schema", json.dumps(schema))
     text = read_request(TEXT, {"prompt": ["a"], "logprobs": 3, "min_tokens": 2, "echo": False, "best_of": 1})
     assert (text.prompt, text.sampling) == ("a", {"min_new_tokens": 2, "logprobs": 3})
     assert read_request(TEXT, {"prompt": [1, 2]}).prompt == [1, 2]
@@ -59,6 +64,14 @@ def test_parameters_have_the_names_of_this_program() -> None:
         (CHAT, {"messages": MESSAGES, "model": 1}, "body: model must be text"),
         (CHAT, {"messages": MESSAGES, "max_tokens": 1, "max_completion_tokens": 2}, "body: max_tokens and max_comp"),
         (CHAT, {}, "body: messages is missing"),
+        (CHAT, {"messages": [], "response_format": {"type": "xml"}}, "body: response_format.type must be text, json_o"),
+        (CHAT, {"messages": [], "response_format": []}, "body: response_format.type must be text, json_object or"),
+        (
+            CHAT,
+            {"messages": [], "response_format": {"type": "json_schema"}},
+            "body: response_format.json_schema.schema",
+        ),
+        (TEXT, {"prompt": "a", "response_format": {"type": "text"}}, "body: response_format is not supported"),
         (TEXT, {}, "body: prompt is missing"),
         (TEXT, {"prompt": ["a", "b"]}, "body: prompt must be one text or one list of token ids"),
         (TEXT, {"prompt": [1, True]}, "body: prompt must be one text or one list of token ids"),
@@ -86,7 +99,7 @@ KEYS = [
     "stop",
     "logprobs",
     "top_logprobs",
-    "tools",
+    "response_format",
     "seed",
     "x",
 ]
