@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.commit.finalize import STATS, SUMMARY
+from pipeline.commit.results import recorded
 from pipeline.commit.sink import SUCCESS, part_name
 from pipeline.generate.stats import STATS_SCHEMA, ShardStats, Totals
 from pipeline.plan.manifest import Manifest
@@ -115,6 +116,9 @@ def print_result(console: Console, folder: Folder, result: JobResult, show: int)
         )
     else:
         console.print(f"nothing left to do: all {result.totals.rows:,} rows are answered already", highlight=False)
+    written = sorted(recorded(folder))
+    if written:
+        console.print(f"JSON Lines: {', '.join(f'{folder.url}/{name}' for name in written)}", highlight=False)
     console.print(
         f"answers: {folder.url}/part-*.parquet\nstatistics: {folder.url}/{STATS}, summary: {folder.url}/{SUMMARY}",
         highlight=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 from collections.abc import Sequence
@@ -14,8 +15,10 @@ from in_process import run_in_process
 
 from actors.engine.errors import UserError
 from actors.openai_requests import CHAT, TEXT
-from pipeline.config.job import JobConfig
+from pipeline.commit.results import result_problems
+from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.config.load import load_config
+from pipeline.storage.folder import open_folder
 
 
 def request(number: int, url: str, **body: Any) -> dict[str, Any]:
@@ -261,3 +264,23 @@ def test_the_example_runs_as_its_comment_says(
     run_in_process(load_config(JobConfig, source, [f"model.path={chat_checkpoint}", "sampling.max_new_tokens=20"]))
     (line,) = lines(tmp_path / "work" / "batch" / "answers" / "results.jsonl")
     assert line["custom_id"] == "a" and line["response"]["body"]["usage"]["completion_tokens"] > 0
+
+
+def test_results_in_a_bucket(tmp_path: Path, chat_checkpoint: Path, s3: StorageConfig) -> None:
+    folder = open_folder("s3://bucket/batch", s3)
+    folder.create("in/a.jsonl.gz", gzip.compress("".join(json.dumps(one) + "\n" for one in REQUESTS).encode()))
+    values = config(tmp_path, tmp_path, chat_checkpoint).model_dump(exclude_unset=True)
+    values |= {
+        "input": {"path": "s3://bucket/batch/in", "format": "openai_batch"},
+        "output": {"path": "s3://bucket/batch/out"},
+        "storage": s3.model_dump(exclude_unset=True),
+    }
+    run_in_process(JobConfig.model_validate(values))
+    out = open_folder("s3://bucket/batch/out", s3)
+    assert (out.read("results.jsonl").count(b"\n"), out.read("errors.jsonl").count(b"\n")) == (6, 2)
+    assert list(result_problems(out)) == []
+    out.remove("errors.jsonl")
+    (problem,) = result_problems(out)
+    assert problem == "s3://bucket/batch/out/errors.jsonl: written and gone; run the job again to write it"
+    run_in_process(JobConfig.model_validate(values))
+    assert list(result_problems(out)) == []

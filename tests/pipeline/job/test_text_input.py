@@ -19,6 +19,7 @@ from pipeline import job as jobs
 from pipeline.backends.in_process import InProcess
 from pipeline.commit.verify import verify
 from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.incremental import runs as incremental
 from pipeline.plan import plan_files
 from pipeline.read.ipc import from_ipc
 from pipeline.storage.folder import open_folder
@@ -204,3 +205,20 @@ def test_blocks_hold_a_shard_each(tmp_path: Path) -> None:
     assert [block["first_row"][0].as_py() for block in blocks] == [0, 7, 14]
     ids = [row for block in blocks for row in from_ipc(block["rows"][0].as_py())["id"].to_pylist()]
     assert ids == [row["id"] for row in ROWS]
+
+
+def test_incremental_runs_answer_each_file_once(tmp_path: Path, checkpoint: Path) -> None:
+    """JSON Lines in and out: a dated folder for each run, with its own answers.jsonl."""
+    inbox = tmp_path / "inbox"
+    inbox.mkdir()
+    job = config(inbox, tmp_path / "root", checkpoint, input={"format": "jsonl", "since": "last_success"})
+    job = JobConfig.model_validate(
+        {**job.model_dump(exclude_unset=True), "output": {"path": str(tmp_path / "root"), "format": "jsonl"}}
+    )
+    for number, rows in enumerate((ROWS[:5], ROWS[5:8])):
+        write(inbox / f"{number}.jsonl", rows)
+        (run,) = incremental.run(job, backend=InProcess()).finished
+        folder = tmp_path / "root" / run.run.folder
+        found = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+        assert [row["id"] for row in found] == [row["id"] for row in rows] and found == answers(folder)
+    assert incremental.run(job, backend=InProcess()).finished == []
