@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +129,10 @@ def outcome(error: str | None, text: str | None, form: OutputFormat) -> str:
     if error is not None:
         return "cut off" if "cut off" in error else "failed"
     assert text is not None
-    schema = json.loads(form.text)
+    schema = json.loads(form.text, parse_float=Decimal)  # as doubles, 661111.19 is no multiple of 0.01
     try:
         validator = jsonschema.validators.validator_for(schema)
-        validator(schema).validate(json.loads(text))
+        validator(schema).validate(json.loads(text, parse_float=Decimal))
     except (jsonschema.ValidationError, ValueError) as problem:
         print(f"INVALID: {text!r}\n    {str(problem).splitlines()[0]}\n    {form.text[:2000]}", flush=True)
         return "invalid"
