@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from pyarrow import types
 
 from actors.openai_answers import Decode, completion_body, error_body
+from pipeline.read.schema import rebuilt
 from pipeline.read.shards import Shard
 
 Line = tuple[str, bytes]  # name of the result, without suffix; a line with its end
@@ -83,11 +84,16 @@ class BatchLines:
 
 def _rows(part: bytes) -> list[dict[str, Any]]:
     table = pq.read_table(io.BytesIO(part))
-    for place, field in enumerate(table.schema):
-        if types.is_temporal(field.type) or types.is_decimal(field.type):  # Arrow writes those that Python cannot hold
-            table = table.set_column(place, field.name, table[field.name].cast(pa.string()))
-    rows: list[dict[str, Any]] = table.to_pylist()
+    schema = pa.schema([(field.name, _as_text(field.type)) for field in table.schema])
+    rows: list[dict[str, Any]] = table.cast(schema).to_pylist()
     return rows
+
+
+def _as_text(kind: pa.DataType) -> pa.DataType:
+    """The type with text for times and decimals, at any depth: Python cannot hold all that Arrow does."""
+    if types.is_decimal(kind) or (types.is_temporal(kind) and not types.is_interval(kind)):
+        return pa.string()
+    return rebuilt(kind, _as_text)
 
 
 def _line(values: Mapping[str, Any]) -> bytes:

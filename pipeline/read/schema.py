@@ -78,15 +78,15 @@ def plain(kind: pa.DataType) -> pa.DataType:
         return pa.string()
     if types.is_binary_view(kind):
         return pa.binary()
-    return _rebuilt(kind, plain)
+    return rebuilt(kind, plain)
 
 
 def _settled(kind: pa.DataType) -> pa.DataType:
     """A plain type with string for null, at any depth: Arrow's casts between lists of nulls are unreliable."""
-    return pa.string() if types.is_null(kind) else _rebuilt(kind, _settled)
+    return pa.string() if types.is_null(kind) else rebuilt(kind, _settled)
 
 
-def _rebuilt(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
+def rebuilt(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
     """A nested type with changed children, without their names and metadata; any other type unchanged."""
     if types.is_list(kind):
         return pa.list_(change(kind.value_type))

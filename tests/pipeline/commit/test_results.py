@@ -21,8 +21,12 @@ from pipeline.read.shards import Shard
 
 
 def part(rows: list[dict[str, Any]]) -> bytes:
+    return table_part(pa.Table.from_pylist(rows))
+
+
+def table_part(table: pa.Table) -> bytes:
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(rows), sink)
+    pq.write_table(table, sink)
     data: bytes = sink.getvalue().to_pybytes()
     return data
 
@@ -43,6 +47,9 @@ def test_files_hold_the_lines_in_order_within_their_size(lengths: list[tuple[str
 def test_values_that_json_lacks_are_text_or_null() -> None:
     at = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
     row = {"id": b"\xff", "n": float("nan"), "d": Decimal("1.50"), "t": at, "s": {"a": [1.5, None]}, "g": "grün"}
+    far = pa.array([[2**50]], pa.list_(pa.timestamp("s")))
+    ((_, distant),) = answer_lines(table_part(pa.table({"t": far})), Shard(0, "in", 0, 1))
+    assert json.loads(distant) == {"t": ["<value out of range: 1125899906842624000>"]}
     ((kind, line),) = answer_lines(part([row]), Shard(0, "in", 0, 1))
     assert kind == "answers" and line.endswith(b"\n") and "grün".encode() in line
     assert json.loads(line) == {

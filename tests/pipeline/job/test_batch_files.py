@@ -12,6 +12,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from in_process import run_in_process
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
 
 from actors.engine.errors import UserError
 from actors.openai_requests import CHAT, TEXT
@@ -153,6 +155,9 @@ def test_results_and_errors_are_those_of_the_parts(tmp_path: Path, chat_checkpoi
     }
     assert {line["response"]["status_code"] for line in errors} == {400}
     for line in results:
+        # the client's own types, every field checked
+        kind = Completion if line["response"]["body"]["id"][:5] == "cmpl-" else ChatCompletion
+        kind.model_validate(line["response"]["body"], strict=True)
         own = [row for row in rows if row["id"] == line["custom_id"]]
         body = line["response"]["body"]
         texts = [choice["text"] if "text" in choice else choice["message"]["content"] for choice in body["choices"]]
