@@ -107,12 +107,11 @@ def unchanged_files(pinned: Sequence[InputFile], listed: Files) -> list[InputFil
 
 def _future_names(config: JobConfig) -> Iterator[str]:
     """Names of files that the job may write into its output."""
-    for index in range(1000):
-        yield f"part-{index:06d}.parquet"
-    for kind in ("answers", "results", "errors") if config.result_format != "parquet" else ():
-        yield f"{kind}.jsonl"
+    results = ("answers", "results", "errors") if config.result_format != "parquet" else ()
+    names = [*(f"part-{index:06d}.parquet" for index in range(1000)), *(f"{kind}.jsonl" for kind in results)]
+    yield from names
     if config.input.since:
-        yield f"{RUN_FOLDER}/part-000000.parquet"
+        yield from (f"{RUN_FOLDER}/{name}" for name in names)
 
 
 def _is_local(url: str) -> bool:
