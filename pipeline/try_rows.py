@@ -99,15 +99,18 @@ def _on_this_machine(config: JobConfig) -> JobConfig:
 
 
 def _first_rows(config: JobConfig, rows: int) -> tuple[list[InputFile], list[Shard], pa.Schema]:
-    """Files and shards of the first rows, and their schema; files after them are not opened."""
+    """Files and shards of the first rows, and their schema; files after them are not opened.
+
+    Of text files no further rows are read: the types are those of these rows.
+    """
     listed = list_files(config.input.path, config.storage, config.input.format)
     check_output_disjoint(config, listed)
     files: list[InputFile] = []
     for url, entry in listed.items():
-        files += read_footers(config, {url: entry})[0]
+        files += read_footers(config, {url: entry}, rows)[0]
         if sum(file.rows for file in files) >= rows:
             break
-    files, schema = read_footers(config, {file.url: listed[file.url] for file in files})
+    files, schema = read_footers(config, {file.url: listed[file.url] for file in files}, rows)
     shards = limited(cut_shards(files, rows, config.shard_bytes), rows)
     if not shards:
         raise NoRows(f"{config.input.path[0]}: no rows in {len(files)} files")

@@ -195,13 +195,16 @@ def coverage_problems(manifest: Manifest) -> list[str]:
     return problems
 
 
-def read_footers(config: JobConfig, listed: Files) -> tuple[list[InputFile], pa.Schema]:
-    """The pinned files, and one schema of the needed columns for all. UserError as for `plan_job`."""
+def read_footers(config: JobConfig, listed: Files, limit: int | None = None) -> tuple[list[InputFile], pa.Schema]:
+    """The pinned files, and one schema of the needed columns for all. UserError as for `plan_job`.
+
+    limit: rows to read of each text file; None is all.
+    """
     text = text_columns(config)
     kinds = {url: file_format(url, config.input.format) for url in listed}
 
     def layout(url: str) -> tuple[InputFile, pa.Schema]:
-        return read_layout(url, *listed[url], config.storage, kinds[url], text)
+        return read_layout(url, *listed[url], config.storage, kinds[url], text, limit)
 
     with announced("reading the input's footers, and text files once, for their rows and types"):
         footers = list(in_parallel(layout, listed))

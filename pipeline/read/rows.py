@@ -16,12 +16,18 @@ from pipeline.storage.folder import STORE_ERRORS
 
 
 def read_layout(
-    url: str, size: int, version: str, storage: StorageConfig, kind: str, columns: TextColumns | None = None
+    url: str,
+    size: int,
+    version: str,
+    storage: StorageConfig,
+    kind: str,
+    columns: TextColumns | None = None,
+    limit: int | None = None,
 ) -> tuple[InputFile, pa.Schema]:
     """The pinned file and its schema: from a Parquet footer, or from a pass over a text. As `scan_text`."""
     if kind == "parquet":
         return read_footer(url, size, version, storage)
-    return scan_text(url, size, version, storage, kind, columns or TextColumns(()))
+    return scan_text(url, size, version, storage, kind, columns or TextColumns(()), limit)
 
 
 def read_rows(

@@ -45,7 +45,13 @@ class TextColumns:
 
 
 def scan_text(
-    url: str, size: int, version: str, storage: StorageConfig, kind: str, columns: TextColumns
+    url: str,
+    size: int,
+    version: str,
+    storage: StorageConfig,
+    kind: str,
+    columns: TextColumns,
+    limit: int | None = None,
 ) -> tuple[InputFile, pa.Schema]:
     """The pinned file and its schema, from one pass over its rows.
 
@@ -53,12 +59,13 @@ def scan_text(
         url, size, version: as listed.
         kind: jsonl or csv.
         columns: whose types are wanted. Those of JSON Lines are in the schema if any row has them, or no row is there.
+        limit: rows to read, for a look at the file's beginning; None is all.
 
     Raises:
         UserError: the file is no text of this kind, or gone.
         StoreFailed, OSError: the store or the disk fails.
     """
-    scan = _Scan(columns)
+    scan = _Scan(columns, limit)
     try:
         with open_text(url, storage) as stream:
             _check_text(url, stream, kind)
@@ -81,8 +88,9 @@ class _Unusable(ValueError):
 class _Scan:
     """Rows and bytes of the groups of a file, and the types of its columns."""
 
-    def __init__(self, columns: TextColumns) -> None:
+    def __init__(self, columns: TextColumns, limit: int | None) -> None:
         self.columns = columns
+        self.limit = limit
         self.rows: list[int] = []
         self.bytes: list[int] = []
 
@@ -90,7 +98,7 @@ class _Scan:
         """The records in groups, which are noted. first: bytes before the first record."""
         group: list[Record] = []
         size = first
-        for record in records:
+        for record in islice(records, self.limit):
             if group and (len(group) == GROUP_ROWS or size + record[0] > GROUP_BYTES):
                 yield self._noted(group, size)
                 group, size = [], 0

@@ -56,7 +56,9 @@ VALUES = st.fixed_dictionaries(
     {"n": st.none() | st.integers(-(2**63), 2**63 - 1)},
     optional={
         "text": st.none() | TEXTS,
-        "meta": st.fixed_dictionaries({}, optional={"a": TEXTS, "b": st.lists(st.floats(allow_nan=False), max_size=2)}),
+        "meta": st.fixed_dictionaries(
+            {}, optional={"a": TEXTS, "b": st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=2)}
+        ),
         "unused": st.booleans() | TEXTS,
     },
 )
