@@ -46,6 +46,7 @@ class Answer:
         row: Index of its prompt in the list of prompts.
         sample_index: Number of the answer among the `n` answers to its prompt.
         mean_depth: Layers a decode step; None where there was no decode step.
+        reasoning: The thinking before the text, for a Generator with `reasoning`; None without any.
         error: Why there is no text, or why the text is not whole in the form that was asked for.
         cumulative_logprob: See `Completion`, as for `logprobs` and `choice_probability`.
     """
@@ -62,6 +63,7 @@ class Answer:
     cumulative_logprob: float | None
     logprobs: list[TokenLogprob] | None
     choice_probability: float | None
+    reasoning: str | None = None
 
 
 def error_answer(row: int, prompt_tokens: int, error: str) -> Answer:
@@ -86,18 +88,22 @@ def object_column(values: Sequence[Any]) -> Column:
     return column
 
 
-def answer_columns(answers: Sequence[Answer], *, choices: bool, logprobs: bool) -> dict[str, Column]:
+def answer_columns(
+    answers: Sequence[Answer], *, choices: bool, logprobs: bool, reasoning: bool = False
+) -> dict[str, Column]:
     """The answers' columns; None stands for a missing number, as in the output of a job.
 
     Args:
         choices: Whether to add `choice_probability`.
         logprobs: Whether to add `logprobs`.
+        reasoning: Whether to add `reasoning`.
     """
     columns: dict[str, Column] = {}
     for name in ("sample_index", "prompt_tokens", "generated_tokens"):
         columns[name] = np.array([getattr(answer, name) for answer in answers], dtype=np.int64)
     nullable = ["generated_text", "finish_reason", "error", "mean_depth", "cumulative_logprob"]
-    for name in [*nullable, "choice_probability"] if choices else nullable:
+    nullable += ["choice_probability"] * choices + ["reasoning"] * reasoning
+    for name in nullable:
         columns[name] = object_column([getattr(answer, name) for answer in answers])
     if logprobs:
         columns["logprobs"] = object_column(

@@ -22,6 +22,7 @@ from actors.engine.build import EngineSettings, build_engine, check_choice, curr
 from actors.engine.errors import UserError
 from actors.engine.loading import inspect, load_tokenizer
 from actors.engine.output_format import OutputFormat
+from actors.engine.reasoning import Reasoning
 from actors.engine.schedule import Schedule
 from actors.engine.speed_adapter import with_adapter
 from actors.engine.types import SCHEDULERS, Completion, EngineName, EngineStats, Request, SamplingParams
@@ -44,6 +45,8 @@ class Generator:
         choices: Labels; every answer is one of them.
         output_format: Form of every answer: {"json_schema": schema}, {"regex": …} or {"grammar": …} (Lark). An answer
             that its length limit cuts off before the end of its form keeps its text and has an error.
+        reasoning: {"start": …, "end": …}, the marks of thinking (<think> and </think> by default): it becomes the
+            answer's `reasoning`, and choices or output_format hold for the text after it. None: nothing is split.
         strip: Remove white space from both ends of a free text.
         dtype: float32, bfloat16 or float16, of weights, activations and cache.
         device: auto, cpu, cuda or cuda:N; auto is cuda where torch sees a GPU.
@@ -73,6 +76,7 @@ class Generator:
         sampling: Mapping[str, Any] | None = None,
         choices: Sequence[str] | None = None,
         output_format: Mapping[str, Any] | None = None,
+        reasoning: Mapping[str, str] | None = None,
         strip: bool = True,
         dtype: str = "bfloat16",
         device: str = "auto",
@@ -114,6 +118,7 @@ class Generator:
             strip=strip,
             vocab_size=self.engine.decoder.vocab_size,
             stop_ids=self.engine.stop_ids,
+            reasoning=None if reasoning is None else Reasoning(**reasoning),
             row_logprobs=row_logprobs,
         )
 
@@ -147,7 +152,8 @@ class Generator:
         rows = [answer.row for answer in answers]
         columns = {name: values[rows] for name, values in kept.items()}
         choices, logprobs = self._builder.choices is not None, self.sampling.logprobs is not None
-        return columns | answer_columns(answers, choices=choices, logprobs=logprobs)
+        reasoning = self._builder.reasoning is not None
+        return columns | answer_columns(answers, choices=choices, logprobs=logprobs, reasoning=reasoning)
 
     def answer(
         self,
@@ -209,10 +215,11 @@ class Generator:
     def _answer(self, row: int, sample: int, request: Request, completion: Completion) -> Answer:
         """The answer of a completion with tokens."""
         count = len(completion.token_ids)
+        text, reasoning = self._builder.text(request, completion)
         return Answer(
             row=row,
             sample_index=sample,
-            generated_text=self._builder.text(request, completion),
+            generated_text=text,
             finish_reason=str(completion.finish_reason),
             prompt_tokens=len(request.prompt_ids),
             generated_tokens=count,
@@ -222,6 +229,7 @@ class Generator:
             cumulative_logprob=completion.cumulative_logprob,
             logprobs=None if completion.logprobs is None else list(completion.logprobs),
             choice_probability=completion.choice_probability,
+            reasoning=reasoning,
         )
 
     def _requests(self, prompt: Prompt) -> list[Request]:

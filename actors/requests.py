@@ -14,6 +14,7 @@ from actors.engine.errors import UserError
 from actors.engine.grammar import GrammarCompiler
 from actors.engine.label_trie import ChoiceTrie
 from actors.engine.output_format import OutputFormat
+from actors.engine.reasoning import AfterReasoning, Reasoning
 from actors.engine.stopping import StopStrings
 from actors.engine.types import Completion, FinishReason, Request, SamplingParams, row_key
 
@@ -35,6 +36,7 @@ class RequestBuilder:
         strip: Remove white space from both ends of a free answer.
         vocab_size: Token ids are below it.
         stop_ids: Tokens of the model that end a row.
+        reasoning: Marks of thinking, which is split from the text; None for answers without.
         row_logprobs: A row may ask for log-probabilities although `sampling` has none.
 
     Raises:
@@ -52,6 +54,7 @@ class RequestBuilder:
         strip: bool,
         vocab_size: int,
         stop_ids: Collection[int],
+        reasoning: Reasoning | None = None,
         row_logprobs: bool = False,
     ) -> None:
         self.tokenizer, self.sampling, self.seed, self.strip = tokenizer, sampling, seed, strip
@@ -59,11 +62,14 @@ class RequestBuilder:
         self.has_logprobs = row_logprobs or sampling.logprobs is not None
         self.special_ids = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
         self.choices = None if choices is None else tuple(choices)
-        self.output_format = output_format
+        self.output_format, self.reasoning = output_format, reasoning
         self._compiler: GrammarCompiler | None = None
         self._constraints: dict[tuple[str, ...] | OutputFormat, Constraint] = {}
         if self.choices is not None and output_format is not None:
             raise UserError("give choices or output_format, not both")
+        for mark in () if reasoning is None else (reasoning.start, reasoning.end):
+            if mark in self.special_ids:
+                raise UserError(f"reasoning: {mark!r} is a special token, which has no text: leave reasoning out")
         for form in (self.choices, output_format):
             if form is not None:
                 self._constraint(form)
@@ -134,6 +140,8 @@ class RequestBuilder:
         """The constraint of a form; recent ones are kept. Raises UserError for one that cannot be followed."""
         if form not in self._constraints:
             constraint = self._grammar(form) if isinstance(form, OutputFormat) else self._trie(form)
+            if self.reasoning is not None:
+                constraint = AfterReasoning(constraint, self.reasoning, self._decode, self.stop_ids)
             if len(self._constraints) >= KEPT_CONSTRAINTS:
                 self._constraints.pop(next(iter(self._constraints)))
             self._constraints[form] = constraint
@@ -159,12 +167,22 @@ class RequestBuilder:
     def _decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def text(self, request: Request, completion: Completion) -> str:
-        """The answer's text without the stop token or string that ended it; in a given form, exactly that text."""
+    def text(self, request: Request, completion: Completion) -> tuple[str, str | None]:
+        """The answer's text without the stop token or string that ended it, in a given form exactly that text; and
+        the thinking before it, None without.
+        """
         tokens, stop_ids = list(completion.token_ids), request.sampling.all_stop_ids(self.stop_ids)
         if completion.finish_reason == FinishReason.STOP and tokens[-1] in stop_ids:
             tokens.pop()
+        thinking = None
         if request.constraint is not None:
-            return request.constraint.text(tokens, completion.choice)
-        text = self._decode(tokens) if request.ending is None else request.ending.cut(tokens)
-        return text.strip() if self.strip else text
+            text = request.constraint.text(tokens, completion.choice)
+            if isinstance(request.constraint, AfterReasoning):
+                thinking = request.constraint.thinking(tokens)
+        else:
+            text = self._decode(tokens) if request.ending is None else request.ending.cut(tokens)
+            if self.reasoning is not None:
+                begun = self.reasoning.begun_by(self._decode(list(request.prompt_ids)))
+                thinking, text = self.reasoning.split(text, begun=begun)
+            text = text.strip() if self.strip else text
+        return text, thinking.strip() if self.strip and thinking is not None else thinking

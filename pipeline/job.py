@@ -233,6 +233,7 @@ def generator_arguments(job: PlannedJob) -> dict[str, Any]:
         "schedule": {key: value for key, value in job.schedule.to_dict().items() if key != "num_layers"},
         "unadapted": True,  # as planned
         "strip": job.config.output.strip,
+        "reasoning": None if job.config.reasoning is None else job.config.reasoning.model_dump(),
         "row_logprobs": job.config.input.is_batch,
         "cumulative_logprob": job.config.output.cumulative_logprob,
         "threads": batching.threads,

@@ -153,6 +153,11 @@ class InputConfig(Section):
         return self.is_batch or self.chat or self.messages is not None or self.system is not None or bool(self.examples)
 
 
+class ReasoningConfig(Section):
+    start: str = Field("<think>", min_length=1, description="text that begins thinking, in the answer or the prompt")
+    end: str = Field("</think>", min_length=1, description="text that ends it")
+
+
 class OutputConfig(Section):
     path: Place = Field(description="folder for the answers; local or s3://")
     format: OutputFormat | None = Field(
@@ -356,6 +361,11 @@ class JobConfig(Section):
         None,
         description="form of every answer: {json_schema: object or .json file}, {regex: text} or {grammar: Lark, or a "
         ".lark file}; input.output_format: per row",
+    )
+    reasoning: ReasoningConfig | None = Field(
+        None,
+        description="split thinking from the answer, into a column `reasoning`; choices and output_format hold for the "
+        "text after it; {}: <think> and </think>",
     )
     shared_prefix: bool = Field(True, description="compute the common prefix of the prompts once per actor")
     actors: ActorsConfig = Field(default_factory=ActorsConfig)

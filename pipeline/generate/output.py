@@ -32,6 +32,7 @@ OPTIONAL_FIELDS = {
         pa.list_(pa.struct([*_TOKEN_LOGPROB, pa.field("top", pa.list_(pa.struct(_TOKEN_LOGPROB)))])),
     ),
     "choice_probability": pa.field("choice_probability", pa.float64()),
+    "reasoning": pa.field("reasoning", pa.string()),
 }
 PARSED = "parsed"
 

@@ -116,7 +116,7 @@ def with_agreement(
 def _record(config: JobConfig, identity: Mapping[str, Any]) -> Path:
     """The file of a measurement in this machine's cache: all that can change it, but for the content of the input."""
     inputs = {key: value for key, value in identity["input"].items() if key != "files"}
-    names = ("model", "schedule", "sampling", "choices", "output_format", "answers_version")
+    names = ("model", "schedule", "sampling", "choices", "output_format", "reasoning", "answers_version")
     kept = {key: identity[key] for key in names}
     values = {**kept, "input": inputs, "rows": config.schedule.agreement_rows}
     return cache_record(config.model.cache, "agreement", values)

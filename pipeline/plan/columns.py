@@ -68,6 +68,7 @@ def optional_columns(config: JobConfig) -> tuple[str, ...]:
         "cumulative_logprob": config.output.cumulative_logprob,
         "logprobs": config.sampling.logprobs is not None or config.input.is_batch,
         "choice_probability": bool(config.choices or config.input.choices),
+        "reasoning": config.reasoning is not None,
     }
     return tuple(name for name in OPTIONAL_FIELDS if written[name])
 

@@ -236,6 +236,7 @@ def _identity(
         "schedule": {"speedup": schedule.speedup, **schedule.to_dict()},
         "sampling": config.sampling.model_dump(mode="json"),
         "choices": config.model_dump(mode="json")["choices"],
+        "reasoning": config.model_dump(mode="json")["reasoning"],
         "output_format": config.model_dump(mode="json")["output_format"],
         "shared_prefix": config.shared_prefix,
         "shard_rows": config.shard_rows or batching.shard_rows,

@@ -106,6 +106,21 @@ def test_a_form_that_cannot_be_followed_is_refused_at_the_plan(
     assert "\n" not in str(caught.value)
 
 
+def test_thinking_is_a_column_before_the_parsed_answer(tmp_path: Path, checkpoint: Path) -> None:
+    """The tiny model ends its thinking with a letter, which comes by chance."""
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    marks = {"start": "[", "end": "e"}
+    job = values(tmp_path, checkpoint, output_format={"json_schema": schema}, reasoning=marks)
+    job["output"] |= {"parse": True, "strip": True}
+    for row in run(job):
+        assert row["reasoning"] is not None and "e" not in row["reasoning"]
+        if row["error"] is None:
+            assert row["parsed"]["a"] in ("x", "y") and row["parsed"] == json.loads(row["generated_text"])
+        else:
+            assert "cut off" in row["error"]
+
+
 def test_the_example_runs_as_its_comment_says(
     tmp_path: Path, chat_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

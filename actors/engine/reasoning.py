@@ -1,0 +1,142 @@
+"""Answers of models that think first: the thinking is free text, the answer after it may have a form of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from actors.engine.constraint import AllowedTokens, Bits, Constraint
+from actors.engine.errors import UserError
+
+_WINDOW = 16  # tokens beyond the marker's bytes that are decoded: a character may be four
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """The texts that mark thinking.
+
+    Args:
+        start: Begins it; the chat template may have written it into the prompt.
+        end: Ends it.
+    """
+
+    start: str = "<think>"
+    end: str = "</think>"
+
+    def __post_init__(self) -> None:
+        for name in ("start", "end"):
+            if not getattr(self, name).strip():
+                raise UserError(f"reasoning.{name} is empty")
+
+    def split(self, text: str, *, begun: bool) -> tuple[str | None, str]:
+        """The thinking without its marks, None if there was none, and the answer.
+
+        begun: Whether the prompt ends inside thinking. Thinking that does not end has no answer.
+        """
+        begins = text.lstrip().startswith(self.start)
+        thinking, end, answer = text.partition(self.end)
+        if not end and not begins and not begun:
+            return None, text
+        if begins:
+            thinking = thinking.lstrip().removeprefix(self.start)
+        return thinking, answer
+
+    def begun_by(self, prompt: str) -> bool:
+        """Whether a prompt ends inside thinking."""
+        return prompt.rfind(self.start) > prompt.rfind(self.end)
+
+
+class AfterReasoning:
+    """A constraint on the tokens that follow the end of thinking, before which all but stop tokens are allowed.
+
+    Args:
+        inner: The constraint on the answer.
+        reasoning: The marks.
+        decode: Token ids -> text.
+        stop_ids: Tokens that end an answer.
+    """
+
+    most_tokens = None
+
+    def __init__(
+        self, inner: Constraint, reasoning: Reasoning, decode: Callable[[list[int]], str], stop_ids: Collection[int]
+    ) -> None:
+        self.inner, self.reasoning, self.decode, self.stop_ids = inner, reasoning, decode, frozenset(stop_ids)
+        self.window = len(reasoning.end.encode()) + _WINDOW
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    def begin(self) -> ReasoningProgress:
+        """A row before its first token."""
+        return ReasoningProgress(self)
+
+    def ends(self, tokens: Sequence[int]) -> bool:
+        """Whether the last of `tokens` completes the end of thinking."""
+        return self.reasoning.end in self.decode(list(tokens[-self.window :]))
+
+    def thinking(self, tokens: Sequence[int]) -> str:
+        """The text of the thinking, without its marks."""
+        thinking, _ = self.reasoning.split(self.decode(list(tokens[: self._length(tokens)])), begun=True)
+        return thinking or ""
+
+    def _length(self, tokens: Sequence[int]) -> int:
+        """How many of the tokens are thinking, its end included."""
+        return next((count for count in range(1, len(tokens) + 1) if self.ends(tokens[:count])), len(tokens))
+
+    def text(self, tokens: Sequence[int], label: int | None) -> str:
+        """The text of the answer after the thinking; empty if there is none."""
+        answer = tokens[self._length(tokens) :]
+        return self.inner.text(answer, label) if answer or label is not None else ""
+
+
+class ReasoningProgress:
+    """The place of a row that thinks, and then that of its answer; see `AllowedTokens`."""
+
+    def __init__(self, constraint: AfterReasoning) -> None:
+        self._constraint = constraint
+        self._inner: AllowedTokens = constraint.inner.begin()
+        self._thinking: list[int] | None = []
+
+    @property
+    def scored(self) -> bool:
+        return self._thinking is None and self._inner.scored
+
+    @property
+    def label(self) -> int | None:
+        return self._inner.label
+
+    @property
+    def error(self) -> str | None:
+        return self._inner.error
+
+    def allows(self, token: int) -> bool:
+        if self._thinking is not None:
+            return token not in self._constraint.stop_ids
+        return self._inner.allows(token)
+
+    def prepare(self) -> None:
+        if self._thinking is None:
+            self._inner.prepare()
+
+    def write(self, bits: Bits) -> None:
+        if self._thinking is None:
+            self._inner.write(bits)
+            return
+        bits[:] = -1
+        masks = bits.view("uint32")
+        for token in self._constraint.stop_ids:
+            if token < 32 * len(bits):
+                masks[token // 32] &= ~(1 << token % 32) & 0xFFFFFFFF
+
+    def advance(self, token: int) -> bool:
+        if self._thinking is None:
+            return self._inner.advance(token)
+        self._thinking.append(token)
+        if self._constraint.ends(self._thinking):
+            self._thinking = None
+        return False
+
+    def is_complete(self) -> bool:
+        return self._thinking is None and self._inner.is_complete()

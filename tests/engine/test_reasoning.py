@@ -1,0 +1,116 @@
+"""Thinking before an answer: split from free texts, and before a constraint that holds for the answer alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import regex
+from tiny_checkpoint import tiny_checkpoint
+
+from actors.engine.grammar import GrammarCompiler
+from actors.engine.output_format import OutputFormat
+from actors.engine.reasoning import AfterReasoning, Reasoning
+from actors.generator import Generator
+
+END, VOCAB = 2, 300
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+def make(checkpoint: Path, **changes: Any) -> Generator:
+    sampling = {"max_new_tokens": 40, "temperature": 1.5}
+    return Generator(str(checkpoint), dtype="float32", device="cpu", sampling=sampling, **changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "begun", "split"),
+    [
+        ("an answer", False, (None, "an answer")),
+        ("<think>why</think> so", False, ("why", " so")),
+        (" \n<think>why</think>so", False, ("why", "so")),
+        ("why</think>so", False, ("why", "so")),
+        ("why</think>so", True, ("why", "so")),
+        ("why", True, ("why", "")),
+        ("<think>why", False, ("why", "")),
+        ("a <think>b", False, (None, "a <think>b")),
+        ("a</think>b</think>c", True, ("a", "b</think>c")),
+    ],
+)
+def test_texts_are_split_at_the_marks(text: str, begun: bool, split: tuple[str | None, str]) -> None:
+    assert Reasoning().split(text, begun=begun) == split
+
+
+def test_a_prompt_may_begin_the_thinking() -> None:
+    marks = Reasoning("[", "]")
+    assert marks.begun_by("user: [") and marks.begun_by("[a] [")
+    assert not marks.begun_by("user: ") and not marks.begun_by("[a]")
+
+
+def test_a_form_holds_after_the_thinking(checkpoint: Path) -> None:
+    """The tiny model ends its thinking with a letter, which comes by chance."""
+    generator = make(checkpoint, reasoning={"start": "[", "end": "e"}, output_format={"regex": "(yes|no) [0-9]{2}"})
+    done = generator({"prompt": [f"a {row}" for row in range(24)]})
+    whole = 0
+    for text, thinking, error in zip(done["generated_text"], done["reasoning"], done["error"], strict=True):
+        assert "e" not in thinking
+        if error is None:
+            assert regex.fullmatch("(yes|no) [0-9]{2}", text)
+            whole += 1
+        else:
+            assert error == "regex: cut off after 40 tokens, before its end: raise max_new_tokens"
+    assert whole > 12
+
+
+def test_choices_after_thinking_have_their_probability(checkpoint: Path) -> None:
+    generator = make(checkpoint, reasoning={"start": "[", "end": "e"}, choices=["yes", "no"])
+    done = generator({"prompt": [f"a {row}" for row in range(12)]})
+    for text, probability, error in zip(done["generated_text"], done["choice_probability"], done["error"], strict=True):
+        if error is None:
+            assert text in ("yes", "no") and 0 < probability <= 1
+        else:
+            assert "cut off" in error and probability is None
+
+
+def test_thinking_allows_all_tokens_but_those_that_end_an_answer(checkpoint: Path) -> None:
+    tokenizer = make(checkpoint).tokenizer
+    inner = GrammarCompiler(tokenizer, VOCAB, [END]).compile(OutputFormat("regex", "[b-d]"))
+    progress = AfterReasoning(inner, Reasoning("<", ">"), tokenizer.decode, [END]).begin()
+    bits = np.zeros(10, dtype=np.int32)
+
+    def allowed() -> list[int]:
+        progress.write(bits)
+        return np.unpackbits(bits.view(np.uint8), bitorder="little")[:VOCAB].nonzero()[0].tolist()
+
+    assert allowed() == [token for token in range(VOCAB) if token != END]
+    assert all(progress.allows(token) == (token != END) for token in range(VOCAB))
+    [*_, letter, end] = tokenizer("x>", add_special_tokens=False)["input_ids"]
+    assert not progress.advance(letter) and not progress.is_complete()
+    assert not progress.advance(end)
+    assert sorted(tokenizer.decode([token]) for token in allowed()) == ["b", "c", "d"]
+    assert all(progress.allows(token) == (token in allowed()) for token in range(VOCAB))
+    assert progress.advance(allowed()[0]) and progress.is_complete()
+
+
+def test_free_answers_are_split_too(checkpoint: Path) -> None:
+    plain, split = make(checkpoint), make(checkpoint, reasoning={"start": "[", "end": "e"})
+    batch = {"prompt": [f"a {row}" for row in range(8)]}
+    whole, parts = plain(batch)["generated_text"], split(batch)
+    assert any(thinking is not None for thinking in parts["reasoning"])
+    for text, thinking, answer in zip(whole, parts["reasoning"], parts["generated_text"], strict=True):
+        if "e" in text:
+            assert (thinking, answer) == tuple(part.strip() for part in text.split("e", 1))
+        else:
+            assert (thinking, answer) == (None, text)
+
+
+def test_marks_without_text_are_refused(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match=r"reasoning.end is empty"):
+        make(checkpoint, reasoning={"end": " "})
+    with pytest.raises(ValueError, match="reasoning: '</s>' is a special token"):
+        make(checkpoint, reasoning={"end": "</s>"})
