@@ -140,8 +140,9 @@ def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Draw
     choice_normalizer = missing.clone()
     if members:
         at = torch.tensor(members, device=logits.device)
-        possible = adjusted[at].masked_fill(excluded, -torch.inf)
-        adjusted = adjusted.index_copy(0, at, possible)
+        everyone = len(members) == len(rows)
+        possible = (adjusted if everyone else adjusted[at]).masked_fill(excluded, -torch.inf)
+        adjusted = possible if everyone else adjusted.index_copy(0, at, possible)
         tokens[at] = _argmax(possible)
         scored = [place for place, row in enumerate(members) if _scored(rows[row])]
         if scored:
@@ -153,10 +154,12 @@ def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Draw
         alike = [index for index in drawn if rows[index].narrowed == narrowed]
         if alike:
             of_alike = torch.tensor(alike, device=logits.device)
-            tokens[of_alike] = _draw(adjusted[of_alike], [rows[index] for index in alike], narrowed)
+            chosen = adjusted if len(alike) == len(rows) else adjusted[of_alike]
+            tokens[of_alike] = _draw(chosen, [rows[index] for index in alike], narrowed)
     if members:  # with NaN logits too the token must be an allowed one
         outside = excluded.gather(1, tokens[at, None])[:, 0]
-        tokens[at] = torch.where(outside, excluded.int().argmin(dim=-1), tokens[at])
+        if outside.any():
+            tokens[at] = torch.where(outside, excluded.int().argmin(dim=-1), tokens[at])
     picked = logits.gather(1, tokens[:, None])[:, 0]
     return Drawn(
         tokens.tolist(),
