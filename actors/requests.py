@@ -172,7 +172,7 @@ class RequestBuilder:
         the thinking before it, None without.
         """
         tokens, stop_ids = list(completion.token_ids), request.sampling.all_stop_ids(self.stop_ids)
-        if completion.finish_reason == FinishReason.STOP and tokens[-1] in stop_ids:
+        if completion.finish_reason != FinishReason.LENGTH and tokens[-1] in stop_ids:
             tokens.pop()
         thinking = None
         if request.constraint is not None:

@@ -52,10 +52,11 @@ class GrammarCompiler:
 
     def compile(self, form: OutputFormat) -> Grammar:
         """The form as a constraint; raises UserError for one that is wrong or not supported."""
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
         form.check()
-        matcher = LLMatcher(self.tokenizer, form.source(), log_level=0)
+        limits = LLParserLimits(verbose_errors=False)  # else a row's error holds the parser's state
+        matcher = LLMatcher(self.tokenizer, form.source(), log_level=0, limits=limits)
         if matcher.is_error():
             raise UserError(f"{form.kind}: {flat(matcher.get_error())}")
         return Grammar(self, form, matcher)

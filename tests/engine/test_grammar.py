@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 import regex
 import torch
 from oracle import oracle_logits_each
 from tiny_checkpoint import tiny_checkpoint
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from actors.answers import Prompt
+from actors.engine.constraint import words_of
 from actors.engine.grammar import GrammarCompiler
 from actors.engine.output_format import OutputFormat
 from actors.engine.sampling import RowSampling, sample
@@ -190,7 +194,38 @@ def test_a_matcher_that_gives_up_is_an_error(pair: list[Generator]) -> None:
     progress = GrammarCompiler(pair[0].tokenizer, VOCAB, [END]).compile(OutputFormat("regex", "[b-d]")).begin()
     assert progress.error is None
     assert not progress.advance(pair[0].tokenizer("x", add_special_tokens=False)["input_ids"][-1])
-    assert progress.error is not None and not progress.is_complete()
+    assert progress.error is not None and "\n" not in progress.error and "<state>" not in progress.error
+    assert not progress.is_complete() and not progress.advance(END)
+
+
+def test_a_tokenizer_of_words_and_bytes() -> None:
+    """As Llama's: a space is part of a word, and a character without a token is spelled by its bytes."""
+    words = ["\u2581", "\u2581cheap", "cheap", "c", "\u2581c", "a", "1", "\u25811", "x"]
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    vocabulary = {name: token for token, name in enumerate(names)}
+    model = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
+    spaces = decoders.Replace("\u2581", " ")
+    model.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse()])
+    model.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, eos_token="</s>", unk_token="<unk>")
+    for vocab_size in (len(names), len(names) + 70):
+        grammar = GrammarCompiler(tokenizer, vocab_size, [END]).compile(OutputFormat("regex", " ?(cheap|\u00e9a) 1"))
+        progress, spelled = grammar.begin(), ["\u2581", "<0xC3>", "<0xA9>", "a", "\u25811"]
+        wanted = [
+            {"<0x20>", "<0x63>", "<0xC3>", "\u2581", "\u2581cheap", "cheap", "c", "\u2581c"},
+            {"<0x63>", "<0xC3>", "cheap", "c"},
+            {"<0xA9>"},
+            {"<0x61>", "a"},
+            {"<0x20>", "\u2581", "\u25811"},
+        ]
+        for token, allowed in zip(spelled, wanted, strict=True):
+            bits = np.zeros(words_of(vocab_size), dtype=np.int32)
+            progress.write(bits)
+            found = np.unpackbits(bits.view(np.uint8), bitorder="little")[:vocab_size].nonzero()[0]
+            assert {names[one] for one in found.tolist()} == allowed
+            ended = progress.advance(vocabulary[token])
+        assert ended
+        assert grammar.text([vocabulary[token] for token in spelled], None) == " \u00e9a 1"
 
 
 @pytest.mark.parametrize(
