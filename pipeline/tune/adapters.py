@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.engine.errors import UserError
-from actors.engine.speed_adapter import base_digest, linear_layers, save_record
+from actors.engine.speed_adapter import CONFIG, WEIGHTS, base_digest, linear_layers, save_record
 from pipeline.config.tune import AdapterConfig
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def save_adapters(model: PeftModel, base: str, folder: Path) -> None:
     state: dict[str, Any] = peft.get_peft_model_state_dict(model)
     model.save_pretrained(str(folder), state_dict={name: weight.to(torch.bfloat16) for name, weight in state.items()})
     (folder / "README.md").unlink(missing_ok=True)  # an empty form of peft's
+    (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)  # safetensors leaves the file to its owner alone
     save_record(folder, base_digest(Path(base)))
 
 

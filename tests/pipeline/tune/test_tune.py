@@ -270,6 +270,7 @@ def test_a_speed_adapter_is_trained_above_1x_alone(recipe: dict[str, Any], start
     assert set(record["dev_loss"]) == {"eval_loss_2x", "eval_loss"}  # of the speeds 1 and 2
     out = tmp_path / "out"
     assert {path.name for path in out.iterdir()} == {*FILES, "tune.json", "_training"}
+    assert len({(out / name).stat().st_mode for name in FILES}) == 1  # other users read all or none
     found = with_adapter(inspect(start), out)
     assert found.adapter is not None and (found.adapter.rank, found.adapter.scale) == (4, 2.0)
     found.adapter.check_base(base_digest(start), "start")
