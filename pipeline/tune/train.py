@@ -46,7 +46,7 @@ def train(config: TuneConfig, plan: TrainingPlan, recorded: TuneConfig | None = 
     if last is not None:
         log.warning("resuming from %s", last)
     trained = trainer.train(resume_from_checkpoint=last)
-    losses = trainer.evaluate()
+    losses = _last_losses(trainer) or trainer.evaluate()
     if trainer.is_world_process_zero():
         record = {
             "config": (recorded or config).model_dump(mode="json"),
@@ -62,6 +62,14 @@ def train(config: TuneConfig, plan: TrainingPlan, recorded: TuneConfig | None = 
             ],
         }
         _save(config, plan, trainer.model, record)
+
+
+def _last_losses(trainer: SkipTrainer) -> dict[str, float]:
+    """Dev-set losses that were computed after the last step; empty if the best weights were loaded since."""
+    if trainer.args.load_best_model_at_end:
+        return {}
+    last = [entry for entry in trainer.state.log_history if entry["step"] == trainer.state.global_step]
+    return {name: value for entry in last for name, value in entry.items() if name.startswith("eval_loss")}
 
 
 def _trainer(config: TuneConfig, plan: TrainingPlan) -> SkipTrainer:
