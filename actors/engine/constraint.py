@@ -7,16 +7,17 @@ tokens may come next and excludes all others from the logits, whatever layers co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from actors.engine.errors import UserError
 from actors.engine.types import SamplingParams
 
+if TYPE_CHECKING:  # configuration is read without numpy
+    import numpy as np
+    from numpy.typing import NDArray
+
 _CONFLICTING = ("stop", "stop_token_ids", "min_new_tokens", "ignore_eos")
-Bits = NDArray[np.int32]  # [words_of(V)], bit t % 32 of word t // 32 is set if token t is allowed
+Bits: TypeAlias = "NDArray[np.int32]"  # [words_of(V)], bit t % 32 of word t // 32 is set if token t is allowed
 
 
 def words_of(vocabulary: int) -> int:
