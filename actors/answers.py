@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.engine.output_format import OutputFormat
-from actors.engine.types import FinishReason, TokenLogprob
+from actors.engine.types import FinishReason
+from actors.tool_calls import ToolCall
 
 Column = NDArray[Any]
 
@@ -27,6 +28,8 @@ class Prompt:
         sampling: Sampling parameters of this row, on top of the Generator's.
         choices: Labels of this row, in place of the Generator's.
         output_format: Form of this row's answers, in place of the Generator's.
+        continuations: Token ids of each, for a row to score.
+        tools: Whether the prompt offers tools, so that its answers may call them.
     """
 
     ids: Sequence[int]
@@ -36,6 +39,8 @@ class Prompt:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     choices: Sequence[str] | None = None
     output_format: OutputFormat | None = None
+    continuations: Sequence[Sequence[int]] = ()
+    tools: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,10 @@ class Answer:
         mean_depth: Layers a decode step; None where there was no decode step.
         reasoning: The thinking before the text, for a Generator with `reasoning`; None without any.
         error: Why there is no text, or why the text is not whole in the form that was asked for.
-        cumulative_logprob: See `Completion`, as for `logprobs` and `choice_probability`.
+        cumulative_logprob: See `Completion`, as for `choice_probability`.
+        logprobs: Of each token, as in `TokenLogprob.to_dict`; None without.
+        tool_calls: Calls of the tools that the prompt offers, which the text does not hold; None without tools, or for
+            calls that cannot be read.
     """
 
     row: int
@@ -61,9 +69,10 @@ class Answer:
     error: str | None
     token_ids: list[int] | None
     cumulative_logprob: float | None
-    logprobs: list[TokenLogprob] | None
+    logprobs: list[dict[str, Any]] | None
     choice_probability: float | None
     reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 def error_answer(row: int, prompt_tokens: int, error: str) -> Answer:
@@ -106,7 +115,5 @@ def answer_columns(
     for name in nullable:
         columns[name] = object_column([getattr(answer, name) for answer in answers])
     if logprobs:
-        columns["logprobs"] = object_column(
-            [[token.to_dict() for token in answer.logprobs or ()] for answer in answers]
-        )
+        columns["logprobs"] = object_column([answer.logprobs or [] for answer in answers])
     return columns

@@ -13,7 +13,8 @@ import os
 import resource
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from actors.answers import Answer, Prompt, answer_columns, as_column, error_answer
@@ -27,6 +28,7 @@ from actors.engine.schedule import Schedule
 from actors.engine.speed_adapter import with_adapter
 from actors.engine.types import SCHEDULERS, Completion, EngineName, EngineStats, Request, SamplingParams
 from actors.requests import RequestBuilder
+from actors.scored_rows import ScoredRow, score_columns, score_rows
 
 
 class Generator:
@@ -39,7 +41,8 @@ class Generator:
         checkpoint: Folder with config.json, safetensors and a tokenizer.
         speed_adapter: Folder of a speed adapter for this checkpoint, whose stored schedule replaces the checkpoint's;
             merged into the weights while they load, unless the schedule runs every layer for every token.
-        schedule: Keys of a job's `schedule` section, on top of the schedule that the checkpoint stores.
+        schedule: Keys of a job's `schedule` section, on top of the schedule that the checkpoint stores. None scores at
+            full depth.
         unadapted: Run a schedule that the checkpoint was not trained for; its text may be ruined.
         sampling: Fields of `SamplingParams`.
         choices: Labels; every answer is one of them.
@@ -61,6 +64,7 @@ class Generator:
         row_logprobs: A row may ask for log-probabilities although `sampling` has none; `answer` returns them.
         seed: Seed of the random numbers, from which and from each prompt a row's own follow.
         prompt_column: Column of a batch that holds the prompts.
+        continuation_column: Column of texts, or lists of texts, to score after the prompts; then nothing is generated.
 
     Raises:
         UserError: Arguments, checkpoint or device that do not fit, in one line.
@@ -90,11 +94,12 @@ class Generator:
         row_logprobs: bool = False,
         seed: int = 0,
         prompt_column: str = "prompt",
+        continuation_column: str | None = None,
     ) -> None:
         check_choice("scheduler", scheduler, SCHEDULERS)
         settings = EngineSettings(engine, dtype, device, compile, cache_bytes, max_batch, cumulative_logprob)
         self.sampling = SamplingParams().merged(dict(sampling or {}))
-        self.prompt_column = prompt_column
+        self.prompt_column, self.continuation_column = prompt_column, continuation_column
         self.cache_bytes, self.max_batch, self.scheduler = cache_bytes, max_batch, scheduler
         if threads is not None:
             import torch
@@ -103,13 +108,15 @@ class Generator:
         inspected = inspect(checkpoint)
         if speed_adapter is not None:
             inspected = with_adapter(inspected, speed_adapter)
-        self.schedule = inspected.schedule(dict(schedule or {}))
+        default = {} if continuation_column is None else {"speedup": 1.0}
+        self._inspected, self._changes, self._unadapted = inspected, dict(schedule or {}), unadapted
+        self.schedule = inspected.schedule(dict(default if schedule is None else schedule))
         if not unadapted:
             inspected.check_adapted(self.schedule, str(checkpoint), "pass unadapted=True")
         self.tokenizer = load_tokenizer(checkpoint)
         self.engine = build_engine(inspected, self.schedule, self.tokenizer, settings)
         self.device = self.engine.decoder.device
-        self._builder = RequestBuilder(
+        self.builder = RequestBuilder(
             self.tokenizer,
             self.sampling,
             choices,
@@ -137,6 +144,27 @@ class Generator:
         other.max_batch = self.max_batch if max_batch is None else max_batch
         return other
 
+    def schedule_at(self, speedup: float) -> Schedule:
+        """The schedule of another nominal speed-up, for rows that share steps with those of this one.
+
+        Raises:
+            UserError: A speed that the checkpoint was not trained for, or that needs other weights or another engine.
+        """
+        depths = ("speedup", "max_depth", "min_depth", "depths")
+        changes = {name: value for name, value in self._changes.items() if name not in depths}
+        if speedup > 1 and self._inspected.trained is None and not self._unadapted:
+            raise UserError(f"speed = {speedup:g}: the model is not adapted to any speed above 1")
+        schedule = self._inspected.schedule({**changes, "speedup": speedup})
+        if schedule == replace(self.schedule, speedup=schedule.speedup):
+            return self.schedule
+        if self.engine.grows:
+            raise UserError(f"speed = {speedup:g}: engine paged runs one speed, that of its schedule")
+        if self._inspected.adapter is not None and schedule.is_full_depth != self.schedule.is_full_depth:
+            raise UserError(f"speed = {speedup:g}: 1x and the speeds above it have different weights; serve them apart")
+        if not self._unadapted:
+            self._inspected.check_adapted(schedule, str(self._inspected.path), "choose a lower speed")
+        return schedule
+
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Columns of a batch, with a column of prompts -> the same columns and the answers' columns.
 
@@ -144,15 +172,17 @@ class Generator:
         random numbers follow from seed and prompt, so that batches may be cut in any way; equal prompts have equal
         answers. With n above 1, a row is repeated n times. A number that is missing, such as the `mean_depth` of an
         answer of one token, is None. A chat template runs in transformers' own sandbox, which bounds neither its time
-        nor its memory.
+        nor its memory. With `continuation_column` each row gets `SCORES` in place of an answer.
         """
         kept = {name: as_column(values) for name, values in batch.items()}
-        prompts = [self._builder.prompt(value) for value in kept[self.prompt_column]]
+        if self.continuation_column is not None:
+            return kept | self._score_columns(kept[self.prompt_column], kept[self.continuation_column])
+        prompts = [self.builder.prompt(value) for value in kept[self.prompt_column]]
         answers = self.answer(prompts, constant_prefix([prompt.ids for prompt in prompts if prompt.error is None]))
         rows = [answer.row for answer in answers]
         columns = {name: values[rows] for name, values in kept.items()}
-        choices, logprobs = self._builder.choices is not None, self.sampling.logprobs is not None
-        reasoning = self._builder.reasoning is not None
+        choices, logprobs = self.builder.choices is not None, self.sampling.logprobs is not None
+        reasoning = self.builder.reasoning is not None
         return columns | answer_columns(answers, choices=choices, logprobs=logprobs, reasoning=reasoning)
 
     def answer(
@@ -208,14 +238,15 @@ class Generator:
         counts: Counter[int] = Counter()
         for row, request, completion in zip(owners, requests, completions, strict=True):
             if row not in errors:
-                answers.append(self._answer(row, counts[row], request, completion))
+                answer = self._answer(row, counts[row], request, completion)
+                answers.append(self.builder.with_calls(answer) if prompts[row].tools else answer)
                 counts[row] += 1
         return sorted(answers, key=lambda answer: (answer.row, answer.sample_index))
 
     def _answer(self, row: int, sample: int, request: Request, completion: Completion) -> Answer:
         """The answer of a completion with tokens."""
         count = len(completion.token_ids)
-        text, reasoning = self._builder.text(request, completion)
+        text, reasoning = self.builder.text(request, completion)
         return Answer(
             row=row,
             sample_index=sample,
@@ -227,19 +258,49 @@ class Generator:
             error=completion.error,
             token_ids=list(completion.token_ids),
             cumulative_logprob=completion.cumulative_logprob,
-            logprobs=None if completion.logprobs is None else list(completion.logprobs),
+            logprobs=self.builder.logprobs(completion),
             choice_probability=completion.choice_probability,
             reasoning=reasoning,
         )
 
     def _requests(self, prompt: Prompt) -> list[Request]:
         """The row's samples as requests; raises UserError for a row that cannot be answered."""
-        requests = self._builder.requests(prompt)
+        requests = self.builder.requests(prompt)
         limit = requests[0].new_tokens_limit(self.engine.decoder.context_length)
         needed = self.engine.row_bytes(len(prompt.ids), limit)
         if needed > self.cache_bytes:
             raise UserError(f"needs {needed} bytes of cache, more than the budget of {self.cache_bytes}")
         return requests
+
+    def _score_columns(self, values: Iterable[Any], continuations: Iterable[Any]) -> dict[str, Any]:
+        texts = [() if text is None else text for text in continuations]
+        prompts = [self.builder.prompt(value, text) for value, text in zip(values, texts, strict=True)]
+        prefix = constant_prefix([prompt.ids for prompt in prompts if prompt.error is None])
+        return score_columns(self.score(prompts, prefix), [not isinstance(text, str) for text in texts])
+
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        prefix: Sequence[int] = (),
+        on_batch: Callable[[Sequence[int]], None] | None = None,
+    ) -> list[ScoredRow]:
+        """Log-probabilities of rows' continuations under the schedule, in the rows' order. Arguments as in `answer`.
+
+        A row with an error, or whose prompt and continuations do not fit the context, costs no other row.
+        """
+        with current_device(self.device):
+            return score_rows(
+                self.engine,
+                prompts,
+                budget_bytes=self.cache_bytes,
+                max_rows=self.max_batch,
+                prefix=list(prefix),
+                on_batch=on_batch,
+            )
+
+    def token_limit(self, prompt: Prompt) -> int:
+        """Most new tokens of each answer to a row; raises UserError for a row that cannot be answered."""
+        return self.builder.requests(prompt)[0].new_tokens_limit(self.engine.decoder.context_length)
 
     def take_stats(self) -> EngineStats:
         """The engine's counts since the last call."""

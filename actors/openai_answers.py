@@ -5,53 +5,78 @@ Sources: https://platform.openai.com/docs/api-reference/chat/object and .../comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from actors.openai_requests import CHAT
 
-Decode = Callable[[int], str]  # a token's text
 REPLACEMENT = "\ufffd"
 
 
 def completion_body(
-    url: str, answers: Sequence[Mapping[str, Any]], decode: Decode, *, key: str, created: int, model: str, job: str
+    url: str,
+    answers: Sequence[Mapping[str, Any]],
+    *,
+    key: str,
+    created: int,
+    model: str,
+    job: str,
+    prompt_tokens: int | None = None,
 ) -> dict[str, Any]:
     """The body of a response.
 
     Args:
         url: the endpoint, one of `ENDPOINTS`.
-        answers: to one request, at least one; fields of `Answer`, `logprobs` as in `TokenLogprob.to_dict`.
-        decode: of the model's tokenizer, for log-probabilities.
+        answers: to one request, at least one; fields of `Answer`, `logprobs` as in `TokenLogprob.to_dict`,
+            `tool_calls` as in `ToolCall.to_dict`.
         key: that ids are made of.
         created: seconds since 1970.
         model: its name.
         job: what the answers depend on besides the request, as text.
+        prompt_tokens: of all prompts, if there are several.
     """
     is_chat = url == CHAT
     choices = []
     for answer in answers:
-        text, tokens = answer["generated_text"], answer.get("logprobs")
-        content = {"message": {"role": "assistant", "content": text, "refusal": None}} if is_chat else {"text": text}
-        shown = None if tokens is None else _chat_logprobs(tokens, decode) if is_chat else _logprobs(tokens, decode)
+        text = answer["generated_text"]
+        index, calls = answer["sample_index"], answer.get("tool_calls") or ()
+        content: dict[str, Any] = {"text": text}
+        if is_chat:
+            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        if calls:
+            content["message"] |= {"content": text or None, "tool_calls": _calls(calls, f"{key}-{index}")}
         choices.append(
             {
-                "index": answer["sample_index"],
+                "index": index,
                 **content,
-                "logprobs": shown,
-                "finish_reason": answer["finish_reason"],
+                "logprobs": shown_logprobs(url, answer.get("logprobs")),
+                "finish_reason": "tool_calls" if calls else answer["finish_reason"],
             }
         )
-    prompt, completion = answers[0]["prompt_tokens"], sum(answer["generated_tokens"] for answer in answers)
     return {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{key}",
         "object": "chat.completion" if is_chat else "text_completion",
         "created": created,
         "model": model,
         "choices": choices,
-        "usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion},
+        "usage": usage(
+            answers[0]["prompt_tokens"] if prompt_tokens is None else prompt_tokens,
+            sum(answer["generated_tokens"] for answer in answers),
+        ),
         "system_fingerprint": job,
     }
+
+
+def usage(prompt: int, completion: int) -> dict[str, int]:
+    """Counts of tokens."""
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def shown_logprobs(url: str, tokens: Sequence[Mapping[str, Any]] | None, offset: int = 0) -> dict[str, Any] | None:
+    """Log-probabilities in the endpoint's form; None without. offset: characters of text before these tokens."""
+    if tokens is None:
+        return None
+    return _chat_logprobs(tokens) if url == CHAT else _logprobs(tokens, offset)
 
 
 def error_body(message: str, *, is_request: bool) -> dict[str, Any]:
@@ -60,34 +85,34 @@ def error_body(message: str, *, is_request: bool) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
 
-def _chat_logprobs(tokens: Sequence[Mapping[str, Any]], decode: Decode) -> dict[str, Any]:
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = decode(token)
+def _calls(calls: Sequence[Mapping[str, str]], key: str) -> list[dict[str, Any]]:
+    return [
+        {"id": f"call_{key}-{number}", "type": "function", "function": {**call}} for number, call in enumerate(calls)
+    ]
+
+
+def _chat_logprobs(tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def entry(token: Mapping[str, Any]) -> dict[str, Any]:
+        text = token["token"]
         # a token may hold a part of a character, whose bytes its text does not show
         spelled = None if REPLACEMENT in text else list(text.encode())
-        return {"token": text, "logprob": logprob, "bytes": spelled}
+        return {"token": text, "logprob": token["logprob"], "bytes": spelled}
 
-    content = [
-        {
-            **entry(token["token_id"], token["logprob"]),
-            "top_logprobs": [entry(other["token_id"], other["logprob"]) for other in token["top"]],
-        }
-        for token in tokens
-    ]
+    content = [{**entry(token), "top_logprobs": [entry(other) for other in token["top"]]} for token in tokens]
     return {"content": content, "refusal": None}
 
 
-def _logprobs(tokens: Sequence[Mapping[str, Any]], decode: Decode) -> dict[str, Any]:
-    texts = [decode(token["token_id"]) for token in tokens]
-    tops: list[dict[str, float]] = []
+def _logprobs(tokens: Sequence[Mapping[str, Any]], offset: int) -> dict[str, Any]:
+    texts = [token["token"] for token in tokens]
+    tops: list[dict[str, float] | None] = []
     for token in tokens:
         top: dict[str, float] = {}
         for other in token["top"]:
-            top.setdefault(decode(other["token_id"]), other["logprob"])
-        tops.append(top)
+            top.setdefault(other["token"], other["logprob"])
+        tops.append(None if token["logprob"] is None else top)  # nothing predicts the first token of a prompt
     return {
         "tokens": texts,
         "token_logprobs": [token["logprob"] for token in tokens],
         "top_logprobs": tops,
-        "text_offset": [sum(map(len, texts[:position])) for position in range(len(texts))],
+        "text_offset": [offset + sum(map(len, texts[:position])) for position in range(len(texts))],
     }

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's completion endpoints as prompts and sampling parameters. Nothing is left out silently.
+"""Bodies of OpenAI's completion endpoints as prompts and sampling parameters; an unsupported key is refused by name.
 
 Sources: https://platform.openai.com/docs/api-reference/chat/create and .../completions/create; the further keys are
 those of vLLM's server.
@@ -25,8 +25,7 @@ _NO_EFFECT = ("model", "user", "metadata", "store", "safety_identifier", "prompt
 _ONLY: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "logit_bias": ({},),
-    "tools": ([],),
-    "tool_choice": ("none",),
+    "parallel_tool_calls": (True,),
     "modalities": (["text"],),
     "echo": (False,),
     "suffix": ("",),
@@ -39,6 +38,7 @@ _OF_CHAT = (
     "response_format",
     "tools",
     "tool_choice",
+    "parallel_tool_calls",
     "modalities",
 )
 _OF_TEXT = ("prompt", "echo", "suffix", "best_of")
@@ -53,12 +53,16 @@ class CompletionRequest:
         prompt: text or token ids; None for a chat.
         sampling: the parameters that the body sets, by the names of `SamplingParams`, not checked.
         output_format: form of the answer, not checked; None for free text.
+        tools: those that a chat offers, not checked; None for none.
+        tool_choice: which of them it must call, not checked; None if it need not.
     """
 
     messages: Any
     prompt: str | list[int] | None
     sampling: dict[str, Any]
     output_format: OutputFormat | None = None
+    tools: Any = None
+    tool_choice: Any = None
 
 
 def read_request(url: str, body: Mapping[str, Any]) -> CompletionRequest:
@@ -95,7 +99,15 @@ def read_request(url: str, body: Mapping[str, Any]) -> CompletionRequest:
     if url == CHAT:
         if "messages" not in given:
             raise UserError("body: messages is missing")
-        return CompletionRequest(given["messages"], None, sampling, _form(given.get("response_format")))
+        form, tools = _form(given.get("response_format")), given.get("tools")
+        choice = given.get("tool_choice", "auto")
+        tools = None if choice == "none" else tools
+        if choice not in ("none", "auto") and not tools:
+            raise UserError(f"body: tool_choice = {choice!r} needs tools")
+        if form is not None and tools:
+            raise UserError("body: response_format does not go with tools: a call would have another form")
+        forced = None if choice in ("none", "auto") else choice
+        return CompletionRequest(given["messages"], None, sampling, form, tools, forced)
     return CompletionRequest(None, _prompt(given.get("prompt")), sampling)
 
 

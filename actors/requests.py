@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from actors.answers import Prompt
+from actors.answers import Answer, Prompt
+from actors.continuations import boundary_texts, checked_ids, checked_texts, split
 from actors.engine.constraint import Constraint, check_compatible
 from actors.engine.errors import UserError
 from actors.engine.grammar import GrammarCompiler
@@ -17,6 +19,7 @@ from actors.engine.output_format import OutputFormat
 from actors.engine.reasoning import AfterReasoning, Reasoning
 from actors.engine.stopping import StopStrings
 from actors.engine.types import Completion, FinishReason, Request, SamplingParams, row_key
+from actors.tool_calls import form_of, split_calls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,39 +64,66 @@ class RequestBuilder:
         self.vocab_size, self.stop_ids = vocab_size, frozenset(stop_ids)
         self.has_logprobs = row_logprobs or sampling.logprobs is not None
         self.special_ids = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+        self.token_text = lru_cache(2**16)(lambda token: str(tokenizer.decode([token])))  # special tokens included
         self.choices = None if choices is None else tuple(choices)
         self.output_format, self.reasoning = output_format, reasoning
         self._compiler: GrammarCompiler | None = None
         self._constraints: dict[tuple[str, ...] | OutputFormat, Constraint] = {}
         if self.choices is not None and output_format is not None:
             raise UserError("give choices or output_format, not both")
-        for mark in () if reasoning is None else (reasoning.start, reasoning.end):
-            if mark in self.special_ids:
-                raise UserError(f"reasoning: {mark!r} is a special token, which has no text: leave reasoning out")
+        if reasoning is not None:
+            reasoning.check(self.special_ids)
         for form in (self.choices, output_format):
             if form is not None:
                 self._constraint(form)
 
-    def prompt(self, value: Any) -> Prompt:
-        """The prompt of any value of a prompt column: a text, token ids or messages."""
+    def logprobs(self, completion: Completion) -> list[dict[str, Any]] | None:
+        """A completion's log-probabilities, as in `TokenLogprob.to_dict`."""
+        if completion.logprobs is None:
+            return None
+        return [token.to_dict(self.token_text) for token in completion.logprobs]
+
+    def prompt(self, value: Any, continuations: Any = None) -> Prompt:
+        """The prompt of any value of a prompt column: a text, token ids or messages.
+
+        continuations: Text or texts to score after it, see `continuations`; None for a prompt to answer.
+        """
         ids: list[int] = []
+        ways: list[list[int]] = []
         error = None
         try:
-            if isinstance(value, str) and value.strip():
-                ids = self.tokenizer(value)["input_ids"]
+            texts = None if continuations is None else checked_texts(continuations)
+            if isinstance(value, str) and (value.strip() or texts is not None):
+                ids, ways = self._encoded(value, texts, is_chat=False)
             elif value is None or isinstance(value, str) or len(value) == 0:
                 error = "prompt is null or empty"
             elif isinstance(value[0], Mapping):
-                text = self.tokenizer.apply_chat_template(list(value), tokenize=False, add_generation_prompt=True)
-                ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+                text = str(self.tokenizer.apply_chat_template(list(value), tokenize=False, add_generation_prompt=True))
+                ids, ways = self._encoded(text, texts, is_chat=True)
             elif all(token == int(token) >= 0 for token in value):
                 ids = [int(token) for token in value]
+                ways = checked_ids([self._ids(text, False) for text in texts or ()])
             else:
                 error = "prompt holds values that are no token ids"
+        except UserError as problem:
+            error = str(problem)
         # errors that a value of any type, or a chat template, may raise
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
             error = f"prompt cannot be read: {' '.join(str(problem).split())}"
-        return Prompt(ids, f"prompt:{ids}", 0, error)
+        return Prompt(ids, f"prompt:{ids}", 0, error, continuations=ways)
+
+    def _ids(self, text: str, special_tokens: bool) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
+        return ids
+
+    def _encoded(
+        self, prompt: str, continuations: Sequence[str] | None, *, is_chat: bool
+    ) -> tuple[list[int], list[list[int]]]:
+        """Tokens of a prompt's text and of its continuations."""
+        if continuations is None:
+            return self._ids(prompt, not is_chat), []
+        texts = boundary_texts(self.tokenizer, prompt, continuations, is_chat=is_chat)
+        return split(self.tokenizer, [self._ids(*text) for text in texts], is_chat=is_chat)
 
     def requests(self, prompt: Prompt) -> list[Request]:
         """The row's `n` requests; raises UserError for a row that cannot be answered."""
@@ -105,6 +135,8 @@ class RequestBuilder:
         if form is not None:
             check_compatible("output_format" if isinstance(form, OutputFormat) else "choices", params)
             constraint = self._constraint(form)
+        if prompt.tools:
+            form_of(self.tokenizer)
         ending = None
         if params.stop:
             ending = StopStrings(params.stop, self._decode, self.special_ids.values(), params.min_new_tokens)
@@ -174,11 +206,11 @@ class RequestBuilder:
         tokens, stop_ids = list(completion.token_ids), request.sampling.all_stop_ids(self.stop_ids)
         if completion.finish_reason != FinishReason.LENGTH and tokens[-1] in stop_ids:
             tokens.pop()
-        thinking = None
-        if request.constraint is not None:
+        thinking: str | None = None
+        if isinstance(request.constraint, AfterReasoning):
+            thinking, text = request.constraint.split(tokens, completion.choice)
+        elif request.constraint is not None:
             text = request.constraint.text(tokens, completion.choice)
-            if isinstance(request.constraint, AfterReasoning):
-                thinking = request.constraint.thinking(tokens)
         else:
             text = self._decode(tokens) if request.ending is None else request.ending.cut(tokens)
             if self.reasoning is not None:
@@ -186,3 +218,14 @@ class RequestBuilder:
                 thinking, text = self.reasoning.split(text, begun=begun)
             text = text.strip() if self.strip else text
         return text, thinking.strip() if self.strip and thinking is not None else thinking
+
+    def with_calls(self, answer: Answer) -> Answer:
+        """An answer to a prompt with tools: its calls apart from its text, or an error and the whole text.
+
+        The row's `requests` have been built, so that the form of calls is known.
+        """
+        try:
+            text, calls = split_calls(answer.generated_text or "", form_of(self.tokenizer))
+        except ValueError as error:
+            return replace(answer, error=answer.error or str(error))
+        return replace(answer, generated_text=text, tool_calls=calls)

@@ -19,28 +19,35 @@ from typing import Any
 from actors.engine.schedule import Schedule
 from pipeline.backends.stages import Actors, Backend, Read, Session, Stage, Tasks
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, resolve_checkpoint
+from pipeline.commit.budget import open_budget
 from pipeline.commit.claim import check_same_job, claim, stored_job
 from pipeline.commit.finalize import finalize, finished_totals, write_success
 from pipeline.commit.lease import leased
 from pipeline.commit.records import Compaction
 from pipeline.commit.results import check_free, has_results, write_results
+from pipeline.commit.runs import recorded_run
 from pipeline.commit.sink import SUCCESS, commit_shards, committed_shards
+from pipeline.commit.table import check_table, commit_table, has_table
 from pipeline.config.job import JobConfig
 from pipeline.generate.coordinator import Workload
 from pipeline.generate.output import PartSpec
+from pipeline.generate.part_schema import part_schema
 from pipeline.generate.settings import generator_settings
 from pipeline.generate.stage import ShardGenerator
 from pipeline.generate.stats import Totals
 from pipeline.plan import manifest as manifests
 from pipeline.plan.agreement import announce_no_gain, is_measured, with_agreement
-from pipeline.plan.columns import check_columns, kept_columns, optional_columns, parsed_column
+from pipeline.plan.columns import check_columns, kept_columns, optional_columns, parsed_column, scored_lists
 from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import Manifest
 from pipeline.plan.memory import log_memory_estimate
+from pipeline.plan.snapshot import pinned_snapshot, with_snapshot
 from pipeline.prepare.prompt_spec import check_spec, prompt_spec
 from pipeline.prepare.stage import prepare
+from pipeline.prepare.thinking import marks_of_thinking
 from pipeline.read.files import Files
 from pipeline.read.shards import Shard
+from pipeline.report.job_page import write_report
 from pipeline.report.summary import JobResult
 from pipeline.runtime.quarantine import STAGE_NAMES, Quarantine, clear_quarantine
 from pipeline.runtime.signals import interruptible
@@ -54,12 +61,16 @@ QUARANTINED_RETRIES = 1000  # of a task whose deaths `Quarantine` counts
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """A job ready to run: its file, its checkpoint, the schedule of that checkpoint, and what is pinned."""
+    """A job ready to run: its file, its checkpoint, the schedule of that checkpoint, and what is pinned.
+
+    began: s since 1970, when its run began.
+    """
 
     config: JobConfig
     checkpoint: ResolvedCheckpoint
     schedule: Schedule
     manifest: Manifest
+    began: float = 0.0
 
 
 def run(
@@ -69,6 +80,7 @@ def run(
     overwrite: bool = False,
     verbose: bool = False,
     backend: Backend | None = None,
+    process_began: float | None = None,
 ) -> JobResult:
     """Run the job to its end, or to the end of what an earlier run has left.
 
@@ -77,25 +89,28 @@ def run(
         overwrite: replace the job that the output folder holds.
         verbose: show Ray's own messages.
         backend: where the stages run; default Ray Data.
+        process_began: s since 1970, for the report's start-up; default now.
 
     Raises:
         UserError: configuration or input is wrong, or the output belongs to another job.
         LeaseHeld, LeaseLost: another run works on the output.
-        Interrupted: SIGTERM or SIGINT.
+        Interrupted: SIGTERM or SIGINT, or BudgetSpent.
         RowsMissing: rows are missing at the end.
         RayError: a task failed for good.
         RayDied: the Ray under the job died.
     """
     assert config.input.since is None, "incremental.runs runs it"
     began, backend = time.monotonic(), backend or ray_backend(verbose=verbose)
+    process_began = process_began or time.time()
     with interruptible():
-        folder = _output_folder(config)
+        folder = output_folder(config)
         stored = stored_job(folder, overwrite=overwrite)
-        job = plan(config, stored, backend, limit=limit)
+        job = replace(plan(config, stored, backend, limit=limit), began=process_began)
         check_same_job(folder, stored, job.manifest)
-        finished = stored is not None and has_results(folder, config)
+        finished = stored is not None and has_results(folder, config) and has_table(folder, config)
         totals, fresh_rows = finished_totals(folder, job.manifest) if finished else None, 0
         if totals is None:  # else nothing is written: read-only rights suffice
+            check_output_table(job)
             log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
             make_writable(folder)
             with leased(folder), checked(job, stored, backend) as job:
@@ -103,12 +118,14 @@ def run(
                 if stored is None:
                     check_free(folder, config)
                 totals, fresh_rows = answer(job, folder, backend)
+                commit_table(folder, job.manifest, config)
+                write_report(folder, job.manifest, config)
                 write_success(folder, job.manifest, totals)
     return JobResult(job.manifest, totals, fresh_rows, time.monotonic() - began)
 
 
-def _output_folder(config: JobConfig) -> Folder:
-    """The output, after the checks that need neither input nor checkpoint."""
+def output_folder(config: JobConfig) -> Folder:
+    """The output, after the checks that need neither input nor checkpoint. Raises UserError for a wrong setting."""
     check_columns(config)
     check_output_disjoint(config)
     folder = open_folder(config.output.path, config.storage)
@@ -133,19 +150,25 @@ def plan(
         UserError: checkpoint, prompt settings or input are wrong.
         NoRows: there is nothing to answer.
     """
+    began = time.time()
+    config = with_snapshot(config, pinned_snapshot(config, stored))
     checkpoint = resolve_checkpoint(config.model, config.storage, stored.identity.get("model") if stored else None)
     schedule = planned_schedule(config, checkpoint)
     check_spec(prompt_spec(config, checkpoint, time.time()))
+    marks_of_thinking(config, checkpoint)  # refused before a model is loaded
     manifest = manifests.plan_job(config, checkpoint, schedule, limit, stored, files, hardware=backend)
-    return PlannedJob(config, checkpoint, schedule, manifest)
+    return PlannedJob(config, checkpoint, schedule, manifest, began)
 
 
 def planned_schedule(config: JobConfig, checkpoint: ResolvedCheckpoint) -> Schedule:
-    """The job's schedule. UserError if it cannot be built, or the checkpoint is not adapted to it."""
-    schedule = checkpoint.checkpoint.schedule(config.schedule.changes())
-    if not config.schedule.unadapted:
-        checkpoint.checkpoint.check_adapted(schedule, config.model.path, "set schedule.unadapted: true")
-    return schedule
+    """The job's schedule, full depth for scores unless a key is set. UserError as for the checkpoint's `schedule`."""
+    changes = config.schedule.changes() or ({"speedup": 1.0} if config.scores else {})
+    return checkpoint.schedule(changes, config.model, unadapted=config.schedule.unadapted)
+
+
+def check_output_table(job: PlannedJob) -> None:
+    """UserError if the job's output is a table that cannot hold its parts."""
+    check_table(job.config, part_schema(job.manifest.schema, _part(job)))
 
 
 @contextmanager
@@ -182,10 +205,16 @@ def answer(job: PlannedJob, folder: Folder, backend: Backend) -> tuple[Totals, i
         job = replace(job, config=job.config.model_copy(update={"storage": storage}))
         folder = probe_create(open_folder(folder.url, storage))
         workload = Workload(len(manifest.shards), manifest.rows, len(done), manifest.rows - left_rows)
-        with backend.session(job.config.actors) as session, Compaction(folder, manifest.fingerprint):
+        budget = open_budget(job.config, folder, manifest.fingerprint)
+        with (
+            recorded_run(folder, job.config, job.began, left_rows),
+            backend.session(job.config.actors, folder.url) as session,
+            Compaction(folder, manifest.fingerprint),
+            budget.spending(session.coordinator, len(left)),
+        ):
             session.run(stages(job, folder, left, session), workload, job.config.grace_seconds)
     totals = finalize(folder, manifest)
-    write_results(folder, manifest, job.config, job.checkpoint)
+    write_results(folder, manifest, job.config)
     return totals, left_rows
 
 
@@ -210,6 +239,8 @@ def stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Sessio
                 "coordinator": coordinator,
                 "quarantine": generating,
                 "worker": session.worker,
+                "devices": config.actors.gpus or 1.0,
+                "price_per_hour": config.price_per_hour or 0.0,
             },
             config.actors,
             retries=QUARANTINED_RETRIES,
@@ -233,7 +264,7 @@ def generator_arguments(job: PlannedJob) -> dict[str, Any]:
         "schedule": {key: value for key, value in job.schedule.to_dict().items() if key != "num_layers"},
         "unadapted": True,  # as planned
         "strip": job.config.output.strip,
-        "reasoning": None if job.config.reasoning is None else job.config.reasoning.model_dump(),
+        "reasoning": marks_of_thinking(job.config, job.checkpoint),
         "row_logprobs": job.config.input.is_batch,
         "cumulative_logprob": job.config.output.cumulative_logprob,
         "threads": batching.threads,
@@ -251,11 +282,12 @@ def _part(job: PlannedJob) -> PartSpec:
         fingerprint=job.manifest.fingerprint,
         num_layers=job.checkpoint.checkpoint.num_layers,
         parsed=parsed_column(job.config),
+        scored=scored_lists(job.config, job.manifest.schema),
     )
 
 
-def ray_backend(*, verbose: bool) -> Backend:
-    """The default backend. It imports ray, which no other backend needs."""
+def ray_backend(*, verbose: bool, metrics_port: int | None = None) -> Backend:
+    """The default backend. It imports ray, which no other backend needs. Arguments of `RayData`."""
     from pipeline.backends.ray_data import RayData
 
-    return RayData(verbose=verbose)
+    return RayData(verbose=verbose, metrics_port=metrics_port)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 from actors.engine.errors import flat
 
@@ -39,3 +41,14 @@ _IN_URL = re.compile(rf"(\w://(?=[^/:\s'\"]*:)|\.\.\. )[^\s'\"]*{_END}|(\w://)[^
 def without_secrets(text: str) -> str:
     """A message whose URLs have stars in place of user and password."""
     return _IN_URL.sub(r"\1\2***@", text)
+
+
+def in_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """A value of objects and lists with every text in it changed; names of keys stay."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {name: in_texts(one, change) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [in_texts(one, change) for one in value]
+    return value

@@ -10,6 +10,8 @@ from typing import Any
 import pyarrow as pa
 
 from actors.answers import Answer, Prompt
+from actors.engine.scores import ContinuationScore
+from actors.scored_rows import ScoredRow
 from pipeline.backends.in_process import InProcess
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig
@@ -21,14 +23,25 @@ from pipeline.plan.agreement import announce_no_gain
 from pipeline.plan.columns import check_columns
 from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import Manifest, NoRows, limited, plan_batching, read_footers
+from pipeline.plan.snapshot import pinned_snapshot, with_snapshot
 from pipeline.prepare.prompt_spec import check_spec, prompt_spec
 from pipeline.prepare.prompts import prepare_table
 from pipeline.prepare.tokenizer import tokenizer_of
-from pipeline.read.files import InputFile, list_files
+from pipeline.read.files import InputFile
 from pipeline.read.ipc import from_ipc
+from pipeline.read.listing import list_input
 from pipeline.read.rows import read_blocks
 from pipeline.read.shards import Shard, cut_shards
 from pipeline.runtime.announce import announced
+
+
+@dataclass(frozen=True)
+class TriedScore:
+    """A text and its score, or why there is none."""
+
+    text: str
+    score: ContinuationScore | None
+    error: str | None
 
 
 @dataclass(frozen=True)
@@ -38,15 +51,18 @@ class TriedRow:
     Args:
         id: the row's id column, else file name and row number.
         prompt: text of the prompt's tokens; "" for a row with an error.
+        answers: to it; none where texts are scored.
+        scores: of its texts, or its error.
     """
 
     id: Any
     prompt: str
     answers: list[Answer]
+    scores: list[TriedScore]
 
 
 def answer_first_rows(config: JobConfig, rows: int) -> list[TriedRow]:
-    """Answers to the first `rows` rows of the input.
+    """Answers to the first `rows` rows of the input, or their scores.
 
     Random numbers, prompts and row errors are those of the job. Batches are smaller and no prefix is shared, so
     that in types other than float32 an answer may differ.
@@ -57,7 +73,7 @@ def answer_first_rows(config: JobConfig, rows: int) -> list[TriedRow]:
     """
     with announced("reading the configuration and the checkpoint's description"):
         check_columns(config)
-        config = _on_this_machine(config)
+        config = with_snapshot(_on_this_machine(config), pinned_snapshot(config, None))
         checkpoint = resolve_checkpoint(config.model, config.storage)
         schedule = planned_schedule(config, checkpoint)
         check_spec(prompt_spec(config, checkpoint, time.time()))
@@ -77,17 +93,31 @@ def answer_first_rows(config: JobConfig, rows: int) -> list[TriedRow]:
         from actors.generator import Generator
 
         generator = Generator(**fetched(generator_arguments(job)))
-    with announced("answering"):
-        answers = generator.answer(prepared)
-    tokenizer = tokenizer_of(checkpoint.source)
+    tokenizer = tokenizer_of(spec.checkpoint)
+    answers: list[Answer] = []
+    scores: dict[int, list[TriedScore]] = {}
+    if config.scores:
+        with announced("scoring"):
+            scores = {row.row: _tried_scores(row, tokenizer) for row in generator.score(prepared)}
+    else:
+        with announced("answering"):
+            answers = generator.answer(prepared)
     return [
         TriedRow(
             ids[row],
             tokenizer.decode(list(prompt.ids)) if prompt.ids else "",
             [answer for answer in answers if answer.row == row],
+            scores.get(row, []),
         )
         for row, prompt in enumerate(prepared)
     ]
+
+
+def _tried_scores(row: ScoredRow, tokenizer: Any) -> list[TriedScore]:
+    if row.error is not None:
+        return [TriedScore("", None, row.error)]
+    texts = (tokenizer.decode([token.token for token in score.tokens]) for score in row.scores)
+    return [TriedScore(text, score, None) for text, score in zip(texts, row.scores, strict=True)]
 
 
 def _on_this_machine(config: JobConfig) -> JobConfig:
@@ -103,7 +133,7 @@ def _first_rows(config: JobConfig, rows: int) -> tuple[list[InputFile], list[Sha
 
     Of text files no further rows are read: the types are those of these rows.
     """
-    listed = list_files(config.input.path, config.storage, config.input.format)
+    listed = list_input(config.input, config.storage)
     check_output_disjoint(config, listed)
     files: list[InputFile] = []
     for url, entry in listed.items():

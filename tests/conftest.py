@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/nvidia0", "/proc/driver/nvidia")):
@@ -9,11 +10,13 @@ if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/nvidia0"
         "TRITON_INTERPRET", "1"
     )  # set before torch imports Triton; without a GPU kernels are interpreted
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that waits does not spin
+
 import pytest
 import torch
 from hypothesis import settings
 
-torch.set_num_threads(1)  # tensors are tiny: a second thread only spins
+torch.set_num_threads(1)  # tensors are tiny
 settings.register_profile("suite", deadline=None)  # a slow machine fails no test
 settings.load_profile("suite")
 
@@ -22,6 +25,21 @@ def pytest_collection_finish() -> None:
     """Imported modules and collected tests stay: collections that scan them take a tenth of the suite's time."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup() -> None:
+    """A job in this process leaves torch with a thread for each core."""
+    torch.set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """What a file of tests has imported stays too; each training collects several times, over all of it."""
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+    return result
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -9,6 +9,7 @@ a -> c) are left out of the picture and counted in its caption.
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import grimp
@@ -68,5 +69,6 @@ def picture(imports: dict[str, set[str]]) -> str:
 
 
 if __name__ == "__main__":
+    sys.path[0] = str(README.parents[1])  # else tests/pipeline is found in place of the package
     text = README.read_text()
     README.write_text(BETWEEN.sub(lambda _: picture(package_imports()), text))

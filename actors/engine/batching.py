@@ -63,8 +63,18 @@ def constant_prefix(ids: Sequence[Sequence[int]]) -> list[int]:
     """
     if len(ids) < 2:
         return []
-    ordered = sorted(list(prompt) for prompt in ids)
-    first, last = ordered[0], ordered[-1]  # the two that differ first
-    most = min(len(prompt) for prompt in ids) - 1
-    common = next((index for index in range(most) if first[index] != last[index]), most)
-    return first[:common] if common >= SHORTEST_PREFIX else []
+    common = min(common_length(ids), min(len(prompt) for prompt in ids) - 1)
+    return list(ids[0][:common]) if common >= SHORTEST_PREFIX else []
+
+
+def common_length(lists: Sequence[Sequence[int]]) -> int:
+    """With how many equal tokens all lists begin."""
+    ordered = [list(one) for one in lists]
+    least, greatest = min(ordered), max(ordered)  # the two that differ first
+    pairs = enumerate(zip(least, greatest, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(least), len(greatest)))
+
+
+def begins_with(prompt: Sequence[int], prefix: Sequence[int]) -> bool:
+    """Whether a prompt begins with a prefix and has further tokens."""
+    return 0 < len(prefix) < len(prompt) and list(prompt[: len(prefix)]) == list(prefix)

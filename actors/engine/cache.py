@@ -261,6 +261,17 @@ class SkipCache:
         for buffer in (buffer for pair in self.buffers if pair is not None for buffer in pair):
             buffer[torch.tensor(targets), :, : self._width] = buffer[torch.tensor(sources), :, : self._width]
 
+    def copy_rows(self, other: SkipCache, rows: int) -> None:
+        """Take over the first `rows` rows of another cache of the same model, whose tokens all have slots here."""
+        self._width = other._width
+        for layer, (new, old) in enumerate(zip(self.buffers, other.buffers, strict=True)):
+            if new is None or old is None:
+                continue
+            width = min(self._width, self.slots[layer], other.slots[layer])
+            for target, source in zip(new, old, strict=True):
+                target[:rows, :, :width] = source[:rows, :, :width]
+            self._used[layer] = rows
+
     def free(self, position: int) -> None:
         """Drop the layers that no row at `position` or later will run, and their memory if it is their own."""
         for layer, uses in enumerate(self.uses):
@@ -270,17 +281,17 @@ class SkipCache:
                     self.kernels.detach(layer)
 
 
-def compaction(positions: Sequence[int], alive: Sequence[bool]) -> list[int]:
+def compaction(ages: Sequence[object], alive: Sequence[bool]) -> list[int]:
     """New order of the live rows, as old row numbers: still oldest first, with as few rows moved as possible.
 
-    positions: generated-token position of each row, never rising. Rows at one position may change their order, so that
-    the last row of a group fills a hole, and only the groups behind it shift.
+    ages: equal for rows of one schedule at one position. Such neighbours may change their order, so that the last row
+    of a group fills a hole, and only the groups behind it shift.
     """
     order: list[int] = []
     row = 0
-    while row < len(positions):
+    while row < len(ages):
         end = row
-        while end < len(positions) and positions[end] == positions[row]:
+        while end < len(ages) and ages[end] == ages[row]:
             end += 1
         group = [member for member in range(row, end) if alive[member]]
         targets = range(len(order), len(order) + len(group))

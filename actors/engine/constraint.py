@@ -65,7 +65,7 @@ class AllowedTokens(Protocol):
 
 
 class Constraint(Protocol):
-    """What all rows of one form share."""
+    """A compiled form, shared by all rows that have it."""
 
     @property
     def name(self) -> str:

@@ -175,8 +175,7 @@ class Decoder:
                 causal if K = S, and all keys if S = 1. An `Attendance` if the attention is that of `packed_attention`.
             cache: stores the layer's keys and values, and returns those to attend to; None: the pass's own.
         """
-        if self._adds_masks:
-            assert not isinstance(mask, Attendance)
+        if self._adds_masks and not isinstance(mask, Attendance):
             mask = self._added_mask(mask, hidden)
         output: Tensor = self.blocks[layer](
             hidden,

@@ -7,7 +7,8 @@
 
 `scheduler` decides which rows are admitted when; `gpu.engine` is the paged engine behind the same `EngineProtocol`.
 Rows lie oldest first. Depth never rises along a row, so the rows that a layer runs for are the youngest
-ones, one contiguous slice; in the paper's lock-step batch all rows have the same age.
+ones, one contiguous slice; in the paper's lock-step batch all rows have the same age. Rows of different speeds share
+steps too: then rows lie by the depth of their next input, and are moved when one falls below another.
 Knows nothing of Ray, Parquet or text: token ids in, token ids out.
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -23,7 +24,15 @@ from actors.engine.cache import PrefixKeys, SkipCache, cache_bytes_per_row, comp
 from actors.engine.decoder import Decoder
 from actors.engine.errors import UserError
 from actors.engine.protocol import Ended
-from actors.engine.row import Row, begin_row, distinct_prompts, input_depths, rows_per_layer, sample_rows
+from actors.engine.row import (
+    Row,
+    begin_row,
+    depth_order,
+    distinct_prompts,
+    input_depths,
+    rows_per_layer,
+    sample_rows,
+)
 from actors.engine.schedule import Schedule
 from actors.engine.types import EngineStats, Request
 
@@ -33,7 +42,7 @@ class Engine:
 
     Args:
         decoder: The model.
-        schedule: Layers of each position.
+        schedule: Layers of each position, for rows without their own.
         stop_ids: Tokens that end a row.
         cumulative_logprob: Whether completions carry their log-probability.
 
@@ -57,14 +66,22 @@ class Engine:
         self.rows: list[Row] = []
         self.cache: SkipCache | None = None
         self._memory: torch.Tensor | None = None
-        self._prefix: tuple[tuple[int, ...], PrefixKeys] | None = None
+        self._prefix: tuple[tuple[tuple[int, ...], tuple[int, ...]], PrefixKeys] | None = None
         self._tickets = 0
 
-    def row_bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
-        """Exact cache bytes of a row in a batch with these as its longest prompt and most new tokens."""
+    def row_bytes(self, prompt_tokens: int, max_new_tokens: int, schedule: Schedule | None = None) -> int:
+        """Exact cache bytes of a row in a batch with these as its longest prompt and most new tokens.
+
+        schedule: as for `open`.
+        """
         decoder = self.decoder
         return cache_bytes_per_row(
-            self.schedule, prompt_tokens, max_new_tokens, decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize
+            schedule or self.schedule,
+            prompt_tokens,
+            max_new_tokens,
+            decoder.kv_heads,
+            decoder.head_dim,
+            decoder.dtype.itemsize,
         )
 
     def at(self, schedule: Schedule) -> Engine:
@@ -76,20 +93,54 @@ class Engine:
         self.release_memory()  # only this engine's next batch would use it
         return Engine(self.decoder, schedule, self.stop_ids, cumulative_logprob=self.cumulative_logprob)
 
+    def used_cache_bytes(self) -> int:
+        """Bytes of the batch's cache, less those of freed layers."""
+        cache = self.cache
+        return 0 if cache is None else cache.bytes
+
     def take_stats(self) -> EngineStats:
         """Counts since the last call."""
         stats, self.stats = self.stats, EngineStats()
         return stats
 
-    def open(self, rows: int, prompt_tokens: int, max_new_tokens: int) -> None:
-        """Allocate for `rows` rows in flight, none with a longer prompt or more new tokens than given."""
+    def open(self, rows: int, prompt_tokens: int, max_new_tokens: int, schedule: Schedule | None = None) -> None:
+        """Allocate for `rows` rows in flight, none with a longer prompt or more new tokens than given.
+
+        schedule: At least as deep as those of the rows at every position, in their keep order; None: the engine's.
+        """
         assert not self.rows, "rows are in flight"
-        decoder = self.decoder
         self.cache = None  # freed before the new one is allocated
-        if self._memory is not None and self._memory.nbytes < rows * self.row_bytes(prompt_tokens, max_new_tokens):
+        need = rows * self.row_bytes(prompt_tokens, max_new_tokens, schedule)
+        if self._memory is not None and self._memory.nbytes < need:
             self._memory = None
-        self.cache = SkipCache(
-            self.schedule,
+        self.cache = self._allocate(rows, prompt_tokens, max_new_tokens, schedule, self._memory)
+        self._memory = self.cache.memory
+        self.stats.batches += 1
+        self.stats.cache_bytes = max(self.stats.cache_bytes, self.cache.bytes)
+
+    def resize(self, rows: int, prompt_tokens: int, max_new_tokens: int, schedule: Schedule | None = None) -> None:
+        """As `open`, with rows in flight: their keys and values are copied, and until then exist twice.
+
+        Where memory runs out, everything stays as it was.
+        """
+        assert self.cache is not None and rows >= len(self.rows)
+        cache = self._allocate(rows, prompt_tokens, max_new_tokens, schedule, None)
+        cache.copy_rows(self.cache, len(self.rows))
+        self.cache, self._memory = cache, cache.memory
+        self.stats.cache_bytes = max(self.stats.cache_bytes, cache.bytes)
+
+    def _allocate(
+        self,
+        rows: int,
+        prompt_tokens: int,
+        max_new_tokens: int,
+        schedule: Schedule | None,
+        memory: torch.Tensor | None,
+    ) -> SkipCache:
+        """A cache; see `open`. memory: an earlier one's."""
+        decoder = self.decoder
+        return SkipCache(
+            schedule or self.schedule,
             rows,
             prompt_tokens,
             max_new_tokens,
@@ -99,11 +150,8 @@ class Engine:
             device=decoder.device,
             windows=decoder.windows,
             kernels=decoder.native_buffers(),
-            memory=self._memory,
+            memory=memory,
         )
-        self._memory = self.cache.memory
-        self.stats.batches += 1
-        self.stats.cache_bytes = max(self.stats.cache_bytes, self.cache.bytes)
 
     @torch.inference_mode()
     def admit(self, requests: Sequence[Request], prefix: Sequence[int] = ()) -> list[int]:
@@ -111,27 +159,30 @@ class Engine:
 
         A prompt that several rows share is computed once. prefix: tokens with which all these prompts begin.
         May be called while rows are in flight: the admitted rows are the youngest. A row that ends with its first
-        token leaves with the next `retire` or `step`.
+        token leaves with the next `retire` or `step`. All run the same layers over their prompts.
         """
         began = time.perf_counter()
         cache, decoder = self.cache, self.decoder
         assert cache is not None, "open() comes first"
         assert len(self.rows) + len(requests) <= cache.capacity, "more rows than open() allocated for"
         newcomers = [self._begin(request) for request in requests]
+        layers = newcomers[0].schedule.prompt_layers
+        assert all(row.schedule.prompt_layers == layers for row in newcomers), "prompts of different layers"
         prompts, sources = distinct_prompts(requests)
         lengths = [len(prompt) for prompt in prompts]
         assert max(lengths) <= cache.prompt_slots, "a longer prompt than open() allocated for"
         assert max(row.limit for row in newcomers) <= cache.max_new_tokens, "more new tokens than open() allocated for"
-        shared = self._shared_prefix(prefix)
+        shared = self._shared_prefix(prefix, layers)
         own = sum(lengths) - len(prefix) * len(prompts)
         if decoder.joins_prompts:
             ends = itertools.accumulate(length - len(prefix) for length in lengths)
             starts = torch.tensor([0, *ends], device=decoder.device)
             cache.begin_prefill(len(self.rows), sources, shared, starts=starts)
-            logits, computed = self._prefill_joined(prompts, len(prefix), starts), own
+            logits, computed = self._prefill_joined(prompts, len(prefix), starts, layers), own
         else:
             cache.begin_prefill(len(self.rows), sources, shared)
-            logits, computed = self._prefill_padded(prompts, len(prefix)), len(prompts) * (max(lengths) - len(prefix))
+            logits = self._prefill_padded(prompts, len(prefix), layers)
+            computed = len(prompts) * (max(lengths) - len(prefix))
         logits = logits[torch.tensor(sources, device=logits.device)]
         sample_rows(newcomers, logits, logprobs=self.cumulative_logprob)
         self.rows += newcomers
@@ -141,7 +192,9 @@ class Engine:
         self.stats.prefill_seconds += time.perf_counter() - began
         return [row.ticket for row in newcomers]
 
-    def _prefill_joined(self, prompts: Sequence[tuple[int, ...]], prefix: int, starts: torch.Tensor) -> torch.Tensor:
+    def _prefill_joined(
+        self, prompts: Sequence[tuple[int, ...]], prefix: int, starts: torch.Tensor, layers: Sequence[int]
+    ) -> torch.Tensor:
         """Logits [P, V] at the last token of each prompt, after `cache.begin_prefill`; joined without padding.
 
         prefix: first tokens of each prompt whose keys and values exist already. starts: int64 [P + 1].
@@ -150,9 +203,9 @@ class Engine:
         ids = torch.tensor([[token for prompt in prompts for token in prompt[prefix:]]], device=device)
         positions = torch.cat([torch.arange(prefix, len(prompt), device=device) for prompt in prompts])[None]
         assert self.cache is not None
-        return self.decoder.prefill_joined(ids, positions, starts, self.schedule.prompt_layers, self.cache)
+        return self.decoder.prefill_joined(ids, positions, starts, layers, self.cache)
 
-    def _prefill_padded(self, prompts: Sequence[tuple[int, ...]], prefix: int) -> torch.Tensor:
+    def _prefill_padded(self, prompts: Sequence[tuple[int, ...]], prefix: int, layers: Sequence[int]) -> torch.Tensor:
         """Logits [P, V] at the last token of each prompt, after `cache.begin_prefill`; prompts padded to one length."""
         device = self.decoder.device
         columns = max(map(len, prompts)) - prefix
@@ -164,22 +217,22 @@ class Engine:
             ids.to(device),
             torch.arange(prefix, prefix + columns, device=device).expand(len(prompts), -1),
             torch.tensor([len(prompt) - prefix - 1 for prompt in prompts], device=device),
-            self.schedule.prompt_layers,
+            layers,
             self.cache,
             prefix_columns=prefix,
         )
 
-    def _shared_prefix(self, prefix: Sequence[int]) -> PrefixKeys | None:
-        """Keys and values of the prompts' common beginning under this engine's schedule; the last one is kept."""
+    def _shared_prefix(self, prefix: Sequence[int], layers: Sequence[int]) -> PrefixKeys | None:
+        """Keys and values of the prompts' common beginning in these layers; the last one is kept."""
         if not prefix:
             return None
-        if self._prefix is None or self._prefix[0] != tuple(prefix):
+        if self._prefix is None or self._prefix[0] != (tuple(prefix), tuple(layers)):
             shared, device = PrefixKeys(), self.decoder.device
             ids = torch.tensor([list(prefix)], device=device)
             positions = torch.arange(len(prefix), device=device)[None]
             last = torch.tensor([len(prefix) - 1], device=device)
-            self.decoder.prefill(ids, positions, last, self.schedule.prompt_layers, shared)
-            self._prefix = (tuple(prefix), shared)
+            self.decoder.prefill(ids, positions, last, layers, shared)
+            self._prefix = ((tuple(prefix), tuple(layers)), shared)
             self.stats.prompt_tokens += len(prefix)
             self.stats.padded_prompt_tokens += len(prefix)
         return self._prefix[1]
@@ -189,7 +242,7 @@ class Engine:
         for row in self.rows:
             steps = len(row.tokens) - 1
             self.stats.decode_steps -= steps
-            self.stats.layer_steps -= self.schedule.layer_steps(steps)
+            self.stats.layer_steps -= row.schedule.layer_steps(steps)
             self.stats.full_layer_steps -= self.schedule.num_layers * steps
         self.rows, self.cache = [], None
 
@@ -205,6 +258,15 @@ class Engine:
         """No row is ever preempted."""
         return []
 
+    def cancel(self, tickets: Collection[int]) -> None:
+        """Remove rows from flight, whatever they have generated."""
+        if self.rows:
+            self._keep([row.ticket not in tickets for row in self.rows])
+
+    def generated(self) -> Mapping[int, Sequence[int]]:
+        """The tokens so far of the rows in flight, by ticket."""
+        return {row.ticket: row.tokens for row in self.rows}
+
     def release_memory(self) -> bool:
         """Free the memory that is kept for the next `open`."""
         self._memory = None
@@ -219,7 +281,8 @@ class Engine:
         began = time.perf_counter()
         ended = self.retire()
         if self.rows:
-            depths = input_depths(self.rows, self.schedule)
+            self._sort_by_depth()
+            depths = input_depths(self.rows)
             logits = self._run_layers(rows_per_layer(depths, self.schedule), last)
             sample_rows(self.rows, logits, logprobs=self.cumulative_logprob)
             self._count_step(depths)
@@ -232,7 +295,7 @@ class Engine:
         cache, decoder, rows = self.cache, self.decoder, self.rows
         assert cache is not None
         if last:
-            cache.free(rows[-1].position)
+            cache.free(min(row.position for row in rows))
         positions = [len(row.request.prompt_ids) + row.position for row in rows]
         cache.begin_step(positions, decoder.device)
         tokens = torch.tensor([row.tokens[-1] for row in rows]).to(decoder.device)
@@ -247,17 +310,31 @@ class Engine:
     def retire(self) -> Ended:
         """Remove the rows that have ended and compact the others' slots; returns (ticket, completion) of each."""
         assert self.cache is not None
-        alive = [row.finish is None for row in self.rows]
+        ended = self._keep([row.finish is None for row in self.rows])
+        return [(row.ticket, row.completion(self.cumulative_logprob)) for row in ended]
+
+    def _keep(self, alive: Sequence[bool]) -> list[Row]:
+        """Keep these rows in flight; returns the others."""
         if all(alive):
             return []
-        ended = [row for row in self.rows if row.finish is not None]
-        order = compaction([row.position for row in self.rows], alive)
+        left = [row for row, kept in zip(self.rows, alive, strict=True) if not kept]
+        self._arrange(compaction([(id(row.schedule), row.position) for row in self.rows], alive))
+        self.stats.generated_tokens += sum(len(row.tokens) for row in left)
+        return left
+
+    def _sort_by_depth(self) -> None:
+        """Move rows, where a row of another speed has fallen below one that lies before it."""
+        order = depth_order(self.rows)
+        if order is not None:
+            self._arrange(order)
+
+    def _arrange(self, order: Sequence[int]) -> None:
+        """Give the rows, and their keys and values, a new order, as old row numbers."""
+        assert self.cache is not None
         moved = [(source, target) for target, source in enumerate(order) if source != target]
         if moved:
             self.cache.move(*zip(*moved, strict=True))
         self.rows = [self.rows[index] for index in order]
-        self.stats.generated_tokens += sum(len(row.tokens) for row in ended)
-        return [(row.ticket, row.completion(self.cumulative_logprob)) for row in ended]
 
     def _begin(self, request: Request) -> Row:
         """A row before its first token, with a new ticket."""
@@ -269,4 +346,5 @@ class Engine:
             context_length=decoder.context_length,
             vocab_size=decoder.vocab_size,
             stop_ids=self.stop_ids,
+            schedule=self.schedule,
         )

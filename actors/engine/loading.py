@@ -14,7 +14,7 @@ from actors.engine.json_file import read_object
 from actors.engine.schedule import Schedule, ScheduleSpec
 from actors.engine.schedule_file import SCHEDULE_FILE, load_spec, load_trained
 from actors.engine.trained import Trained
-from actors.engine.weights import ITEM_BYTES, Need, folder_sizes, names_in, need, weight_files
+from actors.engine.weights import ITEM_BYTES, Need, building_models, folder_sizes, names_in, need, weight_files
 from actors.engine.working_memory import working_bytes
 
 if TYPE_CHECKING:
@@ -216,17 +216,18 @@ def load_decoder(path: str | Path, dtype: torch.dtype, device: torch.device) -> 
     from actors.engine.families import family_of
 
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        path,
-        config=config,
-        output_loading_info=True,
-        dtype=dtype,
-        device_map={"": device},
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-        attn_implementation=family_of(config).attention,
-    )
+    with building_models:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            output_loading_info=True,
+            dtype=dtype,
+            device_map={"": device},
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            attn_implementation=family_of(config).attention,
+        )
     model, report = loaded
     if report["missing_keys"]:  # the library fills them with random numbers
         raise UserError(f"{path}: no weights for {sorted(report['missing_keys'])[0]}")

@@ -51,6 +51,11 @@ class OutputFormat:
         if error is not None:
             raise UserError(f"{self.kind}: {error}")
 
+    def json_rule(self) -> str:
+        """A schema as the right-hand side of a rule of a grammar, its references within itself."""
+        [grammar] = json.loads(_library_grammar(self))["grammars"]
+        return f"%json {json.dumps(grammar['json_schema'])}"
+
     def source(self) -> str:
         """The form as llguidance's grammar. Raises ValueError for a schema that is no JSON object.
 
@@ -60,10 +65,10 @@ class OutputFormat:
         from llguidance import LLMatcher
 
         lark = self.text
-        if self.kind != "grammar":
-            [grammar] = json.loads(_library_grammar(self))["grammars"]
-            schema = json.dumps(grammar["json_schema"])
-            lark = f"start: %json {schema}" if self.kind == "json_schema" else grammar["lark_grammar"]
+        if self.kind == "json_schema":
+            lark = f"start: {self.json_rule()}"
+        elif self.kind == "regex":
+            lark = json.loads(_library_grammar(self))["grammars"][0]["lark_grammar"]
         return str(LLMatcher.grammar_from_lark(f'%llguidance {{"no_forcing": true}}\n{lark}'))
 
 

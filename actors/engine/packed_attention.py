@@ -1,4 +1,4 @@
-"""Attention over tokens that lie one behind another without padding, for the library's layers in training.
+"""Attention over tokens that lie one behind another without padding, for training and scoring.
 
 Only attention pads: its rows take part in padded matrices; all other parts of a layer see the tokens alone.
 Shapes: N tokens, G groups of tokens that attend to each other, Q padded tokens of a group, C earlier keys of a group,
@@ -7,6 +7,8 @@ A query heads, H key/value heads, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 NAME = "skipdecode_packed"
-# above this many scores of a group and head, scaled_dot_product_attention, which keeps none for the backward pass
+# with more scores of a group and head, or without gradients, scaled_dot_product_attention, which keeps none
 KEPT_SCORES = 512 * 512
 
 
@@ -25,14 +27,14 @@ class Attendance:
     """The keys that each of N tokens attends to; takes the place of the library's attention mask.
 
     tokens: [G * Q], the token at each padded place. places: [N], its inverse. visible: bool [G, 1, Q, C + Q].
-    earlier: keys and values [G or 1, H, C, D] of tokens before these. states: the keys and values [G, H, C + Q, D] of
-    the last pass.
+    earlier: keys and values [G or 1, H, K, D] of tokens before these, C in all. states: the keys and values
+    [G, H, Q, D] of the last pass.
     """
 
     tokens: Tensor
     places: Tensor
     visible: Tensor
-    earlier: tuple[Tensor, Tensor] | None = None
+    earlier: Sequence[tuple[Tensor, Tensor]] = ()
     states: tuple[Tensor, Tensor] | None = field(default=None, init=False)
 
     def padded(self, states: Tensor) -> Tensor:
@@ -61,16 +63,16 @@ def attend(
     """query [1, A, N, D], key and value [1, H, N, D] -> [1, N, A, D]. attention_mask: an `Attendance`."""
     attendance = cast(Attendance, attention_mask)
     queries, keys, values = (attendance.padded(states) for states in (query, key, value))
-    if attendance.earlier is not None:
-        keys, values = (
-            torch.cat([before.expand(len(keys), -1, -1, -1), own], dim=2)
-            for before, own in zip(attendance.earlier, (keys, values), strict=True)
-        )
     attendance.states = keys, values
+    if attendance.earlier:
+        keys, values = (
+            torch.cat([*(one.expand(len(own), -1, -1, -1) for one in before), own], dim=2)
+            for *before, own in zip(*attendance.earlier, (keys, values), strict=True)
+        )
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     visible = attendance.visible
-    large = visible.shape[2] * visible.shape[3] > KEPT_SCORES
-    if softcap is None and (large or query.device.type == "cuda"):
+    kept = torch.is_grad_enabled() and visible.shape[2] * visible.shape[3] <= KEPT_SCORES
+    if softcap is None and (not kept or query.device.type == "cuda"):
         output = nn.functional.scaled_dot_product_attention(
             queries, keys, values, visible, dropout, scale=scale, enable_gqa=queries.shape[1] != keys.shape[1]
         )
@@ -96,3 +98,14 @@ def register() -> str:
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     return NAME
+
+
+@contextmanager
+def packed(model: Any) -> Iterator[None]:
+    """In the block the attention of the library's layers is `attend`."""
+    before = model.config._attn_implementation
+    model.config._attn_implementation = register()
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before

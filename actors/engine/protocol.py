@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from actors.engine.decoder import Decoder
@@ -20,7 +20,8 @@ class EngineProtocol(Protocol):
         rows: Rows in flight, oldest first.
         stop_ids: Tokens of the model that end a row.
         cumulative_logprob: Whether completions carry their log-probability.
-        grows: Whether rows allocate cache as they grow; then admission is an estimate, and rows may be preempted.
+        grows: Whether rows allocate cache as they grow; then admission is an estimate, rows may be preempted, and all
+            have the engine's schedule.
         rounds_to_warm: Runs over the same rows after which nothing is compiled or captured any more.
     """
 
@@ -79,11 +80,23 @@ class EngineProtocol(Protocol):
         """Tickets of rows preempted since the last call; they must be admitted again."""
         ...
 
+    def cancel(self, tickets: Collection[int]) -> None:
+        """Remove rows from flight, whatever they have generated; other rows go on unchanged."""
+        ...
+
+    def generated(self) -> Mapping[int, Sequence[int]]:
+        """The tokens so far of the rows in flight, by ticket, as far as the host has them; none where it has not."""
+        ...
+
     def release_memory(self) -> bool:
         """Free what is kept for the next `open`, after memory has run out.
 
         Returns whether the engine has reduced its own memory, so that the same rows may be tried again.
         """
+        ...
+
+    def used_cache_bytes(self) -> int:
+        """Cache bytes that the rows in flight use now; may be called from any thread."""
         ...
 
     def take_stats(self) -> EngineStats:

@@ -8,6 +8,18 @@ from dataclasses import dataclass
 from actors.engine.constraint import AllowedTokens, Bits, Constraint
 from actors.engine.errors import UserError
 
+# marks of thinking that chat templates write
+_KNOWN = (
+    ("<think>", "</think>"),
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"),
+    ("<seed:think>", "</seed:think>"),
+    ("◁think▷", "◁/think▷"),
+    ("[THINK]", "[/THINK]"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+)
 _WINDOW = 16  # tokens beyond the marker's bytes that are decoded: a character may be four
 
 
@@ -27,6 +39,17 @@ class Reasoning:
         for name in ("start", "end"):
             if not getattr(self, name).strip():
                 raise UserError(f"reasoning.{name} is empty")
+
+    @classmethod
+    def of_template(cls, template: str) -> Reasoning | None:
+        """The marks that a chat template writes; None if it writes none that are known."""
+        return next((cls(start, end) for start, end in _KNOWN if end in template), None)
+
+    def check(self, special_tokens: Collection[str]) -> None:
+        """Raise UserError for a mark that is a special token, and so has no text to split."""
+        for mark in (self.start, self.end):
+            if mark in special_tokens:
+                raise UserError(f"reasoning: {mark!r} is a special token, which has no text: leave reasoning out")
 
     def split(self, text: str, *, begun: bool) -> tuple[str | None, str]:
         """The thinking without its marks, None if there was none, and the answer.
@@ -76,19 +99,16 @@ class AfterReasoning:
         """Whether the last of `tokens` completes the end of thinking."""
         return self.reasoning.end in self.decode(list(tokens[-self.window :]))
 
-    def thinking(self, tokens: Sequence[int]) -> str:
-        """The text of the thinking, without its marks."""
-        thinking, _ = self.reasoning.split(self.decode(list(tokens[: self._length(tokens)])), begun=True)
-        return thinking or ""
-
-    def _length(self, tokens: Sequence[int]) -> int:
-        """How many of the tokens are thinking, its end included."""
-        return next((count for count in range(1, len(tokens) + 1) if self.ends(tokens[:count])), len(tokens))
+    def split(self, tokens: Sequence[int], label: int | None) -> tuple[str, str]:
+        """The thinking without its marks, and the text of the answer after it; empty if there is none."""
+        length = next((count for count in range(1, len(tokens) + 1) if self.ends(tokens[:count])), len(tokens))
+        thinking, _ = self.reasoning.split(self.decode(list(tokens[:length])), begun=True)
+        answer = tokens[length:]
+        return thinking or "", self.inner.text(answer, label) if answer or label is not None else ""
 
     def text(self, tokens: Sequence[int], label: int | None) -> str:
-        """The text of the answer after the thinking; empty if there is none."""
-        answer = tokens[self._length(tokens) :]
-        return self.inner.text(answer, label) if answer or label is not None else ""
+        """The answer of `split`."""
+        return self.split(tokens, label)[1]
 
 
 class ReasoningProgress:

@@ -23,6 +23,7 @@ class Row:
         ticket: Number by which the engine names the row to its caller.
         limit: Most new tokens.
         stop_ids: Tokens that end the row.
+        schedule: Layers of each of its positions.
         progress: Place that the tokens have reached in the request's constraint.
         position: t of the token that the next step takes as input, -1 before the first token.
         finish: Why the row has ended; None while it runs.
@@ -33,6 +34,7 @@ class Row:
     limit: int
     sampling: RowSampling
     stop_ids: frozenset[int]
+    schedule: Schedule
     progress: AllowedTokens | None = None
     position: int = -1
     tokens: list[int] = field(default_factory=list)
@@ -95,11 +97,20 @@ class Row:
         return finish
 
 
-def begin_row(request: Request, ticket: int, *, context_length: int, vocab_size: int, stop_ids: frozenset[int]) -> Row:
-    """A row before its first token. stop_ids: those of the model."""
+def begin_row(
+    request: Request,
+    ticket: int,
+    *,
+    context_length: int,
+    vocab_size: int,
+    stop_ids: frozenset[int],
+    schedule: Schedule,
+) -> Row:
+    """A row before its first token. stop_ids: those of the model. schedule: of rows without their own."""
     sampling = RowSampling.begin(request.sampling, request.key, request.prompt_ids)
     ends = request.sampling.all_stop_ids(stop_ids)
-    row = Row(request, ticket, request.new_tokens_limit(context_length), sampling, ends)
+    limit = request.new_tokens_limit(context_length)
+    row = Row(request, ticket, limit, sampling, ends, request.schedule or schedule)
     if request.constraint is not None:
         row.progress = sampling.allowed = request.constraint.begin()
         if request.sampling.temperature > 0:  # a greedy row seldom needs its mask
@@ -126,11 +137,21 @@ def sample_rows(rows: Sequence[Row], logits: Tensor, *, logprobs: bool) -> None:
         row.finish = row.advance()
 
 
-def input_depths(rows: Sequence[Row], schedule: Schedule) -> list[int]:
-    """Depth of each row's next input; rows lie oldest first, so it never falls along them."""
-    depths = [schedule.depth(row.position) for row in rows]
-    assert depths == sorted(depths), "rows must lie oldest first"
+def input_depths(rows: Sequence[Row]) -> list[int]:
+    """Depth of each row's next input; rows lie in `depth_order`, so it never falls along them."""
+    depths = [row.schedule.depth(row.position) for row in rows]
+    assert depths == sorted(depths), "rows must lie in the order of their depth"
     return depths
+
+
+def depth_order(rows: Sequence[Row]) -> list[int] | None:
+    """The rows' numbers by rising depth of their next input; None if they lie so. Equal depths keep their order.
+
+    Rows of one schedule that lie oldest first need no new order.
+    """
+    depths = [row.schedule.depth(row.position) for row in rows]
+    order = sorted(range(len(rows)), key=depths.__getitem__)
+    return None if order == list(range(len(rows))) else order
 
 
 def rows_per_layer(depths: Sequence[int], schedule: Schedule) -> list[int]:

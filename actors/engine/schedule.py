@@ -9,7 +9,7 @@ of that row: no layer's key/value cache has a hole, and nothing is recomputed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -119,6 +119,14 @@ class Schedule:
         steps = generated_tokens - 1
         return self.layer_steps(steps) / steps if steps > 0 else None
 
+    def covers(self, other: Schedule) -> bool:
+        """Whether it runs, at every position, all layers that another schedule of the same model runs there."""
+        if self is other:
+            return True
+        longest = max(len(self.depths), len(other.depths))
+        deeper = all(self.depth(position) >= other.depth(position) for position in range(longest))
+        return deeper and self.keep_order == other.keep_order
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values that determine the layers that run, e.g. for a job's fingerprint."""
         return {
@@ -221,6 +229,22 @@ class ScheduleSpec:
         if any(changes.get(key) is not None for key in depth_keys):
             base = replace(self, speedup=None, max_depth=None, min_depth=None, depths=None)
         return replace(base, **changes)
+
+
+def envelope(schedules: Collection[Schedule]) -> Schedule:
+    """The schedule whose depth at each position is the largest of the given schedules' depths there.
+
+    Raises UserError if the schedules have different keep orders.
+    """
+    first = next(iter(schedules))
+    for one in schedules:
+        if len(schedules) == 1 or all(one.covers(other) for other in schedules):
+            return one
+    if any((one.keep_order, one.warmup) != (first.keep_order, first.warmup) for one in schedules):
+        raise UserError("speeds of different keep orders cannot share a cache")
+    longest = max(len(one.depths) for one in schedules)
+    depths = tuple(max(one.depth(position) for one in schedules) for position in range(longest))
+    return Schedule(first.num_layers, depths, first.keep_order, first.warmup)
 
 
 def depths_for_speedup(num_layers: int, speedup: float, warmup: int = 1) -> tuple[int, int]:

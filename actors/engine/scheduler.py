@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from actors.engine.batching import plan_batches
+from actors.engine.batching import begins_with, plan_batches
 from actors.engine.out_of_memory import alone_error, free_memory, is_out_of_memory
 from actors.engine.protocol import Ended, EngineProtocol
 from actors.engine.types import SCHEDULERS, Completion, FinishReason, Request
@@ -71,7 +71,7 @@ def generate(
     completions: dict[int, Completion] = {}
     lengths = [len(request.prompt_ids) for request in requests]
     limits = [request.new_tokens_limit(engine.decoder.context_length) for request in requests]
-    begins = [_begins_with(request.prompt_ids, prefix) for request in requests]
+    begins = [begins_with(request.prompt_ids, prefix) for request in requests]
     too_large = math.inf  # bytes of the smallest cache that ran out of memory: none as large is tried again
     for group_begins, group_prefix in ((True, prefix), (False, ())):
         group = [row for row in range(len(requests)) if begins[row] == group_begins]
@@ -263,8 +263,3 @@ class _Admission:
         """Return preempted rows to the head of the queue; index -> completion of the rows that have ended."""
         self.waiting.extendleft(self._tickets[ticket] for ticket in self.engine.take_preempted())
         return {self._tickets[ticket]: completion for ticket, completion in ended}
-
-
-def _begins_with(prompt: Sequence[int], prefix: Sequence[int]) -> bool:
-    """Whether a prompt begins with a prefix and has further tokens."""
-    return 0 < len(prefix) < len(prompt) and list(prompt[: len(prefix)]) == list(prefix)

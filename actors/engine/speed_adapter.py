@@ -17,7 +17,7 @@ from actors.engine.errors import UserError
 from actors.engine.file_digests import digests, file_digest, weights_digest
 from actors.engine.json_file import read_object
 from actors.engine.schedule_file import SCHEDULE_FILE, load_spec, load_trained
-from actors.engine.weights import names_in, weight_files
+from actors.engine.weights import building_models, names_in, weight_files
 
 if TYPE_CHECKING:
     from torch import nn
@@ -126,7 +126,7 @@ def linear_layers(config: PretrainedConfig) -> dict[str, nn.Module]:
 
     from actors.engine.families import family_of
 
-    with torch.device("meta"):
+    with building_models, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     blocks = family_of(config).layers(model)
     prefix = next(name for name, module in model.named_modules() if module is blocks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -12,6 +12,7 @@ from actors.engine.errors import UserError, suggestion
 
 if TYPE_CHECKING:
     from actors.engine.constraint import Constraint
+    from actors.engine.schedule import Schedule
 
 EngineName = Literal["auto", "library", "paged"]
 SCHEDULERS = ("lock_step", "refill")
@@ -164,6 +165,7 @@ class Request:
         key: 64-bit number that determines the row's random numbers, whatever its batch and its position there.
         ending: For a row with stop strings.
         constraint: Form of the answer: labels, one of which it is, or a grammar.
+        schedule: Layers of this row, in the engine's keep order; None: the engine's schedule.
     """
 
     prompt_ids: Sequence[int]
@@ -171,6 +173,7 @@ class Request:
     key: int = 0
     ending: Ending | None = None
     constraint: Constraint | None = None
+    schedule: Schedule | None = None
 
     def new_tokens_limit(self, context_length: int) -> int:
         """Most new tokens: the row's own limit or what the context leaves; for choices, the tokens of the longest.
@@ -200,10 +203,10 @@ class TokenLogprob:
     logprob: float
     top: tuple[tuple[int, float], ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """As in the answers' column `logprobs`."""
-        top = [{"token_id": token, "logprob": logprob} for token, logprob in self.top]
-        return {"token_id": self.token, "logprob": self.logprob, "top": top}
+    def to_dict(self, text: Callable[[int], str]) -> dict[str, Any]:
+        """As in the answers' column `logprobs`. text: of a token."""
+        top = [{"token_id": token, "token": text(token), "logprob": logprob} for token, logprob in self.top]
+        return {"token_id": self.token, "token": text(self.token), "logprob": self.logprob, "top": top}
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,8 @@ ALLOWANCE = 2**29  # bytes for the process, its libraries, and a batch's activat
 SPARED = 32  # 1/32 of a GPU's memory for cache is left free
 CACHE_STEP = 2**26  # bytes; a cache planned from free memory is a multiple
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# held while transformers makes a model: meanwhile it replaces a method of a class and torch's default dtype
+building_models = threading.Lock()
 _HEADS = ("lm_head.weight", "embed_out.weight")
 
 

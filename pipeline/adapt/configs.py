@@ -79,12 +79,20 @@ def full_depth_job(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path
     """The same job over the sample, every token through all layers, one answer a row, ids by row number."""
     folder = folder.resolve()  # workers on other nodes have other working directories
     sample = config.input.model_copy(
-        update={"path": [str(folder / SAMPLE)], "format": None, "id": None, "since": None, "changed": "error"}
+        update={
+            "path": [str(folder / SAMPLE)],
+            "format": None,
+            "snapshot": None,
+            "id": None,
+            "since": None,
+            "changed": "error",
+        }
     )
     output = config.output.model_copy(
         update={
             "path": str(folder / ANSWERS),
             "format": None,
+            "table": None,
             "keep": [],
             "token_ids": True,
             "cumulative_logprob": False,
@@ -98,6 +106,7 @@ def full_depth_job(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path
             "schedule": JobScheduleConfig(speedup=1.0),
             "sampling": config.sampling.model_copy(update={"n": 1}),
             "adapt": None,
+            "budget": None,  # of the job alone
         }
     )
 

@@ -22,8 +22,10 @@ from pipeline.config.job import JobConfig
 from pipeline.plan.columns import check_columns
 from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import ANSWERS_VERSION
+from pipeline.plan.snapshot import pinned_snapshot, with_snapshot
 from pipeline.prepare.prompt_spec import check_spec, prompt_spec
-from pipeline.read.files import InputFile, list_files
+from pipeline.read.files import InputFile
+from pipeline.read.listing import list_input
 from pipeline.runtime.ray_session import on_cluster
 from pipeline.storage.folder import filesystem
 from pipeline.storage.owned_folder import check_apart
@@ -52,12 +54,16 @@ class Task:
 def plan_adaptation(config: JobConfig, source: str, folder: Path, record: StageRecord) -> Task:
     """The task of a job file. Raises UserError of one line for a mistake."""
     options = configs.options(config)
+    if config.scores:
+        raise UserError("task: score: adapt trains on answers; give it a job that generates, with the same prompts")
     if config.input.is_batch:
         raise UserError("input.format: openai_batch: adapt evaluates rows of one kind; give it a table of messages")
     if config.input.choices is not None:
         raise UserError("input.choices: adapt cannot evaluate rows with labels of their own; give the job's choices")
     if config.output_format is not None or config.input.output_format is not None:
         raise UserError("output_format: adapt evaluates free answers; leave it out, and add it to the job.yaml written")
+    if config.input.tools is not None:
+        raise UserError("input.tools: adapt evaluates free answers; give it a job of such chats without tools")
     if config.choices is not None and options.metric in (*OF_TEXTS, "fidelity"):
         raise UserError(f"adapt.metric: {options.metric} is not for labels; with choices take exact_match")
     if options.output is None and on_cluster():
@@ -69,9 +75,10 @@ def plan_adaptation(config: JobConfig, source: str, folder: Path, record: StageR
         raise UserError("model.speed_adapter: adapt trains one for model.path; leave it out")
     configs.check_installed(config)
     check_columns(config)
-    listed = list_files(config.input.path, config.storage, config.input.format)
+    pinned = with_snapshot(config, pinned_snapshot(config, None))
+    listed = list_input(pinned.input, config.storage)
     check_output_disjoint(config, listed, "adapt.output", str(folder))
-    files, schema = layout(config, listed)
+    files, schema = layout(pinned, listed)
     rows = sum(file.rows for file in files)
     if rows <= options.held_out:
         raise UserError(

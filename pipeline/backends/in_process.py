@@ -44,13 +44,19 @@ class InProcess:
         """See `Hardware`; here it runs in this process."""
         return function(*arguments)
 
+    def call_as_actors(
+        self, actors: ActorsConfig, function: Callable[..., Result], calls: Sequence[tuple[Any, ...]]
+    ) -> list[Result]:
+        """See `Backend`; here one after the other."""
+        return [function(*arguments) for arguments in calls]
+
     @contextmanager
     def ready(self, actors: ActorsConfig) -> Iterator[None]:
         """See `Backend`."""
         yield
 
     @contextmanager
-    def session(self, actors: ActorsConfig) -> Iterator[InProcessSession]:
+    def session(self, actors: ActorsConfig, output: str) -> Iterator[InProcessSession]:
         """See `Backend`."""
         yield InProcessSession()
 

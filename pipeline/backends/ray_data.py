@@ -11,16 +11,18 @@ import ray
 from ray.data import ActorPoolStrategy, Dataset
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from pipeline.backends.remote import RayWorker, RemoteCoordinator
+from pipeline.backends.remote import RayWorker, RemoteCoordinator, exporting
 from pipeline.backends.stages import Actors, Read, Stage, Tasks
 from pipeline.config.job import ActorsConfig
 from pipeline.generate.coordinator import Coordinator, Workload
 from pipeline.messages import one_line
+from pipeline.metrics import installed
 from pipeline.plan.memory import machine_memory
 from pipeline.read.source import ShardSource
 from pipeline.report.progress import Progress
 from pipeline.runtime.isolated import Died, call_isolated
-from pipeline.runtime.ray_session import actor_cpus, free_gpu_memory, is_own_ray, ray_session
+from pipeline.runtime.ray_metrics import RayMetrics
+from pipeline.runtime.ray_session import actor_cpus, check_metrics_port, free_gpu_memory, is_own_ray, ray_session
 from pipeline.runtime.signals import Interrupted, graceful
 
 Result = TypeVar("Result")
@@ -36,10 +38,14 @@ class RayData:
 
     Args:
         verbose: show Ray's own messages.
+        metrics_port: where a Ray of our own serves metrics; default anywhere. UserError if it cannot.
     """
 
-    def __init__(self, *, verbose: bool = False) -> None:
+    def __init__(self, *, verbose: bool = False, metrics_port: int | None = None) -> None:
         self.verbose = verbose
+        self.metrics_port = metrics_port
+        if metrics_port is not None:
+            check_metrics_port(metrics_port)
 
     @property
     def on_this_machine(self) -> bool:
@@ -56,29 +62,36 @@ class RayData:
 
     def call_as_actor(self, actors: ActorsConfig, function: Callable[..., Result], *arguments: Any) -> Result:
         """See `Hardware`."""
+        return self.call_as_actors(actors, function, [arguments])[0]
+
+    def call_as_actors(
+        self, actors: ActorsConfig, function: Callable[..., Result], calls: Sequence[tuple[Any, ...]]
+    ) -> list[Result]:
+        """See `Backend`. Raises Died if a process dies."""
         with self.ready(actors):
             remote: Any = ray.remote(num_cpus=actor_cpus(actors), num_gpus=actors.gpus, max_retries=CALL_RETRIES)
+            task = remote(function)
             try:
-                result: Result = ray.get(remote(function).remote(*arguments))
+                results: list[Result] = ray.get([task.remote(*arguments) for arguments in calls])
             except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as error:
                 raise Died(one_line(error)) from None
-            return result
+            return results
 
     @contextmanager
     def ready(self, actors: ActorsConfig) -> Iterator[None]:
         """See `Backend`."""
-        with ray_session(actors, self.verbose):
+        with ray_session(actors, self.verbose, self.metrics_port):
             yield
 
     @contextmanager
-    def session(self, actors: ActorsConfig) -> Iterator[RaySession]:
+    def session(self, actors: ActorsConfig, output: str) -> Iterator[RaySession]:
         """See `Backend`."""
         with self.ready(actors):
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             # on the driver's node: it then dies only with the driver
             handle = ray.remote(num_cpus=0)(Coordinator).options(scheduling_strategy=here).remote()
             try:
-                yield RaySession(RemoteCoordinator(handle), verbose=self.verbose)
+                yield RaySession(RemoteCoordinator(handle), output, verbose=self.verbose)
             finally:
                 ray.kill(cast(Any, handle))
 
@@ -86,15 +99,17 @@ class RayData:
 class RaySession:
     """See `Session`."""
 
-    def __init__(self, coordinator: RemoteCoordinator, *, verbose: bool) -> None:
+    def __init__(self, coordinator: RemoteCoordinator, output: str, *, verbose: bool) -> None:
         self.coordinator = coordinator
+        self.output = output
         self.verbose = verbose
-        self.worker = RayWorker()
+        self.worker = RayWorker(output)
 
     def run(self, stages: Sequence[Stage], workload: Workload, grace_seconds: float) -> None:
         """See `Session`. Raises RayError of a task that failed for good."""
-        batches = _dataset(stages, verbose=self.verbose)
+        batches = _dataset(stages, self.output, verbose=self.verbose)
         with (
+            installed(RayMetrics(self.output)),
             Progress(self.coordinator, workload),
             graceful(grace_seconds, self.coordinator.stop, self.coordinator.working) as grace,
         ):
@@ -110,15 +125,15 @@ class RaySession:
             raise Interrupted(grace.signal)
 
 
-def _dataset(stages: Sequence[Stage], *, verbose: bool) -> Dataset:
-    """Lazily, the batches after the last stage.
+def _dataset(stages: Sequence[Stage], output: str, *, verbose: bool) -> Dataset:
+    """Lazily, the batches after the last stage; the workers' metrics have the label `output`.
 
     `write_datasink` in place of commit tasks would keep a result of every shard, and everything that led to it, until
     the last.
     """
     read, *others = stages
     assert isinstance(read, Read)
-    source = ShardSource(read.shards, read.files, read.schema, read.storage, READ_TASK_ROWS, READ_TASK_BYTES)
+    source = ShardSource(read.shards, read.files, read.schema, read.storage, READ_TASK_ROWS, READ_TASK_BYTES, output)
     with warnings.catch_warnings():
         # Ray Data retries a task whose process died without limit, unless max_retries is passed in a deprecated way
         warnings.simplefilter("ignore", ray.util.annotations.RayDeprecationWarning)
@@ -130,16 +145,16 @@ def _dataset(stages: Sequence[Stage], *, verbose: bool) -> Dataset:
         context.raise_original_map_exception = True  # else an error's last line is "UDF failed", not why
         batches: Dataset = shards.repartition(target_num_rows_per_block=1)
         for stage in others:
-            batches = batches.map_batches(**_arguments(stage), batch_size=1)
+            batches = batches.map_batches(**_arguments(stage, output), batch_size=1)
     return batches
 
 
-def _arguments(stage: Stage) -> dict[str, Any]:
+def _arguments(stage: Stage, output: str) -> dict[str, Any]:
     """Of `map_batches`."""
     if isinstance(stage, Tasks):
         return {
-            "fn": stage.function,
-            "fn_kwargs": dict(stage.arguments),
+            "fn": exporting,
+            "fn_kwargs": {"function": stage.function, "output": output, "arguments": dict(stage.arguments)},
             "batch_format": stage.batch_format,
             "num_cpus": STAGE_CPUS,
             "max_retries": stage.retries,

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
-from ray.util.metrics import Counter
 
 from pipeline.generate.coordinator import RunProgress
-from pipeline.generate.stage import METRICS
+from pipeline.runtime.ray_metrics import export
 
 ANSWER_SECONDS = 5.0  # in which the driver expects the coordinator to answer
 
@@ -62,9 +60,12 @@ class RemoteCoordinator:
 
 
 class RayWorker:
-    """A process of Ray's; see `Worker`."""
+    """A process of Ray's; see `Worker`. output: the job's output folder, the label of its metrics."""
 
     owns_process = True
+
+    def __init__(self, output: str) -> None:
+        self.output = output
 
     def actor(self) -> str | None:
         actor: str | None = ray.get_runtime_context().get_actor_id()
@@ -78,13 +79,12 @@ class RayWorker:
         """Ray counts no attempts of a task, only whether its actor was restarted."""
         return 1 + int(ray.get_runtime_context().was_current_actor_reconstructed)
 
-    def count(self, amounts: Mapping[str, float], fingerprint: str) -> None:
-        for name, amount in amounts.items():
-            if amount:
-                _counters()[name].inc(amount, tags={"fingerprint": fingerprint[:12]})
+    def export_metrics(self) -> None:
+        """Metrics go to Ray."""
+        export(self.output)
 
 
-@cache
-def _counters() -> dict[str, Counter]:
-    tags = ("fingerprint",)
-    return {name: Counter(f"skipdecode_{name}", description=text, tag_keys=tags) for name, text in METRICS.items()}
+def exporting(batch: Any, *, function: Callable[..., Any], output: str, arguments: Mapping[str, Any]) -> Any:
+    """Call a stage's function in a worker process that exports the metrics of the job of that output folder."""
+    export(output)
+    return function(batch, **arguments)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import pyarrow as pa
 
@@ -18,6 +18,8 @@ from pipeline.generate.stage import Worker
 from pipeline.plan.memory import Hardware
 from pipeline.read.files import InputFile
 from pipeline.read.shards import Shard
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,15 @@ class Backend(Hardware, Protocol):
         """Start what `call_as_actor` and a session run on, once for all within the block."""
         ...
 
-    def session(self, actors: ActorsConfig) -> AbstractContextManager[Session]:
-        """Start what the stages run on. UserError if the actors can never be placed."""
+    def call_as_actors(
+        self, actors: ActorsConfig, function: Callable[..., Result], calls: Sequence[tuple[Any, ...]]
+    ) -> list[Result]:
+        """`call_as_actor` once for each of `calls`, its arguments, all at the same time where there is space."""
+        ...
+
+    def session(self, actors: ActorsConfig, output: str) -> AbstractContextManager[Session]:
+        """Start what the stages run on. UserError if the actors can never be placed.
+
+        output: the job's output folder, the label of its metrics.
+        """
         ...

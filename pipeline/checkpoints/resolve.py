@@ -23,6 +23,7 @@ from filelock import FileLock
 from actors.engine.errors import UserError
 from actors.engine.file_digests import CACHE_VARIABLE, SMALL, cache_root, digests, file_digest, weights_digest
 from actors.engine.loading import Checkpoint, inspect, refuse_file
+from actors.engine.schedule import Schedule
 from actors.engine.speed_adapter import FILES as ADAPTER_FILES
 from actors.engine.speed_adapter import base_digest, with_adapter
 from actors.engine.weights import tensor_sizes, weight_files
@@ -107,6 +108,16 @@ class ResolvedCheckpoint:
     def pinned_adapter(self) -> PinnedFolder | RemoteCheckpoint | None:
         """The speed adapter for other processes, as `pinned`."""
         return None if self.adapter is None else _pinned(self.adapter)
+
+    def schedule(self, changes: dict[str, Any], model: ModelConfig, *, unadapted: bool) -> Schedule:
+        """The checkpoint's schedule with these keys changed.
+
+        UserError if it cannot be built, or `unadapted` is false and the checkpoint is not adapted to it.
+        """
+        schedule = self.checkpoint.schedule(changes)
+        if not unadapted:
+            self.checkpoint.check_adapted(schedule, model.path, "set schedule.unadapted: true")
+        return schedule
 
     def weights_digest(self) -> str | None:
         """The digest by which a speed adapter names its base; None if the store lists no SHA-256 of every file."""

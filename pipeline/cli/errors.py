@@ -5,23 +5,27 @@ from __future__ import annotations
 import logging
 import re
 import sys
-import tempfile
-import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from os import getpid
-from pathlib import Path
 
 import typer
 
 from actors.engine.errors import UserError, flat
+from pipeline.error_log import write_log
 from pipeline.messages import without_secrets
+from pipeline.runtime.announce import announce
 
 OK, FAILED, BAD_CONFIG, ROW_ERRORS, INTERRUPTED, LEASE = 0, 1, 2, 3, 4, 5
 RETRY_ADVICE = re.compile(r"Failed to .+ after \d+/\d+ attempts")
-EXTRAS = {"peft": "tune", "matplotlib": "eval", "rouge_score": "eval", "sacrebleu": "eval"}  # package -> extra
+EXTRAS = {  # package -> extra
+    "deltalake": "tables",
+    "peft": "tune",
+    "pyiceberg": "tables",
+    "rouge_score": "eval",
+    "sacrebleu": "eval",
+    "sqlalchemy": "tables",
+}
 USER_ERROR = f"{UserError.__module__}.{UserError.__qualname__}: "  # how a traceback's last line begins
 UNTYPED = ("actors", "botocore", "pipeline", "ray")  # their errors need no type name to be understood
 
@@ -45,10 +49,19 @@ class Advice:
     verbose: bool = False
 
 
+class Stopped(typer.Exit):
+    """The end of a command that failed. line: its last one."""
+
+    def __init__(self, code: int, line: str) -> None:
+        super().__init__(code)
+        self.line = line
+
+
 def stop(code: int, message: str) -> typer.Exit:
     """Print the command's last line; the exception to raise."""
-    typer.echo(f"skipdecode: {without_secrets(flat(message))}", err=True)
-    return typer.Exit(code)
+    line = f"skipdecode: {without_secrets(flat(message))}"
+    announce(line, "end", logging.ERROR, exit_status=code)
+    return Stopped(code, line)
 
 
 @contextmanager
@@ -64,7 +77,8 @@ def errors_as_exit_status(advice: Advice) -> Iterator[None]:
         raise
     except KeyboardInterrupt as error:
         signal = f" ({error})" if str(error) else ""
-        raise stop(INTERRUPTED, f"interrupted{signal}; {advice.interrupted}") from None
+        next_step = getattr(error, "advice", None) or advice.interrupted  # a spent budget has an advice of its own
+        raise stop(INTERRUPTED, f"interrupted{signal}; {next_step}") from None
     except Exception as error:
         if advice.verbose:
             logging.exception("the command failed")
@@ -83,7 +97,7 @@ def _end(error: Exception, advice: Advice) -> typer.Exit:
     clauses = [f"failed: {_described(error)}", advice.failed]
     if _is_out_of_memory(error):
         clauses = [f"failed: {str(error).partition('. ')[0]}", advice.out_of_memory, advice.failed]
-    log = _write_log(error)
+    log = write_log(error)
     clauses.append(f"traceback: {log}" if log else "--verbose prints the traceback")
     return stop(FAILED, "; ".join(filter(None, clauses)))
 
@@ -125,15 +139,3 @@ def _is_held(error: BaseException) -> bool:
 def _is_out_of_memory(error: BaseException) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(error, torch.OutOfMemoryError)
-
-
-def _write_log(error: BaseException) -> Path | None:
-    """The file in the temporary folder that holds the error's traceback; None if none can be written."""
-    now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    path = Path(tempfile.gettempdir()) / f"skipdecode-{now}-{getpid()}.log"
-    text = f"{' '.join(sys.argv)}\n{''.join(traceback.format_exception(error))}"
-    try:
-        path.write_text(without_secrets(text), errors="backslashreplace")
-    except OSError:
-        return None
-    return path

@@ -9,19 +9,31 @@ from typing import Annotated
 
 import typer
 
+from pipeline.runtime.announce import announce_to_log
+
 Changes = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change a key of the file. Repeatable.")
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show Ray's own messages and tracebacks.")]
 
 
-def setup(verbose: bool) -> None:
+LogJson = Annotated[
+    bool, typer.Option("--log-json", help="Write log and progress to standard error as JSON, one object a line.")
+]
+
+
+def setup(verbose: bool, log_json: bool = False) -> None:
     """Configure logging and the environment variables that libraries read when they are imported."""
-    logging.basicConfig(
-        level=logging.INFO if verbose else logging.WARNING,
-        format="%(message)s" if not verbose else "%(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    level = logging.INFO if verbose else logging.WARNING
+    announce_to_log(log_json)
+    if log_json:
+        from pipeline.cli.json_log import json_handler
+
+        logging.basicConfig(level=level, handlers=[json_handler()], force=True)
+        logging.captureWarnings(True)
+    else:
+        lines = "%(levelname)s %(name)s: %(message)s" if verbose else "%(message)s"
+        logging.basicConfig(level=level, format=lines, stream=sys.stderr)
     for name in ("pipeline.plan.memory", "pipeline.checkpoints.download_progress"):  # always shown
         logging.getLogger(name).setLevel(logging.INFO)
     # quiet before they are imported

@@ -13,6 +13,8 @@ from pipeline.cli.options import setup
 
 if TYPE_CHECKING:
     from pipeline.config.job import StorageConfig
+    from pipeline.plan.manifest import Manifest
+    from pipeline.storage.folder import Folder
 
 
 def report(
@@ -34,18 +36,30 @@ def report(
     write: Annotated[
         bool, typer.Option("--write", help="Also write _job/stats.parquet and _job/summary.json; not while a job runs.")
     ] = False,
+    html: Annotated[
+        bool,
+        typer.Option("--html", help="Instead: write _job/report.html; of a root of incremental runs, its report."),
+    ] = False,
+    to: Annotated[Path | None, typer.Option("--to", help="With --html: the local file to write instead.")] = None,
 ) -> None:
-    """Print a job's statistics from its commit records, finished or not. Only reads, unless --write is given.
+    """Print a job's statistics from its commit records, finished or not. Only reads, unless --write or --html is given.
 
     For a root of incremental runs: print the ledger of its runs.
     """
     setup(False)
     advice = Advice()
     with errors_as_exit_status(advice):
+        if to is not None and not html:
+            raise UserError("--to goes with --html")
         url, storage = _location(output, endpoint_url)
         if url.startswith("s3://") and storage.endpoint_url is None:
             advice.failed = "if the bucket is not on AWS, give --endpoint-url or the job file"
-        _report(url, storage, check, write)
+        if html and (check or write):
+            raise UserError("--html goes with neither --verify nor --write")
+        if html:
+            _html(url, storage, to)
+        else:
+            _report(url, storage, check, write)
 
 
 def _location(output: str, endpoint_url: str | None) -> tuple[str, StorageConfig]:
@@ -68,7 +82,6 @@ def _report(url: str, storage: StorageConfig, check: bool, write: bool) -> None:
     from pipeline.commit.verify import verify
     from pipeline.incremental.ledger import holds_ledger, print_ledger
     from pipeline.incremental.ledger import read as read_ledger
-    from pipeline.plan import plan_files
     from pipeline.report.summary import print_report
     from pipeline.storage.folder import open_folder
 
@@ -76,9 +89,7 @@ def _report(url: str, storage: StorageConfig, check: bool, write: bool) -> None:
     if holds_ledger(folder) and not check:
         print_ledger(Console(soft_wrap=True), read_ledger(folder))
         return
-    manifest = plan_files.load(folder)
-    if manifest is None:
-        raise UserError(f"{url}: no job here (no _job/job.json)")
+    manifest = _manifest(folder, url)
     if check:
         bad = 0
         for line in verify(folder, manifest, storage):
@@ -92,3 +103,36 @@ def _report(url: str, storage: StorageConfig, check: bool, write: bool) -> None:
     if write:
         write_statistics(folder, manifest, records)
     print_report(Console(soft_wrap=True), manifest, records, totals_of(records))
+
+
+def _html(url: str, storage: StorageConfig, to: Path | None) -> None:
+    """Write the page of a job, or of a root of incremental runs, into its own folder or the local file `to`."""
+    from pipeline.commit.records import read_records
+    from pipeline.incremental.ledger import holds_ledger
+    from pipeline.incremental.root_page import ROOT_REPORT, root_page
+    from pipeline.report import prediction
+    from pipeline.report.job_page import REPORT, job_page
+    from pipeline.storage.folder import open_folder
+
+    folder = open_folder(url, storage)
+    if holds_ledger(folder):
+        name, page = ROOT_REPORT, root_page(folder, storage)
+    else:
+        manifest = _manifest(folder, url)
+        known, _ = prediction.find(folder, None, manifest.fingerprint)
+        name, page = REPORT, job_page(folder, manifest, read_records(folder, manifest.fingerprint), known)
+    if to is None:
+        folder.replace(name, page)
+    else:
+        to.write_bytes(page)
+    typer.echo(str(to or f"{folder.url}/{name}"))
+
+
+def _manifest(folder: Folder, url: str) -> Manifest:
+    """The plan of the job in a folder. Raises UserError if there is none."""
+    from pipeline.plan import plan_files
+
+    manifest = plan_files.load(folder)
+    if manifest is None:
+        raise UserError(f"{url}: no job here (no _job/job.json)")
+    return manifest

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeline.cli.errors import ROW_ERRORS, Advice, errors_as_exit_status, stop
-from pipeline.cli.options import Changes, Verbose, setup
+from pipeline.cli.notify import Ending
+from pipeline.cli.options import Changes, LogJson, Verbose, setup
 
 if TYPE_CHECKING:
     from pipeline.config.job import JobConfig
@@ -24,57 +25,88 @@ def run(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
     show: Annotated[int, typer.Option(min=0, help="Number of rows to print with their answers at the end.")] = 0,
+    log_json: LogJson = False,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="Port of 127.0.0.1 for Prometheus, where the job starts its own Ray."),
+    ] = None,
     verbose: Verbose = False,
 ) -> None:
     """Run a bulk job, or finish it; with input.since, answer the files that are new."""
-    setup(verbose)
+    setup(verbose, log_json)
     again = "the same command without --overwrite" if overwrite else "the same command"
     advice = Advice(
         failed=f"{again} goes on from the committed shards",
         interrupted=f"{again} finishes the job",
         verbose=verbose,
     )
-    with errors_as_exit_status(advice):
+    with Ending() as ending, errors_as_exit_status(advice):
         from pipeline.config.job import JobConfig
         from pipeline.config.load import load_config
 
         config = load_config(JobConfig, job, changes or [])
         advice.file, advice.output = str(job), config.output.path
-        _run(config, limit=limit, overwrite=overwrite, as_json=as_json, show=show, verbose=verbose)
+        ending.output = config.output.path
+        ending.address = None if config.notify is None else config.notify.address()
+        _run(
+            config, ending, metrics_port, limit=limit, overwrite=overwrite, as_json=as_json, show=show, verbose=verbose
+        )
 
 
-def _run(config: JobConfig, *, limit: int | None, overwrite: bool, as_json: bool, show: int, verbose: bool) -> None:
+def _run(
+    config: JobConfig,
+    ending: Ending,
+    metrics_port: int | None,
+    *,
+    limit: int | None,
+    overwrite: bool,
+    as_json: bool,
+    show: int,
+    verbose: bool,
+) -> None:
+    import psutil
     from rich.console import Console
 
     from pipeline import job as jobs
     from pipeline.commit.finalize import summary
+    from pipeline.commit.table import recorded
     from pipeline.incremental import runs as incremental
     from pipeline.incremental.runs import print_runs, runs_summary
     from pipeline.report.summary import last_errors, print_result
+    from pipeline.runtime.announce import goes_to_log, record
     from pipeline.storage.folder import open_folder
 
+    backend = jobs.ray_backend(verbose=verbose, metrics_port=metrics_port)
     if config.input.since:
-        answered = incremental.run(config, limit=limit, overwrite=overwrite, verbose=verbose)
+        answered = incremental.run(config, limit=limit, overwrite=overwrite, verbose=verbose, backend=backend)
         done = [(run.folder, run.result) for run in answered.finished]
     else:
         answered = None
-        result = jobs.run(config, limit=limit, overwrite=overwrite, verbose=verbose)
+        process_began = psutil.Process().create_time()
+        result = jobs.run(
+            config, limit=limit, overwrite=overwrite, verbose=verbose, backend=backend, process_began=process_began
+        )
         done = [(open_folder(config.output.path, config.storage), result)]
-    console = Console(soft_wrap=True, stderr=as_json)
+    # standard error holds the log's JSON lines, standard output the object of --json: no place for tables
+    console = Console(soft_wrap=True, stderr=as_json, quiet=as_json and goes_to_log())
     for folder, result in done:
         print_result(console, folder, result, show)
     if answered is not None:
         print_runs(console, answered)
+    values = [
+        {
+            **summary(folder, result.manifest, result.totals),
+            "fresh_rows": result.fresh_rows,
+            "seconds": result.seconds,
+            "tables": [{"table": one.table, "snapshot": one.snapshot} for one in recorded(folder).values()],
+        }
+        for folder, result in done
+    ]
+    outcome = values[0] if answered is None else runs_summary(config.output.path, answered, values)
+    ending.summary = outcome
+    record("the job is finished", "summary", summary=outcome)
     if as_json:
-        values = [
-            {
-                **summary(folder, result.manifest, result.totals),
-                "fresh_rows": result.fresh_rows,
-                "seconds": result.seconds,
-            }
-            for folder, result in done
-        ]
-        typer.echo(json.dumps(values[0] if answered is None else runs_summary(config.output.path, answered, values)))
+        typer.echo(json.dumps(outcome))
     errors_and_rows = [(result.totals.errors, result.totals.rows) for _, result in done]
     if answered is not None and answered.last is not None and not done:
         # nothing new: the last run's row errors still decide the exit status

@@ -39,8 +39,18 @@ def try_rows(
                     continue
                 name = f"answer {answer.sample_index}" if len(row.answers) > 1 else "answer"
                 depth = "" if answer.mean_depth is None else f", {answer.mean_depth:.2f} layers on average"
+                calls = [f"  call: {call.name} {call.arguments}" for call in answer.tool_calls or ()]
                 lines += [
                     f"  {name}: {answer.generated_text}",
+                    *calls,
                     f"    ({answer.finish_reason}, {answer.generated_tokens} tokens{depth})",
                 ]
+            for tried in row.scores:
+                score = tried.score
+                if score is None:
+                    lines.append(f"  error: {tried.error}")
+                    continue
+                greedy = "greedy" if score.is_greedy else "not greedy"
+                counts = f"{len(score.tokens)} tokens, perplexity {score.perplexity:.4g}, {greedy}"
+                lines += [f"  text: {tried.text}", f"    (log p {score.cumulative:.4f}, {counts})"]
             console.print("\n".join(filter(None, lines)), markup=False, highlight=False)

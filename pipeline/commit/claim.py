@@ -5,6 +5,7 @@ from __future__ import annotations
 from actors.engine.errors import UserError
 from pipeline.commit.results import remove_results
 from pipeline.commit.sink import PART, clear, clear_temporaries
+from pipeline.commit.table import check_no_table
 from pipeline.plan import manifest as manifests
 from pipeline.plan import plan_files
 from pipeline.plan.manifest import Manifest
@@ -16,13 +17,15 @@ LEDGER = "_ledger"  # folder with the records of incremental runs
 def stored_job(folder: Folder, *, overwrite: bool) -> Manifest | None:
     """The job that the folder holds; None if there is none, or it is to be replaced.
 
-    Raises UserError for a folder that holds incremental runs, or Parquet files without a job.
+    Raises UserError for a folder that holds incremental runs, Parquet files without a job, or data files of a table
+    that would be replaced.
     """
     if folder.names(LEDGER):
         raise UserError(
             f"{folder.url}: holds incremental runs; set input.since: last_success, or choose another folder"
         )
     if overwrite:
+        check_no_table(folder)
         return None
     stored = plan_files.load(folder)
     if stored is None and any(name.endswith(".parquet") for name in folder.first_names()):

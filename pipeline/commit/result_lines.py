@@ -18,13 +18,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import types
 
-from actors.openai_answers import Decode, completion_body, error_body
+from actors.openai_answers import completion_body, error_body
+from pipeline.config.job import RESULT_NAMES
 from pipeline.read.schema import rebuilt
 from pipeline.read.shards import Shard
 
 Line = tuple[str, bytes]  # name of the result, without suffix; a line with its end
 ToLines = Callable[[bytes, Shard], list[Line]]  # of a part and its shard
-ANSWERS, RESULTS, ERRORS = "answers", "results", "errors"
+ANSWERS, RESULTS, ERRORS = RESULT_NAMES
 
 
 def answer_lines(part: bytes, shard: Shard) -> list[Line]:
@@ -40,13 +41,11 @@ class BatchLines:
         fingerprint: of the job; ids follow from it, from file and row.
         created: when the job was planned, seconds since 1970.
         model: name of the model.
-        decode: of its tokenizer.
     """
 
     fingerprint: str
     created: int
     model: str
-    decode: Decode
 
     def __call__(self, part: bytes, shard: Shard) -> list[Line]:
         requests: list[list[dict[str, Any]]] = []
@@ -65,7 +64,6 @@ class BatchLines:
             body = completion_body(
                 first["url"],
                 samples,
-                self.decode,
                 key=key,
                 created=self.created,
                 model=self.model,

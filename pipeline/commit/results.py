@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from actors.engine.errors import UserError
-from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.commit.result_lines import (
     ANSWERS,
     ERRORS,
@@ -29,7 +28,6 @@ from pipeline.commit.result_lines import (
 from pipeline.commit.sink import PARTS_AT_ONCE, part_name
 from pipeline.config.job import JobConfig
 from pipeline.plan.manifest import Manifest
-from pipeline.prepare.tokenizer import tokenizer_of
 from pipeline.read.shards import Shard
 from pipeline.runtime.announce import announced
 from pipeline.storage.concurrency import in_parallel
@@ -37,23 +35,20 @@ from pipeline.storage.folder import Folder
 
 RECORD = "_job/results.json"
 FILE_BYTES = 256 * 2**20  # of a file, at most: it is written in one put
-KINDS: dict[str, tuple[str, ...]] = {"parquet": (), "jsonl": (ANSWERS,), "openai_batch": (RESULTS, ERRORS)}
+KINDS: dict[str, tuple[str, ...]] = {"jsonl": (ANSWERS,), "openai_batch": (RESULTS, ERRORS)}  # by output.format
 
 
-def write_results(folder: Folder, manifest: Manifest, config: JobConfig, checkpoint: ResolvedCheckpoint) -> None:
+def write_results(folder: Folder, manifest: Manifest, config: JobConfig) -> None:
     """Write the files that `output.format` asks for, from the parts of a job whose rows are all committed.
 
     Raises UserError for a file of the same name that is not this job's.
     """
-    kinds = KINDS[config.result_format]
+    kinds = KINDS.get(config.result_format, ())
     if not kinds:
         return
     to_lines: ToLines = answer_lines
     if config.result_format == "openai_batch":
-        tokenizer, created = tokenizer_of(checkpoint.source), int(manifest.batching.planned)
-        to_lines = BatchLines(
-            manifest.fingerprint, created, config.model.path, lambda token: str(tokenizer.decode([token]))
-        )
+        to_lines = BatchLines(manifest.fingerprint, int(manifest.batching.planned), config.model.path)
     known = recorded(folder)
     written = set()
     with announced("writing the answers as JSON Lines"):
@@ -76,14 +71,14 @@ def write_results(folder: Folder, manifest: Manifest, config: JobConfig, checkpo
 
 def check_free(folder: Folder, config: JobConfig) -> None:
     """Raise UserError before a new job runs if a file has the name of one of its results."""
-    for kind in KINDS[config.result_format]:
+    for kind in KINDS.get(config.result_format, ()):
         if folder.exists(file_name(kind, 0)):
             raise _taken(folder, file_name(kind, 0))
 
 
 def has_results(folder: Folder, config: JobConfig) -> bool:
     """Whether the files that `output.format` asks for were all written, and are there."""
-    kinds = KINDS[config.result_format]
+    kinds = KINDS.get(config.result_format, ())
     if not kinds:
         return True
     files, done = _read(folder)

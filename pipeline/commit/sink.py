@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from actors.engine.errors import UserError, flat
+from pipeline import metrics
 from pipeline.commit.records import (
     COMMITS,
     SEGMENTS,
@@ -60,6 +61,7 @@ def commit(folder: Folder, shard: Shard, part: bytes, stats: ShardStats, fingerp
     first = folder.create(part_name(shard.index), part)
     if first:
         stats = replace(stats, commit_seconds=time.perf_counter() - began)
+        metrics.add("seconds", stats.commit_seconds, part="commit")
         folder.create(record_name(shard.index), encode_record(part, stats, fingerprint))
     else:
         rebuild_record(folder, shard, fingerprint)
@@ -197,5 +199,8 @@ def commit_shards(batch: pa.Table, folder: Folder, fingerprint: str, coordinator
         stats = ShardStats.from_record(json.loads(row["stats"]))
         first = commit(folder, shard_of_part(row["part"], stats.rows), row["part"], stats, fingerprint)
         release_shard(folder, stats.shard)
+        if first:
+            metrics.add("rows", stats.rows)
+            metrics.add("row_errors", stats.errors)
         coordinator.ended(stats.shard, first, stats.rows, stats.errors, stats.generated_tokens)
     return batch.select(["shard"])

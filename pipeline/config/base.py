@@ -31,7 +31,8 @@ class Section(BaseModel):
 SECRET = "secret"  # the type of a pydantic error whose value must not be shown
 
 
-def _holds_secret() -> PydanticCustomError:
+def holds_secret() -> PydanticCustomError:
+    """The refusal of a value that holds a secret; the message does not show the value."""
     return PydanticCustomError(
         SECRET, "holds a user or password, which the output would record; give them by the environment"
     )
@@ -39,7 +40,7 @@ def _holds_secret() -> PydanticCustomError:
 
 def _place(value: str) -> str:
     if without_secrets(value) != value:
-        raise _holds_secret()
+        raise holds_secret()
     if "\0" in value:
         raise UserError("holds a null character")
     return value
@@ -50,7 +51,7 @@ Place = Annotated[str, AfterValidator(_place)]  # a path or URL; it is written t
 
 def _endpoint(value: str) -> str:
     if "@" in value:
-        raise _holds_secret()
+        raise holds_secret()
     return value
 
 

@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 from actors.engine.constraint import check_compatible
 from actors.engine.errors import UserError
 from pipeline.config.base import Place
-from pipeline.config.job import Labels, ModelConfig, Paths, SamplingConfig, ScheduleConfig, Section, StorageConfig
+from pipeline.config.input import Paths
+from pipeline.config.job import Labels, ModelConfig, SamplingConfig, ScheduleConfig, Section, StorageConfig
 from pipeline.config.labels import check_labels
 
 DEPTH_KEYS = ("speedup", "max_depth", "min_depth", "depths")

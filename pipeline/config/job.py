@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from actors.engine.constraint import check_compatible
-from actors.engine.errors import UserError, suggestion
+from actors.engine.errors import UserError
 from actors.engine.types import EngineName, SamplingParams
 from pipeline.config.adapt import AdaptConfig
 from pipeline.config.base import Endpoint, Place
 from pipeline.config.base import Section as Section
+from pipeline.config.budget import BudgetConfig
+from pipeline.config.catalog import CatalogConfig
+from pipeline.config.input import InputConfig, TableFormat
 from pipeline.config.labels import check_labels, labels_given
-from pipeline.config.output_format import Form, FormColumn
+from pipeline.config.notify import NotifyConfig
+from pipeline.config.output_format import Form
+from pipeline.config.score import check_score
 
 Decay = Literal["linear", "cosine", "power", "step", "constant"]
 KeepOrder = Literal["paper", "even", "early_exit", "measured"]
 Dtype = Literal["float32", "bfloat16", "float16"]
-OutputFormat = Literal["parquet", "jsonl", "openai_batch"]
-InputFormat = Literal["parquet", "jsonl", "csv", "openai_batch"]
-
-
-def _one_or_many(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+OutputFormat = Literal["parquet", "jsonl", "openai_batch", TableFormat]
+RESULT_NAMES = ("answers", "results", "errors")  # of the files that output.format adds to the parts, without suffix
+Task = Literal["generate", "score"]
 
 
 def _many(value: Any) -> Any:
@@ -33,124 +34,7 @@ def _many(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _sampling_columns(value: Any) -> Any:
-    if isinstance(value, dict):
-        known = [one.name for one in fields(SamplingParams)]
-        for name, column in value.items():
-            if name not in known:
-                raise UserError(f"unknown parameter {name}; {suggestion(name, known)}")
-            if not isinstance(column, str):
-                raise UserError(f"{name} must name a column")
-        if value:
-            return value
-    if value is None or (isinstance(value, str) and value):
-        return value
-    raise UserError("must name a struct column, or give columns as {parameter: column}")
-
-
-Paths = Annotated[list[Place], BeforeValidator(_one_or_many), Field(min_length=1)]
-
-
 Labels = Annotated[tuple[str, ...], BeforeValidator(labels_given), Field(min_length=1)]
-
-
-class ExampleConfig(Section):
-    user: str = Field(min_length=1, description="what the user says")
-    assistant: str = Field(min_length=1, description="the answer to it")
-
-
-class InputConfig(Section):
-    """Prompts come from a column of text or token ids, from a template, or from a column of messages.
-
-    `chat`, `system` and `examples` make a text the last user message of a chat.
-    """
-
-    path: Paths = Field(description="input file, folder or glob, or a list of them; local or s3://")
-    format: InputFormat | None = Field(
-        None,
-        description="jsonl: an object a line; csv: names of columns in the first line; openai_batch: JSON lines of "
-        "requests; each may be gzipped (.gz); default by suffix (.jsonl, .csv), else parquet; of a folder: .parquet",
-    )
-    id: str | None = Field(None, description="column that is copied to `id`; default: ids of file name and row number")
-    prompt: str | None = Field(
-        None, description="column of text, or of lists of token ids, which are not changed; default 'prompt'"
-    )
-    template: str | None = Field(
-        None, description="Jinja2 template over the row's columns; nested values as meta.question and tags[0]"
-    )
-    messages: str | None = Field(
-        None, description="column of chats: list of struct with role and content (text, or parts of text), or as JSON"
-    )
-    chat: bool = Field(False, description="make the text a user message; implied by system and examples")
-    system: str | None = Field(None, min_length=1, description="system message of every chat whose messages have none")
-    examples: list[ExampleConfig] = Field(
-        default_factory=list, description="exchanges between the system message and each row's messages"
-    )
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="values for the checkpoint's chat template, such as enable_thinking"
-    )
-    sampling: Annotated[str | dict[str, str] | None, BeforeValidator(_sampling_columns)] = Field(
-        None,
-        description="sampling per row: a struct, map or JSON column, or {parameter: column}; null: the job's",
-    )
-    choices: str | None = Field(
-        None, description="column of lists of labels, one of which is the row's answer; null: the job's choices"
-    )
-    output_format: FormColumn | None = Field(
-        None,
-        description="{json_schema: column}, {regex: column} or {grammar: column}: text columns with the form of each "
-        "row's answer; null: the job's output_format",
-    )
-    too_long: Literal["error", "truncate_left"] = Field(
-        "error", description="a prompt that fills the context: a row error, or keep its last tokens"
-    )
-
-    since: Literal["last_success"] | None = Field(
-        None,
-        description="incremental runs: each answers the files that no successful run has answered, in a folder by date",
-    )
-    changed: Literal["error", "reprocess", "ignore"] = Field(
-        "error",
-        description="with since, a file that changed after it was answered: stop, answer it again, or keep its answers",
-    )
-
-    @model_validator(mode="after")
-    def _one_prompt(self) -> InputConfig:
-        if self.since is None and self.changed != "error":
-            raise UserError("changed is for incremental runs: give since: last_success too")
-        given = [name for name in ("prompt", "template", "messages") if getattr(self, name) is not None]
-        own = [
-            *given,
-            *(name for name in ("id", "chat", "sampling", "choices", "output_format") if getattr(self, name)),
-        ]
-        if self.is_batch and own:
-            raise UserError(f"{own[0]} does not go with format: openai_batch: each line is a whole request")
-        if len(given) > 1:
-            raise UserError(f"give {given[0]} or {given[1]}, not both")
-        if self.chat_template_kwargs and not self.is_chat:
-            raise UserError("chat_template_kwargs is for chats: give messages, system, examples or chat: true")
-        return self
-
-    @property
-    def prompt_column(self) -> str | None:
-        """The column of prompts; None for a template, messages or requests."""
-        other = self.is_batch or self.template is not None or self.messages is not None
-        return None if other else self.prompt or "prompt"
-
-    @property
-    def id_column(self) -> str | None:
-        """The column that is copied to `id`."""
-        return "custom_id" if self.is_batch else self.id
-
-    @property
-    def is_batch(self) -> bool:
-        """The input is an OpenAI batch file."""
-        return self.format == "openai_batch"
-
-    @property
-    def is_chat(self) -> bool:
-        """Prompts go through the checkpoint's chat template."""
-        return self.is_batch or self.chat or self.messages is not None or self.system is not None or bool(self.examples)
 
 
 class ReasoningConfig(Section):
@@ -163,7 +47,13 @@ class OutputConfig(Section):
     format: OutputFormat | None = Field(
         None,
         description="written at the end, besides the Parquet parts; jsonl: answers.jsonl; openai_batch: results.jsonl "
-        "and errors.jsonl, the default for such input",
+        "and errors.jsonl, the default for such input; iceberg, delta: one snapshot of output.table, which holds the "
+        "parts as its data files",
+    )
+    table: Place | None = Field(
+        None,
+        description="table of format iceberg: its name (namespace.table) in storage.catalog; of delta: its folder, "
+        "which must hold path, default path itself; it is created if it does not exist",
     )
     keep: list[str] = Field(default_factory=list, description="input columns to copy to the output, besides id")
     strip: bool = Field(True, description="remove white space at both ends of the text")
@@ -172,6 +62,19 @@ class OutputConfig(Section):
     )
     token_ids: bool = Field(False, description="write a column with the generated token ids")
     cumulative_logprob: bool = Field(False, description="write the sum of the tokens' log-probabilities, nats")
+
+    @model_validator(mode="after")
+    def _table_fits(self) -> OutputConfig:
+        if self.table is not None and not self.is_table:
+            raise UserError("table needs format: iceberg or delta")
+        if self.format == "iceberg" and self.table is None:
+            raise UserError("format: iceberg needs table: its name in storage.catalog, as namespace.table")
+        return self
+
+    @property
+    def is_table(self) -> bool:
+        """The parts become a snapshot of a table."""
+        return self.format in get_args(TableFormat)
 
 
 class ModelConfig(Section):
@@ -226,8 +129,8 @@ class ScheduleConfig(Section):
     )
 
     def changes(self) -> dict[str, Any]:
-        """The keys that the file sets, lists as tuples."""
-        given = self.model_dump(exclude_none=True)
+        """The keys of this class that the file sets, lists as tuples: those that determine the layers that run."""
+        given = self.model_dump(exclude_none=True, include=set(ScheduleConfig.model_fields))
         return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
 
 
@@ -246,11 +149,6 @@ class JobScheduleConfig(ScheduleConfig):
     agreement_rows: int = Field(
         16, ge=0, description="rows of its own on which a new job measures that agreement; 0: it does not"
     )
-
-    def changes(self) -> dict[str, Any]:
-        """The keys that determine the layers that run."""
-        checks = JobScheduleConfig.model_fields.keys() - ScheduleConfig.model_fields.keys()
-        return {key: value for key, value in super().changes().items() if key not in checks}
 
 
 class SamplingConfig(Section):
@@ -340,6 +238,8 @@ class StorageConfig(Section):
         20, ge=0, description="the same for an S3 endpoint that has never answered, while a job is planned"
     )
 
+    catalog: CatalogConfig = Field(default_factory=CatalogConfig, description="of Iceberg tables")
+
     def after_planning(self) -> StorageConfig:
         """The same for a job that runs: its driver has reached the endpoint, so that an outage may last longer."""
         return self.model_copy(update={"contact_seconds": self.retry_seconds})
@@ -348,6 +248,11 @@ class StorageConfig(Section):
 class JobConfig(Section):
     renamed: ClassVar[dict[str, str]] = {"max_row_errors": "max_error_rate"}
 
+    task: Task = Field(
+        "generate",
+        description="generate: answer each prompt; score: log-likelihoods of the texts in input.continuations, at full "
+        "depth unless schedule sets a key",
+    )
     input: InputConfig
     output: OutputConfig
     model: ModelConfig
@@ -362,10 +267,10 @@ class JobConfig(Section):
         description="form of every answer: {json_schema: object or .json file}, {regex: text} or {grammar: Lark, or a "
         ".lark file}; input.output_format: per row",
     )
-    reasoning: ReasoningConfig | None = Field(
+    reasoning: ReasoningConfig | Literal["auto"] | None = Field(
         None,
         description="split thinking from the answer, into a column `reasoning`; choices and output_format hold for the "
-        "text after it; {}: <think> and </think>",
+        "text after it; {}: <think> and </think>; auto: the marks that the chat template writes, if any",
     )
     shared_prefix: bool = Field(True, description="compute the common prefix of the prompts once per actor")
     actors: ActorsConfig = Field(default_factory=ActorsConfig)
@@ -385,11 +290,16 @@ class JobConfig(Section):
         ge=1,
         description="worker deaths after which a batch is halved, a single row is an error, or loading fails",
     )
+    price_per_hour: float | None = Field(
+        None, gt=0, description="money for an hour of one device: a GPU, or an actor on CPUs; for `plan` and the budget"
+    )
+    budget: BudgetConfig | None = Field(None, description="what the job may use; `run` stops there, exit status 4")
+    notify: NotifyConfig | None = Field(None, description="where `run` posts its outcome; default nowhere")
     adapt: AdaptConfig | None = Field(None, description="settings of `skipdecode adapt`; `run` ignores them")
 
     @property
     def result_format(self) -> OutputFormat:
-        """What the job writes at its end beside the parts; parquet: nothing."""
+        """Format of the files that the job writes after its parts; parquet: there are none."""
         return self.output.format or ("openai_batch" if self.input.is_batch else "parquet")
 
     @property
@@ -401,8 +311,24 @@ class JobConfig(Section):
         """At most, in an actor. has_pages: whether the checkpoint's family has them."""
         return self.actors.max_batch or (512 if self.paged and has_pages else 64)
 
+    @property
+    def scores(self) -> bool:
+        """Whether the job scores given texts, and generates none."""
+        return self.task == "score"
+
+    @property
+    def devices(self) -> float:
+        """GPUs of all actors, or actors on CPUs, at most."""
+        return self.actors.most * (self.actors.gpus or 1)
+
     @model_validator(mode="after")
     def _fits_together(self) -> JobConfig:
+        if self.budget is not None and self.budget.money is not None and self.price_per_hour is None:
+            raise UserError("budget.money needs price_per_hour, the money for an hour of one device")
+        if self.scores:
+            check_score(self)
+        elif self.input.continuations is not None:
+            raise UserError("input.continuations is for scoring them: set task: score too")
         if self.output.format == "openai_batch" and not self.input.is_batch:
             raise UserError("output.format: openai_batch answers such requests: set input.format: openai_batch too")
         if self.choices is not None:
@@ -413,6 +339,10 @@ class JobConfig(Section):
             if self.choices is not None or self.input.choices is not None:
                 raise UserError("give choices or output_format, not both")
             check_compatible("output_format", self.sampling.params())
+        if self.input.tools is not None and (
+            self.choices or self.input.choices or self.output_format or self.input.output_format
+        ):
+            raise UserError("input.tools does not go with choices or output_format: a call would have another form")
         form = self.output_format
         if self.output.parse and (form is None or form.kind != "json_schema" or self.input.output_format is not None):
             raise UserError("output.parse needs output_format.json_schema, one for all rows: a column has one type")

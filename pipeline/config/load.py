@@ -117,6 +117,11 @@ def load_values(path: str | Path, changes: Sequence[str] = ()) -> dict[str, Any]
         raise UserError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: must hold keys and values, such as `input:` and `output:`")
+    return changed(values, changes)
+
+
+def changed(values: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+    """The values, with ``a.b=value`` changes applied to them. Raises UserError."""
     for change in changes:
         _apply(values, change)
     return values

@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 from actors.engine.errors import UserError
 from actors.engine.schedule import MEASURED
 from pipeline.config.base import Place
-from pipeline.config.job import Decay, KeepOrder, Labels, Paths, ScheduleConfig, Section
+from pipeline.config.input import Paths
+from pipeline.config.job import Decay, KeepOrder, Labels, ScheduleConfig, Section
 
 
 class TuneModelConfig(Section):

@@ -21,6 +21,7 @@ from pipeline.evaluate.metrics import (
     warn_of_other_scripts,
 )
 from pipeline.evaluate.timed_runs import TimedRun
+from pipeline.runtime.announce import RowProgress
 
 FORCED = ("token_kl", "perplexity")  # over full depth's answers
 OF_ANSWERS = ("fidelity", "length_ratio", "repetition")  # over the line's own
@@ -68,7 +69,8 @@ def line_statistics(
     if not any(metric in metrics for metric in FORCED):
         return statistics
     pairs = _pairs(inputs, runs[full_depth])
-    forced = teacher_forced(models[full_depth], [models[name] for name in runs], pairs, inputs.config.max_batch)
+    report = RowProgress("scoring full depth's answers", len(pairs)).at
+    forced = teacher_forced(models[full_depth], [models[name] for name in runs], pairs, report=report)
     for name, scores in zip(runs, forced, strict=True):
         for metric, values in (("token_kl", scores.kl), ("perplexity", scores.nll)):
             if metric in metrics:
@@ -89,7 +91,8 @@ def _of_answers(
     if score:
         numbered = [(row, pair) for each in by_line.values() for row, pair in enumerate(each)]
         distinct = {(row, tuple(pair[1])): pair for row, pair in numbered}
-        regret = answer_regret(full, list(distinct.values()), inputs.config.max_batch)
+        report = RowProgress("scoring the lines' own answers", len(distinct)).at
+        regret = answer_regret(full, list(distinct.values()), report)
         regret_of = dict(zip(distinct, regret.tolist(), strict=True))
     statistics = {}
     for name, each in by_line.items():

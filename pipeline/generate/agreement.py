@@ -1,8 +1,8 @@
 """How far a job's schedule agrees with full depth on some of its own rows, measured where an actor would run.
 
-Full depth answers the rows greedily. Free text: over the tokens of these answers, the share at which the schedule's
-most likely token is full depth's, and the KL divergence of the distributions. Labels: the share of rows that get the
-same label.
+Full depth answers the rows greedily; texts to score take the place of answers. Free text: over the tokens of these
+answers, the share at which the schedule's most likely token is full depth's, and the KL divergence of the
+distributions. Labels: the share of rows that get the same label.
 """
 
 from __future__ import annotations
@@ -92,30 +92,39 @@ def measure_agreement(
         return Agreement()
     full, fast = _generators(generator, len(given))
     first = 1 if len(fast.schedule.prompt_layers) == fast.schedule.num_layers else 0  # token that may differ
-    answers = [answer for answer in full.answer(given, prefix) if answer.generated_tokens > first]
+    answers = [answer for answer in _texts(full, given, prefix) if len(answer[1]) > first]
     if not answers:
         return Agreement()
-    asked = [given[answer.row] for answer in answers]
-    pairs = [(prompt.ids, answer.token_ids or ()) for prompt, answer in zip(asked, answers, strict=True)]
+    asked = [given[row] for row, *_ in answers]
+    pairs = [(given[row].ids, ids) for row, ids, _ in answers]
     at_full_depth, at_speed = (Model(one.engine.decoder, one.schedule) for one in (full, fast))
-    [scores] = teacher_forced(at_full_depth, [at_speed], pairs, len(pairs), first=first)
+    [scores] = teacher_forced(at_full_depth, [at_speed], pairs, first=first)
     tokens, agreed = int(scores.tokens.sum()), int(scores.agreed.sum())
     labels = generator["choices"] is not None or any(prompt.choices for prompt in asked)
     if labels:
         texts = [answer.generated_text for answer in fast.answer(asked, prefix)]
-        agreed = sum(answer.generated_text == text for answer, text in zip(answers, texts, strict=True))
+        agreed = sum(text == other for (*_, text), other in zip(answers, texts, strict=True))
     prompt_tokens = sum(len(prompt.ids) - len(prefix) for prompt in asked)
-    cut = any(answer.generated_tokens == MOST_TOKENS for answer in answers)
+    lengths = [len(ids) for _, ids in pairs]
     return Agreement(
-        rows=len(answers),
+        rows=len({row for row, *_ in answers}),
         labels=labels,
         compared=len(answers) if labels else tokens,
         agreed=agreed,
         token_kl=float(scores.kl.sum()) / tokens,
         prompt_tokens=prompt_tokens / len(answers),
-        answer_tokens=sum(answer.generated_tokens for answer in answers) / len(answers),
-        skipped=None if cut else skipped_share(fast.schedule, prompt_tokens, [len(answer) for _, answer in pairs]),
+        answer_tokens=sum(lengths) / len(answers),
+        skipped=None if MOST_TOKENS in lengths else skipped_share(fast.schedule, prompt_tokens, lengths),
     )
+
+
+def _texts(
+    full: Generator, given: Sequence[Prompt], prefix: Sequence[int]
+) -> list[tuple[int, Sequence[int], str | None]]:
+    """Row, token ids and text of each greedy answer at full depth; of rows to score, each of their own texts."""
+    if any(prompt.continuations for prompt in given):
+        return [(row, ids[:MOST_TOKENS], None) for row, prompt in enumerate(given) for ids in prompt.continuations]
+    return [(answer.row, answer.token_ids or (), answer.generated_text) for answer in full.answer(given, prefix)]
 
 
 def skipped_share(schedule: Schedule, prompt_tokens: int, answers: Sequence[int]) -> float:

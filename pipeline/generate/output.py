@@ -23,7 +23,11 @@ ANSWER_FIELDS = [
     pa.field("mean_depth", pa.float64()),
     pa.field("error", pa.string()),
 ]
-_TOKEN_LOGPROB = [pa.field("token_id", pa.int32()), pa.field("logprob", pa.float64())]
+_TOKEN_LOGPROB = [
+    pa.field("token_id", pa.int32()),
+    pa.field("token", pa.string()),
+    pa.field("logprob", pa.float64()),
+]
 OPTIONAL_FIELDS = {
     "token_ids": pa.field("token_ids", pa.list_(pa.int32())),
     "cumulative_logprob": pa.field("cumulative_logprob", pa.float64()),
@@ -33,6 +37,9 @@ OPTIONAL_FIELDS = {
     ),
     "choice_probability": pa.field("choice_probability", pa.float64()),
     "reasoning": pa.field("reasoning", pa.string()),
+    "tool_calls": pa.field(
+        "tool_calls", pa.list_(pa.struct([pa.field("name", pa.string()), pa.field("arguments", pa.string())]))
+    ),
 }
 PARSED = "parsed"
 
@@ -48,6 +55,7 @@ class PartSpec:
         fingerprint: of the job, for the footer.
         num_layers: of the model, for the footer.
         parsed: type of the column `parsed`, which holds the texts as values; None for no such column.
+        scored: whether a row's scores are lists; None for answers.
     """
 
     id_column: str | None
@@ -56,6 +64,7 @@ class PartSpec:
     fingerprint: str
     num_layers: int
     parsed: pa.DataType | None = None
+    scored: bool | None = None
 
 
 def row_ids(rows: pa.Table, id_column: str | None, url: str, first_row: int) -> pa.Array | pa.ChunkedArray:
@@ -63,6 +72,12 @@ def row_ids(rows: pa.Table, id_column: str | None, url: str, first_row: int) -> 
     if id_column is not None:
         return rows[id_column]
     return pa.array([f"{os.path.basename(url)}:{first_row + row}" for row in range(rows.num_rows)], pa.string())
+
+
+def carried_columns(rows: pa.Table, spec: PartSpec, url: str, first_row: int) -> dict[str, pa.ChunkedArray]:
+    """`id` and the kept columns of a shard's rows. Arguments: see `part_table`."""
+    ids = row_ids(rows, spec.id_column, url, first_row)
+    return {"id": ids, **{name: rows[name] for name in spec.keep if name != "id"}}
 
 
 def part_table(rows: pa.Table, answers: Sequence[Answer], spec: PartSpec, url: str, first_row: int) -> pa.Table:
@@ -75,10 +90,7 @@ def part_table(rows: pa.Table, answers: Sequence[Answer], spec: PartSpec, url: s
         first_row: row number in the file of the shard's first row.
     """
     owners = [answer.row for answer in answers]
-    carried = {
-        "id": row_ids(rows, spec.id_column, url, first_row),
-        **{name: rows[name] for name in spec.keep if name != "id"},
-    }
+    carried = carried_columns(rows, spec, url, first_row)
     names, columns = list(carried), list(carried.values())
     if owners != list(range(rows.num_rows)):
         columns = [column.take(pa.array(owners, pa.int64())) for column in columns]
@@ -89,8 +101,8 @@ def part_table(rows: pa.Table, answers: Sequence[Answer], spec: PartSpec, url: s
         values = [getattr(answer, field.name) for answer in answers]
         if field.name == "error":
             values = errors
-        if field.name == "logprobs":
-            values = [None if tokens is None else [token.to_dict() for token in tokens] for tokens in values]
+        if field.name == "tool_calls":
+            values = [None if each is None else [one.to_dict() for one in each] for each in values]
         names.append(field.name)
         columns.append(pa.array(values, field.type))
     if spec.parsed is not None:

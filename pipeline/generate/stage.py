@@ -16,24 +16,19 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from actors.answers import Answer, Prompt
+from actors.answers import Prompt
 from actors.engine.output_format import OutputFormat
 from actors.generator import Generator
 from pipeline.generate.coordinator import RunCoordinator
+from pipeline.generate.live_counts import LiveCounts
 from pipeline.generate.output import PartSpec, part_bytes, part_table
+from pipeline.generate.score_output import score_table
 from pipeline.generate.settings import fetched
-from pipeline.generate.stats import ShardStats, answered_prompt_tokens, duplicate_ids, error_rows
-from pipeline.prepare.prompts import CHOICES, ERROR, FORM, PROMPT_IDS, SAMPLING
+from pipeline.generate.stats import ShardStats, answered_prompt_tokens, distributions_of, duplicate_ids, error_rows
+from pipeline.prepare.prompts import CHOICES, CONTINUATIONS, ERROR, FORM, PROMPT_IDS, SAMPLING, TOOLS
 from pipeline.read.ipc import from_ipc
 from pipeline.read.shards import Shard
 from pipeline.runtime.quarantine import Quarantine, ShardAttempt
-
-METRICS = {
-    "rows": "rows answered, row errors included",
-    "errors": "rows with an error",
-    "generated_tokens": "tokens generated",
-    "layer_steps": "layers run over decode steps",
-}
 
 
 class Worker(Protocol):
@@ -53,11 +48,8 @@ class Worker(Protocol):
         """2 in an actor that was restarted, else 1."""
         ...
 
-    def count(self, amounts: Mapping[str, float], fingerprint: str) -> None:
-        """Add amounts to the job's running counters; does nothing in a process that exports no metrics.
-
-        amounts: by key of `METRICS`, since the last call. fingerprint: the job's.
-        """
+    def export_metrics(self) -> None:
+        """Send the metrics of this process to where the worker's process exports them, if it does."""
         ...
 
 
@@ -75,13 +67,13 @@ class ThisProcess:
     def attempt(self) -> int:
         return 1
 
-    def count(self, amounts: Mapping[str, float], fingerprint: str) -> None:
+    def export_metrics(self) -> None:
         pass
 
 
 def prompts(rows: pa.Table, url: str, first_row: int) -> list[Prompt]:
     """A prepared shard's rows as the Generator takes them."""
-    columns = [rows[name].to_pylist() for name in (PROMPT_IDS, ERROR, SAMPLING, CHOICES, FORM)]
+    columns = [rows[name].to_pylist() for name in (PROMPT_IDS, ERROR, SAMPLING, CHOICES, FORM, CONTINUATIONS, TOOLS)]
     return [
         Prompt(
             ids,
@@ -91,8 +83,10 @@ def prompts(rows: pa.Table, url: str, first_row: int) -> list[Prompt]:
             json.loads(sampling) if sampling else {},
             choices,
             OutputFormat(**form) if form else None,
+            continuations or (),
+            bool(tools),
         )
-        for row, (ids, error, sampling, choices, form) in enumerate(zip(*columns, strict=True))
+        for row, (ids, error, sampling, choices, form, continuations, tools) in enumerate(zip(*columns, strict=True))
     ]
 
 
@@ -106,6 +100,8 @@ class ShardGenerator:
         coordinator: of the run, asked before each shard; None answers every shard.
         quarantine: of the run; None retries a row that kills this process for ever.
         worker: the process that this runs in.
+        devices: GPUs of this actor, or 1 on CPUs.
+        price_per_hour: money for an hour of one; 0 without a price.
 
     Raises:
         RuntimeError: this actor has died too often while it loaded the model.
@@ -119,8 +115,11 @@ class ShardGenerator:
         coordinator: RunCoordinator | None = None,
         quarantine: Quarantine | None = None,
         worker: Worker | None = None,
+        devices: float = 1.0,
+        price_per_hour: float = 0.0,
     ) -> None:
         self.worker = worker or ThisProcess()
+        self.worker.export_metrics()
         if self.worker.owns_process:
             logging.getLogger("transformers").setLevel(logging.ERROR)
         if coordinator is not None and quarantine is not None:
@@ -135,11 +134,14 @@ class ShardGenerator:
         self.thread = ThreadPoolExecutor(1, "generator")
         settings = fetched(generator, self._downloading(coordinator))
         self.generator = self.thread.submit(Generator, **settings).result()
+        self.counts = LiveCounts(self.generator)
+        self.loaded = time.time()
         if self.worker.owns_process:
             # loaded objects stay: a collection that scans them each time takes a tenth of a small model's time
             gc.collect()
             gc.freeze()
         self.part = part
+        self.devices, self.price_per_hour = devices, price_per_hour
         self.prefix = prefix
         self.coordinator = coordinator
         self.quarantine = quarantine
@@ -176,18 +178,18 @@ class ShardGenerator:
         # before anything that may kill this process
         shard_attempt = None if self.quarantine is None else self.quarantine.begin(shard, rows.num_rows)
         answers = self._answers(shard_attempt, prompts(rows, url, first_row))
-        table = part_table(rows, answers, self.part, url, first_row)
+        to_table = part_table if self.part.scored is None else score_table
+        table = to_table(rows, answers, self.part, url, first_row)
         data = part_bytes(table, self.part, Shard(shard, url, first_row, rows.num_rows))
         seconds = time.perf_counter() - began
-        engine = self.generator.take_stats()
-        errors = error_rows(table)
-        amounts = (rows.num_rows, errors, engine.generated_tokens, engine.layer_steps)
-        self.worker.count(dict(zip(METRICS, amounts, strict=True)), self.part.fingerprint)
+        engine = self.counts.take_stats()
+        device_seconds = seconds * self.devices
+        money, million_tokens = device_seconds * self.price_per_hour / 3600, engine.generated_tokens / 1e6
         return data, ShardStats(
             shard=shard,
             rows=rows.num_rows,
-            answers=len(answers),
-            errors=errors,
+            answers=table.num_rows,
+            errors=error_rows(table),
             duplicate_ids=duplicate_ids(table),
             prompt_tokens=answered_prompt_tokens(table),
             shared_prompt_tokens=engine.shared_prompt_tokens,
@@ -197,6 +199,10 @@ class ShardGenerator:
             decode_seconds=engine.decode_seconds,
             generate_seconds=seconds,
             commit_seconds=0.0,
+            device_seconds=device_seconds,
+            money=money,
+            device_seconds_per_million_tokens=_share(device_seconds, million_tokens),
+            money_per_million_tokens=_share(money, million_tokens),
             tokens_per_second=engine.generated_tokens / seconds,
             batches=engine.batches,
             padding_fraction=_share(engine.padded_prompt_tokens - engine.prompt_tokens, engine.padded_prompt_tokens),
@@ -214,14 +220,20 @@ class ShardGenerator:
             node=self.worker.node(),
             attempt=self.worker.attempt(),
             rebuilt=False,
+            actor=self.worker.actor() or "",
+            loaded=self.loaded,
+            **distributions_of(table),
         )
 
-    def _answers(self, shard_attempt: ShardAttempt | None, rows: list[Prompt]) -> list[Answer]:
-        """Answers to a shard's rows, in row order; after a death group by group, each batch recorded before it runs."""
+    def _answers(self, shard_attempt: ShardAttempt | None, rows: list[Prompt]) -> list[Any]:
+        """Answers to a shard's rows, or their scores, in row order.
+
+        After a death group by group, each batch recorded before it runs.
+        """
         if shard_attempt is None or not shard_attempt.isolated:
             return self._answer(rows)
         errors = shard_attempt.errors
-        answers: list[Answer] = []
+        answers: list[Any] = []
         for group in filter(None, [tuple(errors), *shard_attempt.groups]):
 
             def enter(positions: Sequence[int], group: tuple[int, ...] = group) -> None:
@@ -229,10 +241,11 @@ class ShardGenerator:
 
             prompts = [replace(rows[row], error=errors.get(row, rows[row].error)) for row in group]
             answers += [replace(answer, row=group[answer.row]) for answer in self._answer(prompts, enter)]
-        return sorted(answers, key=lambda answer: (answer.row, answer.sample_index))
+        return sorted(answers, key=lambda answer: answer.row)  # the answers to a row are in order, and stay so
 
-    def _answer(self, rows: list[Prompt], on_batch: Callable[[Sequence[int]], None] | None = None) -> list[Answer]:
-        return self.thread.submit(self.generator.answer, rows, self.prefix, on_batch).result()
+    def _answer(self, rows: list[Prompt], on_batch: Callable[[Sequence[int]], None] | None = None) -> list[Any]:
+        run: Callable[..., list[Any]] = self.generator.answer if self.part.scored is None else self.generator.score
+        return self.thread.submit(run, rows, self.prefix, on_batch).result()
 
 
 def _share(part: float, total: float) -> float:

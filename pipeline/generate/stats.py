@@ -10,6 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.generate.distributions import depth_histogram, error_kinds, histogram
+
 
 def _unit(unit: str, total: str = "sum") -> Any:
     """A field with its unit and the total over shards: sum, max, or none."""
@@ -27,12 +29,16 @@ class ShardStats:
     duplicate_ids: int = _unit("rows that share their id with another row of the shard")
     prompt_tokens: int = _unit("tokens of the prompts that were answered")
     shared_prompt_tokens: int = _unit("prompt tokens, over all samples, computed once for several rows")
-    generated_tokens: int = _unit("tokens")
+    generated_tokens: int = _unit("tokens; of a job that scores, those of its texts")
     prepare_seconds: float = _unit("s")
     prefill_seconds: float = _unit("s")
     decode_seconds: float = _unit("s")
     generate_seconds: float = _unit("s of the actor on the shard")
     commit_seconds: float = _unit("s")
+    device_seconds: float = _unit("generate_seconds × GPUs of the actor, or × 1 on CPUs")
+    money: float = _unit("device_seconds × price_per_hour ÷ 3600; 0 without a price")
+    device_seconds_per_million_tokens: float = _unit("device_seconds ÷ millions of generated tokens", "none")
+    money_per_million_tokens: float = _unit("money ÷ millions of generated tokens", "none")
     tokens_per_second: float = _unit("generated tokens ÷ generate_seconds", "none")
     batches: int = _unit("batches")
     padding_fraction: float = _unit("share of prefill tokens", "none")
@@ -50,12 +56,24 @@ class ShardStats:
     node: str = _unit("host name and start of the Ray node's id", "none")
     attempt: int = _unit("1; 2 after a restart of the actor", "none")
     rebuilt: bool = _unit("the record was lost and rebuilt from the part", "none")
+    actor: str = _unit("id of the actor, the same after a restart", "none")
+    loaded: float = _unit("s since 1970 when the actor had its model", "none")
+    stopped: int = _unit("answers that ended at a stop token, a stop string or a settled choice")
+    cut_off: int = _unit("answers that ended at a length limit")
+    prompt_lengths: list[int] = _unit("rows without an error by prompt tokens; bins of `distributions`", "none")  # noqa: RUF009
+    answer_lengths: list[int] = _unit("answers by generated tokens, or texts by scored ones; the same bins", "none")  # noqa: RUF009
+    answer_depths: list[int] = _unit("answers by mean depth, a layer a bin", "none")  # noqa: RUF009
+    error_kinds: str = _unit("JSON of `distributions.error_kinds`", "none")
 
     @classmethod
     def from_record(cls, values: dict[str, Any]) -> ShardStats:
         """Statistics of a commit record. Raises KeyError, TypeError or ValueError for a damaged one."""
         for item in fields(cls):
             kind, value = str(item.type), values[item.name]
+            if kind == "list[int]":
+                if type(value) is not list or not all(type(one) is int and 0 <= one < 2**31 for one in value):
+                    raise TypeError(f"{item.name} is no list of counts")
+                continue
             if type(value).__name__ not in (("int", "float") if kind == "float" else (kind,)):
                 raise TypeError(f"{item.name} is no {kind}")
             if kind in ("int", "float") and not (0 <= value < 2**63 and math.isfinite(value)):
@@ -65,8 +83,8 @@ class ShardStats:
     @classmethod
     def of_part(cls, shard: int, part: pa.Table, num_layers: int) -> ShardStats:
         """Statistics of a rebuilt record: counts from the part; times, memory and device are unknown and zero."""
-        steps = [max(count - 1, 0) for count in part["generated_tokens"].to_pylist()]
-        depths = part["mean_depth"].to_pylist()
+        tokens, depths = (_of_answers(part, name) for name in (_tokens_column(part), "mean_depth"))
+        steps = [max(count - 1, 0) for count in tokens]
         layer_steps = round(sum(count * (depth or 0.0) for count, depth in zip(steps, depths, strict=True)))
         known = {
             "shard": shard,
@@ -75,15 +93,32 @@ class ShardStats:
             "errors": error_rows(part),
             "duplicate_ids": duplicate_ids(part),
             "prompt_tokens": answered_prompt_tokens(part),
-            "generated_tokens": sum(part["generated_tokens"].to_pylist()),
+            "generated_tokens": sum(tokens),
             "mean_depth": layer_steps / sum(steps) if sum(steps) else 0.0,
             "decode_steps": sum(steps),
             "layer_steps": layer_steps,
             "full_layer_steps": num_layers * sum(steps),
             "rebuilt": True,
+            **distributions_of(part),
         }
-        unknown = {"int": 0, "float": 0.0, "str": "", "bool": False}
+        unknown = {"int": 0, "float": 0.0, "str": "", "bool": False, "list[int]": []}
         return cls(**{item.name: known.get(item.name, unknown[str(item.type)]) for item in fields(cls)})
+
+
+def distributions_of(part: pa.Table) -> dict[str, Any]:
+    """The fields of `ShardStats` that say how a part's rows are distributed."""
+    good = part.filter(pc.is_null(part["error"]))
+    scored = "finish_reason" not in part.column_names
+    answered = good if scored else part.filter(pc.not_equal(part["finish_reason"], "error"))
+    reasons = [] if scored else part["finish_reason"].to_pylist()
+    return {
+        "stopped": reasons.count("stop"),
+        "cut_off": reasons.count("length"),
+        "prompt_lengths": histogram(_first_samples(good)["prompt_tokens"].to_pylist()),
+        "answer_lengths": histogram(_of_answers(answered, _tokens_column(part))),
+        "answer_depths": depth_histogram(_of_answers(part, "mean_depth")),
+        "error_kinds": error_kinds(part),
+    }
 
 
 def input_rows(part: pa.Table) -> int:
@@ -93,7 +128,7 @@ def input_rows(part: pa.Table) -> int:
 
 def error_rows(part: pa.Table) -> int:
     """Input rows with an error in any of their answers."""
-    row = pc.cumulative_sum(pc.cast(pc.equal(part["sample_index"], 0), pa.int64()))
+    row = pc.cumulative_sum(pc.cast(_is_first(part), pa.int64()))
     return int(pc.count_distinct(row.filter(pc.is_valid(part["error"]))).as_py())
 
 
@@ -108,7 +143,29 @@ def duplicate_ids(part: pa.Table) -> int:
 
 
 def _first_samples(part: pa.Table) -> pa.Table:
-    return part.filter(pc.equal(part["sample_index"], 0))
+    return part.filter(_is_first(part))
+
+
+def _is_first(part: pa.Table) -> pa.Array | pa.ChunkedArray:
+    """Of each output row, whether it is the first of its input row; scores have one each."""
+    if "sample_index" not in part.column_names:
+        return pa.array([True] * part.num_rows, pa.bool_())
+    return pc.equal(part["sample_index"], 0)
+
+
+def _tokens_column(part: pa.Table) -> str:
+    return "generated_tokens" if "generated_tokens" in part.column_names else "continuation_tokens"
+
+
+def _of_answers(part: pa.Table, name: str) -> list[Any]:
+    """A column's values of all answers, or of all scores of rows without an error."""
+    column = part[name]
+    if pa.types.is_list(column.type):
+        column = pc.list_flatten(column)
+    elif "continuation_tokens" in part.column_names:
+        column = column.filter(pc.is_valid(part["continuation_tokens"]))
+    values: list[Any] = column.to_pylist()
+    return values
 
 
 @dataclass(frozen=True)
@@ -128,6 +185,8 @@ class Totals:
     decode_seconds: float
     generate_seconds: float
     commit_seconds: float
+    device_seconds: float
+    money: float
     batches: int
     decode_steps: int
     layer_steps: int
@@ -136,6 +195,8 @@ class Totals:
     cache_bytes: int
     peak_memory_bytes: int
     out_of_memory: int
+    stopped: int
+    cut_off: int
     padding_tokens: int
 
     @property
@@ -149,6 +210,16 @@ class Totals:
         return self.full_layer_steps / self.layer_steps if self.layer_steps else None
 
     @property
+    def device_seconds_per_million_tokens(self) -> float | None:
+        """Seconds of a device for a million generated tokens; None without tokens."""
+        return 1e6 * self.device_seconds / self.generated_tokens if self.generated_tokens else None
+
+    @property
+    def money_per_million_tokens(self) -> float | None:
+        """Money for a million generated tokens; None without tokens or price."""
+        return 1e6 * self.money / self.generated_tokens if self.generated_tokens and self.money else None
+
+    @property
     def padding_fraction(self) -> float:
         """Share of prefill that was padding."""
         return self.padding_tokens / self.padded_prompt_tokens if self.padded_prompt_tokens else 0.0
@@ -159,6 +230,8 @@ class Totals:
             **asdict(self),
             "mean_depth": self.mean_depth,
             "layer_ratio": self.layer_ratio,
+            "device_seconds_per_million_tokens": self.device_seconds_per_million_tokens,
+            "money_per_million_tokens": self.money_per_million_tokens,
             "padding_fraction": self.padding_fraction,
         }
 
@@ -174,7 +247,13 @@ def add_up(shards: pa.Table) -> Totals:
     return Totals(**values)
 
 
-_TYPES = {"int": pa.int64(), "float": pa.float64(), "str": pa.string(), "bool": pa.bool_()}
+_TYPES = {
+    "int": pa.int64(),
+    "float": pa.float64(),
+    "str": pa.string(),
+    "bool": pa.bool_(),
+    "list[int]": pa.list_(pa.int32()),
+}
 STATS_SCHEMA = pa.schema(
     [
         pa.field(item.name, _TYPES[str(item.type)], metadata={"unit": item.metadata["unit"]})
@@ -188,3 +267,8 @@ def to_table(shards: Iterable[ShardStats]) -> pa.Table:
     listed = list(shards)
     columns = {item.name: [getattr(shard, item.name) for shard in listed] for item in fields(ShardStats)}
     return pa.table(columns, schema=STATS_SCHEMA)
+
+
+def slowest_shards(shards: pa.Table, count: int) -> pa.Table:
+    """Statistics of the shards that took longest, at most `count`, slowest first."""
+    return shards.sort_by([("generate_seconds", "descending"), ("shard", "ascending")]).slice(0, count)

@@ -33,9 +33,11 @@ from pipeline.plan.inputs import has_same_content
 from pipeline.plan.manifest import Manifest
 from pipeline.read.files import Files
 from pipeline.storage.folder import Folder
+from pipeline.tables.table import TablePin
 
 FORMAT = 2
 SHOWN_RUNS = 20
+LISTINGS = 5  # tries to read the newest compacted file
 COMPACT_EVERY = 50  # runs; a reader reads at most two small files for each later run
 CLAIM, COMPACTED = re.compile(r"(\d{6,})\.json"), re.compile(r"through-(\d{6,})\.parquet")
 State = Literal["unfinished", "success", "abandoned"]
@@ -67,6 +69,7 @@ class LedgerRun:
         by: the process that began it.
         files: that it claims.
         why: reason of an abandoned run.
+        table, snapshot: of an input table, its own id and the snapshot up to which the files reach; else "" and None.
     """
 
     number: int
@@ -78,6 +81,8 @@ class LedgerRun:
     state: State = "unfinished"
     ended: str = ""
     why: str = ""
+    table: str = ""
+    snapshot: int | None = None
 
     @property
     def rows(self) -> int:
@@ -99,6 +104,11 @@ class Ledger:
     def last_success(self) -> LedgerRun | None:
         return next((run for run in reversed(self.runs) if run.state == "success"), None)
 
+    def answered_snapshot(self, table: str) -> int | None:
+        """The snapshot up to which successful runs have answered a table; None for none."""
+        runs = (run for run in reversed(self.runs) if run.state == "success" and run.table == table)
+        return next((run.snapshot for run in runs), None)
+
 
 def claim_name(number: int) -> str:
     return f"{LEDGER}/{number:06d}.json"
@@ -118,10 +128,16 @@ def holds_ledger(root: Folder) -> bool:
 
 def read(root: Folder) -> Ledger:
     """The present ledger. UserError if a record is missing or cannot be read."""
-    names = root.names(LEDGER)
-    compacted = max((int(match[1]) for name in names if (match := COMPACTED.fullmatch(name))), default=0)
-    last = max((int(match[1]) for name in names if (match := CLAIM.fullmatch(name))), default=0)
-    runs = _read_compacted(root, compacted) if compacted else []
+    for left in reversed(range(LISTINGS)):
+        names = root.names(LEDGER)
+        compacted = max((int(match[1]) for name in names if (match := COMPACTED.fullmatch(name))), default=0)
+        last = max((int(match[1]) for name in names if (match := CLAIM.fullmatch(name))), default=0)
+        try:
+            runs = _read_compacted(root, compacted) if compacted else []
+            break
+        except FileNotFoundError:  # since the listing, other runs have written two newer ones
+            if not left:
+                raise UserError(f"{root.url}/{compacted_name(compacted)}: listed, and missing") from None
     for number in range(compacted + 1, last + 1):
         # read by name, not from the listing, which may miss one of two records written meanwhile
         values = _record(root, claim_name(number))
@@ -137,8 +153,10 @@ def read(root: Folder) -> Ledger:
     return Ledger(tuple(runs), compacted)
 
 
-def claim(root: Folder, ledger: Ledger, manifest: Manifest) -> LedgerRun:
+def claim(root: Folder, ledger: Ledger, manifest: Manifest, pin: TablePin | None = None) -> LedgerRun:
     """Begin the next run, over the files of its manifest.
+
+    pin: the snapshot of an input table up to which the files reach.
 
     Raises ConcurrentRun if another process has begun it since the ledger was read.
     """
@@ -147,6 +165,8 @@ def claim(root: Folder, ledger: Ledger, manifest: Manifest) -> LedgerRun:
     began = _now()
     files = tuple(ClaimedFile(file.url, file.size, file.version, file.digest, file.rows) for file in manifest.files)
     run = LedgerRun(number, _folder_name(began, ledger), manifest.fingerprint, began, _me(), files)
+    if pin is not None:
+        run = replace(run, table=pin.table, snapshot=pin.snapshot)
     claimed = asdict(run)
     del claimed["state"], claimed["ended"], claimed["why"]
     # a put repeated after its answer was lost finds our own record: the nonce identifies it
@@ -233,8 +253,9 @@ def print_ledger(console: Console, ledger: Ledger) -> None:
 
 def _read_compacted(root: Folder, number: int) -> list[LedgerRun]:
     name = compacted_name(number)
+    data = root.read(name)
     try:
-        runs = [_run(row) for row in pq.read_table(io.BytesIO(root.read(name))).to_pylist()]
+        runs = [_run(row) for row in pq.read_table(io.BytesIO(data)).to_pylist()]
     except (KeyError, TypeError, OSError, pa.ArrowException) as error:
         raise UserError(f"{root.url}/{name}: cannot be read: {flat(error)}") from None
     if [run.number for run in runs] != list(range(1, number + 1)):
@@ -288,6 +309,8 @@ _RUNS = pa.schema(
         ("by", pa.string()),
         ("state", pa.string()),
         ("why", pa.string()),
+        ("table", pa.string()),
+        ("snapshot", pa.int64()),
         (
             "files",
             pa.list_(

@@ -4,8 +4,9 @@ Steps of a run on the ledger and on its dated folder; it may die after any of th
 
     claim the files ─> save the plan in the folder ─> answer, shard by shard ─> check every row ─> end ─> _SUCCESS
 
-The next command continues from there, or abandons the run and claims its files again. Overlapping commands may both
-work on one folder, which wastes time but is harmless; `end` decides once whether a run counts.
+Between the end and `_SUCCESS` the parts become a snapshot of the output table, if there is one: only a run that counts
+gets into it. The next command continues from there, or abandons the run and claims its files again. Overlapping
+commands may both work on one folder, which wastes time but is harmless; `end` decides once whether a run counts.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from pipeline.commit.finalize import totals_of, write_success
 from pipeline.commit.lease import leased
 from pipeline.commit.records import read_records
 from pipeline.commit.sink import SUCCESS, clear_temporaries
+from pipeline.commit.table import commit_table
 from pipeline.config.job import JobConfig
 from pipeline.incremental import ledger as ledgers
 from pipeline.incremental.ledger import ConcurrentRun, Ledger, LedgerRun
+from pipeline.incremental.root_page import write_root_report
 from pipeline.job import PlannedJob
 from pipeline.plan import manifest as manifests
 from pipeline.plan import plan_files
@@ -35,11 +38,15 @@ from pipeline.plan.columns import check_columns
 from pipeline.plan.inputs import check_output_disjoint, unchanged_files
 from pipeline.plan.manifest import NoRows
 from pipeline.plan.memory import log_memory_estimate
-from pipeline.read.files import Files, list_files
+from pipeline.plan.snapshot import newest, with_snapshot
+from pipeline.read.files import Files
+from pipeline.read.listing import list_input, list_pinned
+from pipeline.report.job_page import write_report
 from pipeline.report.summary import JobResult
 from pipeline.runtime.signals import interruptible
 from pipeline.storage.folder import Folder, open_folder, probe_create
 from pipeline.storage.write_check import check_location, make_writable
+from pipeline.tables.table import TablePin
 
 log = logging.getLogger(__name__)
 
@@ -114,22 +121,25 @@ def run_in(root: Folder, config: JobConfig, backend: Backend, overwrite: bool) -
             finished.append(resumed)
         ledger = _read_again(root, last.number)
     elif last is not None and last.state == "success":
-        _write_missing_success(_folder(root, last, config))
+        _write_missing_success(_folder(root, last, config), config)
     ledgers.compact(root, ledger)
-    new = ledgers.new_files(_inputs(config, may_be_empty=bool(ledger.runs)), ledger, config.input.changed)
-    if new:
+    new = new_input(config, ledger)
+    if new.files:
         try:
-            job = jobs.plan(config, None, backend, files=new)
+            job = jobs.plan(new.config, None, backend, files=new.files)
         except NoRows:
-            log.warning("%d new files have no rows and are left for a later run", len(new))
+            log.warning("%d new files have no rows and are left for a later run", len(new.files))
         else:
             # before the claim: a job that does not fit must not be saved
+            jobs.check_output_table(job)
             log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
             with jobs.checked(job, None, backend) as checked:
-                run = ledgers.claim(root, ledger, checked.manifest)
+                run = ledgers.claim(root, ledger, checked.manifest, new.pin)
                 folder = _folder(root, run, config)
                 plan_files.save(folder, checked.manifest)
                 finished.append(_answer(root, run, folder, checked, backend, resumed=False))
+    if finished:
+        write_root_report(root, config.storage)
     return IncrementalResult(finished, finished[-1].run if finished else ledger.last_success)
 
 
@@ -141,12 +151,25 @@ def _nothing_new(root: Folder, config: JobConfig) -> IncrementalResult | None:
         return None
     if last.state == "success" and not _folder(root, last, config).exists(SUCCESS):
         return None
-    new = ledgers.new_files(_inputs(config, may_be_empty=True), ledger, config.input.changed)
-    return None if new else IncrementalResult([], ledger.last_success)
+    return None if new_input(config, ledger).files else IncrementalResult([], ledger.last_success)
 
 
-def _inputs(config: JobConfig, *, may_be_empty: bool) -> Files:
-    return list_files(config.input.path, config.storage, config.input.format, may_be_empty=may_be_empty)
+@dataclass(frozen=True)
+class NewInput:
+    """What no successful run has answered. config: the job, of a table with the snapshot that holds the files."""
+
+    config: JobConfig
+    files: Files
+    pin: TablePin | None
+
+
+def new_input(config: JobConfig, ledger: Ledger) -> NewInput:
+    """The files that the next run answers; of a table the data files appended since the last success. Only reads."""
+    pin = newest(config)
+    after = None if pin is None else ledger.answered_snapshot(pin.table)
+    pinned = config if pin is None else with_snapshot(config, pin.snapshot)
+    listed = list_input(pinned.input, config.storage, may_be_empty=bool(ledger.runs), after=after)
+    return NewInput(pinned, ledgers.new_files(listed, ledger, config.input.changed), pin)
 
 
 def _folder(root: Folder, run: LedgerRun, config: JobConfig) -> Folder:
@@ -192,24 +215,24 @@ def _resume(root: Folder, run: LedgerRun, config: JobConfig, backend: Backend, o
     """Finish a run over its pinned files; None if it is abandoned: it is another job's, or by --overwrite."""
     folder = _folder(root, run, config)
     if overwrite:
-        _abandon(root, run, folder, "--overwrite")
+        _abandon(root, run, folder, config, "--overwrite")
         return None
     try:
         stored = plan_files.load(folder)
     except ValueError as error:
         raise UserError(f"{error}; --overwrite abandons run {run.number}, which has not finished") from None
     if stored is None:
-        _abandon(root, run, folder, "its folder holds no job yet")
+        _abandon(root, run, folder, config, "its folder holds no job yet")
         return None
     pinned = {file.url: (file.size, file.version) for file in stored.files}
     job = jobs.plan(config, stored, backend, files=pinned)  # keeps the commit of the checkpoint that the run has pinned
     if job.manifest.fingerprint != stored.fingerprint:
         names = ", ".join(manifests.difference(stored.identity, job.manifest.identity))
-        _abandon(root, run, folder, f"the job has changed in {names}")
+        _abandon(root, run, folder, config, f"the job has changed in {names}")
         return None
     try:
-        listed = {url: entry for url, entry in _inputs(config, may_be_empty=True).items() if url in pinned}
-        files = unchanged_files(stored.files, listed)
+        again = list_pinned(config.input, config.storage, stored.files, may_be_empty=True)
+        files = unchanged_files(stored.files, {url: entry for url, entry in again.items() if url in pinned})
     except UserError as error:
         raise UserError(f"run {run.number} has not finished: {error}") from None
     job = replace(job, manifest=replace(job.manifest, files=files))
@@ -218,11 +241,11 @@ def _resume(root: Folder, run: LedgerRun, config: JobConfig, backend: Backend, o
     return finished
 
 
-def _abandon(root: Folder, run: LedgerRun, folder: Folder, why: str) -> None:
+def _abandon(root: Folder, run: LedgerRun, folder: Folder, config: JobConfig, why: str) -> None:
     """Abandon a run, unless it succeeds at this moment."""
     ended = ledgers.end(root, run, "abandoned", why)
     if ended.state == "success":
-        _write_missing_success(folder)
+        _write_missing_success(folder, config)
         return
     log.warning(
         "run %d had not finished and is abandoned (%s): its files are new again, and %s never gets a _SUCCESS",
@@ -241,14 +264,17 @@ def _answer(
     ended = ledgers.end(root, run, "success")
     if ended.state != "success":
         raise ConcurrentRun(f"run {run.number} was abandoned meanwhile ({ended.why}); {folder.url} does not count")
+    commit_table(folder, job.manifest, job.config)
+    write_report(folder, job.manifest, job.config)
     write_success(folder, job.manifest, totals)
     return FinishedRun(ended, folder, JobResult(job.manifest, totals, fresh_rows, time.monotonic() - began), resumed)
 
 
-def _write_missing_success(folder: Folder) -> None:
-    """Write the `_SUCCESS` of a run that died just before it, unless its folder was removed since."""
+def _write_missing_success(folder: Folder, config: JobConfig) -> None:
+    """Finish a run that ended and died before its `_SUCCESS`, unless its folder was removed since."""
     if folder.exists(SUCCESS) or (manifest := plan_files.load(folder)) is None:
         return
     totals = totals_of(read_records(folder, manifest.fingerprint))
     if totals.rows == manifest.rows:
+        commit_table(folder, manifest, config)
         write_success(folder, manifest, totals)

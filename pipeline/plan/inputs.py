@@ -15,7 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import glob_translate
 
 from actors.engine.errors import UserError
-from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.config.job import RESULT_NAMES, JobConfig, StorageConfig
 from pipeline.read.files import Files, InputFile
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import filesystem
@@ -45,7 +45,7 @@ def check_output_disjoint(
     for url in listed:
         if f"{real_folder(os.path.dirname(url))}/".startswith(f"{folder}/"):
             raise UserError(f"{key}: {shown} holds the input file {url}; choose another folder")
-    for given in config.input.path:
+    for given in config.input.path if config.input.format != "iceberg" else ():  # a name in a catalog
         path = _real(given, config.storage)
         if glob.has_magic(path) and not os.path.lexists(path):
             pattern = re.compile(glob_translate(path))
@@ -107,7 +107,7 @@ def unchanged_files(pinned: Sequence[InputFile], listed: Files) -> list[InputFil
 
 def _future_names(config: JobConfig) -> Iterator[str]:
     """Names of files that the job may write into its output."""
-    results = ("answers", "results", "errors") if config.result_format != "parquet" else ()
+    results = RESULT_NAMES if config.result_format in ("jsonl", "openai_batch") else ()
     names = [*(f"part-{index:06d}.parquet" for index in range(1000)), *(f"{kind}.jsonl" for kind in results)]
     yield from names
     if config.input.since:

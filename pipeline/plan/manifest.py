@@ -32,16 +32,18 @@ from pipeline.plan.memory import Hardware
 from pipeline.plan.scheduler_choice import chosen_scheduler
 from pipeline.plan.shared_prefix import sampled_prefix
 from pipeline.prepare.prompt_spec import prompt_spec
-from pipeline.read.files import Files, InputFile, file_format, list_files
+from pipeline.read.files import Files, InputFile, file_format
+from pipeline.read.listing import list_input, list_pinned
 from pipeline.read.rows import read_layout
 from pipeline.read.schema import one_schema, plain
 from pipeline.read.shards import Shard, cut_shards
 from pipeline.read.text_files import with_json_fields
 from pipeline.runtime.announce import announced
 from pipeline.storage.concurrency import in_parallel
+from pipeline.tables.open import input_table
 
 log = logging.getLogger(__name__)
-ANSWERS_VERSION = 1  # raise by hand when a change of the code gives the same job file other answers
+ANSWERS_VERSION = 2  # raise by hand when a change of the code gives the same job file other answers
 GPU_CACHE_BYTES = 8 * 2**30  # cache of an actor on a whole GPU, where the engine has no pages
 
 
@@ -124,7 +126,12 @@ def plan_job(
         UserError: input is missing, unreadable, of the wrong type, or changed since the stored job began.
         NoRows: the input has no rows.
     """
-    listed = list_files(config.input.path, config.storage, config.input.format) if files is None else files
+    if files is not None:
+        listed = files
+    elif stored is None:
+        listed = list_input(config.input, config.storage)
+    else:
+        listed = list_pinned(config.input, config.storage, stored.files)
     check_output_disjoint(config, listed)
     if stored is None:
         pinned, schema = read_footers(config, listed)
@@ -203,8 +210,13 @@ def read_footers(config: JobConfig, listed: Files, limit: int | None = None) -> 
     text = text_columns(config)
     kinds = {url: file_format(url, config.input.format) for url in listed}
 
+    table = input_table(config.input, config.storage) if config.input.is_table else None
+
     def layout(url: str) -> tuple[InputFile, pa.Schema]:
-        return read_layout(url, *listed[url], config.storage, kinds[url], text, limit)
+        file, schema = read_layout(url, *listed[url], config.storage, kinds[url], text, limit)
+        if table is not None and config.input.snapshot is not None:
+            schema = table.as_shown(config.input.snapshot, url, schema, text.names)
+        return file, schema
 
     with announced("reading the input's footers, and text files once, for their rows and types"):
         footers = list(in_parallel(layout, listed))
@@ -230,8 +242,9 @@ def _identity(
     for file in files:
         inputs.update(f"{file.url}\0{file.size}\0{file.version}\n".encode())
     return {
-        "input": {**config.input.model_dump(mode="json", exclude={"since", "changed"}), "files": inputs.hexdigest()},
-        "output": config.output.model_dump(exclude={"path", "format"}),
+        "task": config.task,
+        "input": {**_input_identity(config), "files": inputs.hexdigest()},
+        "output": config.output.model_dump(exclude={"path", "format", "table"}),
         "model": {**config.model.model_dump(exclude={"path", "cache", "speed_adapter"}), **resolved.identity()},
         "schedule": {"speedup": schedule.speedup, **schedule.to_dict()},
         "sampling": config.sampling.model_dump(mode="json"),
@@ -244,6 +257,14 @@ def _identity(
         "limit": limit,
         "answers_version": ANSWERS_VERSION,
     }
+
+
+def _input_identity(config: JobConfig) -> dict[str, Any]:
+    """Keys of `input` that can change an answer."""
+    values = config.input.model_dump(mode="json", exclude={"since", "changed"})
+    if not config.input.is_table:
+        del values["snapshot"]
+    return values
 
 
 def plan_batching(config: JobConfig, resolved: ResolvedCheckpoint, rows: int, hardware: Hardware | None) -> Batching:

@@ -14,7 +14,7 @@ from actors.engine.errors import UserError
 from actors.engine.loading import memory_needed
 from actors.engine.weights import Need, gib
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
-from pipeline.config.job import ActorsConfig, JobConfig
+from pipeline.config.job import ActorsConfig, JobConfig, ModelConfig
 
 if TYPE_CHECKING:
     from pipeline.plan.manifest import Batching
@@ -52,10 +52,19 @@ def log_memory_estimate(
 
     An actor on a GPU checks the free memory there itself, before it loads.
     """
-    model, actors = config.model, config.actors
-    on_gpu = actors.gpus > 0 and model.device != "cpu"
+    need = actor_need(config.model, config.actors, checkpoint, batching)
+    how = "scoring" if config.scores else batching.scheduler
+    described = describe(need, config.model.dtype, config.actors)
+    log.info("%s; %s, at most %d rows in flight", described, how, batching.max_batch)
+    if hardware.on_this_machine:
+        check_fits(need, config.model, config.actors, machine_memory())
+
+
+def actor_need(model: ModelConfig, actors: ActorsConfig, checkpoint: ResolvedCheckpoint, batching: Batching) -> Need:
+    """Memory of one actor. Raises UserError if the weights are damaged."""
+    on_gpu = _on_gpu(model, actors)
     paged = uses_pages(model.engine, checkpoint.checkpoint, on_gpu=on_gpu)
-    need = memory_needed(
+    return memory_needed(
         checkpoint.checkpoint,
         model.dtype,
         batching.cache_bytes,
@@ -63,10 +72,6 @@ def log_memory_estimate(
         on_gpu=on_gpu,
         paged_rows=batching.max_batch if paged else 0,
     )
-    plan = f"{batching.scheduler}, at most {batching.max_batch} rows in flight"
-    log.info("%s; %s", describe(need, model.dtype, actors), plan)
-    if not on_gpu and hardware.on_this_machine:
-        check_fits(need, actors, machine_memory())
 
 
 def describe(need: Need, dtype: str, actors: ActorsConfig) -> str:
@@ -79,14 +84,18 @@ def describe(need: Need, dtype: str, actors: ActorsConfig) -> str:
     )
 
 
-def check_fits(need: Need, actors: ActorsConfig, memory: int) -> None:
-    """Raise UserError if the least number of actors needs more than `memory` bytes."""
+def check_fits(need: Need, model: ModelConfig, actors: ActorsConfig, memory: int) -> None:
+    """Raise UserError if the least number of actors, on CPUs, needs more than `memory` bytes."""
     least = actors.min or actors.most
-    if least * need.total > memory:
+    if not _on_gpu(model, actors) and least * need.total > memory:
         raise UserError(
             f"actors: {least} x {gib(need.total)} ({_parts(need)}) do not fit in this machine's {gib(memory)} of "
             "memory: lower actors.count or actors.cache_bytes, or set model.dtype: bfloat16"
         )
+
+
+def _on_gpu(model: ModelConfig, actors: ActorsConfig) -> bool:
+    return actors.gpus > 0 and model.device != "cpu"
 
 
 def machine_memory(groups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:

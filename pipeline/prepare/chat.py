@@ -77,6 +77,9 @@ def _message(number: int, message: Any) -> dict[str, Any]:
     content = fields.get("content")
     if isinstance(content, list):
         content = "\n".join(_part(number, part) for part in content)
+    if "tool_calls" in fields:
+        fields["tool_calls"] = [_call(number, call) for call in _listed(number, fields["tool_calls"])]
+        content = "" if content is None else content
     if content is None:
         raise UserError(f"message {number} ({role}) has no content")
     if not isinstance(content, str):
@@ -84,6 +87,26 @@ def _message(number: int, message: Any) -> dict[str, Any]:
     if role == "user" and not content.strip():
         raise UserError(f"message {number} ({role}) is empty")
     return {**fields, "content": content}
+
+
+def _listed(number: int, calls: Any) -> list[Any]:
+    if not isinstance(calls, list):
+        raise UserError(f"message {number}: tool_calls is of type {type(calls).__name__}; it must be a list")
+    return calls
+
+
+def _call(number: int, call: Any) -> dict[str, Any]:
+    """A call of a tool with its arguments as an object, as chat templates read it; OpenAI writes them as JSON."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise UserError(f"message {number}: a tool call must be {{function: {{name, arguments}}}}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"message {number}: arguments of a tool call: not JSON: {one_line(error)}") from None
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _part(number: int, part: Any) -> str:

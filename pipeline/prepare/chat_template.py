@@ -92,14 +92,17 @@ def _compiled(text: str) -> jinja2.Template:
     return environment.from_string(text)
 
 
-def _apply(tokenizer: Any, chat: Chat, messages: Sequence[Mapping[str, Any]]) -> str:
+Tools = Sequence[Mapping[str, Any]]
+
+
+def _apply(tokenizer: Any, chat: Chat, messages: Sequence[Mapping[str, Any]], tools: Tools = ()) -> str:
     """The chat template over messages. Raises OutOfBounds and `TEMPLATE_ERRORS`."""
-    text = tokenizer.get_chat_template()
+    text = tokenizer.get_chat_template(tools=list(tools) or None)
     values = {
         **tokenizer.special_tokens_map,
         **chat.values,
         "messages": [_with_reasoning(message) for message in messages],
-        "tools": None,
+        "tools": list(tools) or None,
         "documents": None,
         "add_generation_prompt": True,
         "strftime_now": partial(_clock, chat.now),
@@ -119,10 +122,13 @@ def _clock(now: float, form: object) -> str:
     return time.strftime(str(form)[:1000], time.gmtime(now))
 
 
-def render_chat(tokenizer: Any, chat: Chat, messages: Sequence[Mapping[str, Any]]) -> str:
-    """The prompt, up to the beginning of the answer. Raises UserError if the chat template refuses the messages."""
+def render_chat(tokenizer: Any, chat: Chat, messages: Sequence[Mapping[str, Any]], tools: Tools = ()) -> str:
+    """The prompt, up to the beginning of the answer.
+
+    tools: those that the model may call. Raises UserError if the chat template refuses the messages.
+    """
     try:
-        return _apply(tokenizer, chat, conversation(chat, messages))
+        return _apply(tokenizer, chat, conversation(chat, messages), tools)
     except OutOfBounds as error:
         raise UserError(f"chat template: {error}") from None
     except TEMPLATE_ERRORS as error:

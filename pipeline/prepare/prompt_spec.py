@@ -10,6 +10,7 @@ from actors.engine.grammar import GrammarCompiler
 from actors.engine.label_trie import ChoiceTrie
 from actors.engine.output_format import OutputFormat
 from actors.engine.types import SamplingParams
+from actors.tool_calls import form_of
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import JobConfig
 from pipeline.prepare.batch_requests import COLUMNS
@@ -40,6 +41,8 @@ class PromptSpec:
         is_batch: rows are requests of an OpenAI batch file.
         output_format: form of the job's answers; None for free text.
         format_column: kind of form -> column of the row's own, which overrides the job's.
+        continuations: column of the texts to score; None for rows to answer.
+        tools: column of the tools that a chat offers; None for none.
         too_long: `error`, or `truncate_left`, which leaves room for the answer.
     """
 
@@ -57,6 +60,8 @@ class PromptSpec:
     is_batch: bool = False
     output_format: OutputFormat | None = None
     format_column: Mapping[str, str] = field(default_factory=dict)
+    continuations: str | None = None
+    tools: str | None = None
     too_long: str = "error"
 
 
@@ -79,6 +84,8 @@ def prompt_spec(config: JobConfig, resolved: ResolvedCheckpoint, planned: float)
         is_batch=inputs.is_batch,
         output_format=config.output_format,
         format_column=inputs.output_format or {},
+        continuations=inputs.continuations,
+        tools=inputs.tools,
         too_long=inputs.too_long,
     )
 
@@ -87,6 +94,8 @@ def check_spec(spec: PromptSpec) -> None:
     """Raise UserError for a chat template, labels or lengths that would fail every row of the job."""
     if spec.chat is not None and not (spec.is_batch and tokenizer_of(spec.checkpoint).chat_template is None):
         check_chat(tokenizer_of(spec.checkpoint), spec.chat, shown_path(spec.checkpoint))
+    if spec.tools is not None:
+        form_of(tokenizer_of(spec.checkpoint))
     outside = [token for token in spec.sampling.stop_token_ids if token >= spec.vocab_size]
     if outside:
         raise UserError(f"sampling.stop_token_ids: {outside[0]} lies outside the vocabulary of {spec.vocab_size}")
@@ -104,7 +113,7 @@ def check_spec(spec: PromptSpec) -> None:
             raise UserError(f"choices: {error} (counted from 0)") from None
         if most + 1 >= context:
             raise UserError(f"choices: a label of {most} tokens leaves prompts no room in a context of {context}")
-    elif spec.too_long == "truncate_left" and spec.sampling.max_new_tokens >= context:
+    elif spec.continuations is None and spec.too_long == "truncate_left" and spec.sampling.max_new_tokens >= context:
         raise UserError(
             f"sampling.max_new_tokens = {spec.sampling.max_new_tokens} leaves truncated prompts no room in a context "
             f"of {context}: lower it, or set input.too_long: error"
@@ -119,10 +128,12 @@ def read_names(
     choices: str | None,
     is_batch: bool = False,
     output_format: Mapping[str, str] | None = None,
+    continuations: str | None = None,
+    tools: str | None = None,
 ) -> list[str]:
     """Columns that a row's prompt, sampling and form come from, each once. Raises UserError for a wrong template."""
     prompt = [column, messages] if template is None else template_columns(template)
     own = [sampling] if isinstance(sampling, str) else list((sampling or {}).values())
     requests = COLUMNS if is_batch else ()
-    names = [*prompt, *own, choices, *(output_format or {}).values(), *requests]
+    names = [*prompt, *own, choices, *(output_format or {}).values(), continuations, tools, *requests]
     return list(dict.fromkeys(name for name in names if name is not None))

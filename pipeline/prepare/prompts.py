@@ -8,60 +8,46 @@ any step keeps its place and gets the reason as its error; it never costs anothe
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 import pyarrow as pa
 
+from actors.continuations import checked_texts
 from actors.engine.constraint import check_compatible
 from actors.engine.errors import UserError
 from actors.engine.output_format import OutputFormat
-from actors.engine.types import SamplingParams
 from actors.openai_requests import CompletionRequest
+from actors.tool_calls import checked_tools, forced_call, form_of
 from pipeline.config.labels import check_labels
 from pipeline.messages import is_unicode, one_line
 from pipeline.prepare.batch_requests import read_batch_row
 from pipeline.prepare.chat import read_messages
 from pipeline.prepare.chat_template import render_chat
 from pipeline.prepare.label_tokens import longest, tokenize_labels
+from pipeline.prepare.prompt_row import Row, bound_length
 from pipeline.prepare.prompt_spec import PromptSpec, read_names
 from pipeline.prepare.row_sampling import own_sampling, read_overrides
 from pipeline.prepare.templates import render
-from pipeline.prepare.tokenizer import fewest_tokens, tokenize, tokenizer_of
+from pipeline.prepare.tokenizer import tokenize, tokenizer_of
 from pipeline.read import schema
 
 # columns added to a shard's table; planning refuses input columns of these names
 PROMPT_IDS, ERROR = "__prompt_ids", schema.ERROR
 # the row's own: canonical JSON of parameters; labels; form
 SAMPLING, CHOICES, FORM = "__sampling", "__choices", "__form"
+TOOLS = "__tools"  # true where the prompt offers tools
+CONTINUATIONS = "__continuations"  # token ids of the texts to score
 ADDED = {
     PROMPT_IDS: pa.list_(pa.int32()),
     ERROR: pa.string(),
     SAMPLING: pa.string(),
     CHOICES: pa.list_(pa.string()),
     FORM: pa.struct([("kind", pa.string()), ("text", pa.string())]),
+    CONTINUATIONS: pa.list_(pa.list_(pa.int32())),
+    TOOLS: pa.bool_(),
 }
-TRUNCATED_CHARACTERS = 2**23  # `too_long: truncate_left` reads no more of a prompt, from its end
 _NOT_PYTHON = (ValueError, OverflowError, LookupError)  # Arrow values that Python cannot hold: years, time zones
-
-
-@dataclass
-class _Row:
-    """A row on its way to a prompt; `error` ends it.
-
-    Args:
-        label: tokens of its longest label and the end, or 0.
-        is_chat: the chat template has written its text, with special tokens.
-    """
-
-    prompt: str | list[int] = ""
-    params: SamplingParams = field(default_factory=SamplingParams)
-    sampling: str | None = None
-    choices: list[str] | None = None
-    form: OutputFormat | None = None
-    label: int = 0
-    is_chat: bool = False
-    error: str | None = None
 
 
 def prepare_table(table: pa.Table, spec: PromptSpec) -> pa.Table:
@@ -75,46 +61,50 @@ def prepare_table(table: pa.Table, spec: PromptSpec) -> pa.Table:
         spec.choices_column,
         spec.is_batch,
         spec.format_column,
+        spec.continuations,
+        spec.tools,
     )
     rows = [
-        _read_row(values, spec) if error is None else _Row(error=error)
+        _read_row(values, spec) if error is None else Row(error=error)
         for values, error in zip(_python_rows(table, columns), errors, strict=True)
     ]
     _set_label_tokens(rows, spec)
     for row in rows:
-        if row.error is None and isinstance(row.prompt, str):
-            _bound_length(row, spec)
-    encoded = {is_chat: _encoded(rows, is_chat, spec) for is_chat in (False, True)}
-    for row in rows:
         if row.error is None:
-            tokens = row.prompt if isinstance(row.prompt, list) else next(encoded[row.is_chat])
-            try:
-                row.prompt = _fit(tokens, row, spec)
-            except UserError as error:
-                row.error = str(error)
-    return _with_added(table, [row if row.error is None else _Row(prompt=[], error=row.error) for row in rows])
+            bound_length(row, spec)
+    good = [row for row in rows if row.error is None]
+    texts = [row.to_tokenize(spec) for row in good]
+    encoded = {special: _encoded(texts, special, spec) for special in (False, True)}
+    for row, own in zip(good, texts, strict=True):
+        tokens = [next(encoded[special]) for _, special in own]
+        try:
+            row.read_tokens(tokens, spec)
+        except UserError as error:
+            row.error = str(error)
+    return _with_added(table, [row if row.error is None else Row(prompt=[], error=row.error) for row in rows])
 
 
-def _encoded(rows: Sequence[_Row], is_chat: bool, spec: PromptSpec) -> Iterator[list[int]]:
-    """Token ids of the rows whose prompt is a text, of chats or of the others."""
-    found = [row.prompt for row in rows if row.error is None and row.is_chat == is_chat]
-    texts = [text for text in found if isinstance(text, str)]
-    return tokenize(spec.checkpoint, texts, special_tokens=not is_chat)
+def _encoded(rows: Sequence[Sequence[tuple[str, bool]]], special: bool, spec: PromptSpec) -> Iterator[list[int]]:
+    """Token ids of the rows' texts to which the tokenizer adds special tokens, or of the others."""
+    texts = [text for row in rows for text, adds in row if adds == special]
+    return tokenize(spec.checkpoint, texts, special_tokens=special)
 
 
 def error_table(table: pa.Table, errors: Sequence[str]) -> pa.Table:
     """`prepare_table` of rows that are not read: each gets an error."""
     table, _ = schema.split_errors(table)
-    return _with_added(table, [_Row(prompt=[], error=error) for error in errors])
+    return _with_added(table, [Row(prompt=[], error=error) for error in errors])
 
 
-def _with_added(table: pa.Table, rows: Sequence[_Row]) -> pa.Table:
+def _with_added(table: pa.Table, rows: Sequence[Row]) -> pa.Table:
     added = {
         PROMPT_IDS: [row.prompt for row in rows],
         ERROR: [None if row.error is None else row.error.encode(errors="replace").decode() for row in rows],
         SAMPLING: [row.sampling for row in rows],
         CHOICES: [row.choices for row in rows],
         FORM: [None if row.form is None else asdict(row.form) for row in rows],
+        CONTINUATIONS: [row.continuations for row in rows],
+        TOOLS: [row.tools or None for row in rows],
     }
     for name, kind in ADDED.items():
         table = table.append_column(name, pa.array(added[name], kind))
@@ -140,22 +130,24 @@ def _python_rows(table: pa.Table, columns: Sequence[str]) -> list[Any]:
     return rows
 
 
-def _read_row(values: Mapping[str, Any] | Exception, spec: PromptSpec) -> _Row:
+def _read_row(values: Mapping[str, Any] | Exception, spec: PromptSpec) -> Row:
     """The row's text or token ids, its parameters and labels."""
     if isinstance(values, UnicodeDecodeError):
-        return _Row(error=f"not UTF-8: {values}")
+        return Row(error=f"not UTF-8: {values}")
     if isinstance(values, Exception):
-        return _Row(error=f"cannot be read: {one_line(values)}")
+        return Row(error=f"cannot be read: {one_line(values)}")
     try:
         is_chat, form = spec.chat is not None, None
         if spec.is_batch:
             request = read_batch_row(values)
             is_chat = request.prompt is None
-            prompt = _request_prompt(request, spec)
+            tools = _checked_offer(request.tools, spec)
+            prompt = _request_prompt(request, tools, spec)
             changes = request.sampling
-            form = _checked_form(request, spec)
+            form = _checked_form(request, tools, spec)
         else:
-            prompt = _prompt(values, spec)
+            tools = _checked_offer(None if spec.tools is None else values[spec.tools], spec)
+            prompt = _prompt(values, tools, spec)
             changes = _own_changes(values, spec)
             form = _own_form(values, spec)
         params, sampling = own_sampling(spec.sampling, changes)
@@ -168,9 +160,12 @@ def _read_row(values: Mapping[str, Any] | Exception, spec: PromptSpec) -> _Row:
             check_compatible("choices", params)
         if form is not None or spec.output_format is not None:
             check_compatible("output_format", params)
+        if tools and (choices or spec.choices or spec.output_format):
+            raise UserError("tools do not go with choices or output_format: a call would have another form")
+        texts = None if spec.continuations is None else _checked_continuations(values[spec.continuations])
     except ValueError as error:
-        return _Row(error=str(error))
-    return _Row(prompt, params, sampling, choices, form, is_chat=is_chat)
+        return Row(error=str(error))
+    return Row(prompt, params, sampling, choices, form, is_chat=is_chat, tools=bool(tools), texts=texts)
 
 
 def _own_changes(values: Mapping[str, Any], spec: PromptSpec) -> dict[str, Any]:
@@ -179,16 +174,28 @@ def _own_changes(values: Mapping[str, Any], spec: PromptSpec) -> dict[str, Any]:
     return {name: values[column] for name, column in spec.sampling_columns.items()}
 
 
-def _request_prompt(request: CompletionRequest, spec: PromptSpec) -> str | list[int]:
+def _checked_offer(value: Any, spec: PromptSpec) -> list[dict[str, Any]]:
+    """The row's tools, whose calls can be read. Raises UserError with the row's error."""
+    tools = checked_tools(value)
+    if tools:
+        form_of(tokenizer_of(spec.checkpoint))
+    return tools
+
+
+def _request_prompt(request: CompletionRequest, tools: list[dict[str, Any]], spec: PromptSpec) -> str | list[int]:
     if isinstance(request.prompt, list):
         return _checked_ids(request.prompt, spec.vocab_size)
     if request.prompt is not None:
         return _checked_text(request.prompt)
     assert spec.chat is not None
-    return _checked_text(render_chat(tokenizer_of(spec.checkpoint), spec.chat, read_messages(request.messages)))
+    messages = read_messages(request.messages)
+    return _checked_text(render_chat(tokenizer_of(spec.checkpoint), spec.chat, messages, tools))
 
 
-def _checked_form(request: CompletionRequest, spec: PromptSpec) -> OutputFormat | None:
+def _checked_form(request: CompletionRequest, tools: list[dict[str, Any]], spec: PromptSpec) -> OutputFormat | None:
+    """The form that a request asks for, or that of the calls that it wants. Raises UserError with the row's error."""
+    if request.tool_choice is not None:
+        return forced_call(tools, request.tool_choice, form_of(tokenizer_of(spec.checkpoint)))
     form = request.output_format
     if form is not None and spec.choices:
         raise UserError("body: response_format does not go with the job's choices")
@@ -209,7 +216,7 @@ def _own_form(values: Mapping[str, Any], spec: PromptSpec) -> OutputFormat | Non
     return None
 
 
-def _prompt(values: Mapping[str, Any], spec: PromptSpec) -> str | list[int]:
+def _prompt(values: Mapping[str, Any], tools: list[dict[str, Any]], spec: PromptSpec) -> str | list[int]:
     """A row's prompt as text, or the token ids of its prompt column. Raises UserError with the row's error."""
     if spec.messages is not None:
         messages = read_messages(values[spec.messages])
@@ -219,18 +226,26 @@ def _prompt(values: Mapping[str, Any], spec: PromptSpec) -> str | list[int]:
             return _checked_ids(content, spec.vocab_size)
         if content is None:
             raise UserError("prompt is null")
-        if _is_blank(content):
+        if _is_blank(content) and (spec.continuations is None or spec.chat is not None):
             raise UserError("prompt is empty")
         messages = [{"role": "user", "content": content}]
     if spec.chat is None:
         text: str = messages[0]["content"]
     else:
-        text = render_chat(tokenizer_of(spec.checkpoint), spec.chat, messages)
-    return _checked_text(text)
+        text = render_chat(tokenizer_of(spec.checkpoint), spec.chat, messages, tools)
+    return _checked_text(text, may_be_blank=spec.continuations is not None)
 
 
-def _checked_text(text: str) -> str:
-    if _is_blank(text):
+def _checked_continuations(value: Any) -> list[str]:
+    texts = checked_texts(value)
+    for number, text in enumerate(texts, 1):
+        if not is_unicode(text):
+            raise UserError(f"continuation {number} is not valid Unicode: it holds a lone surrogate")
+    return texts
+
+
+def _checked_text(text: str, *, may_be_blank: bool = False) -> str:
+    if _is_blank(text) and not may_be_blank:
         raise UserError("prompt is empty")
     if not is_unicode(text):
         raise UserError("prompt is not valid Unicode: it holds a lone surrogate")
@@ -254,7 +269,7 @@ def _checked_ids(ids: Sequence[int | None], vocab_size: int) -> list[int]:
 # lengths
 
 
-def _set_label_tokens(rows: Sequence[_Row], spec: PromptSpec) -> None:
+def _set_label_tokens(rows: Sequence[Row], spec: PromptSpec) -> None:
     """Set `label` of each row; a row whose labels are unusable gets an error."""
     own = [label for row in rows if row.error is None for label in row.choices or ()]
     labels = [*spec.choices, *own]
@@ -266,38 +281,3 @@ def _set_label_tokens(rows: Sequence[_Row], spec: PromptSpec) -> None:
                 row.label = longest(row.choices, ids) + 1 if row.choices else of_job
             except UserError as error:
                 row.error = str(error)
-
-
-def _bound_length(row: _Row, spec: PromptSpec) -> None:
-    """Refuse a text that cannot fit the context before it is tokenized, or cut it to the part that truncation reads."""
-    assert isinstance(row.prompt, str)
-    if spec.too_long == "truncate_left":
-        row.prompt = row.prompt[-TRUNCATED_CHARACTERS:]
-        return
-    room = spec.context_length - (row.label or 1)
-    least = fewest_tokens(spec.checkpoint, row.prompt, enough=room)
-    if least > room:
-        row.error = _no_room(f"at least {least}", row, spec)
-
-
-def _fit(tokens: list[int], row: _Row, spec: PromptSpec) -> list[int]:
-    """Tokens that leave room for the answer: for a whole label, or for one token of free text.
-
-    Raises UserError with the row's error.
-    """
-    if not tokens:
-        raise UserError("prompt has no tokens")
-    context = spec.context_length
-    if len(tokens) + (row.label or 1) <= context:
-        return tokens
-    if spec.too_long == "error":
-        raise UserError(_no_room(str(len(tokens)), row, spec))
-    answer = row.label or row.params.max_new_tokens
-    if answer >= context:
-        raise UserError(f"prompt of {len(tokens)} tokens: {answer} new ones leave it no room in a context of {context}")
-    return tokens[answer - context :]
-
-
-def _no_room(tokens: str, row: _Row, spec: PromptSpec) -> str:
-    answer = f" for a label of {row.label - 1}" if row.label else ""
-    return f"prompt of {tokens} tokens leaves no room{answer} in a context of {spec.context_length}"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from pipeline import metrics
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import error_table, prepare_table
 from pipeline.read.ipc import from_ipc, to_ipc
@@ -35,11 +36,12 @@ def prepare(batch: Mapping[str, Any], spec: PromptSpec, quarantine: Quarantine |
         _prepare_shard(int(shard), from_ipc(rows), spec, quarantine)
         for shard, rows in zip(batch["shard"], batch["rows"], strict=True)
     ]
-    seconds = (time.perf_counter() - began) / max(len(tables), 1)
+    seconds = time.perf_counter() - began
+    metrics.add("seconds", seconds, part="prepare")
     return {
         **{name: batch[name] for name in ("shard", "url", "first_row")},
         "rows": _binary([to_ipc(table) for table in tables]),
-        "prepare_seconds": np.full(len(tables), seconds),
+        "prepare_seconds": np.full(len(tables), seconds / max(len(tables), 1)),
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,10 +17,10 @@ from pipeline.prepare.length_bound import LengthBound
 
 @dataclass(frozen=True)
 class KnownTokenizer:
-    """A checkpoint, and the class of its tokenizer as `load_tokenizer` takes it."""
+    """A checkpoint, and the class of its tokenizer as `load_tokenizer` takes it; it does not distinguish tokenizers."""
 
     checkpoint: PinnedFolder | RemoteCheckpoint
-    class_name: str
+    class_name: str | None = field(default=None, compare=False)
 
 
 Source = str | PinnedFolder | RemoteCheckpoint | KnownTokenizer
@@ -40,8 +40,9 @@ def tokenizer_of(checkpoint: Source) -> Any:
 
 
 def known_tokenizer(checkpoint: ResolvedCheckpoint) -> KnownTokenizer:
-    """The tokenizer for other processes, loaded here once for its class. Raises UserError if it is damaged."""
-    return KnownTokenizer(checkpoint.pinned(), tokenizer_class_name(tokenizer_of(checkpoint.source)))
+    """The tokenizer for other processes, loaded here once, for its class too. Raises UserError if it is damaged."""
+    unknown = KnownTokenizer(checkpoint.pinned())
+    return replace(unknown, class_name=tokenizer_class_name(tokenizer_of(unknown)))
 
 
 def shown_path(checkpoint: Source) -> str:

@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
 from actors.engine.errors import UserError, flat
-from pipeline.config.job import InputFormat, StorageConfig
+from pipeline.config.input import InputFormat
+from pipeline.config.job import StorageConfig
 from pipeline.storage.errors import NoSuchBucket
 from pipeline.storage.folder import filesystem
 
@@ -65,7 +66,7 @@ class InputFile:
 def file_format(url: str, given: InputFormat | None) -> str:
     """How a file is read: as `input.format` says, else by its suffix, as Parquet if it has no known one."""
     if given is not None:
-        return "jsonl" if given == "openai_batch" else given
+        return {"openai_batch": "jsonl", "iceberg": "parquet", "delta": "parquet"}.get(given, given)
     return next((kind for kind, suffixes in SUFFIXES.items() if url.endswith(suffixes)), "parquet")
 
 
@@ -196,11 +197,18 @@ def _other_format(head: bytes) -> str | None:
 
 def check_unchanged(file: InputFile, storage: StorageConfig) -> None:
     """Raise UserError if a pinned file is gone or has another size or version."""
-    fs, path = filesystem(file.url, storage)
+    now = stat(file.url, storage)
+    if now is None:
+        raise UserError(f"{file.url}: gone since the job began")
+    if now != (file.size, file.version):
+        raise UserError(f"{file.url}: changed since the job began")
+
+
+def stat(url: str, storage: StorageConfig) -> tuple[int, str] | None:
+    """Bytes and version of a file; None if there is none."""
+    fs, path = filesystem(url, storage)
     try:
         entry = fs.info(path)
-        same = (int(entry["size"]), _version(entry, fs, path)) == (file.size, file.version)
+        return int(entry["size"]), _version(entry, fs, path)
     except FileNotFoundError:
-        raise UserError(f"{file.url}: gone since the job began") from None
-    if not same:
-        raise UserError(f"{file.url}: changed since the job began")
+        return None

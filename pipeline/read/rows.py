@@ -9,7 +9,7 @@ import pyarrow as pa
 from pipeline.config.job import StorageConfig
 from pipeline.read.files import InputFile, check_unchanged, read_footer
 from pipeline.read.ipc import to_ipc
-from pipeline.read.schema import conform
+from pipeline.read.schema import conform, with_all
 from pipeline.read.shards import Shard, read_shards
 from pipeline.read.text_files import TextColumns, read_text, scan_text
 from pipeline.storage.folder import STORE_ERRORS
@@ -35,7 +35,7 @@ def read_rows(
 ) -> Iterator[pa.Table]:
     """Tables of shards of one file, in order, with the column `ERROR`. Raises as `read_shards` and `read_text`."""
     if file.format == "parquet":
-        yield from (conform(table, schema) for table in read_shards(shards, schema.names, storage))
+        yield from (conform(with_all(table, schema), schema) for table in read_shards(shards, schema.names, storage))
     else:
         yield from read_text(shards, file, schema, storage)
 

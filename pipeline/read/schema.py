@@ -209,6 +209,14 @@ def is_text(kind: pa.DataType) -> bool:
     return bool(types.is_string(kind) or types.is_large_string(kind))
 
 
+def with_all(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The table with nulls for each column of the schema that its file lacks, as an older data file of a table may."""
+    for field in schema:
+        if field.name not in table.column_names:
+            table = table.append_column(field.name, pa.nulls(table.num_rows, field.type))
+    return table
+
+
 def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """The table's columns cast to the schema, and a column `ERROR` for rows with a value that does not fit.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,12 +14,14 @@ from pipeline.config.job import StorageConfig
 from pipeline.read.files import InputFile
 from pipeline.read.rows import read_blocks
 from pipeline.read.shards import Shard, group_shards
+from pipeline.runtime.ray_metrics import export
 
 
 class ShardSource(Datasource):
     """Ray Data source of shards: one block per shard, as `read_blocks` yields them.
 
-    A read task takes consecutive shards of one file, at most `task_rows` rows and `task_bytes` bytes of them.
+    A read task takes consecutive shards of one file, at most `task_rows` rows and `task_bytes` bytes of them. output:
+    the job's output folder, the label of the metrics of its processes.
     """
 
     def __init__(
@@ -30,12 +32,14 @@ class ShardSource(Datasource):
         storage: StorageConfig,
         task_rows: int,
         task_bytes: int,
+        output: str,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tasks = group_shards(shards, files, task_rows, task_bytes)
         self.files = {file.url: file for file in files}
         self.schema = schema
         self.storage = storage
+        self.output = output
 
     def estimate_inmemory_data_size(self) -> int | None:
         return None
@@ -47,6 +51,14 @@ class ShardSource(Datasource):
 
     def _read_task(self, shards: list[Shard]) -> ReadTask:
         # without a reference to self, which would be pickled into every task
-        read = partial(read_blocks, shards, self.files[shards[0].url], self.schema, self.storage)
+        read = partial(_read, self.output, shards, self.files[shards[0].url], self.schema, self.storage)
         metadata = BlockMetadata(num_rows=len(shards), size_bytes=None, input_files=(shards[0].url,), exec_stats=None)
         return ReadTask(read, metadata)
+
+
+def _read(
+    output: str, shards: Sequence[Shard], file: InputFile, schema: pa.Schema, storage: StorageConfig
+) -> Iterator[pa.Table]:
+    """A read task, in a worker process."""
+    export(output)
+    yield from read_blocks(shards, file, schema, storage)

@@ -1,21 +1,46 @@
-"""Progress of a running job: one live line on a terminal, else a line every ten seconds."""
+"""Progress of a running job, and the job's gauges.
+
+One live line on a terminal; else a line every ten seconds, and whenever the run waits for something else.
+"""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
+from dataclasses import asdict, dataclass
 from types import TracebackType
+from typing import Any
 
 import ray
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from pipeline import metrics
 from pipeline.generate.coordinator import RunCoordinator, RunProgress, Workload
+from pipeline.runtime.announce import announce, goes_to_log
 
 PLAIN_SECONDS = 10.0
 LIVE_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Rates over the time in which shards were worked on, and the time left; None: not known yet, or none."""
+
+    rows_per_second: float
+    tokens_per_second: float
+    eta_seconds: float | None
+
+
+def pace(run: RunProgress, working_seconds: float, work: Workload) -> Pace | None:
+    """None before the first commit. Arguments as for `progress_line`."""
+    if run.shards == 0 or working_seconds <= 0:
+        return None
+    left = work.rows - work.done_rows - run.rows
+    eta = left * working_seconds / run.rows if run.rows else None
+    return Pace(run.rows / working_seconds, run.tokens / working_seconds, eta)
 
 
 def progress_line(run: RunProgress, seconds: float, working_seconds: float, work: Workload) -> str:
@@ -28,24 +53,25 @@ def progress_line(run: RunProgress, seconds: float, working_seconds: float, work
     line = f"{work.done_shards + run.shards}/{work.shards} shards  {work.done_rows + run.rows:,}/{work.rows:,} rows"
     if run.errors:
         line += f" ({run.errors:,} errors)"
+    rates = pace(run, working_seconds, work)
     if run.shards == 0:
-        line += f"  {_waits_for(run)}"
-    elif working_seconds > 0:
-        line += f"  {run.rows / working_seconds:,.1f} rows/s  {run.tokens / working_seconds:,.0f} tokens/s"
-        left = work.rows - work.done_rows - run.rows
-        if run.rows and left:
-            line += f"  ETA {_clock(left * working_seconds / run.rows)}"
+        line += f"  {_waits_for(run)[1]}"
+    elif rates is not None:
+        line += f"  {rates.rows_per_second:,.1f} rows/s  {rates.tokens_per_second:,.0f} tokens/s"
+        if rates.eta_seconds:
+            line += f"  ETA {_clock(rates.eta_seconds)}"
     return line + f"  {_clock(seconds)} elapsed"
 
 
-def _waits_for(run: RunProgress) -> str:
+def _waits_for(run: RunProgress) -> tuple[str, str]:
+    """What a run without a commit waits for: without numbers, and for its line."""
     if run.at_work:
-        return f"answering the first {run.at_work} shards"
+        return "answering", f"answering the first {run.at_work} shards"
     if run.download:
-        return run.download
+        return "downloading", run.download
     if run.loading:
-        return f"loading the model in {run.loading} actors"
-    return "starting workers, preparing the first shard"
+        return "loading", f"loading the model in {run.loading} actors"
+    return "starting", "starting workers, preparing the first shard"
 
 
 def _clock(seconds: float) -> str:
@@ -62,6 +88,7 @@ class Progress:
         self.work = work
         self.began = time.monotonic()
         self.working_since: float | None = None
+        self.phase = ""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._show, name="progress", daemon=True)
 
@@ -74,27 +101,44 @@ class Progress:
     ) -> None:
         self._stop.set()
         self._thread.join()
+        if kind is None:
+            self._read()  # the last commits
 
-    def _line(self) -> str:
+    def _read(self) -> tuple[str, dict[str, Any]]:
+        """The line, and the same as fields of an event. Sets the job's gauges."""
         try:
             run = self.coordinator.read()
         except (ray.exceptions.RayError, TimeoutError):
-            return "progress unknown: the run's coordinator does not answer"
+            return "progress unknown: the run's coordinator does not answer", {}
         now = time.monotonic()
+        self.phase = "rows" if run.shards else _waits_for(run)[0]
         if self.working_since is None and (run.at_work or run.shards):
             self.working_since = now
-        return progress_line(run, now - self.began, now - (self.working_since or now), self.work)
+        seconds, working_seconds = now - self.began, now - (self.working_since or now)
+        work, rates = self.work, pace(run, working_seconds, self.work)
+        done = work.done_rows + run.rows
+        metrics.set_gauge("job_rows", work.rows)
+        metrics.set_gauge("job_rows_done", done)
+        fields: dict[str, Any] = {"seconds": seconds, "shards_done": work.done_shards + run.shards}
+        fields |= {"shards": work.shards, "rows_done": done, "rows": work.rows, "errors": run.errors}
+        if rates is not None:
+            fields |= asdict(rates)
+            if rates.eta_seconds is not None:
+                metrics.set_gauge("eta_seconds", rates.eta_seconds)
+        return progress_line(run, seconds, working_seconds, work), fields
 
     def _show(self) -> None:
         console = Console(file=sys.stderr)
-        if not console.is_terminal:
-            shown = time.monotonic()
+        if goes_to_log() or not console.is_terminal:
+            shown, phase = time.monotonic(), ""
             while not self._stop.wait(LIVE_SECONDS):
-                line = self._line()
-                if time.monotonic() - shown >= PLAIN_SECONDS:
-                    shown = time.monotonic()
-                    print(line, file=sys.stderr, flush=True)
+                line, fields = self._read()
+                if self.phase != phase or time.monotonic() - shown >= PLAIN_SECONDS:
+                    if self.phase == "rows" != phase:
+                        line += ": the first rows"
+                    shown, phase = time.monotonic(), self.phase
+                    announce(line, "progress", **fields)
             return
         with Live(console=console, transient=True, refresh_per_second=4) as live:
             while not self._stop.wait(LIVE_SECONDS):
-                live.update(Text(self._line()))
+                live.update(Text(self._read()[0]))

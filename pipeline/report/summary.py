@@ -15,11 +15,14 @@ from rich.table import Table
 from pipeline.commit.finalize import STATS, SUMMARY
 from pipeline.commit.results import recorded
 from pipeline.commit.sink import SUCCESS, part_name
-from pipeline.generate.stats import STATS_SCHEMA, ShardStats, Totals
+from pipeline.commit.table import recorded as table_records
+from pipeline.generate.stats import STATS_SCHEMA, ShardStats, Totals, slowest_shards
 from pipeline.plan.manifest import Manifest
+from pipeline.report.job_page import REPORT
 from pipeline.storage.folder import Folder
 
 SHOWN_SHARDS = 20
+SHOWN_SCORES = ("cumulative_logprob", "perplexity", "is_greedy")
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class JobResult:
 
 def print_report(console: Console, manifest: Manifest, shards: pa.Table, totals: Totals) -> None:
     """Print the table of shards, the slowest `SHOWN_SHARDS` if there are more, and the totals."""
-    slowest = shards.sort_by([("generate_seconds", "descending"), ("shard", "ascending")]).slice(0, SHOWN_SHARDS)
+    slowest = slowest_shards(shards, SHOWN_SHARDS)
     shown = [ShardStats(**row) for row in slowest.select(STATS_SCHEMA.names).to_pylist()]
     title = "Shards" if len(shown) == totals.shards else f"The {len(shown)} slowest of {totals.shards} shards"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
@@ -43,7 +46,7 @@ def print_report(console: Console, manifest: Manifest, shards: pa.Table, totals:
         "rows",
         "errors",
         "prompt tok",
-        "new tok",
+        "scored tok" if _scores(manifest) else "new tok",
         "prefill s",
         "decode s",
         "tok/s",
@@ -69,13 +72,15 @@ def print_report(console: Console, manifest: Manifest, shards: pa.Table, totals:
     depth = "no decode steps" if totals.mean_depth is None else f"mean depth {totals.mean_depth:.2f} of {layers}"
     ratio = "" if totals.layer_ratio is None else f", layer ratio {totals.layer_ratio:.2f}x"
     answers = "" if totals.answers == totals.rows else f" ({totals.answers:,} answers)"
+    made = "scored" if _scores(manifest) else "generated"
     console.print(
         f"\n{totals.rows:,} rows{answers} in {totals.shards} shards, {totals.errors:,} with an error; "
-        f"{totals.prompt_tokens:,} prompt and {totals.generated_tokens:,} generated tokens\n"
+        f"{totals.prompt_tokens:,} prompt and {totals.generated_tokens:,} {made} tokens\n"
         f"{depth}{ratio}: {totals.layer_steps:,} layer steps where full depth runs {totals.full_layer_steps:,}\n"
         f"actor seconds: prefill {totals.prefill_seconds:.1f}, decode {totals.decode_seconds:.1f}, "
         f"all {totals.generate_seconds:.1f}; prepare {totals.prepare_seconds:.1f}, commit {totals.commit_seconds:.1f}; "
         f"padding {100 * totals.padding_fraction:.1f}%\n"
+        f"{_cost(totals)}"
         f"cache {totals.cache_bytes / 2**20:.1f} MiB a batch at most, peak memory of an actor "
         f"{totals.peak_memory_bytes / 2**20:,.0f} MiB",
         highlight=False,
@@ -97,11 +102,21 @@ def print_report(console: Console, manifest: Manifest, shards: pa.Table, totals:
         console.print(f"warning: {totals.duplicate_ids:,} rows share their id with another row of their shard")
 
 
+def _cost(totals: Totals) -> str:
+    """Device-seconds and money, in all and for a million tokens; "" without tokens."""
+    if totals.device_seconds_per_million_tokens is None:
+        return ""
+    line = f"cost: {totals.device_seconds:,.1f} device-seconds, {totals.device_seconds_per_million_tokens:,.0f}"
+    if totals.money_per_million_tokens is not None:
+        line += f", and money {totals.money:,.4g}, {totals.money_per_million_tokens:,.4g}"
+    return f"{line} a million tokens\n"
+
+
 def print_result(console: Console, folder: Folder, result: JobResult, show: int) -> None:
     """Print `show` rows with their answers, the statistics of a run, and the paths of its output."""
     for row in first_rows(folder, show) if show else []:
         console.print(f"\n[{row['id']}]", markup=False, highlight=False)
-        for name in ("prompt", "generated_text", "error"):
+        for name in ("prompt", "generated_text", *SHOWN_SCORES, "error"):
             if row.get(name) is not None:
                 shown = name.replace("generated_text", "answer")
                 console.print(f"  {shown}: {row[name]}", markup=False, highlight=False)
@@ -119,10 +134,18 @@ def print_result(console: Console, folder: Folder, result: JobResult, show: int)
     written = sorted(recorded(folder))
     if written:
         console.print(f"JSON Lines: {', '.join(f'{folder.url}/{name}' for name in written)}", highlight=False)
+    for table in table_records(folder).values():
+        console.print(f"table: {table.table}, snapshot {table.snapshot}", markup=False, highlight=False)
+    report = f", report: {folder.url}/{REPORT}" if folder.exists(REPORT) else ""
     console.print(
-        f"answers: {folder.url}/part-*.parquet\nstatistics: {folder.url}/{STATS}, summary: {folder.url}/{SUMMARY}",
+        f"answers: {folder.url}/part-*.parquet\n"
+        f"statistics: {folder.url}/{STATS}, summary: {folder.url}/{SUMMARY}{report}",
         highlight=False,
     )
+
+
+def _scores(manifest: Manifest) -> bool:
+    return manifest.identity.get("task") == "score"
 
 
 def last_errors(folder: Folder) -> list[tuple[int, int]]:

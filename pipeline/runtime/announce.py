@@ -1,20 +1,54 @@
-"""Progress lines on standard error."""
+"""Progress lines on standard error, or as events in a log of JSON lines."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 INTERVAL = 10.0  # seconds between two lines of a `RowProgress`
 QUIET_SECONDS = 2.0  # after which an `announced` phase is named
+EVENT = "event"  # field of a log record: its kind
 
 
-def announce(text: str) -> None:
-    """Print the stage that begins."""
-    print(text, file=sys.stderr, flush=True)
+class _Lines(logging.Handler):
+    """Prints to what is standard error at that time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
+_log = logging.getLogger("pipeline.announced")
+_log.setLevel(logging.INFO)
+_log.addHandler(_Lines())
+_log.propagate = False
+_LINES = list(_log.handlers)
+
+
+def announce_to_log(to_log: bool) -> None:
+    """Send announcements to the handlers of the root logger, or print them again."""
+    _log.propagate = to_log
+    _log.handlers = [] if to_log else list(_LINES)
+
+
+def goes_to_log() -> bool:
+    """Whether announcements are log records."""
+    return _log.propagate
+
+
+def announce(text: str, event: str = "announcement", level: int = logging.INFO, **fields: Any) -> None:
+    """Print a line, such as the stage that begins; in a log of JSON lines an event with these fields."""
+    _log.log(level, "%s", text, extra={EVENT: event, **fields})
+
+
+def record(text: str, event: str, **fields: Any) -> None:
+    """`announce` in a log of JSON lines; printed nowhere else."""
+    if goes_to_log():
+        announce(text, event, **fields)
 
 
 @contextmanager
@@ -67,5 +101,9 @@ class RowProgress:
     def __call__(self, running: Collection[int]) -> None:
         """Take note of the rows that run now; rows that ran before and do not any more are done."""
         self._started.update(running)
+        self.at(len(self._started) - len(running))
+
+    def at(self, done: int) -> None:
+        """Announce the rows that are done, if it is time."""
         if self._timer.is_due():
-            announce(f"{self.stage}: {len(self._started) - len(running):,} of {self.rows:,} rows")
+            announce(f"{self.stage}: {done:,} of {self.rows:,} rows")

@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -19,8 +18,9 @@ from ray.autoscaler.sdk import request_resources
 
 from actors.engine.errors import UserError, flat
 from pipeline.config.job import ActorsConfig
+from pipeline.runtime.announce import announce
 from pipeline.runtime.liveness import endpoints, watched
-from pipeline.runtime.loopback import LOOPBACK, on_loopback
+from pipeline.runtime.loopback import LOOPBACK, is_on_loopback, on_loopback
 from pipeline.runtime.signals import Interrupted, shielded
 
 log = logging.getLogger(__name__)
@@ -41,14 +41,14 @@ class _Connection:
         self.own_ray = False  # to a Ray that was started for it: nothing can be added to that
         self.levels: dict[logging.Logger | logging.Handler, int] = {}  # before, to be restored
 
-    def enter(self, verbose: bool) -> None:
+    def enter(self, verbose: bool, metrics_port: int | None) -> None:
         with self.lock:
             if self.users == 0:
                 self._set_levels(verbose)
                 self.ours = not ray.is_initialized()
                 try:
                     if self.ours:
-                        self.own_ray = _connect(verbose)
+                        self.own_ray = _connect(verbose, metrics_port)
                     self._set_levels(verbose)  # of handlers that Ray has added
                 except BaseException:
                     self._leave()
@@ -105,13 +105,24 @@ def actor_cpus(actors: ActorsConfig) -> float:
     return actors.cpus if actors.cpus is not None else (1.0 if actors.gpus else 0.5)
 
 
+def check_metrics_port(port: int) -> None:
+    """UserError if no Ray of our own could serve metrics there."""
+    if not is_own_ray():
+        raise UserError("--metrics-port is for a Ray of the job's own; the nodes of a cluster have ports of their own")
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(f"--metrics-port: {port} on 127.0.0.1 cannot be used: {flat(error)}") from None
+
+
 @contextmanager
-def connected(verbose: bool) -> Iterator[None]:
+def connected(verbose: bool, metrics_port: int | None = None) -> Iterator[None]:
     """A Ray for the block: the caller's, else the cluster that RAY_ADDRESS names, else one of our own.
 
-    Log levels and signal handlers are the caller's again afterwards. Raises RayDied if it dies meanwhile.
+    metrics_port: on which one of our own serves metrics; default any. Log levels and signal handlers are the caller's
+    again afterwards. Raises RayDied if it dies meanwhile.
     """
-    _connection.enter(verbose)
+    _connection.enter(verbose, metrics_port)
     try:
         with watched(endpoints(own=_connection.own_ray)):
             yield
@@ -120,9 +131,9 @@ def connected(verbose: bool) -> Iterator[None]:
 
 
 @contextmanager
-def ray_session(actors: ActorsConfig, verbose: bool) -> Iterator[None]:
+def ray_session(actors: ActorsConfig, verbose: bool, metrics_port: int | None = None) -> Iterator[None]:
     """`connected`, with room for the actors. UserError if they can never be placed."""
-    with connected(verbose):
+    with connected(verbose, metrics_port):
         wait_for_nodes(actors)
         yield
 
@@ -179,7 +190,7 @@ def wait_for_nodes(actors: ActorsConfig) -> None:
             if time.monotonic() - said >= WAIT_LINE_SECONDS:
                 said = time.monotonic()
                 limit = f"{waited:.0f} of {actors.wait_seconds:g} s"
-                print(f"waiting for the cluster to grow, {limit}: {problem}", file=sys.stderr, flush=True)
+                announce(f"waiting for the cluster to grow, {limit}: {problem}", "waiting")
             time.sleep(WAIT_POLL_SECONDS)
             problem = placement_problem(actors, ray.cluster_resources())
     finally:
@@ -203,16 +214,20 @@ def placement_problem(actors: ActorsConfig, resources: dict[str, float]) -> str:
     return ""
 
 
-def _connect(verbose: bool) -> bool:
+def _connect(verbose: bool, metrics_port: int | None) -> bool:
     """Connect to the cluster that RAY_ADDRESS names, or start a Ray of our own; whether it is our own."""
     level = logging.INFO if verbose else logging.ERROR
     settings: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
     address = os.environ.get("RAY_ADDRESS", "")
     if not address:
         settings |= {**LOOPBACK, "num_cpus": max(2, os.cpu_count() or 1), "object_store_memory": OBJECT_STORE_BYTES}
+        settings["_metrics_export_port"] = metrics_port
     on_sigterm = signal.getsignal(signal.SIGTERM)  # ray.init installs a handler of its own
     try:
-        with _quiet_start() if QUIET in os.environ else nullcontext(), nullcontext() if address else on_loopback():
+        with (
+            _quiet_start() if QUIET in os.environ else nullcontext(),
+            on_loopback() if is_on_loopback(address) else nullcontext(),
+        ):
             ray.init(**settings)
     except SystemExit:  # raised by Ray's handler of SIGTERM
         raise Interrupted("SIGTERM") from None

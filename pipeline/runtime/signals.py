@@ -24,7 +24,9 @@ POLL_SECONDS = 0.2
 
 
 class Interrupted(KeyboardInterrupt):
-    """SIGTERM, SIGINT or a lost lease; the same command finishes the job."""
+    """SIGTERM, SIGINT, a lost lease or a spent budget; the same command finishes the job."""
+
+    advice: str | None = None  # what to do next, if it is not the command's usual advice
 
 
 class _Job:
@@ -70,6 +72,14 @@ class _Job:
             elif not self.raised.is_set():
                 self.raised.set()
                 _raise_in(self.thread, Interrupted)
+
+    def ask(self, reason: str) -> None:
+        """Interrupt the job from another thread, with grace where it has some."""
+        grace = self.grace
+        if grace is None or not self.has_handlers:  # the end of a grace is a signal
+            self.interrupt()
+        elif grace.signal is None:
+            grace.ask(reason)
 
     def end(self) -> None:
         """After this nothing is raised."""
@@ -227,3 +237,9 @@ def interrupter() -> Callable[[], None]:
     """
     job = _jobs.current
     return job.interrupt if job is not None else lambda: None
+
+
+def asker() -> Callable[[str], None]:
+    """A function for other threads, called with a reason: as `interrupter`, but with the grace of a first signal."""
+    job = _jobs.current
+    return job.ask if job is not None else lambda reason: None

@@ -23,6 +23,7 @@ from fsspec.asyn import sync_wrapper
 from s3fs import S3FileSystem
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
+from pipeline import metrics
 from pipeline.messages import one_line
 from pipeline.storage.errors import ConditionRefused, StoreFailed
 from pipeline.storage.s3_errors import (
@@ -146,7 +147,8 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
             raise final_error(url, method, error) from None
 
     def _warn(self, url: str, budget: _Budget, state: RetryCallState) -> None:
-        """Log why a call is being retried, once a minute at most."""
+        """Count the retry, and log why a call is being retried, once a minute at most."""
+        metrics.add("store_retries")
         temporary = budget.failure(state)
         now = time.monotonic()
         if now - budget.began > QUIET_SECONDS and now - self._warned > WARNING_SECONDS:

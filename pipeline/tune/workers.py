@@ -34,7 +34,7 @@ def train_in_workers(config: TuneConfig, recorded: TuneConfig) -> None:
 
     workers = config.workers
     assert workers is not None
-    resolved = _absolute(config)
+    resolved = absolute(config)
     owns_ray = not ray.is_initialized()
     if owns_ray:
         settings: dict[str, Any] = {"address": workers.address, "logging_level": logging.ERROR}
@@ -45,7 +45,7 @@ def train_in_workers(config: TuneConfig, recorded: TuneConfig) -> None:
     try:
         _check_fits(ray.cluster_resources(), workers.count, workers.cpus, workers.gpus)
         TorchTrainer(
-            _worker,
+            work,
             train_loop_config={
                 "config": resolved.model_dump(exclude_unset=True),
                 "recorded": recorded.model_dump(exclude_unset=True),
@@ -72,29 +72,30 @@ def train_in_workers(config: TuneConfig, recorded: TuneConfig) -> None:
             ray.shutdown()
 
 
-def _worker(options: dict[str, Any]) -> None:
+def work(options: dict[str, Any]) -> None:
+    """One worker's part; options: `config` and `recorded` of `train`, as values."""
     config = TuneConfig.model_validate(options["config"])
     train(config, plan_training(config), recorded=TuneConfig.model_validate(options["recorded"]))
 
 
-def _absolute(config: TuneConfig) -> TuneConfig:
+def absolute(config: TuneConfig) -> TuneConfig:
     """The config with absolute local paths: a worker has a working directory of its own."""
 
-    def absolute(path: str | None) -> str | None:
+    def of(path: str | None) -> str | None:
         return None if path is None else str(Path(path).absolute())
 
     data = config.data.model_copy(
         update={
-            "train": [absolute(path) for path in config.data.train],
-            "dev": [absolute(path) for path in config.data.dev],
+            "train": [of(path) for path in config.data.train],
+            "dev": [of(path) for path in config.data.dev],
         }
     )
     return config.model_copy(
         update={
             "data": data,
-            "model": config.model.model_copy(update={"path": absolute(config.model.path)}),
-            "loss": config.loss.model_copy(update={"teacher": absolute(config.loss.teacher)}),
-            "output": absolute(config.output),
+            "model": config.model.model_copy(update={"path": of(config.model.path)}),
+            "loss": config.loss.model_copy(update={"teacher": of(config.loss.teacher)}),
+            "output": of(config.output),
         }
     )
 

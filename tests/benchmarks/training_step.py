@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("--distillation", action="store_true", help="from the model itself, instead of cross-entropy")
     parser.add_argument("--without-prompt-gradient", action="store_true")
     parser.add_argument("--padded", action="store_true", help="the plain way too")
+    parser.add_argument("--fp32", action="store_true", help="also where the device has bfloat16 instructions")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=None)
     asked = parser.parse_args()
@@ -77,7 +78,11 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
     loss = LossConfig(references=0.0, distillation=1.0) if asked.distillation else LossConfig()
     rows = random_pairs(asked.pairs, asked.prompt, asked.shared, asked.response, model.config.vocab_size)
-    bf16 = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
+    bf16 = not asked.fp32 and (device.type == "cuda" or torch.cpu._is_avx512_bf16_supported())
+    schedules = {
+        speed: found.schedule({"speedup": speed, "horizon": asked.response, "keep_order": "paper"})
+        for speed in asked.speeds
+    }
 
     def packed() -> Callable[[Schedule], None]:
         model.config._attn_implementation = packed_attention.register()
@@ -120,7 +125,7 @@ def main() -> None:
 
         def step(speed: float, run: Callable[[Schedule], None] = run) -> None:
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                run(found.schedule({"speedup": speed}))
+                run(schedules[speed])
             optimizer.step()
             optimizer.zero_grad()
 

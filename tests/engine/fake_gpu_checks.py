@@ -25,11 +25,13 @@ from actors.engine.weights import ALLOWANCE
 from actors.engine.working_memory import working_bytes
 
 STOP = (2,)
-GROUPED = {"num_hidden_layers": 6, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+LAYERS = 3
+STEPS = 10  # beyond the horizon of 6
+GROUPED = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 WIDE = {"vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336}
 CONFIGS = {
     "llama-3-8b": ("llama", {**GROUPED, **WIDE, "max_position_embeddings": 8192}),
-    "opt-1.3b": ("opt", {"hidden_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 32, "ffn_dim": 8192}),
+    "opt-1.3b": ("opt", {"hidden_size": 2048, "num_attention_heads": 32, "ffn_dim": 8192}),
     **{name: MODELS[name] for name in ("llama", "opt-post-norm", "mistral-full", "qwen2", "qwen3", "olmo2")},
     **WINDOWLESS,
 }
@@ -49,7 +51,7 @@ def gpu() -> Iterator[Gpu]:
 
 def model_of(name: str, dtype: torch.dtype) -> PreTrainedModel:
     kind, keys = CONFIGS[name]
-    config: PretrainedConfig = AutoConfig.for_model(kind, **keys)
+    config: PretrainedConfig = AutoConfig.for_model(kind, **{**keys, "num_hidden_layers": LAYERS})
     with torch.device("cuda"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.eval().requires_grad_(False)
@@ -73,18 +75,18 @@ def rows_of(count: int, **params: Any) -> list[Request]:
 )
 def test_steps_wait_for_nothing_and_graphs_hold_no_memory_of_the_host(gpu: Gpu, name: str, params: str) -> None:
     engine = engine_of(name, cumulative_logprob=params != "greedy")
-    rows = rows_of(8, **PARAMS[params])
+    rows = rows_of(4, **PARAMS[params])
     for run in range(3):  # kernels are compiled, graphs captured, graphs replayed
         engine.open(8, 20, 30)
         engine.admit(rows)
         gpu.waits.clear()
         before = gpu.captures, gpu.replays, gpu.own_launches
-        for _ in range(20):
+        for _ in range(STEPS):
             engine.step()
         assert not gpu.waits
         engine.close()
         captures, replays, launches = gpu.captures - before[0], gpu.replays - before[1], gpu.own_launches - before[2]
-        assert run < 2 or (captures, replays, launches) == (0, 20, 0), "the third time a step is one graph"
+        assert run < 2 or (captures, replays, launches) == (0, STEPS, 0), "the third time a step is one graph"
         assert run > 0 or captures
 
 
@@ -159,6 +161,18 @@ def test_events_of_passes_are_dropped_without_a_call_of_take_stats(gpu: Gpu) -> 
     assert not engine._prefill_times._passes
     stats = engine.take_stats()
     assert 0 < stats.prefill_seconds <= 5  # by the events, each pass took a millisecond
+
+
+def test_used_cache_is_that_of_allocated_pages(gpu: Gpu) -> None:
+    engine = engine_of("llama")
+    assert engine.used_cache_bytes() == 0
+    engine.open(8, 20, 30)
+    assert engine.used_cache_bytes() == 0
+    engine.admit(rows_of(8))
+    used = engine.used_cache_bytes()
+    assert used > 0 and used % engine._page_bytes == 0
+    engine.close()
+    assert engine.used_cache_bytes() == 0
 
 
 def test_pages_run_out(gpu: Gpu) -> None:

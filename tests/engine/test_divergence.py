@@ -14,9 +14,9 @@ from actors.engine import divergence
 from actors.engine.decoder import Decoder
 from actors.engine.divergence import Model, Pair, answer_regret, teacher_forced
 from actors.engine.engine import Engine
+from actors.engine.gpu import reference
 from actors.engine.schedule import ScheduleSpec
 from actors.engine.scheduler import generate
-from actors.engine.teacher_forcing import ResponseBatch
 from actors.engine.types import Request, SamplingParams
 
 FULL = ScheduleSpec().build(LAYERS)
@@ -39,8 +39,8 @@ def pairs(seed: int, count: int = 6) -> list[Pair]:
 def test_scores_are_the_oracles(spec: ScheduleSpec) -> None:
     decoder, schedule, rows = Decoder(tiny_model("llama")), spec.build(LAYERS), pairs(1)
     full, line = Model(decoder, FULL), Model(decoder, schedule)
-    same, found = teacher_forced(full, [full, line], rows, max_rows=4)
-    [later] = teacher_forced(full, [line], rows, max_rows=4, first=1)
+    same, found = teacher_forced(full, [full, line], rows)
+    [later] = teacher_forced(full, [line], rows, first=1)
     assert (same.kl == 0).all()
     for row, (prompt, response) in enumerate(rows):
         kl = nll = 0.0
@@ -65,8 +65,8 @@ def test_regret_is_the_oracles_and_greedy_answers_have_none() -> None:
     greedy = [Request(prompt, SamplingParams(max_new_tokens=6), key=row) for row, (prompt, _) in enumerate(rows)]
     done = generate(Engine(decoder, FULL, {2}), greedy, budget_bytes=2**24, max_rows=4)
     own = [(prompt, one.token_ids) for (prompt, _), one in zip(rows, done, strict=True)]
-    np.testing.assert_allclose(answer_regret(Model(decoder, FULL), own, max_rows=4), 0, atol=1e-4)
-    found = answer_regret(Model(decoder, FULL), rows, max_rows=4)
+    np.testing.assert_allclose(answer_regret(Model(decoder, FULL), own), 0, atol=1e-4)
+    found = answer_regret(Model(decoder, FULL), rows)
     for row, (prompt, answer) in enumerate(rows):
         logits = oracle_logits_each(decoder, FULL, prompt, answer[:-1]).double()
         lost = sum(float(each.max() - each[token]) for token, each in zip(answer, logits, strict=True))
@@ -82,26 +82,43 @@ def test_tokens_are_as_likely_as_the_engine_said_when_it_drew_them(spec: Schedul
     requests = [Request(prompt, sampling, key=row) for row, prompt in enumerate(prompts)]
     done = generate(Engine(decoder, schedule, {2}), requests, budget_bytes=2**24, max_rows=4)
     rows = [(prompt, one.token_ids) for prompt, one in zip(prompts, done, strict=True)]
-    [found] = teacher_forced(Model(decoder, FULL), [Model(decoder, schedule)], rows, max_rows=4)
+    [found] = teacher_forced(Model(decoder, FULL), [Model(decoder, schedule)], rows)
     np.testing.assert_allclose(found.nll, [-one.cumulative_logprob for one in done], rtol=1e-3, atol=1e-3)
 
 
 def test_neither_batches_nor_a_padded_vocabulary_change_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, rows = Decoder(tiny_model("llama")), pairs(3)
     line = Model(decoder, SPECS[0].build(LAYERS))
-    [whole] = teacher_forced(Model(decoder, FULL), [line], rows, max_rows=64)
-    monkeypatch.setattr(divergence, "LOGITS_AT_ONCE", 1)
-    sizes = []
-    plain = divergence.response_logits
+    [whole] = teacher_forced(Model(decoder, FULL), [line], rows)
+    monkeypatch.setattr(divergence, "TOKENS", 1)
+    monkeypatch.setattr(divergence, "LOGITS_AT_ONCE", 2 * VOCAB)
+    sizes: list[int] = []
+    plain = Decoder.logits
+    padded = Decoder(decoder.model)
 
-    def padded(decoder: Decoder, batch: ResponseBatch, schedule: object) -> torch.Tensor:
-        sizes.append(len(batch.ids))
-        logits = plain(decoder, batch, schedule)  # type: ignore[arg-type]
-        extra = torch.full((*logits.shape[:2], 5), 50.0)
-        return torch.cat([logits, extra], dim=-1) if schedule is FULL else logits
+    def logits(self: Decoder, states: torch.Tensor) -> torch.Tensor:
+        found = plain(self, states)
+        sizes.append(len(states))
+        return torch.cat([found, torch.full((len(states), 5), 50.0)], dim=-1) if self is padded else found
 
-    monkeypatch.setattr(divergence, "response_logits", padded)
-    [alone] = teacher_forced(Model(decoder, FULL), [line], rows, max_rows=64)
-    assert set(sizes) == {1}
+    monkeypatch.setattr(Decoder, "logits", logits)
+    done: list[int] = []
+    [alone] = teacher_forced(Model(padded, FULL), [line], rows, report=done.append)
+    assert set(sizes) == {1, 2}
+    assert done == [*range(len(rows)), len(rows)]
     np.testing.assert_allclose(alone.kl, whole.kl, rtol=1e-3, atol=1e-5)
     np.testing.assert_allclose(alone.nll, whole.nll, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gemma2"])
+def test_layers_for_inference_give_the_same_scores(family: str) -> None:
+    rows = pairs(5)
+    plain, fast, fused = (Decoder(tiny_model(family)) for _ in range(3))
+    fast.prepare_for_cpu()
+    fused.prepare_for_gpu(reference)  # gemma2 has none, and keeps the library's
+    line = SPECS[1].build(LAYERS)
+    [want] = teacher_forced(Model(plain, FULL), [Model(plain, line)], rows)
+    for decoder in (fast, fused):
+        [found] = teacher_forced(Model(decoder, FULL), [Model(decoder, line)], rows)
+        np.testing.assert_allclose(found.kl, want.kl, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(found.nll, want.nll, rtol=1e-4)

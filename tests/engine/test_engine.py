@@ -172,3 +172,19 @@ def test_bf16_logits_stay_near_the_fp32_oracle(library: Decoder, prepared: bool)
             want = oracle_logits(library, schedule, list(rows[row].prompt_ids), tokens)
             error = (logits[place].float() - want).abs() / want.std()
             assert error.mean() < 0.15 and error.max() < 0.5
+
+
+def test_used_cache_is_that_of_rows_in_flight(decoder: Decoder) -> None:
+    """Layers that no row will run again give theirs back; a batch that is over has none."""
+    schedule = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
+    engine, rows = Engine(decoder, schedule, STOP), requests(3, seed=1)
+    assert engine.used_cache_bytes() == 0
+    engine.open(3, 20, 14)
+    engine.admit(rows)
+    used = [engine.used_cache_bytes()]
+    while engine.rows:
+        engine.step(last=True)
+        used.append(engine.used_cache_bytes())
+    assert used[0] == 3 * engine.row_bytes(20, 14) and used == sorted(used, reverse=True)
+    engine.close()
+    assert engine.used_cache_bytes() == 0

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_cases import PREFIX, SPECS, STOP, THOROUGH, any_schedule, requests, with_prefix
+from engine_cases import PREFIX, SPECS, STOP, any_schedule, cases_of, requests, with_prefix
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import oracle_answers
@@ -31,7 +31,7 @@ from actors.engine.scheduler import generate
 from actors.engine.types import Request, SamplingParams
 
 FUSED = ["llama", "opt", "opt-post-norm", "mistral-full", "qwen2", "qwen3", "olmo2", *WINDOWLESS]
-CASES = [(name, spec) for name in FUSED for spec in (range(len(SPECS)) if name in THOROUGH else (1, 3))]
+CASES = cases_of(FUSED)
 WINDOWED = ["mistral", "qwen2-window", "phi3", "smollm3"]  # of the same families
 SCHEDULE = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
 
@@ -179,7 +179,11 @@ def test_a_shared_beginning_changes_no_token(spec: int, scheduler: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "tokens"), [("llama", 1), ("opt", 1), *((family, tokens) for family in FUSED for tokens in (5, 8))]
+    ("family", "tokens"),
+    [
+        *((family, tokens) for family in ("llama", "opt") for tokens in (1, 5, 8)),
+        *((family, 5 + 3 * (number % 2)) for number, family in enumerate(FUSED[2:])),
+    ],
 )
 def test_long_prompts_in_chunks_change_no_token(tokens: int, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also behind a shared beginning, which is a long prompt itself."""

@@ -135,7 +135,7 @@ def test_answers_are_those_of_the_full_check(
         if form is None:
             assert answer.error is None
             continue
-        request = generator._builder.requests(rows[answer.row])[answer.sample_index]
+        request = generator.builder.requests(rows[answer.row])[answer.sample_index]
         assert answer.token_ids is not None
         want = oracle(generator, checks[form], rows[answer.row], request, answer.token_ids)
         assert answer.token_ids == want, (form, request.sampling)

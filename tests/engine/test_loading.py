@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_models import LAYERS, tiny_model
+from transformers import PreTrainedModel
 
 from actors.engine.errors import UserError
 from actors.engine.loading import inspect, load_decoder
@@ -31,6 +34,19 @@ def test_a_checkpoint_is_looked_at_and_loaded(checkpoint: Path) -> None:
     assert found.schedule({}).depths == (LAYERS,)
     decoder = load_decoder(checkpoint, torch.bfloat16, torch.device("cpu"))
     assert (decoder.num_layers, decoder.kv_heads, decoder.head_dim, decoder.dtype) == (LAYERS, 2, 8, torch.bfloat16)
+
+
+def test_threads_load_at_the_same_time(checkpoint: Path) -> None:
+    before = PreTrainedModel.tie_weights, torch.get_default_dtype()
+    start = threading.Barrier(4)
+
+    def load(_: int) -> torch.dtype:
+        start.wait()
+        return load_decoder(checkpoint, torch.bfloat16, torch.device("cpu")).dtype
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(load, range(4))) == [torch.bfloat16] * 4
+    assert (PreTrainedModel.tie_weights, torch.get_default_dtype()) == before
 
 
 def test_the_stored_schedule_comes_along(checkpoint: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_cases import layer_columns
 from tiny_models import LAYERS, VOCAB, tiny_model
 from torch import Tensor, nn
 
@@ -112,7 +113,7 @@ def test_without_the_prompts_gradient_the_logits_are_the_same() -> None:
             decoder.logits(predicting_states(decoder, rows, schedules, prompt_gradient=kept).flatten(0, 1))
             for kept in (True, False)
         )
-        torch.testing.assert_close(less, whole)
+        torch.testing.assert_close(less, whole, rtol=1e-3, atol=1e-4)  # another kernel without gradients
         with_prompts, without = gradients(model, whole, labels), gradients(model, less, labels)
     assert with_prompts.keys() == without.keys()
     name = "model.layers.0.self_attn.v_proj.weight"
@@ -123,14 +124,7 @@ def test_a_layer_is_run_only_over_the_tokens_that_need_it(monkeypatch: pytest.Mo
     rows = pairs(17)
     schedules = [spec.build(LAYERS) for spec in FULL]
     with packed(tiny_model("llama")) as decoder:
-        run = [0] * LAYERS
-        plain = decoder.run_layer
-
-        def counting(layer: int, hidden: Tensor, *rest: Any) -> Tensor:
-            run[layer] += hidden.shape[1]
-            return plain(layer, hidden, *rest)
-
-        monkeypatch.setattr(decoder, "run_layer", counting)
+        run = layer_columns(decoder, monkeypatch)
         predicting_states(decoder, rows, schedules)
     prompts = 17 + sum(row["prompt_tokens"] - 1 - 17 for row in rows)
     responses = [len(row["input_ids"]) - row["prompt_tokens"] for row in rows]

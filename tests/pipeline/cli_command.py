@@ -44,13 +44,13 @@ class Command:
     def wait_for_parts(self, output: Path, count: int) -> None:
         self.wait_until(lambda: len(list(output.glob("part-*.parquet"))) >= count)
 
-    def wait_until(self, reached: Callable[[], bool]) -> None:
-        """Wait for a condition. AssertionError if the command ends first or 150 s pass."""
+    def wait_until(self, reached: Callable[[], bool], every: float = 0.01) -> None:
+        """Wait for a condition, asked every so many seconds. AssertionError if the command ends first or 150 s pass."""
         deadline = time.monotonic() + 150
         while not reached():
             assert self.process.poll() is None, self.process.communicate()[1]
             assert time.monotonic() < deadline
-            time.sleep(0.01)
+            time.sleep(every)
 
 
 def assert_released(output: Path) -> None:

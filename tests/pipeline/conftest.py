@@ -7,20 +7,32 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import boto3
+import bucket_server
+import forked_command
 import pytest
 import ray
-from moto.server import ThreadedMotoServer
 from tiny_checkpoint import tiny_checkpoint
 
+from actors.engine.cpu.library import library
 from pipeline import job as jobs
 from pipeline.backends.in_process import InProcess
 from pipeline.config.job import StorageConfig
+from pipeline.incremental import runs
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama with tokenizer and schedule."""
     return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache folder of the test alone. The kernels come from the user's: to build them takes 15 s."""
+    library()
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(folder))
+    return folder
 
 
 CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages -%}
@@ -41,15 +53,17 @@ def chat_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[StorageConfig]:
-    """An S3 server in this process, with an empty bucket called bucket."""
+    """An S3 server in this process, with a bucket called bucket; it is empty when a file of tests begins."""
     os.environ.update(AWS_ACCESS_KEY_ID="test", AWS_SECRET_ACCESS_KEY="test", AWS_DEFAULT_REGION="us-east-1")
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    url = f"http://{host}:{port}"
-    boto3.client("s3", endpoint_url=url).create_bucket(Bucket="bucket")
-    yield StorageConfig(endpoint_url=url)
-    server.stop()
+    with bucket_server.serving() as url:
+        yield StorageConfig(endpoint_url=url)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def emptied_bucket() -> Iterator[None]:
+    """What a file of tests leaves in the bucket would slow down the next."""
+    yield
+    bucket_server.empty()
 
 
 CEPH_SCRIPT = Path(__file__).parents[2] / "infra" / "ceph.sh"
@@ -92,7 +106,27 @@ def own_ray(s3: StorageConfig) -> Iterator[None]:
 def start_ray() -> None:
     """Start Ray again: after a job that failed, a cancelled worker may be in the middle of an import."""
     ray.shutdown()
-    ray.init(address="local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=3, num_gpus=2, include_dashboard=False, log_to_driver=False)
+
+
+@pytest.fixture(scope="session")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
+    """A command that is `skipdecode` in a process of its own, without Ray."""
+    with forked_command.forking(tmp_path_factory.mktemp("forked") / "socket") as command:
+        yield command
+
+
+@pytest.fixture
+def reports() -> None:
+    """Jobs of the test write their report.html; see `_without_reports`."""
+
+
+@pytest.fixture(autouse=True)
+def _without_reports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs that run in this process write no report.html: to draw one takes half a second."""
+    if "reports" not in request.fixturenames:
+        for module, name in ((jobs, "write_report"), (runs, "write_report"), (runs, "write_root_report")):
+            monkeypatch.setattr(module, name, lambda *_: None)
 
 
 @pytest.fixture

@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
 from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
 
 from pipeline import job as jobs
 from pipeline.backends.in_process import InProcess
 from pipeline.config.job import JobConfig
+from pipeline.config.load import load_config
 from pipeline.report.summary import JobResult
 
 
 def run_in_process(config: JobConfig, **options: Any) -> JobResult:
     """`pipeline.job.run` on the in-process backend."""
     return jobs.run(config, backend=InProcess(), **options)
+
+
+def answered_rows(output: Path) -> list[dict[str, Any]]:
+    """The rows of all parts, in order."""
+    return [row for part in sorted(output.glob("part-*.parquet")) for row in pq.read_table(part).to_pylist()]
+
+
+def run_and_read(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows that a job answers. values: of its file."""
+    config = JobConfig.model_validate(values)
+    run_in_process(config)
+    return answered_rows(Path(config.output.path))
+
+
+def run_example(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *changes: str) -> None:
+    """Run a file of configs/ after the shell commands of its comment; its model, which is on the hub, is replaced.
+
+    Args:
+        name: of the file.
+        folder: becomes the current folder.
+        changes: as for `--set`.
+    """
+    source = Path(__file__).parents[2] / "configs" / name
+    commands = [line.removeprefix("#     ") for line in source.read_text().splitlines() if line.startswith("#     ")]
+    shell = "\n".join(line for line in commands if not line.startswith(("skipdecode", "cat")))
+    subprocess.run(["sh", "-ec", shell], cwd=folder, check=True)
+    monkeypatch.chdir(folder)
+    run_in_process(load_config(JobConfig, source, list(changes)))

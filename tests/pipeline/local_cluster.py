@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import requests
@@ -48,8 +49,7 @@ class LocalCluster:
             *("--head", f"--port={self.gcs}", f"--ray-client-server-port={client}"),
             *("--dashboard-host=127.0.0.1", f"--dashboard-port={self.dashboard}", f"--temp-dir={self.folder}"),
         )
-        headers = {"Authorization": f"Bearer {self.env['RAY_AUTH_TOKEN']}"}
-        self._wait(lambda: requests.get(f"{self.url}/api/jobs/", headers=headers, timeout=5).status_code == 200)
+        self._wait(lambda: self._get("", timeout=5).status_code == 200)
 
     def join(self, cpus: int) -> None:
         """One more node, with `cpus` logical CPUs; returns at once."""
@@ -66,6 +66,12 @@ class LocalCluster:
             env={**self.env, **env},
             timeout=timeout,
         )
+
+    def asked(self, path: str) -> Any:
+        """What the dashboard says of a job: what `ray job status` and `logs` print, without their processes."""
+        reply = self._get(path, timeout=30)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
 
     def close(self) -> None:
         """Ends every process that was started here, and their children; removes the cluster's folder."""
@@ -97,6 +103,10 @@ class LocalCluster:
                 start_new_session=True,
             )
         self.nodes.append(node)
+
+    def _get(self, path: str, timeout: float) -> requests.Response:
+        headers = {"Authorization": f"Bearer {self.env['RAY_AUTH_TOKEN']}"}
+        return requests.get(f"{self.url}/api/jobs/{path}", headers=headers, timeout=timeout)
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 60

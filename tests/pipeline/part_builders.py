@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pyarrow as pa
 
 from actors.answers import Answer
 from pipeline.commit.finalize import finalize, write_success
+from pipeline.generate.distributions import histogram
 from pipeline.generate.output import PartSpec, part_bytes, part_table
 from pipeline.generate.stats import ShardStats, Totals
 from pipeline.plan.manifest import Batching, Manifest
@@ -58,11 +60,12 @@ def part_stats(shard: Shard, **changes: Any) -> ShardStats:
     """What the actor would count of `part`, counted here by hand."""
     good = [row for row in range(shard.rows) if row % 3 != 2]
     steps = sum(good)
+    bad, error = shard.rows - len(good), "prompt is null"
     values: dict[str, Any] = {
         "shard": shard.index,
         "rows": shard.rows,
         "answers": shard.rows,
-        "errors": shard.rows - len(good),
+        "errors": bad,
         "duplicate_ids": int(shard.rows > 1),
         "prompt_tokens": 5 * len(good),
         "shared_prompt_tokens": 0,
@@ -72,6 +75,10 @@ def part_stats(shard: Shard, **changes: Any) -> ShardStats:
         "decode_seconds": 2.0,
         "generate_seconds": 4.0,
         "commit_seconds": 0.0,
+        "device_seconds": 8.0,
+        "money": 0.02,
+        "device_seconds_per_million_tokens": 8e6 / max(sum(row + 1 for row in good), 1),
+        "money_per_million_tokens": 0.02e6 / max(sum(row + 1 for row in good), 1),
         "tokens_per_second": 25.0,
         "batches": 2,
         "padding_fraction": 0.25,
@@ -89,6 +96,14 @@ def part_stats(shard: Shard, **changes: Any) -> ShardStats:
         "node": "host",
         "attempt": 1,
         "rebuilt": False,
+        "actor": "actor",
+        "loaded": 90.0,
+        "stopped": 0,
+        "cut_off": len(good),
+        "prompt_lengths": [0] * 5 + [len(good)],
+        "answer_lengths": histogram([row + 1 for row in good]),
+        "answer_depths": [0, 0, 0, len(good) - 1] if len(good) > 1 else [],
+        "error_kinds": json.dumps([[error, bad, f"row-{shard.first_row + 1}", error]]) if bad else "",
     }
     return ShardStats(**{**values, **changes})
 
@@ -108,3 +123,22 @@ def finish(folder: Folder, manifest: Manifest) -> Totals:
     totals = finalize(folder, manifest)
     write_success(folder, manifest, totals)
     return totals
+
+
+def predicted(rows: int, made: float) -> dict[str, Any]:
+    """What `skipdecode plan` keeps of a job at 2x. made: s since 1970."""
+    line = {
+        "speed": "2x",
+        "seconds": 20.0,
+        "low": 18.0,
+        "high": 23.0,
+        "device_hours": 0.02,
+        "money": 0.04,
+        "prefill_seconds": 2.0,
+        "decode_seconds": 8.0,
+        "generated_tokens": 100,
+        "layer_ratio": 2.0,
+    }
+    full = {**line, "speed": "1x", "seconds": 50.0, "decode_seconds": 20.0}
+    shared = {"made": made, "rows_left": rows, "devices": 2.0, "price_per_hour": 2.0}
+    return {**shared, "speeds": [full, line], "chosen": line}

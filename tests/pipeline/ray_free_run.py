@@ -32,7 +32,7 @@ class MadeUpParts(InProcess):
         self.answer = answer
 
     @contextmanager
-    def session(self, actors: ActorsConfig) -> Iterator[InProcessSession]:
+    def session(self, actors: ActorsConfig, output: str) -> Iterator[InProcessSession]:
         yield MadeUpSession(self.answer)
 
 

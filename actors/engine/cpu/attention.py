@@ -16,7 +16,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from actors.engine import packed_attention
 from actors.engine.cpu import kernels, library
+from actors.engine.packed_attention import Attendance
 
 NAME = "skipdecode_cpu"
 
@@ -26,15 +28,21 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Attendance | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
     """query [B, Q, S, D], key and value [B, H, K, D], mask [B or 1, 1, S, K] or None -> [B, S, Q, D].
 
-    With S = 1 it is for inference alone, the mask is bool, and the slots that it allows a row have no gaps.
+    With S = 1 it is for inference alone, the mask is bool, and the slots that it allows a row have no gaps. An
+    `Attendance` is for `packed_attention`.
     """
+    if isinstance(attention_mask, Attendance):
+        packed: tuple[Tensor, None] = packed_attention.attend(
+            module, query, key, value, attention_mask, dropout, scaling, **settings
+        )
+        return packed
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     if query.shape[2] != 1:
         if attention_mask is None and not dropout and _by_kernel(module, query, key):

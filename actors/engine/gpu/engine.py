@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -58,7 +58,7 @@ class GpuEngine:
 
     Args:
         decoder: The model, after `prepare_for_gpu`.
-        schedule: Layers of each position.
+        schedule: Layers of each position; all rows have it.
         stop_ids: Tokens that end a row.
         budget_bytes: Bytes of the cache's pages, allocated once.
         max_rows: Most rows in flight.
@@ -248,7 +248,7 @@ class GpuEngine:
         if self._steps_since_open % self.read_every == 0 or self._host_samples:
             self._ensure_pages(self._grow, least=1)
         if self.rows:
-            per_layer = rows_per_layer(input_depths(self.rows, self.schedule), self.schedule)
+            per_layer = rows_per_layer(input_depths(self.rows), self.schedule)
             logits = run.steps.run(per_layer, None if self._host_samples else self._variant)
             ended = self._after_device_step(run) if logits is None else self._after_host_step(run, logits)
         else:
@@ -282,6 +282,25 @@ class GpuEngine:
         ended, self._ended_early = self._ended_early, []
         return ended
 
+    def cancel(self, tickets: Collection[int]) -> None:
+        """Remove rows from flight, whatever they have generated; their slots and pages are free for the next rows."""
+        rows = [row for row in self.rows if row.ticket in tickets]
+        if rows:
+            self._remove(rows)
+
+    def generated(self) -> Mapping[int, Sequence[int]]:
+        """The tokens so far of the rows in flight, by ticket. Where the GPU samples, it is read, and waited for, every
+        `read_every` steps; between them there are none."""
+        if self._host_samples:
+            return {row.ticket: row.tokens for row in self.rows}
+        if not self.rows or self._steps_since_open % self.read_every:
+            return {}
+        assert self._run is not None
+        state, slots = self._run.state, [self._slots[row.ticket] for row in self.rows]
+        counts = state.counts.tolist()
+        tokens = state.tokens[:, : max(counts[slot] for slot in slots)].tolist()
+        return {row.ticket: tokens[slot][: counts[slot]] for row, slot in zip(self.rows, slots, strict=True)}
+
     def take_preempted(self) -> list[int]:
         """Tickets of rows preempted since the last call; they must be admitted again."""
         tickets, self._preempted = self._preempted, []
@@ -314,6 +333,11 @@ class GpuEngine:
         self._run = None
         self._prefill.forget()
 
+    def used_cache_bytes(self) -> int:
+        """Bytes of the allocated pages."""
+        run = self._run
+        return 0 if run is None else (run.cache.count - run.cache.free) * self._page_bytes
+
     def take_stats(self) -> EngineStats:
         """Counts since the last call. Prefill takes the GPU's own time, since the host only launches it."""
         stats, self.stats = self.stats, EngineStats()
@@ -326,6 +350,7 @@ class GpuEngine:
 
     def _begin(self, request: Request) -> Row:
         """A row before its first token, with a new ticket."""
+        assert request.schedule in (None, self.schedule), "rows of this engine have one schedule"
         decoder, ticket = self.decoder, self._tickets
         self._tickets += 1
         return begin_row(
@@ -334,6 +359,7 @@ class GpuEngine:
             context_length=decoder.context_length,
             vocab_size=decoder.vocab_size,
             stop_ids=self.stop_ids,
+            schedule=self.schedule,
         )
 
     def _grow(self) -> bool:
@@ -378,7 +404,7 @@ class GpuEngine:
             steps = len(row.tokens) - 1
             self.stats.decode_steps += steps
             self.stats.idle_row_steps += max(0, row.position - steps)
-            self.stats.layer_steps += self.schedule.layer_steps(steps)
+            self.stats.layer_steps += row.schedule.layer_steps(steps)
             self.stats.full_layer_steps += self.schedule.num_layers * steps
             self.stats.generated_tokens += len(row.tokens)
         self._estimate.add_ended(ended)

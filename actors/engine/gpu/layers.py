@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
+from actors.engine import packed_attention
 from actors.engine.gpu import reference
 from actors.engine.gpu.operations import Lanes, LayerPages, Operations, Rotary
 from actors.engine.gpu.pages import PagedCache
 from actors.engine.gpu.prompts import Prompts
 from actors.engine.layer_weights import LayerWeights, NormPlacement, NormWeights, Projection
+from actors.engine.packed_attention import Attendance
 
 
 class Product:
@@ -140,7 +142,7 @@ class FusedLayer(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | Attendance | None = None,
         position_embeddings: Rotary = None,
         past_key_values: Any = None,
         **more: Any,
@@ -154,11 +156,14 @@ class FusedLayer(nn.Module):
             query, key = reference.rotated(query, cosines, sines), reference.rotated(key, cosines, sines)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.number)
-        causal = attention_mask is None and hidden.shape[1] > 1
-        attended = scaled_dot_product_attention(
-            query, key, value, attn_mask=attention_mask, is_causal=causal, scale=self.scaling, enable_gqa=True
-        )
-        return self._behind_attention(flat, attended.transpose(1, 2)).view(hidden.shape)
+        if isinstance(attention_mask, Attendance):
+            attended, _ = packed_attention.attend(self, query, key, value, attention_mask, scaling=self.scaling)
+        else:
+            causal = attention_mask is None and hidden.shape[1] > 1
+            attended = scaled_dot_product_attention(
+                query, key, value, attn_mask=attention_mask, is_causal=causal, scale=self.scaling, enable_gqa=True
+            ).transpose(1, 2)
+        return self._behind_attention(flat, attended).view(hidden.shape)
 
     def _behind_attention(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """hidden [N, E] before the layer, attended [N, Q, D] -> [N, E] behind the layer."""

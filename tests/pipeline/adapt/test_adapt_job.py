@@ -12,6 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from pipeline.adapt import pairs
 from pipeline.cli.app import app
 from pipeline.config.load import dump_yaml
 
@@ -25,12 +26,19 @@ ADAPT: dict[str, Any] = {
 }
 
 
+@pytest.fixture
+def prepared_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are prepared in this process; another one imports for 2 s first."""
+    monkeypatch.setattr(pairs, "call_isolated", lambda function, *arguments, seconds: function(*arguments))
+
+
 @pytest.mark.parametrize("weights", ["adapter", "full"])
 def test_from_a_job_to_a_faster_one(
-    in_process: None, tmp_path: Path, checkpoint: Path, weights: str, monkeypatch: pytest.MonkeyPatch
+    in_process: None, tmp_path: Path, checkpoint: Path, weights: str, own_cache: Path, request: pytest.FixtureRequest
 ) -> None:
     """With all weights by a measured order, of which the written job says nothing: the checkpoint has it."""
-    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    if weights == "full":
+        request.getfixturevalue("prepared_here")
     prompts: list[str | None] = [f"name[Zizzi], area[{row}]" for row in range(ROWS)]
     prompts[7] = None
     pq.write_table(pa.table({"key": list(range(ROWS)), "q": prompts}), tmp_path / "in.parquet", row_group_size=8)
@@ -60,7 +68,7 @@ def test_from_a_job_to_a_faster_one(
     trained = tmp_path / "out-adapt" / ("speed-adapter" if weights == "adapter" else "checkpoint")
     assert json.loads((trained / "tune.json").read_text())["steps"] == 2
     order = json.loads((trained / "skipdecode.json").read_text())["keep_order"]
-    measured = [json.loads(path.read_text()) for path in (tmp_path / "cache").glob("keep-orders/*.json")]
+    measured = [json.loads(path.read_text()) for path in own_cache.glob("keep-orders/*.json")]
     assert [order] == ([record["keep_order"] for record in measured] if weights == "full" else ["paper"])
     model = yaml.safe_load(Path(found["job_file"]).read_text())["model"]
     named = {"path": str(checkpoint), "speed_adapter": str(trained)} if weights == "adapter" else {"path": str(trained)}
@@ -76,7 +84,9 @@ def test_from_a_job_to_a_faster_one(
     assert sorted(pq.read_table(tmp_path / "out")["id"].to_pylist()) == list(range(ROWS))
 
 
-def test_labels_of_one_token_gain_by_skipping_in_the_prompt(in_process: None, tmp_path: Path, checkpoint: Path) -> None:
+def test_labels_of_one_token_gain_by_skipping_in_the_prompt(
+    in_process: None, prepared_here: None, tmp_path: Path, checkpoint: Path
+) -> None:
     """Without a decode step the layers of the prompt are the only ones to skip."""
     prompts = [f"name[Zizzi], area[{row}]" for row in range(ROWS)]
     pq.write_table(pa.table({"q": prompts}), tmp_path / "in.parquet")

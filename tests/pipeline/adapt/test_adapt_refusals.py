@@ -12,6 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from adapt_fakes import ROWS, Fakes, Run, command_over
+from typer.testing import CliRunner
+
+from pipeline.cli.app import app
 
 
 @pytest.fixture
@@ -153,6 +156,30 @@ def test_on_a_cluster_the_folder_must_be_named(
     assert "adapt.output: the cluster's nodes must all read and write" in lines[0]
     assert command(output=str(tmp_path / "shared")).exit_code == 0
     assert Path(fakes.job.input.path[0]).is_absolute() and Path(fakes.job.output.path).is_absolute()
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        ({"task": "score", "input": {"continuations": "ways"}}, "task: score: adapt trains on answers"),
+        ({"input": {"tools": "tools", "chat": True}}, "input.tools: adapt evaluates free answers"),
+        ({"output_format": {"regex": "a"}}, "output_format: adapt evaluates free answers"),
+    ],
+)
+def test_a_job_without_free_answers_is_refused(
+    tmp_path: Path, fakes: Fakes, checkpoint: Path, job: dict[str, Any], said: str
+) -> None:
+    values = {
+        "output": {"path": str(tmp_path / "out")},
+        "model": {"path": str(checkpoint)},
+        **job,
+        "input": {"path": str(tmp_path / "in"), "prompt": "q", **job.get("input", {})},
+    }
+    (tmp_path / "job.yaml").write_text(json.dumps(values))
+    result = CliRunner().invoke(app, ["adapt", str(tmp_path / "job.yaml")])
+    lines = result.stderr.strip().splitlines()
+    assert (result.exit_code, len(lines), fakes.calls) == (2, 1, [])
+    assert said in lines[0]
 
 
 def test_a_text_metric_of_labels_is_refused_before_training(fakes: Fakes, command: Run) -> None:

@@ -17,7 +17,8 @@ from fault_bench import SHARDS, Bench, Trial, digests
 
 from pipeline.config.job import JobConfig, StorageConfig
 
-TRIALS, KILLS = 3, 3  # of each store
+TRIALS, KILLS = 2, 3  # jobs of each store, at least; kills of each job, at most
+UNFINISHED = 4  # kills before the job's end, at least
 IMPORTED_WHILE_PLANNING = ("actors.engine.families", "pandas", "s3fs", "aiobotocore.session")  # takes seconds
 
 
@@ -62,11 +63,14 @@ def test_killed_at_any_moment_the_same_run_finishes(bench: Bench, processes: For
     assert len(bench.undisturbed) == SHARDS
     chance = random.Random(3)
     unfinished = 0
-    for seed in range(TRIALS):
+    for seed in range(5 * TRIALS):
         job = bench.job()
-        for _ in range(KILLS):
-            ended(processes, job, chance.uniform(0, seconds))
-            unfinished += "_SUCCESS" not in bench.output(job).names()
+        for earlier in range(KILLS):
+            lived = ended(processes, job, chance.uniform(0, seconds))
+            if "_SUCCESS" in bench.output(job).names():
+                seconds = seconds if earlier else min(seconds, lived)  # the one above was slow: other work beside it
+                break
+            unfinished += 1
         ended(processes, job)
         trial = bench.look(job, Trial("driver", seed))
         assert trial.identical and not trial.problem, trial  # its rows' ids are made up
@@ -74,4 +78,6 @@ def test_killed_at_any_moment_the_same_run_finishes(bench: Bench, processes: For
         assert output.names("_job/tmp") == []
         [term] = output.names("_job/lease")
         assert json.loads(output.read(f"_job/lease/{term}"))["released"]
-    assert unfinished > TRIALS
+        if seed + 1 >= TRIALS and unfinished >= UNFINISHED:
+            return
+    raise AssertionError(f"{unfinished} of the kills hit an unfinished run")

@@ -60,7 +60,7 @@ def resume(s3: StorageConfig, shards: int, loose: int) -> None:
 
 
 def test_a_resume_reads_segments_and_not_every_record(s3: StorageConfig) -> None:
-    resume(s3, 10_000, 100)
+    resume(s3, 4_000, 100)
 
 
 @pytest.mark.slow

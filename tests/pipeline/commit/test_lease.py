@@ -147,14 +147,14 @@ def test_a_dead_process_is_replaced_immediately(folder: Folder, caplog: pytest.L
     child.wait()
     write(folder, replace(lease(folder).holder, pid=child.pid, nonce="n"))
     with caplog.at_level(logging.WARNING):
-        assert took_over(folder) < WATCH / 2
+        assert took_over(folder) < WATCH  # not watched
     assert f"process {child.pid} on" in caplog.text and "which is dead" in caplog.text
 
 
 def test_a_reused_pid_counts_as_dead(folder: Folder) -> None:
     mine = lease(folder).holder
     write(folder, replace(mine, started=mine.started - 1000, nonce="n"))
-    assert took_over(folder) < WATCH / 2
+    assert took_over(folder) < WATCH  # not watched
 
 
 @pytest.mark.parametrize("changes", [{"namespace": "h b pid:[1]"}, {"namespace": ""}])
@@ -170,7 +170,7 @@ def test_a_zombie_process_is_dead(folder: Folder) -> None:
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE)
     write(folder, replace(lease(folder).holder, pid=child.pid, nonce="n"))
-    assert took_over(folder) < WATCH / 2
+    assert took_over(folder) < WATCH  # not watched
     child.wait()
 
 

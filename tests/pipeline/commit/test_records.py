@@ -152,7 +152,7 @@ def test_a_segment_of_another_job_is_removed(folder: Folder, caplog: pytest.LogC
 
 
 @given(data=st.data())
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=35, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_each_shard_counts_once_after_any_deaths(one_at_a_time: None, data: st.DataObject) -> None:
     """Overlapping runs that compact and are killed between any two operations, followed by an undisturbed run."""
     root = MemoryFolder()
@@ -245,7 +245,7 @@ def damage(folder: MemoryFolder, data: st.DataObject) -> str:
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damage_is_repaired_or_named(one_at_a_time: None, data: st.DataObject) -> None:
     folder = MemoryFolder(dict(outputs(data.draw(st.sampled_from([0, 4])), data.draw(st.sampled_from([4, 6])))))
     before, damaged = dict(folder.files), [damage(folder, data) for _ in range(data.draw(st.integers(1, 3)))]

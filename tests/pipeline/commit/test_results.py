@@ -67,8 +67,9 @@ def test_a_request_has_one_line_with_all_its_samples() -> None:
     failed = {**answer, "generated_text": None, "generated_tokens": 0, "finish_reason": "error"}
     token = {
         "token_id": 3,
+        "token": "d",
         "logprob": -0.5,
-        "top": [{"token_id": 3, "logprob": -0.5}, {"token_id": 4, "logprob": -1.0}],
+        "top": [{"token_id": 3, "token": "d", "logprob": -0.5}, {"token_id": 4, "token": "\ufffd", "logprob": -1.0}],
     }
     rows = [
         {"id": "a", "url": "/v1/chat/completions", "sample_index": 0, **answer, "generated_text": "x"},
@@ -85,9 +86,7 @@ def test_a_request_has_one_line_with_all_its_samples() -> None:
             "logprobs": [token] * 2,
         },
     ]
-    lines = BatchLines("f" * 64, 17, "model", lambda number: "abcd\ufffd"[number])(
-        part(rows), Shard(2, "in.jsonl", 10, 5)
-    )
+    lines = BatchLines("f" * 64, 17, "model")(part(rows), Shard(2, "in.jsonl", 10, 5))
     assert [kind for kind, _ in lines] == ["results", "errors", "results", "errors", "results"]
     chat, bad, cut_off, memory, text = (json.loads(line) for _, line in lines)
     assert (chat["custom_id"], chat["error"], chat["response"]["status_code"]) == ("a", None, 200)

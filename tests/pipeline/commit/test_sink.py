@@ -46,6 +46,12 @@ COUNTS = [
     "decode_steps",
     "layer_steps",
     "full_layer_steps",
+    "stopped",
+    "cut_off",
+    "prompt_lengths",
+    "answer_lengths",
+    "answer_depths",
+    "error_kinds",
 ]
 
 

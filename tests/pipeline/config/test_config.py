@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from actors.engine.types import SamplingParams
 from pipeline.config import job as configs
-from pipeline.config.job import InputConfig, JobConfig, SamplingConfig, Section
+from pipeline.config.input import InputConfig
+from pipeline.config.job import JobConfig, SamplingConfig, Section
 from pipeline.config.load import load_config
 from pipeline.config.tune import TuneConfig
 
@@ -150,7 +151,8 @@ def test_an_unknown_key_suggests_the_nearest(tmp_path: Path) -> None:
     assert refusal(path) == f"{path}: unknown key shardrows; did you mean shard_rows?"
     path = job_file(tmp_path, merged(storage={"zzz": 3}))
     assert (
-        refusal(path) == f"{path}: unknown key storage.zzz; known: endpoint_url, region, retry_seconds, contact_seconds"
+        refusal(path)
+        == f"{path}: unknown key storage.zzz; known: endpoint_url, region, retry_seconds, contact_seconds, catalog"
     )
     path = job_file(tmp_path)
     said = refusal(path, ["schedule.sped=2"])

@@ -271,7 +271,7 @@ def test_a_run_while_another_is_at_work_is_exit_5(inbox: Inbox, flow: Any, monke
     assert inbox.answered() == []
 
 
-def test_real_answers_from_and_to_a_bucket(in_process: None, inbox: Inbox, s3: StorageConfig) -> None:
+def test_real_answers_from_and_to_a_bucket(in_process: None, inbox: Inbox, s3: StorageConfig, reports: None) -> None:
     """Run; a file comes and the run over it fails; it is finished; nothing is new; all of it is archived."""
     bucket, root = open_folder("s3://bucket/inbox", s3), open_folder("s3://bucket/root", s3)
     inbox.values |= {"storage": s3.model_dump(exclude_none=True), "output": {"path": root.url}}
@@ -304,6 +304,8 @@ def test_real_answers_from_and_to_a_bucket(in_process: None, inbox: Inbox, s3: S
     for run in runs:
         folder = open_folder(f"{root.url}/{run.folder}", s3)
         assert "_SUCCESS" in folder.names()
+        assert b"rows are accounted for" in folder.read("_job/report.html")
+        assert f"{run.folder}/_job/report.html".encode() in root.read("_ledger/report.html")
         for name in folder.names():
             if name.endswith(".parquet"):
                 table = pq.read_table(pa.BufferReader(folder.read(name)))

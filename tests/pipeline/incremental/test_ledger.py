@@ -16,6 +16,7 @@ import pytest
 from memory_folder import MemoryFolder
 from rich.console import Console
 
+from actors.engine.errors import UserError
 from pipeline.config.job import StorageConfig
 from pipeline.incremental import ledger as ledgers
 from pipeline.incremental.ledger import (
@@ -135,6 +136,35 @@ def test_reading_stays_cheap_with_many_runs(monkeypatch: pytest.MonkeyPatch) -> 
     for number in range(1, 201):  # the compacted records may be cleared away
         root.remove(claim_name(number)), root.remove(end_name(number))
     assert list(ledgers.read(root).runs) == written
+
+
+def test_a_compacted_file_that_others_remove_after_the_listing_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledgers, "COMPACT_EVERY", 1)
+
+    class Overtaken(MemoryFolder):
+        waiting = False
+
+        def names(self, subfolder: str = "") -> list[str]:
+            found = super().names(subfolder)
+            if self.waiting:
+                self.waiting = False
+                for name in "bcd":
+                    run_over(self, name)
+                    compact(self, ledgers.read(self))
+            return found
+
+    root = Overtaken()
+    run_over(root, "a")
+    compact(root, ledgers.read(root))
+    root.waiting = True
+    assert [run.files[0].url for run in ledgers.read(root).runs] == ["a", "b", "c", "d"]
+
+    class Missing(MemoryFolder):
+        def names(self, subfolder: str = "") -> list[str]:
+            return ["through-000001.parquet"]
+
+    with pytest.raises(UserError, match=r"through-000001\.parquet: listed, and missing"):
+        ledgers.read(Missing())
 
 
 def test_new_files_are_those_of_no_successful_run(root: Folder) -> None:

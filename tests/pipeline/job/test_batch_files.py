@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from in_process import run_in_process
+from in_process import run_example, run_in_process
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
@@ -22,7 +22,6 @@ from actors.engine.errors import UserError
 from actors.openai_requests import CHAT, TEXT
 from pipeline.commit.results import RECORD, recorded, result_problems
 from pipeline.config.job import JobConfig, StorageConfig
-from pipeline.config.load import load_config
 from pipeline.storage.folder import open_folder
 
 
@@ -263,13 +262,7 @@ def test_any_job_writes_its_answers_as_json_lines(tmp_path: Path, checkpoint: Pa
 def test_the_example_runs_as_its_comment_says(
     tmp_path: Path, chat_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first commands as they are; the model, which is on the hub, is replaced."""
-    source = Path(__file__).parents[3] / "configs" / "batch.yaml"
-    commands = [line.removeprefix("#     ") for line in source.read_text().splitlines() if line.startswith("#     ")]
-    shell = "\n".join(line for line in commands if not line.startswith(("skipdecode", "cat")))
-    subprocess.run(["sh", "-ec", shell], cwd=tmp_path, check=True)
-    monkeypatch.chdir(tmp_path)
-    run_in_process(load_config(JobConfig, source, [f"model.path={chat_checkpoint}", "sampling.max_new_tokens=20"]))
+    run_example("batch.yaml", tmp_path, monkeypatch, f"model.path={chat_checkpoint}", "sampling.max_new_tokens=20")
     (line,) = lines(tmp_path / "work" / "batch" / "answers" / "results.jsonl")
     assert line["custom_id"] == "a" and line["response"]["body"]["usage"]["completion_tokens"] > 0
 
@@ -325,7 +318,7 @@ def test_results_of_parts_that_were_answered_again_replace_the_former(tmp_path: 
 KILLED = """
 import json, os, signal, sys
 sys.path.insert(0, {tests!r})
-from in_process import run_in_process
+from in_process import run_example, run_in_process
 from pipeline import job as jobs
 from pipeline.config.job import JobConfig
 

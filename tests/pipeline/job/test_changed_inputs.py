@@ -54,7 +54,7 @@ def tasks(place: tuple[Folder, StorageConfig]) -> list[Callable[[], Any]]:
     ((url, (size, version)),) = list_files([f"{folder.url}/in.parquet"], storage).items()
     file, _ = read_footer(url, size, version, storage)
     return ShardSource(
-        cut_shards([file], SHARD_ROWS, 2**30), [file], SCHEMA, storage, 2 * SHARD_ROWS, 2**30
+        cut_shards([file], SHARD_ROWS, 2**30), [file], SCHEMA, storage, 2 * SHARD_ROWS, 2**30, "out"
     ).get_read_tasks(1)
 
 

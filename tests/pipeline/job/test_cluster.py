@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import requests
 import yaml
 from local_cluster import ROOT, LocalCluster
 from ray._private.runtime_env.packaging import create_package
@@ -85,7 +86,7 @@ def test_the_upload_is_small_and_whole(tmp_path: Path) -> None:
     """What `--working-dir .` packs: all of the code and the job files, neither weights nor tests."""
     target = tmp_path / "package.zip"
     create_package(str(ROOT), target, include_gitignore=True, logger=logging.getLogger("quiet"))
-    assert target.stat().st_size < 1_500_000
+    assert target.stat().st_size < 2_000_000
     names = set(zipfile.ZipFile(target).namelist())
     code = {str(path.relative_to(ROOT)) for top in ("actors", "pipeline") for path in (ROOT / top).rglob("*.py")}
     assert code | {"configs/demo.yaml"} <= names
@@ -93,19 +94,31 @@ def test_the_upload_is_small_and_whole(tmp_path: Path) -> None:
     assert not [name for name in names if "checkpoint/" in name]
 
 
-def test_a_cluster_with_a_token_refuses_who_has_none(cluster: LocalCluster, tmp_path: Path) -> None:
-    done = cluster.job("list", RAY_AUTH_MODE="disabled", RAY_AUTH_TOKEN="")
-    assert done.returncode != 0
-    assert "Unauthorized" in done.stdout + done.stderr
+def test_a_cluster_with_a_token_refuses_who_has_none(cluster: LocalCluster) -> None:
+    refused = requests.get(f"{cluster.url}/api/jobs/", timeout=30)
+    assert refused.status_code == 401
+    assert "Unauthorized" in refused.text
 
 
-def test_a_wrong_job_is_exit_1_and_one_line_in_the_log(cluster: LocalCluster, checkpoint: Path, tmp_path: Path) -> None:
-    file = write_job(tmp_path, checkpoint, 4, input={"path": str(tmp_path / "none.parquet"), "id": "id"})
-    code, said = submit(cluster, file, "wrong")
-    assert code == 1
-    assert "entrypoint command failed with exit code 2" in cluster.job("status", "wrong").stdout + said
-    assert own_lines(cluster.job("logs", "wrong").stdout) == [
-        f"skipdecode: {file}: {tmp_path}/none.parquet: no such file or folder"
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("out", "output.path: {folder}/out holds the input {folder}/out; choose another folder"),
+        # is found after transformers is imported, 5 s later
+        pytest.param("none.parquet", "{folder}/none.parquet: no such file or folder", marks=pytest.mark.slow),
+    ],
+    ids=["output", "input"],
+)
+def test_a_wrong_job_is_exit_1_and_one_line_in_the_log(
+    cluster: LocalCluster, checkpoint: Path, tmp_path: Path, path: str, message: str
+) -> None:
+    file = write_job(tmp_path, checkpoint, 4, input={"path": str(tmp_path / path), "id": "id"})
+    name = f"wrong-{path}"
+    code, said = submit(cluster, file, name)
+    assert code == 1, said
+    assert "entrypoint command failed with exit code 2" in cluster.asked(name)["message"]
+    assert own_lines(cluster.asked(f"{name}/logs")["logs"]) == [
+        f"skipdecode: {file}: {message.format(folder=tmp_path)}"
     ]
 
 

@@ -33,9 +33,12 @@ def files(config: JobConfig) -> dict[str, tuple[int, int, bytes]]:
     return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns, path.read_bytes()) for path in paths}
 
 
-def test_a_finished_job_run_again_writes_nothing(config: JobConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_job_run_again_writes_nothing(
+    config: JobConfig, monkeypatch: pytest.MonkeyPatch, reports: None
+) -> None:
     first = jobs.run(config)
     before = files(config)
+    assert f"{config.output.path}/_job/report.html" in before
 
     def write(*_: object) -> None:
         raise PermissionError("read-only")

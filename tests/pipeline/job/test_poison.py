@@ -19,7 +19,7 @@ from pipeline import job as jobs
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
 
-ROWS, SHARD_ROWS, POISON = 24, 16, 11
+ROWS, SHARD_ROWS, POISON = 6, 2, 3
 
 
 ray.cloudpickle.register_pickle_by_value(poison_stages)  # workers cannot import what lies beside the tests
@@ -27,7 +27,7 @@ ray.cloudpickle.register_pickle_by_value(poison_stages)  # workers cannot import
 
 @pytest.fixture
 def job(checkpoint: Path, tmp_path: Path) -> JobConfig:
-    """24 rows in two shards; row 11 is the only one of nine tokens, and has the word that kills."""
+    """6 rows in three shards; row 3 is the only one of nine tokens, and has the word that kills."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     prompts = [" ".join(["cheap"] * (1 + row % 3)) for row in range(ROWS)]
     prompts[POISON] = f"food {poison_stages.KILLER}"
@@ -42,10 +42,10 @@ def job(checkpoint: Path, tmp_path: Path) -> JobConfig:
             "model": {"path": str(checkpoint), "dtype": "float32", "device": "cpu"},
             "schedule": {"agreement_rows": 0},
             "sampling": {"max_new_tokens": 6, "temperature": 1.0, "seed": 3},
-            "actors": {"count": 1, "threads": 1, "max_batch": 4},
+            "actors": {"count": 1, "threads": 1, "max_batch": 2},
             "shard_rows": SHARD_ROWS,
             "attempts": 1,
-            "max_error_rate": 0.1,
+            "max_error_rate": 0.2,
         }
     )
 
@@ -65,7 +65,7 @@ def undisturbed(job: JobConfig, folder: Path) -> list[dict[str, Any]]:
     from pipeline.prepare.prompts import prepare_table
 
     sampling = job.sampling.model_dump(exclude={"seed"})
-    generator = Generator(job.model.path, sampling=sampling, seed=3, dtype="float32", threads=1, max_batch=4)
+    generator = Generator(job.model.path, sampling=sampling, seed=3, dtype="float32", threads=1, max_batch=2)
     table = pq.read_table(folder / "in.parquet")
     spec = prompt_spec(job, resolve_checkpoint(job.model, job.storage, None), time.time())
     found = generator.answer(prompts(prepare_table(table, spec), str(folder / "in.parquet"), 0))

@@ -84,6 +84,8 @@ def test_rows_that_ask_for_their_own(in_process: None, chat_checkpoint: Path, tm
             assert row["token_ids"] == alone.token_ids and row["prompt_tokens"] == len(ids)
             assert [one["token_id"] for one in row["logprobs"]] == row["token_ids"]
             assert all(len(one["top"]) == 1 for one in row["logprobs"])
+            told = [one for token in row["logprobs"] for one in (token, *token["top"])]
+            assert all(one["token"] == generator.tokenizer.decode([one["token_id"]]) for one in told)
             assert abs(sum(one["logprob"] for one in row["logprobs"]) - row["cumulative_logprob"]) < 1e-4
 
     outcome, plain = run(tmp_path, chat_checkpoint, "plain", shared_prefix=False)

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from in_process import run_in_process
+from in_process import answered_rows, run_in_process
 from random_adapter import random_adapter
 from safetensors.torch import load_file, save_file
 
@@ -52,16 +52,12 @@ def config(inputs: Path, output: Path, checkpoint: Path, adapter: Path | None, *
     return JobConfig.model_validate({**values, **changes, "schedule": schedule})
 
 
-def rows(output: Path) -> list[dict[str, Any]]:
-    return [row for path in sorted(output.glob("part-*.parquet")) for row in pq.read_table(path).to_pylist()]
-
-
 def test_a_job_at_1x_has_the_answers_of_the_base(inputs: Path, checkpoint: Path, adapter: Path, tmp_path: Path) -> None:
     full = {"schedule": {"speedup": 1.0}}
     for name, with_adapter in (("base", None), ("adapted", adapter)):
         run_in_process(config(inputs, tmp_path / name, checkpoint, with_adapter, **full))
-    assert rows(tmp_path / "base") == rows(tmp_path / "adapted")
-    assert len(rows(tmp_path / "base")) == ROWS
+    assert answered_rows(tmp_path / "base") == answered_rows(tmp_path / "adapted")
+    assert len(answered_rows(tmp_path / "base")) == ROWS
 
 
 def test_a_job_above_1x_has_the_adapter_and_its_schedule(
@@ -69,7 +65,7 @@ def test_a_job_above_1x_has_the_adapter_and_its_schedule(
 ) -> None:
     run_in_process(config(inputs, tmp_path / "adapted", checkpoint, adapter))
     run_in_process(config(inputs, tmp_path / "base", checkpoint, None, schedule={"horizon": 3}))
-    adapted, base = rows(tmp_path / "adapted"), rows(tmp_path / "base")
+    adapted, base = answered_rows(tmp_path / "adapted"), answered_rows(tmp_path / "base")
     assert [row["token_ids"] for row in adapted] != [row["token_ids"] for row in base]
     longest = max(adapted, key=lambda row: row["generated_tokens"])
     depths = ScheduleSpec(speedup=2, horizon=3).build(4)  # the adapter's horizon, not the checkpoint's 6

@@ -125,7 +125,14 @@ def test_no_room_is_told_before_anything_is_loaded(
     assert plan(config).batching.cache_bytes == CACHE_STEP
 
 
-@pytest.mark.parametrize(("gpus", "most"), [(1, 70), (0.5, 35), (2, 70), (0.25, 17.5)])
+@pytest.mark.parametrize(
+    ("gpus", "most"),
+    [
+        (0.5, 35),
+        (2, 70),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 70), (0.25, 17.5))),  # a process each
+    ],
+)
 def test_actors_that_share_a_gpu_share_it_evenly(
     own_ray: None, monkeypatch: pytest.MonkeyPatch, gpus: float, most: float
 ) -> None:

@@ -16,10 +16,11 @@ from typer.testing import CliRunner
 
 from actors.engine.weights import ALLOWANCE, Need
 from pipeline.cli.app import app
-from pipeline.config.job import ActorsConfig
+from pipeline.config.job import ActorsConfig, ModelConfig
 from pipeline.plan import memory
 from pipeline.plan.memory import check_fits, describe, machine_memory
 
+MODEL = ModelConfig(path="m")
 NEED = Need(1_240_000_000, 2_480_000_000, 2**30)
 
 
@@ -36,12 +37,13 @@ def test_the_need_is_one_line(actors: dict[str, Any], shown: str) -> None:
 
 def test_actors_that_fit_pass_and_one_byte_less_is_refused() -> None:
     total = 2_480_000_000 + 2**30 + ALLOWANCE
-    check_fits(NEED, ActorsConfig(count=2), 2 * total)
-    check_fits(NEED, ActorsConfig(min=1, max=9), total)
+    check_fits(NEED, MODEL, ActorsConfig(count=2), 2 * total)
+    check_fits(NEED, MODEL, ActorsConfig(min=1, max=9), total)
     with pytest.raises(
         ValueError, match=r"^actors: 2 x 3\.8 GiB .* lower actors\.count or actors\.cache_bytes"
     ) as caught:
-        check_fits(NEED, ActorsConfig(count=2), 2 * total - 1)
+        check_fits(NEED, MODEL, ActorsConfig(count=2), 2 * total - 1)
+    check_fits(NEED, MODEL, ActorsConfig(gpus=1), 0)  # an actor on a GPU checks the memory there
     assert "\n" not in str(caught.value)
 
 

@@ -163,7 +163,7 @@ def test_messages_and_templates_have_the_same_bound(chat_checkpoint: Path) -> No
 
 
 def test_truncation_reads_the_end_of_a_huge_prompt(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.prepare.prompts.TRUNCATED_CHARACTERS", 100_000)
+    monkeypatch.setattr("pipeline.prepare.prompt_row.TRUNCATED_CHARACTERS", 100_000)
     text = "word " * 30_000 + "at the end"
     done = prepare_table(pa.table({"prompt": [text]}), spec(checkpoint, too_long="truncate_left"))
     assert done[ERROR].to_pylist() == [None]

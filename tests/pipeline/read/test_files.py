@@ -84,7 +84,7 @@ def test_listed_files_are_read_by_the_ray_source(place: tuple[str, StorageConfig
     assert both[0][1].names == ["id", "prompt", "other"]
     shards = cut_shards([file for file, _ in both], 3, 10**9)
     assert [(shard.first_row, shard.rows) for shard in shards] == [(0, 3), (3, 2), (0, 3), (3, 1)]
-    source = ShardSource(shards, [file for file, _ in both], columns, storage, 100, 10**9)
+    source = ShardSource(shards, [file for file, _ in both], columns, storage, 100, 10**9, "out")
     blocks = [block for task in source.get_read_tasks(2) for block in task()]
     rows = [from_ipc(row["rows"])["id"].to_pylist() for block in blocks for row in block.to_pylist()]
     assert rows == [[0, 1, 2], [3, 4], [5, 6, 7], [8]]

@@ -91,7 +91,7 @@ def test_shards_are_read_row_by_row(
     expected = [list(range(shard.first_row, shard.first_row + shard.rows)) for shard in shards]
     assert [table["id"].to_pylist() for table in tables] == expected
     assert all(table.column_names == ["id", "prompt"] for table in tables)
-    tasks = ShardSource(shards, [file], PROMPT, LOCAL, task_rows, 2**30).get_read_tasks(3)
+    tasks = ShardSource(shards, [file], PROMPT, LOCAL, task_rows, 2**30, "out").get_read_tasks(3)
     blocks = [block for task in tasks for block in task()]
     assert all(block.num_rows == 1 for block in blocks)
     rows = [block.to_pylist()[0] for block in blocks]
@@ -115,7 +115,7 @@ def test_read_tasks_keep_to_one_file_and_their_limits() -> None:
     assert rows_of(group_shards(shards, files, 100, 10**9)) == [[4] * 5] * 2
     assert rows_of(group_shards(shards, files, 100, 90)) == [[4, 4], [4, 4], [4]] * 2
     assert rows_of(group_shards(shards, files, 1, 1)) == [[4]] * 10
-    tasks = ShardSource(shards, files, PROMPT, LOCAL, 8, 10**9).get_read_tasks(1)
+    tasks = ShardSource(shards, files, PROMPT, LOCAL, 8, 10**9, "out").get_read_tasks(1)
     assert [task.metadata.num_rows for task in tasks] == [2, 2, 1, 2, 2, 1]
     names = Counter(name for task in tasks for name in task.metadata.input_files or ())
     assert names == {"a": 3, "b": 3}

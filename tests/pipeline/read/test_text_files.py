@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.engine.errors import UserError
-from pipeline.config.job import InputFormat, StorageConfig
+from pipeline.config.input import InputFormat
+from pipeline.config.job import StorageConfig
 from pipeline.read import text_files
 from pipeline.read.files import InputFile, file_format, list_files
 from pipeline.read.rows import read_layout, read_rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,10 @@ from pipeline.generate.coordinator import Coordinator, RunProgress, Workload
 from pipeline.generate.stage import ShardGenerator
 from pipeline.generate.stats import ShardStats, add_up, duplicate_ids, to_table
 from pipeline.plan.manifest import Manifest
-from pipeline.prepare.prompts import ADDED, CHOICES, ERROR, FORM, PROMPT_IDS, SAMPLING
+from pipeline.prepare.prompts import ADDED, CHOICES, CONTINUATIONS, ERROR, FORM, PROMPT_IDS, SAMPLING, TOOLS
 from pipeline.read.ipc import to_ipc
 from pipeline.read.shards import Shard
+from pipeline.report import progress
 from pipeline.report.progress import progress_line
 from pipeline.report.summary import first_rows, print_report
 from pipeline.storage.folder import Folder, open_folder
@@ -40,6 +42,7 @@ KINDS: dict[str, st.SearchStrategy[Any]] = {
     "float": st.floats(0, 1e6),
     "str": st.text("ab", max_size=3),
     "bool": st.booleans(),
+    "list[int]": st.lists(st.integers(0, 10**6), max_size=3),
 }
 ANY_STATS = st.builds(
     ShardStats,
@@ -62,9 +65,10 @@ def folder(tmp_path: Path) -> Folder:
 def test_totals_are_sums_and_maxima(shards: list[ShardStats]) -> None:
     totals = add_up(to_table(shards))
     assert totals.shards == len(shards)
-    for name in ("rows", "errors", "duplicate_ids", "prompt_tokens", "generated_tokens", "batches", "decode_steps"):
+    counts = ("rows", "errors", "duplicate_ids", "prompt_tokens", "generated_tokens", "batches", "decode_steps")
+    for name in (*counts, "stopped", "cut_off"):
         assert getattr(totals, name) == sum(getattr(shard, name) for shard in shards)
-    for name in ("prepare_seconds", "prefill_seconds", "decode_seconds", "generate_seconds", "commit_seconds"):
+    for name in ("prepare_seconds", "prefill_seconds", "decode_seconds", "generate_seconds", "commit_seconds", "money"):
         assert getattr(totals, name) == pytest.approx(sum(getattr(shard, name) for shard in shards))
     for name in ("cache_bytes", "peak_memory_bytes"):
         assert getattr(totals, name) == max((getattr(shard, name) for shard in shards), default=0)
@@ -93,6 +97,11 @@ def test_a_record_that_lacks_a_number_is_refused() -> None:
     del values["layer_steps"]
     with pytest.raises(KeyError):
         ShardStats.from_record(values)
+
+
+def test_a_record_with_a_damaged_list_is_refused() -> None:
+    with pytest.raises(TypeError, match="answer_lengths"):
+        ShardStats.from_record({**asdict(part_stats(SHARDS[0])), "answer_lengths": [-1]})
 
 
 def test_padding_is_weighted_by_computed_tokens() -> None:
@@ -133,7 +142,7 @@ def test_statistics_of_a_part_equal_those_of_the_actor(checkpoint: Path, cache_b
             ERROR: pa.array([None, None, "prompt is null", None, None], pa.string()),
             SAMPLING: pa.array([None, '{"n":3,"temperature":1.0}', None, None, None], pa.string()),
             CHOICES: pa.nulls(5, pa.list_(pa.string())),
-            FORM: pa.nulls(5, ADDED[FORM]),
+            **{name: pa.nulls(5, ADDED[name]) for name in (FORM, CONTINUATIONS, TOOLS)},
         }
     )
     actor = ShardGenerator(
@@ -146,6 +155,8 @@ def test_statistics_of_a_part_equal_those_of_the_actor(checkpoint: Path, cache_b
             "cache_bytes": cache_bytes,
         },
         part_spec(),
+        devices=2,
+        price_per_hour=1800.0,
     )
     column = np.empty(1, dtype=object)
     column[:] = [to_ipc(rows)]
@@ -159,6 +170,12 @@ def test_statistics_of_a_part_equal_those_of_the_actor(checkpoint: Path, cache_b
         }
     )
     counted = ShardStats.from_record(json.loads(done["stats"][0]))
+    assert counted.device_seconds == 2 * counted.generate_seconds > 0
+    assert counted.money == pytest.approx(counted.device_seconds / 2)
+    if counted.generated_tokens:
+        per_token = counted.device_seconds / counted.generated_tokens
+        assert counted.device_seconds_per_million_tokens == pytest.approx(1e6 * per_token)
+        assert counted.money_per_million_tokens == pytest.approx(1e6 * per_token / 2)
     table = pq.read_table(io.BytesIO(done["part"][0]))
     told = ShardStats.of_part(7, table, LAYERS)
     samples = 3 if cache_bytes == 2**30 else 1
@@ -177,6 +194,12 @@ def test_statistics_of_a_part_equal_those_of_the_actor(checkpoint: Path, cache_b
         "layer_steps",
         "full_layer_steps",
         "prompt_tokens",
+        "stopped",
+        "cut_off",
+        "prompt_lengths",
+        "answer_lengths",
+        "answer_depths",
+        "error_kinds",
     ):
         assert getattr(told, name) == getattr(counted, name), name
     assert told.mean_depth == pytest.approx(counted.mean_depth)
@@ -268,6 +291,12 @@ def test_the_report_can_be_read(folder: Folder) -> None:
     assert f"mean depth 3.00 of {LAYERS}, layer ratio 1.33x" in text
     assert "2 rows share their id" in text
     assert "agreement" not in text
+    tokens = sum(part_stats(shard).generated_tokens for shard in SHARDS)
+    cost = f"cost: 24.0 device-seconds, {24e6 / tokens:,.0f}, and money 0.06, {0.06e6 / tokens:,.4g} a million tokens"
+    assert cost in text
+    free = printed(to_table([replace(part_stats(SHARDS[0]), money=0.0)]))
+    assert "device-seconds" in free and "money" not in free
+    assert "cost" not in printed(to_table([replace(part_stats(SHARDS[0]), generated_tokens=0)]))
     measured = replace(MANIFEST, agreement=Agreement(16, False, 200, 190, 0.04))
     shown = "agreement with full depth, before the start: 0.95 of 200 tokens as at full depth, token KL 0.04 nats"
     assert shown in printed(read_records(folder, FINGERPRINT), measured)
@@ -322,3 +351,30 @@ def test_the_coordinator_counts_each_shard_once() -> None:
     assert coordinator.stop() == {2}
     assert not coordinator.begin(3) and coordinator.stop() == {2}
     assert not coordinator.begin(2) and coordinator.working() == set()  # its actor had died
+
+
+def test_a_line_says_at_once_what_the_run_waits_for_and_when_the_first_rows_are_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "LIVE_SECONDS", 0.01)
+    coordinator = Coordinator()
+    said: list[str] = []
+
+    def wait_for(text: str) -> None:
+        until = time.monotonic() + 20
+        while not any(text in line for line in said):
+            assert time.monotonic() < until, said
+            said.extend(capsys.readouterr().err.splitlines())
+            time.sleep(0.01)
+
+    with progress.Progress(coordinator, Workload(8, 1000, 0, 0)):
+        wait_for("starting workers")
+        coordinator.loading("a")
+        wait_for("loading the model in 1 actors")
+        coordinator.loaded("a")
+        coordinator.begin(0)
+        wait_for("answering the first 1 shards")
+        coordinator.ended(0, True, 125, 0, 5000)
+        wait_for("1/8 shards  125/1,000 rows")
+        time.sleep(0.1)
+    assert said[-1].endswith("elapsed: the first rows") and len(said) == 4  # each once, within ten seconds

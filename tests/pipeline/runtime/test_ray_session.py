@@ -154,3 +154,15 @@ def test_a_cluster_that_refuses_this_client_is_named_with_the_remedy(
     server.close()
     gone = ConnectionError("Failed to connect")
     assert ray_session._start_error(gone, address) is gone
+
+
+def test_a_port_for_metrics_must_be_free_and_of_our_own_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_session, "is_own_ray", lambda: True)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"--metrics-port: {port} on 127.0.0.1 cannot be used"):
+            ray_session.check_metrics_port(port)
+    ray_session.check_metrics_port(port)
+    monkeypatch.setattr(ray_session, "is_own_ray", lambda: False)
+    with pytest.raises(UserError, match="the nodes of a cluster have ports of their own"):
+        ray_session.check_metrics_port(port)

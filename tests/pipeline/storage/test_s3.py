@@ -34,7 +34,9 @@ from fault_proxy import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from recorded_metrics import Recorded
 
+from pipeline import metrics
 from pipeline.checkpoints.stores import BucketStore
 from pipeline.config.job import StorageConfig
 from pipeline.read.files import list_files
@@ -96,6 +98,14 @@ def begin(proxy: Proxy, script: object) -> None:
 
 
 DATA = np.random.default_rng(0).bytes(300_000)
+
+
+def test_retries_are_counted(proxy: Proxy) -> None:
+    folder, recorded = new_folder(through(proxy)), Recorded()
+    begin(proxy, first(SLOW_DOWN, 2))
+    with metrics.installed(recorded):
+        assert folder.create("a", b"x") and folder.read("a") == b"x"
+    assert recorded.counters == {"store_retries": 2}
 
 
 @pytest.mark.parametrize("fault", PASSING, ids=label)

@@ -106,7 +106,7 @@ def test_of_many_processes_one_wins(store: str, request: pytest.FixtureRequest) 
     storage = request.getfixturevalue(store)
     folder = open_folder(f"s3://bucket/{uuid.uuid4().hex}", storage)
     arguments = [sys.executable, "-c", CREATOR, folder.url, storage.endpoint_url]
-    creators = [subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    creators = [subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     for creator in creators:
         assert creator.stdout is not None and creator.stdout.readline() == "ready\n"
     for creator in creators:
@@ -195,7 +195,7 @@ def test_a_folder_marker_is_no_file(s3: StorageConfig) -> None:
         st.tuples(st.sampled_from(["create", "replace", "remove"]), st.sampled_from("ab"), st.binary()), max_size=9
     )
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_folder_is_a_dictionary_of_names(folder: Folder, steps: list[tuple[str, str, bytes]]) -> None:
     held: dict[str, bytes] = {}
     for name in "ab":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import shutil
 from pathlib import Path
@@ -13,12 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from engine_cases import layer_columns
 from oracle import oracle_logits_each
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from tiny_checkpoint import tiny_checkpoint
 from tiny_models import LAYERS, tiny_model
 from training_cases import SPECS, pairs
+from tune_recipes import copying_recipe, train_recipe
 
 from actors.engine.decoder import Decoder
 from actors.engine.divergence import Model, teacher_forced
@@ -50,56 +51,17 @@ def test_training_logits_are_those_of_inference(family: str, spec: ScheduleSpec)
 def test_a_layer_is_run_only_over_the_columns_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, rows = Decoder(tiny_model("llama")), pairs(seed=2)
     schedule = ScheduleSpec(max_depth=4, min_depth=2, horizon=3).build(LAYERS)
-    run: dict[int, int] = {}
-    plain = decoder.run_layer
-
-    def counting(layer: int, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
-        run[layer] = hidden.shape[1]
-        return plain(layer, hidden, *rest)
-
-    monkeypatch.setattr(decoder, "run_layer", counting)
+    run = layer_columns(decoder, monkeypatch)
     batch = ResponseBatch(**collate(rows))
     response_logits(decoder, batch, schedule)
     inputs = batch.ids.shape[1] - batch.prompt_columns
-    assert run == {layer: batch.prompt_columns + schedule.uses(layer, inputs + 1) for layer in range(LAYERS)}
-    assert len(set(run.values())) == 4
+    assert run == [batch.prompt_columns + schedule.uses(layer, inputs + 1) for layer in range(LAYERS)]
+    assert len(set(run)) == 4
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> dict[str, Any]:
-    """A copying task that a tiny model learns something of in a few steps."""
-    rng = random.Random(3)
-    words = ["red", "green", "blue", "round", "square", "small"]
-    rows = [" ".join(rng.choices(words, k=3)) for _ in range(64)]
-    pq.write_table(pa.table({"prompt": rows, "reference": rows}), tmp_path / "train.parquet")
-    pq.write_table(
-        pa.table({"prompt": rows[:8], "references": [[row, row] for row in rows[:8]]}), tmp_path / "dev.parquet"
-    )
-    return {
-        "model": {
-            "new": {
-                "model_type": "llama",
-                "num_hidden_layers": 4,
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_attention_heads": 2,
-                "max_position_embeddings": 64,
-            },
-            "vocab_size": 300,
-        },
-        "data": {"train": str(tmp_path / "train.parquet"), "dev": str(tmp_path / "dev.parquet")},
-        "output": str(tmp_path / "out"),
-        "schedule": {"speedups": [1, 2]},
-        "training": {
-            "max_steps": 12,
-            "batch_size": 16,
-            "learning_rate": 0.01,
-            "warmup_steps": 2,
-            "eval_steps": 6,
-            "save_steps": 6,
-            "threads": 1,
-        },
-    }
+    return copying_recipe(tmp_path)
 
 
 def parquet(path: Path, **columns: Any) -> str:
@@ -107,14 +69,8 @@ def parquet(path: Path, **columns: Any) -> str:
     return str(path)
 
 
-def run(recipe: dict[str, Any], **training: Any) -> dict[str, Any]:
-    values = {**recipe, "training": {**recipe["training"], **training}}
-    output = tune(TuneConfig.model_validate(values))
-    return json.loads((output / "tune.json").read_text())  # type: ignore[no-any-return]
-
-
 def test_tune_from_scratch_then_from_its_checkpoint(recipe: dict[str, Any], tmp_path: Path) -> None:
-    record = run(recipe)
+    record = train_recipe(recipe)
     assert record["steps"] == 12
     assert set(record["dev_loss"]) == {"eval_loss_1x", "eval_loss_2x", "eval_loss"}
     assert record["dev_loss"]["eval_loss"] < 4.5  # untrained: ln 300 = 5.7
@@ -129,18 +85,18 @@ def test_tune_from_scratch_then_from_its_checkpoint(recipe: dict[str, Any], tmp_
         "output": str(tmp_path / "further"),
         "schedule": {"speedups": [2], "horizon": 5},
     }
-    assert run(further, bf16=False)["dev_loss"]["eval_loss_2x"] < record["dev_loss"]["eval_loss_2x"]
+    assert train_recipe(further, bf16=False)["dev_loss"]["eval_loss_2x"] < record["dev_loss"]["eval_loss_2x"]
     spec = inspect(tmp_path / "further").spec
     assert spec is not None and spec.horizon == 5
 
 
 def test_an_interrupted_run_resumes(recipe: dict[str, Any]) -> None:
-    first = run(recipe, max_steps=6)
+    first = train_recipe(recipe, max_steps=6)
     assert (first["steps"], first["resumed_at_step"]) == (6, 0)
-    second = run(recipe)
+    second = train_recipe(recipe)
     assert (second["steps"], second["resumed_at_step"]) == (12, 6)
     with pytest.raises(ValueError, match="holds a run of another recipe"):
-        run(recipe, learning_rate=0.02)
+        train_recipe(recipe, learning_rate=0.02)
 
 
 @pytest.mark.parametrize(
@@ -175,41 +131,41 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_accumulated_micro_batches_are_one_batch(recipe: dict[str, Any], tmp_path: Path) -> None:
     curves = [
-        run({**recipe, "output": str(tmp_path / str(tokens))}, micro_batch_tokens=tokens, max_steps=3, bf16=False)[
-            "dev_loss"
-        ]
+        train_recipe(
+            {**recipe, "output": str(tmp_path / str(tokens))}, micro_batch_tokens=tokens, max_steps=3, bf16=False
+        )["dev_loss"]
         for tokens in (1000, 40)
     ]
     assert curves[1] == pytest.approx(curves[0], rel=2e-3)
 
 
 def test_a_finished_run_is_unchanged(recipe: dict[str, Any], tmp_path: Path) -> None:
-    run(recipe)
+    train_recipe(recipe)
     record = tmp_path / "out" / "tune.json"
     written = record.stat().st_mtime_ns
-    run(recipe)
+    train_recipe(recipe)
     assert record.stat().st_mtime_ns == written
     table = pq.read_table(tmp_path / "train.parquet")
     pq.write_table(table.slice(1), tmp_path / "train.parquet")
     with pytest.raises(ValueError, match="another recipe, or of files that have changed"):
-        run(recipe)
+        train_recipe(recipe)
     shutil.rmtree(tmp_path / "out" / "_training")
     with pytest.raises(ValueError, match="holds a checkpoint already"):
-        run(recipe)
+        train_recipe(recipe)
 
 
 def test_an_incomplete_checkpoint_is_ignored(recipe: dict[str, Any], tmp_path: Path) -> None:
-    run(recipe, max_steps=6)
+    train_recipe(recipe, max_steps=6)
     torn = tmp_path / "out" / "_training" / "checkpoint-9"
     torn.mkdir()
     (torn / "model.safetensors").write_bytes(b"torn")
-    assert run(recipe)["resumed_at_step"] == 6
+    assert train_recipe(recipe)["resumed_at_step"] == 6
 
 
 def test_keys_left_out_are_the_start_checkpoints(recipe: dict[str, Any], tmp_path: Path) -> None:
-    run({**recipe, "schedule": {"speedups": [2], "keep_order": "even", "decay": "cosine"}})
+    train_recipe({**recipe, "schedule": {"speedups": [2], "keep_order": "even", "decay": "cosine"}})
     further = {**recipe, "model": {"path": str(tmp_path / "out")}, "output": str(tmp_path / "further")}
-    run({**further, "schedule": {"speedups": [2], "decay": "linear"}}, max_steps=1)
+    train_recipe({**further, "schedule": {"speedups": [2], "decay": "linear"}}, max_steps=1)
     spec = inspect(tmp_path / "further").spec
     assert spec is not None and (spec.keep_order, spec.decay) == ("even", "linear")
     (tmp_path / "link").symlink_to("out")
@@ -217,13 +173,13 @@ def test_keys_left_out_are_the_start_checkpoints(recipe: dict[str, Any], tmp_pat
         with pytest.raises(
             ValueError, match=r"output: .* and model.path .*/out lie in each other; choose another folder"
         ):
-            run({**further, "output": str(tmp_path / output)})
+            train_recipe({**further, "output": str(tmp_path / output)})
 
 
 def test_weights_are_saved_in_the_type_asked_for(recipe: dict[str, Any], tmp_path: Path) -> None:
     for bf16, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         output = tmp_path / str(bf16)
-        run({**recipe, "output": str(output)}, max_steps=1, bf16=bf16)
+        train_recipe({**recipe, "output": str(output)}, max_steps=1, bf16=bf16)
         assert {tensor.dtype for tensor in weights(output).values()} == {dtype}
         assert json.loads((output / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
 
@@ -234,13 +190,13 @@ def test_a_folder_of_the_user_is_refused_and_untouched(recipe: dict[str, Any], t
     for name in ("model.safetensors", "tokenizer.json", "_training/recipe.json"):
         (out / name).write_text("mine")
     with pytest.raises(ValueError, match=r"output: .*out holds '_training' and no tune.json of an earlier run; choose"):
-        run(recipe)
+        train_recipe(recipe)
     for name in ("model.safetensors", "tokenizer.json", "_training/recipe.json"):
         assert (out / name).read_text() == "mine"
 
 
 def test_a_file_of_the_user_stays_when_training_ends(recipe: dict[str, Any], tmp_path: Path) -> None:
-    run(recipe, max_steps=6)
+    train_recipe(recipe, max_steps=6)
     out = tmp_path / "out"
     (out / "notes.txt").write_text("mine")
     (out / "generation_config.json").unlink()
@@ -249,10 +205,10 @@ def test_a_file_of_the_user_stays_when_training_ends(recipe: dict[str, Any], tmp
     (out / "tune.json").write_text(json.dumps(listed))
     (out / "generation_config.json").write_text("mine")
     with pytest.raises(ValueError, match=r"generation_config.json exists and tune.json does not list it; move it"):
-        run(recipe)
+        train_recipe(recipe)
     assert (out / "generation_config.json").read_text() == (out / "notes.txt").read_text() == "mine"
     (out / "generation_config.json").unlink()
-    assert run(recipe)["steps"] == 12
+    assert train_recipe(recipe)["steps"] == 12
     assert (out / "notes.txt").read_text() == "mine"
 
 
@@ -265,7 +221,7 @@ def test_a_speed_adapter_is_trained_above_1x_alone(recipe: dict[str, Any], start
         "loss": {"references": 0, "distillation": 1, "teacher_top_k": 1000},
     }
     before = weights(start)
-    record = run(adapted, learning_rate=0.05, bf16=False)
+    record = train_recipe(adapted, learning_rate=0.05, bf16=False)
     assert all(torch.equal(weight, before[name]) for name, weight in weights(start).items())
     assert set(record["dev_loss"]) == {"eval_loss_2x", "eval_loss"}  # of the speeds 1 and 2
     out = tmp_path / "out"
@@ -285,7 +241,7 @@ def test_a_speed_adapter_is_trained_above_1x_alone(recipe: dict[str, Any], start
     plan = plan_training(TuneConfig.model_validate(adapted))
     pairs = [(row["input_ids"][: row["prompt_tokens"]], row["input_ids"][row["prompt_tokens"] :]) for row in plan.dev]
     lines = [Model(decoder, plan.schedules["2x"]) for decoder in (model, base)]
-    scores = teacher_forced(Model(base, ScheduleSpec().build(model.num_layers)), lines, pairs, 8)
+    scores = teacher_forced(Model(base, ScheduleSpec().build(model.num_layers)), lines, pairs)
     loss, without = (score.kl.sum() / score.tokens.sum() for score in scores)
     assert loss == pytest.approx(record["dev_loss"]["eval_loss_2x"], rel=0.02)
     assert abs(loss - without) > 0.05 * without
@@ -295,18 +251,18 @@ def test_a_killed_adapter_training_ends_as_one_without_a_pause(
     recipe: dict[str, Any], start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taught = {"loss": {"references": 0, "distillation": 1}, "adapter": {"rank": 2}, "model": {"path": str(start)}}
-    settings = {"learning_rate": 0.05, "save_steps": 6, "bf16": False, "warmup_steps": 0}
-    assert run({**recipe, **taught, "output": str(tmp_path / "whole")}, **settings)["steps"] == 12
+    settings = {"max_steps": 6, "learning_rate": 0.05, "save_steps": 3, "bf16": False, "warmup_steps": 0}
+    assert train_recipe({**recipe, **taught, "output": str(tmp_path / "whole")}, **settings)["steps"] == 6
 
     def kill(self: StepProgress, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 8:
+        if state.global_step == 4:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(StepProgress, "on_step_end", kill)
         with pytest.raises(KeyboardInterrupt):
-            run({**recipe, **taught}, **settings)
-    assert run({**recipe, **taught}, **settings)["resumed_at_step"] == 6
+            train_recipe({**recipe, **taught}, **settings)
+    assert train_recipe({**recipe, **taught}, **settings)["resumed_at_step"] == 3
     resumed, whole = (load_file(tmp_path / name / WEIGHTS) for name in ("out", "whole"))
     # the teacher's pass after a pause has other rows in a batch, and other rounding; steps of 0.05 would show a loss
     assert all(torch.allclose(resumed[name].float(), whole[name].float(), rtol=0.01, atol=0.002) for name in whole)
@@ -315,7 +271,7 @@ def test_a_killed_adapter_training_ends_as_one_without_a_pause(
 def test_a_speed_adapter_needs_a_speed(recipe: dict[str, Any], start: Path) -> None:
     adapted = {**recipe, "model": {"path": str(start)}, "adapter": {}, "schedule": {"speedups": [1]}}
     with pytest.raises(ValueError, match=r"schedule.speedups: an adapter is for speeds above 1x"):
-        run(adapted)
+        train_recipe(adapted)
 
 
 def test_distillation_brings_skipping_nearer_to_full_depth(recipe: dict[str, Any], start: Path, tmp_path: Path) -> None:
@@ -326,16 +282,16 @@ def test_distillation_brings_skipping_nearer_to_full_depth(recipe: dict[str, Any
         "schedule": {"speedups": [2]},
     }
     first, last = (
-        run({**taught, "output": str(tmp_path / str(steps))}, max_steps=steps, learning_rate=0.003)["dev_loss"]
-        for steps in (1, 40)
+        train_recipe({**taught, "output": str(tmp_path / str(steps))}, max_steps=steps, learning_rate=0.006)["dev_loss"]
+        for steps in (1, 20)
     )
     assert last["eval_loss_2x"] < 0.7 * first["eval_loss_2x"]
 
 
 def test_the_best_weights_are_kept_when_it_stops_early(recipe: dict[str, Any]) -> None:
-    record = run(recipe, max_steps=200, eval_steps=4, learning_rate=1.0, early_stopping=2, warmup_steps=0)
+    record = train_recipe(recipe, max_steps=200, eval_steps=4, learning_rate=1.0, early_stopping=2, warmup_steps=0)
     assert record["steps"] < 200
-    calm = run({**recipe, "output": recipe["output"] + "-calm"}, max_steps=8, eval_steps=4, early_stopping=2)
+    calm = train_recipe({**recipe, "output": recipe["output"] + "-calm"}, max_steps=8, eval_steps=4, early_stopping=2)
     assert calm["steps"] == 8
 
 
@@ -357,11 +313,11 @@ def test_token_ids_and_cut_off_responses(recipe: dict[str, Any], start: Path, tm
     with pytest.raises(ValueError, match="pair 0: a token id lies outside the model's vocabulary of 5"):
         encode(tokenizer, text, 256, 5)
     columns = {"train_reference": "response", "dev_reference": "response", "ended": "ended"}
-    run({**recipe, "model": {"path": str(start)}, "data": {"train": path, "dev": path, **columns}})
+    train_recipe({**recipe, "model": {"path": str(start)}, "data": {"train": path, "dev": path, **columns}})
 
 
 def test_schedules_to_draw_from_may_differ_in_anything(recipe: dict[str, Any], tmp_path: Path) -> None:
-    record = run({**recipe, "schedule": {"speedups": [1, 2], "also": [{"speedup": 2.0, "prompt": "first"}]}})
+    record = train_recipe({**recipe, "schedule": {"speedups": [1, 2], "also": [{"speedup": 2.0, "prompt": "first"}]}})
     assert set(record["dev_loss"]) == {
         "eval_loss_1x",
         "eval_loss_2x",
@@ -374,7 +330,7 @@ def test_schedules_to_draw_from_may_differ_in_anything(recipe: dict[str, Any], t
 
 def test_comparisons_are_trained_together(recipe: dict[str, Any]) -> None:
     compared = {"speedups": [2], "compare": 2.0, "learned_order": [0, 2, 3, 1]}
-    losses = run({**recipe, "schedule": compared})["dev_loss"]
+    losses = train_recipe({**recipe, "schedule": compared})["dev_loss"]
     assert {"eval_loss_2x", "eval_loss_2x early exit", "eval_loss_2x learned order"} <= set(losses)
     assert "eval_loss_2x paper" not in losses  # which is 2x
 
@@ -420,26 +376,11 @@ def test_a_dev_set_of_one_pair_is_refused(recipe: dict[str, Any], tmp_path: Path
         tune(TuneConfig.model_validate({**recipe, "data": {**recipe["data"], "dev": path}}))
 
 
-def test_two_workers_learn_as_one(
-    recipe: dict[str, Any], own_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alone = run(recipe, bf16=False)
-    monkeypatch.chdir(tmp_path)
-    both = run({**recipe, "output": "both", "workers": {"count": 2}}, bf16=False)
-    assert both["steps"] == alone["steps"] == 12
-    # the same pairs in another order
-    assert both["dev_loss"] == pytest.approx(alone["dev_loss"], rel=0.03)
-    assert both["config"]["output"] == "both"
-    assert run({**recipe, "output": "both", "workers": {"count": 2}}, bf16=False) == both  # finished
-    with pytest.raises(ValueError, match="workers: 64 × 1 CPU asked for"):
-        run({**recipe, "output": str(tmp_path / "many"), "workers": {"count": 64}}, batch_size=64)
-
-
 def test_a_training_announces_its_steps(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("pipeline.runtime.announce.INTERVAL", 0.0)
-    run(recipe, max_steps=2)
+    train_recipe(recipe, max_steps=2)
     lines = capsys.readouterr().err.splitlines()
     assert f"training a new model on 64 pairs, 16 in the dev set, into {recipe['output']}" in lines
     steps = [line for line in lines if line.startswith("training: ")]
@@ -451,23 +392,22 @@ def test_a_training_announces_its_steps(
 
 
 def test_a_measured_order_is_stored_as_a_list_and_measured_once(
-    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recipe: dict[str, Any], tmp_path: Path, own_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
-    run(recipe, max_steps=2)
+    train_recipe(recipe, max_steps=2)
     further = {**recipe, "model": {"path": str(tmp_path / "out")}, "output": str(tmp_path / "further")}
     further["schedule"] = {"speedups": [2], "horizon": 5, "keep_order": "measured"}
-    assert run(further, max_steps=2)["config"]["schedule"]["keep_order"] == "measured"
+    assert train_recipe(further, max_steps=2)["config"]["schedule"]["keep_order"] == "measured"
     spec = inspect(tmp_path / "further").spec
     assert spec is not None and sorted(spec.keep_order) == [0, 1, 2, 3]
     assert sorted(spec.keep_order[: spec.warmup]) == list(range(spec.warmup))
     assert "measuring the keep order on 32 answers" in capsys.readouterr().err
     again = {**further, "output": str(tmp_path / "again")}
-    run(again, max_steps=2)
+    train_recipe(again, max_steps=2)
     assert inspect(tmp_path / "again").spec == spec
     assert "measured before" in capsys.readouterr().err
     again["schedule"]["warmup"] = 3
-    run({**again, "output": str(tmp_path / "warm")}, max_steps=2)
+    train_recipe({**again, "output": str(tmp_path / "warm")}, max_steps=2)
     warm = inspect(tmp_path / "warm").spec
     assert warm is not None and (set(warm.keep_order[:3]), warm.warmup) == ({0, 1, 2}, 3)
     with pytest.raises(ValueError, match=r"measured ranks the layers of a checkpoint: give model\.path"):

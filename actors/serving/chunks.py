@@ -1,0 +1,66 @@
+"""Parts of a streamed answer, as server-sent events.
+
+Source: https://platform.openai.com/docs/api-reference/chat-streaming
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from actors.openai_answers import shown_logprobs, usage
+from actors.openai_requests import CHAT
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(values: Mapping[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json.dumps(values, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class Chunks:
+    """The chunks of one call.
+
+    Args:
+        url: Its endpoint.
+        key: That its id is made of.
+        created: Seconds since 1970.
+        model: Its name.
+        usage: Whether the last chunk counts tokens; then all others have `usage` null.
+    """
+
+    def __init__(self, url: str, *, key: str, created: int, model: str, usage: bool) -> None:
+        self._url, self._is_chat = url, url == CHAT
+        self._frame: dict[str, Any] = {
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{key}",
+            "object": "chat.completion.chunk" if self._is_chat else "text_completion",
+            "created": created,
+            "model": model,
+        }
+        if usage:
+            self._frame["usage"] = None
+
+    def first(self, index: int) -> bytes:
+        """The chunk before a chat's first text, with the role; nothing for a text."""
+        if not self._is_chat:
+            return b""
+        return self._event(index, {"delta": {"role": "assistant", "content": ""}}, None, None)
+
+    def part(
+        self, index: int, text: str, logprobs: Sequence[Mapping[str, Any]] | None, offset: int, finish: str | None
+    ) -> bytes:
+        """A part of answer `index`. offset: characters before it; finish: why the answer ended, with its last part."""
+        shown = shown_logprobs(self._url, logprobs, offset)
+        if not self._is_chat:
+            return self._event(index, {"text": text}, shown, finish)
+        return self._event(index, {"delta": {"content": text} if text else {}}, shown, finish)
+
+    def usage(self, prompt: int, completion: int) -> bytes:
+        """The chunk that counts tokens."""
+        return event({**self._frame, "choices": [], "usage": usage(prompt, completion)})
+
+    def _event(self, index: int, content: dict[str, Any], logprobs: dict[str, Any] | None, finish: str | None) -> bytes:
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
+        return event({**self._frame, "choices": [choice]})

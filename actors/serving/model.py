@@ -1,0 +1,191 @@
+"""One model, loaded, with its loop: calls become rows, rows' completions become answers."""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from actors.answers import Prompt
+from actors.engine.errors import UserError
+from actors.engine.online import PASS_TOKENS, OnlineLoop
+from actors.engine.schedule import Schedule
+from actors.engine.scores import ScoreRequest
+from actors.engine.scoring import score_continuations
+from actors.engine.types import Completion, Request
+from actors.generator import Generator
+from actors.openai_requests import CompletionRequest
+from actors.serving.bodies import Call
+from actors.serving.texts import TextStream
+
+MOST_SPEEDS = 64  # whose schedules are kept
+Render = Callable[[Any, Any], str]  # (tokenizer, a body's messages) -> the prompt; raises UserError
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The served model: its name, its engine's settings, and the length of its queue.
+
+    Args:
+        name: The model's name in requests.
+        generator: Arguments of `Generator`; its `sampling` holds the defaults of a body's keys.
+        max_waiting: Largest number of answers in the queue; above it a request is refused with status 429.
+    """
+
+    name: str
+    generator: Mapping[str, Any]
+    max_waiting: int = 256
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A call as rows of the engine.
+
+    Args:
+        rows: The answers to be, those of one prompt one behind another.
+        prompts: Token ids of each prompt.
+        samples: Answers to each prompt.
+    """
+
+    call: Call
+    rows: Sequence[Request]
+    prompts: Sequence[Sequence[int]]
+    samples: int
+
+
+class ServedModel:
+    """A model that answers calls of many clients; `prepare` is called by one thread at a time.
+
+    Args:
+        settings: Which model, and its limits.
+        render: Writes a chat's messages as a prompt; None: transformers' chat template.
+
+    Raises:
+        UserError: Settings, checkpoint or device that do not fit, in one line.
+    """
+
+    def __init__(self, settings: ModelSettings, render: Render | None = None) -> None:
+        self.name, self._render = settings.name, render
+        self.generator = Generator(
+            **{**settings.generator, "row_logprobs": True, "strip": False, "cumulative_logprob": False}
+        )
+        self.tokenizer, self._builder = self.generator.tokenizer, self.generator.builder
+        self.loop = OnlineLoop(
+            self.generator.engine,
+            cache_bytes=self.generator.cache_bytes,
+            max_rows=self.generator.max_batch,
+            max_waiting=settings.max_waiting,
+        )
+        self._schedules: dict[float, Schedule] = {}
+
+    def prepare(self, call: Call) -> Prepared:
+        """The call's rows. Raises UserError for one that cannot be answered."""
+        schedule = None if call.speed is None else self._schedule(call.speed)
+        rows: list[Request] = []
+        prompts = [self._prompt(number, request) for number, request in enumerate(call.prompts)]
+        for prompt in prompts:
+            try:
+                samples = self._builder.requests(prompt)
+            except UserError as error:
+                raise UserError(_as_in_bodies(str(error))) from None
+            rows += [replace(sample, schedule=schedule) for sample in samples]
+        return Prepared(call, rows, [prompt.ids for prompt in prompts], len(rows) // len(prompts))
+
+    def _prompt(self, number: int, request: CompletionRequest) -> Prompt:
+        value: Any = request.prompt
+        if value is None and self._render is not None:
+            ids = self.tokenizer(self._render(self.tokenizer, request.messages), add_special_tokens=False)["input_ids"]
+            prompt = Prompt(ids, "", 0, None if ids else "prompt has no tokens")
+        elif value is None:
+            if not isinstance(request.messages, list) or not all(isinstance(one, Mapping) for one in request.messages):
+                raise UserError("messages must be a list of objects with role and content")
+            prompt = self._builder.prompt(request.messages)
+        else:
+            prompt = self._builder.prompt(value)
+        # with a seed, equal requests have equal answers; without, each has random numbers of its own
+        source = "seed" if "seed" in request.sampling else f"{uuid.uuid4()}-{secrets.randbits(64)}"
+        if request.output_format is not None:
+            request.output_format.check()
+        return replace(
+            prompt, source=source, row=number, sampling=request.sampling, output_format=request.output_format
+        )
+
+    def _schedule(self, speed: float) -> Schedule:
+        if speed not in self._schedules:
+            schedule = self.generator.schedule_at(speed)
+            if len(self._schedules) >= MOST_SPEEDS:
+                self._schedules.pop(next(iter(self._schedules)))
+            self._schedules[speed] = schedule
+        return self._schedules[speed]
+
+    def text_stream(self, row: Request) -> TextStream:
+        """For the parts of a row's text."""
+        constraint = row.constraint
+        decode = self.decode if constraint is None else lambda tokens: constraint.text(tokens, None)
+        return TextStream(decode, row.sampling.stop, row.sampling.all_stop_ids(self._builder.stop_ids))
+
+    def answer(self, prepared: Prepared, index: int, completion: Completion) -> dict[str, Any]:
+        """A row's answer with the fields that `completion_body` reads. The completion has tokens."""
+        row = prepared.rows[index]
+        text, _ = self._builder.text(row, completion)
+        schedule = row.schedule or self.generator.schedule
+        return {
+            "sample_index": index,
+            "generated_text": text,
+            "finish_reason": str(completion.finish_reason),
+            "prompt_tokens": len(row.prompt_ids),
+            "generated_tokens": len(completion.token_ids),
+            "mean_depth": schedule.mean_depth(len(completion.token_ids)),
+            "logprobs": self._builder.logprobs(completion),
+            "error": completion.error,
+        }
+
+    def scoring_parts(self, prepared: Prepared) -> list[Callable[[], list[list[dict[str, Any]]]]]:
+        """Functions for the loop's thread, each of which scores some of the prompts, in their order.
+
+        A prompt runs the layers that the schedule runs over prompts. Of each of its tokens: fields of
+        `TokenLogprob.to_dict`; of the first, which nothing predicts, without a log-probability.
+        """
+        top = prepared.rows[0].sampling.logprobs or 0
+        parts: list[list[Sequence[int]]] = []
+        size = PASS_TOKENS
+        for ids in prepared.prompts:
+            if size + len(ids) > PASS_TOKENS:
+                parts.append([])
+                size = 0
+            parts[-1].append(ids)
+            size += len(ids)
+        return [partial(self._score, part, prepared.rows[0].schedule or self.generator.schedule, top) for part in parts]
+
+    def _score(self, prompts: Sequence[Sequence[int]], schedule: Schedule, top: int) -> list[list[dict[str, Any]]]:
+        constant = replace(schedule, depths=(len(schedule.prompt_layers),), speedup=None)
+        scores = score_continuations(
+            self.generator.engine.at(constant),
+            [ScoreRequest(ids[:1], (ids[1:],), top) for ids in prompts],
+            budget_bytes=self.generator.cache_bytes,
+            max_rows=self.generator.max_batch,
+        )
+        scored = []
+        for ids, score in zip(prompts, scores, strict=True):
+            if score.error is not None:
+                raise UserError(score.error)
+            first: dict[str, Any] = {"token_id": ids[0], "token": self.token_text(ids[0]), "logprob": None, "top": []}
+            scored.append([first, *(token.to_dict(self.token_text) for token in score.continuations[0].tokens)])
+        return scored
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, special ones left out."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def token_text(self, token: int) -> str:
+        """The text of one token, special ones included."""
+        return self._builder.token_text(token)
+
+
+def _as_in_bodies(error: str) -> str:
+    """A message about sampling parameters, with the names that bodies have for them."""
+    renamed = error.replace("max_new_tokens", "max_tokens").replace("min_new_tokens", "min_tokens")
+    return renamed.removeprefix("sampling: ")

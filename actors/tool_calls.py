@@ -1,0 +1,199 @@
+"""Calls of tools in answers, in the form that a chat template asks the model for.
+
+hermes        <tool_call>{"name": …, "arguments": {…}}</tool_call>, any number of them: Hermes, Qwen
+llama3_json   the answer is {"name": …, "parameters": {…}}, several of them with ";" between: Llama 3.1 and 3.2
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from actors.engine.errors import UserError, flat
+from actors.engine.output_format import OutputFormat
+
+ToolFormat = Literal["hermes", "llama3_json"]
+BEGIN, END = "<tool_call>", "</tool_call>"
+# texts in a chat template by which a form is known that is not read, with its name; the first that is found
+_OTHERS = {
+    "<function=": "Qwen3-Coder's <function=…>",
+    "<arg_key>": "GLM's <arg_key>",
+    "[TOOL_CALLS]": "Mistral's [TOOL_CALLS]",
+    "tool▁calls▁begin": "DeepSeek's <｜tool▁calls▁begin｜>",
+    "<|tool_call|>": "Granite's and Phi's <|tool_call|>",
+    "<|tool_calls_section_begin|>": "Kimi's <|tool_calls_section_begin|>",
+    "<start_function_call>": "FunctionGemma's <start_function_call>",
+    "<|START_ACTION|>": "Cohere's <|START_ACTION|>",
+    "<|channel|>": "gpt-oss's <|channel|>",
+    "functools[": "Functionary's functools[…]",
+}
+_DECODER = json.JSONDecoder()
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call. arguments: JSON of an object."""
+
+    name: str
+    arguments: str
+
+    def to_dict(self) -> dict[str, str]:
+        """As in the answers' column `tool_calls`."""
+        return asdict(self)
+
+
+def tool_format(template: str) -> ToolFormat:
+    """The form that a chat template asks for. Raises UserError for a template without one that is read."""
+    if "tools" not in template:
+        raise UserError("tools: the chat template takes none")
+    for text, name in _OTHERS.items():
+        if text in template:
+            raise UserError(f"tools: the chat template asks for calls in {name}, a form that is not read")
+    if BEGIN in template:
+        return "hermes"
+    if '"name": function name' in template and '"parameters"' in template:
+        return "llama3_json"
+    raise UserError("tools: the chat template asks for calls in a form that is not known; read are hermes, llama3_json")
+
+
+def form_of(tokenizer: Any) -> ToolFormat:
+    """`tool_format` of a tokenizer's chat template, whose answers can be read. Raises UserError otherwise."""
+    try:
+        form = tool_format(tokenizer.get_chat_template(tools=[{}]))
+    except UserError:
+        raise
+    except ValueError:
+        raise UserError("tools: the tokenizer has no chat template, which takes them") from None
+    if form == "hermes" and BEGIN in tokenizer.all_special_tokens:
+        raise UserError(f"tools: {BEGIN!r} is a special token, which has no text, so that calls cannot be read")
+    return form
+
+
+def forced_call(tools: Sequence[Mapping[str, Any]], choice: Any, form: ToolFormat) -> OutputFormat:
+    """The form of an answer that must call tools.
+
+    Args:
+        tools: checked, see `checked_tools`.
+        choice: OpenAI's `tool_choice`: "required", one call or more of any, or one call of {"type": "function",
+            "function": {"name": …}}.
+        form: of calls.
+
+    Raises:
+        UserError: a choice that is not known, or a tool whose parameters cannot be held to their schema.
+    """
+    functions = [tool["function"] for tool in tools]
+    if choice != "required":
+        named = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
+        wanted = named.get("name") if isinstance(named, Mapping) else None
+        if wanted is None:
+            raise UserError(f"body: tool_choice = {choice!r} is not supported")
+        functions = [one for one in functions if one["name"] == wanted]
+    if not functions:
+        raise UserError("body: tool_choice names no tool of the request")
+    key, (begin, end) = ("arguments", (f"{BEGIN}\n", f"\n{END}")) if form == "hermes" else ("parameters", ("", ""))
+    between = "\n" if form == "hermes" else "; "
+    more = f" ({json.dumps(between)} call)*" if choice == "required" else ""
+    rules = [f"start: call{more}", "call: " + " | ".join(f"call_{number}" for number in range(len(functions)))]
+    for number, one in enumerate(functions):
+        schema = OutputFormat.of({"json_schema": one.get("parameters") or {"type": "object"}})
+        try:
+            schema.check()
+        except UserError as error:
+            raise UserError(f"tool {one['name']!r}: {error}") from None
+        opening = json.dumps(f'{begin}{{"name": {json.dumps(one["name"])}, "{key}": ')
+        closing = json.dumps(f"}}{end}")
+        rules += [f"call_{number}: {opening} values_{number} {closing}", f"values_{number}: {schema.json_rule()}"]
+    return OutputFormat("grammar", "\n".join(rules))
+
+
+def split_calls(text: str, form: ToolFormat) -> tuple[str, list[ToolCall]]:
+    """The text of an answer without its calls, and the calls.
+
+    A Llama answer that is no call is a text, whatever it holds: nothing marks a call there. Raises ValueError, which
+    counts from 1, for a marked call that is damaged.
+    """
+    if form == "hermes":
+        return _marked_calls(text)
+    calls = _listed_calls(text)
+    return ("", calls) if calls else (text, [])
+
+
+def _marked_calls(text: str) -> tuple[str, list[ToolCall]]:
+    kept: list[str] = []
+    calls: list[ToolCall] = []
+    rest = text
+    while BEGIN in rest:
+        before, _, behind = rest.partition(BEGIN)
+        kept.append(before)
+        try:
+            value, end = _DECODER.raw_decode(behind := behind.lstrip())
+            rest = behind[end:].lstrip()
+            if rest and not rest.startswith(END):
+                raise ValueError(f"{END} is missing")
+            calls.append(_call(value, "arguments"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"tool call {len(calls) + 1}: {flat(error)}") from None
+        rest = rest.removeprefix(END)
+    return (text, []) if not calls else ("".join([*kept, rest]).strip(), calls)
+
+
+def _listed_calls(text: str) -> list[ToolCall]:
+    calls: list[ToolCall] = []
+    rest = text.strip().removeprefix("<|python_tag|>").lstrip()
+    try:
+        while rest:
+            value, end = _DECODER.raw_decode(rest)
+            key = "parameters" if "parameters" in value else "arguments"
+            calls.append(_call(value, key))
+            rest = rest[end:].lstrip()
+            if rest and not rest.startswith(";"):
+                return []
+            rest = rest.removeprefix(";").lstrip()
+    except (ValueError, TypeError, RecursionError):
+        return []
+    return calls
+
+
+def _call(value: Any, key: str) -> ToolCall:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not isinstance(value.get(key), dict):
+        raise ValueError(f'is not {{"name": text, "{key}": object}}')
+    arguments = json.dumps(value[key], ensure_ascii=False, allow_nan=False)
+    f"{value['name']}{arguments}".encode()  # a lone surrogate has no UTF-8
+    return ToolCall(value["name"], arguments)
+
+
+def checked_tools(value: Any) -> list[dict[str, Any]]:
+    """A row's tools: a list of {"type": "function", "function": {"name": …}}, or JSON of it; [] for null.
+
+    Null fields of a list are dropped. Raises UserError that names the wrong tool, counted from 1.
+    """
+    if value is None:
+        return []
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"tools: not JSON: {flat(error)}") from None
+    else:
+        value = _without_nulls(value)  # a column of structs has every field in every row
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise UserError(f"tools is of type {type(value).__name__}; it must be a list")
+    tools: list[dict[str, Any]] = []
+    for number, tool in enumerate(value, 1):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or tool.get("type", "function") != "function":
+            raise UserError(f'tool {number} must be {{"type": "function", "function": object}}')
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise UserError(f"tool {number} has no name")
+        tools.append({"type": "function", **tool})
+    return tools
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [_without_nulls(each) for each in value]
+    return value

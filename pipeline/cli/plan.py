@@ -1,0 +1,52 @@
+"""`skipdecode plan`: what a job will take, from a sample of its rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipeline.cli.errors import Advice, errors_as_exit_status
+from pipeline.cli.options import Changes, Verbose, setup
+
+
+def plan(
+    job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
+    changes: Changes = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Plan only the first rows of the input.")] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="Time for the sample, all speeds together.")] = 120,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Predict time, device-hours and money of a job at each speed, from rows answered here. Writes no output."""
+    setup(verbose)
+    advice = Advice(
+        interrupted="nothing is kept",
+        out_of_memory="lower actors.cache_bytes or choose model.dtype: bfloat16",
+        verbose=verbose,
+    )
+    with errors_as_exit_status(advice):
+        import psutil
+
+        from pipeline.config.job import JobConfig
+        from pipeline.config.load import load_config
+
+        config = load_config(JobConfig, job, changes or [])
+        advice.file = str(job)
+
+        from rich.console import Console
+
+        from pipeline.estimate.report import print_estimate, to_dict
+        from pipeline.estimate.run import estimate
+        from pipeline.report import prediction
+
+        began = psutil.Process().create_time()
+        found = estimate(config, limit=limit, process_began=began, seconds=seconds)
+        values = to_dict(found)
+        prediction.keep(config.model.cache, found.job.manifest.fingerprint, values)  # for the job's report
+        if as_json:
+            typer.echo(json.dumps(values))
+        else:
+            print_estimate(Console(soft_wrap=True), found)

@@ -1,0 +1,50 @@
+"""`skipdecode serve`: answer requests over HTTP, as OpenAI's API does."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from actors.engine.errors import UserError
+from pipeline.cli.errors import Advice, errors_as_exit_status
+from pipeline.cli.options import Changes, Verbose, setup
+
+# by default a proxy that does not answer within 5 or 10 s is killed, as it may on a busy machine while it starts
+PATIENT = ("READY_CHECK", "HEALTH_CHECK")
+
+
+def serve(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[SERVE.yaml]", help="Settings; --model alone will do instead.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(metavar="CHECKPOINT", help="Sets model.path.")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Sets http.port; default 8000.")] = None,
+    changes: Changes = None,
+    verbose: Verbose = False,
+) -> None:
+    """Serve a model over HTTP on Ray Serve until a signal comes: completions, chats, files and batches."""
+    setup(verbose)
+    advice = Advice(interrupted="the server was not ready yet", verbose=verbose)
+    with errors_as_exit_status(advice):
+        from pipeline.config.load import changed, load_values, validated
+        from pipeline.config.serve import ServeConfig
+
+        if file is None and model is None:
+            raise UserError("give --model CHECKPOINT, or a file of settings")
+        values = {} if file is None else load_values(file)
+        if model is not None:
+            values = changed(values, [f"model.path={model!r}"])
+        if port is not None:
+            values = changed(values, [f"http.port={port}"])
+        config = validated(ServeConfig, changed(values, changes or []), str(file or "serve"))
+        advice.file = str(file or "")
+
+        for name in PATIENT:  # Ray Serve reads them when it is imported, and so do its processes
+            os.environ.setdefault(f"RAY_SERVE_PROXY_{name}_TIMEOUT_S", "60")
+
+        from pipeline.serving.application import run_server
+
+        run_server(config, verbose=verbose)

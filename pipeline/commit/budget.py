@@ -1,0 +1,138 @@
+"""A job's budget over all of its runs: what they have spent, and the stop when a limit is reached.
+
+Tokens are counted by the commit records; device time by the clock, from the session's start to its end, and kept in
+`_job/spent.json`. A driver that is killed does not write that file: then the actors' seconds in the records count.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pipeline.commit.finalize import totals_of
+from pipeline.commit.records import read_records
+from pipeline.config.job import JobConfig
+from pipeline.generate.coordinator import RunCoordinator
+from pipeline.runtime.signals import Interrupted, asker, shielded
+from pipeline.storage.folder import Folder
+
+log = logging.getLogger(__name__)
+SPENT = "_job/spent.json"
+POLL_SECONDS = 0.25
+
+
+class BudgetSpent(Interrupted):
+    """A limit of the job's budget is reached; the same command goes on with a higher one."""
+
+
+class Budget:
+    """Limits of a job and what its earlier runs have used.
+
+    Args:
+        config: of the job.
+        folder: its output.
+        device_seconds, tokens: used by earlier runs.
+    """
+
+    def __init__(self, config: JobConfig, folder: Folder, device_seconds: float, tokens: int) -> None:
+        self.config, self.folder = config, folder
+        self.device_seconds, self.tokens = device_seconds, tokens
+        self.began = time.monotonic()
+
+    def spent(self, seconds: float, tokens: int) -> str | None:
+        """The limit that is reached, and what was used of it; None below all limits.
+
+        Args:
+            seconds: of this run.
+            tokens: that it has generated.
+        """
+        limits = self.config.budget
+        if limits is None:
+            return None
+        hours = (self.device_seconds + seconds * self.config.devices) / 3600
+        used = {"hours": hours, "money": hours * (self.config.price_per_hour or 0.0), "tokens": self.tokens + tokens}
+        for name, limit in limits.model_dump(exclude_none=True).items():
+            if used[name] >= limit:
+                return f"budget.{name}: {used[name]:,.6g} of {limit:,.6g} used"
+        return None
+
+    @contextmanager
+    def spending(self, coordinator: RunCoordinator, shards: int) -> Iterator[None]:
+        """A run in the block, which asks the job to stop once a limit is reached: no further shard begins.
+
+        Args:
+            coordinator: of the run.
+            shards: that the run is to answer. Once all have begun nothing is left to stop.
+
+        Raises:
+            BudgetSpent: in place of the interrupt.
+        """
+        if self.config.budget is None:
+            yield
+            return
+        ended, reason = threading.Event(), [""]
+        thread = threading.Thread(
+            target=self._watch, args=(coordinator, shards, asker(), ended, reason), name="budget", daemon=True
+        )
+        thread.start()
+        try:
+            yield
+        except Interrupted:
+            if reason[0]:
+                raise spent_error(reason[0]) from None
+            raise
+        finally:
+            ended.set()
+            thread.join()
+            with shielded():
+                self._save()
+
+    def _watch(
+        self, coordinator: RunCoordinator, shards: int, ask: Any, ended: threading.Event, reason: list[str]
+    ) -> None:
+        while not ended.wait(POLL_SECONDS):
+            try:
+                run = coordinator.read()
+            except Exception as error:  # of the store of Ray's objects; the run itself reports what ends it
+                log.debug("the budget was not checked: %s", error)
+                continue
+            found = self.spent(time.monotonic() - self.began, run.tokens)
+            if found is not None and run.shards + run.at_work < shards:
+                reason[0] = found
+                ask(found)
+                return
+
+    def _save(self) -> None:
+        used = self.device_seconds + (time.monotonic() - self.began) * self.config.devices
+        self.folder.replace(SPENT, (json.dumps({"device_seconds": used}) + "\n").encode())
+
+
+def open_budget(config: JobConfig, folder: Folder, fingerprint: str) -> Budget:
+    """The budget of a job that is about to answer shards. Raises BudgetSpent if none of it is left."""
+    if config.budget is None:
+        return Budget(config, folder, 0.0, 0)
+    totals = totals_of(read_records(folder, fingerprint))
+    budget = Budget(config, folder, max(_stored(folder), totals.device_seconds), totals.generated_tokens)
+    found = budget.spent(0.0, 0)
+    if found is not None:
+        raise spent_error(found)
+    return budget
+
+
+def spent_error(found: str) -> BudgetSpent:
+    """The error of a limit that is reached."""
+    error = BudgetSpent(found)
+    error.advice = "what is answered is kept; raise the limit, and the same command goes on"
+    return error
+
+
+def _stored(folder: Folder) -> float:
+    try:
+        return float(json.loads(folder.read(SPENT))["device_seconds"])
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        return 0.0

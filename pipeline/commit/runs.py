@@ -1,0 +1,99 @@
+"""`_job/runs.json`: each run that answered shards, when it began and ended, with which settings and versions.
+
+It serves reports only: a job is whole without it. Written under the lease.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from pipeline.config.job import JobConfig
+from pipeline.messages import in_texts, without_secrets
+from pipeline.runtime.signals import shielded
+from pipeline.storage.folder import STORE_ERRORS, Folder
+
+log = logging.getLogger(__name__)
+RUNS = "_job/runs.json"
+KEPT = 50  # runs, the newest
+PACKAGES = ("skipdecode", "ray", "torch", "transformers", "tokenizers", "pyarrow", "numpy", "s3fs")
+
+
+@dataclass(frozen=True)
+class JobRun:
+    """A run of a job.
+
+    Args:
+        began, ended: s since 1970; ended is None of a run that is at work, or was killed.
+        answering: s since 1970, when planning was over.
+        rows: that were left when it began.
+        devices: GPUs of all actors, or actors on CPUs, at most.
+        config: the keys of its job file that differ from their defaults.
+        versions: of Python and of packages on the driver.
+        host: of the driver.
+    """
+
+    began: float
+    answering: float
+    rows: int
+    devices: float
+    ended: float | None = None
+    price_per_hour: float | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    host: str = ""
+
+
+@contextmanager
+def recorded_run(folder: Folder, config: JobConfig, began: float, rows: int) -> Iterator[None]:
+    """A run in the block, recorded when it begins and when it ends, however it ends.
+
+    Args:
+        began: s since 1970.
+        rows: that are left.
+    """
+    values = in_texts(config.model_dump(mode="json", exclude_defaults=True), without_secrets)
+    run = JobRun(
+        began, time.time(), rows, config.devices, None, config.price_per_hour, values, versions(), socket.gethostname()
+    )
+    earlier = read_runs(folder)[1 - KEPT :]
+    _write(folder, [*earlier, run])
+    try:
+        yield
+    finally:
+        with shielded():
+            _write(folder, [*earlier, replace(run, ended=time.time())])
+
+
+def read_runs(folder: Folder) -> list[JobRun]:
+    """The recorded runs, oldest first; none if there is no valid record."""
+    try:
+        return [JobRun(**values) for values in json.loads(folder.read(RUNS))]
+    except (FileNotFoundError, ValueError, TypeError):
+        return []
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that answers depend on, where they are installed."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # such as this package, uploaded by `ray job submit`
+            continue
+    return {**found, "system": platform.platform()}
+
+
+def _write(folder: Folder, runs: Sequence[JobRun]) -> None:
+    try:
+        folder.replace(RUNS, (json.dumps([asdict(run) for run in runs], indent=1) + "\n").encode())
+    except STORE_ERRORS as error:  # the job needs no such record
+        log.warning("%s/%s was not written: %s", folder.url, RUNS, error)

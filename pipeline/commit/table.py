@@ -1,0 +1,146 @@
+"""The parts of a finished job as one snapshot of a table: `output.format: iceberg` or `delta`.
+
+The table refers to the parts where they lie. Its snapshot bears the job's fingerprint, so that a run which was killed
+after the table's commit finds it and adds nothing. `_job/tables.json`, written before the table's commit and after it,
+tells which tables hold the parts: from then on --overwrite leaves them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from actors.engine.errors import UserError
+from pipeline.commit.records import read_records
+from pipeline.commit.sink import part_name
+from pipeline.config.job import JobConfig
+from pipeline.plan.manifest import Manifest
+from pipeline.runtime.announce import announced
+from pipeline.storage.folder import Folder
+from pipeline.tables.open import output_table, table_name
+from pipeline.tables.table import CommitConflict, OutputTable, PartFile
+from pipeline.tables.urls import real_url
+
+RECORD = "_job/tables.json"
+TRIES = 20  # of a commit that other writers overtake
+
+
+@dataclass(frozen=True)
+class TableRecord:
+    """What `_job/tables.json` says of a table.
+
+    Args:
+        table: its name or folder.
+        parts: digest of the parts that it holds.
+        snapshot: that holds them; None while the commit is under way, or may have been when the run died.
+    """
+
+    table: str
+    parts: str
+    snapshot: int | None = None
+
+
+def check_table(config: JobConfig, schema: pa.Schema) -> None:
+    """Refuse, while a job is planned, an output table that cannot hold its parts. schema: of the parts."""
+    if not config.output.is_table:
+        return
+    if config.output.format == "delta":
+        folder, table = map(real_url, (config.output.path, table_name(config.output)))
+        if not f"{folder}/".startswith(f"{table}/"):
+            raise UserError(
+                f"output.table: {table_name(config.output)} does not hold output.path {config.output.path}; a Delta "
+                "table's data files lie in its folder: choose an output.path in it"
+            )
+    output_table(config.output, config.storage).check(schema)
+
+
+def commit_table(folder: Folder, manifest: Manifest, config: JobConfig) -> None:
+    """Add the parts of a job, all of which are committed, to its table; nothing if the table has them.
+
+    Raises UserError for a table that cannot hold them, or holds other bytes under their names.
+    """
+    if not config.output.is_table:
+        return
+    records = read_records(folder, manifest.fingerprint).sort_by("shard")
+    digest = hashlib.sha256("".join(records["sha256"].to_pylist()).encode()).hexdigest()
+    known = recorded(folder)
+    earlier = known.get(_key(config))
+    if earlier is not None and earlier.snapshot is not None and earlier.parts == digest:
+        return
+    with announced(f"adding {records.num_rows:,} parts to the table"):
+        table = output_table(config.output, config.storage)
+        snapshot = table.snapshot_of(manifest.fingerprint)
+        if snapshot is None:
+            _record(folder, {**known, _key(config): TableRecord(table_name(config.output), digest)})
+            snapshot = _append(table, folder, manifest, records)
+        elif earlier is not None and earlier.parts != digest:
+            raise UserError(
+                f"{table_name(config.output)}: snapshot {snapshot} holds parts of {folder.url} that were lost and "
+                "answered again with other bytes; remove the job's rows from the table, and run it in another "
+                "output.path"
+            )
+    _record(folder, {**known, _key(config): TableRecord(table_name(config.output), digest, snapshot)})
+
+
+def has_table(folder: Folder, config: JobConfig) -> bool:
+    """Whether the table that the job asks for is recorded as holding its parts; true if it asks for none."""
+    if not config.output.is_table:
+        return True
+    record = recorded(folder).get(_key(config))
+    return record is not None and record.snapshot is not None
+
+
+def recorded(folder: Folder) -> dict[str, TableRecord]:
+    """The tables that hold parts of this folder, or may. UserError if the record is damaged."""
+    try:
+        values = json.loads(folder.read(RECORD))
+        return {str(key): TableRecord(**value) for key, value in values.items()}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, TypeError, AttributeError):
+        raise UserError(
+            f"{folder.url}/{RECORD}: damaged; restore it from a copy, or remove it if no table holds these parts"
+        ) from None
+
+
+def check_no_table(folder: Folder) -> None:
+    """Raise UserError if a table may hold the folder's parts: without them it could not be read."""
+    for record in recorded(folder).values():
+        raise UserError(
+            f"{folder.url}: its parts are data files of table {record.table}, which --overwrite would break; choose "
+            "another output.path"
+        )
+
+
+def _append(table: OutputTable, folder: Folder, manifest: Manifest, records: pa.Table) -> int:
+    root = real_url(folder.url)
+    columns = (records[name].to_pylist() for name in ("shard", "bytes", "answers"))
+    parts = [PartFile(f"{root}/{part_name(shard)}", size, rows) for shard, size, rows in zip(*columns, strict=True)]
+    schema = pq.read_schema(io.BytesIO(folder.read(part_name(manifest.shards[0].index))))
+    for left in reversed(range(TRIES)):
+        try:
+            return table.append(parts, schema.remove_metadata(), manifest.fingerprint)
+        except CommitConflict:
+            snapshot = table.snapshot_of(manifest.fingerprint)
+            if snapshot is not None:
+                return snapshot
+            if not left:
+                raise
+    raise AssertionError("the last try returns or raises")
+
+
+def _key(config: JobConfig) -> str:
+    name = table_name(config.output)
+    return f"iceberg:{config.storage.catalog.name}:{name}" if config.output.format == "iceberg" else f"delta:{name}"
+
+
+def _record(folder: Folder, tables: Mapping[str, TableRecord]) -> None:
+    values: dict[str, Any] = {key: asdict(record) for key, record in tables.items()}
+    folder.replace(RECORD, (json.dumps(values, indent=1) + "\n").encode())

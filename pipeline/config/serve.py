@@ -1,0 +1,96 @@
+"""The file of `skipdecode serve`: every key, its unit and its default."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from actors.engine.errors import UserError
+from pipeline.config.base import Place, Section
+from pipeline.config.job import ActorsConfig, ModelConfig, SamplingConfig, ScheduleConfig, StorageConfig
+
+
+class ServeScheduleConfig(ScheduleConfig):
+    """The schedule of requests that name no `speed`."""
+
+    unadapted: bool = Field(
+        False, description="allow schedules that the checkpoint was not trained for; their text may be ruined"
+    )
+
+
+class ServeSamplingConfig(SamplingConfig):
+    """Values of the parameters that a request leaves out."""
+
+    max_new_tokens: int = Field(256, ge=1, lt=2**31, description="tokens, including the stop token")
+    temperature: float = Field(1.0, ge=0, description="0 is greedy, otherwise at least 0.01")
+
+
+class ReplicasConfig(Section):
+    count: int | None = Field(None, ge=1, description="number of replicas; default 1 without min and max")
+    min: int | None = Field(None, ge=1, description="least number of replicas, autoscaling")
+    max: int | None = Field(None, ge=1, description="largest number of replicas, autoscaling")
+    target_requests: int | None = Field(
+        None, ge=1, description="requests a replica above which another one is started; default half of max_batch"
+    )
+    gpus: float = Field(0, ge=0, description="GPUs per replica")
+    cpus: float | None = Field(None, gt=0, description="logical CPUs per replica; default 0.5 on CPU, 1 with GPUs")
+    threads: int | None = Field(None, ge=1, description="torch threads per replica; default cores ÷ replicas on CPU")
+    cache_bytes: int | None = Field(
+        None, ge=1, description="bytes of key/value cache of the answers in flight; default 1 GiB on CPU, 8 GiB a GPU"
+    )
+    max_batch: int = Field(64, ge=1, description="answers in flight at most")
+    max_waiting: int = Field(256, ge=1, description="answers that wait at most; above it requests get status 429")
+
+    @model_validator(mode="after")
+    def _fixed_or_range(self) -> ReplicasConfig:
+        self.as_actors()
+        if self.target_requests is not None and self.max is None:
+            raise UserError("target_requests is for autoscaling: give min and max too")
+        return self
+
+    def as_actors(self) -> ActorsConfig:
+        """The same as a job's actors, for what plans memory."""
+        names = ("count", "min", "max", "gpus", "cpus", "threads", "cache_bytes", "max_batch")
+        return ActorsConfig(**{name: getattr(self, name) for name in names})
+
+
+class HttpConfig(Section):
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 is every network")
+    port: int = Field(8000, ge=1, le=65535, description="port to listen on")
+    api_key_env: str | None = Field(
+        None, min_length=1, description="environment variable that holds the API key; default: no key is asked for"
+    )
+    timeout_seconds: float = Field(600, gt=0, description="after which a request ends with status 504")
+    max_body_bytes: int = Field(8 * 2**20, ge=1, description="largest request, uploaded files apart")
+
+
+class BatchesConfig(Section):
+    """`/v1/files` and `/v1/batches`: each batch runs as a job."""
+
+    folder: Place = Field(description="local folder for files and answers; on a cluster, a disk that all nodes share")
+    at_once: int = Field(1, ge=1, description="batches that run at the same time; others wait")
+    max_file_bytes: int = Field(200 * 2**20, ge=1, description="largest uploaded file")
+    actors: ActorsConfig = Field(default_factory=ActorsConfig, description="actors of each batch's job")
+
+    @model_validator(mode="after")
+    def _local(self) -> BatchesConfig:
+        if "://" in self.folder:
+            raise UserError("folder must be a local folder")
+        return self
+
+
+class ServeConfig(Section):
+    model: ModelConfig
+    name: str | None = Field(
+        None, min_length=1, description="by which requests name the model; default: last part of model.path"
+    )
+    schedule: ServeScheduleConfig = Field(default_factory=ServeScheduleConfig)
+    sampling: ServeSamplingConfig = Field(default_factory=ServeSamplingConfig)
+    replicas: ReplicasConfig = Field(default_factory=ReplicasConfig)
+    http: HttpConfig = Field(default_factory=HttpConfig)
+    batches: BatchesConfig | None = Field(None, description="default: files and batches are not served")
+    storage: StorageConfig = Field(default_factory=StorageConfig)
+
+    @property
+    def served_name(self) -> str:
+        """The model's name in requests."""
+        return self.name or self.model.path.partition("@")[0].rstrip("/").rpartition("/")[2]

@@ -1,0 +1,79 @@
+"""Seconds of a prompts' pass and of a decode step as functions of what they compute, fitted to measured ones.
+
+    pass = a + b · requests + c · layers · tokens + d · layers · Σ tokens²
+    step = a + b · rows + c · layers run + d · Σ depth + e · Σ depth · context
+
+No coefficient is negative. Pure functions on numbers; imports neither torch nor models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.engine.schedule import Schedule
+
+Numbers = NDArray[np.float64]
+SWEEPS = 20_000  # of coordinate descent, at most
+
+
+def pass_terms(schedule: Schedule, prompts: Sequence[int], prefix: int, requests: int) -> list[float]:
+    """Terms of a prompts' pass. prompts: tokens of each distinct prompt, of which `prefix` are not computed."""
+    layers = len(schedule.prompt_layers)
+    own = [tokens - prefix for tokens in prompts]
+    square = sum(tokens * (tokens + prefix) for tokens in own)
+    return [1.0, float(requests), float(layers * sum(own)), float(layers * square)]
+
+
+def step_terms(schedule: Schedule, positions: Numbers, contexts: Numbers) -> list[float]:
+    """Terms of a decode step. positions, contexts [R]: t of each row's input, and the tokens that it attends to."""
+    depths = np.asarray(schedule.depths, float)[np.minimum(positions.astype(int), len(schedule.depths) - 1)]
+    return [1.0, float(len(depths)), float(depths.max()), float(depths.sum()), float((depths * contexts).sum())]
+
+
+def fit(terms: Numbers, seconds: Numbers) -> Numbers:
+    """Coefficients [C] ≥ 0 of least squares over terms [N, C] and seconds [N]; 0 without observations."""
+    if not len(seconds):
+        return np.zeros(terms.shape[1])
+    scale = np.maximum(np.abs(terms).max(axis=0), 1e-12)
+    scaled = terms / scale
+    gram, target = scaled.T @ scaled, scaled.T @ seconds
+    found = np.zeros(len(scale))
+    for _ in range(SWEEPS):
+        before = found.copy()
+        for index in reversed(range(len(found))):  # what cannot be told apart is no constant
+            if gram[index, index] > 0:
+                rest = target[index] - gram[index] @ found + gram[index, index] * found[index]
+                found[index] = max(0.0, rest / gram[index, index])
+        if np.abs(found - before).max() <= 1e-9 * max(np.abs(found).max(), 1e-12):
+            break
+    return np.asarray(found / scale, float)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Coefficients of a pass and of a step, s a term."""
+
+    prefill: tuple[float, ...]
+    decode: tuple[float, ...]
+
+    @classmethod
+    def of(cls, passes: Sequence[Sequence[float]], steps: Sequence[Sequence[float]]) -> Costs:
+        """Fitted to passes and steps, each its terms and then its seconds."""
+        return cls(_fitted(passes, 4), _fitted(steps, 5))
+
+    def prefill_seconds(self, terms: Sequence[float]) -> float:
+        """Of a prompts' pass."""
+        return sum(cost * term for cost, term in zip(self.prefill, terms, strict=True))
+
+    def decode_seconds(self, terms: Sequence[float]) -> float:
+        """Of a decode step."""
+        return sum(cost * term for cost, term in zip(self.decode, terms, strict=True))
+
+
+def _fitted(observed: Sequence[Sequence[float]], count: int) -> tuple[float, ...]:
+    table = np.asarray(observed, float).reshape(-1, count + 1)
+    return tuple(float(value) for value in fit(table[:, :count], table[:, count]))

@@ -1,0 +1,68 @@
+"""Distributions over a shard's rows, small enough for its statistics: histograms, finish reasons, kinds of errors."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+EXACT = 16  # values below it have a bin each; above, eight bins an octave
+PER_OCTAVE = 8
+KINDS = 3  # of errors that a shard names; the rest is counted
+KIND_CHARS, EXAMPLE_CHARS, ID_CHARS = 160, 300, 80
+_VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\b[0-9a-f]{16,}\b|\d[\d,.]*\d|\d")
+
+
+def bins_of(values: np.ndarray) -> np.ndarray:
+    """The bin of each value; values are integers of at least 0."""
+    octaves = np.floor(np.log2(np.maximum(values, EXACT))).astype(np.int64)
+    within = (values >> (octaves - 3)) - PER_OCTAVE
+    return np.where(values < EXACT, values, EXACT + (octaves - 4) * PER_OCTAVE + within)
+
+
+def first_values(bins: int) -> np.ndarray:
+    """The least value of each of the first `bins` bins, which is one more than the largest of the bin before."""
+    place = np.arange(bins)
+    octave, within = np.divmod(np.maximum(place - EXACT, 0), PER_OCTAVE)
+    return np.where(place < EXACT, place, (PER_OCTAVE + within) << (octave + 1))
+
+
+def histogram(values: Sequence[int] | np.ndarray) -> list[int]:
+    """How many of the values, which are at least 0, lie in each bin; without the empty bins at the end."""
+    counts: list[int] = np.bincount(bins_of(np.asarray(values, dtype=np.int64))).tolist()
+    return counts
+
+
+def depth_histogram(depths: Sequence[float | None]) -> list[int]:
+    """How many mean depths lie between d and d + 1 layers, for d = 0, 1, ...; null ones are not counted."""
+    known = [int(depth) for depth in depths if depth is not None]
+    counts: list[int] = np.bincount(np.array(known, dtype=np.int64)).tolist()
+    return counts
+
+
+def kind_of(error: str) -> str:
+    """An error without what differs by row: quoted text, numbers, digests."""
+    return _VARIABLE.sub("…", error[:EXAMPLE_CHARS])[:KIND_CHARS]
+
+
+def error_kinds(part: pa.Table) -> str:
+    """JSON of [kind, answers, id, error]: the `KINDS` most frequent ones, each with its first example.
+
+    Further kinds are counted together in a last entry, whose texts are empty. "" if there is no error.
+    """
+    bad = part.select(["id", "error"]).filter(part["error"].is_valid())
+    if not bad.num_rows:
+        return ""
+    errors = bad["error"].to_pylist()
+    kinds = [kind_of(error) for error in errors]
+    counts = Counter(kinds)
+    listed: list[list[str | int]] = []
+    for kind, count in counts.most_common(KINDS):
+        place = kinds.index(kind)
+        listed.append([kind, count, str(bad["id"][place].as_py())[:ID_CHARS], errors[place][:EXAMPLE_CHARS]])
+    rest = len(kinds) - sum(count for _, count in counts.most_common(KINDS))
+    return json.dumps([*listed, ["", rest, "", ""]] if rest else listed)

@@ -1,0 +1,78 @@
+"""Metrics of an engine while it works on a shard, once a second from a thread of their own. Imports no ray."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from dataclasses import fields
+from typing import TYPE_CHECKING, Protocol
+
+from actors.engine.types import EngineStats
+from pipeline import metrics
+
+if TYPE_CHECKING:
+    from actors.engine.protocol import EngineProtocol
+
+SECONDS = 1.0  # between two reports
+COUNTERS = ("generated_tokens", "prompt_tokens", "decode_steps", "layer_steps")
+
+
+class Source(Protocol):
+    """Whose counts are reported: a `Generator`."""
+
+    engine: EngineProtocol
+    cache_bytes: int
+
+    def take_stats(self) -> EngineStats:
+        """The engine's counts since the last call."""
+        ...
+
+
+class LiveCounts:
+    """Reports what an engine has counted since the last report; without a sink it does nothing.
+
+    source: read from the thread without a lock, as every value is one attribute.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self._lock = threading.Lock()
+        self._reported = EngineStats()
+        if metrics.is_exported():
+            threading.Thread(target=_run, args=(weakref.ref(self),), name="metrics", daemon=True).start()
+
+    def take_stats(self) -> EngineStats:
+        """The engine's counts since the last call, all of them reported."""
+        with self._lock:
+            stats = self.source.take_stats()
+            self._report(stats)
+            self._reported = EngineStats()
+        return stats
+
+    def report(self) -> None:
+        """Report now."""
+        engine = self.source.engine
+        with self._lock:
+            self._report(engine.stats)
+        metrics.set_gauge("rows_in_flight", len(engine.rows))
+        metrics.set_gauge("cache_bytes", engine.used_cache_bytes())
+        metrics.set_gauge("cache_bytes_limit", self.source.cache_bytes)
+
+    def _report(self, stats: EngineStats) -> None:
+        before = self._reported
+        for name in COUNTERS:
+            metrics.add(name, getattr(stats, name) - getattr(before, name))
+        metrics.add("seconds", stats.prefill_seconds - before.prefill_seconds, part="prefill")
+        metrics.add("seconds", stats.decode_seconds - before.decode_seconds, part="decode")
+        # counts of dropped rows are taken back; a counter is not
+        most = {item.name: max(getattr(stats, item.name), getattr(before, item.name)) for item in fields(stats)}
+        self._reported = EngineStats(**most)
+
+
+def _run(reference: weakref.ref[LiveCounts]) -> None:
+    """Report as long as the counts are in use."""
+    while (counts := reference()) is not None:
+        counts.report()
+        del counts
+        time.sleep(SECONDS)

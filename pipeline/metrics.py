@@ -1,0 +1,98 @@
+"""What a job counts while it runs: names, units, and the seam by which the amounts leave this process. Imports no ray.
+
+A process that exports metrics installs a sink; `runtime.ray_metrics` has the one of Ray. Without a sink, as in the
+in-process backend, amounts are dropped. Amounts are added per shard, per retry, and once a second, never per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+OUTPUT = "output"  # label of every metric: the job's output folder
+PART = "part"  # label of `seconds`
+Part = Literal["prepare", "prefill", "decode", "commit"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric; text: what it counts, with its unit. labels: besides `OUTPUT`."""
+
+    kind: Literal["counter", "gauge"]
+    text: str
+    labels: tuple[str, ...] = ()
+
+
+def _counter(text: str, *labels: str) -> Metric:
+    return Metric("counter", text, labels)
+
+
+METRICS = {
+    "rows": _counter("rows committed, row errors included"),
+    "row_errors": _counter("rows committed with an error"),
+    "generated_tokens": _counter("tokens generated or scored; those of a shard that is repeated count again"),
+    "prompt_tokens": _counter("tokens computed in prefill, padding left out"),
+    "decode_steps": _counter("tokens that were an input to decode"),
+    "layer_steps": _counter("layers run over decode steps"),
+    "seconds": _counter("seconds of tasks and actors, by part: prepare, prefill, decode, commit", PART),
+    "store_retries": _counter("calls of the store that failed and were tried again"),
+    "rows_in_flight": Metric("gauge", "answers that an actor generates now"),
+    "cache_bytes": Metric("gauge", "bytes of key/value cache that an actor uses now"),
+    "cache_bytes_limit": Metric("gauge", "bytes of key/value cache that an actor may use"),
+    "job_rows": Metric("gauge", "rows of the job"),
+    "job_rows_done": Metric("gauge", "committed rows of the job, those of earlier runs included"),
+    "eta_seconds": Metric("gauge", "seconds until the job ends, from its rate so far"),
+}
+
+
+class Sink(Protocol):
+    """Where the metrics of one job go. Names are those of `METRICS`."""
+
+    def add(self, name: str, amount: float, labels: dict[str, str]) -> None:
+        """Increase a counter. amount: above 0."""
+        ...
+
+    def set(self, name: str, value: float) -> None:
+        """Set a gauge."""
+        ...
+
+
+_sink: Sink | None = None
+
+
+def install(sink: Sink | None) -> Sink | None:
+    """Send this process's metrics there; None drops them. Returns the sink until now."""
+    global _sink
+    before, _sink = _sink, sink
+    return before
+
+
+@contextmanager
+def installed(sink: Sink) -> Iterator[None]:
+    """`install` for the block."""
+    before = install(sink)
+    try:
+        yield
+    finally:
+        install(before)
+
+
+def is_exported() -> bool:
+    """Whether this process exports metrics."""
+    return _sink is not None
+
+
+def add(name: str, amount: float = 1.0, *, part: Part | None = None) -> None:
+    """Increase a counter; an amount of 0 or less changes nothing. part: of `seconds`."""
+    assert METRICS[name].kind == "counter" and (part is not None) == (PART in METRICS[name].labels), name
+    if _sink is not None and amount > 0:
+        _sink.add(name, amount, {} if part is None else {PART: part})
+
+
+def set_gauge(name: str, value: float) -> None:
+    """Set a gauge. It has to be set again and again: Ray forgets a value after 20 s."""
+    assert METRICS[name].kind == "gauge", name
+    if _sink is not None:
+        _sink.set(name, value)

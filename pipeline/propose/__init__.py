@@ -1,0 +1,1 @@
+"""A job file from an input's columns: `skipdecode init`."""

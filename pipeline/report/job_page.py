@@ -1,0 +1,170 @@
+"""`_job/report.html`: what a job did, in one file without network. Written before `_SUCCESS`; never fails a job."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import time
+from contextlib import suppress
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.commit.finalize import STATS
+from pipeline.commit.runs import read_runs, versions
+from pipeline.commit.sink import part_name
+from pipeline.config.job import JobConfig
+from pipeline.error_log import write_log
+from pipeline.generate.stats import STATS_SCHEMA, Totals, add_up, slowest_shards
+from pipeline.messages import one_line
+from pipeline.plan.manifest import Manifest
+from pipeline.report import prediction as predictions
+from pipeline.report.figures import Histogram, compare, depths, error_kinds, lengths
+from pipeline.report.page import flat, quiet_matplotlib, render
+from pipeline.report.timeline import MEANINGS, PARTS, Timeline, least_busy, run_spans, timeline
+from pipeline.storage.folder import Folder
+
+log = logging.getLogger(__name__)
+REPORT = "_job/report.html"
+SHOWN_SHARDS, SHOWN_LANES, SHOWN_RUNS = 10, 40, 20
+
+
+def write_report(folder: Folder, manifest: Manifest, config: JobConfig) -> None:
+    """Write the report of a job whose statistics are written. An error is a warning, with its traceback in a log."""
+    try:
+        found, is_stored = predictions.find(folder, config.model.cache, manifest.fingerprint)
+        if found is not None and not is_stored:
+            folder.replace(predictions.PREDICTION, (json.dumps(found, indent=1) + "\n").encode())
+        shards = pq.read_table(io.BytesIO(folder.read(STATS)), schema=STATS_SCHEMA)
+        folder.replace(REPORT, job_page(folder, manifest, shards, found))
+    except Exception as error:  # the answers are all there: a report is not worth a failed job
+        traceback = write_log(error)
+        log.warning(
+            "%s/%s was not written: %s%s; `skipdecode report %s --html` writes it",
+            folder.url,
+            REPORT,
+            one_line(error),
+            f" (traceback: {traceback})" if traceback else "",
+            folder.url,
+        )
+
+
+def job_page(folder: Folder, manifest: Manifest, shards: pa.Table, prediction: dict[str, Any] | None) -> bytes:
+    """The page of a job, finished or not.
+
+    Args:
+        folder: its output, of which only `_job/runs.json` is read.
+        shards: statistics as in `STATS_SCHEMA`, of committed shards.
+        prediction: of `skipdecode plan`, if there is one.
+    """
+    shards = shards.select(STATS_SCHEMA.names).combine_chunks()
+    totals, runs = add_up(shards), read_runs(folder)
+    spans = run_spans(runs, shards)
+    wall = sum(end - begin for begin, end in spans)
+    found = timeline(runs, shards)
+    compared = None
+    if prediction is not None:
+        with suppress(KeyError, TypeError):  # damaged
+            compared = compare(prediction, runs, shards)
+    last = runs[-1] if runs else None
+    hours = None if last is None else wall * last.devices / 3600
+    scores = manifest.identity.get("task") == "score"
+    kinds = error_kinds(shards)
+    values = {
+        "title": f"SkipDecode: {folder.url}",
+        "url": folder.url,
+        "made": time.time(),
+        "manifest": manifest,
+        "totals": totals,
+        "finished": totals.rows == manifest.rows,
+        "scores": scores,
+        "skips": totals.layer_steps < totals.full_layer_steps,
+        "wall": wall,
+        "device_hours": hours,
+        "money": None if last is None or last.price_per_hour is None or hours is None else hours * last.price_per_hour,
+        "schedule": manifest.identity["schedule"],
+        "compared": compared,
+        "runs": [
+            {"number": number + 1, "began": begin, "seconds": end - begin, "ended": end}
+            for number, (begin, end) in enumerate(spans)
+        ][-SHOWN_RUNS:],
+        "found": found,
+        "parts": PARTS,
+        "meanings": MEANINGS,
+        "lanes": least_busy(found.lanes, SHOWN_LANES) if found else [],
+        "part_sums": _part_sums(found, totals),
+        "histograms": _histograms(shards, scores),
+        "reasons": _reasons(totals),
+        "kinds": kinds,
+        "slowest": _slowest(shards, manifest),
+        "configuration": flat(last.config) if last else [],
+        "identity": flat({key: value for key, value in manifest.identity.items() if key != "answers_version"}),
+        "batching": [(name, str(value)) for name, value in vars(manifest.batching).items() if name != "prefix"],
+        "versions": list((last.versions if last else versions()).items()),
+        "plots": _plots(found),
+    }
+    return render("job_page.html", values)
+
+
+def _plots(found: Timeline | None) -> dict[str, Any]:
+    if found is None:
+        return {}
+    quiet_matplotlib()
+    from pipeline.report import plots
+
+    with plots.style():
+        return {
+            "rows": plots.rates_plot(found, found.rows, "rows"),
+            "tokens": plots.rates_plot(found, found.tokens, "tokens"),
+            "seconds": plots.seconds_plot(found),
+        }
+
+
+def _histograms(shards: pa.Table, scores: bool) -> list[dict[str, Any]]:
+    """Name, unit, bins and plot of each distribution."""
+    quiet_matplotlib()
+    from pipeline.report import plots
+
+    answers, tokens = ("texts", "scored tokens") if scores else ("answers", "generated tokens")
+    wanted: list[tuple[str, str, str, Histogram | None]] = [
+        ("Prompt lengths", "rows", "tokens of the prompt", lengths(shards["prompt_lengths"])),
+        (
+            f"{answers[:-1].capitalize()} lengths",
+            answers,
+            tokens,
+            lengths(shards["answer_lengths"]),
+        ),
+        ("Depth", answers, "layers a decode step, mean of an answer", depths(shards["answer_depths"])),
+    ]
+    found = []
+    with plots.style():
+        for place, (name, counted, unit, bins) in enumerate(wanted):
+            if bins is not None:
+                labels = [f"{first:,}" for first in bins.firsts]
+                plot = plots.bars_plot(name, labels, bins.counts, unit, place)
+                found.append({"name": name, "counted": counted, "unit": unit, "bins": bins, "plot": plot})
+    return found
+
+
+def _part_sums(found: Timeline | None, totals: Totals) -> list[tuple[str, str, float]]:
+    """Where, part and seconds: of actors, then of the tasks beside them."""
+    lanes = found.lanes if found else []
+    sums = [("actors", part, sum(lane.seconds[part] for lane in lanes)) for part in PARTS]
+    return [*sums, ("tasks", "prepare", totals.prepare_seconds), ("tasks", "commit", totals.commit_seconds)]
+
+
+def _reasons(totals: Totals) -> list[tuple[str, int]]:
+    ended = [("stop", totals.stopped), ("length", totals.cut_off)]
+    return [*ended, ("error", totals.answers - totals.stopped - totals.cut_off)]
+
+
+def _slowest(shards: pa.Table, manifest: Manifest) -> list[dict[str, Any]]:
+    """The shards that took longest, with their place in the input."""
+    slowest = slowest_shards(shards, SHOWN_SHARDS)
+    names = ["shard", "rows", "errors", "generated_tokens", "generate_seconds", "tokens_per_second", "node", "attempt"]
+    return [
+        {**row, "part": part_name(row["shard"]), "input": manifest.shards[row["shard"]]}
+        for row in slowest.select(names).to_pylist()
+    ]

@@ -1,0 +1,135 @@
+"""The Ray Serve application of a server, and the command that runs it until a signal comes.
+
+`build` is for `serve build` files and RayService: `import_path: pipeline.serving.application:build`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import urlopen
+
+import ray
+from ray import serve
+from ray.serve import Application
+
+from actors.engine.errors import flat
+from actors.server import Server
+from pipeline.config.load import load_config
+from pipeline.config.serve import ReplicasConfig, ServeConfig
+from pipeline.runtime.announce import announce, announced
+from pipeline.runtime.ray_session import actor_cpus, ray_session
+from pipeline.runtime.signals import Interrupted, interruptible
+from pipeline.serving.chat import render
+from pipeline.serving.plan import LOOPBACK, PlannedServer, check_port, plan_server
+
+NAME = "skipdecode"
+READY_SECONDS = 300.0  # for the proxy to listen once the model is loaded
+GRACE_SECONDS = 20.0  # for requests in flight when a replica stops
+QUIET: Any = {"enable_access_log": False, "log_level": "WARNING"}
+
+
+def build(args: dict[str, str]) -> Application:
+    """The application of a file. args: {"config": path of the file}."""
+    config = load_config(ServeConfig, args["config"])
+    return application(plan_server(config, on_this_machine=False))
+
+
+def application(planned: PlannedServer) -> Application:
+    """The application of a planned server."""
+    config = planned.config
+    replicas, actors = config.replicas, config.replicas.as_actors()
+    batches, upload_bytes = None, 0
+    if config.batches is not None:
+        from pipeline.serving.deployment import Batches
+
+        batches = Batches.bind(config)  # type: ignore[attr-defined]
+        upload_bytes = config.batches.max_file_bytes + 2**20  # the form around the file
+    options: dict[str, Any] = {
+        "ray_actor_options": {"num_cpus": actor_cpus(actors), "num_gpus": replicas.gpus},
+        # a replica's own queue refuses what is too much, with a time to come again
+        "max_ongoing_requests": 2 * (replicas.max_batch + replicas.max_waiting),
+        "max_queued_requests": replicas.max_waiting,
+        "backpressure_config": {"status_code": 429, "retry_after_s": 1},
+        "graceful_shutdown_timeout_s": GRACE_SECONDS,
+        "logging_config": QUIET,
+        **_scaling(replicas),
+    }
+    server = Server.options(**options)  # type: ignore[attr-defined]
+    return server.bind(planned.settings, planned.limits, render, batches, upload_bytes)  # type: ignore[no-any-return]
+
+
+def _scaling(replicas: ReplicasConfig) -> dict[str, Any]:
+    if replicas.max is None:
+        return {"num_replicas": replicas.count or 1}
+    target = replicas.target_requests or max(1, replicas.max_batch // 2)
+    return {
+        "num_replicas": None,
+        "autoscaling_config": {
+            "min_replicas": replicas.min,
+            "max_replicas": replicas.max,
+            "target_ongoing_requests": target,
+        },
+    }
+
+
+def run_server(config: ServeConfig, *, verbose: bool) -> None:
+    """Serve until SIGTERM or SIGINT; requests in flight then get `GRACE_SECONDS`.
+
+    Raises:
+        UserError: Configuration, model or port do not fit.
+        Interrupted: A signal before the server was ready.
+    """
+    if not verbose:
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    with interruptible():
+        check_port(config.http)
+        with announced("reading the checkpoint's description"):
+            planned = plan_server(config, on_this_machine=True)
+        http, url = config.http, f"http://{config.http.host}:{config.http.port}"
+        if http.host not in LOOPBACK and http.api_key_env is None:
+            announce(
+                f"{http.host}: others than this machine can send requests, without a key; http.api_key_env asks for one"
+            )
+        announce(planned.described)
+        with ray_session(config.replicas.as_actors(), verbose):
+            announce("starting Ray Serve and loading the model")
+            try:
+                with suppress(ray.exceptions.GetTimeoutError):  # a busy machine: the proxy is waited for below
+                    serve.start(http_options={"host": http.host, "port": http.port}, logging_config=QUIET)
+                serve.run(application(planned), name=NAME, logging_config=QUIET)
+                _wait_for_http(f"{url}/health")
+                speed = planned.schedule.speedup or 1
+                announce(f"serving {config.served_name} at {speed:g}x on {url}/v1 (Ctrl-C stops)")
+                _wait()
+            finally:
+                serve.shutdown()
+
+
+def _wait_for_http(url: str) -> None:
+    """Until the server answers there. Raises RuntimeError after `READY_SECONDS`."""
+    host = urlsplit(url).hostname
+    if host in ("0.0.0.0", "::"):
+        url = url.replace(f"//{host}", "//127.0.0.1" if host == "0.0.0.0" else "//[::1]")
+    deadline = time.monotonic() + READY_SECONDS
+    while True:
+        try:
+            with urlopen(url, timeout=10) as reply:
+                if reply.status == 200:
+                    return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{url} does not answer after {READY_SECONDS:g} s: {flat(error)}") from None
+        time.sleep(0.2)
+
+
+def _wait() -> None:
+    """Until a signal comes."""
+    try:
+        while ray.is_initialized():
+            time.sleep(1)
+    except Interrupted:
+        announce("stopping")

@@ -1,0 +1,140 @@
+"""What `skipdecode plan` predicts against what `skipdecode run` takes, process for process.
+
+    .venv/bin/python tests/benchmarks/plan_accuracy.py --jobs demo-1x,demo-3x --out work/plan-accuracy.json
+
+    .venv/bin/python tests/benchmarks/plan_accuracy.py --processor --limit 600
+
+Each job is planned and then run, its agreement measured by the plan. Times are wall clocks of whole commands. Run it on
+a machine that does nothing else: other work changes both, and not equally. With --processor plan and run are in this
+process, without Ray, by one actor, and compared by the processor's seconds of that actor: other work changes them less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MODEL = "work/real/model"
+JOBS: dict[str, list[str]] = {
+    **{f"demo-{speed}x": ["configs/demo.yaml", f"schedule.speedup={speed}"] for speed in (1, 2, 3, 4, 5)},
+    **{
+        f"demo-1-actor-{speed}x": ["configs/demo.yaml", f"schedule.speedup={speed}", "actors.count=1"]
+        for speed in (1, 3)
+    },
+    "demo-refill": ["configs/demo.yaml", "actors.scheduler=refill"],
+    "demo-sampled": ["configs/demo.yaml", "sampling.temperature=0.7", "sampling.max_new_tokens=200"],
+    "demo-small-batches": ["configs/demo.yaml", "actors.max_batch=8"],
+    "demo-three-samples": ["configs/demo.yaml", "sampling.n=3", "sampling.temperature=0.7"],
+    "smollm2-1x": ["configs/real/1x.yaml", f"model.path={MODEL}"],
+    "smollm2-2x": ["configs/real/2x.yaml", f"model.path={MODEL}"],
+}
+
+
+def measured(name: str, folder: Path) -> dict[str, Any]:
+    """Plan and run one job, each as a process of its own."""
+    file, *changes = JOBS[name]
+    output = folder / name
+    options = [option for change in [*changes, f"output.path={output}"] for option in ("--set", change)]
+    began = time.monotonic()
+    plan = command("plan", file, *options, "--json")
+    plan_seconds = time.monotonic() - began
+    began = time.monotonic()
+    run = command("run", file, *options, "--json", "--overwrite")
+    seconds = time.monotonic() - began
+    chosen = plan["chosen"]
+    return {
+        "job": name,
+        "plan_seconds": plan_seconds,
+        "predicted": chosen["seconds"],
+        "low": chosen["low"],
+        "high": chosen["high"],
+        "measured": seconds,
+        "error": chosen["seconds"] / seconds - 1,
+        "predicted_busy": chosen["busy_seconds"],
+        "measured_busy": run["generate_seconds"],
+        "predicted_tokens": chosen["generated_tokens"],
+        "measured_tokens": run["generated_tokens"],
+        "predicted_startup": plan["startup"]["seconds"],
+    }
+
+
+def by_processor(name: str, folder: Path, limit: int) -> dict[str, Any]:
+    """Plan and run the first rows of one job in this process, whose clock for intervals is the processor's."""
+    from pipeline import job as jobs
+    from pipeline.backends.in_process import InProcess
+    from pipeline.config.job import JobConfig
+    from pipeline.config.load import load_config
+    from pipeline.estimate.run import estimate
+
+    file, *changes = JOBS[name]
+    one_actor = ["actors.count=1", "actors.threads=1"]
+    config = load_config(JobConfig, file, [*changes, *one_actor, f"output.path={folder / name}"])
+    began = time.perf_counter()
+    found = estimate(config, limit=limit, backend=InProcess(), seconds=30)
+    seconds = time.perf_counter() - began
+    chosen = found.predictions[found.chosen]
+    totals = jobs.run(config, limit=limit, overwrite=True, backend=InProcess()).totals
+    startup = found.startup.seconds
+    return {
+        "job": name,
+        "plan_seconds": seconds,
+        "predicted": chosen.busy_seconds,
+        "low": chosen.low - startup,
+        "high": chosen.high - startup,
+        "measured": totals.generate_seconds,
+        "error": chosen.busy_seconds / totals.generate_seconds - 1,
+        "predicted_busy": chosen.busy_seconds,
+        "measured_busy": totals.generate_seconds,
+        "predicted_tokens": chosen.generated_tokens,
+        "measured_tokens": totals.generated_tokens,
+        "predicted_startup": startup,
+    }
+
+
+def command(*arguments: str) -> dict[str, Any]:
+    """The JSON object that `skipdecode` prints last. CalledProcessError if it fails."""
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "skipdecode"), *arguments], stdout=subprocess.PIPE, text=True, check=True
+    )
+    values: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return values
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", default=",".join(JOBS))
+    parser.add_argument("--processor", action="store_true", help="without Ray, by the processor's seconds")
+    parser.add_argument("--limit", type=int, default=600, help="with --processor: rows of each job")
+    parser.add_argument("--folder", type=Path, default=Path("work/plan-accuracy"))
+    parser.add_argument("--out", type=Path, default=Path("work/plan-accuracy.json"))
+    options = parser.parse_args()
+    if options.processor:
+        time.perf_counter = time.process_time
+    lines = []
+    for name in options.jobs.split(","):
+        line = (
+            by_processor(name, options.folder, options.limit) if options.processor else measured(name, options.folder)
+        )
+        lines.append(line)
+        inside = "inside" if line["low"] <= line["measured"] <= line["high"] else "outside"
+        print(
+            f"{name}: predicted {line['predicted']:.1f} s [{line['low']:.1f}, {line['high']:.1f}], measured "
+            f"{line['measured']:.1f} s ({line['error']:+.0%}, {inside}); actors {line['predicted_busy']:.1f} s and "
+            f"{line['measured_busy']:.1f} s, tokens {line['predicted_tokens']:,} and {line['measured_tokens']:,}",
+            flush=True,
+        )
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(lines, indent=2) + "\n")
+    errors = np.abs([line["error"] for line in lines])
+    print(f"{len(lines)} jobs: median error {np.median(errors):.0%}, 90th percentile {np.percentile(errors, 90):.0%}")
+
+
+if __name__ == "__main__":
+    main()

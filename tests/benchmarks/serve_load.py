@@ -1,0 +1,225 @@
+"""Load test of a server on loopback: time to the first token, between tokens, throughput; beside the bulk engine.
+
+    python tests/benchmarks/serve_load.py [--model configs/demo/checkpoint] [--clients 1,8,32] [--requests 64]
+        [--tokens 48] [--through asgi,serve] [--url http://127.0.0.1:8000]
+
+asgi: the application by uvicorn in a process of its own; serve: `skipdecode serve`, on Ray Serve. --url: a server that
+runs already, such as `vllm serve`. Clients are coroutines of this process; each sends its next request when the last
+one is answered. Short prompts; answers of --tokens tokens on average, from a third to five thirds of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import aiohttp
+import psutil
+
+ROOT = Path(__file__).parents[2]
+NAMES = ("Alimentum", "The Eagle", "Zizzi", "Blue Spice", "Giraffe", "The Mill", "Aromi", "Cocum")
+FOODS = ("French", "English", "Italian", "Indian", "Fast food")
+
+
+@dataclass
+class Measured:
+    """seconds: of all requests; first, between: seconds to the first token of each request, and between tokens."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    first: list[float] = field(default_factory=list)
+    between: list[float] = field(default_factory=list)
+
+
+def prompt(number: int) -> str:
+    """Different for each request."""
+    return f"name[{NAMES[number % 8]}], food[{FOODS[number % 5]}], customer rating[{number % 97} out of 97]"
+
+
+def length(number: int, tokens: int) -> int:
+    """New tokens of a request, `tokens` on average."""
+    return tokens // 3 + number * 37 % (tokens * 4 // 3)
+
+
+async def load(url: str, model: str, clients: int, requests: int, tokens: int, *, stream: bool) -> Measured:
+    """All requests by so many clients at once."""
+    measured, numbers = Measured(), iter(range(requests))
+
+    async def client(session: aiohttp.ClientSession) -> None:
+        for number in numbers:
+            new = length(number, tokens)
+            body = {"model": model, "prompt": prompt(number), "max_tokens": new, "temperature": 0, "ignore_eos": True}
+            began = last = time.perf_counter()
+            async with session.post(f"{url}/v1/completions", json={**body, "stream": stream}) as reply:
+                assert reply.status == 200, await reply.text()
+                if not stream:
+                    measured.tokens += (await reply.json())["usage"]["completion_tokens"]
+                    continue
+                parts = 0
+                async for line in reply.content:
+                    if not line.startswith(b"data: {"):
+                        continue
+                    now = time.perf_counter()
+                    (measured.between if parts else measured.first).append(now - (last if parts else began))
+                    last, parts = now, parts + 1
+                measured.tokens += new
+
+    async with aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(600), connector=aiohttp.TCPConnector(limit=0)
+    ) as session:
+        began = time.perf_counter()
+        await asyncio.gather(*(client(session) for _ in range(clients)))
+        measured.seconds = time.perf_counter() - began
+    return measured
+
+
+def bulk(checkpoint: str, requests: int, tokens: int, rows: int) -> tuple[float, float]:
+    """Tokens a second, and a second of the processor, of the bulk engine with refill and as many rows in flight, in a
+    process of its own."""
+    code = f"""
+import sys, time; sys.path.insert(0, {str(ROOT / "tests" / "benchmarks")!r})
+from dataclasses import replace
+from serve_load import length, prompt
+from actors.generator import Generator
+generator = Generator({checkpoint!r}, threads=1, max_batch={rows}, scheduler="refill", cumulative_logprob=False,
+    sampling={{"ignore_eos": True}})
+new = [length(number, {tokens}) for number in range({requests})]
+def answer():
+    prompts = [generator.builder.prompt(prompt(number)) for number in range({requests})]
+    generator.answer([replace(one, sampling={{"max_new_tokens": most}}) for one, most in zip(prompts, new)])
+answer()
+began, worked = time.perf_counter(), time.process_time()
+answer()
+print(sum(new) / (time.perf_counter() - began), sum(new) / (time.process_time() - worked))
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=_environment(), capture_output=True, text=True, check=True)
+    rate, worked = done.stdout.split()[-2:]
+    return float(rate), float(worked)
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+ASGI = """
+import sys, uvicorn
+from actors.serving.http import Limits, create_app
+from actors.serving.model import ModelSettings, ServedModel
+arguments = {"checkpoint": sys.argv[1], "threads": 1, "max_batch": int(sys.argv[3]), "sampling": {"temperature": 1.0}}
+model = ServedModel(ModelSettings("load", arguments))
+uvicorn.run(create_app(model, Limits()), port=int(sys.argv[2]), log_level="warning")
+"""
+
+
+@contextmanager
+def server(through: str, checkpoint: str, rows: int) -> Iterator[tuple[str, psutil.Process | None]]:
+    """A server for the block; gives its URL, and its process if that is the only one."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", ASGI, checkpoint, str(port), str(rows)]
+    if through == "serve":
+        command = [sys.executable, "-m", "pipeline", "serve", "--model", checkpoint, "--port", str(port)]
+        command += ["--set", "name=load", "--set", f"replicas.max_batch={rows}", "--set", "replicas.threads=1"]
+    process = subprocess.Popen(command, env=_environment(), cwd=ROOT)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while not _healthy(url):
+            assert process.poll() is None, "the server has ended"
+            time.sleep(0.5)
+        yield url, psutil.Process(process.pid) if through == "asgi" else None
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(180)
+
+
+def _healthy(url: str) -> bool:
+    try:
+        return bool(urlopen(f"{url}/health", timeout=5).status == 200)
+    except (URLError, OSError):
+        return False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(ROOT / "configs" / "demo" / "checkpoint"))
+    parser.add_argument("--clients", default="1,8,32")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--through", default="asgi,serve")
+    parser.add_argument("--url")
+    parser.add_argument("--name", default="load", help="the model's name, with --url")
+    options = parser.parse_args()
+    counts = [int(count) for count in options.clients.split(",")]
+    rows = max(counts)
+    rate = None if options.url else bulk(options.model, options.requests, options.tokens, rows)
+    if rate:
+        shown = f"{rate[0]:.0f} tokens/s, {rate[1]:.0f} a second of the processor"
+        print(f"bulk engine, refill, {rows} rows: {shown}", flush=True)
+    for through in ["url"] if options.url else options.through.split(","):
+        if options.url:
+            measure(options.url, options.name, None, through, counts, options.requests, options.tokens, rate)
+            continue
+        with server(through, options.model, rows) as (url, process):
+            measure(url, "load", process, through, counts, options.requests, options.tokens, rate)
+
+
+def measure(
+    url: str,
+    model: str,
+    process: psutil.Process | None,
+    through: str,
+    counts: list[int],
+    requests: int,
+    tokens: int,
+    rate: tuple[float, float] | None,
+) -> None:
+    """Print a line of JSON for each number of clients, whole answers and streams."""
+    asyncio.run(load(url, model, max(counts), max(counts), tokens, stream=False))  # warm
+    for clients in counts:
+        for stream in (False, True):
+            wanted = requests if clients > 1 else max(8, requests // 8)
+            before = _worked(process)
+            got = asyncio.run(load(url, model, clients, wanted, tokens, stream=stream))
+            line = {
+                "through": through,
+                "clients": clients,
+                "stream": stream,
+                "tokens/s": round(got.tokens / got.seconds),
+            }
+            if rate:
+                line["of bulk"] = round(got.tokens / got.seconds / rate[0], 2)
+                if process is not None:
+                    line["of bulk by processor"] = round(got.tokens / (_worked(process) - before) / rate[1], 2)
+            if stream:
+                line["first ms"] = _percentiles(got.first)
+                line["between ms"] = _percentiles(got.between)
+            print(json.dumps(line), flush=True)
+
+
+def _worked(process: psutil.Process | None) -> float:
+    """Seconds of the processor."""
+    return 0.0 if process is None else sum(process.cpu_times()[:2])
+
+
+def _percentiles(seconds: list[float]) -> list[float]:
+    """p50, p95, p99 in milliseconds."""
+    cuts = statistics.quantiles(seconds, n=100, method="inclusive") if len(seconds) > 1 else seconds * 99
+    return [round(cuts[percent - 1] * 1000, 1) for percent in (50, 95, 99)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Log and progress as JSON lines: one object a line, with the fields of an event, without secrets."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from pipeline.cli.app import app
+from pipeline.cli.json_log import JsonLines
+from pipeline.generate.coordinator import Coordinator, Workload
+from pipeline.report import progress as progress_module
+from pipeline.report.progress import Progress
+from pipeline.runtime.announce import announce, announce_to_log, record
+
+pytestmark = pytest.mark.usefixtures("own_handlers")
+
+
+@pytest.fixture
+def own_handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A root logger as a new process has it; as before after the test."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    yield
+    announce_to_log(False)
+    logging.captureWarnings(False)
+
+
+def events(lines: str) -> list[dict[str, Any]]:
+    """Every line is an object."""
+    found = [json.loads(line) for line in lines.splitlines()]
+    assert all({"time", "level", "logger", "event", "message"} <= one.keys() for one in found), found
+    return found
+
+
+def job(folder: Path, checkpoint: Path, **changes: Any) -> Path:
+    pq.write_table(pa.table({"id": [1, 2, 3], "prompt": ["alpha", None, "bravo"]}), folder / "in.parquet")
+    values = {
+        "input": {"path": str(folder / "in.parquet"), "id": "id"},
+        "output": {"path": str(folder / "out")},
+        "model": {"path": str(checkpoint), "dtype": "float32"},
+        "schedule": {"agreement_rows": 0},
+        "sampling": {"max_new_tokens": 4},
+        "max_error_rate": 1.0,
+    }
+    (folder / "job.yaml").write_text(yaml.safe_dump({**values, **changes}))
+    return folder / "job.yaml"
+
+
+def test_a_job_logs_objects_and_its_summary(in_process: None, tmp_path: Path, checkpoint: Path) -> None:
+    done = CliRunner().invoke(app, ["run", str(job(tmp_path, checkpoint)), "--log-json", "--json"])
+    assert done.exit_code == 0, done.output
+    *_, last = events(done.stderr)
+    (printed,) = done.stdout.splitlines()
+    assert last["event"] == "summary" and last["summary"] == json.loads(printed)
+    assert last["summary"]["rows"] == 3 and last["summary"]["errors"] == 1
+
+
+def test_a_failed_command_ends_with_an_event(in_process: None, tmp_path: Path, checkpoint: Path) -> None:
+    file = job(tmp_path, checkpoint, max_error_rate=0.0)
+    done = CliRunner().invoke(app, ["run", str(file), "--log-json"])
+    last = events(done.stderr)[-1]
+    assert done.exit_code == last["exit_status"] == 3
+    assert (last["event"], last["level"]) == ("end", "ERROR") and "1 of 3 rows have an error" in last["message"]
+    wrong = CliRunner().invoke(app, ["run", str(file), "--log-json", "--set", "sampling.top_p=2"])
+    (only,) = events(wrong.stderr)
+    assert wrong.exit_code == only["exit_status"] == 2 and "sampling.top_p" in only["message"]
+
+
+def test_without_the_flag_lines_are_text(capsys: pytest.CaptureFixture[str]) -> None:
+    announce("answering", "stage", rows=3)
+    record("only for machines", "summary")
+    assert capsys.readouterr().err == "answering\n"
+
+
+def test_progress_is_an_event_with_numbers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(progress_module, "LIVE_SECONDS", 0.01)
+    monkeypatch.setattr(progress_module, "PLAIN_SECONDS", 0.0)
+    logging.getLogger().addHandler(caplog.handler)
+    announce_to_log(True)
+    coordinator = Coordinator()
+    coordinator.begin(0)
+    with Progress(coordinator, Workload(8, 1000, 1, 50)) as shown:
+        shown.working_since = shown.began - 10
+        coordinator.ended(0, True, 100, 2, 500)
+        while not any(getattr(one, "rows_done", 0) == 150 for one in caplog.records):
+            pass
+    one = json.loads(JsonLines().format(caplog.records[-1]))
+    assert (one["event"], one["rows_done"], one["rows"], one["errors"]) == ("progress", 150, 1000, 2)
+    assert (one["shards_done"], one["shards"]) == (2, 8)
+    assert one["eta_seconds"] == pytest.approx(85, rel=0.1) and one["tokens_per_second"] == pytest.approx(50, rel=0.1)
+    assert "ETA" in one["message"]
+
+
+def test_no_secret_gets_into_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "planted-key")
+    monkeypatch.setenv("HF_TOKEN", 'planted"token\\')  # JSON escapes it
+    monkeypatch.setenv("DB_PASSWORD", "short")  # a word that may be in any message
+    try:
+        raise ValueError("refused: planted-key")
+    except ValueError as error:
+        info = (ValueError, error, error.__traceback__)
+    one = logging.LogRecord("x", logging.ERROR, "f", 1, "short: s3://me:pass@host/%s", ('planted"token\\',), info)
+    one.summary = {"urls": ["http://user:word@host/", 5, None]}
+    line = JsonLines().format(one)
+    assert not any(secret in line for secret in ("planted", "pass@", "word@"))
+    values = json.loads(line)
+    assert values["message"] == "short: s3://***@host/***" and "refused: ***" in values["exception"]
+    assert values["summary"] == {"urls": ["http://***@host/", 5, None]} and values["event"] == "log"

@@ -1,0 +1,115 @@
+"""The settings of `skipdecode serve`, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from actors.engine.errors import UserError
+from pipeline.cli.app import app
+from pipeline.config.load import validated
+from pipeline.config.serve import ServeConfig
+from pipeline.serving.chat import render
+from pipeline.serving.plan import batch_job, plan_server
+
+
+def config_of(checkpoint: Path, **sections: Any) -> ServeConfig:
+    model = {"path": str(checkpoint), "dtype": "float32", **sections.pop("model", {})}
+    return validated(ServeConfig, {"model": model, **sections}, "serve.yaml")
+
+
+def refusal(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["serve", *arguments])
+    assert done.exit_code == 2, done.output
+    (line,) = done.stderr.strip().splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "give --model CHECKPOINT"),
+        (("--model", "no/such/folder"), "no such checkpoint folder"),
+        (("{file}", "--set", "replicas.min=2"), "min and max go together"),
+        (("{file}", "--set", "replicas.target_requests=2"), "target_requests is for autoscaling"),
+        (("{file}", "--set", "http.prot=80"), "did you mean port?"),
+        (("{file}", "--set", "batches.folder=s3://b/x"), "must be a local folder"),
+        (("{file}", "--set", "schedule.speedup=0.5"), "speedup = 0.5"),
+        (("{file}", "--set", "http.api_key_env=NO_SUCH_KEY"), "NO_SUCH_KEY is empty"),
+        (("{file}", "--set", "replicas.cache_bytes=99999999999999"), "do not fit in this machine's"),
+        (("{file}", "--port", "{used}"), "choose another"),
+    ],
+)
+def test_refusals_are_one_line_and_name_the_key(
+    checkpoint: Path, tmp_path: Path, arguments: tuple[str, ...], says: str
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"model: {{path: {checkpoint}}}\n")
+    with socket.create_server(("127.0.0.1", 0)) as used, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        ports = () if "--port" in arguments else ("--port", str(port))
+        filled = [one.format(file=file, used=used.getsockname()[1]) for one in arguments]
+        assert says in refusal(*filled, *ports)
+
+
+def test_a_plan_holds_what_a_replica_needs_and_no_key(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "top-secret\n")
+    planned = plan_server(
+        config_of(checkpoint, http={"api_key_env": "MY_KEY"}, replicas={"max_batch": 7, "cache_bytes": 10**8}),
+        on_this_machine=True,
+    )
+    assert planned.limits.key_sha256 == hashlib.sha256(b"top-secret").hexdigest()
+    assert "top-secret" not in repr(planned)
+    settings = planned.settings()
+    assert settings.name == "checkpoint" or settings.name == checkpoint.name
+    assert settings.generator["checkpoint"] == str(checkpoint.resolve())
+    assert (settings.generator["max_batch"], settings.generator["cache_bytes"]) == (7, 10**8)
+    assert settings.generator["sampling"]["temperature"] == 1.0
+
+
+def test_a_schedule_that_was_not_trained_is_refused_unless_allowed(checkpoint: Path, tmp_path: Path) -> None:
+    untrained = tmp_path / "untrained"
+    untrained.mkdir()
+    for path in checkpoint.iterdir():
+        if path.name != "skipdecode.json":
+            (untrained / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(UserError, match=r"schedule\.unadapted: true"):
+        plan_server(config_of(untrained, schedule={"speedup": 2, "horizon": 8}), on_this_machine=True)
+    allowed = {"speedup": 2, "horizon": 8, "unadapted": True}
+    assert plan_server(config_of(untrained, schedule=allowed), on_this_machine=True).schedule.speedup == 2
+
+
+def test_a_batch_s_job_has_the_server_s_model_and_sampling(checkpoint: Path, tmp_path: Path) -> None:
+    config = config_of(
+        checkpoint,
+        sampling={"max_new_tokens": 9},
+        schedule={"speedup": 3},
+        batches={"folder": str(tmp_path), "actors": {"count": 2}},
+    )
+    job = batch_job(config, "requests.jsonl", str(tmp_path / "out"))
+    assert (job.input.is_batch, job.result_format, job.actors.count) == (True, "openai_batch", 2)
+    assert (job.sampling.max_new_tokens, job.sampling.temperature, job.schedule.speedup) == (9, 1.0, 3.0)
+    assert job.model == config.model
+
+
+def test_messages_are_checked_and_rendered_by_the_sandbox(chat_checkpoint: Path, checkpoint: Path) -> None:
+    from actors.engine.loading import load_tokenizer
+
+    tokenizer = load_tokenizer(chat_checkpoint)
+    assert render(tokenizer, [{"role": "user", "content": "hi"}]).endswith("[user]hi</s>[assistant]")
+    for messages, says in (
+        ([], "messages is empty"),
+        ([{"role": "nobody", "content": "x"}], "role 'nobody'"),
+        ([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}], "roles must alternate"),
+    ):
+        with pytest.raises(UserError, match=says):
+            render(tokenizer, messages)
+    with pytest.raises(UserError, match="no chat template"):
+        render(load_tokenizer(checkpoint), [{"role": "user", "content": "hi"}])

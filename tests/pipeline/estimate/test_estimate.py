@@ -1,0 +1,249 @@
+"""`skipdecode plan`: costs, simulated batches against the engine's own, and the command, without Ray."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from in_process import run_in_process
+from typer.testing import CliRunner
+
+from actors.answers import Prompt
+from actors.generator import Generator
+from pipeline.backends.in_process import InProcess
+from pipeline.cli.app import app
+from pipeline.config.job import JobConfig
+from pipeline.estimate.costs import Costs, fit
+from pipeline.estimate.measure import Answered, measure_actor
+from pipeline.estimate.predict import makespan
+from pipeline.estimate.report import histogram, to_dict
+from pipeline.estimate.rows import Rows, sample_places
+from pipeline.estimate.run import estimate
+from pipeline.estimate.simulate import EngineShape, SimulatedRow, simulate
+from pipeline.estimate.speeds import losses
+from pipeline.read.shards import Shard
+
+WORDS = ["alpha", "bravo", "cheap", "pub", "food", "riverside"]
+NO_COSTS = Costs((0.0,) * 4, (0.0,) * 5)
+
+
+@pytest.fixture
+def values(tmp_path: Path, checkpoint: Path) -> dict[str, Any]:
+    """60 rows of one to six words; the fourth is null."""
+    prompts = [" ".join(WORDS[: 1 + row % 6]) for row in range(60)]
+    table = pa.table({"id": range(60), "prompt": [*prompts[:3], None, *prompts[4:]]})
+    pq.write_table(table, tmp_path / "in.parquet")
+    return {
+        "input": {"path": str(tmp_path / "in.parquet"), "id": "id"},
+        "output": {"path": str(tmp_path / "out")},
+        "model": {"path": str(checkpoint), "dtype": "float32"},
+        "schedule": {"agreement_rows": 0},
+        "sampling": {"max_new_tokens": 12, "temperature": 1.0, "seed": 5},
+        "actors": {"threads": 1, "max_batch": 8},
+        "max_error_rate": 1,
+    }
+
+
+def test_least_squares_finds_the_coefficients_and_none_below_zero() -> None:
+    random = np.random.default_rng(1)
+    terms = np.abs(random.normal(size=(80, 4))) * [1, 10, 1000, 1e6]
+    true = np.array([0.5, 0.0, 2e-3, 1e-7])
+    assert fit(terms, terms @ true) == pytest.approx(true, rel=1e-3, abs=1e-9)
+    assert (fit(terms, -terms @ true) == 0).all()
+    assert (fit(np.zeros((0, 4)), np.zeros(0)) == 0).all()
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=40), st.integers(1, 6))
+def test_a_makespan_lies_between_its_bounds(seconds: list[float], actors: int) -> None:
+    found = makespan(seconds, actors)
+    assert found >= max(max(seconds), sum(seconds) / actors) - 1e-6
+    assert found <= sum(seconds) / actors + max(seconds) + 1e-6
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=60))
+def test_every_prompt_is_in_one_bin(tokens: list[int]) -> None:
+    bins = histogram(tokens)
+    assert sum(entry["rows"] for entry in bins) == len(tokens)
+    for entry in bins:
+        assert entry["rows"] == sum(entry["from"] <= count <= entry["to"] for count in tokens)
+
+
+@pytest.mark.parametrize("scheduler", ["lock_step", "refill"])
+@pytest.mark.parametrize("speedup", [1.0, 2.0])
+def test_simulated_batches_are_the_engines(checkpoint: Path, scheduler: str, speedup: float) -> None:
+    """Given the answers' true lengths, the simulation counts the engine's batches, steps, layers and cache bytes."""
+    generator = Generator(
+        str(checkpoint),
+        schedule={"speedup": speedup, "horizon": 6},
+        unadapted=True,
+        sampling={"max_new_tokens": 14, "temperature": 1.0},
+        dtype="float32",
+        threads=1,
+        max_batch=5,
+        scheduler=scheduler,
+    )
+    random = np.random.default_rng(3)
+    prompts = [Prompt(random.integers(5, 50, size=1 + row % 17).tolist(), "x", row) for row in range(33)]
+    answers = generator.answer(prompts)
+    real = generator.take_stats()
+    decoder = generator.engine.decoder
+    kv = (decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize)
+    shape = EngineShape(kv, decoder.context_length, False, generator.cache_bytes, 5, scheduler, ())
+    rows = [
+        SimulatedRow(prompt.ids, generator.token_limit(prompt), answer.generated_tokens, answer.row)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    found = simulate(rows, generator.schedule, NO_COSTS, shape)
+    assert len({answer.generated_tokens for answer in answers}) > 1
+    assert (found.batches, found.row_steps, found.layer_steps, found.generated_tokens, found.cache_bytes) == (
+        real.batches,
+        real.decode_steps,
+        real.layer_steps,
+        real.generated_tokens,
+        real.cache_bytes,
+    )
+
+
+def test_an_actor_notes_every_pass_and_step(checkpoint: Path) -> None:
+    generator = {
+        "checkpoint": str(checkpoint),
+        "unadapted": True,
+        "sampling": {"max_new_tokens": 6},
+        "dtype": "float32",
+        "threads": 1,
+        "max_batch": 16,
+    }
+    schedule = Generator(**generator).schedule
+    prompts = [Prompt([7 + row, 8], "x", row) for row in range(40)]
+    sample = measure_actor(prompts, generator, [], {"1x": schedule}, 60.0)
+    measured = sample.speeds["1x"]
+    assert [len(chunk.rows) for chunk in measured.chunks] == [16, 16, 8]
+    assert [line[1] for line in measured.passes] == [8, 16, 16, 8]  # the first tells costs apart
+    answered = [one for chunk in measured.chunks for one in chunk.answered]
+    steps = sum(one.tokens - 1 for one in [*answered[:8], *answered])
+    assert sum(line[1] for line in measured.steps) == steps
+    assert all(line[-1] > 0 for line in [*measured.passes, *measured.steps])
+
+
+def test_rows_draw_answers_of_similar_prompts() -> None:
+    known = {("x", row): Prompt([0] * (1 + row), "x", row) for row in range(200)}
+    known["x", 3] = replace(known["x", 3], error="bad")
+    answered = [Answered(tokens, 500, 2 * tokens) for tokens in range(1, 201)]
+    rows = Rows(known, answered, 1, np.random.default_rng(0)).of(Shard(0, "x", 0, 200))
+    assert len(rows) == 199
+    assert all(abs(row.tokens - 2 * len(row.prompt_ids)) <= 34 for row in rows)
+
+
+def test_the_sample_is_spread_over_the_shards() -> None:
+    shards = [Shard(index, "x", 100 * index, 100) for index in range(100)]
+    places = sample_places(shards, 320)
+    assert sum(place.rows for place in places) == 320 and len(places) == 16
+    assert places[-1].first_row > 9000
+    assert sample_places(shards[:2], 320) == shards[:2]
+
+
+def test_the_estimate_counts_rows_and_writes_nothing(values: dict[str, Any], tmp_path: Path) -> None:
+    config = JobConfig.model_validate({**values, "price_per_hour": 3.0})
+    before = sorted(tmp_path.rglob("*"))
+    found = to_dict(estimate(config, backend=InProcess(), seconds=20))
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (found["rows"], found["rows_left"], found["row_errors"]["errors"]) == (60, 60, 1)
+    chosen = found["chosen"]
+    assert chosen["low"] <= chosen["seconds"] <= chosen["high"]
+    assert chosen["money"] == pytest.approx(3.0 * chosen["device_hours"])
+    assert json.loads(json.dumps(found))["chosen"]["speed"] == "2x"
+    run_in_process(config)
+    table = pq.read_table(tmp_path / "out")
+    tokens = sum(table["generated_tokens"].to_pylist())
+    assert chosen["generated_tokens"] == pytest.approx(tokens, rel=0.35)
+    assert chosen["prompt_tokens"] == sum(table["prompt_tokens"].to_pylist())
+    summary = json.loads((tmp_path / "out" / "_job" / "summary.json").read_text())
+    assert chosen["batches"] == summary["batches"]
+
+
+def test_a_trained_checkpoint_is_planned_at_its_speeds(
+    values: dict[str, Any], trained: Path, in_process: None, tmp_path: Path
+) -> None:
+    model = {"path": str(trained), "dtype": "float32", "cache": str(tmp_path / "cache")}
+    values |= {"model": model, "price_per_hour": 2}
+    values["schedule"] = {"agreement_rows": 0, "speedup": 2}
+    values["budget"] = {"tokens": 1}
+    (trained / "table.json").write_text(
+        json.dumps(
+            [
+                {
+                    "nominal": 2.0,
+                    "prompt": "full",
+                    "group": "speed",
+                    "bleu_loss": 0.3,
+                    "bleu_loss_low": -0.5,
+                    "bleu_loss_high": 1.1,
+                }
+            ]
+        )
+    )
+    job = tmp_path / "job.yaml"
+    job.write_text(yaml.safe_dump(values))
+    done = CliRunner().invoke(app, ["plan", str(job), "--seconds", "20"])
+    assert done.exit_code == 0, done.output
+    assert "2x *" in done.stdout and "1x" in done.stdout
+    assert "against 1x; loses 0.3 [-0.5, 1.1] bleu" in done.stdout
+    assert "budget: not enough, the job would stop: tokens" in done.stdout
+    done = CliRunner().invoke(app, ["plan", str(job), "--seconds", "20", "--json"])
+    found = json.loads(done.stdout)
+    assert found["chosen"]["speed"] == "2x" and found["saves"]["money"] == pytest.approx(
+        found["saves"]["device_hours"] * 2
+    )
+    assert {line["speed"] for line in found["speeds"]} >= {"1x", "2x"}
+    (kept,) = (tmp_path / "cache" / "plans").iterdir()  # for the job's report
+    assert json.loads(kept.read_text()).items() >= found.items()
+
+
+@pytest.fixture
+def trained(checkpoint: Path, tmp_path: Path) -> Path:
+    """The tiny checkpoint, said to be trained for every speed."""
+    import shutil
+
+    folder = tmp_path / "trained"
+    shutil.copytree(checkpoint, folder)
+    stored = json.loads((folder / "skipdecode.json").read_text())
+    (folder / "skipdecode.json").write_text(json.dumps({**stored, "trained": {"min_depth": 1, "prompt": ["full"]}}))
+    return folder
+
+
+def test_what_an_adaptation_recorded_is_found(values: dict[str, Any], trained: Path) -> None:
+    score = {"value": 60.0, "loss": 1.5, "loss_high": 2.5}
+    line = {"nominal": 2.0, "prompt": "full", "scores": {"fidelity": score}}
+    record = {"done": {"after": {"result": {"lines": [line, {**line, "nominal": None}]}}}}
+    (trained.parent / "adapt.json").write_text(json.dumps(record))
+    config = JobConfig.model_validate({**values, "model": {"path": str(trained)}})
+    assert str(losses(config, "full")["2x"]) == "loses 1.5 [2.5] fidelity"
+    assert losses(config, "first") == {}
+    (trained.parent / "adapt.json").write_text("{")
+    assert losses(config, "full") == {}
+
+
+def test_a_job_that_cannot_be_planned_is_one_line(values: dict[str, Any], in_process: None, tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    run_in_process(JobConfig.model_validate(values))
+    job.write_text(yaml.safe_dump(values))
+    done = CliRunner().invoke(app, ["plan", str(job)])
+    assert done.exit_code == 2 and "nothing left to do" in done.stderr
+    values["input"]["template"] = "{{ missing }}"
+    job.write_text(yaml.safe_dump(values))
+    done = CliRunner().invoke(app, ["plan", str(job)])
+    assert done.exit_code == 2 and len(done.stderr.strip().splitlines()) == 1
+    score = {name: value for name, value in values.items() if name != "sampling"}
+    score |= {"task": "score", "input": {"path": values["input"]["path"], "continuations": "id", "prompt": "prompt"}}
+    job.write_text(yaml.safe_dump(score))
+    done = CliRunner().invoke(app, ["plan", str(job)])
+    assert done.exit_code == 2 and "plan predicts generated answers only" in done.stderr

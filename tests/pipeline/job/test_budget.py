@@ -1,0 +1,110 @@
+"""A job stops at its budget, keeps what is answered, and goes on with a higher one. No Ray."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from in_process import run_in_process
+from typer.testing import CliRunner
+
+from actors.engine.errors import UserError
+from pipeline import job as jobs
+from pipeline.cli.app import app
+from pipeline.commit.budget import SPENT, Budget, BudgetSpent
+from pipeline.config.job import JobConfig
+from pipeline.config.load import validated
+from pipeline.storage.folder import open_folder
+
+ROWS = 24
+
+
+@pytest.fixture
+def values(tmp_path: Path, checkpoint: Path) -> dict[str, Any]:
+    pq.write_table(pa.table({"prompt": [f"cheap pub {row}" for row in range(ROWS)]}), tmp_path / "in.parquet")
+    return {
+        "input": {"path": str(tmp_path / "in.parquet")},
+        "output": {"path": str(tmp_path / "out")},
+        "model": {"path": str(checkpoint), "dtype": "float32"},
+        "schedule": {"agreement_rows": 0},
+        "sampling": {"max_new_tokens": 5, "ignore_eos": True},
+        "actors": {"threads": 1},
+        "shard_rows": 4,
+    }
+
+
+@pytest.fixture
+def slow_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each shard takes longer than a look at the budget."""
+    commit_shards = jobs.commit_shards
+
+    def slow(*arguments: Any, **named: Any) -> Any:
+        done = commit_shards(*arguments, **named)
+        time.sleep(0.6)
+        return done
+
+    monkeypatch.setattr(jobs, "commit_shards", slow)
+
+
+def parts(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("part-*.parquet"))}
+
+
+def test_tokens_stop_the_job_and_a_higher_budget_finishes_it(
+    values: dict[str, Any], slow_shards: None, in_process: None, tmp_path: Path
+) -> None:
+    job, out = tmp_path / "job.yaml", tmp_path / "out"
+    job.write_text(yaml.safe_dump({**values, "budget": {"tokens": 30}}))
+    done = CliRunner().invoke(app, ["run", str(job)])
+    assert done.exit_code == 4, done.output
+    assert "interrupted (budget.tokens: 40 of 30 used)" in done.stderr and "raise the limit" in done.stderr
+    assert len(parts(out)) == 2
+    done = CliRunner().invoke(app, ["run", str(job)])  # nothing is left of it
+    assert done.exit_code == 4 and "40 of 30 used" in done.stderr and len(parts(out)) == 2
+    done = CliRunner().invoke(app, ["run", str(job), "--set", "budget.tokens=1000"])
+    assert done.exit_code == 0, done.output
+    undisturbed = {**values, "output": {"path": str(tmp_path / "other")}}
+    run_in_process(JobConfig.model_validate(undisturbed))
+    assert parts(out) == parts(tmp_path / "other")
+    done = CliRunner().invoke(app, ["run", str(job)])  # a finished job is never refused
+    assert done.exit_code == 0 and "nothing left to do" in done.stdout
+
+
+def test_money_counts_the_clock_of_all_runs(values: dict[str, Any], slow_shards: None, tmp_path: Path) -> None:
+    priced = {**values, "price_per_hour": 3600.0}  # one a second
+    with pytest.raises(BudgetSpent, match=r"budget\.money: [0-9.]+ of 1 used"):
+        run_in_process(JobConfig.model_validate({**priced, "budget": {"money": 1.0}}))
+    spent = json.loads((tmp_path / "out" / SPENT).read_text())["device_seconds"]
+    assert 1.0 <= spent < 60
+    before = len(parts(tmp_path / "out"))
+    assert 0 < before < ROWS / 4
+    with pytest.raises(BudgetSpent):
+        run_in_process(JobConfig.model_validate({**priced, "budget": {"money": spent + 0.5}}))
+    again = json.loads((tmp_path / "out" / SPENT).read_text())["device_seconds"]
+    assert spent + 0.5 <= again
+    (tmp_path / "out" / SPENT).unlink()  # a killed driver
+    result = run_in_process(JobConfig.model_validate({**priced, "budget": {"hours": 1.0}}))
+    assert result.totals.rows == ROWS
+
+
+def test_a_budget_that_suffices_changes_nothing(values: dict[str, Any]) -> None:
+    result = run_in_process(JobConfig.model_validate({**values, "budget": {"tokens": 5 * ROWS, "hours": 1}}))
+    assert result.totals.rows == ROWS
+
+
+def test_devices_multiply_the_clock(values: dict[str, Any], tmp_path: Path) -> None:
+    config = JobConfig.model_validate({**values, "actors": {"count": 4, "gpus": 2}, "budget": {"hours": 8}})
+    budget = Budget(config, open_folder(str(tmp_path), config.storage), 0.0, 0)
+    assert budget.spent(3599, 0) is None
+    assert budget.spent(3600, 0) == "budget.hours: 8 of 8 used"
+
+
+def test_money_needs_a_price(values: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"budget\.money needs price_per_hour"):
+        validated(JobConfig, {**values, "budget": {"money": 5.0}}, "job.yaml")

@@ -1,0 +1,133 @@
+"""The report of whole jobs: written with the answers, by the command, and never the reason why a job fails."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from in_process import run_in_process
+from part_builders import predicted
+from ray_free_run import MadeUpParts
+from typer.testing import CliRunner
+
+from pipeline import job as jobs
+from pipeline.cli.app import app
+from pipeline.commit.runs import RUNS, read_runs, recorded_run
+from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.report import job_page, prediction
+from pipeline.report.job_page import REPORT
+from pipeline.storage.folder import LocalFolder, open_folder
+
+
+def job(folder: Path, checkpoint: Path, **changes: Any) -> JobConfig:
+    """Ten rows, one of them without a prompt."""
+    prompts = [None, *(f"alpha {row}" for row in range(9))]
+    pq.write_table(pa.table({"id": list(range(10)), "prompt": pa.array(prompts, pa.string())}), folder / "in.parquet")
+    values: dict[str, Any] = {
+        "input": {"path": str(folder / "in.parquet"), "id": "id"},
+        "output": {"path": str(folder / "out")},
+        "model": {"path": str(checkpoint), "dtype": "float32", "cache": str(folder / "cache")},
+        "schedule": {"agreement_rows": 0},
+        "sampling": {"max_new_tokens": 6},
+        "actors": {"threads": 1},
+        "shard_rows": 4,
+        "price_per_hour": 2.0,
+        "max_error_rate": 1.0,
+    }
+    return JobConfig.model_validate({**values, **changes})
+
+
+def files(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_job_leaves_its_report_beside_its_answers(tmp_path: Path, checkpoint: Path, reports: None) -> None:
+    config, output = job(tmp_path, checkpoint), tmp_path / "out"
+    done = run_in_process(config)
+    page = (output / REPORT).read_text()
+    assert "all 10 rows are accounted for" in page and "prompt is null" in page and "part-000000.parquet" in page
+    (run,) = read_runs(open_folder(str(output), StorageConfig()))
+    assert run.ended is not None and run.began <= run.answering <= run.ended
+    assert run.rows == 10 and run.config["sampling"] == {"max_new_tokens": 6} and "torch" in run.versions
+    summary = json.loads((output / "_job" / "summary.json").read_text())
+    assert summary["stopped"] + summary["cut_off"] == 9
+    assert run_in_process(config).fresh_rows == 0
+
+    before = files(output)
+    command = CliRunner().invoke(app, ["report", str(output)])
+    assert command.exit_code == 0 and files(output) == before
+    elsewhere = CliRunner().invoke(app, ["report", str(output), "--html", "--to", str(tmp_path / "r.html")])
+    assert elsewhere.exit_code == 0 and files(output) == before
+    assert "No prediction is at hand" in (tmp_path / "r.html").read_text()
+    prediction.keep(str(tmp_path / "cache"), done.manifest.fingerprint, predicted(10, 0.0))
+    values = json.loads(next((tmp_path / "cache" / "plans").iterdir()).read_text())
+    (output / prediction.PREDICTION).write_text(json.dumps({**values, "made": run.began - 1}))
+    again = CliRunner().invoke(app, ["report", str(output), "--html"])
+    assert again.output.strip() == f"{output}/{REPORT}"
+    changed = {path for path, when in files(output).items() if before.get(path) != when}
+    assert changed == {output / REPORT, output / prediction.PREDICTION}
+    assert "What <code>skipdecode plan</code> predicted" in (output / REPORT).read_text()
+    wrong = CliRunner().invoke(app, ["report", str(output), "--to", "x.html"])
+    assert wrong.exit_code == 2 and "--to goes with --html" in wrong.output
+    wrong = CliRunner().invoke(app, ["report", str(output), "--html", "--verify"])
+    assert wrong.exit_code == 2 and "neither --verify nor --write" in wrong.output
+
+
+def test_a_report_that_fails_does_not_fail_the_job(
+    tmp_path: Path, checkpoint: Path, reports: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> bytes:
+        raise ZeroDivisionError("of the report")
+
+    monkeypatch.setattr(job_page, "job_page", fails)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        done = jobs.run(job(tmp_path, checkpoint), backend=MadeUpParts())
+    assert done.totals.rows == 10 and (tmp_path / "out" / "_SUCCESS").exists()
+    assert not (tmp_path / "out" / REPORT).exists() and "ZeroDivisionError: of the report" in caplog.text
+
+
+def test_a_prediction_is_found_on_this_machine_and_then_in_the_output(tmp_path: Path) -> None:
+    folder, cache = open_folder(str(tmp_path / "out"), StorageConfig()), str(tmp_path / "cache")
+    assert prediction.find(folder, cache, "f") == (None, False)
+    prediction.keep(cache, "f", predicted(10, 0.0))
+    found, is_stored = prediction.find(folder, cache, "f")
+    assert found is not None and found["chosen"]["seconds"] == 20.0 and not is_stored
+    assert prediction.find(folder, cache, "g") == (None, False)
+    folder.replace(prediction.PREDICTION, json.dumps(found).encode())
+    assert prediction.find(folder, None, "f") == (found, True)
+    folder.replace(prediction.PREDICTION, b"{}")  # damaged
+    assert prediction.find(folder, cache, "f") == (found, False)
+
+
+def test_every_end_of_a_run_is_recorded(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, config = LocalFolder(str(tmp_path), tmp_path), job(tmp_path, checkpoint)
+
+    def stopped() -> None:
+        with recorded_run(folder, config, 100.0, 10):
+            assert read_runs(folder)[0].ended is None
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stopped()
+    with recorded_run(folder, config, 200.0, 4):
+        pass
+    first, second = read_runs(folder)
+    assert (first.rows, second.rows) == (10, 4) and first.ended is not None and second.ended is not None
+    folder.replace(RUNS, b"[1]")  # damaged: the report does without
+    assert read_runs(folder) == []
+
+    def full(*_: object) -> None:
+        raise OSError(28, "no space left")
+
+    monkeypatch.setattr(LocalFolder, "replace", full)
+    with recorded_run(folder, config, 300.0, 1):
+        pass
+    assert "runs.json was not written" in caplog.text

@@ -1,0 +1,140 @@
+"""What a job counts while it runs is what its statistics say; without a sink it counts nothing."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import fields
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from in_process import run_in_process
+from recorded_metrics import Recorded
+
+from actors.engine.types import EngineStats
+from pipeline import metrics
+from pipeline.config.job import JobConfig
+from pipeline.generate.coordinator import Coordinator, Workload
+from pipeline.generate.live_counts import COUNTERS, LiveCounts
+from pipeline.metrics import METRICS
+from pipeline.report.progress import Progress
+
+DRIVER = {"job_rows", "job_rows_done", "eta_seconds"}
+STORE = {"store_retries"}  # tests/pipeline/storage/test_s3.py
+
+
+def config(folder: Path, checkpoint: Path) -> JobConfig:
+    pq.write_table(pa.table({"id": range(20), "prompt": [None, *["alpha bravo"] * 19]}), folder / "in.parquet")
+    values = {
+        "input": {"path": str(folder / "in.parquet"), "id": "id"},
+        "output": {"path": str(folder / "out")},
+        "model": {"path": str(checkpoint), "dtype": "float32"},
+        "schedule": {"agreement_rows": 0},
+        "sampling": {"max_new_tokens": 6},
+        "actors": {"threads": 1, "max_batch": 4},
+        "shard_rows": 5,
+        "price_per_hour": 3600.0,
+    }
+    return JobConfig.model_validate(values)
+
+
+def test_the_metrics_of_a_job_are_its_totals(tmp_path: Path, checkpoint: Path) -> None:
+    recorded = Recorded()
+    with metrics.installed(recorded):
+        totals = run_in_process(config(tmp_path, checkpoint)).totals
+    found = recorded.counters
+    assert found["rows"] == totals.rows == 20 and found["row_errors"] == totals.errors == 1
+    for name in ("generated_tokens", "decode_steps", "layer_steps"):
+        assert found[name] == getattr(totals, name) > 0
+    assert found["prompt_tokens"] == totals.padded_prompt_tokens - totals.padding_tokens > 0
+    for part in ("prepare", "prefill", "decode", "commit"):
+        seconds = getattr(totals, f"{part}_seconds")
+        assert found[f"seconds/{part}"] == pytest.approx(seconds) and seconds > 0
+    assert totals.money == pytest.approx(totals.device_seconds) == pytest.approx(totals.generate_seconds)
+    names = {name.split("/")[0] for name in found} | recorded.gauges.keys()
+    assert names == METRICS.keys() - DRIVER - STORE
+
+
+def test_without_a_sink_nothing_runs_beside_the_job(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "_sink", None)  # read tasks of Ray Data, which other tests call here, export
+    before = set(threading.enumerate())  # a thread of an earlier test may still end
+    run_in_process(config(tmp_path, checkpoint))
+    assert "metrics" not in [thread.name for thread in set(threading.enumerate()) - before]
+
+
+class Engine:
+    """An engine's counts, as a test sets them."""
+
+    def __init__(self) -> None:
+        self.stats = EngineStats()
+        self.rows: list[int] = []
+        self.cache_bytes = 7
+        self.engine = self
+
+    def used_cache_bytes(self) -> int:
+        return 3
+
+    def take_stats(self) -> EngineStats:
+        taken, self.stats = self.stats, EngineStats()
+        return taken
+
+
+@given(st.lists(st.one_of(st.integers(1, 9), st.sampled_from(["report", "shard"]))))
+def test_whenever_counts_are_reported_they_add_up_to_the_engines(steps: list[int | str]) -> None:
+    engine, recorded, done = Engine(), Recorded(), EngineStats()
+    counts = LiveCounts(engine)  # type: ignore[arg-type]
+    before = metrics.install(recorded)  # after the thread would have started
+    try:
+        for step in [*steps, "shard"]:
+            if step == "report":
+                counts.report()
+            elif step == "shard":
+                taken = counts.take_stats()
+                done = EngineStats(
+                    **{one.name: getattr(done, one.name) + getattr(taken, one.name) for one in fields(done)}
+                )
+            else:
+                for name in (*COUNTERS, "decode_seconds"):
+                    setattr(engine.stats, name, getattr(engine.stats, name) + int(step))
+    finally:
+        metrics.install(before)
+    for name in COUNTERS:
+        assert recorded.counters[name] == getattr(done, name)
+    assert recorded.counters["seconds/decode"] == done.decode_seconds
+
+
+def test_counts_that_are_taken_back_lower_no_counter() -> None:
+    engine, recorded = Engine(), Recorded()
+    counts = LiveCounts(engine)  # type: ignore[arg-type]
+    with metrics.installed(recorded):
+        engine.stats.decode_steps = 10
+        counts.report()
+        engine.stats.decode_steps = 4  # memory ran out: the rows are dropped
+        counts.report()
+        engine.stats.decode_steps = 12
+        counts.take_stats()
+    assert recorded.counters["decode_steps"] == 12
+    assert recorded.gauges == {"rows_in_flight": 0, "cache_bytes": 3, "cache_bytes_limit": 7}
+
+
+def test_the_driver_sets_the_jobs_gauges() -> None:
+    coordinator, recorded = Coordinator(), Recorded()
+    with metrics.installed(recorded), Progress(coordinator, Workload(8, 1000, 1, 50)) as progress:
+        progress.working_since = progress.began - 10
+        coordinator.ended(0, True, 100, 0, 500)
+    assert recorded.gauges.keys() == DRIVER
+    assert (recorded.gauges["job_rows"], recorded.gauges["job_rows_done"]) == (1000, 150)
+    assert recorded.gauges["eta_seconds"] == pytest.approx(85, rel=0.1)
+
+
+def test_a_name_is_a_metric_of_its_kind() -> None:
+    for wrong in (lambda: metrics.add("rows_in_flight"), lambda: metrics.set_gauge("rows", 1)):
+        with pytest.raises(AssertionError):
+            wrong()
+    with pytest.raises(AssertionError):
+        metrics.add("seconds")  # which part

@@ -1,0 +1,219 @@
+"""Jobs whose chats offer tools, and jobs whose thinking is split by the chat template's marks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from in_process import run_and_read, run_in_process
+from openai.types.chat import ChatCompletion
+
+from actors.engine.errors import UserError
+from actors.engine.loading import load_tokenizer
+from actors.requests import RequestBuilder
+from pipeline.config.job import JobConfig
+from pipeline.config.load import validated
+from pipeline.prepare.chat import Chat, read_messages
+from pipeline.prepare.chat_template import render_chat
+
+TEMPLATE = """{% if tools %}{% for tool in tools %}{{ tool.function.name }}:{{ tool | tojson | length }} {% endfor %}
+<tool_call>{% endif %}{% for message in messages %}[{{ message.role }}]{{ message.content }}
+{%- for call in message.tool_calls or [] %}({{ call.function.name }} {{ call.function.arguments | tojson }})
+{%- endfor %}{% endfor %}"""
+TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>{"name": "find", "arguments": {"place": "Zizzi"}}</tool_call>'
+CHAT = [{"role": "user", "content": "where?"}]
+SAID = [f"Let me see. {CALL}", CALL, "no call", '<tool_call>{"name"']
+
+
+@pytest.fixture(scope="module")
+def tool_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_template(checkpoint, tmp_path_factory.mktemp("tools") / "checkpoint", TEMPLATE)
+
+
+def with_template(checkpoint: Path, folder: Path, template: str) -> Path:
+    shutil.copytree(checkpoint, folder)
+    (folder / "chat_template.jinja").write_text(template)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 512}))
+    return folder
+
+
+@pytest.fixture
+def model_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers as a model trained for tools would write them, row by row: the tiny one's text is noise."""
+    count = iter(range(10**6))
+    monkeypatch.setattr(RequestBuilder, "text", lambda *_: (SAID[next(count) % len(SAID)], None))
+
+
+def values(folder: Path, checkpoint: Path, rows: pa.Table, **changes: Any) -> dict[str, Any]:
+    pq.write_table(rows, folder / "in.parquet")
+    return {
+        "input": {"path": str(folder / "in.parquet"), "messages": "messages", "tools": "tools"},
+        "output": {"path": str(folder / "out")},
+        "model": {"path": str(checkpoint), "dtype": "float32", "device": "cpu"},
+        "schedule": {"speedup": 1},
+        "sampling": {"max_new_tokens": 4},
+        "actors": {"threads": 1},
+        "shard_rows": 100,
+        "max_error_rate": 1.0,
+        **changes,
+    }
+
+
+def test_the_prompt_is_transformers_own(tool_checkpoint: Path) -> None:
+    tokenizer = load_tokenizer(tool_checkpoint)
+    spoken = {"id": "call_0", "type": "function", "function": {"name": "find", "arguments": '{"place": "é"}'}}
+    chat = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [spoken]}, {"role": "tool", "content": "here"}]
+    messages = read_messages(chat)
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == {"place": "é"}
+    expected = tokenizer.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=True, tokenize=False)
+    assert render_chat(tokenizer, Chat(), messages, TOOLS) == expected
+    assert '(find {"place": "é"})' in expected and expected.startswith("find:")
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_calls_are_a_column_of_structs(model_says: None, tmp_path: Path, tool_checkpoint: Path, as_text: bool) -> None:
+    offered = [TOOLS, TOOLS, TOOLS, TOOLS, None]
+    column = [None if one is None else json.dumps(one) for one in offered] if as_text else offered
+    rows = run_and_read(values(tmp_path, tool_checkpoint, pa.table({"messages": [CHAT] * 5, "tools": column})))
+    call = [{"name": "find", "arguments": '{"place": "Zizzi"}'}]
+    assert [row["tool_calls"] for row in rows] == [call, call, [], None, None]
+    assert [row["generated_text"] for row in rows] == ["Let me see.", "", "no call", SAID[3], SAID[0]]
+    assert [row["error"] is None for row in rows] == [True, True, True, False, True]
+    assert rows[3]["error"].startswith("tool call 1: ") and rows[4]["prompt_tokens"] < rows[0]["prompt_tokens"]
+
+
+def test_rows_with_wrong_tools_have_errors(model_says: None, tmp_path: Path, tool_checkpoint: Path) -> None:
+    column = ["{", json.dumps(TOOLS), '[{"type": "x"}]']
+    rows = run_and_read(values(tmp_path, tool_checkpoint, pa.table({"messages": [CHAT] * 3, "tools": column})))
+    assert rows[0]["error"].startswith("tools: not JSON") and rows[2]["error"].startswith("tool 1 must be")
+    assert rows[1]["tool_calls"] and rows[1]["error"] is None
+
+
+def test_requests_of_a_batch_file_call_tools(model_says: None, tmp_path: Path, tool_checkpoint: Path) -> None:
+    bodies: list[dict[str, Any]] = [
+        {"tools": TOOLS},
+        {"tools": TOOLS, "tool_choice": "auto", "parallel_tool_calls": True},
+        {"tools": TOOLS, "tool_choice": "none"},
+        {"tools": TOOLS, "tool_choice": "any"},
+        {"tools": TOOLS, "response_format": {"type": "json_object"}},
+        {"tools": [{"type": "file_search"}]},
+    ]
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": {"messages": CHAT, **body}}
+        for number, body in enumerate(bodies)
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    job = values(tmp_path, tool_checkpoint, pa.table({"messages": [CHAT], "tools": [TOOLS]}))
+    run_in_process(
+        JobConfig.model_validate({**job, "input": {"path": str(tmp_path / "in.jsonl"), "format": "openai_batch"}})
+    )
+    bodies = [json.loads(line)["response"]["body"] for line in (tmp_path / "out" / "results.jsonl").open()]
+    choices = [ChatCompletion.model_validate(body, strict=True).choices[0] for body in bodies]
+    assert [choice.finish_reason for choice in choices] == ["tool_calls", "tool_calls", choices[2].finish_reason]
+    assert [choice.message.content for choice in choices] == ["Let me see.", None, "no call"]
+    assert choices[2].message.tool_calls is None and choices[2].finish_reason != "tool_calls"
+    first, second = (choice.message.tool_calls[0] for choice in choices[:2])
+    assert (first.function.name, first.function.arguments) == ("find", '{"place": "Zizzi"}')
+    assert first.id != second.id
+    errors = [json.loads(line)["response"] for line in (tmp_path / "out" / "errors.jsonl").open()]
+    assert [error["status_code"] for error in errors] == [400] * 3
+    messages = [error["body"]["error"]["message"] for error in errors]
+    assert messages[0] == "body: tool_choice = 'any' is not supported"
+    assert messages[1].startswith("body: response_format does not go with tools")
+    assert messages[2].startswith("tool 1 must be")
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"x": {"$ref": "#/$defs/y"}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
+FIND = {"type": "function", "function": {"name": "f", "parameters": {**SCHEMA, "$defs": {"y": {"enum": [1, 2]}}}}}
+BARE = {"type": "function", "function": {"name": 'g"é'}}
+
+
+def test_a_request_can_force_a_call(tmp_path: Path, tool_checkpoint: Path) -> None:
+    """The tiny model writes noise; all of it is calls whose arguments fit, but for those that are cut off."""
+    named = {"type": "function", "function": {"name": "f"}}
+    body = {"messages": CHAT, "tools": [FIND, BARE], "temperature": 1.0, "max_tokens": 200}
+    lines = [
+        {
+            "custom_id": f"{number}",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {**body, "seed": number, "tool_choice": named if number % 2 else "required"},
+        }
+        for number in range(8)
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    job = values(tmp_path, tool_checkpoint, pa.table({"messages": [CHAT], "tools": [TOOLS]}))
+    rows = run_and_read({**job, "input": {"path": str(tmp_path / "in.jsonl"), "format": "openai_batch"}})
+    for number, row in enumerate(rows):
+        if row["error"] is not None:
+            assert "cut off" in row["error"] and row["generated_text"].startswith('<tool_call>\n{"name": "')
+            continue
+        assert row["generated_text"] == "" and len(row["tool_calls"]) >= 1
+        for call in row["tool_calls"]:
+            assert call["name"] == 'g"é' or json.loads(call["arguments"]) in ({"x": 1}, {"x": 2})
+        if number % 2:
+            assert [call["name"] for call in row["tool_calls"]] == ["f"]
+    assert all(row["error"] is None for row in rows[1::2])
+
+
+def test_a_template_that_takes_no_tools_is_refused_at_the_plan(tmp_path: Path, chat_checkpoint: Path) -> None:
+    rows = pa.table({"messages": [CHAT], "tools": [TOOLS]})
+    with pytest.raises(UserError, match="tools: the chat template takes none"):
+        run_and_read(values(tmp_path, chat_checkpoint, rows))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input": {"path": "a", "tools": "t"}}, "tools is for chats"),
+        ({"choices": ["a"]}, r"input\.tools does not go with choices or output_format"),
+        ({"reasoning": "on"}, "reasoning"),
+    ],
+)
+def test_what_does_not_go_with_tools_is_refused(
+    tmp_path: Path, tool_checkpoint: Path, changes: dict[str, Any], message: str
+) -> None:
+    job = values(tmp_path, tool_checkpoint, pa.table({"messages": [CHAT], "tools": [TOOLS]}), **changes)
+    with pytest.raises(UserError, match=message):
+        validated(JobConfig, job, "job.yaml")
+
+
+@pytest.mark.parametrize(
+    ("template", "thinking"), [("{{ messages[0].content }}<thinking>{# </thinking> #}", True), (TEMPLATE, False)]
+)
+def test_thinking_is_split_by_the_templates_marks(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, template: str, thinking: bool
+) -> None:
+    """The prompt begins the thinking; the tiny model's tokens are read as if they ended it."""
+    folder = with_template(checkpoint, tmp_path / "checkpoint", template)
+    plain = RequestBuilder._decode
+
+    def decoded(self: RequestBuilder, tokens: list[int]) -> str:
+        return plain(self, tokens) if len(tokens) > 8 else "it is</thinking> so"
+
+    monkeypatch.setattr(RequestBuilder, "_decode", decoded)
+    job = values(tmp_path, folder, pa.table({"messages": [CHAT], "tools": [None]}), reasoning="auto")
+    del job["input"]["tools"]
+    [row] = run_and_read(job)
+    assert row["reasoning"] == ("it is" if thinking else None)
+    assert row["generated_text"] == ("so" if thinking else "it is</thinking> so")
+
+
+def test_a_mark_that_is_a_special_token_is_refused_at_the_plan(tmp_path: Path, checkpoint: Path) -> None:
+    job = values(tmp_path, checkpoint, pa.table({"messages": [CHAT], "tools": [None]}), reasoning={"end": "</s>"})
+    job["input"] = {"path": job["input"]["path"], "template": "{{ messages[0].content }}"}
+    with pytest.raises(UserError, match="reasoning: '</s>' is a special token"):
+        run_and_read(job)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,115 @@
+"""`skipdecode init`: the job file that it writes from an input is one that `try` answers."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from actors.engine.errors import UserError
+from pipeline.cli.app import app
+from pipeline.config.job import JobConfig
+from pipeline.config.load import load_config, parse_yaml, validated
+from pipeline.propose.columns import propose
+from pipeline.propose.job_file import PLACEHOLDER, job_text, write_job_file
+from pipeline.propose.sample import Sample
+
+
+def written(folder: Path, *arguments: str) -> tuple[Any, Path]:
+    job = folder / "job.yaml"
+    return CliRunner().invoke(app, ["init", *arguments, "--output", str(job)]), job
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "jsonl.gz", "csv"])
+def test_try_answers_the_job_that_init_writes(tmp_path: Path, checkpoint: Path, suffix: str) -> None:
+    rows = [{"row_id": f"r{row}", "question": f"cheap pub {row}", "other": "x"} for row in range(6)]
+    path = tmp_path / f"in.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif suffix == "csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        path.write_bytes(gzip.compress(data) if suffix.endswith("gz") else data)
+    done, job = written(tmp_path, str(path), "--model", str(checkpoint))
+    assert done.exit_code == 0, done.output
+    assert "row_id" in done.stdout and "question holds the prompts" in done.stdout
+    config = load_config(JobConfig, job)
+    assert (config.input.id, config.input.prompt) == ("row_id", "question")
+    tried = CliRunner().invoke(
+        app, ["try", str(job), "--rows", "2", "--set", "sampling.max_new_tokens=4", "--set", "model.dtype=float32",
+              "--set", "schedule.agreement_rows=0"]
+    )  # fmt: skip
+    assert tried.exit_code == 0, tried.output
+    assert "[r0]" in tried.stdout and "answer:" in tried.stdout
+
+
+def test_no_file_is_replaced(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "in.parquet")
+    (tmp_path / "job.yaml").write_text("mine")
+    done, job = written(tmp_path, str(tmp_path / "in.parquet"))
+    assert done.exit_code == 2 and "not replaced" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert job.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("columns", "keys"),
+    [
+        ({"id": [1, 2], "prompt": ["a", "b"]}, {"id": "id", "prompt": "prompt"}),
+        ({"id": [1, 1], "prompt": ["a", "b"]}, {"prompt": "prompt"}),
+        ({"user_id": ["x", "y"], "text": ["a", "b"]}, {"id": "user_id", "template": None}),
+        ({"instruction": ["a"], "input": ["b"]}, {"template": "{{ instruction }}\n\n{{ input }}"}),
+        ({"id": [1], "messages": [[{"role": "user", "content": "a"}]]}, {"id": "id", "messages": "messages"}),
+        ({"chat": ['[{"role": "user", "content": "a"}]', None]}, {"messages": "chat"}),
+        ({"ids": [[1, 2], [3]]}, {"prompt": "ids"}),
+        ({"the text": ["long enough", None]}, {"prompt": "the text"}),
+        ({name: ["a"] for name in ("custom_id", "method", "url", "body")}, {"format": "openai_batch"}),
+    ],
+)
+def test_columns_have_their_roles(columns: dict[str, list[Any]], keys: dict[str, Any]) -> None:
+    found = propose(columns).keys
+    assert set(found) == set(keys)
+    assert all(found[name] == value for name, value in keys.items() if value is not None)
+
+
+def test_an_input_without_prompts_is_refused_in_one_line(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"id": [1, 2], "score": [0.5, 1.0]}), tmp_path / "in.parquet")
+    done, job = written(tmp_path, str(tmp_path / "in.parquet"))
+    assert done.exit_code == 2 and "score" in done.stderr and not job.exists()
+    done, _ = written(tmp_path, str(tmp_path / "missing"))
+    assert done.exit_code == 2 and "no such file" in done.stderr
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    done, _ = written(tmp_path, str(tmp_path / "bad.jsonl"))
+    assert done.exit_code == 2 and "cannot be read as jsonl" in done.stderr
+
+
+def test_a_folder_of_json_lines_has_its_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text('{"prompt": "a"}\n')
+    monkeypatch.chdir(tmp_path)  # where there is no demo checkpoint
+    sample, _ = write_job_file(str(tmp_path / "in"), tmp_path / "job.yaml")
+    config = load_config(JobConfig, tmp_path / "job.yaml")
+    assert sample.files == 1 and config.input.format == "jsonl" and config.model.path == PLACEHOLDER
+
+
+@given(st.dictionaries(st.text(min_size=1), st.lists(st.text(), min_size=2, max_size=2), min_size=1, max_size=4))
+def test_any_names_of_columns_make_a_valid_file(columns: dict[str, list[str]]) -> None:
+    try:
+        proposal = propose(columns)
+    except UserError:
+        return
+    text = job_text("in.parquet", Sample(1, None, dict(columns)), proposal, "m")
+    config = validated(JobConfig, parse_yaml(text), "job.yaml")
+    assert config.input.prompt in (None, *columns)

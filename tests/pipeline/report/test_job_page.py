@@ -1,0 +1,286 @@
+"""The report is one small file that loads nothing and runs nothing, whatever rows, paths and configuration hold."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+import subprocess
+import time
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from part_builders import FINGERPRINT, LAYERS, manifest_of, part_stats, predicted
+from PIL import Image
+
+from pipeline.commit.finalize import write_statistics
+from pipeline.commit.records import records_table
+from pipeline.commit.runs import RUNS
+from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.generate.stats import to_table
+from pipeline.read.shards import Shard
+from pipeline.report import job_page as pages
+from pipeline.report.job_page import job_page, write_report
+from pipeline.report.page import count, flat, seconds
+from pipeline.storage.folder import Folder, open_folder
+
+HOSTILE = (
+    """<script>alert(1)</script>"'><img src=x onerror=alert(2)>{{ 7 * 7 }}$\\frac{1}{$ \ud800 \x00 </style></svg>"""
+)
+SECRET = "https://user:planted-password@host/x"
+LINK = "<a href='javascript:alert(3)'>"
+
+
+class Page(HTMLParser):
+    """What a browser would find."""
+
+    def __init__(self, page: bytes) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(page.decode())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.text += " "
+        if tag not in ("meta", "path", "use", "rect"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in ("meta", "path", "use", "rect"):
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def of(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> tuple[Folder, bytes]:
+    """A folder whose name, and a job whose every text, tries to become part of the page."""
+    folder = open_folder(str(tmp_path_factory.mktemp("out") / "<script>alert(0)</script>"), StorageConfig())
+    runs = [
+        {
+            "began": 90.0,
+            "answering": 95.0,
+            "rows": 9,
+            "devices": 2.0,
+            "ended": 130.0,
+            "price_per_hour": 3.0,
+            "config": {"input": {"system": f"{HOSTILE} {SECRET}", LINK: LINK}},
+            "versions": {"python": HOSTILE},
+            "host": HOSTILE,
+        }
+    ]
+    folder.replace(RUNS, json.dumps(runs).encode())
+    kinds = json.dumps([[HOSTILE, 2, HOSTILE, LINK + HOSTILE]])
+    shards = [
+        part_stats(
+            Shard(index, f"in/{HOSTILE}.parquet", 0, 5),
+            node=HOSTILE.replace("\ud800", ""),
+            device=LINK,
+            actor=f"{LINK}{index % 2}",
+            error_kinds=kinds,
+            started=100.0 + 4 * index,
+            finished=104.0 + 4 * index,
+        )
+        for index in range(4)
+    ]
+    manifest = manifest_of([Shard(index, f"in/{HOSTILE}.parquet", 0, 5) for index in range(4)])
+    identity = {**manifest.identity, "input": {"template": f"{SECRET} {HOSTILE}", LINK: [HOSTILE]}}
+    chosen = {**predicted(18, 80.0), "fingerprint": FINGERPRINT}
+    return folder, job_page(folder, replace(manifest, identity=identity), to_table(shards), chosen)
+
+
+def test_no_text_becomes_markup(hostile: tuple[Folder, bytes]) -> None:
+    found = Page(hostile[1])
+    assert found.open == []
+    assert not {"script", "img", "iframe", "object", "link", "foreignobject"} & {tag for tag, _ in found.tags}
+    for tag, attributes in found.tags:
+        assert not [name for name in attributes if name.startswith("on")], tag
+        assert attributes.get("src") is None and (attributes.get("href") or "#").startswith("#")
+        assert (attributes.get("xlink:href") or "#").startswith("#")
+    assert "<script>alert(1)</script>" in found.text and "{{ 7 * 7 }}" in found.text and "49" not in HOSTILE
+    assert "planted-password" not in found.text and "https://***@host/x" in found.text
+    assert "default-src 'none'" in str(found.of("meta"))
+    assert "url(" not in re.sub(r"url\(#\w+\)", "", hostile[1].decode()) and "@import" not in hostile[1].decode()
+
+
+def test_the_page_is_small_and_can_be_read_without_seeing_it(hostile: tuple[Folder, bytes]) -> None:
+    assert len(hostile[1]) < 300_000
+    found = Page(hostile[1])
+    assert found.of("html") == [{"lang": "en"}]
+    tags = [tag for tag, _ in found.tags]
+    assert tags.count("h1") == 1 and tags.index("h1") < tags.index("h2") < tags.index("h3")
+    assert tags.count("table") == tags.count("caption") > 8
+    assert all("scope" in attributes for attributes in found.of("th"))
+    plots = found.of("svg")
+    assert len(plots) == 6 and all(plot["role"] == "img" for plot in plots)
+    assert tags.count("title") == 1 + len(plots)
+    assert all(region["aria-label"] for region in found.of("div") if region.get("role") == "region")
+    assert all(region.get("tabindex") == "0" for region in found.of("div") if region.get("role") == "region")
+    ids = [attributes["id"] for _, attributes in found.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    named = {attributes["aria-labelledby"] for attributes in found.of("section")}
+    assert named <= set(ids)
+
+
+def test_the_page_tells_the_figures(hostile: tuple[Folder, bytes]) -> None:
+    text = re.sub(r"\s+", " ", Page(hostile[1]).text)
+    for part in (
+        "Finished: all 20 rows are accounted for",
+        "rows 20",
+        "1.33x",  # layer ratio of the fake parts
+        f"of {LAYERS} layers",
+        "wall clock, start-up included, s 20.0 18.0 to 23.0 40.0 +100.0%",
+        "The prediction is for 18 rows; 20 were answered after it",
+        "4 rows share their id",
+        "part-000003.parquet",
+        "device-hours",
+    ):
+        assert part in text, part
+
+
+def test_numbers_are_for_people() -> None:
+    assert [count(value) for value in (None, 0, 12, 1234567, 3.14159, 250.6)] == [
+        "",
+        "0",
+        "12",
+        "1,234,567",
+        "3.14",
+        "251",
+    ]
+    assert [seconds(value) for value in (None, 12.34, 245.0, 7_390.0)] == ["", "12.3 s", "4 min 05 s", "2 h 03 min"]
+    assert flat({"a": {"b": 1, "c": [1, 2]}, "d": None, "e": {}}) == [
+        ("a.b", "1"),
+        ("a.c", "[1, 2]"),
+        ("d", ""),
+        ("e", "{}"),
+    ]
+    (long,) = flat({"system": "x" * 5000})
+    assert len(long[1]) < 500 and long[1].endswith("(5,000 characters)")
+
+
+def test_contrast_is_enough_in_both_colour_schemes() -> None:
+    """WCAG AA: 4.5 for text; 3 for what is drawn, but for the light grey of idle time, which its table names too."""
+    css = (Path(pages.__file__).parent / "page.css").read_text()
+    for scheme in css.split("@media (prefers-color-scheme: dark)")[:2]:
+        colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", scheme))
+        for name in ("text", "soft", "link", "bad"):
+            assert min(contrast(colours[name], colours[behind]) for behind in ("page", "panel")) >= 4.5, name
+        for name in ("c0", "c1", "c2", "c3"):
+            assert contrast(colours[name], colours["page"]) >= 3, name
+
+
+def contrast(one: str, other: str) -> float:
+    """As WCAG 2 defines it."""
+
+    def luminance(colour: str) -> float:
+        parts = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
+        red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_a_page_without_times_or_answers(tmp_path: Path) -> None:
+    """An unfinished job of which all records were rebuilt, and one with nothing committed."""
+    folder = open_folder(str(tmp_path), StorageConfig())
+    manifest = manifest_of([Shard(0, "u", 0, 5), Shard(1, "u", 5, 5)])
+    rebuilt = part_stats(Shard(0, "u", 0, 5), started=0.0, finished=0.0, loaded=0.0, actor="", rebuilt=True)
+    text = Page(job_page(folder, manifest, to_table([rebuilt]), None)).text
+    assert "The three speed-ups" in text
+    full = part_stats(Shard(0, "u", 0, 5), layer_steps=24, full_layer_steps=24)
+    at_full_depth = replace(manifest, identity={"schedule": {"speedup": None, "num_layers": LAYERS}})
+    told = Page(job_page(folder, at_full_depth, to_table([full]), None)).text
+    assert "Full depth" in told and "own depths" not in told and "speed-up on the clock" not in told
+    assert "5 of 10 rows" in text and "No prediction is at hand" in text and "Where the seconds went" not in text
+    assert "0 of 10 rows" in Page(job_page(folder, manifest, to_table([]), {"made": 1.0})).text
+
+
+def test_an_error_is_a_warning_with_its_traceback_in_a_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = open_folder(str(tmp_path / "out"), StorageConfig())
+    manifest = manifest_of([Shard(0, "u", 0, 5)])
+    write_statistics(folder, manifest, records_table([]))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    values = {"input": {"path": "in"}, "output": {"path": "out"}, "model": {"path": "m", "cache": str(tmp_path)}}
+    config = JobConfig.model_validate(values)
+
+    def fails(*_: object) -> bytes:
+        raise ZeroDivisionError("no rows at all")
+
+    monkeypatch.setattr(pages, "job_page", fails)
+    with caplog.at_level(logging.WARNING):
+        write_report(folder, manifest, config)
+    assert "report.html was not written: ZeroDivisionError: no rows at all" in caplog.text
+    assert "report.html" not in folder.names("_job")
+    (traceback,) = tmp_path.glob("skipdecode-*.log")
+    assert "ZeroDivisionError" in traceback.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shards", "actors", "most_seconds"), [(25, 2, 2.0), (250_000, 1000, 20.0)])
+def test_its_cost_grows_with_shards_alone(
+    tmp_path: Path, shards: int, actors: int, most_seconds: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """10^5 rows, and 10^9 on 1,000 actors: seconds of processor, and a page below 1 MB."""
+    place = np.arange(shards)
+    started = 1e9 + 50 + place // actors * 80.0
+    histogram = list(range(60))
+    one = part_stats(Shard(0, "u", 0, 4096), prompt_lengths=histogram, answer_lengths=histogram)
+    table = pa.concat_tables([to_table([one])] * shards)
+    columns = {
+        "shard": place,
+        "actor": [f"actor {number}" for number in place % actors],
+        "loaded": np.full(shards, 1e9 + 40.0),
+        "started": started,
+        "finished": started + 60 + place % 19,
+    }
+    for name, values in columns.items():
+        field = table.schema.field(name)
+        table = table.set_column(table.schema.get_field_index(name), field, pa.array(values, field.type))
+    manifest = manifest_of([Shard(index, "u", 4096 * index, 4096) for index in range(shards)])
+    folder = open_folder(str(tmp_path), StorageConfig())
+    began = time.process_time()
+    page = job_page(folder, manifest, table, None)
+    took = time.process_time() - began
+    with capsys.disabled():
+        print(f"\n{shards:,} shards, {actors:,} actors: {took:.2f} s of processor, {len(page):,} bytes")
+    assert took < most_seconds and len(page) < 1_000_000
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Debian's chromium")
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 500)])
+def test_chromium_draws_it(hostile: tuple[Folder, bytes], tmp_path: Path, scheme: str, width: int) -> None:
+    """With the reader's colour scheme, and bars in that scheme's colours."""
+    (tmp_path / "report.html").write_bytes(hostile[1])
+    picture = tmp_path / "page.png"
+    subprocess.run(
+        [
+            *("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
+            f"--blink-settings=preferredColorScheme={int(scheme == 'light')}",
+            *(f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},2600", f"--screenshot={picture}"),
+            f"file://{tmp_path / 'report.html'}",
+        ],
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    with Image.open(picture) as image:
+        assert image.size == (width, 2600)
+        colours = {colour for _, colour in image.convert("RGB").getcolors(2**24) or []}
+    page, bar = {"light": ("#ffffff", "#3f8f6b"), "dark": ("#14171a", "#63bd95")}[scheme]
+    for wanted in (page, bar):
+        assert tuple(bytes.fromhex(wanted[1:])) in colours, wanted

@@ -1,0 +1,192 @@
+"""Files and batches by OpenAI's own client; the jobs run in processes of their own, without Ray."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from http_server import Running, running
+
+from actors.engine.errors import UserError
+from pipeline.config.load import validated
+from pipeline.config.serve import ServeConfig
+from pipeline.serving.batches import BatchRunner, check_lines
+from pipeline.serving.files_api import create_files_app
+from pipeline.serving.plan import batch_job
+from pipeline.serving.store import Store
+
+ENDPOINT: Any = "/v1/chat/completions"
+
+
+def lines(count: int, url: str = ENDPOINT, **body: Any) -> bytes:
+    content = {"messages": [{"role": "user", "content": "name[Zizzi]"}], "max_tokens": 6, **body}
+    return b"".join(
+        json.dumps({"custom_id": f"r{row}", "method": "POST", "url": url, "body": content}).encode() + b"\n"
+        for row in range(count)
+    )
+
+
+def runner_of(checkpoint: Path, folder: Path, command: tuple[str, ...], **environment: str) -> BatchRunner:
+    values = {
+        "model": {"path": str(checkpoint), "dtype": "float32"},
+        "batches": {"folder": str(folder)},
+        "sampling": {"temperature": 0.0},
+    }
+    config = validated(ServeConfig, values, "serve")
+    job = partial(batch_job, config)
+
+    def in_shards(requests: str, output: str) -> Any:
+        return job(requests, output).model_copy(update={"shard_rows": 2})
+
+    return BatchRunner(Store(folder), in_shards, 1, {"OMP_NUM_THREADS": "1", **environment}, (*command, "run"))
+
+
+@pytest.fixture(scope="module")
+def server(
+    chat_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, forked: tuple[str, ...]
+) -> Iterator[Running]:
+    runner = runner_of(chat_checkpoint, tmp_path_factory.mktemp("batches") / "new", forked)
+    with running(chat_checkpoint, batches=create_files_app(runner, 20_000)) as server:
+        yield server
+    runner.close()
+
+
+@pytest.fixture
+def client(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def wait(client: openai.OpenAI, key: str, *until: str) -> Any:
+    deadline = time.monotonic() + 120
+    while (batch := client.batches.retrieve(key)).status not in until:
+        assert time.monotonic() < deadline and batch.status != "failed", batch
+        time.sleep(0.1)
+    return batch
+
+
+def test_a_batch_is_uploaded_polled_and_downloaded(client: openai.OpenAI) -> None:
+    requests = lines(5) + lines(1, temperature=-1).replace(b'"r0"', b'"wrong"')
+    file = client.files.create(file=("mine.jsonl", requests), purpose="batch")
+    assert (file.bytes, file.filename, file.purpose) == (len(requests), "mine.jsonl", "batch")
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint=ENDPOINT, completion_window="24h", metadata={"by": "test"}
+    )
+    batch = wait(client, batch.id, "completed")
+    assert batch.request_counts is not None and batch.metadata == {"by": "test"}
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (6, 5, 1)
+    answers = [json.loads(line) for line in client.files.content(str(batch.output_file_id)).text.splitlines()]
+    assert [answer["custom_id"] for answer in answers] == [f"r{row}" for row in range(5)]
+    direct = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "name[Zizzi]"}], max_tokens=6, temperature=0
+    )
+    assert answers[0]["response"]["body"]["choices"][0]["message"]["content"] == direct.choices[0].message.content
+    (error,) = [json.loads(line) for line in client.files.content(str(batch.error_file_id)).text.splitlines()]
+    assert error["custom_id"] == "wrong" and error["response"]["status_code"] == 400
+    assert batch.id in [one.id for one in client.batches.list(limit=1)]
+    assert file.id in [one.id for one in client.files.list(limit=2)]
+    assert client.files.delete(file.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(file.id)
+
+
+def test_a_file_that_no_batch_may_have_fails_with_its_lines(client: openai.OpenAI) -> None:
+    requests = lines(1) + b"[1]\n" + lines(1) + lines(1, url="/v1/embeddings").replace(b'"r0"', b'"r9"')
+    file = client.files.create(file=("mine.jsonl", requests), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=ENDPOINT, completion_window="24h")
+    until = time.monotonic() + 30
+    while (batch := client.batches.retrieve(batch.id)).status != "failed":
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert batch.errors is not None and batch.errors.data is not None
+    assert [(error.line, error.code) for error in batch.errors.data] == [
+        (2, "invalid_json_line"),
+        (3, "duplicate_custom_id"),
+        (4, "mismatched_url"),
+    ]
+
+
+def test_refusals(server: Running, client: openai.OpenAI) -> None:
+    def said(error: openai.APIStatusError) -> str:
+        return f"{error.status_code} {error.body['message']}"  # type: ignore[index]
+
+    with pytest.raises(openai.BadRequestError) as wrong:
+        client.files.create(file=io.BytesIO(b"{}"), purpose="fine-tune")
+    assert "must be 'batch'" in said(wrong.value)
+    with pytest.raises(openai.APIStatusError) as large:
+        client.files.create(file=io.BytesIO(b"x" * 30_000), purpose="batch")
+    assert said(large.value) == "413 the file is larger than 20000 bytes"
+    with pytest.raises(openai.NotFoundError) as gone:
+        client.batches.create(input_file_id="file-nothing", endpoint=ENDPOINT, completion_window="24h")
+    assert "there is no 'file-nothing'" in said(gone.value)
+    with pytest.raises(openai.BadRequestError):
+        client.batches.create(input_file_id="x", endpoint="/v1/embeddings", completion_window="24h")
+    for path in ("files/../../etc/passwd", "files/file-1/content", "batches/batch-2", "batches?limit=many"):
+        assert httpx2.get(f"{server.url}/v1/{path}").status_code in (400, 404)
+    assert httpx2.post(f"{server.url}/v1/files", content=b"x").status_code == 400
+    assert httpx2.put(f"{server.url}/v1/files").status_code == 405
+
+
+def test_a_stopped_servers_batch_is_finished_by_the_next_one(
+    chat_checkpoint: Path, tmp_path: Path, forked: tuple[str, ...]
+) -> None:
+    first = runner_of(chat_checkpoint, tmp_path / "store", forked, SLOW_COMMITS="0.6")
+    keys = []
+    for _ in range(2):
+        source = tmp_path / "requests.jsonl"
+        source.write_bytes(lines(8))
+        file = first.store.add_file(source, "requests.jsonl", "batch")
+        keys.append(first.create(file["id"], ENDPOINT, "24h", None)["id"])
+    assert first.cancel(keys[1])["status"] == "cancelled"  # type: ignore[index]
+    parts = first.store.batch_folder(keys[0]) / "answers"
+    _until(lambda: len(list(parts.glob("part-*.parquet"))) >= 1)
+    before = {path.name: path.read_bytes() for path in parts.glob("part-*.parquet")}
+    first.close()
+    assert first.store.batch(keys[0])["status"] == "in_progress"  # type: ignore[index]
+    second = runner_of(chat_checkpoint, tmp_path / "store", forked)
+    _until(lambda: second.store.batch(keys[0])["status"] == "completed")  # type: ignore[index]
+    assert {name: (parts / name).read_bytes() for name in before} == before
+    record = second.store.batch(keys[0])
+    assert record is not None and record["request_counts"] == {"total": 8, "completed": 8, "failed": 0}
+    second.close()
+
+
+@pytest.mark.slow
+def test_a_running_batch_is_cancelled(chat_checkpoint: Path, tmp_path: Path, forked: tuple[str, ...]) -> None:
+    runner = runner_of(chat_checkpoint, tmp_path / "store", forked, SLOW_COMMITS="1")
+    source = tmp_path / "requests.jsonl"
+    source.write_bytes(lines(8))
+    file = runner.store.add_file(source, "requests.jsonl", "batch")
+    key = runner.create(file["id"], ENDPOINT, "24h", None)["id"]
+    _until(lambda: list((runner.store.batch_folder(key) / "answers").glob("part-*.parquet")))
+    assert runner.cancel(key)["status"] == "cancelling"  # type: ignore[index]
+    _until(lambda: runner.store.batch(key)["status"] == "cancelled")  # type: ignore[index]
+    runner.close()
+
+
+def _until(reached: Any) -> None:
+    deadline = time.monotonic() + 100
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("x")
+    with pytest.raises(UserError, match="holds other files"):
+        Store(tmp_path)
+
+
+def test_lines_are_counted_and_at_most_ten_errors_listed(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"1\n" * 20)
+    assert (check_lines(file, ENDPOINT)[0], len(check_lines(file, ENDPOINT)[1])) == (20, 10)
+    file.write_bytes(b"\n")
+    assert check_lines(file, ENDPOINT)[1][0]["code"] == "empty_file"

@@ -1,0 +1,131 @@
+"""The application on Ray Serve: replicas, streams, clients that leave, batches on the same cluster; and the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import openai
+import pytest
+from ray import serve
+from ray.serve import Application
+
+from actors.generator import Generator
+from pipeline.config.load import validated
+from pipeline.config.serve import ServeConfig
+from pipeline.serving.application import application
+from pipeline.serving.plan import plan_server
+
+PROMPT = "name[Zizzi], priceRange[cheap]"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def tiny_application(checkpoint: Path, replicas: int) -> Application:
+    values = {
+        "model": {"path": str(checkpoint), "dtype": "float32"},
+        "name": "tiny",
+        "replicas": {"count": replicas, "max_batch": 4, "threads": 1},
+    }
+    return application(plan_server(validated(ServeConfig, values, "serve"), on_this_machine=True))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_as_many_replicas_are_asked_for_as_the_file_says(chat_checkpoint: Path, count: int) -> None:
+    built = tiny_application(chat_checkpoint, count)
+    assert built._bound_deployment.num_replicas == count
+
+
+@pytest.fixture
+def deployed(own_ray: None, chat_checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    """The tiny checkpoint in `request.param` replicas; gives the URL."""
+    port = free_port()
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    serve.run(tiny_application(chat_checkpoint, request.param))
+    yield f"http://127.0.0.1:{port}"
+    serve.shutdown()
+
+
+def counted(url: str, name: str) -> float:
+    """A figure of /metrics, the largest of the replicas that answer in turn."""
+    found = []
+    for _ in range(8):
+        text = urlopen(f"{url}/metrics").read().decode()
+        found += [float(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name} ")]
+    return max(found)
+
+
+@pytest.mark.parametrize("deployed", [1, pytest.param(2, marks=pytest.mark.slow)], indirect=True)
+def test_replicas_answer_stream_and_free_the_rows_of_clients_that_leave(deployed: str, chat_checkpoint: Path) -> None:
+    client = openai.OpenAI(base_url=f"{deployed}/v1", api_key="none", max_retries=0)
+    generator = Generator(str(chat_checkpoint), dtype="float32", sampling={"max_new_tokens": 12}, strip=False)
+    want = generator({"prompt": [PROMPT]})["generated_text"][0]
+    how: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    assert {client.completions.create(**how).choices[0].text for _ in range(4)} == {want}
+    assert "".join(chunk.choices[0].text for chunk in client.completions.create(**how, stream=True)) == want
+    chat = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hi"}], max_tokens=3)
+    assert chat.usage is not None and chat.usage.completion_tokens <= 3
+    with pytest.raises(openai.BadRequestError, match="did you mean"):
+        client.completions.create(**how, extra_body={"sped": 2})
+    for _ in range(6):
+        stream = client.completions.create(**{**how, "max_tokens": 40}, stream=True, extra_body={"ignore_eos": True})
+        next(iter(stream))
+        stream.close()
+    until = time.monotonic() + 60
+    while counted(deployed, "skipdecode_rows_in_flight") or counted(deployed, "skipdecode_rows_waiting"):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    assert urlopen(f"{deployed}/health").status == 200
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_the_command_serves_runs_a_batch_and_stops(chat_checkpoint: Path, tmp_path: Path) -> None:
+    port, file = free_port(), tmp_path / "serve.yaml"
+    file.write_text(
+        f"model: {{path: {chat_checkpoint}, dtype: float32}}\nname: tiny\nhttp: {{port: {port}, api_key_env: MY_KEY}}\n"
+        f"batches: {{folder: {tmp_path / 'batches'}}}\n"
+    )
+    command = [sys.executable, "-m", "pipeline", "serve", str(file)]
+    environment = {**os.environ, "MY_KEY": "secret", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stderr is not None
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if line.startswith("serving"):
+            break
+    assert f"serving tiny at 2x on http://127.0.0.1:{port}/v1" in said[-1], said
+    try:
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="other").models.list()
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="secret")
+        body = {"prompt": PROMPT, "max_tokens": 5, "temperature": 0}
+        request = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+        uploaded = client.files.create(file=("a.jsonl", json.dumps(request).encode()), purpose="batch")
+        batch = client.batches.create(input_file_id=uploaded.id, endpoint="/v1/completions", completion_window="24h")
+        until = time.monotonic() + 300
+        while batch.status != "completed":
+            assert batch.status in ("validating", "in_progress", "finalizing") and time.monotonic() < until, batch
+            time.sleep(0.5)
+            batch = client.batches.retrieve(batch.id)
+        answer = json.loads(client.files.content(str(batch.output_file_id)).text)
+        direct = client.completions.create(model="tiny", **body)  # type: ignore[call-overload]
+        assert answer["response"]["body"]["choices"][0]["text"] == direct.choices[0].text
+    finally:
+        process.send_signal(signal.SIGTERM)
+        said.append(process.communicate(timeout=120)[1])
+    assert process.returncode == 0, said
+    assert "stopping" in said[-1] and "secret" not in "".join(said)

@@ -1,0 +1,327 @@
+"""Tables as input: the rows that the table's own library reads at a snapshot, or a refusal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from deleted_rows import delete_by_file, delete_by_vector
+from deltalake import DeltaTable, Field, Schema, write_deltalake
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from in_process import run_in_process
+from pyiceberg.partitioning import PartitionField, PartitionSpec
+from pyiceberg.schema import Schema as IcebergSchema
+from pyiceberg.transforms import IdentityTransform
+from pyiceberg.types import LongType, NestedField, StringType
+from ray_free_run import MadeUpParts, commit_made_up_parts
+from table_stores import LOCAL, DeltaTables, IcebergTables, Tables, config, local_tables, prompts
+
+from actors.engine.errors import UserError
+from pipeline import job as jobs
+from pipeline.adapt.configs import full_depth_job
+from pipeline.adapt.sample import layout, write_sample
+from pipeline.checkpoints.resolve import resolve_checkpoint
+from pipeline.config.adapt import AdaptConfig
+from pipeline.config.job import JobConfig
+from pipeline.plan.manifest import Manifest
+from pipeline.plan.snapshot import pinned_snapshot, with_snapshot
+from pipeline.read.listing import list_input
+from pipeline.read.rows import read_rows
+from pipeline.read.shards import cut_shards
+from pipeline.try_rows import answer_first_rows
+
+NAME = "in.prompts"
+
+
+@pytest.fixture(params=["iceberg", "delta"])
+def tables(request: pytest.FixtureRequest, tmp_path: Path) -> Tables:
+    return local_tables(request.param, tmp_path)
+
+
+def job_over(tables: Tables, checkpoint: Path, tmp_path: Path, **section: Any) -> JobConfig:
+    source = {"path": tables.path(NAME), "format": tables.kind, "id": "id", **section}
+    output = {"path": str(tmp_path / "out"), **({"keep": ["prompt"]})}
+    return config(tables, checkpoint, input=source, output=output)
+
+
+def planned(job: JobConfig) -> Manifest:
+    return jobs.plan(job, None, MadeUpParts()).manifest
+
+
+def rows_of(manifest: Manifest, name: str = "id") -> list[Any]:
+    """The values of a column as a job reads them, shard by shard."""
+    values: list[Any] = []
+    for file in manifest.files:
+        shards = [shard for shard in manifest.shards if shard.url == file.url]
+        for table in read_rows(shards, file, manifest.schema, LOCAL) if shards else ():
+            values += table[name].to_pylist()
+    return values
+
+
+def refusal(job: JobConfig) -> str:
+    with pytest.raises(UserError) as error:
+        planned(job)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    counts=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    at=st.integers(0, 3),
+    kind=st.sampled_from(["iceberg", "delta"]),
+)
+def test_a_snapshot_is_read_row_by_row_as_the_library_reads_it(
+    counts: list[int], at: int, kind: str, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("law")
+    tables = local_tables(kind, folder)
+    for number, count in enumerate(counts):
+        tables.append(NAME, prompts(10 * number, count))
+    snapshots = tables.snapshots(NAME)
+    snapshot = snapshots[min(at, len(snapshots) - 1)]
+    if isinstance(tables, IcebergTables):
+        expected = tables.table(NAME).scan(snapshot_id=snapshot).to_arrow()
+    else:
+        expected = DeltaTable(tables.path(NAME), version=snapshot).to_pyarrow_table()
+    manifest = planned(job_over(tables, checkpoint, folder, snapshot=snapshot))
+    assert sorted(rows_of(manifest)) == sorted(expected["id"].to_pylist())
+    assert sorted(rows_of(manifest, "prompt")) == sorted(expected["prompt"].to_pylist())
+    assert manifest.identity["input"]["snapshot"] == snapshot
+
+
+def test_a_job_answers_the_snapshot_of_its_planning_whatever_happens_to_the_table(
+    tables: Tables, checkpoint: Path, tmp_path: Path
+) -> None:
+    tables.append(NAME, prompts(0, 3))
+    tables.append(NAME, prompts(3, 3))
+    (_, pinned) = tables.snapshots(NAME)
+    job = job_over(tables, checkpoint, tmp_path)
+
+    def half(shards: Any, folder: Any, fingerprint: str) -> None:
+        commit_made_up_parts(shards[:1], folder, fingerprint)
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="disk is full"):
+        jobs.run(job, backend=MadeUpParts(half))
+    tables.append(NAME, prompts(6, 3))
+    tables.delete(NAME, "id = 'r0'")
+    result = jobs.run(job, backend=MadeUpParts())
+    assert (result.totals.rows, result.fresh_rows) == (6, 4)
+    assert result.manifest.identity["input"]["snapshot"] == pinned
+    named = job_over(tables, checkpoint, tmp_path, snapshot=pinned)
+    assert jobs.run(named, backend=MadeUpParts()).fresh_rows == 0  # the same job
+    newer = job_over(tables, checkpoint, tmp_path, snapshot=tables.snapshots(NAME)[-1])
+    with pytest.raises(UserError, match=r"holds another job, which differs in input.snapshot; --overwrite"):
+        jobs.run(newer, backend=MadeUpParts())
+
+
+def test_a_data_file_that_is_gone_or_replaced_is_refused(tables: Tables, checkpoint: Path, tmp_path: Path) -> None:
+    tables.append(NAME, prompts(0, 3))
+    job = job_over(tables, checkpoint, tmp_path)
+    (url,) = list_input(job.input, job.storage)
+    data = Path(url).read_bytes()
+    Path(url).write_bytes(data + b" ")
+    assert refusal(job) == f"{url}: {len(data) + 1} bytes, {tables.path(NAME)} lists it with {len(data)}"
+    Path(url).unlink()
+    assert refusal(job) == f"{url}: a data file of {tables.path(NAME)} is gone"
+
+
+def test_real_answers_and_try_over_a_table(tables: Tables, checkpoint: Path, tmp_path: Path) -> None:
+    tables.append(NAME, prompts(0, 3))
+    job = job_over(tables, checkpoint, tmp_path)
+    assert [row.id for row in answer_first_rows(job, 2)] == ["r0", "r1"]
+    assert run_in_process(job, limit=2).totals.rows == 2
+    table = pq.read_table(tmp_path / "out")
+    assert table["id"].to_pylist() == ["r0", "r1"] and table["generated_text"].null_count == 0
+
+
+def test_adapt_samples_the_rows_of_a_table_and_answers_them_as_a_file(
+    tables: Tables, checkpoint: Path, tmp_path: Path
+) -> None:
+    tables.append(NAME, prompts(0, 3))
+    job = job_over(tables, checkpoint, tmp_path)
+    output = job.output.model_copy(update={"format": tables.kind, "table": f"{tmp_path}/out"})
+    job = job.model_copy(update={"output": output, "adapt": AdaptConfig(rows=4, held_out=2)})
+    pinned = with_snapshot(job, pinned_snapshot(job, None))
+    files, schema = layout(pinned, list_input(pinned.input, job.storage))
+    assert write_sample(job, files, schema, [2, 0], tmp_path / "sample.parquet") == [True, True]
+    column = prompts(0, 3)["prompt"].to_pylist()
+    assert pq.read_table(tmp_path / "sample.parquet")["prompt"].to_pylist() == [column[2], column[0]]
+    over_sample = full_depth_job(job, resolve_checkpoint(job.model, job.storage), tmp_path)
+    assert not over_sample.input.is_table and not over_sample.output.is_table
+    JobConfig.model_validate(over_sample.model_dump())
+
+
+def test_rows_that_delete_files_delete_are_never_read(checkpoint: Path, tmp_path: Path) -> None:
+    tables = local_tables("iceberg", tmp_path)
+    assert isinstance(tables, IcebergTables)
+    tables.append(NAME, prompts(0, 3))
+    before = tables.snapshots(NAME)[-1]
+    url = delete_by_file(tables.table(NAME), tmp_path)
+    assert tables.rows(NAME)["id"].to_pylist() == ["r1", "r2"]  # the library applies it
+    assert refusal(job_over(tables, checkpoint, tmp_path)) == (
+        f"{url}: rows of this data file of in.prompts were deleted by delete files; compact the table "
+        "(rewrite_data_files) and read the new snapshot"
+    )
+    assert planned(job_over(tables, checkpoint, tmp_path, snapshot=before)).rows == 3
+    delete_by_file(tables.table(NAME), tmp_path, equality=True)
+    assert "does not yet support equality deletes" in refusal(job_over(tables, checkpoint, tmp_path))
+
+
+def test_rows_that_a_deletion_vector_deletes_are_never_read(checkpoint: Path, tmp_path: Path) -> None:
+    tables = local_tables("delta", tmp_path)
+    table = tables.path(NAME)
+    write_deltalake(table, prompts(0, 3), configuration={"delta.enableDeletionVectors": "true"})
+    assert planned(job_over(tables, checkpoint, tmp_path)).rows == 3  # enabled, and none there
+    url = delete_by_vector(Path(table))
+    assert refusal(job_over(tables, checkpoint, tmp_path)) == (
+        f"{url}: rows of this data file of {table} were deleted by a deletion vector; rewrite it (OPTIMIZE, or REORG "
+        "TABLE ... APPLY (PURGE)) and read the new version"
+    )
+
+
+def test_a_column_that_came_later_is_null_in_older_files(tables: Tables, checkpoint: Path, tmp_path: Path) -> None:
+    tables.append(NAME, prompts(0, 2))
+    if isinstance(tables, IcebergTables):
+        with tables.table(NAME).update_schema() as update:
+            update.add_column("topic", StringType())
+    else:
+        DeltaTable(tables.path(NAME)).alter.add_columns([Field("topic", "string")])
+    job = job_over(tables, checkpoint, tmp_path)
+    job = job.model_copy(update={"output": job.output.model_copy(update={"keep": ["prompt", "topic"]})})
+    assert rows_of(planned(job), "topic") == [None, None]  # in no file yet
+    tables.append(NAME, prompts(2, 1).append_column("topic", pa.array(["rivers"])))
+    manifest = planned(job)
+    expected = tables.rows(NAME)
+    found = dict(zip(rows_of(manifest), rows_of(manifest, "topic"), strict=True))
+    assert found == dict(zip(expected["id"].to_pylist(), expected["topic"].to_pylist(), strict=True))
+    assert run_in_process(job).totals.rows == 3
+
+
+def test_a_renamed_or_reused_column_name_is_never_read_from_older_files(checkpoint: Path, tmp_path: Path) -> None:
+    """By name the old files would give another column's values: Iceberg knows columns by their ids."""
+    tables = local_tables("iceberg", tmp_path)
+    assert isinstance(tables, IcebergTables)
+    tables.append(NAME, prompts(0, 2).append_column("text", pa.array(["old"] * 2)))
+    job = job_over(tables, checkpoint, tmp_path)
+    with tables.table(NAME).update_schema() as update:
+        update.rename_column("prompt", "question").rename_column("text", "prompt")
+    assert "its column 'prompt' is another one than the table's: compact the table" in refusal(job)
+    with tables.table(NAME).update_schema(allow_incompatible_changes=True) as update:
+        update.delete_column("prompt")
+    with tables.table(NAME).update_schema() as update:
+        update.add_column("prompt", StringType())
+    assert "its column 'prompt' is another one than the table's" in refusal(job)
+    renamed = job_over(tables, checkpoint, tmp_path, prompt="question")
+    renamed = renamed.model_copy(update={"output": renamed.output.model_copy(update={"keep": []})})
+    assert "holds column 'question' as 'prompt', its earlier name" in refusal(renamed)
+
+
+def test_a_nested_field_is_known_by_its_id_too(checkpoint: Path, tmp_path: Path) -> None:
+    tables = local_tables("iceberg", tmp_path)
+    assert isinstance(tables, IcebergTables)
+    meta = pa.array([{"a": "x", "b": "y"}] * 2)
+    tables.append(NAME, prompts(0, 2).append_column("meta", meta))
+    job = job_over(tables, checkpoint, tmp_path, template="{{ meta.a }}")
+    assert planned(job).rows == 2
+    with tables.table(NAME).update_schema() as update:
+        update.rename_column("meta.a", "c")
+    assert "its column 'meta.a' is another one than the table's" in refusal(job)
+    with tables.table(NAME).update_schema() as update:
+        update.add_column(("meta", "d"), LongType())
+    assert "its column 'meta.a' is another one" in refusal(job)
+
+
+def test_files_without_field_ids_are_read_by_the_name_mapping(checkpoint: Path, tmp_path: Path) -> None:
+    tables = local_tables("iceberg", tmp_path)
+    assert isinstance(tables, IcebergTables)
+    tables.catalog.create_namespace("in")
+    pq.write_table(prompts(0, 2), tmp_path / "plain.parquet")
+    table = tables.catalog.create_table(NAME, prompts(0, 0).schema)
+    table.add_files([str(tmp_path / "plain.parquet")])
+    job = job_over(tables, checkpoint, tmp_path)
+    assert rows_of(planned(job)) == ["r0", "r1"]
+    with tables.table(NAME).update_schema() as update:
+        update.rename_column("prompt", "question")
+    renamed = job_over(tables, checkpoint, tmp_path, prompt="question")
+    renamed = renamed.model_copy(update={"output": renamed.output.model_copy(update={"keep": []})})
+    assert "holds column 'question' as 'prompt', its earlier name" in refusal(renamed)
+    assert refusal(job).startswith("in.prompts: no column 'prompt' at snapshot")
+
+
+def test_a_partition_column_that_the_files_lack_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    delta = local_tables("delta", tmp_path)
+    write_deltalake(delta.path(NAME), prompts(0, 2), partition_by=["prompt"])
+    assert refusal(job_over(delta, checkpoint, tmp_path)) == (
+        f"{delta.path(NAME)}: 'prompt' is a partition column, which the data files do not hold; leave it out"
+    )
+    job = job_over(delta, checkpoint, tmp_path, template="{{ id }}")
+    job = job.model_copy(update={"output": job.output.model_copy(update={"keep": []})})
+    assert sorted(rows_of(planned(job))) == ["r0", "r1"]
+    iceberg = local_tables("iceberg", tmp_path)
+    assert isinstance(iceberg, IcebergTables)
+    iceberg.catalog.create_namespace("in")
+    spec = PartitionSpec(PartitionField(2, 1000, IdentityTransform(), "prompt"))
+    fields = [NestedField(number, name, StringType(), required=False) for number, name in ((1, "id"), (2, "prompt"))]
+    iceberg.catalog.create_table(NAME, IcebergSchema(*fields), partition_spec=spec)
+    iceberg.table(NAME).append(prompts(0, 2))  # whose files hold it
+    assert sorted(rows_of(planned(job_over(iceberg, checkpoint, tmp_path)))) == ["r0", "r1"]
+
+
+def test_what_is_missing_is_named(tables: Tables, checkpoint: Path, tmp_path: Path) -> None:
+    job = job_over(tables, checkpoint, tmp_path)
+    if tables.kind == "iceberg":
+        assert refusal(job) == "input.path: no table in.prompts in catalog 'test'; check storage.catalog"
+        bare = job_over(tables, checkpoint, tmp_path, path="prompts")
+        assert refusal(bare) == "prompts: a table of a catalog is named namespace.table"
+    else:
+        assert refusal(job) == f"input.path: {tables.path(NAME)} holds no Delta table"
+    tables.append(NAME, prompts(0, 2).drop_columns("prompt"))
+    snapshot = tables.snapshots(NAME)[-1]
+    at = "snapshot" if tables.kind == "iceberg" else "version"
+    assert refusal(job) == f"{tables.path(NAME)}: no column 'prompt' at {at} {snapshot}; it has id"
+    assert "77" in refusal(job_over(tables, checkpoint, tmp_path, snapshot=77))
+
+
+def test_a_table_without_rows_is_refused(tables: Tables, checkpoint: Path, tmp_path: Path) -> None:
+    if isinstance(tables, IcebergTables):
+        tables.catalog.create_namespace("in")
+        tables.catalog.create_table(NAME, prompts(0, 0).schema)
+    else:
+        DeltaTable.create(tables.path(NAME), Schema.from_arrow(prompts(0, 0).schema))
+    assert refusal(job_over(tables, checkpoint, tmp_path)) == f"{tables.path(NAME)}: the table has no rows"
+
+
+def test_a_mapped_delta_table_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    tables = local_tables("delta", tmp_path)
+    assert isinstance(tables, DeltaTables)
+    tables.append(NAME, prompts(0, 2))
+    log = Path(tables.path(NAME)) / "_delta_log" / f"{0:020}.json"
+    log.write_text(log.read_text().replace('"configuration":{}', '"configuration":{"delta.columnMapping.mode":"name"}'))
+    assert "have other names in its files (delta.columnMapping.mode = name), not supported" in refusal(
+        job_over(tables, checkpoint, tmp_path)
+    )
+
+
+def test_a_catalog_that_cannot_be_opened_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
+    tables = local_tables("iceberg", tmp_path)
+    for uri, said in (
+        (f"sqlite:///{tmp_path}/no/such/folder.db", "unable to open database file"),
+        (f"sqlite:///{tmp_path}/empty.db", "no such table: iceberg_tables"),
+        ("nonsense", "Could not parse SQLAlchemy URL"),
+    ):
+        storage = {"catalog": {"name": "prod", "type": "sql", "uri": uri}}
+        job = job_over(tables, checkpoint, tmp_path).model_copy(update={"storage": LOCAL.model_validate(storage)})
+        line = refusal(job)
+        assert line.startswith("storage.catalog 'prod': ") and said in line
+
+
+def test_shards_of_a_table_are_those_of_its_files(tables: Tables, checkpoint: Path, tmp_path: Path) -> None:
+    tables.append(NAME, prompts(0, 5))
+    manifest = planned(job_over(tables, checkpoint, tmp_path))
+    assert [(shard.first_row, shard.rows) for shard in cut_shards(manifest.files, 2, 2**20)] == [(0, 2), (2, 2), (4, 1)]

@@ -1,0 +1,435 @@
+"""The parts of a finished job as one snapshot of a table: once, whatever dies or runs beside it."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from collections.abc import Sequence
+from datetime import datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from deltalake import DeltaTable, write_deltalake
+from in_process import run_in_process
+from part_builders import part, part_stats
+from pyiceberg.partitioning import PartitionField, PartitionSpec
+from pyiceberg.schema import Schema
+from pyiceberg.transforms import IdentityTransform
+from pyiceberg.types import LongType, NestedField, StringType
+from ray_free_run import MadeUpParts
+from table_stores import IcebergTables, Tables, bucket_tables, config, local_tables, prompts
+from typer.testing import CliRunner
+
+from actors.engine.errors import UserError
+from pipeline import job as jobs
+from pipeline.cli.app import app
+from pipeline.commit import table as commit_tables
+from pipeline.commit.sink import commit
+from pipeline.commit.table import RECORD, commit_table, recorded
+from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.plan import plan_files
+from pipeline.plan.manifest import Manifest
+from pipeline.read.shards import Shard
+from pipeline.storage.folder import Folder, open_folder
+from pipeline.tables.delta_output import DeltaOutput
+from pipeline.tables.iceberg_output import IcebergOutput
+from pipeline.tables.open import output_table
+
+NAME = "out.answers"
+OUTPUTS = {"iceberg": IcebergOutput, "delta": DeltaOutput}
+
+
+@pytest.fixture(params=["iceberg", "delta"])
+def tables(request: pytest.FixtureRequest, tmp_path: Path) -> Tables:
+    return local_tables(request.param, tmp_path)
+
+
+@pytest.fixture(params=["iceberg", "delta"])
+def in_bucket(request: pytest.FixtureRequest, tmp_path: Path, s3: StorageConfig) -> Tables:
+    return bucket_tables(request.param, tmp_path, s3)
+
+
+def job_into(tables: Tables, checkpoint: Path, tmp_path: Path, run: str = "run 1", rows: int = 6) -> JobConfig:
+    """A job over a file of its own, whose answers go into the table; a part has two rows."""
+    pq.write_table(prompts(0, rows), tmp_path / f"{run}.parquet")
+    output = {"path": f"{tables.root}/out/answers/{run}", "format": tables.kind, "table": tables.path(NAME)}
+    return config(tables, checkpoint, input={"path": str(tmp_path / f"{run}.parquet"), "id": "id"}, output=output)
+
+
+def made_up(job: JobConfig, **options: Any) -> int:
+    """Run the job with parts that no model made; the number of fresh rows."""
+    return jobs.run(job, backend=MadeUpParts(), **options).fresh_rows
+
+
+def folder_of(job: JobConfig) -> Folder:
+    return open_folder(job.output.path, job.storage)
+
+
+def part_rows(*configs: JobConfig) -> list[tuple[str, str | None]]:
+    """Ids and answers of the jobs' parts, read one by one: the oracle of a table."""
+    found = []
+    for job in configs:
+        folder = folder_of(job)
+        for name in folder.names():
+            if name.startswith("part-"):
+                found += _pairs(pq.read_table(io.BytesIO(folder.read(name))))
+    return sorted(found, key=str)
+
+
+def table_rows(tables: Tables) -> list[tuple[str, str | None]]:
+    return sorted(_pairs(tables.rows(NAME)), key=str)
+
+
+def _pairs(table: pa.Table) -> list[tuple[str, str | None]]:
+    return list(zip(table["id"].to_pylist(), table["generated_text"].to_pylist(), strict=True))
+
+
+def test_real_answers_from_a_table_in_a_bucket_into_another(in_bucket: Tables, checkpoint: Path) -> None:
+    in_bucket.append("in.prompts", prompts(0, 3))
+    in_bucket.append("in.prompts", prompts(3, 2))
+    source = {"path": in_bucket.path("in.prompts"), "format": in_bucket.kind, "id": "id"}
+    output = {"path": f"{in_bucket.root}/out/answers/run-1", "format": in_bucket.kind, "table": in_bucket.path(NAME)}
+    job = config(in_bucket, checkpoint, input=source, output={**output, "keep": ["prompt"]})
+    assert run_in_process(job).totals.rows == 5
+    table = in_bucket.rows(NAME)
+    expected = {(f"r{row}", prompts(row, 1)["prompt"][0].as_py()) for row in range(5)}
+    assert set(zip(table["id"].to_pylist(), table["prompt"].to_pylist(), strict=True)) == expected
+    assert table_rows(in_bucket) == part_rows(job) and table["generated_text"].null_count == 0
+    snapshots = in_bucket.snapshots(NAME)
+    assert len(snapshots) == 1
+    assert run_in_process(job).fresh_rows == 0 and in_bucket.snapshots(NAME) == snapshots
+
+
+def test_a_finished_job_is_one_snapshot_and_a_second_job_one_more(
+    tables: Tables, checkpoint: Path, tmp_path: Path
+) -> None:
+    first, second = (job_into(tables, checkpoint, tmp_path, run) for run in ("run 1", "run%2"))
+    assert made_up(first) == 6
+    (snapshot,) = tables.snapshots(NAME)
+    (record,) = recorded(folder_of(first)).values()
+    assert (record.table, record.snapshot) == (tables.path(NAME), snapshot)
+    assert made_up(first) == 0 and tables.snapshots(NAME) == [snapshot]
+    assert made_up(second) == 6 and len(tables.snapshots(NAME)) == 2
+    assert table_rows(tables) == part_rows(first, second)
+
+
+@pytest.mark.parametrize("moment", ["before the snapshot", "after the snapshot", "before _SUCCESS"])
+def test_killed_around_the_commit_it_adds_its_parts_once(
+    tables: Tables, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    job = job_into(tables, checkpoint, tmp_path)
+
+    def dies(*args: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if moment == "before _SUCCESS":
+            patch.setattr(jobs, "write_success", dies)
+        else:
+            append = OUTPUTS[tables.kind].append
+
+            def append_and_die(self: Any, *args: Any) -> None:
+                if moment == "after the snapshot":
+                    append(self, *args)
+                raise KeyboardInterrupt
+
+            patch.setattr(OUTPUTS[tables.kind], "append", append_and_die)
+        with pytest.raises(KeyboardInterrupt):
+            made_up(job)
+    assert not folder_of(job).exists("_SUCCESS")
+    with pytest.raises(UserError, match="its parts are data files of table"):
+        made_up(job, overwrite=True)
+    assert made_up(job) == 0 and folder_of(job).exists("_SUCCESS")
+    assert len(tables.snapshots(NAME)) == 1 and table_rows(tables) == part_rows(job)
+
+
+def test_other_writers_between_reading_and_committing(
+    tables: Tables, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that sleeps through its own replacement adds nothing; another job's commit costs nothing."""
+    first = job_into(tables, checkpoint, tmp_path, "first", rows=1)
+    job, other = job_into(tables, checkpoint, tmp_path), job_into(tables, checkpoint, tmp_path, "other", rows=3)
+    assert made_up(first) == 1
+    output = OUTPUTS[tables.kind]
+    append, check = output.append, output._check_table
+    meanwhile = [
+        lambda: commit_table(folder_of(job), loaded(job), job),  # while `other` commits, while `job` commits
+        lambda: made_up(other),
+    ]
+    committing = False
+
+    def watched(self: Any, *args: Any) -> int:
+        nonlocal committing
+        committing = True
+        return append(self, *args)
+
+    def overtaken(self: Any, *args: Any) -> None:
+        check(self, *args)  # the table is read by now, and not yet committed
+        if committing and meanwhile:
+            meanwhile.pop()()
+
+    monkeypatch.setattr(output, "append", watched)
+    monkeypatch.setattr(output, "_check_table", overtaken)
+    assert made_up(job) == 6 and not meanwhile
+    assert len(tables.snapshots(NAME)) == 3
+    assert table_rows(tables) == part_rows(first, job, other)
+
+
+def loaded(job: JobConfig) -> Manifest:
+    manifest = plan_files.load(folder_of(job))
+    assert manifest is not None
+    return manifest
+
+
+def test_appends_of_one_job_at_once_are_one_snapshot(tables: Tables, checkpoint: Path, tmp_path: Path) -> None:
+    job = job_into(tables, checkpoint, tmp_path)
+    job = job.model_copy(update={"output": job.output.model_copy(update={"format": None, "table": None})})
+    assert made_up(job) == 6
+    wanted = job_into(tables, checkpoint, tmp_path)
+    barrier, errors = threading.Barrier(4), []
+
+    def run() -> None:
+        barrier.wait()
+        try:
+            commit_table(folder_of(wanted), loaded(wanted), wanted)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert len(tables.snapshots(NAME)) == 1 and table_rows(tables) == part_rows(wanted)
+
+
+def test_a_table_asked_for_later_gets_the_parts_without_answering_again(
+    tables: Tables, checkpoint: Path, tmp_path: Path
+) -> None:
+    job = job_into(tables, checkpoint, tmp_path)
+    plain = job.model_copy(update={"output": job.output.model_copy(update={"format": None, "table": None})})
+    assert made_up(plain) == 6
+    assert made_up(job) == 0
+    assert len(tables.snapshots(NAME)) == 1 and table_rows(tables) == part_rows(job)
+    assert made_up(plain) == made_up(job) == 0
+
+
+def test_a_finished_job_asks_no_catalog_and_a_changed_table_does_not_matter(
+    tables: Tables, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_into(tables, checkpoint, tmp_path)
+    made_up(job)
+    monkeypatch.setattr(commit_tables, "output_table", None)
+    assert made_up(job) == 0
+
+
+def test_the_same_job_in_another_folder_adds_nothing(tables: Tables, checkpoint: Path, tmp_path: Path) -> None:
+    job = job_into(tables, checkpoint, tmp_path)
+    made_up(job)
+    elsewhere = f"{tables.root}/out/answers/elsewhere"
+    again = job.model_copy(update={"output": job.output.model_copy(update={"path": elsewhere})})
+    assert made_up(again) == 6
+    assert len(tables.snapshots(NAME)) == 1 and table_rows(tables) == part_rows(job)
+
+
+def test_a_lost_part_that_is_answered_with_other_bytes_is_named(
+    tables: Tables, checkpoint: Path, tmp_path: Path
+) -> None:
+    job = job_into(tables, checkpoint, tmp_path)
+    made_up(job)
+    path = Path(job.output.path) / "part-000001.parquet"
+    data = path.read_bytes()
+    path.unlink()
+    assert made_up(job) == 2 and path.read_bytes() == data  # the same bytes: nothing to do
+    path.unlink()
+
+    def longer(shards: Sequence[Shard], folder: Folder, fingerprint: str) -> None:
+        for shard in shards:
+            table = pq.read_table(io.BytesIO(part(shard, fingerprint=fingerprint)))
+            sink = pa.BufferOutputStream()
+            pq.write_table(table, sink, compression="none")
+            commit(folder, shard, sink.getvalue().to_pybytes(), part_stats(shard), fingerprint)
+
+    with pytest.raises(UserError, match=r"holds parts of .* that were lost and answered again with other bytes"):
+        jobs.run(job, backend=MadeUpParts(longer))
+    assert not folder_of(job).exists("_SUCCESS") and len(tables.snapshots(NAME)) == 1
+
+
+def test_a_damaged_record_is_named(tables: Tables, checkpoint: Path, tmp_path: Path) -> None:
+    job = job_into(tables, checkpoint, tmp_path)
+    made_up(job)
+    folder = folder_of(job)
+    for damaged in (b"", b"[]", b'{"a": 1}', b'{"a": {"table": "x"}}'):
+        folder.replace(RECORD, damaged)
+        with pytest.raises(UserError, match=r"_job/tables.json: damaged; restore it from a copy"):
+            made_up(job)
+
+
+def test_an_expired_snapshot_whose_files_are_still_there_is_not_added_again(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tables = local_tables("iceberg", tmp_path)
+    assert isinstance(tables, IcebergTables)
+    job = job_into(tables, checkpoint, tmp_path)
+    made_up(job)
+    (own,) = tables.snapshots(NAME)
+    made_up(job_into(tables, checkpoint, tmp_path, "other", rows=1))
+    tables.table(NAME).maintenance.expire_snapshots().by_id(own).commit()
+    folder_of(job).remove(RECORD)
+    folder_of(job).remove("_SUCCESS")
+    assert made_up(job) == 0
+    assert len(tables.rows(NAME)) == 7 and "from a snapshot that has expired" in caplog.text
+
+
+def refused(job: JobConfig, tmp_path: Path) -> str:
+    """The line with which the command refuses the job, exit status 2, before it writes anything."""
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(json.loads(job.model_dump_json(exclude_none=True))))
+    result = CliRunner().invoke(app, ["run", str(file)])
+    assert result.exit_code == 2, result.output
+    assert not folder_of(job).names("_job") and not folder_of(job).names()
+    (line,) = result.stderr.splitlines()
+    return line.removeprefix(f"skipdecode: {file}: ")
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_table_with_other_columns_is_refused_in_one_line(tables: Tables, checkpoint: Path, tmp_path: Path) -> None:
+    job = job_into(tables, checkpoint, tmp_path)
+    made_up(job_into(tables, checkpoint, tmp_path, "first"))
+    kept = job.model_copy(update={"output": job.output.model_copy(update={"keep": ["prompt"]})})
+    kind = "string"
+    name = tables.path(NAME)
+    assert refused(kept, tmp_path) == (
+        f"output.table: {name} has no column 'prompt', which the job writes ({kind}); choose another table, or change "
+        "output.keep"
+    )
+    other = output_table(job.output, job.storage)
+    tables.append("in.other", pa.table({"id": pa.array([1], pa.int64())}))
+    job = job.model_copy(update={"output": job.output.model_copy(update={"table": tables.path("in.other")})})
+    if tables.kind == "delta":
+        assert "does not hold output.path" in refused(job, tmp_path)
+        inside = f"{tables.path('in.other')}/run"
+        job = job.model_copy(update={"output": job.output.model_copy(update={"path": inside})})
+    assert refused(job, tmp_path).startswith(f"output.table: {tables.path('in.other')} has column 'id' as long, the")
+    assert other.snapshot_of("none") is None
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_new_table_without_a_place_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    tables = local_tables("iceberg", tmp_path)
+    job = job_into(tables, checkpoint, tmp_path)
+    catalog = job.storage.catalog.model_copy(update={"warehouse": None})
+    job = job.model_copy(update={"storage": job.storage.model_copy(update={"catalog": catalog})})
+    assert refused(job, tmp_path) == (
+        "output.table: out.answers does not exist: give storage.catalog.warehouse, or create it"
+    )
+    assert isinstance(tables, IcebergTables)
+    tables.catalog.create_namespace("out", {"location": f"{tmp_path}/elsewhere"})
+    assert made_up(job) == 6 and len(tables.rows(NAME)) == 6
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_column_that_no_table_holds_is_refused(tables: Tables, checkpoint: Path, tmp_path: Path) -> None:
+    job = job_into(tables, checkpoint, tmp_path)
+    rows = prompts(0, 2).append_column("n", pa.array([[1], [2]], pa.list_(pa.uint32())))
+    pq.write_table(rows, tmp_path / "run 1.parquet")
+    kept = job.model_copy(update={"output": job.output.model_copy(update={"keep": ["n"]})})
+    assert refused(kept, tmp_path) == (
+        f"output.table: {tables.path(NAME)} cannot hold column 'n' of type uint32; leave it out of output.keep, or "
+        "convert the input's column"
+    )
+
+
+@pytest.mark.usefixtures("in_process")
+def test_partitioned_and_strict_tables_are_refused(tables: Tables, checkpoint: Path, tmp_path: Path) -> None:
+    job = job_into(tables, checkpoint, tmp_path)
+    if isinstance(tables, IcebergTables):
+        field = NestedField(1, "id", StringType(), required=False)
+        spec = PartitionSpec(PartitionField(1, 1000, IdentityTransform(), "id_part"))
+        tables.catalog.create_namespace("out")
+        tables.catalog.create_table(NAME, Schema(field), partition_spec=spec)
+        assert "is partitioned by id_part; parts are not" in refused(job, tmp_path)
+        tables.catalog.drop_table(NAME)
+        tables.catalog.create_table(NAME, Schema(NestedField(1, "n", LongType(), required=True)))
+        assert "does not allow null in 'n'" in refused(job, tmp_path)
+        return
+    write_deltalake(tables.path(NAME), prompts(0, 1), partition_by=["id"])
+    assert "is partitioned by id; parts are not" in refused(job, tmp_path)
+    tables.path("out.strict")
+    strict = pa.schema([pa.field("n", pa.int64(), nullable=False)])
+    write_deltalake(tables.path("out.strict"), pa.table({"n": [1]}, schema=strict))
+    into = {"table": tables.path("out.strict"), "path": f"{tables.path('out.strict')}/run"}
+    job = job.model_copy(update={"output": job.output.model_copy(update=into)})
+    assert "does not allow null in 'n'" in refused(job, tmp_path)
+    DeltaTable(tables.path("out.strict")).alter.drop_column_not_null("n")
+    DeltaTable(tables.path("out.strict")).alter.add_constraint({"positive": "n > 0"})
+    assert "checks rows by delta.constraints.positive" in refused(job, tmp_path)
+
+
+@pytest.mark.parametrize("ways", [["a pub"] * 3, [["a pub", "a place"], ["cheap"], None]])
+def test_scores_become_a_snapshot_too(tables: Tables, checkpoint: Path, tmp_path: Path, ways: list[Any]) -> None:
+    job = job_into(tables, checkpoint, tmp_path)
+    pq.write_table(prompts(0, 3).append_column("ways", pa.array(ways)), tmp_path / "run 1.parquet")
+    source = {"path": str(tmp_path / "run 1.parquet"), "id": "id", "continuations": "ways"}
+    output = {**job.output.model_dump(exclude_unset=True), "token_ids": True}
+    job = config(tables, checkpoint, task="score", input=source, output=output, sampling=None, shared_prefix=None)
+    planned: list[pa.Schema] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "check_table", lambda config, schema: planned.append(schema))
+        run_in_process(job)
+    table = tables.rows(NAME)
+    part = pq.read_schema(Path(job.output.path) / "part-000000.parquet").remove_metadata()
+    assert len(table) == 3 and planned == [part]
+    assert set(table.column_names) == set(part.names) and "cumulative_logprob" in part.names
+
+
+def test_every_type_that_a_part_may_have_survives_the_table(tables: Tables, checkpoint: Path, tmp_path: Path) -> None:
+    """Kept columns of all types that pass the check, nested ones too, read back by the table's own library."""
+    now = datetime(2026, 1, 2, 3, 4, 5, 678901)
+    kept = {
+        "b": pa.array([True, None]),
+        "i8": pa.array([-1, None], pa.int8()),
+        "i16": pa.array([-1, None], pa.int16()),
+        "i32": pa.array([-1, None], pa.int32()),
+        "i64": pa.array([2**60, None], pa.int64()),
+        "f": pa.array([0.5, None], pa.float32()),
+        "d": pa.array([0.5, None], pa.float64()),
+        "s": pa.array(["grün", None], pa.large_string()),
+        "y": pa.array([b"\xff", None], pa.binary()),
+        "day": pa.array([now.date(), None], pa.date32()),
+        "ts": pa.array([now, None], pa.timestamp("us")),
+        "tz": pa.array([now, None], pa.timestamp("us", "UTC")),
+        "dec": pa.array([Decimal("1.50"), None], pa.decimal128(9, 2)),
+        "l": pa.array(
+            [[{"a": 1, "b": ["x"]}], None], pa.list_(pa.struct([("a", pa.int32()), ("b", pa.list_(pa.string()))]))
+        ),
+        "m": pa.array([[("k", 1)], None], pa.map_(pa.string(), pa.int64())),
+    }
+    job = job_into(tables, checkpoint, tmp_path)
+    source = prompts(0, 2)
+    for name, values in kept.items():
+        source = source.append_column(name, values)
+    pq.write_table(source, tmp_path / "run 1.parquet")
+    output = job.output.model_copy(update={"keep": list(kept), "token_ids": True, "cumulative_logprob": True})
+    sampling = job.sampling.model_copy(update={"logprobs": 2, "n": 2, "temperature": 1.0})
+    job = job.model_copy(update={"output": output, "sampling": sampling})
+    planned: list[pa.Schema] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "check_table", lambda config, schema: planned.append(schema))
+        run_in_process(job)
+    assert planned == [pq.read_schema(Path(job.output.path) / "part-000000.parquet").remove_metadata()]
+    table = tables.rows(NAME)
+    assert table.num_rows == 4
+    for name, values in kept.items():
+        found = [
+            None if value == [] else value for value in table[name].to_pylist()
+        ]  # pyiceberg's reader: no null lists
+        assert sorted(found, key=str) == sorted(values.to_pylist() * 2, key=str), name
+    assert all(len(tokens) == 3 and len(tokens[0]["top"]) == 2 for tokens in table["logprobs"].to_pylist())

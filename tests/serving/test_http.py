@@ -1,0 +1,309 @@
+"""The server over real sockets: by OpenAI's own client, by clients that go away, and by raw requests."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+import torch
+from http_server import Running, running
+from transformers import AutoModelForCausalLM
+
+from actors.engine.output_format import OutputFormat
+from actors.generator import Generator
+from actors.serving.http import Limits
+
+PROMPT = "name[Alimentum], area[city centre]"
+CHAT = [{"role": "user", "content": PROMPT}]
+
+
+@pytest.fixture
+def client(served: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def generator(chat_checkpoint: Path) -> Generator:
+    """The bulk path, for the same text."""
+    sampling = {"max_new_tokens": 12}
+    return Generator(str(chat_checkpoint), dtype="float32", sampling=sampling, strip=False)
+
+
+def test_a_completion_is_that_of_the_bulk_path(client: openai.OpenAI, generator: Generator) -> None:
+    done = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12, temperature=0)
+    bulk = generator({"prompt": [PROMPT]})
+    assert done.choices[0].text == bulk["generated_text"][0]
+    assert done.choices[0].finish_reason == bulk["finish_reason"][0]
+    assert done.usage is not None and done.usage.prompt_tokens == bulk["prompt_tokens"][0]
+    assert done.usage.completion_tokens == bulk["generated_tokens"][0]
+
+
+@pytest.mark.parametrize("speed", [1, 2, 3])
+def test_a_request_has_the_speed_that_it_asks_for(client: openai.OpenAI, generator: Generator, speed: float) -> None:
+    done = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=12, temperature=0, extra_body={"speed": speed}
+    )
+    at_speed = generator.at(generator.schedule_at(speed))
+    assert done.choices[0].text == at_speed({"prompt": [PROMPT]})["generated_text"][0]
+
+
+def test_a_chat_streams_the_text_that_it_answers_whole(client: openai.OpenAI) -> None:
+    how: Any = {"model": "tiny", "messages": CHAT, "max_completion_tokens": 30, "seed": 4, "n": 2}
+    whole = client.chat.completions.create(**how)
+    parts: dict[int, str] = {0: "", 1: ""}
+    finish: dict[int, str | None] = {}
+    usage = None
+    for chunk in client.chat.completions.create(**how, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            parts[choice.index] += choice.delta.content or ""
+            finish[choice.index] = choice.finish_reason or finish.get(choice.index)
+    assert [parts[0], parts[1]] == [choice.message.content for choice in whole.choices]
+    assert [finish[0], finish[1]] == [choice.finish_reason for choice in whole.choices]
+    assert usage == whole.usage and parts[0] != parts[1]
+
+
+def test_text_streams_with_stop_strings_and_logprobs(client: openai.OpenAI) -> None:
+    how: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40, "seed": 3, "logprobs": 2}
+    free = client.completions.create(**how)
+    stop = free.choices[0].text[5:8]
+    whole = client.completions.create(**how, stop=[stop, "zzzz"]).choices[0]
+    chunks = [chunk.choices[0] for chunk in client.completions.create(**how, stop=[stop, "zzzz"], stream=True)]
+    assert "".join(chunk.text for chunk in chunks) == whole.text == free.choices[0].text.partition(stop)[0]
+    assert whole.logprobs is not None
+    listed = [value for chunk in chunks if chunk.logprobs for value in chunk.logprobs.token_logprobs or []]
+    assert listed == whole.logprobs.token_logprobs
+    assert all(chunk.finish_reason is None for chunk in chunks[:-1]) and chunks[-1].finish_reason == "stop"
+
+
+def test_several_prompts_of_text_and_ids_are_answered_in_order(client: openai.OpenAI, served: Running) -> None:
+    ids = served.model.tokenizer(PROMPT)["input_ids"]
+    done = client.completions.create(model="tiny", prompt=[PROMPT, "The Eagle"], max_tokens=8, temperature=0)
+    alone = [
+        client.completions.create(model="tiny", prompt=prompt, max_tokens=8, temperature=0).choices[0].text
+        for prompt in (ids, "The Eagle")
+    ]
+    assert [choice.text for choice in done.choices] == alone
+    assert done.usage is not None and done.usage.prompt_tokens == len(ids) + len(
+        served.model.tokenizer("The Eagle")["input_ids"]
+    )
+
+
+def test_equal_seeds_have_equal_answers_and_none_has_its_own(client: openai.OpenAI) -> None:
+    def text(**how: Any) -> str:
+        return client.completions.create(model="tiny", prompt=PROMPT, max_tokens=20, **how).choices[0].text
+
+    assert text(seed=5) == text(seed=5)
+    assert len({text() for _ in range(4)}) > 1
+
+
+def test_structured_output_is_valid_json(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "one", "schema": schema}}
+    done = client.chat.completions.create(
+        model="tiny", messages=CHAT, response_format=form, max_completion_tokens=30, stream=True, seed=1
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in done if chunk.choices)
+    assert isinstance(json.loads(text)["a"], bool)
+    OutputFormat.of({"json_schema": schema}).check()
+
+
+def test_models_health_and_metrics(client: openai.OpenAI, served: Running) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "skipdecode"
+    with pytest.raises(openai.NotFoundError, match="not served"):
+        client.models.retrieve("other/name")
+    assert httpx2.get(f"{served.url}/health").text == "ok"
+    list(client.completions.create(model="tiny", prompt=PROMPT, stream=True))
+    text = httpx2.get(f"{served.url}/metrics").text
+    counted = {line.split(" ")[0]: float(line.split(" ")[1]) for line in text.splitlines() if line[0] != "#"}
+    assert counted['skipdecode_requests_total{endpoint="/v1/completions",status="200"}'] >= 1
+    assert counted["skipdecode_first_token_seconds_count"] >= 1
+    assert counted["skipdecode_generated_tokens_total"] > 0
+    assert 0 < counted["skipdecode_layer_steps_total"] < counted["skipdecode_full_layer_steps_total"]
+    assert counted["skipdecode_rows_in_flight"] == 0
+
+
+REFUSED: list[tuple[str, Any, int, str]] = [
+    ("/v1/completions", {"prompt": "a", "model": "other"}, 404, "'tiny' is"),
+    ("/v1/completions", {"prompt": "a", "temprature": 1}, 400, "did you mean temperature?"),
+    ("/v1/completions", {"prompt": "a", "max_tokens": -1}, 400, "max_tokens = -1: must be at least 1"),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens = 0"),
+    ("/v1/completions", {"prompt": "a", "speed": 0.5}, 400, "at least 1"),
+    ("/v1/completions", {"prompt": "a", "speed": "fast"}, 400, "speed"),
+    ("/v1/completions", {"prompt": "a", "stream": "yes"}, 400, "true or false"),
+    ("/v1/completions", {"prompt": ["a"] * 300}, 400, "at most 256"),
+    ("/v1/completions", {"prompt": "a", "n": 1000}, 400, "queues at most 256"),
+    ("/v1/completions", {"prompt": [1, 2, 10**6]}, 400, "vocabulary"),
+    ("/v1/completions", {"prompt": [5] * 64}, 400, "context of 64"),
+    ("/v1/completions", {}, 400, "prompt is missing"),
+    ("/v1/completions", [1], 400, "JSON object"),
+    ("/v1/chat/completions", {"messages": "hello"}, 400, "messages must be a list"),
+    ("/v1/chat/completions", {"messages": CHAT, "tools": [{}]}, 400, "tools"),
+    ("/v1/chat/completions", {"messages": CHAT, "response_format": {"type": "xml"}}, 400, "response_format"),
+    ("/v1/chat/completions", {"messages": CHAT, "stream_options": {"include_usage": True}}, 400, "stream: true"),
+    ("/v1/embeddings", {"input": "a"}, 404, "not found"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "says"), REFUSED)
+def test_refusals_have_openais_shape(served: Running, path: str, body: Any, status: int, says: str) -> None:
+    reply = httpx2.post(f"{served.url}{path}", json=body)
+    assert reply.status_code == status, reply.text
+    error = reply.json()["error"]
+    assert says in error["message"] and error["type"] and "\n" not in error["message"]
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b"[" * 100_000, b"\xff\xfe"])
+def test_what_is_no_json_is_refused(served: Running, raw: bytes) -> None:
+    reply = httpx2.post(f"{served.url}/v1/completions", content=raw)
+    assert reply.status_code == 400 and "not JSON" in reply.json()["error"]["message"]
+
+
+def test_a_key_a_size_and_a_time_bound_requests(chat_checkpoint: Path) -> None:
+    limits = Limits(timeout_seconds=0.5, body_bytes=2000, key_sha256=hashlib.sha256(b"secret").hexdigest())
+    with running(chat_checkpoint, limits, max_batch=1) as server:
+        url = f"{server.url}/v1/completions"
+        key = {"Authorization": "Bearer secret"}
+        for headers in ({}, {"Authorization": "Bearer other"}, {"Authorization": "Basic secret"}):
+            assert httpx2.post(url, json={"prompt": "a"}, headers=headers).status_code == 401
+            assert httpx2.get(f"{server.url}/v1/models", headers=headers).status_code == 401
+        assert httpx2.get(f"{server.url}/health").status_code == 200
+        assert httpx2.post(url, json={"prompt": "a"}, headers=key).status_code == 200
+        assert httpx2.post(url, json={"prompt": "a" * 3000}, headers=key).status_code == 413
+        server.model.loop.engine.step = _slow(server.model.loop.engine.step)  # type: ignore[method-assign]
+        late = httpx2.post(url, json={"prompt": "a", "max_tokens": 40, "ignore_eos": True}, headers=key)
+        assert late.status_code == 504 and "0.5 s" in late.json()["error"]["message"]
+        body = {"prompt": "a", "max_tokens": 40, "ignore_eos": True, "stream": True}
+        events = httpx2.post(url, json=body, headers=key).text.split("\n\n")
+        assert json.loads(events[-3].removeprefix("data: "))["error"]["code"] == "timeout"
+        assert events[-2] == "data: [DONE]"
+        server.wait_idle()
+
+
+def _slow(step: Any) -> Any:
+    def slowly(**how: Any) -> Any:
+        time.sleep(0.05)
+        return step(**how)
+
+    return slowly
+
+
+def test_a_full_queue_is_429_with_retry_after(chat_checkpoint: Path) -> None:
+    with running(chat_checkpoint, max_waiting=2, max_batch=1) as server:
+        server.model.loop.engine.step = _slow(server.model.loop.engine.step)  # type: ignore[method-assign]
+
+        def ask(number: int) -> httpx2.Response:
+            body = {"prompt": "a", "max_tokens": 20, "ignore_eos": True, "temperature": 0}
+            return httpx2.post(f"{server.url}/v1/completions", json=body, timeout=60)
+
+        with ThreadPoolExecutor(8) as pool:
+            replies = list(pool.map(ask, range(8)))
+        assert {reply.status_code for reply in replies} == {200, 429}
+        refused = [reply for reply in replies if reply.status_code == 429]
+        assert all(int(reply.headers["retry-after"]) >= 1 for reply in refused)
+        patient = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=5)
+        assert patient.completions.create(model="tiny", prompt="a", max_tokens=4).choices
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_rows(served: Running, stream: bool) -> None:
+    loop = served.model.loop
+    before = loop.totals.cancelled
+    step = loop.engine.step
+    loop.engine.step = _slow(step)  # type: ignore[method-assign]
+
+    async def leave() -> None:
+        async with httpx2.AsyncClient() as client:
+            body = {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "stream": stream, "n": 3}
+            asking = asyncio.ensure_future(client.post(f"{served.url}/v1/completions", json=body))
+            while loop.in_flight < 3:
+                await asyncio.sleep(0.01)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    try:
+        asyncio.run(leave())
+        served.wait_idle(2)  # of 40 steps of 50 ms, few
+        assert loop.totals.cancelled - before == 3
+        assert not loop.engine.rows
+    finally:
+        loop.engine.step = step  # type: ignore[method-assign]
+
+
+def test_asynchronous_clients_of_different_speeds_share_the_engine(served: Running, generator: Generator) -> None:
+    async def ask() -> list[str]:
+        client = openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none")
+
+        async def one(number: int) -> str:
+            how: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+            how["extra_body"] = {"speed": 1 + number % 3}
+            if number % 2:
+                return str((await client.completions.create(**how)).choices[0].text)
+            return "".join(
+                [chunk.choices[0].text async for chunk in await client.completions.create(**how, stream=True)]
+            )
+
+        return list(await asyncio.gather(*(one(number) for number in range(18))))
+
+    got = asyncio.run(ask())
+    want = {
+        speed: generator.at(generator.schedule_at(speed))({"prompt": [PROMPT]})["generated_text"][0]
+        for speed in (1, 2, 3)
+    }
+    assert got == [want[1 + number % 3] for number in range(18)]
+
+
+def test_a_failure_of_the_engine_is_a_500_without_its_text(chat_checkpoint: Path) -> None:
+    with running(chat_checkpoint) as server:
+
+        def broken(**how: Any) -> Any:
+            raise KeyError("secret of the server")
+
+        server.model.loop.engine.step = broken  # type: ignore[method-assign]
+        for _ in range(3):
+            reply = httpx2.post(f"{server.url}/v1/completions", json={"prompt": "a", "ignore_eos": True})
+            assert reply.status_code == 500 and "secret" not in reply.text
+            assert reply.json()["error"]["type"] == "server_error"
+        assert httpx2.get(f"{server.url}/health").status_code == 503
+
+
+def test_a_prompt_is_scored_as_transformers_scores_it(
+    client: openai.OpenAI, served: Running, chat_checkpoint: Path
+) -> None:
+    """`echo` with `max_tokens: 0`, and with 1, as lm-eval's local-completions asks; prompts run all layers."""
+    ids = [served.model.tokenizer(text)["input_ids"] for text in (PROMPT, "The Eagle serves French food")]
+    model = AutoModelForCausalLM.from_pretrained(chat_checkpoint, dtype=torch.float32)
+    for new in (0, 1):
+        done = client.completions.create(model="tiny", prompt=ids, max_tokens=new, temperature=0, logprobs=1, echo=True)
+        for choice, prompt in zip(done.choices, ids, strict=True):
+            assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
+            assert choice.logprobs.top_logprobs is not None and choice.logprobs.text_offset is not None
+            with torch.inference_mode():
+                expected = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+            wanted = [float(expected[place, token]) for place, token in enumerate(prompt[1:])]
+            got = choice.logprobs.token_logprobs
+            assert got[0] is None and choice.logprobs.top_logprobs[0] is None and len(got) == len(prompt) + new
+            assert got[1 : len(prompt)] == pytest.approx(wanted, abs=1e-4)
+            for place in range(len(prompt) - 1):  # as lm-eval decides whether a continuation is greedy
+                top = choice.logprobs.top_logprobs[place + 1]
+                is_greedy = got[place + 1] == max(top.values())
+                assert is_greedy == (int(expected[place].argmax()) == prompt[place + 1])
+            assert choice.text.startswith(served.model.decode(prompt))
+            assert new or choice.text == served.model.decode(prompt)
+        assert done.usage is not None and done.usage.completion_tokens == 2 * new
+
+
+def test_echo_without_logprobs_gives_the_text_back(client: openai.OpenAI) -> None:
+    done = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=0, echo=True)
+    assert done.choices[0].text == PROMPT and done.choices[0].logprobs is None
+    with pytest.raises(openai.BadRequestError, match="stream"):
+        list(client.completions.create(model="tiny", prompt=PROMPT, echo=True, stream=True))
