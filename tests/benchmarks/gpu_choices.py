@@ -1,7 +1,8 @@
 """What the GPU's engine could do one way or another, each way measured: see gpu.py.
 
     graphs         one a step, one a layer, none: seconds a step, seconds and bytes of capture
-    programs       of attention in flight, among which few rows are split
+    programs       of attention on a multiprocessor at once, among which few rows are split
+    long rows      tokens from which on a row is split where all programs have rows
     page tokens    of a page of keys and values
     read every     steps after which the host looks which rows have ended
     attention      tokens read at once, reads under way, warps: share of the bandwidth, by itself
@@ -22,7 +23,7 @@ import torch
 
 from actors.engine.decoder import Decoder
 from actors.engine.gpu import engine as engines
-from actors.engine.gpu import pages, steps
+from actors.engine.gpu import pages, splits, steps
 from actors.engine.gpu.engine import GpuEngine
 from actors.engine.gpu.operations import Lanes, LayerPages
 from actors.engine.schedule import ScheduleSpec
@@ -38,10 +39,12 @@ GRAPHS: list[tuple[str, Setting]] = [
 ]
 WAYS: dict[str, list[tuple[str, Setting]]] = {
     "graphs": GRAPHS,
-    "programs": [(f"{count}", {"steps.PROGRAMS": count}) for count in (steps.PROGRAMS, 132, 528, 1056)],
+    "programs": [(f"{count}", {"splits.PER_PROCESSOR": count}) for count in (splits.PER_PROCESSOR, 1, 4, 8)],
+    "long rows": [(f"{count}", {"splits.LONG_TOKENS": count}) for count in (splits.LONG_TOKENS, 256, 4096)],
     "page tokens": [(f"{count}", {"page_tokens": count}) for count in (pages.PAGE_TOKENS, 32, 64)],
     "read every": [(f"{count}", {"read_every": count}) for count in (engines.READ_EVERY, 1, 16)],
 }
+PROGRAMS = (132, 264, 528, 1056)
 LAUNCHES = 20  # of attention in a graph, one after the other
 
 
@@ -51,7 +54,8 @@ def _set(given: Setting) -> Iterator[Setting]:
     left = dict(given)
     with ExitStack() as stack:
         for name in [one for one in left if "." in one]:
-            stack.enter_context(patch.object(steps, name.partition(".")[2], left.pop(name)))
+            module, _, constant = name.partition(".")
+            stack.enter_context(patch.object({"steps": steps, "splits": splits}[module], constant, left.pop(name)))
         if (tokens := left.pop("page_tokens", None)) is not None:
             stack.enter_context(patch.object(pages, "PAGE_TOKENS", tokens))
             stack.callback(pages.row_pages.cache_clear)
@@ -122,12 +126,11 @@ def attention(
     for tokens, reads, warps in ways:
         if not allows(f"attention: {tokens} tokens, {reads} reads, {warps} warps, {batch} rows", 8):
             continue
-        divided = {max(1, min(steps.MOST_SPLITS, programs // (batch * kv_heads))) for programs in (132, 264, 528, 1056)}
-        for splits in sorted(divided):
+        for most in sorted({splits.planned_splits(batch, kv_heads, 0, programs).most for programs in PROGRAMS}):
 
-            def launch(splits: int = splits) -> None:
+            def launch(most: int = most) -> None:
                 for _ in range(LAUNCHES):
-                    kernels.attend(queries, layer, lanes, 0, 0.1, splits)
+                    kernels.attend(queries, layer, lanes, 0, 0.1, splits.Splits(most))
 
             with (
                 patch.object(kernels, "BLOCK", tokens),
@@ -151,7 +154,7 @@ def attention(
                 "tokens": tokens,
                 "reads": reads,
                 "warps": warps,
-                "splits": splits,
+                "splits": most,
                 "microseconds": 1e6 * min(seconds),
                 "of_bandwidth": moved / min(seconds) / bandwidth,
             }

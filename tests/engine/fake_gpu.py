@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -231,6 +232,7 @@ def fake_gpu() -> Iterator[Gpu]:
         "Event": _Event,
         "stream": lambda _: nullcontext(),
         "synchronize": lambda *_: gpu.waits.append("synchronize"),
+        "get_device_properties": lambda *_: SimpleNamespace(multi_processor_count=132),
         "get_device_name": lambda *_: "none",
         "mem_get_info": lambda *_: (70 * 2**30, 80 * 2**30),
         "empty_cache": lambda: None,

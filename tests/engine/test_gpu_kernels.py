@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed: it comes with a G
 from actors.engine.gpu import kernels, reference  # noqa: E402
 from actors.engine.gpu.operations import Lanes, LayerPages, Operations, StepTables  # noqa: E402
 from actors.engine.gpu.pages import PAGE_TOKENS  # noqa: E402
+from actors.engine.gpu.splits import Splits  # noqa: E402
 from actors.engine.gpu.state import DeviceRows  # noqa: E402
 from actors.engine.layer_weights import NormWeights  # noqa: E402
 
@@ -164,7 +165,7 @@ def test_what_lanes_begin_with(lanes: int, width: int, embeds: str, rope: bool, 
     kv_heads=st.integers(1, 3),
     group=st.sampled_from([1, 2, 4, 5]),
     size=st.sampled_from([8, 16, 24, 64]),
-    splits=st.sampled_from([1, 2, 5]),
+    splits=st.builds(Splits, st.sampled_from([1, 2, 5]), st.sampled_from([1, 64, 128])),
     rotary_part=st.sampled_from([None, 2, 4]),  # of a head's numbers: none, a half, all
     dtype=DTYPES,
     seed=st.integers(0, 99),
@@ -174,7 +175,7 @@ def test_a_token_is_put_into_its_page_and_sees_what_lies_before_it(
     kv_heads: int,
     group: int,
     size: int,
-    splits: int,
+    splits: Splits,
     rotary_part: int | None,
     dtype: torch.dtype,
     seed: int,

@@ -19,6 +19,7 @@ from actors.engine.gpu import reference
 from actors.engine.gpu.operations import Lanes, LayerPages, Operations, Rotary
 from actors.engine.gpu.pages import PagedCache
 from actors.engine.gpu.prompts import Prompts
+from actors.engine.gpu.splits import Splits
 from actors.engine.layer_weights import LayerWeights, NormPlacement, NormWeights, Projection
 from actors.engine.packed_attention import Attendance
 
@@ -87,7 +88,7 @@ class FusedLayer(nn.Module):
     def _norm(self, number: int, hidden: Tensor) -> Tensor:
         return self.operations.norm(hidden, self.norms[number])
 
-    def step(self, hidden: Tensor, lanes: Lanes, cache: PagedCache, rank: int, splits: int) -> None:
+    def step(self, hidden: Tensor, lanes: Lanes, cache: PagedCache, rank: int, splits: Splits) -> None:
         """One token of each lane.
 
         Args:

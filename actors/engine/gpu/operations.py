@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from actors.engine.gpu.splits import Splits
 from actors.engine.layer_weights import NormWeights
 
 if TYPE_CHECKING:
@@ -117,10 +118,10 @@ class Operations(Protocol):
         ...
 
     def attend(
-        self, queries: Tensor, pages: LayerPages, lanes: Lanes, rank: int, scaling: float, splits: int = 1
+        self, queries: Tensor, pages: LayerPages, lanes: Lanes, rank: int, scaling: float, splits: Splits = ...
     ) -> Tensor:
         """queries [B, Q, D] over the keys and values up to the lanes' positions -> [B, Q, D].
 
-        splits: programs among which a row's tokens are divided.
+        splits: how a row's tokens are divided among programs; default not at all.
         """
         ...

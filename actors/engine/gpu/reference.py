@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from actors.engine.gpu.operations import Lanes, LayerPages, Rotary, StepTables
+from actors.engine.gpu.splits import Splits
 from actors.engine.layer_weights import NormWeights
 
 if TYPE_CHECKING:
@@ -113,7 +114,9 @@ def append(states: Tensor, query_heads: int, rotary: Rotary, pages: LayerPages, 
     return states[:, :query_heads]
 
 
-def attend(queries: Tensor, pages: LayerPages, lanes: Lanes, rank: int, scaling: float, splits: int = 1) -> Tensor:
+def attend(
+    queries: Tensor, pages: LayerPages, lanes: Lanes, rank: int, scaling: float, splits: Splits | None = None
+) -> Tensor:
     """Implements `Operations.attend`; it ignores `splits`."""
     kv_heads, page_tokens = pages.keys.shape[1:3]
     positions, runs = lanes.positions, (lanes.depths > rank)[:, None, None, None]

@@ -19,21 +19,18 @@ from actors.engine.decoder import Decoder
 from actors.engine.gpu.layers import FusedLayer
 from actors.engine.gpu.operations import Lanes, StepTables
 from actors.engine.gpu.pages import PagedCache, upload
+from actors.engine.gpu.splits import parallel_programs, planned_splits
 from actors.engine.gpu.state import DeviceRows, SamplingVariant
 from actors.engine.schedule import Schedule
 
 MOST_STEP_GRAPHS = 512  # graphs of whole steps; further shapes of a step are composed of graphs of layers
-PROGRAMS = 264  # attention programs that run in parallel: two a multiprocessor of an H100 or H200
-MOST_SPLITS = 16
+FINE = 128  # lanes from which on buckets are 32 apart
 
 
 def buckets(most: int) -> list[int]:
-    """Lane counts for which there are graphs: powers of two, above 16 also the midpoints, and the largest count."""
-    counts = {1, 2, 4, 8, 16}
-    size = 16
-    while size < most:
-        counts |= {size * 3 // 2, size * 2}
-        size *= 2
+    """Lane counts for which there are graphs: powers of two, above 16 also the midpoints, above 128 every 32, and the
+    largest count."""
+    counts = {1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(FINE, most, 32)}
     return [*sorted(count for count in counts if count < most), most]
 
 
@@ -73,6 +70,7 @@ class Steps:
         if self._tables.rotary is not None:
             size = self._tables.rotary[0].shape[1]
             self._rotary = self._hidden.new_zeros(lanes, size), self._hidden.new_zeros(lanes, size)
+        self._programs = parallel_programs(device)
         self._logits: dict[int, Tensor] = {}  # by bucket: for the host where it samples
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._use_graphs = graphs
@@ -146,7 +144,7 @@ class Steps:
         block = self.decoder.blocks[layer]
         assert isinstance(block, FusedLayer)
         lanes = self._lanes.youngest(count)
-        splits = max(1, min(MOST_SPLITS, PROGRAMS // (count * block.kv_heads)))
+        splits = planned_splits(count, block.kv_heads, self._tables.longest, self._programs)
         block.step(self._hidden[-count:], lanes, self.cache, self.schedule.ranks[layer], splits)
 
     def _end(self, count: int, variant: SamplingVariant | None) -> None:

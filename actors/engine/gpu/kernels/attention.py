@@ -14,12 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from actors.engine.gpu.kernels.compiled import check_contiguous, compiled_once
+from actors.engine.gpu.kernels.compiled import check, check_lanes, check_pages, compiled_once
 from actors.engine.gpu.operations import Lanes, LayerPages, Rotary
+from actors.engine.gpu.splits import Splits
 
-BLOCK = 64  # tokens that a program of attention reads at once
+BLOCK = 64  # tokens that a program of attention reads at once, a multiple of a page's
 STAGES = 3  # of these reads in progress
 WARPS = 4
+WHOLE = Splits()
 MATRIX_SIDE = 16  # least rows and columns of a product on tensor cores
 
 
@@ -73,8 +75,13 @@ def _append(
 def append(states: Tensor, query_heads: int, rotary: Rotary, pages: LayerPages, lanes: Lanes, rank: int) -> Tensor:
     """Implements `Operations.append`."""
     count, heads, size = states.shape
-    check_contiguous(states, pages.keys, pages.values, lanes.slots, lanes.positions, lanes.depths, *(rotary or ()))
-    assert pages.table.stride(1) == 1
+    kv_heads = pages.keys.shape[1]
+    check(states, states.dtype, count, query_heads + 2 * kv_heads, size)
+    check_pages(pages, states.dtype, size)
+    check_lanes(lanes, count)
+    for turn in rotary or ():
+        check(turn, states.dtype, count, turn.shape[1])
+        assert turn.shape[1] <= size and turn.shape[1] % 2 == 0
     queries = states.new_empty(count, query_heads, size)
     cosines, sines = (states, states) if rotary is None else rotary
     _append[(count, heads)](
@@ -91,7 +98,7 @@ def append(states: Tensor, query_heads: int, rotary: Rotary, pages: LayerPages, 
         rank,
         pages.table.stride(0),
         Q=query_heads,
-        H=pages.keys.shape[1],
+        H=kv_heads,
         D=size,
         TOKENS=pages.keys.shape[2],
         ROTARY=0 if rotary is None else cosines.shape[1],
@@ -99,6 +106,12 @@ def append(states: Tensor, query_heads: int, rotary: Rotary, pages: LayerPages, 
         num_warps=1,
     )
     return queries
+
+
+@triton.jit
+def _share(length, SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr):
+    """Tokens of a program, in whole blocks; see `Splits`."""
+    return tl.maximum(tl.cdiv(tl.cdiv(length, BLOCK), SPLITS) * BLOCK, LEAST)
 
 
 @compiled_once
@@ -114,6 +127,7 @@ def _attend(
     scaling,
     table_stride,
     out,
+    parts,
     heaviest,
     weights,
     Q: tl.constexpr,
@@ -121,6 +135,7 @@ def _attend(
     D: tl.constexpr,
     TOKENS: tl.constexpr,
     SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -131,10 +146,13 @@ def _attend(
         return
     G: tl.constexpr = Q // H
     length = tl.load(positions + lane).to(tl.int32) + 1
-    share = tl.cdiv(tl.cdiv(length, BLOCK), SPLITS) * BLOCK
+    share = _share(length, SPLITS, LEAST, BLOCK)
     first = split * share
+    if first >= length:
+        return
     end = tl.minimum(first + share, length)
     row, column, token = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, BLOCK)
+    number, place = tl.arange(0, BLOCK // TOKENS), tl.arange(0, TOKENS)
     inside = column < D
     query = tl.load(
         queries + (lane * Q + head * G + row[:, None]) * D + column[None, :],
@@ -146,10 +164,10 @@ def _attend(
     summed = tl.zeros((ROWS, WIDTH), tl.float32)
     pages = table + tl.load(slots + lane) * table_stride
     for start in tl.range(first, end, BLOCK, num_stages=STAGES):
-        position = start + token
-        known = position < end
-        page = tl.load(pages + position // TOKENS, mask=known, other=0).to(tl.int64)
-        source = ((page * H + head) * TOKENS + position % TOKENS)[:, None] * D + column[None, :]
+        known = start + token < end
+        page = tl.load(pages + start // TOKENS + number, mask=start + number * TOKENS < end, other=0).to(tl.int64)
+        slot = ((page * H + head) * TOKENS)[:, None] + place[None, :]
+        source = tl.reshape(slot, (BLOCK,))[:, None] * D + column[None, :]
         seen = known[:, None] & inside[None, :]
         key = tl.load(keys + source, mask=seen, other=0.0)
         value = tl.load(values + source, mask=seen, other=0.0)
@@ -169,14 +187,16 @@ def _attend(
         summed = summed * shrink[:, None] + part
         top = higher
     real = row < G
-    target = (lane * Q + head * G + row) * SPLITS + split
-    if SPLITS == 1:
-        summed = summed / total[:, None]
-    else:
+    target = lane * Q + head * G + row
+    written = real[:, None] & inside[None, :]
+    if length <= share:  # the only program of its row
+        done = summed / total[:, None]
+        tl.store(out + target[:, None] * D + column[None, :], done.to(out.dtype.element_ty), mask=written)
+    elif SPLITS > 1:
+        target = target * SPLITS + split
         tl.store(heaviest + target, top, mask=real)
         tl.store(weights + target, total, mask=real)
-    spread = target[:, None] * D + column[None, :]
-    tl.store(out + spread, summed.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+        tl.store(parts + target[:, None] * D + column[None, :], summed, mask=written)
 
 
 @compiled_once
@@ -185,47 +205,66 @@ def _combine(
     heaviest,
     weights,
     out,
+    positions,
     depths,
     rank,
     Q: tl.constexpr,
     D: tl.constexpr,
     SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,
     MOST: tl.constexpr,
     WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     lane, head = tl.program_id(0), tl.program_id(1)
     if tl.load(depths + lane) <= rank:
         return
+    length = tl.load(positions + lane).to(tl.int32) + 1
+    share = _share(length, SPLITS, LEAST, BLOCK)
+    if length <= share:
+        return
     split, column = tl.arange(0, MOST), tl.arange(0, WIDTH)
     base = (lane * Q + head) * SPLITS
-    real, inside = split < SPLITS, column < D
+    real, inside = split < tl.cdiv(length, share), column < D
     top = tl.load(heaviest + base + split, mask=real, other=float("-inf"))
-    share = tl.exp(top - tl.max(top, axis=0))  # 0 for a split without tokens
-    total = tl.sum(share * tl.load(weights + base + split, mask=real, other=0.0), axis=0)
+    scale = tl.exp(top - tl.max(top, axis=0))
+    total = tl.sum(scale * tl.load(weights + base + split, mask=real, other=0.0), axis=0)
     part = tl.load(
         parts + (base + split)[:, None] * D + column[None, :], mask=real[:, None] & inside[None, :], other=0.0
     )
-    done = tl.sum(part * share[:, None], axis=0) / total
+    done = tl.sum(part * scale[:, None], axis=0) / total
     tl.store(out + (lane * Q + head) * D + column, done.to(out.dtype.element_ty), mask=inside)
 
 
-def attend(queries: Tensor, pages: LayerPages, lanes: Lanes, rank: int, scaling: float, splits: int = 1) -> Tensor:
+def attend(
+    queries: Tensor, pages: LayerPages, lanes: Lanes, rank: int, scaling: float, splits: Splits = WHOLE
+) -> Tensor:
     """Implements `Operations.attend`."""
     count, query_heads, size = queries.shape
-    check_contiguous(queries, pages.keys, pages.values, lanes.slots, lanes.positions, lanes.depths)
-    assert pages.table.stride(1) == 1
     kv_heads, tokens = pages.keys.shape[1:3]
+    check(queries, queries.dtype, count, query_heads, size)
+    check_pages(pages, queries.dtype, size)
+    check_lanes(lanes, count)
+    assert BLOCK % tokens == 0 and query_heads % kv_heads == 0
     group = query_heads // kv_heads
     rows = 1 if group == 1 else max(MATRIX_SIDE, triton.next_power_of_2(group))
     width = max(triton.next_power_of_2(size), 1 if group == 1 else MATRIX_SIDE)
     output = torch.empty_like(queries)
-    heads = (count, query_heads, splits)
-    parts = output if splits == 1 else queries.new_empty(*heads, size, dtype=torch.float32)
-    heaviest, weights = (
-        (output, output) if splits == 1 else (queries.new_empty(heads, dtype=torch.float32) for _ in range(2))
-    )
-    shape: dict[str, Any] = {"Q": query_heads, "D": size, "SPLITS": splits, "WIDTH": width}
-    _attend[(count, kv_heads, splits)](
+    heads = (count, query_heads, splits.most)
+    parts = heaviest = weights = output
+    if splits.most > 1:
+        parts = queries.new_empty(*heads, size, dtype=torch.float32)
+        heaviest, weights = (queries.new_empty(heads, dtype=torch.float32) for _ in range(2))
+    least = triton.cdiv(splits.least, BLOCK) * BLOCK
+    shape: dict[str, Any] = {
+        "Q": query_heads,
+        "D": size,
+        "SPLITS": splits.most,
+        "LEAST": least,
+        "WIDTH": width,
+        "BLOCK": BLOCK,
+    }
+    _attend[(count, kv_heads, splits.most)](
         queries,
         pages.keys,
         pages.values,
@@ -236,18 +275,20 @@ def attend(queries: Tensor, pages: LayerPages, lanes: Lanes, rank: int, scaling:
         rank,
         scaling,
         pages.table.stride(0),
+        output,
         parts,
         heaviest,
         weights,
         H=kv_heads,
         TOKENS=tokens,
         ROWS=rows,
-        BLOCK=BLOCK,
         STAGES=STAGES,
         num_warps=WARPS,
         **shape,
     )
-    if splits > 1:
-        most = triton.next_power_of_2(splits)
-        _combine[(count, query_heads)](parts, heaviest, weights, output, lanes.depths, rank, MOST=most, **shape)
+    if splits.most > 1:
+        most = triton.next_power_of_2(splits.most)
+        _combine[(count, query_heads)](
+            parts, heaviest, weights, output, lanes.positions, lanes.depths, rank, MOST=most, **shape
+        )
     return output

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from actors.engine.gpu.kernels.compiled import check_contiguous, compiled_once
+from actors.engine.gpu.kernels.compiled import check, check_lanes, compiled_once
 from actors.engine.gpu.operations import Lanes, StepTables
 
 if TYPE_CHECKING:
@@ -70,13 +71,24 @@ def _begin(
 
 def begin(lanes: Lanes, rows: DeviceRows, tables: StepTables, hidden: Tensor) -> None:
     """Implements `Operations.begin`."""
-    width = hidden.shape[1]
+    count, width = hidden.shape
     embeds = tables.token_embeddings is not None
     cosine_table, sine_table = tables.rotary or (hidden, hidden)
     cosines, sines = lanes.rotary or (hidden, hidden)
     size = cosines.shape[1]
-    check_contiguous(lanes.slots, lanes.positions, lanes.depths, hidden, cosines, sines, cosine_table, sine_table)
-    _begin[(len(lanes.slots), triton.cdiv(width, 1024) if embeds else 1)](
+    check_lanes(lanes, count)
+    check(hidden, hidden.dtype, count, width)
+    check(tables.depths, torch.int32, len(tables.depths))
+    _check_rows(rows)
+    for table in (tables.token_embeddings, tables.position_embeddings):
+        if table is not None:
+            check(table, hidden.dtype, len(table), width)
+    if lanes.rotary is not None:
+        assert tables.rotary is not None
+        for turn, table in zip(lanes.rotary, tables.rotary, strict=True):
+            check(turn, hidden.dtype, count, size)
+            check(table, hidden.dtype, tables.longest, size)
+    _begin[(count, triton.cdiv(width, 1024) if embeds else 1)](
         lanes.slots,
         rows.last,
         rows.positions,
@@ -102,6 +114,16 @@ def begin(lanes: Lanes, rows: DeviceRows, tables: StepTables, hidden: Tensor) ->
         WIDTH=1024,
         SIZE=triton.next_power_of_2(size) if lanes.rotary is not None else 1,
     )
+
+
+def _check_rows(rows: DeviceRows) -> None:
+    count = rows.rows + 1
+    for numbers in (rows.last, rows.positions, rows.generated, rows.counts, rows.limits, rows.least):
+        check(numbers, torch.int64, count)
+    for table in (rows.tokens, rows.stops):
+        check(table, torch.int64, count, table.shape[1])
+    check(rows.logprobs, torch.float64, count)
+    check(rows.ended, torch.bool, count)
 
 
 @compiled_once
@@ -146,6 +168,11 @@ def _finish(
 
 def finish(slots: Tensor, tokens: Tensor, logprobs: Tensor | None, rows: DeviceRows) -> None:
     """Implements `Operations.finish`."""
+    for numbers in (slots, tokens):
+        check(numbers, torch.int64, len(slots))
+    if logprobs is not None:
+        check(logprobs, torch.float32, len(slots))
+    _check_rows(rows)
     _finish[(len(slots),)](
         slots,
         tokens,

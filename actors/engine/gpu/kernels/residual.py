@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from actors.engine.gpu.kernels.compiled import compiled_once
+from actors.engine.gpu.kernels.compiled import check, compiled_once
 from actors.engine.gpu.operations import Lanes
 from actors.engine.layer_weights import NormWeights
 
@@ -51,6 +51,13 @@ def _norm(
     tl.store(out + lane * width + column, done, mask=inside)
 
 
+def check_norm(weights: NormWeights, dtype: torch.dtype, width: int) -> None:
+    """Assert the layout of a norm's weights."""
+    for numbers in (weights.weight, weights.bias):
+        if numbers is not None:
+            check(numbers, dtype, width)
+
+
 def norm(hidden: Tensor, weights: NormWeights) -> Tensor:
     """Implements `Operations.norm`."""
     return _normed(hidden, None, None, 0, weights)
@@ -62,9 +69,14 @@ def add_norm(hidden: Tensor, change: Tensor, lanes: Lanes, rank: int, weights: N
 
 
 def _normed(hidden: Tensor, change: Tensor | None, depths: Tensor | None, rank: int, weights: NormWeights) -> Tensor:
-    assert hidden.is_contiguous() and (change is None or change.is_contiguous())
+    count, width = hidden.shape
+    check(hidden, hidden.dtype, count, width)
+    check_norm(weights, hidden.dtype, width)
+    if change is not None:
+        assert depths is not None
+        check(change, hidden.dtype, count, width)
+        check(depths, torch.int32, count)
     output = torch.empty_like(hidden)
-    width = hidden.shape[1]
     block = triton.next_power_of_2(width)
     _norm[(len(hidden),)](
         hidden,
@@ -120,9 +132,12 @@ def _norm_heads(
 def norm_heads(states: Tensor, query_heads: int, query_norm: NormWeights, key_norm: NormWeights) -> None:
     """Implements `Operations.norm_heads`."""
     lanes, heads, size = states.shape
-    assert states.is_contiguous() and query_norm.eps == key_norm.eps
     kv_heads = (heads - query_heads) // 2
     joined = len(query_norm.weight) != size
+    check(states, states.dtype, lanes, query_heads + 2 * kv_heads, size)
+    check_norm(query_norm, states.dtype, query_heads * size if joined else size)
+    check_norm(key_norm, states.dtype, kv_heads * size if joined else size)
+    assert query_norm.eps == key_norm.eps and query_norm.bias is key_norm.bias is None
     width = triton.next_power_of_2(query_heads * size if joined else size)
     _norm_heads[(lanes, 2 if joined else query_heads + kv_heads)](
         states,
@@ -152,8 +167,10 @@ def _add(hidden, change, depths, rank, width, WIDTH: tl.constexpr):
 
 def add(hidden: Tensor, change: Tensor, lanes: Lanes, rank: int) -> None:
     """Implements `Operations.add`."""
-    assert hidden.is_contiguous() and change.is_contiguous()
-    width = hidden.shape[1]
+    count, width = hidden.shape
+    check(hidden, hidden.dtype, count, width)
+    check(change, hidden.dtype, count, width)
+    check(lanes.depths, torch.int32, count)
     _add[(len(hidden), triton.cdiv(width, 1024))](hidden, change, lanes.depths, rank, width, WIDTH=1024)
 
 
@@ -171,8 +188,8 @@ def _gate(wide, out, half, WIDTH: tl.constexpr):
 
 def gate(wide: Tensor) -> Tensor:
     """Implements `Operations.gate`."""
-    assert wide.is_contiguous()
     half = wide.shape[1] // 2
+    check(wide, wide.dtype, len(wide), 2 * half)
     output = wide.new_empty(len(wide), half)
     _gate[(len(wide), triton.cdiv(half, 1024))](wide, output, half, WIDTH=1024)
     return output
