@@ -34,7 +34,7 @@ Setting = dict[str, Any]
 
 GRAPHS: list[tuple[str, Setting]] = [
     ("a step", {}),
-    ("a layer", {"steps.MOST_STEP_GRAPHS": 0}),
+    ("a layer", {"steps.MOST_STEP_KERNELS": 0}),
     ("none", {"graphs": False}),
 ]
 WAYS: dict[str, list[tuple[str, Setting]]] = {

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.engine.gpu.splits import FEW, LONG_TOKENS, MOST, Splits, planned_splits
+from actors.engine.gpu.splits import LONG_TOKENS, MOST, Splits, planned_splits
 from actors.engine.gpu.steps import buckets
+from actors.engine.working_memory import LONG_SPLITS
 
 
 @given(st.integers(1, 2048), st.integers(1, 64), st.integers(1, 2**17), st.integers(2, 4096))
@@ -18,7 +19,7 @@ def test_programs_fill_the_gpu_and_long_rows_are_always_divided(
         assert splits.least == 1 and lanes * kv_heads * splits.most <= programs
         assert splits.most == MOST or lanes * kv_heads * (splits.most + 1) > programs
     elif longest > LONG_TOKENS:
-        assert splits == Splits(FEW, LONG_TOKENS)
+        assert splits == Splits(LONG_SPLITS, LONG_TOKENS)
     else:
         assert splits == Splits()
 
