@@ -9,6 +9,7 @@ PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check --constr
 .PHONY: demo real test coverage test-slow test-mutations test-ceph lint bench bench-full bench-parts bench-scale bench-serve bench-stragglers peers soak clean evidence-e2e evidence-dense evidence-orders evidence-labels evidence-adapt evidence-real-text evidence-real-labels evidence-real-summaries
 
 demo: .venv/installed
+	@echo "the demo's model is a toy of 9 million parameters, which knows nothing but such prompts"
 	@.venv/bin/python -m pipeline.demo_data work/demo/prompts
 	@.venv/bin/skipdecode run configs/demo.yaml --show 5
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from actors.answers import Answer, Prompt, answer_columns, as_column, error_answer
 from actors.engine.batching import constant_prefix
-from actors.engine.build import EngineSettings, build_engine, check_choice, current_device
+from actors.engine.build import EngineSettings, build_engine, check_choice, current_device, with_memory
 from actors.engine.errors import UserError
 from actors.engine.loading import inspect, load_tokenizer
 from actors.engine.output_format import OutputFormat
@@ -54,12 +54,14 @@ class Generator:
         dtype: float32, bfloat16 or float16, of weights, activations and cache.
         device: auto, cpu, cuda or cuda:N; auto is cuda where torch sees a GPU.
         threads: torch threads on a CPU; None keeps the process's setting.
-        cache_bytes: Bytes of key/value cache of the rows in flight.
-        max_batch: Most rows in flight.
+        cache_bytes: Bytes of key/value cache of the rows in flight; None: 1 GiB, of the paged engine what the GPU has
+            free.
+        max_batch: Most rows in flight; None: 64, of the paged engine 512.
         scheduler: lock_step: rows of a batch begin together; refill: a row that has ended is replaced immediately.
         compile: Compile the layers with torch.compile, in place of this package's CPU kernels.
         engine: library: layers of transformers, on a CPU with kernels of this package; paged: on a GPU, fused layers,
-            CUDA graphs and a paged cache, for the families that have fused layers, else library; auto: library.
+            CUDA graphs and a paged cache, for the families that have fused layers, else library; auto: paged on a GPU,
+            after a few rows have been compared with library's there, without `compile` and `continuation_column`.
         cumulative_logprob: Compute the sum of each answer's log-probabilities, nats, which takes time.
         row_logprobs: A row may ask for log-probabilities although `sampling` has none; `answer` returns them.
         seed: Seed of the random numbers, from which and from each prompt a row's own follow.
@@ -85,8 +87,8 @@ class Generator:
         dtype: str = "bfloat16",
         device: str = "auto",
         threads: int | None = None,
-        cache_bytes: int = 2**30,
-        max_batch: int = 64,
+        cache_bytes: int | None = None,
+        max_batch: int | None = None,
         scheduler: str = "lock_step",
         compile: bool = False,
         engine: EngineName = "auto",
@@ -97,10 +99,12 @@ class Generator:
         continuation_column: str | None = None,
     ) -> None:
         check_choice("scheduler", scheduler, SCHEDULERS)
+        if engine == "auto" and continuation_column is not None:
+            engine = "library"
         settings = EngineSettings(engine, dtype, device, compile, cache_bytes, max_batch, cumulative_logprob)
         self.sampling = SamplingParams().merged(dict(sampling or {}))
         self.prompt_column, self.continuation_column = prompt_column, continuation_column
-        self.cache_bytes, self.max_batch, self.scheduler = cache_bytes, max_batch, scheduler
+        self.scheduler = scheduler
         if threads is not None:
             import torch
 
@@ -114,6 +118,9 @@ class Generator:
         if not unadapted:
             inspected.check_adapted(self.schedule, str(checkpoint), "pass unadapted=True")
         self.tokenizer = load_tokenizer(checkpoint)
+        settings = with_memory(settings, inspected)
+        assert settings.cache_bytes is not None and settings.max_rows is not None
+        self.cache_bytes, self.max_batch = settings.cache_bytes, settings.max_rows
         self.engine = build_engine(inspected, self.schedule, self.tokenizer, settings)
         self.device = self.engine.decoder.device
         self.builder = RequestBuilder(

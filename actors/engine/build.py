@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, get_args
 
 from actors.engine.errors import UserError
@@ -13,7 +13,7 @@ from actors.engine.loading import Checkpoint, load_decoder, memory_needed, stop_
 from actors.engine.schedule import Schedule
 from actors.engine.speed_adapter import base_digest, merge
 from actors.engine.types import EngineName
-from actors.engine.weights import ITEM_BYTES, check_free
+from actors.engine.weights import ITEM_BYTES, cache_that_fits, check_free
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from actors.engine.protocol import EngineProtocol
 
+LIBRARY_CACHE, LIBRARY_ROWS, PAGED_ROWS = 2**30, 64, 512  # bytes; most rows in flight
 log = logging.getLogger(__name__)
 
 
@@ -29,12 +30,12 @@ class EngineSettings:
     """Settings of an engine, checked at construction.
 
     Args:
-        engine: `paged`, `library`, or `auto` for the library engine.
+        engine: `paged`, `library`, or `auto`: see `uses_pages`.
         dtype: float32, bfloat16 or float16, of weights, activations and cache.
         device: auto, cpu, cuda or cuda:N.
         compile: Compile the layers with torch.compile.
-        cache_bytes: Bytes of key/value cache.
-        max_rows: Most rows in flight.
+        cache_bytes: Bytes of key/value cache; None: `with_memory` chooses.
+        max_rows: Most rows in flight; None: `with_memory` chooses.
         cumulative_logprob: Compute each answer's log-probability.
 
     Raises:
@@ -45,8 +46,8 @@ class EngineSettings:
     dtype: str
     device: str
     compile: bool
-    cache_bytes: int
-    max_rows: int
+    cache_bytes: int | None
+    max_rows: int | None
     cumulative_logprob: bool
 
     def __post_init__(self) -> None:
@@ -80,9 +81,12 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def uses_pages(engine: EngineName, checkpoint: Checkpoint, *, on_gpu: bool) -> bool:
-    """Whether the paged engine runs the checkpoint; logs the reason where it was asked for and cannot."""
-    if engine != "paged":
+def uses_pages(engine: EngineName, checkpoint: Checkpoint, *, on_gpu: bool, compiled: bool = False) -> bool:
+    """Whether the paged engine runs the checkpoint: with `paged`, and with `auto` on a GPU without torch.compile.
+
+    Logs the reason where the GPU or the model's family rules it out.
+    """
+    if engine == "library" or (engine == "auto" and (compiled or not on_gpu)):
         return False
     if not on_gpu:
         log.warning("engine: library in place of paged, which needs a GPU")
@@ -92,10 +96,28 @@ def uses_pages(engine: EngineName, checkpoint: Checkpoint, *, on_gpu: bool) -> b
     return on_gpu and checkpoint.has_pages
 
 
+def with_memory(settings: EngineSettings, checkpoint: Checkpoint) -> EngineSettings:
+    """The settings with bytes of cache and most rows in flight where they have none.
+
+    `LIBRARY_CACHE` and `LIBRARY_ROWS`; of the paged engine what the GPU has free, and `PAGED_ROWS`.
+    """
+    if settings.cache_bytes is not None and settings.max_rows is not None:
+        return settings
+    import torch
+
+    device = resolve_device(settings.device)
+    cache, rows = LIBRARY_CACHE, settings.max_rows or LIBRARY_ROWS
+    if uses_pages(settings.engine, checkpoint, on_gpu=device.type == "cuda", compiled=settings.compile):
+        rows = settings.max_rows or PAGED_ROWS
+        need = memory_needed(checkpoint, settings.dtype, 0, on_gpu=True, paged_rows=rows)
+        cache = cache_that_fits(need, torch.cuda.mem_get_info(device)[0])
+    return replace(settings, cache_bytes=settings.cache_bytes or cache, max_rows=rows)
+
+
 def build_engine(
     checkpoint: Checkpoint, schedule: Schedule, tokenizer: PreTrainedTokenizerBase, settings: EngineSettings
 ) -> EngineProtocol:
-    """Load the checkpoint's weights and build the engine that the settings ask for.
+    """Load the checkpoint's weights and build the engine that the settings, after `with_memory`, ask for.
 
     A speed adapter is merged unless the schedule runs every layer for every token.
 
@@ -107,16 +129,13 @@ def build_engine(
 
     from actors.engine.engine import Engine
 
+    assert settings.cache_bytes is not None and settings.max_rows is not None
     device = resolve_device(settings.device)
-    paged = uses_pages(settings.engine, checkpoint, on_gpu=device.type == "cuda")
-    need = memory_needed(
-        checkpoint,
-        settings.dtype,
-        settings.cache_bytes,
-        on_gpu=device.type == "cuda",
-        paged_rows=settings.max_rows if paged else 0,
-    )
-    if device.type == "cuda":
+    on_gpu = device.type == "cuda"
+    paged = uses_pages(settings.engine, checkpoint, on_gpu=on_gpu, compiled=settings.compile)
+    rows = settings.max_rows if paged else 0
+    need = memory_needed(checkpoint, settings.dtype, settings.cache_bytes, on_gpu=on_gpu, paged_rows=rows)
+    if on_gpu:
         check_free(need, *torch.cuda.mem_get_info(device))
     adapter = None if schedule.is_full_depth else checkpoint.adapter
     if adapter is not None:
@@ -129,9 +148,11 @@ def build_engine(
         if paged:
             from actors.engine.gpu import kernels
             from actors.engine.gpu.engine import GpuEngine
+            from actors.engine.gpu.self_check import check, probe
 
+            wanted = probe(Engine(decoder, schedule, ends)) if settings.engine == "auto" else None
             decoder.prepare_for_gpu(kernels)
-            return GpuEngine(
+            engine = GpuEngine(
                 decoder,
                 schedule,
                 ends,
@@ -139,6 +160,10 @@ def build_engine(
                 max_rows=settings.max_rows,
                 cumulative_logprob=settings.cumulative_logprob,
             )
+            if wanted is not None:
+                check(engine, wanted)
+                engine.take_stats()
+            return engine
         if settings.compile:
             decoder.compile()
         else:

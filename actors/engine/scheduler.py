@@ -20,6 +20,7 @@ from actors.engine.protocol import Ended, EngineProtocol
 from actors.engine.types import SCHEDULERS, Completion, FinishReason, Request
 
 REFILL_SHARE = 8  # rows are admitted once this share of the slots is free: a pass of one row costs as much as of a few
+PAGED_REFILL_SHARE = 16  # the same where rows grow: a GPU computes a small pass in little time
 SPREAD = 2  # the longest prompt of a run is at most so many times its shortest one: all slots are as long as it
 OnBatch = Callable[[Sequence[int]], None]
 
@@ -219,6 +220,7 @@ class _Admission:
         self.waiting = deque(run.rows)
         self._tickets: dict[int, int] = {}  # ticket -> row
         self._reported: set[int] = set()
+        self._share = PAGED_REFILL_SHARE if engine.grows else REFILL_SHARE
         self._step_first = False  # whether a step must come before the next admission
 
     def report(self) -> None:
@@ -239,12 +241,12 @@ class _Admission:
             return []
         slots = self.capacity - len(engine.rows)
         first = list(islice(self.waiting, slots))
-        if not first or (busy and slots < math.ceil(self.capacity / REFILL_SHARE)):
+        if not first or (busy and slots < math.ceil(self.capacity / self._share)):
             return []
         estimate = engine.admission_estimate([self.requests[row] for row in first])
         if not busy:
             return first[: max(1, estimate)]
-        if estimate < min(len(first), math.ceil(len(engine.rows) / REFILL_SHARE)):
+        if estimate < min(len(first), math.ceil(len(engine.rows) / self._share)):
             return []
         self._step_first = engine.grows
         return first[: engine.first_pass([self.requests[row] for row in first[:estimate]], self.prefix)]

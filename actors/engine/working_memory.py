@@ -9,12 +9,16 @@ from typing import Any
 
 from actors.engine.model_shape import ModelShape
 
+PAGE_TOKENS = 16
+LONG_SPLITS = 4  # attention programs of a long row and head where every row and head has a program already
 CHUNK_TOKENS = 8192  # most tokens of prompts whose activations exist together; products need far fewer to be efficient
 KEY_TOKENS = 2 * CHUNK_TOKENS  # most keys that a pass attends to; a shared prefix counts once for each prompt
 PREFIX_TOKENS = 4096  # most tokens of a shared prefix whose keys and values are kept; the rest belongs to each prompt
 DRAWN_NUMBERS = 2**23  # most logits from which tokens are sampled together
 DRAWN_BYTES = 80  # bytes of temporaries for each of these logits: float32 and float64, sorted, cumulated
-LONG_PROMPT = 2**15  # tokens of the longest prompt that is planned for, if the context has so many
+LONG_ROW = 2**17  # tokens of the longest row that is planned for, if the context has so many
+GRAPH_BYTES = 2**30  # of the driver, for CUDA graphs; no more graphs of whole steps are captured than fit it
+NODE_BYTES = 2**14  # of the driver, for a kernel of a graph; estimated from others' reports, not measured
 
 
 def working_bytes(config: Any, itemsize: int, max_rows: int) -> int:
@@ -28,10 +32,14 @@ def working_bytes(config: Any, itemsize: int, max_rows: int) -> int:
     shape = ModelShape.of(config)
     own_heads, query_heads = shape.kv_heads * shape.head_dim, shape.query_heads * shape.head_dim
     chunk = CHUNK_TOKENS * (8 * shape.hidden + 3 * shape.feed_forward)
-    keys = max(KEY_TOKENS, min(shape.context, LONG_PROMPT))
+    longest = min(shape.context, LONG_ROW)
+    keys = max(KEY_TOKENS, longest)
     # hidden states; keys and values of one layer, with those of the prefix, and repeated for all query heads
     prompt = keys * (shape.hidden + 4 * own_heads + 2 * query_heads)
     prefix = min(shape.context, PREFIX_TOKENS) * shape.layers * 2 * own_heads
     logits = max_rows * shape.vocab
     numbers = chunk + prompt + prefix + 2 * logits  # logits of a pass, and of the step's graphs, which keep theirs
-    return itemsize * numbers + 2 * DRAWN_BYTES * min(DRAWN_NUMBERS, logits)
+    drawn = 2 * DRAWN_BYTES * min(DRAWN_NUMBERS, logits)
+    tables = max_rows * longest * (4 * shape.layers // PAGE_TOKENS + 8)  # int32 a page and layer; int64 a token
+    split = 4 * max_rows * query_heads * LONG_SPLITS  # float32 of attention in few programs a row
+    return itemsize * numbers + drawn + tables + split + GRAPH_BYTES

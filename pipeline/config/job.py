@@ -99,8 +99,13 @@ class ModelConfig(Section):
         "auto",
         description="paged: on a GPU, for Llama, Mistral, Qwen2, Qwen3, Phi-3, OLMo 2, SmolLM3 and OPT without sliding "
         "windows, fused layers, CUDA graphs and a paged cache, not yet run on a GPU; library: the layers of "
-        "transformers, on a CPU with kernels of this package; auto: library",
+        "transformers, on a CPU with kernels of this package; auto: paged on a GPU, where each actor first compares a "
+        "few rows with library's layers, but library for compile, task: score and serve",
     )
+
+    def pages(self, *, on_gpu: bool) -> bool:
+        """Whether the paged engine runs, if the model's family has it."""
+        return on_gpu and (self.engine == "paged" or (self.engine == "auto" and not self.compile))
 
     @model_validator(mode="after")
     def _compile_needs_library(self) -> ModelConfig:
@@ -199,12 +204,10 @@ class ActorsConfig(Section):
     cache_bytes: int | None = Field(
         None,
         ge=1,
-        description="bytes of key/value cache of the rows in flight; default 1 GiB on CPU, 8 GiB a GPU, with "
-        "model.engine: paged the free memory of a GPU when the job is planned, less weights and activations",
+        description="bytes of key/value cache of the rows in flight; default 1 GiB on CPU, 8 GiB a GPU, of the "
+        "paged engine the free memory of a GPU when the job is planned, less weights and activations",
     )
-    max_batch: int | None = Field(
-        None, ge=1, description="rows in flight at most; default 64, with model.engine: paged on GPUs 512"
-    )
+    max_batch: int | None = Field(None, ge=1, description="rows in flight at most; default 64, of the paged engine 512")
     scheduler: Literal["lock_step", "refill"] | None = Field(
         None,
         description="lock_step: all rows of a batch begin together; refill: a row that has ended is replaced at once, "
@@ -305,7 +308,8 @@ class JobConfig(Section):
     @property
     def paged(self) -> bool:
         """Whether actors use the paged engine, if the model's family supports it."""
-        return self.model.engine == "paged" and self.actors.gpus > 0 and self.model.device != "cpu"
+        on_gpu = self.actors.gpus > 0 and self.model.device != "cpu"
+        return self.model.pages(on_gpu=on_gpu) and not self.scores
 
     def rows_in_flight(self, has_pages: bool) -> int:
         """At most, in an actor. has_pages: whether the checkpoint's family has them."""

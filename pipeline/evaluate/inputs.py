@@ -115,7 +115,7 @@ class EvalInputs:
         # any schedule below full depth merges the adapter
         start = {"depths": (max(1, full.warmup),)} if fast else {"speedup": 1.0}
         # the paged engine's cache stays allocated, once for each model
-        paged = config.model.engine == "paged" and not _on_cpu(config)
+        paged = config.model.pages(on_gpu=not _on_cpu(config))
         models = 1 + (self.model.adapter is not None) + (self.reference is not None) + len(self.baselines)
         generator = Generator(
             str(fetch(checkpoint.source)),

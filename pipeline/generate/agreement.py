@@ -30,6 +30,22 @@ MOST_TOKENS = 256  # of an answer; later tokens are not compared
 
 
 @dataclass(frozen=True)
+class Example:
+    """Full depth's greedy answer to a row.
+
+    Args:
+        url, version: of the row's file, as pinned.
+        row: its number in the file.
+        text: the answer.
+    """
+
+    url: str
+    version: str
+    row: int
+    text: str
+
+
+@dataclass(frozen=True)
 class Agreement:
     """Agreement of a schedule with full depth.
 
@@ -40,6 +56,7 @@ class Agreement:
         token_kl: KL(full depth || schedule), nats a token, mean.
         prompt_tokens, answer_tokens: of a row, mean; prompts without the shared prefix.
         skipped: share of full depth's layer runs that the schedule skips; None if `MOST_TOKENS` cut answers off.
+        examples: full depth's answers that were not cut off.
     """
 
     rows: int = 0
@@ -50,6 +67,13 @@ class Agreement:
     prompt_tokens: float = 0.0
     answer_tokens: float = 0.0
     skipped: float | None = None
+    examples: tuple[Example, ...] = ()
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Agreement:
+        """From `dataclasses.asdict`, after JSON. Raises TypeError if the values are not its fields."""
+        examples = tuple(Example(**example) for example in values.get("examples", ()))
+        return cls(**{**values, "examples": examples})
 
     @property
     def share(self) -> float | None:
@@ -106,6 +130,12 @@ def measure_agreement(
         agreed = sum(text == other for (*_, text), other in zip(answers, texts, strict=True))
     prompt_tokens = sum(len(prompt.ids) - len(prefix) for prompt in asked)
     lengths = [len(ids) for _, ids in pairs]
+    versions = {file.url: file.version for file in files}
+    examples = tuple(
+        Example(prompt.source, versions[prompt.source], prompt.row, text)
+        for prompt, (_, ids, text) in zip(asked, answers, strict=True)
+        if text is not None and len(ids) < MOST_TOKENS
+    )
     return Agreement(
         rows=len({row for row, *_ in answers}),
         labels=labels,
@@ -114,6 +144,7 @@ def measure_agreement(
         token_kl=float(scores.kl.sum()) / tokens,
         prompt_tokens=prompt_tokens / len(answers),
         answer_tokens=sum(lengths) / len(answers),
+        examples=examples,
         skipped=None if MOST_TOKENS in lengths else skipped_share(fast.schedule, prompt_tokens, lengths),
     )
 

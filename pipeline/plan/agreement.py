@@ -124,6 +124,6 @@ def _record(config: JobConfig, identity: Mapping[str, Any]) -> Path:
 
 def _read(record: Path) -> Agreement | None:
     try:
-        return Agreement(**json.loads(record.read_text()))
-    except (OSError, ValueError, TypeError):  # none, or damaged
+        return Agreement.of(json.loads(record.read_text()))
+    except (OSError, ValueError, TypeError, AttributeError):  # none, or damaged
         return None

@@ -52,7 +52,8 @@ def log_memory_estimate(
 
     An actor on a GPU checks the free memory there itself, before it loads.
     """
-    need = actor_need(config.model, config.actors, checkpoint, batching)
+    model = config.model if config.paged else config.model.model_copy(update={"engine": "library"})
+    need = actor_need(model, config.actors, checkpoint, batching)
     how = "scoring" if config.scores else batching.scheduler
     described = describe(need, config.model.dtype, config.actors)
     log.info("%s; %s, at most %d rows in flight", described, how, batching.max_batch)
@@ -63,7 +64,7 @@ def log_memory_estimate(
 def actor_need(model: ModelConfig, actors: ActorsConfig, checkpoint: ResolvedCheckpoint, batching: Batching) -> Need:
     """Memory of one actor. Raises UserError if the weights are damaged."""
     on_gpu = _on_gpu(model, actors)
-    paged = uses_pages(model.engine, checkpoint.checkpoint, on_gpu=on_gpu)
+    paged = uses_pages(model.engine, checkpoint.checkpoint, on_gpu=on_gpu, compiled=model.compile)
     return memory_needed(
         checkpoint.checkpoint,
         model.dtype,

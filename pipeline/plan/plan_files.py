@@ -78,7 +78,7 @@ def load(folder: Folder) -> Manifest | None:
     shards = _shards(pq.read_table(io.BytesIO(data[PLAN]), schema=_SHARDS))
     schema = pa.ipc.read_schema(pa.py_buffer(data[SCHEMA]))
     batching = Batching(**{**values["batching"], "prefix": tuple(values["batching"]["prefix"])})
-    agreement = None if values["agreement"] is None else Agreement(**values["agreement"])
+    agreement = None if values["agreement"] is None else Agreement.of(values["agreement"])
     return Manifest(values["fingerprint"], values["identity"], batching, files, shards, schema, agreement)
 
 

@@ -114,12 +114,14 @@ def _cost(totals: Totals) -> str:
 
 def print_result(console: Console, folder: Folder, result: JobResult, show: int) -> None:
     """Print `show` rows with their answers, the statistics of a run, and the paths of its output."""
-    for row in first_rows(folder, show) if show else []:
+    for row, full_depth in _shown_rows(folder, result.manifest, show) if show else []:
         console.print(f"\n[{row['id']}]", markup=False, highlight=False)
         for name in ("prompt", "generated_text", *SHOWN_SCORES, "error"):
             if row.get(name) is not None:
                 shown = name.replace("generated_text", "answer")
                 console.print(f"  {shown}: {row[name]}", markup=False, highlight=False)
+        if full_depth is not None:
+            console.print(f"  full depth's answer: {full_depth}", markup=False, highlight=False)
     if show:
         console.print()
     if result.fresh_rows:
@@ -155,6 +157,21 @@ def last_errors(folder: Folder) -> list[tuple[int, int]]:
     except FileNotFoundError:
         return []
     return [(values["errors"], values["rows"])]
+
+
+def _shown_rows(folder: Folder, manifest: Manifest, count: int) -> list[tuple[dict[str, Any], str | None]]:
+    """Rows with full depth's answers: those on which agreement was measured, where there are any, else the first."""
+    versions = {file.url: file.version for file in manifest.files}
+    shown: list[tuple[dict[str, Any], str | None]] = []
+    for example in () if manifest.agreement is None else manifest.agreement.examples:
+        inside = [
+            one for one in manifest.shards if one.url == example.url and 0 <= example.row - one.first_row < one.rows
+        ]
+        if len(shown) < count and inside and versions[example.url] == example.version:
+            part = pq.read_table(io.BytesIO(folder.read(part_name(inside[0].index))))
+            if part.num_rows == inside[0].rows:  # one answer a row
+                shown.append((part.slice(example.row - inside[0].first_row, 1).to_pylist()[0], example.text))
+    return shown or [(row, None) for row in first_rows(folder, count)]
 
 
 def first_rows(folder: Folder, count: int) -> list[dict[str, Any]]:

@@ -1,10 +1,10 @@
 """Pairs that teach the demo model to copy: E2E's training pairs with other values, in prompt and reference alike.
 
-    .venv/bin/python tests/benchmarks/demo_pairs.py --pairs 40000 --replaced 0.8 --seed 4 --out work/demo-copy/pairs.parquet
+    .venv/bin/python tests/benchmarks/demo_pairs.py --pairs 40000 --replaced 0.8 --seed 4
 
-Only references that state every value of their prompt and no other are taken (restaurant_slots.py). In a share
-of the pairs the names of the restaurant and of its neighbour are replaced at random, and other values that the reference
-has literally: half of the names are those of the demo, half are made up. The same reference comes more than once, each
+Only references that state every value of their prompt and no other are taken (restaurant_slots.py). In a share of the
+pairs the names of the restaurant and of its neighbour are replaced at random, and other values that the reference has
+literally: half of the names are those of the demo, half are made up. The same reference comes more than once, each
 time with other values.
 """
 

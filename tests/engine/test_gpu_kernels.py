@@ -202,8 +202,12 @@ def test_a_token_is_put_into_its_page_and_sees_what_lies_before_it(
         rotary = randn(lanes, rotary_size, dtype=dtype), randn(lanes, rotary_size, dtype=dtype)
     some = Lanes(slots, positions, depths, rotary)
     mine, theirs = LayerPages(pools[0], pools[1], table), LayerPages(pools[2], pools[3], table)
-    want = reference.append(states, heads, rotary, theirs, some, 2)
-    got = kernels.append(states, heads, rotary, mine, some, 2)
+    dense = [torch.zeros(2, lanes, kv_heads, size, dtype=dtype, device=DEVICE) for _ in range(3)]
+    want = reference.append(states, heads, rotary, theirs, some, 2, (dense[0][0], dense[0][1]))
+    got = kernels.append(states, heads, rotary, mine, some, 2, (dense[1][0], dense[1][1]) if seed % 2 else None)
+    assert torch.equal(got, kernels.append(states, heads, rotary, None, some, 2, (dense[2][0], dense[2][1])))
+    near(dense[2], dense[0], 2**-4)
+    assert torch.equal(dense[1], dense[2] if seed % 2 else torch.zeros_like(dense[1]))
     near(got, want, 2**-4)  # of two products of up to 16, one may be rounded by itself, or not
     for pool, wanted in zip(pools[:2], pools[2:], strict=True):
         near(pool[1:], wanted[1:], 2**-4)  # page 0 is nobody's

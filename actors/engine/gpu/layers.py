@@ -98,12 +98,16 @@ class FusedLayer(nn.Module):
             rank: of the layer in the schedule's order.
             splits: see `Operations.attend`.
         """
-        operations = self.operations
         pages = LayerPages(cache.keys, cache.values, cache.table[self.number])
         rotary = lanes.rotary if self.rope else None
-        queries = operations.append(self._heads(hidden), self.query_heads, rotary, pages, lanes, rank)
-        attended = operations.attend(queries, pages, lanes, rank, self.scaling, splits)
-        change = self.output(attended.view(len(hidden), -1))
+        queries = self.operations.append(self._heads(hidden), self.query_heads, rotary, pages, lanes, rank)
+        attended = self.operations.attend(queries, pages, lanes, rank, self.scaling, splits)
+        self._after_attention(hidden, attended, lanes, rank)
+
+    def _after_attention(self, hidden: Tensor, attended: Tensor, lanes: Lanes, rank: int) -> None:
+        """Attended [B, Q, D] through the rest of the layer, into hidden [B, E] of lanes that run it."""
+        operations = self.operations
+        change = self.output(attended.reshape(len(hidden), -1))
         if self.placement == NormPlacement.INPUT:
             normed = operations.add_norm(hidden, change, lanes, rank, self.norms[1])
             operations.add(hidden, self._feed_forward(normed), lanes, rank)
@@ -129,16 +133,19 @@ class FusedLayer(nn.Module):
             cache: its pages receive the rows' keys and values; None: they are not kept there.
         """
         keys, values = (hidden.new_empty(len(hidden), self.kv_heads, self.head_dim) for _ in range(2))
+        pages = None
+        if cache is not None and prompts.unshared and cache.uses[self.number]:
+            pages = LayerPages(cache.keys, cache.values, cache.table[self.number])
         for chunk in prompts.chunks:
-            part = hidden[chunk.tokens]
-            queries, key, value = self._heads(part).split([self.query_heads, self.kv_heads, self.kv_heads], dim=1)
-            if self.rope and rotary is not None:
-                cosines, sines = rotary[0][chunk.tokens], rotary[1][chunk.tokens]
-                queries, key = reference.rotated(queries, cosines, sines), reference.rotated(key, cosines, sines)
-            keys[chunk.tokens], values[chunk.tokens] = key, value
+            tokens = chunk.tokens
+            part, lanes = hidden[tokens], prompts.lanes.at(tokens)
+            turn = (rotary[0][tokens], rotary[1][tokens]) if self.rope and rotary is not None else None
+            states, dense = self._heads(part), (keys[tokens], values[tokens])
+            queries = self.operations.append(states, self.query_heads, turn, pages, lanes, 0, dense)
             attended = prompts.attend(self.number, chunk, queries, keys, values, self.scaling)
-            hidden[chunk.tokens] = self._behind_attention(part, attended)
-        prompts.keep(cache, self.number, keys, values)
+            self._after_attention(part, attended, lanes, 0)
+        if pages is None:
+            prompts.keep(cache, self.number, keys, values)
 
     def forward(
         self,

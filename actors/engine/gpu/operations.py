@@ -24,7 +24,7 @@ Rotary = tuple[Tensor, Tensor] | None  # cosines and sines
 
 @dataclass(frozen=True)
 class Lanes:
-    """The youngest B lanes of a step.
+    """The youngest B lanes of a step, or B tokens of prompts.
 
     Args:
         slots: int64 [B], the row of each lane, as its index in the device's state.
@@ -40,8 +40,12 @@ class Lanes:
 
     def youngest(self, count: int) -> Lanes:
         """The last `count` lanes."""
-        rotary = None if self.rotary is None else (self.rotary[0][-count:], self.rotary[1][-count:])
-        return Lanes(self.slots[-count:], self.positions[-count:], self.depths[-count:], rotary)
+        return self.at(slice(-count, None))
+
+    def at(self, part: slice) -> Lanes:
+        """Some lanes in a row."""
+        rotary = None if self.rotary is None else (self.rotary[0][part], self.rotary[1][part])
+        return Lanes(self.slots[part], self.positions[part], self.depths[part], rotary)
 
 
 @dataclass(frozen=True)
@@ -109,11 +113,25 @@ class Operations(Protocol):
         ...
 
     def append(
-        self, states: Tensor, query_heads: int, rotary: Rotary, pages: LayerPages, lanes: Lanes, rank: int
+        self,
+        states: Tensor,
+        query_heads: int,
+        rotary: Rotary,
+        pages: LayerPages | None,
+        lanes: Lanes,
+        rank: int,
+        dense: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Rotate queries and keys and write keys and values to their pages; returns the queries [B, Q, D].
 
-        states: [B, Q + 2 H, D]. rotary: cosines and sines [B, R] of the first R numbers of a head; None: no rope.
+        Args:
+            states: [B, Q + 2 H, D].
+            query_heads: Q.
+            rotary: Cosines and sines [B, R] of the first R numbers of a head; None: no rope.
+            pages: Of the layer; None: nothing is written there.
+            lanes: B of them.
+            rank: Of the layer.
+            dense: [B, H, D] twice, which receive the keys and values too.
         """
         ...
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from actors.engine.errors import UserError
 from actors.engine.schedule import Schedule
+from actors.engine.working_memory import PAGE_TOKENS
 
-PAGE_TOKENS = 16
 SHRINK_SHARE = 12  # the cache loses one page in so many when GPU memory runs out, 8%
 Numbers = NDArray[np.int64]
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from actors.engine.gpu.operations import Lanes
 from actors.engine.gpu.pages import PagedCache, upload
 from actors.engine.working_memory import CHUNK_TOKENS, KEY_TOKENS
 
@@ -90,33 +91,43 @@ class Prompts:
         self.positions = upload(torch.cat([torch.arange(before, before + length) for length in lengths]), device)
         self.last = upload(torch.tensor(starts[1:]) - 1, device)
         self.chunks = list(_chunks(lengths, starts, before, device))
-        # of each token that is kept: its index in prefix + pass, its row, its position in the row
+        # each prompt has one row and no prefix: its tokens go to their pages as they are computed
+        self.unshared = not before and len(rows) == len(lengths) and len(set(sources)) == len(sources)
+        owner = dict(zip(sources, rows, strict=True)) if self.unshared else {}
+        slots = torch.cat([torch.full((length,), owner.get(prompt, 0)) for prompt, length in enumerate(lengths)])
+        depths = torch.ones(starts[-1], dtype=torch.int32, device=device)
+        self.lanes = Lanes(upload(slots, device), self.positions, depths, None)  # one a token
+        # of each token that is kept later: its index in prefix + pass, its row, its position in the row
         picked, owners, positions = [], [], []
         for row, source in zip(rows, sources, strict=True):
             picked.append(_with_prefix(starts[source], starts[source + 1], before))
             owners.append(torch.full((before + lengths[source],), row))
             positions.append(torch.arange(before + lengths[source]))
-        self._kept = len(rows) > 0
+        self._kept = len(rows) > 0 and not self.unshared
         if self._kept:
             self._picked, self._owners, self._positions = (
                 upload(torch.cat(parts), device) for parts in (picked, owners, positions)
             )
 
     def keep(self, cache: PagedCache | None, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Write keys and values [N, H, D] of this pass to the pages of its rows, after those of the prefix."""
+        """Write keys and values [N, H, D] of this pass to the pages of its rows, after those of the prefix.
+
+        For prompts that are not `unshared`.
+        """
         if self.keep_in is not None:
             self.keep_in.layers[layer] = keys, values
         if not self._kept or cache is None or not cache.uses[layer]:
             return
         tokens = cache.keys.shape[2]
-        for pool, new, number in ((cache.keys, keys, 0), (cache.values, values, 1)):
-            if self.prefix is not None:
-                new = torch.cat((self.prefix.layers[layer][number], new))
-            # in parts: many rows may share a prompt
-            parts = (index.split(KEY_TOKENS) for index in (self._owners, self._positions, self._picked))
-            for owners, positions, picked in zip(*parts, strict=True):
-                pages = cache.table[layer][owners, positions // tokens].long()
-                pool[pages, :, positions % tokens] = new[picked]
+        if self.prefix is not None:
+            shared = self.prefix.layers[layer]
+            keys, values = (torch.cat(pair) for pair in zip(shared, (keys, values), strict=True))
+        # in parts: many rows may share a prompt
+        parts = (index.split(KEY_TOKENS) for index in (self._owners, self._positions, self._picked))
+        for owners, positions, picked in zip(*parts, strict=True):
+            pages = cache.table[layer][owners, positions // tokens].long()
+            cache.keys[pages, :, positions % tokens] = keys[picked]
+            cache.values[pages, :, positions % tokens] = values[picked]
 
     def attend(self, layer: int, chunk: Chunk, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """Causal attention of a chunk's queries [M, Q, D] over prefix and prompts -> [M, Q, D].

@@ -101,16 +101,30 @@ def rotated(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return done if size == states.shape[-1] else torch.cat((done, states[..., size:]), dim=-1)
 
 
-def append(states: Tensor, query_heads: int, rotary: Rotary, pages: LayerPages, lanes: Lanes, rank: int) -> Tensor:
+def append(
+    states: Tensor,
+    query_heads: int,
+    rotary: Rotary,
+    pages: LayerPages | None,
+    lanes: Lanes,
+    rank: int,
+    dense: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Implements `Operations.append`."""
-    kv_heads, page_tokens = pages.keys.shape[1:3]
+    kv_heads = (states.shape[1] - query_heads) // 2
     if rotary is not None:
         rotated_states = rotated(states[:, : query_heads + kv_heads], *rotary)
         states = torch.cat((rotated_states, states[:, query_heads + kv_heads :]), dim=1)
-    own = pages.table[lanes.slots, lanes.positions // page_tokens].long()
-    own = torch.where(lanes.depths > rank, own, torch.zeros_like(own))  # page 0 belongs to no row
-    pages.keys[own, :, lanes.positions % page_tokens] = states[:, query_heads : query_heads + kv_heads]
-    pages.values[own, :, lanes.positions % page_tokens] = states[:, query_heads + kv_heads :]
+    keys, values = states[:, query_heads : query_heads + kv_heads], states[:, query_heads + kv_heads :]
+    if pages is not None:
+        page_tokens = pages.keys.shape[2]
+        own = pages.table[lanes.slots, lanes.positions // page_tokens].long()
+        own = torch.where(lanes.depths > rank, own, torch.zeros_like(own))  # page 0 belongs to no row
+        pages.keys[own, :, lanes.positions % page_tokens] = keys
+        pages.values[own, :, lanes.positions % page_tokens] = values
+    if dense is not None:
+        dense[0].copy_(keys)
+        dense[1].copy_(values)
     return states[:, :query_heads]
 
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
+from actors.engine.working_memory import LONG_SPLITS
+
 PER_PROCESSOR = 2  # attention programs that a multiprocessor runs at once
 DEFAULT_PROCESSORS = 132  # of an H100 or H200
 MOST = 16
-FEW = 4  # with a program for every row and head already, only long rows are divided, into so many at most
-LONG_TOKENS = 1024  # tokens of a program of such a row, at least
+LONG_TOKENS = 1024  # tokens of a program where every row and head has a program already, at least
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def planned_splits(lanes: int, kv_heads: int, longest: int, programs: int) -> Sp
     free = programs // (lanes * kv_heads)
     if free > 1:
         return Splits(min(MOST, free))
-    return Splits(FEW, LONG_TOKENS) if longest > LONG_TOKENS else Splits()
+    return Splits(LONG_SPLITS, LONG_TOKENS) if longest > LONG_TOKENS else Splits()
 
 
 def parallel_programs(device: torch.device) -> int:

@@ -22,8 +22,10 @@ from actors.engine.gpu.pages import PagedCache, upload
 from actors.engine.gpu.splits import parallel_programs, planned_splits
 from actors.engine.gpu.state import DeviceRows, SamplingVariant
 from actors.engine.schedule import Schedule
+from actors.engine.working_memory import GRAPH_BYTES, NODE_BYTES
 
-MOST_STEP_GRAPHS = 512  # graphs of whole steps; further shapes of a step are composed of graphs of layers
+LAYER_KERNELS = 10  # of a layer's graph, about
+MOST_STEP_KERNELS = GRAPH_BYTES * 3 // 4 // NODE_BYTES  # of all graphs of whole steps; the rest is for those of layers
 FINE = 128  # lanes from which on buckets are 32 apart
 
 
@@ -78,7 +80,7 @@ class Steps:
         # of its own: graphs that share a capture stream share cuBLAS workspaces, which go with the first one's pool
         self._capture_stream = torch.cuda.Stream(device) if graphs else None
         self._warm: set[Hashable] = set()  # work that has run once, without a graph
-        self._step_graphs = 0
+        self._step_kernels = 0  # of graphs of whole steps; further shapes of a step are composed of graphs of layers
 
     @property
     def _lanes(self) -> Lanes:
@@ -118,8 +120,9 @@ class Steps:
         """Whether a step of this shape has run before and has a graph of its own."""
         if whole in self._warm:
             return True
-        if self._step_graphs < MOST_STEP_GRAPHS:
-            self._step_graphs += 1
+        kernels = LAYER_KERNELS * sum(count > 0 for count in whole[1])
+        if self._step_kernels + kernels <= MOST_STEP_KERNELS:
+            self._step_kernels += kernels
             self._warm.add(whole)
         return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from in_process import run_in_process
+from rich.console import Console
 
 from actors.answers import Prompt
 from actors.engine.errors import UserError
@@ -27,6 +29,7 @@ from pipeline.plan import plan_files
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.prepare.tokenizer import tokenizer_of
 from pipeline.read.spread import spread_rows
+from pipeline.report.summary import print_result
 from pipeline.runtime.isolated import Died
 from pipeline.storage.folder import open_folder
 
@@ -104,6 +107,11 @@ def test_it_is_printed_and_kept_and_measured_once(
     assert f"agreement: {found}\n" in capsys.readouterr().err
     stored = plan_files.load(open_folder(str(tmp_path / "out"), config.storage))
     assert stored is not None and stored.agreement == found
+    console = Console(file=io.StringIO(), width=200)
+    print_result(console, open_folder(str(tmp_path / "out"), config.storage), result, 3)
+    printed = console.file.getvalue()
+    assert printed.count("  full depth's answer: ") == 3
+    assert [f"\n[a.parquet:{example.row}]\n" in printed for example in found.examples[:4]] == [True, True, True, False]
     monkeypatch.setattr(plans, "measure_agreement", no_measurement)
     (tmp_path / "out" / "part-000000.parquet").unlink()
     assert run_in_process(config).manifest.agreement == found  # resumed
@@ -124,6 +132,11 @@ def test_the_figures_are_those_of_the_full_depth_answers(values: dict[str, Any],
     full = Generator(str(checkpoint), schedule={"speedup": 1}, sampling={"max_new_tokens": 12}, dtype="float32")
     answers = full.answer([Prompt(tokenizer(text)["input_ids"], "a", 0) for text in texts])
     lengths = [answer.generated_tokens for answer in answers if answer.generated_tokens > 1]
+    texts_of = {example.row: example.text for example in found.examples}
+    given = [row for row in range(ROWS) if row != 7]
+    assert texts_of == {
+        row: answer.generated_text for row, answer in zip(given, answers, strict=True) if answer.generated_tokens > 1
+    }
     assert (found.rows, found.compared) == (len(lengths), sum(lengths) - len(lengths))
     assert found.answer_tokens == pytest.approx(sum(lengths) / len(lengths)) and found.token_kl > 0.1
     fast = Generator(str(checkpoint), sampling={"max_new_tokens": 12}, dtype="float32")

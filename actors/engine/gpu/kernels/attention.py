@@ -33,6 +33,8 @@ def _append(
     sines,
     keys,
     values,
+    dense_keys,
+    dense_values,
     table,
     slots,
     positions,
@@ -45,6 +47,8 @@ def _append(
     TOKENS: tl.constexpr,
     ROTARY: tl.constexpr,
     WIDTH: tl.constexpr,
+    PAGED: tl.constexpr,
+    DENSE: tl.constexpr,
 ):
     lane, head = tl.program_id(0), tl.program_id(1)
     column = tl.arange(0, WIDTH)
@@ -61,46 +65,75 @@ def _append(
             one = (one * cosine).to(one.dtype) + (signed * sine).to(one.dtype)
     if head < Q:
         tl.store(queries + (lane * Q + head) * D + column, one, mask=inside)
-    elif tl.load(depths + lane) > rank:
-        position = tl.load(positions + lane)
-        page = tl.load(table + tl.load(slots + lane) * table_stride + position // TOKENS).to(tl.int64)
+    else:
         number = (head - Q) % H
-        target = ((page * H + number) * TOKENS + position % TOKENS) * D + column
-        if head < Q + H:
-            tl.store(keys + target, one, mask=inside)
-        else:
-            tl.store(values + target, one, mask=inside)
+        if DENSE:
+            place = (lane * H + number) * D + column
+            if head < Q + H:
+                tl.store(dense_keys + place, one, mask=inside)
+            else:
+                tl.store(dense_values + place, one, mask=inside)
+        if PAGED:
+            if tl.load(depths + lane) > rank:
+                position = tl.load(positions + lane)
+                page = tl.load(table + tl.load(slots + lane) * table_stride + position // TOKENS).to(tl.int64)
+                target = ((page * H + number) * TOKENS + position % TOKENS) * D + column
+                if head < Q + H:
+                    tl.store(keys + target, one, mask=inside)
+                else:
+                    tl.store(values + target, one, mask=inside)
 
 
-def append(states: Tensor, query_heads: int, rotary: Rotary, pages: LayerPages, lanes: Lanes, rank: int) -> Tensor:
+def append(
+    states: Tensor,
+    query_heads: int,
+    rotary: Rotary,
+    pages: LayerPages | None,
+    lanes: Lanes,
+    rank: int,
+    dense: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Implements `Operations.append`."""
     count, heads, size = states.shape
-    kv_heads = pages.keys.shape[1]
+    kv_heads = (heads - query_heads) // 2
     check(states, states.dtype, count, query_heads + 2 * kv_heads, size)
-    check_pages(pages, states.dtype, size)
     check_lanes(lanes, count)
+    if pages is not None:
+        check_pages(pages, states.dtype, size)
+        assert pages.keys.shape[1] == kv_heads
+    for numbers in dense or ():
+        check(numbers, states.dtype, count, kv_heads, size)
     for turn in rotary or ():
         check(turn, states.dtype, count, turn.shape[1])
         assert turn.shape[1] <= size and turn.shape[1] % 2 == 0
     queries = states.new_empty(count, query_heads, size)
-    cosines, sines = (states, states) if rotary is None else rotary
+    cosines, sines = rotary or (states, states)
+    keys, values, table, tokens, stride = states, states, lanes.depths, 1, 0
+    if pages is not None:
+        keys, values, table, tokens = pages.keys, pages.values, pages.table, pages.keys.shape[2]
+        stride = table.stride(0)
+    dense_keys, dense_values = dense or (states, states)
     _append[(count, heads)](
         states,
         queries,
         cosines,
         sines,
-        pages.keys,
-        pages.values,
-        pages.table,
+        keys,
+        values,
+        dense_keys,
+        dense_values,
+        table,
         lanes.slots,
         lanes.positions,
         lanes.depths,
         rank,
-        pages.table.stride(0),
+        stride,
         Q=query_heads,
         H=kv_heads,
         D=size,
-        TOKENS=pages.keys.shape[2],
+        TOKENS=tokens,
+        PAGED=pages is not None,
+        DENSE=dense is not None,
         ROTARY=0 if rotary is None else cosines.shape[1],
         WIDTH=triton.next_power_of_2(size),
         num_warps=1,
