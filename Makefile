@@ -6,7 +6,7 @@ IDLE = tests/engine tests/serving $(addprefix tests/pipeline/,tune adapt tables)
 RAY_FILES = $(shell grep -rlE "own_ray|ray_to_be_left|mark\.ray" tests/pipeline --include='test_*.py')
 PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo real test coverage test-slow test-mutations test-ceph lint bench bench-full bench-parts bench-scale bench-serve bench-stragglers peers soak clean evidence-e2e evidence-dense evidence-orders evidence-labels evidence-adapt evidence-real-text evidence-real-labels evidence-real-summaries
+.PHONY: demo real test coverage test-slow test-mutations test-ceph lint bench bench-full bench-parts bench-scale bench-serve bench-stragglers peers soak clean evidence-e2e evidence-slots evidence-dense evidence-orders evidence-labels evidence-adapt evidence-real-text evidence-real-labels evidence-real-summaries
 
 demo: .venv/installed
 	@echo "the demo's model is a toy of 9 million parameters, which knows nothing but such prompts"
@@ -109,6 +109,12 @@ soak: .venv/installed-dev
 evidence-e2e: work/evidence/full-depth-2/tune.json
 	.venv/bin/skipdecode evaluate configs/demo/evaluate-test.yaml
 	.venv/bin/skipdecode evaluate configs/evidence/evaluate-e2e.yaml
+
+evidence-slots: .venv/installed-dev
+	@.venv/bin/python -m pipeline.demo_data work/demo/prompts
+	for speed in 1 2 3 4 5; do .venv/bin/skipdecode run configs/demo.yaml --set schedule.speedup=$$speed \
+		--set output.path=work/demo/slots/$${speed}x; done
+	.venv/bin/python tests/benchmarks/restaurant_slots.py $(foreach speed,1 2 3 4 5,work/demo/slots/$(speed)x)
 
 evidence-dense: work/evidence/dense-7/tune.json work/evidence/dense-5/tune.json
 	.venv/bin/skipdecode evaluate configs/evidence/evaluate-dense.yaml

@@ -2,7 +2,8 @@
 
     .venv/bin/python tests/benchmarks/restaurant_slots.py ANSWERS [ANSWERS ...]
 
-ANSWERS is the output of a job over prompts such as `make demo`'s, as Parquet with `prompt` and `text`; a line for each.
+ANSWERS: the output of a job over prompts such as `make demo`'s, or a file of answers that `evaluate` has written; a
+line for each; `make evidence-slots` runs the demo's job at each speed and scores it.
 The measure is that of the E2E task (Dušek, Novikova, Rieser 2020, arXiv:1901.07931), the patterns are our own: a value
 counts as stated where the text has it in one of a few literal forms; `restaurant` without eatType[restaurant] counts as
 added. A slot whose value is missing and that has another one is wrong, once.
@@ -125,8 +126,14 @@ def errors_of(prompt: str, text: str) -> Errors:
 
 def main(folders: list[str]) -> None:
     for folder in folders:
-        table = pq.read_table(Path(folder), columns=["prompt", "text"])
-        rows = list(zip(table["prompt"].to_pylist(), table["text"].to_pylist(), strict=True))
+        files = [Path(folder)] if Path(folder).is_file() else sorted(Path(folder).glob("part-*.parquet"))
+        if not files:
+            raise SystemExit(f"{folder}: no part-*.parquet")
+        rows: list[tuple[str, str | None]] = []
+        for file in files:
+            table = pq.read_table(file)
+            text = "answer" if "answer" in table.schema.names else "generated_text"
+            rows += zip(table["prompt"].to_pylist(), table[text].to_pylist(), strict=True)
         each = [errors_of(prompt, text or "") for prompt, text in rows]
         total = sum(each, Errors())
         right = sum(one.missing + one.wrong + one.added == 0 for one in each)
