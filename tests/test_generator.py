@@ -479,13 +479,14 @@ def test_a_family_without_fused_layers_falls_back_and_says_so(
 ) -> None:
     llama = inspect(checkpoint)
     gemma = replace(llama, config=AutoConfig.for_model("gemma3_text"))
-    assert uses_pages("paged", llama, on_gpu=True) and not uses_pages("auto", gemma, on_gpu=True)
+    assert uses_pages("paged", llama, on_gpu=True) and uses_pages("auto", llama, on_gpu=True)
+    assert not uses_pages("auto", gemma, on_gpu=False) and not uses_pages("library", llama, on_gpu=True)
+    assert not uses_pages("auto", llama, on_gpu=True, compiled=True)
     assert not caplog.messages
-    assert not uses_pages("paged", gemma, on_gpu=True) and not uses_pages("paged", llama, on_gpu=False)
-    assert caplog.messages == [
-        "engine: library in place of paged, which has no fused layers for this gemma3_text model",
-        "engine: library in place of paged, which needs a GPU",
-    ]
+    assert not uses_pages("paged", gemma, on_gpu=True) and not uses_pages("auto", gemma, on_gpu=True)
+    assert not uses_pages("paged", llama, on_gpu=False)
+    no_layers = "engine: library in place of paged, which has no fused layers for this gemma3_text model"
+    assert caplog.messages == [no_layers, no_layers, "engine: library in place of paged, which needs a GPU"]
 
 
 def test_a_gpu_without_room_is_said_before_loading(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

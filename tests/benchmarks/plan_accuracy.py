@@ -4,8 +4,10 @@
 
     .venv/bin/python tests/benchmarks/plan_accuracy.py --processor --limit 600
 
-Each job is planned and then run, its agreement measured by the plan. Times are wall clocks of whole commands. Run it on
-a machine that does nothing else: other work changes both, and not equally. With --processor plan and run are in this
+Each job is planned and then run, its agreement measured by the plan. Times are wall clocks of whole commands; progress
+lines tell how far the ETA was off from a tenth of the rows on. Run it on a machine that does nothing else: other work
+changes both, and not equally. The inputs come from `make demo`, the data sets beside the repository, `make real` and
+`real_data.py {labels,groups,summaries}`. With --processor plan and run are in this
 process, without Ray, by one actor, and compared by the processor's seconds of that actor: other work changes them less.
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -20,8 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 MODEL = "work/real/model"
+E2E, BANKING = "input.path=../shared/data/e2e/test.parquet", "work/real/{}/train-{}.parquet"
+PROGRESS = re.compile(r"(?P<done>[\d,]+)/(?P<rows>[\d,]+) rows.* ETA (?P<eta>[\d:]+)")
+TAILS = "work/plan-accuracy/tails.parquet"  # as `write_tails` makes it
 JOBS: dict[str, list[str]] = {
     **{f"demo-{speed}x": ["configs/demo.yaml", f"schedule.speedup={speed}"] for speed in (1, 2, 3, 4, 5)},
     **{
@@ -32,9 +40,35 @@ JOBS: dict[str, list[str]] = {
     "demo-sampled": ["configs/demo.yaml", "sampling.temperature=0.7", "sampling.max_new_tokens=200"],
     "demo-small-batches": ["configs/demo.yaml", "actors.max_batch=8"],
     "demo-three-samples": ["configs/demo.yaml", "sampling.n=3", "sampling.temperature=0.7"],
-    "smollm2-1x": ["configs/real/1x.yaml", f"model.path={MODEL}"],
-    "smollm2-2x": ["configs/real/2x.yaml", f"model.path={MODEL}"],
+    "tails": ["configs/demo.yaml", f"input.path={TAILS}", "input.sampling=sampling"],
+    "tails-1x-refill": [
+        "configs/demo.yaml",
+        f"input.path={TAILS}",
+        "input.sampling=sampling",
+        "schedule.speedup=1",
+        "actors.scheduler=refill",
+    ],
+    "e2e-demo": ["configs/demo.yaml", E2E, "input.id=id"],
+    "smollm2-e2e-1x": ["configs/real/1x.yaml", E2E],
+    "smollm2-e2e-2x": ["configs/real/2x.yaml", E2E],
+    "smollm2-e2e-bf16": ["configs/real/1x.yaml", E2E, "model.dtype=bfloat16"],
+    "smollm2-labels": ["configs/real/labels.yaml", f"input.path={BANKING.format('labels', 300)}"],
+    "smollm2-groups": ["configs/real/groups.yaml", f"input.path={BANKING.format('groups', 300)}"],
+    "smollm2-summaries": ["configs/real/summaries.yaml", f"input.path={BANKING.format('summaries', 48)}"],
 }
+
+
+def write_inputs() -> None:
+    """Prompts with limits of long-tailed lengths, which they reach, and the first rows of the larger inputs."""
+    prompts = pq.read_table("work/demo/prompts")
+    chance = np.random.default_rng(0)
+    limits = np.clip(chance.lognormal(3.3, 0.9, prompts.num_rows), 4, 300).astype(int)
+    sampling = pa.array([{"max_new_tokens": int(limit), "ignore_eos": True} for limit in limits])
+    Path(TAILS).parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(prompts.append_column("sampling", sampling).slice(0, 1000), TAILS)
+    for name, rows in (("labels", 300), ("groups", 300), ("summaries", 48)):
+        table = pq.read_table(f"work/real/{name}/train.parquet")
+        pq.write_table(table.slice(0, rows), BANKING.format(name, rows))
 
 
 def measured(name: str, folder: Path) -> dict[str, Any]:
@@ -46,7 +80,7 @@ def measured(name: str, folder: Path) -> dict[str, Any]:
     plan = command("plan", file, *options, "--json")
     plan_seconds = time.monotonic() - began
     began = time.monotonic()
-    run = command("run", file, *options, "--json", "--overwrite")
+    run, ends = watched_run(file, *options, "--json", "--overwrite")
     seconds = time.monotonic() - began
     chosen = plan["chosen"]
     return {
@@ -57,6 +91,7 @@ def measured(name: str, folder: Path) -> dict[str, Any]:
         "high": chosen["high"],
         "measured": seconds,
         "error": chosen["seconds"] / seconds - 1,
+        "eta_errors": [end / seconds - 1 for end in ends],
         "predicted_busy": chosen["busy_seconds"],
         "measured_busy": run["generate_seconds"],
         "predicted_tokens": chosen["generated_tokens"],
@@ -90,12 +125,38 @@ def by_processor(name: str, folder: Path, limit: int) -> dict[str, Any]:
         "high": chosen.high - startup,
         "measured": totals.generate_seconds,
         "error": chosen.busy_seconds / totals.generate_seconds - 1,
+        "eta_errors": [],
         "predicted_busy": chosen.busy_seconds,
         "measured_busy": totals.generate_seconds,
         "predicted_tokens": chosen.generated_tokens,
         "measured_tokens": totals.generated_tokens,
         "predicted_startup": startup,
     }
+
+
+def watched_run(*arguments: str) -> tuple[dict[str, Any], list[float]]:
+    """The JSON object of a run, and when its progress lines expected it to end, from a tenth of the rows on: seconds
+    since it began."""
+    began = time.monotonic()
+    ends: list[float] = []
+    command = [str(Path(sys.executable).parent / "skipdecode"), "run", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None and process.stdout is not None
+        for line in process.stderr:
+            found = PROGRESS.search(line)
+            if found and 10 * _number(found["done"]) >= _number(found["rows"]):
+                left = 0
+                for part in found["eta"].split(":"):
+                    left = 60 * left + int(part)
+                ends.append(time.monotonic() - began + left)
+        values: dict[str, Any] = json.loads(process.stdout.read().strip().splitlines()[-1])
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return values, ends
+
+
+def _number(text: str) -> int:
+    return int(text.replace(",", ""))
 
 
 def command(*arguments: str) -> dict[str, Any]:
@@ -117,6 +178,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.processor:
         time.perf_counter = time.process_time
+    write_inputs()
     lines = []
     for name in options.jobs.split(","):
         line = (
@@ -133,6 +195,9 @@ def main() -> None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(lines, indent=2) + "\n")
     errors = np.abs([line["error"] for line in lines])
+    etas = np.abs([error for line in lines for error in line["eta_errors"]])
+    if len(etas):
+        print(f"{len(etas)} ETAs: median error {np.median(etas):.0%}, {np.mean(etas <= 0.1):.0%} within 10%")
     print(f"{len(lines)} jobs: median error {np.median(errors):.0%}, 90th percentile {np.percentile(errors, 90):.0%}")
 
 

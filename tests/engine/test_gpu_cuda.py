@@ -157,9 +157,11 @@ def test_the_paged_engine_gives_the_library_engines_texts(tmp_path: Path) -> Non
         Generator(str(checkpoint), dtype="float32", device="cuda", engine=engine, cache_bytes=2**26, max_batch=16)(
             column
         )["generated_text"].tolist()
-        for engine in ("library", "paged")
+        for engine in ("library", "paged", "auto")
     ]
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] == texts[2]
+    chosen = Generator(str(checkpoint), device="cuda")
+    assert isinstance(chosen.engine, GpuEngine) and chosen.max_batch == 512 and chosen.cache_bytes > 2**30
 
 
 @contextmanager

@@ -52,8 +52,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[ActorsConfig]:
     return found
 
 
-def test_what_is_free_beside_all_else_is_cache(checkpoint: Path, tmp_path: Path, asked: list[ActorsConfig]) -> None:
-    config = job(checkpoint, tmp_path, {"gpus": 1})
+@pytest.mark.parametrize("engine", ["paged", "auto"])
+def test_what_is_free_beside_all_else_is_cache(
+    checkpoint: Path, tmp_path: Path, asked: list[ActorsConfig], engine: str
+) -> None:
+    config = job(checkpoint, tmp_path, {"gpus": 1}, engine=engine)
     first = plan(config)
     assert first.batching.max_batch == 512
     need = memory_needed(
@@ -75,6 +78,7 @@ def test_what_is_free_beside_all_else_is_cache(checkpoint: Path, tmp_path: Path,
     [
         ({"gpus": 1, "cache_bytes": 10**9}, {}, 10**9),
         ({"gpus": 1}, {"engine": "library"}, GPU_CACHE_BYTES),
+        ({"gpus": 1}, {"engine": "auto", "compile": True}, GPU_CACHE_BYTES),
         ({"gpus": 0.5}, {"engine": "library"}, GPU_CACHE_BYTES // 2),
         ({}, {}, None),
         ({"gpus": 1}, {"device": "cpu"}, GPU_CACHE_BYTES),
