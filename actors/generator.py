@@ -55,7 +55,7 @@ class Generator:
         device: auto, cpu, cuda or cuda:N; auto is cuda where torch sees a GPU.
         threads: torch threads on a CPU; None keeps the process's setting.
         cache_bytes: Bytes of key/value cache of the rows in flight; None: 1 GiB, of the paged engine what the GPU has
-            free.
+            free; give it where processes share a GPU.
         max_batch: Most rows in flight; None: 64, of the paged engine 512.
         scheduler: lock_step: rows of a batch begin together; refill: a row that has ended is replaced immediately.
         compile: Compile the layers with torch.compile, in place of this package's CPU kernels.

@@ -32,6 +32,7 @@ class Work:
         actors: that work at the same time.
         startup: seconds of the run in which no actor answers.
         prepare: seconds to tokenize all rows, on as many processes as run at the same time.
+        crowd: an actor's seconds in the run over those in the sample.
     """
 
     shards: Sequence[Shard]
@@ -39,6 +40,7 @@ class Work:
     actors: int
     startup: float
     prepare: float
+    crowd: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ def _run(
     all_rows = sum(shard.rows for shard in work.shards)
     count = min(len(work.shards), max(1, SIMULATED_ROWS * len(work.shards) // all_rows))
     chosen = [place * len(work.shards) // count for place in range(count)]
+    factor *= work.crowd
     done: dict[int, tuple[int, Simulated]] = {}
     for place in chosen:
         shard = work.shards[place]

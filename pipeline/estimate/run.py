@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from actors.answers import Prompt
 from actors.engine.errors import UserError
 from actors.engine.schedule import Schedule
 from pipeline import job as jobs
+from pipeline.backends.in_process import InProcess
 from pipeline.backends.stages import Backend
 from pipeline.commit.claim import check_same_job, stored_job
 from pipeline.commit.records import read_records
@@ -38,15 +40,17 @@ SAMPLE_SHARE = 0.01  # of the job's rows, at least two batches and LEAST_ROWS ro
 LEAST_ROWS = 64  # that an actor is to answer
 SAMPLED_ACTORS = 8  # that measure at the same time, at most
 LONG = 1000  # tokens, by which speeds are ordered
-STAGES_SECONDS = 3.0  # from a loaded model to the first shard, and from the last one to the end, on Ray Data
+STAGES_SECONDS = 3.5  # from a loaded model to the first shard; totals, report and the end of the process
+CROWDED = 1.05  # seconds of an actor in a run over those in the sample, where all share the cores of this machine
 
 
 @dataclass(frozen=True)
 class Startup:
     """Seconds of a run in which no actor answers.
 
-    plan: from the start of the process to the plan. ray: until Ray has started, or is found. load: until the last of
-    the sampled actors has its model. stages: the constant `STAGES_SECONDS`.
+    plan: from the start of the process to the plan. ray: until Ray has started, or is found, and to leave it. load:
+    until the last actor has its model, beside the workers that read and prepare. stages: the constant
+    `STAGES_SECONDS`.
     """
 
     plan: float
@@ -57,6 +61,18 @@ class Startup:
     @property
     def seconds(self) -> float:
         return self.plan + self.ray + self.load + self.stages
+
+
+def load_in_a_run(seconds: float, imports: float, actors: int, shards: int, cores: int) -> float:
+    """Seconds until all actors have their models in a run, where a worker a core starts beside them.
+
+    Args:
+        seconds: until they had them in the sample, which started no workers.
+        imports: of the processor, that a worker takes to start.
+        actors, shards, cores: of this machine.
+    """
+    of_actor = seconds * min(1.0, cores / actors)
+    return max(seconds, (actors * of_actor + min(cores, shards) * imports) / cores)
 
 
 @dataclass(frozen=True)
@@ -122,9 +138,15 @@ def estimate(
             job = stack.enter_context(jobs.checked(job, stored, backend))
             asked = time.time()
             samples = _measure(job, good, speeds, backend, seconds, sum(shard.rows for shard in left))
-    startup = Startup(planned, ray, max(one.loaded for one in samples) - asked, STAGES_SECONDS)
+            before = time.monotonic()
+        ray += time.monotonic() - before
+    load, crowd = max(one.loaded for one in samples) - asked, 1.0
+    if backend.on_this_machine and not isinstance(backend, InProcess):
+        load = load_in_a_run(load, planned, config.actors.most, len(left), os.cpu_count() or 1)
+        crowd = 1.0 if config.actors.gpus else CROWDED
+    startup = Startup(planned, ray, load, STAGES_SECONDS)
     rows = sum(shard.rows for shard in left)
-    work = Work(left, known, config.actors.most, startup.seconds, prepare * rows)
+    work = Work(left, known, config.actors.most, startup.seconds, prepare * rows, crowd)
     with announced("simulating the job's batches"):
         predictions = _predictions(job, speeds, samples, work)
     measured = [chunk for one in samples for speed in one.speeds.values() for chunk in speed.chunks]

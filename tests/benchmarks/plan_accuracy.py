@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -75,6 +76,7 @@ def measured(name: str, folder: Path) -> dict[str, Any]:
     """Plan and run one job, each as a process of its own."""
     file, *changes = JOBS[name]
     output = folder / name
+    shutil.rmtree(output, ignore_errors=True)  # of an earlier measurement
     options = [option for change in [*changes, f"output.path={output}"] for option in ("--set", change)]
     began = time.monotonic()
     plan = command("plan", file, *options, "--json")

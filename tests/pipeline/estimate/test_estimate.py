@@ -27,7 +27,7 @@ from pipeline.estimate.measure import Answered, measure_actor
 from pipeline.estimate.predict import makespan
 from pipeline.estimate.report import histogram, to_dict
 from pipeline.estimate.rows import Rows, sample_places
-from pipeline.estimate.run import estimate
+from pipeline.estimate.run import estimate, load_in_a_run
 from pipeline.estimate.simulate import EngineShape, SimulatedRow, simulate
 from pipeline.estimate.speeds import losses
 from pipeline.read.shards import Shard
@@ -67,6 +67,16 @@ def test_a_makespan_lies_between_its_bounds(seconds: list[float], actors: int) -
     found = makespan(seconds, actors)
     assert found >= max(max(seconds), sum(seconds) / actors) - 1e-6
     assert found <= sum(seconds) / actors + max(seconds) + 1e-6
+
+
+@given(*[st.floats(0.1, 60)] * 2, st.integers(1, 32), st.integers(1, 1000), st.integers(1, 64))
+def test_models_load_slower_beside_the_workers_of_a_run(
+    seconds: float, imports: float, actors: int, shards: int, cores: int
+) -> None:
+    found = load_in_a_run(seconds, imports, actors, shards, cores)
+    assert seconds <= found <= (seconds + imports) * 1.0001
+    if actors >= cores:
+        assert found == pytest.approx(seconds + imports * min(cores, shards) / cores)
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=60))
