@@ -19,6 +19,7 @@ from pipeline.read.shards import Shard
 SIMULATED_ROWS = 4096  # of the job, at most; other shards are taken to be like these
 REPLICATES = 16  # of the simulation, each over answers and batches drawn again
 SPREAD = 0.08  # of a run's speed between two times of the same machine: a standard deviation, as a share
+STARTUP_SPREAD = 0.1  # the same of its start-up
 LOW, HIGH = 5, 95  # percentiles of the interval
 
 
@@ -86,13 +87,14 @@ def predict(
     times = [(chunk.seconds, _again(chunk, schedule, costs, shape)) for _, chunk in chunks]
     runs = []
     for replicate in range(REPLICATES + 1):
-        drawn, factor = answered, _factor(times)
+        drawn, factor, startup = answered, _factor(times), work.startup
         if replicate:  # the first is the estimate itself
             drawn = [answered[index] for index in random.integers(len(answered), size=len(answered))]
             picked = [times[index] for index in random.integers(len(times), size=len(times))]
             factor = _factor(picked) * max(0.5, random.normal(1.0, SPREAD))
+            startup = work.startup * max(0.5, random.normal(1.0, STARTUP_SPREAD))
         rows = Rows(work.known, drawn, per_row, random)
-        runs.append(_run(rows, schedule, costs, shape, work, factor))
+        runs.append(_run(rows, schedule, costs, shape, replace(work, startup=startup), factor))
     seconds = [run[0] for run in runs]
     low, high = np.percentile(seconds[1:], [LOW, HIGH])
     (estimate, busy, totals) = runs[0]
