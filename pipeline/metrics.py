@@ -79,9 +79,9 @@ def installed(sink: Sink) -> Iterator[None]:
         install(before)
 
 
-def is_exported() -> bool:
-    """Whether this process exports metrics."""
-    return _sink is not None
+def exporter() -> Sink | None:
+    """Where this process exports metrics to; None: nowhere."""
+    return _sink
 
 
 def add(name: str, amount: float = 1.0, *, part: Part | None = None) -> None:

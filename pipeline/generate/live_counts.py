@@ -39,8 +39,8 @@ class LiveCounts:
         self.source = source
         self._lock = threading.Lock()
         self._reported = EngineStats()
-        if metrics.is_exported():
-            threading.Thread(target=_run, args=(weakref.ref(self),), name="metrics", daemon=True).start()
+        if (sink := metrics.exporter()) is not None:
+            threading.Thread(target=_run, args=(weakref.ref(self), sink), name="metrics", daemon=True).start()
 
     def take_stats(self) -> EngineStats:
         """The engine's counts since the last call, all of them reported."""
@@ -70,9 +70,9 @@ class LiveCounts:
         self._reported = EngineStats(**most)
 
 
-def _run(reference: weakref.ref[LiveCounts]) -> None:
-    """Report as long as the counts are in use."""
-    while (counts := reference()) is not None:
+def _run(reference: weakref.ref[LiveCounts], sink: metrics.Sink) -> None:
+    """Report to the sink as long as it is installed and the counts are in use."""
+    while metrics.exporter() is sink and (counts := reference()) is not None:
         counts.report()
         del counts
         time.sleep(SECONDS)
