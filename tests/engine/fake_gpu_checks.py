@@ -239,7 +239,7 @@ def test_the_benchmark_comes_to_its_end(gpu: Gpu, tmp_path: Path, monkeypatch: p
     assert [(one["batch"], one["speed"]) for one in shape["runs"]] == [(2, 1), (2, 3), (4, 1), (4, 3)]
     assert all(one["largest_batch"] >= 0.95 * int(one["largest_by_bytes"]) for one in shape["runs"])
     assert len(shape["schedulers"]) == 8
-    assert len(told["choices"]["steps"]) == 26 and told["choices"]["attention"]
+    assert len(told["choices"]["steps"]) == 32 and told["choices"]["attention"]
 
 
 def test_what_was_compiled_spills_nothing_and_fits_a_multiprocessor(gpu: Gpu) -> None:
