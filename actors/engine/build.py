@@ -12,7 +12,7 @@ from actors.engine.errors import UserError
 from actors.engine.loading import Checkpoint, load_decoder, memory_needed, stop_ids
 from actors.engine.schedule import Schedule
 from actors.engine.speed_adapter import base_digest, merge
-from actors.engine.types import EngineName
+from actors.engine.types import EngineName, wants_pages
 from actors.engine.weights import ITEM_BYTES, cache_that_fits, check_free
 
 if TYPE_CHECKING:
@@ -82,11 +82,11 @@ def resolve_device(name: str) -> torch.device:
 
 
 def uses_pages(engine: EngineName, checkpoint: Checkpoint, *, on_gpu: bool, compiled: bool = False) -> bool:
-    """Whether the paged engine runs the checkpoint: with `paged`, and with `auto` on a GPU without torch.compile.
+    """Whether the paged engine runs the checkpoint.
 
-    Logs the reason where the GPU or the model's family rules it out.
+    Logs the reason where the setting asks for it (`wants_pages`) and the device or the model's family rules it out.
     """
-    if engine == "library" or (engine == "auto" and (compiled or not on_gpu)):
+    if not wants_pages(engine, on_gpu=on_gpu, compiled=compiled):
         return False
     if not on_gpu:
         log.warning("engine: library in place of paged, which needs a GPU")

@@ -18,6 +18,11 @@ EngineName = Literal["auto", "library", "paged"]
 SCHEDULERS = ("lock_step", "refill")
 
 
+def wants_pages(engine: EngineName, *, on_gpu: bool, compiled: bool) -> bool:
+    """Whether a setting asks for the paged engine: `paged` does, and `auto` on a GPU without torch.compile."""
+    return engine == "paged" or (engine == "auto" and on_gpu and not compiled)
+
+
 class FinishReason(StrEnum):
     """Why a row ended: a stop token or string or a settled choice, a length limit (max_new_tokens or the context),
     or an error."""

@@ -26,6 +26,7 @@ class InProcess:
     """Backend of one process: one actor, no retries. A row that kills the process kills the caller."""
 
     on_this_machine = True
+    starts_workers = False
 
     def free_gpu_memory(self, actors: ActorsConfig) -> tuple[int, int]:
         """See `Hardware`."""

@@ -41,6 +41,8 @@ class RayData:
         metrics_port: where a Ray of our own serves metrics; default anywhere. UserError if it cannot.
     """
 
+    starts_workers = True
+
     def __init__(self, *, verbose: bool = False, metrics_port: int | None = None) -> None:
         self.verbose = verbose
         self.metrics_port = metrics_port

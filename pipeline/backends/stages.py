@@ -92,6 +92,11 @@ class Session(Protocol):
 class Backend(Hardware, Protocol):
     """Where a job runs."""
 
+    @property
+    def starts_workers(self) -> bool:
+        """Whether processes beside the actors read and prepare."""
+        ...
+
     def ready(self, actors: ActorsConfig) -> AbstractContextManager[None]:
         """Start what `call_as_actor` and a session run on, once for all within the block."""
         ...

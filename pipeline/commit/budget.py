@@ -1,7 +1,7 @@
-"""A job's budget over all of its runs: what they have spent, and the stop when a limit is reached.
+"""Budget of a job: sums the use of all runs and stops the job at a limit.
 
-Tokens are counted by the commit records; device time by the clock, from the session's start to its end, and kept in
-`_job/spent.json`. A driver that is killed does not write that file: then the actors' seconds in the records count.
+Tokens come from the commit records. Device time is the wall clock of each session, kept in `_job/spent.json`. A killed
+driver does not write that file; the actors' seconds in the commit records are then the lower bound.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ POLL_SECONDS = 0.25
 
 
 class BudgetSpent(Interrupted):
-    """A limit of the job's budget is reached; the same command goes on with a higher one."""
+    """A limit of the job's budget is reached. With a higher limit the same command resumes the job."""
 
 
 class Budget:
-    """Limits of a job and what its earlier runs have used.
+    """Limits of a job and the use of its earlier runs.
 
     Args:
-        config: of the job.
-        folder: its output.
-        device_seconds, tokens: used by earlier runs.
+        config: The job's config.
+        folder: The job's output.
+        device_seconds: Device seconds of earlier runs.
+        tokens: Tokens that earlier runs generated.
     """
 
     def __init__(self, config: JobConfig, folder: Folder, device_seconds: float, tokens: int) -> None:
@@ -45,11 +46,11 @@ class Budget:
         self.began = time.monotonic()
 
     def spent(self, seconds: float, tokens: int) -> str | None:
-        """The limit that is reached, and what was used of it; None below all limits.
+        """One line that names the reached limit and its use; None below all limits.
 
         Args:
-            seconds: of this run.
-            tokens: that it has generated.
+            seconds: Wall-clock seconds of this run.
+            tokens: Tokens that this run has generated.
         """
         limits = self.config.budget
         if limits is None:
@@ -63,14 +64,14 @@ class Budget:
 
     @contextmanager
     def spending(self, coordinator: RunCoordinator, shards: int) -> Iterator[None]:
-        """A run in the block, which asks the job to stop once a limit is reached: no further shard begins.
+        """Watch the run in the block; interrupt it at a limit, so that no further shard begins.
 
         Args:
-            coordinator: of the run.
-            shards: that the run is to answer. Once all have begun nothing is left to stop.
+            coordinator: Coordinator of the run.
+            shards: Number of shards of the run. Once all have begun, nothing is interrupted.
 
         Raises:
-            BudgetSpent: in place of the interrupt.
+            BudgetSpent: A limit was reached; replaces the interrupt.
         """
         if self.config.budget is None:
             yield
@@ -98,7 +99,7 @@ class Budget:
         while not ended.wait(POLL_SECONDS):
             try:
                 run = coordinator.read()
-            except Exception as error:  # of the store of Ray's objects; the run itself reports what ends it
+            except Exception as error:  # of Ray; the run itself reports it
                 log.debug("the budget was not checked: %s", error)
                 continue
             found = self.spent(time.monotonic() - self.began, run.tokens)
@@ -113,7 +114,7 @@ class Budget:
 
 
 def open_budget(config: JobConfig, folder: Folder, fingerprint: str) -> Budget:
-    """The budget of a job that is about to answer shards. Raises BudgetSpent if none of it is left."""
+    """The budget of a job that is about to run. Raises BudgetSpent if nothing is left of it."""
     if config.budget is None:
         return Budget(config, folder, 0.0, 0)
     totals = totals_of(read_records(folder, fingerprint))
@@ -125,7 +126,7 @@ def open_budget(config: JobConfig, folder: Folder, fingerprint: str) -> Budget:
 
 
 def spent_error(found: str) -> BudgetSpent:
-    """The error of a limit that is reached."""
+    """The error for a reached limit. found: the line of `Budget.spent`."""
     error = BudgetSpent(found)
     error.advice = "what is answered is kept; raise the limit, and the same command goes on"
     return error

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from actors.engine.constraint import check_compatible
 from actors.engine.errors import UserError
-from actors.engine.types import EngineName, SamplingParams
+from actors.engine.types import EngineName, SamplingParams, wants_pages
 from pipeline.config.adapt import AdaptConfig
 from pipeline.config.base import Endpoint, Place
 from pipeline.config.base import Section as Section
@@ -105,7 +105,11 @@ class ModelConfig(Section):
 
     def pages(self, *, on_gpu: bool) -> bool:
         """Whether the paged engine runs, if the model's family has it."""
-        return on_gpu and (self.engine == "paged" or (self.engine == "auto" and not self.compile))
+        return on_gpu and wants_pages(self.engine, on_gpu=on_gpu, compiled=self.compile)
+
+    def with_library_engine(self) -> ModelConfig:
+        """The same for work that the paged engine does not do."""
+        return self.model_copy(update={"engine": "library"})
 
     @model_validator(mode="after")
     def _compile_needs_library(self) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""Seconds of a prompts' pass and of a decode step as functions of what they compute, fitted to measured ones.
+"""Linear cost models of a prefill pass and of a decode step, fitted to measured seconds.
 
     pass = a + b · requests + c · layers · tokens + d · layers · Σ tokens²
     step = a + b · rows + c · layers run + d · Σ depth + e · Σ depth · context
@@ -21,7 +21,7 @@ SWEEPS = 20_000  # of coordinate descent, at most
 
 
 def pass_terms(schedule: Schedule, prompts: Sequence[int], prefix: int, requests: int) -> list[float]:
-    """Terms of a prompts' pass. prompts: tokens of each distinct prompt, of which `prefix` are not computed."""
+    """Terms of a prefill pass. prompts: tokens of each distinct prompt, including `prefix` shared tokens."""
     layers = len(schedule.prompt_layers)
     own = [tokens - prefix for tokens in prompts]
     square = sum(tokens * (tokens + prefix) for tokens in own)
@@ -29,7 +29,7 @@ def pass_terms(schedule: Schedule, prompts: Sequence[int], prefix: int, requests
 
 
 def step_terms(schedule: Schedule, positions: Numbers, contexts: Numbers) -> list[float]:
-    """Terms of a decode step. positions, contexts [R]: t of each row's input, and the tokens that it attends to."""
+    """Terms of a decode step. positions [R]: generated position t of each row. contexts [R]: tokens it attends to."""
     depths = np.asarray(schedule.depths, float)[np.minimum(positions.astype(int), len(schedule.depths) - 1)]
     return [1.0, float(len(depths)), float(depths.max()), float(depths.sum()), float((depths * contexts).sum())]
 
@@ -44,7 +44,7 @@ def fit(terms: Numbers, seconds: Numbers) -> Numbers:
     found = np.zeros(len(scale))
     for _ in range(SWEEPS):
         before = found.copy()
-        for index in reversed(range(len(found))):  # what cannot be told apart is no constant
+        for index in reversed(range(len(found))):  # last first: the constant gets only what no other term explains
             if gram[index, index] > 0:
                 rest = target[index] - gram[index] @ found + gram[index, index] * found[index]
                 found[index] = max(0.0, rest / gram[index, index])
@@ -55,22 +55,22 @@ def fit(terms: Numbers, seconds: Numbers) -> Numbers:
 
 @dataclass(frozen=True)
 class Costs:
-    """Coefficients of a pass and of a step, s a term."""
+    """Fitted coefficients, seconds per unit of each term."""
 
     prefill: tuple[float, ...]
     decode: tuple[float, ...]
 
     @classmethod
     def of(cls, passes: Sequence[Sequence[float]], steps: Sequence[Sequence[float]]) -> Costs:
-        """Fitted to passes and steps, each its terms and then its seconds."""
+        """Fit to measured passes and steps. Each is a list: its terms, then its seconds."""
         return cls(_fitted(passes, 4), _fitted(steps, 5))
 
     def prefill_seconds(self, terms: Sequence[float]) -> float:
-        """Of a prompts' pass."""
+        """Seconds of a prefill pass."""
         return sum(cost * term for cost, term in zip(self.prefill, terms, strict=True))
 
     def decode_seconds(self, terms: Sequence[float]) -> float:
-        """Of a decode step."""
+        """Seconds of a decode step."""
         return sum(cost * term for cost, term in zip(self.decode, terms, strict=True))
 
 

@@ -25,15 +25,15 @@ LOW, HIGH = 5, 95  # percentiles of the interval
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be answered.
+    """The rest of a job.
 
     Args:
-        shards: that are left.
-        known: prompts by file and row number.
-        actors: that work at the same time.
-        startup: seconds of the run in which no actor answers.
-        prepare: seconds to tokenize all rows, on as many processes as run at the same time.
-        crowd: an actor's seconds in the run over those in the sample.
+        shards: Shards to answer.
+        known: Tokenized prompts, by file and row number.
+        actors: Number of actors.
+        startup: Seconds of the run in which no actor answers.
+        prepare: Seconds to tokenize all rows with all workers.
+        crowd: Seconds of an actor in the run ÷ seconds for the same work in the sample.
     """
 
     shards: Sequence[Shard]
@@ -115,8 +115,8 @@ def predict(
 
 
 def _again(chunk: Chunk, schedule: Schedule, costs: Costs, shape: EngineShape) -> float:
-    """Simulated seconds of rows that were answered."""
-    # a fallback prompt stands for the ids: only their number counts, and the prefix that they begin with
+    """Simulated seconds of a measured chunk."""
+    # token ids do not matter here, except those of the shared prefix
     rows = [
         SimulatedRow((*shape.prefix, *[0] * (one.prompt_tokens - len(shape.prefix))), one.limit, one.tokens, row)
         for row, one in zip(chunk.rows, chunk.answered, strict=True)
@@ -125,7 +125,7 @@ def _again(chunk: Chunk, schedule: Schedule, costs: Costs, shape: EngineShape) -
 
 
 def _factor(times: Sequence[tuple[float, float]]) -> float:
-    """Measured seconds over simulated ones: what the costs of passes and steps leave out, such as text and requests."""
+    """Measured ÷ simulated seconds: covers costs that are not modelled, such as detokenization."""
     measured, simulated = (sum(column) for column in zip(*times, strict=True))
     return measured / simulated if simulated else 1.0
 

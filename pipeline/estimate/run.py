@@ -13,7 +13,6 @@ from actors.answers import Prompt
 from actors.engine.errors import UserError
 from actors.engine.schedule import Schedule
 from pipeline import job as jobs
-from pipeline.backends.in_process import InProcess
 from pipeline.backends.stages import Backend
 from pipeline.commit.claim import check_same_job, stored_job
 from pipeline.commit.records import read_records
@@ -48,9 +47,11 @@ CROWDED = 1.05  # seconds of an actor in a run over those in the sample, where a
 class Startup:
     """Seconds of a run in which no actor answers.
 
-    plan: from the start of the process to the plan. ray: until Ray has started, or is found, and to leave it. load:
-    until the last actor has its model, beside the workers that read and prepare. stages: the constant
-    `STAGES_SECONDS`.
+    Args:
+        plan: From the start of the process to the end of planning.
+        ray: To start or find Ray, and to leave it.
+        load: Until the last actor has loaded the model, while workers that read and prepare start.
+        stages: The constant `STAGES_SECONDS`.
     """
 
     plan: float
@@ -64,12 +65,14 @@ class Startup:
 
 
 def load_in_a_run(seconds: float, imports: float, actors: int, shards: int, cores: int) -> float:
-    """Seconds until all actors have their models in a run, where a worker a core starts beside them.
+    """Seconds until all actors of a run have loaded the model. A run starts a worker per core at the same time.
 
     Args:
-        seconds: until they had them in the sample, which started no workers.
-        imports: of the processor, that a worker takes to start.
-        actors, shards, cores: of this machine.
+        seconds: The same in the sample, which started no workers.
+        imports: Processor seconds to start a worker.
+        actors: Number of actors.
+        shards: Number of shards to answer.
+        cores: Processors of this machine.
     """
     of_actor = seconds * min(1.0, cores / actors)
     return max(seconds, (actors * of_actor + min(cores, shards) * imports) / cores)
@@ -141,7 +144,7 @@ def estimate(
             before = time.monotonic()
         ray += time.monotonic() - before
     load, crowd = max(one.loaded for one in samples) - asked, 1.0
-    if backend.on_this_machine and not isinstance(backend, InProcess):
+    if backend.on_this_machine and backend.starts_workers:
         load = load_in_a_run(load, planned, config.actors.most, len(left), os.cpu_count() or 1)
         crowd = 1.0 if config.actors.gpus else CROWDED
     startup = Startup(planned, ray, load, STAGES_SECONDS)

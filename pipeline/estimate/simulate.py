@@ -18,9 +18,9 @@ from actors.engine.protocol import Ended
 from actors.engine.schedule import Schedule
 from actors.engine.scheduler import generate
 from actors.engine.types import Completion, FinishReason
+from actors.engine.working_memory import CHUNK_TOKENS
 from pipeline.estimate.costs import Costs, pass_terms, step_terms
 
-PASS_TOKENS = 8192  # of a paged engine's pass
 DONE = Completion((), FinishReason.STOP, None)
 
 
@@ -176,7 +176,7 @@ class SimulatedEngine:
         tokens = 0
         for count, row in enumerate(requests):
             tokens += len(row.prompt_ids) - len(prefix)
-            if count and tokens > PASS_TOKENS:
+            if count and tokens > CHUNK_TOKENS:
                 return count
         return len(requests)
 

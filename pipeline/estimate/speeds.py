@@ -1,4 +1,4 @@
-"""The speeds that a job's checkpoint was trained for, and what records beside it know of their quality."""
+"""Speeds that a job's checkpoint was trained for, and their recorded loss of quality."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ METRICS = tuple(dict.fromkeys(("bleu", "rouge_l", "exact_match", *TOLERANCES))) 
 
 
 def name_of(schedule: Schedule) -> str:
-    """Speed of a schedule, for people."""
+    """Speed of a schedule as shown to users, such as `2x`."""
     if schedule.is_full_depth:
         return "1x"
     return f"{schedule.speedup:g}x" if schedule.speedup is not None else "the job's schedule"
 
 
 def schedules(job: PlannedJob) -> dict[str, Schedule]:
-    """By name: the job's own, the other speeds that its checkpoint was trained for, and 1x at the end."""
+    """Schedules by name: the job's own first, then other speeds that the checkpoint was trained for, then 1x."""
     checkpoint = job.checkpoint.checkpoint
     kept = {key: value for key, value in job.config.schedule.changes().items() if key not in DEPTH_KEYS}
     found = {name_of(job.schedule): job.schedule}
@@ -60,7 +60,7 @@ def _trained_speeds(folder: Path) -> list[float]:
 
 @dataclass(frozen=True)
 class Loss:
-    """What a speed loses against full depth, in the metric's unit; below 0 is a gain. low: None if not recorded."""
+    """Loss of a speed against full depth, in the metric's unit; a gain is negative. low: None if not recorded."""
 
     metric: str
     loss: float
@@ -74,9 +74,11 @@ class Loss:
 
 
 def losses(config: JobConfig, prompt: str) -> dict[str, Loss]:
-    """By speed, from an evaluate or adapt record beside the checkpoint or its speed adapter; {} without one.
+    """Loss by speed, from a record of evaluate or adapt beside the checkpoint or its speed adapter; {} without one.
 
-    prompt: prompt policy of the job.
+    Args:
+        config: The job's config.
+        prompt: The job's prompt policy.
     """
     folder = _trained_folder(config)
     if folder is None:

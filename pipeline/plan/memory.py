@@ -52,7 +52,7 @@ def log_memory_estimate(
 
     An actor on a GPU checks the free memory there itself, before it loads.
     """
-    model = config.model.model_copy(update={"engine": "library"}) if config.scores else config.model
+    model = config.model.with_library_engine() if config.scores else config.model
     need = actor_need(model, config.actors, checkpoint, batching)
     how = "scoring" if config.scores else batching.scheduler
     described = describe(need, config.model.dtype, config.actors)

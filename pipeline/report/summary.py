@@ -164,13 +164,16 @@ def _shown_rows(folder: Folder, manifest: Manifest, count: int) -> list[tuple[di
     versions = {file.url: file.version for file in manifest.files}
     shown: list[tuple[dict[str, Any], str | None]] = []
     for example in () if manifest.agreement is None else manifest.agreement.examples:
-        inside = [
-            one for one in manifest.shards if one.url == example.url and 0 <= example.row - one.first_row < one.rows
-        ]
-        if len(shown) < count and inside and versions[example.url] == example.version:
-            part = pq.read_table(io.BytesIO(folder.read(part_name(inside[0].index))))
-            if part.num_rows == inside[0].rows:  # one answer a row
-                shown.append((part.slice(example.row - inside[0].first_row, 1).to_pylist()[0], example.text))
+        if len(shown) == count:
+            break
+        if versions.get(example.url) != example.version:
+            continue
+        for shard in manifest.shards:
+            place = example.row - shard.first_row
+            if shard.url == example.url and 0 <= place < shard.rows:
+                part = pq.read_table(io.BytesIO(folder.read(part_name(shard.index))))
+                if part.num_rows == shard.rows:  # one answer a row
+                    shown.append((part.slice(place, 1).to_pylist()[0], example.text))
     return shown or [(row, None) for row in first_rows(folder, count)]
 
 

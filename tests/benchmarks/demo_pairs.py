@@ -113,8 +113,7 @@ def pairs(source: Path, count: int, replaced: float, seed: int) -> list[tuple[st
 
 
 def right(prompt: str, reference: str) -> bool:
-    errors = errors_of(prompt, reference)
-    return errors.missing + errors.wrong + errors.added == 0
+    return errors_of(prompt, reference).errors == 0
 
 
 def main() -> None:

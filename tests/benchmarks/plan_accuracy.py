@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-MODEL = "work/real/model"
+SKIPDECODE = str(Path(sys.executable).parent / "skipdecode")
 E2E, BANKING = "input.path=../shared/data/e2e/test.parquet", "work/real/{}/train-{}.parquet"
 PROGRESS = re.compile(r"(?P<done>[\d,]+)/(?P<rows>[\d,]+) rows.* ETA (?P<eta>[\d:]+)")
 TAILS = "work/plan-accuracy/tails.parquet"  # as `write_tails` makes it
@@ -141,8 +141,8 @@ def watched_run(*arguments: str) -> tuple[dict[str, Any], list[float]]:
     since it began."""
     began = time.monotonic()
     ends: list[float] = []
-    command = [str(Path(sys.executable).parent / "skipdecode"), "run", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([SKIPDECODE, "run", *arguments], stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stderr is not None and process.stdout is not None
         for line in process.stderr:
             found = PROGRESS.search(line)
@@ -151,10 +151,10 @@ def watched_run(*arguments: str) -> tuple[dict[str, Any], list[float]]:
                 for part in found["eta"].split(":"):
                     left = 60 * left + int(part)
                 ends.append(time.monotonic() - began + left)
-        values: dict[str, Any] = json.loads(process.stdout.read().strip().splitlines()[-1])
+        printed = process.stdout.read()
     if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
-    return values, ends
+        raise subprocess.CalledProcessError(process.returncode, process.args)
+    return _last_object(printed), ends
 
 
 def _number(text: str) -> int:
@@ -163,10 +163,11 @@ def _number(text: str) -> int:
 
 def command(*arguments: str) -> dict[str, Any]:
     """The JSON object that `skipdecode` prints last. CalledProcessError if it fails."""
-    done = subprocess.run(
-        [str(Path(sys.executable).parent / "skipdecode"), *arguments], stdout=subprocess.PIPE, text=True, check=True
-    )
-    values: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return _last_object(subprocess.run([SKIPDECODE, *arguments], stdout=subprocess.PIPE, text=True, check=True).stdout)
+
+
+def _last_object(printed: str) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
     return values
 
 

@@ -81,8 +81,8 @@ class Errors:
         return Errors(*(one + two for one, two in pairs))
 
     @property
-    def rate(self) -> float:
-        return (self.missing + self.wrong + self.added) / self.values
+    def errors(self) -> int:
+        return self.missing + self.wrong + self.added
 
 
 def slots_of(prompt: str) -> dict[str, str]:
@@ -136,9 +136,10 @@ def main(folders: list[str]) -> None:
             rows += zip(table["prompt"].to_pylist(), table[text].to_pylist(), strict=True)
         each = [errors_of(prompt, text or "") for prompt, text in rows]
         total = sum(each, Errors())
-        right = sum(one.missing + one.wrong + one.added == 0 for one in each)
+        right = sum(one.errors == 0 for one in each)
+        share = 100 * total.errors / total.values
         print(
-            f"{folder}: slot error rate {100 * total.rate:.2f}% of {total.values:,} values: {total.missing} missing, "
+            f"{folder}: slot error rate {share:.2f}% of {total.values:,} values: {total.missing} missing, "
             f"{total.wrong} wrong, {total.added} added; {100 * right / len(rows):.1f}% of {len(rows):,} answers right"
         )
 

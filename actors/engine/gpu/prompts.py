@@ -97,14 +97,13 @@ class Prompts:
         slots = torch.cat([torch.full((length,), owner.get(prompt, 0)) for prompt, length in enumerate(lengths)])
         depths = torch.ones(starts[-1], dtype=torch.int32, device=device)
         self.lanes = Lanes(upload(slots, device), self.positions, depths, None)  # one a token
-        # of each token that is kept later: its index in prefix + pass, its row, its position in the row
-        picked, owners, positions = [], [], []
-        for row, source in zip(rows, sources, strict=True):
-            picked.append(_with_prefix(starts[source], starts[source + 1], before))
-            owners.append(torch.full((before + lengths[source],), row))
-            positions.append(torch.arange(before + lengths[source]))
         self._kept = len(rows) > 0 and not self.unshared
-        if self._kept:
+        if self._kept:  # of each token that `keep` writes: its index in prefix + pass, its row, its position in the row
+            picked, owners, positions = [], [], []
+            for row, source in zip(rows, sources, strict=True):
+                picked.append(_with_prefix(starts[source], starts[source + 1], before))
+                owners.append(torch.full((before + lengths[source],), row))
+                positions.append(torch.arange(before + lengths[source]))
             self._picked, self._owners, self._positions = (
                 upload(torch.cat(parts), device) for parts in (picked, owners, positions)
             )
