@@ -51,7 +51,7 @@ class Engine:
     """
 
     rounds_to_warm = 1
-    grows = False
+    grows = stepped = False
 
     def __init__(
         self, decoder: Decoder, schedule: Schedule, stop_ids: Collection[int], *, cumulative_logprob: bool = True

@@ -326,7 +326,7 @@ class OnlineLoop:
                 self._waiting.popleft()
         self._flying.update(zip(tickets, tasks, strict=True))
         self.totals.prompt_tokens += sum(len(task.request.prompt_ids) for task in tasks if not task.sent)
-        self._step_first, self._waited = True, 0
+        self._step_first, self._waited = not self.engine.stepped, 0
         return self.engine.retire()
 
     def _requeue(self, tickets: Sequence[int]) -> None:

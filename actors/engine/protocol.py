@@ -22,6 +22,7 @@ class EngineProtocol(Protocol):
         cumulative_logprob: Whether completions carry their log-probability.
         grows: Whether rows allocate cache as they grow; then admission is an estimate, rows may be preempted, and all
             have the engine's schedule.
+        stepped: Whether the last `admit` also made a step for the rows that were in flight.
         rounds_to_warm: Runs over the same rows after which nothing is compiled or captured any more.
     """
 
@@ -32,6 +33,7 @@ class EngineProtocol(Protocol):
     stats: EngineStats
     rows: list[Row]
     grows: bool
+    stepped: bool
     rounds_to_warm: int
 
     def row_bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:

@@ -233,7 +233,7 @@ class _Admission:
     def next_rows(self) -> list[int]:
         """The waiting rows that are admitted now: as many as there is space for, once they are worth a pass.
 
-        Where rows grow, those that are in flight make a step between two passes.
+        Where rows grow, those that are in flight make a step in each pass or between two passes.
         """
         engine, busy = self.engine, bool(self.engine.rows)
         if busy and self._step_first:
@@ -248,14 +248,15 @@ class _Admission:
             return first[: max(1, estimate)]
         if estimate < min(len(first), math.ceil(len(engine.rows) / self._share)):
             return []
-        self._step_first = engine.grows
         return first[: engine.first_pass([self.requests[row] for row in first[:estimate]], self.prefix)]
 
     def admit(self, rows: Sequence[int]) -> Ended:
         """Admit the first waiting rows; returns the rows that have ended with their first token."""
         if not self._reported.issuperset(rows):
             self.report()
+        busy = bool(self.engine.rows)
         tickets = self.engine.admit([self.requests[row] for row in rows], self.prefix)
+        self._step_first = busy and self.engine.grows and not self.engine.stepped
         for _ in rows:
             self.waiting.popleft()
         self._tickets.update(zip(tickets, rows, strict=True))

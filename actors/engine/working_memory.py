@@ -31,7 +31,7 @@ def working_bytes(config: Any, itemsize: int, max_rows: int) -> int:
     """
     shape = ModelShape.of(config)
     own_heads, query_heads = shape.kv_heads * shape.head_dim, shape.query_heads * shape.head_dim
-    chunk = CHUNK_TOKENS * (8 * shape.hidden + 3 * shape.feed_forward)
+    chunk = (CHUNK_TOKENS + max_rows) * (8 * shape.hidden + 3 * shape.feed_forward)
     longest = min(shape.context, LONG_ROW)
     keys = max(KEY_TOKENS, longest)
     # hidden states; keys and values of one layer, with those of the prefix, and repeated for all query heads

@@ -101,7 +101,7 @@ class SimulatedEngine:
         self.schedule, self.costs, self.shape = schedule, costs, shape
         self.decoder = SimpleNamespace(context_length=shape.context)
         self.stats = SimpleNamespace(out_of_memory=0)
-        self.grows = shape.grows
+        self.grows, self.stepped = shape.grows, False
         self.rows: list[_Flying] = []
         self.totals = Simulated()
         self._tickets = 0
@@ -126,6 +126,9 @@ class SimulatedEngine:
         terms = pass_terms(self.schedule, list(prompts.values()), len(prefix), len(requests))
         self.totals.prefill_seconds += self.costs.prefill_seconds(terms)
         self.totals.prompt_tokens += sum(prompts.values())
+        self.stepped = self.grows and bool(self.rows)
+        if self.stepped:
+            self._step(rides=True)
         begun = [_Flying(self._tickets + index, row) for index, row in enumerate(requests)]
         self._tickets += len(begun)
         self.rows += begun
@@ -135,16 +138,22 @@ class SimulatedEngine:
         """See `EngineProtocol`."""
         ended = self.retire()
         if self.rows:
-            made = np.array([row.made for row in self.rows], float)
-            contexts = made + np.array([len(row.row.prompt_ids) for row in self.rows], float)
-            terms = step_terms(self.schedule, made - 1, contexts)
-            self.totals.decode_seconds += self.costs.decode_seconds(terms)
-            self.totals.row_steps += len(self.rows)
-            self.totals.layer_steps += int(terms[3])
-            for row in self.rows:
-                row.made += 1
+            self._step(rides=False)
             ended += self.retire()
         return ended
+
+    def _step(self, *, rides: bool) -> None:
+        """A token for every row. rides: within a prefill pass, which has read the weights."""
+        made = np.array([row.made for row in self.rows], float)
+        contexts = made + np.array([len(row.row.prompt_ids) for row in self.rows], float)
+        terms = step_terms(self.schedule, made - 1, contexts)
+        self.totals.row_steps += len(self.rows)
+        self.totals.layer_steps += int(terms[3])
+        if rides:
+            terms[0] = terms[2] = 0.0
+        self.totals.decode_seconds += self.costs.decode_seconds(terms)
+        for row in self.rows:
+            row.made += 1
 
     def retire(self) -> Ended:
         """See `EngineProtocol`."""

@@ -189,12 +189,13 @@ def test_pages_run_out(gpu: Gpu) -> None:
     engine.close()
 
 
-LENGTHS = {"short": [20] * 512, "many": [400] * 20, "one": [2000], "shared": [330] * 60}
+LENGTHS = {"short": [20] * 512, "many": [400] * 20, "one": [2000], "shared": [330] * 60, "riding": [20] * 512}
 DRAWN = {"greedy": {}, "all": {"temperature": 0.8, "top_p": 0.9, "min_new_tokens": 3, "ignore_eos": False}}
 
 
 @pytest.mark.parametrize(
-    ("lengths", "drawn"), [("short", "all"), ("many", "greedy"), ("one", "greedy"), ("shared", "greedy")]
+    ("lengths", "drawn"),
+    [("short", "all"), ("many", "greedy"), ("one", "greedy"), ("shared", "greedy"), ("riding", "all")],
 )
 @pytest.mark.parametrize("name", ["llama-3-8b", "opt-1.3b"])
 def test_a_planned_batch_stays_within_its_memory(gpu: Gpu, name: str, lengths: str, drawn: str) -> None:
@@ -211,7 +212,11 @@ def test_a_planned_batch_stays_within_its_memory(gpu: Gpu, name: str, lengths: s
     with gpu.counted():
         engine.open(len(rows), max(given), 8)
         rows = rows[: engine.admission_estimate(rows)]
-        engine.admit(rows, shared)
+        first = len(rows) // 2 if lengths == "riding" else len(rows)
+        engine.admit(rows[:first], shared)
+        if first < len(rows):
+            engine.admit(rows[first:], shared)
+            assert engine.stepped
         for _ in range(3):
             engine.step()
     assert engine._run is not None

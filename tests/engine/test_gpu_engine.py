@@ -197,21 +197,33 @@ def test_long_prompts_in_chunks_change_no_token(tokens: int, family: str, monkey
         assert [list(tokens) for tokens in got] == oracle_answers(library, SCHEDULE, rows, STOP, got)
 
 
-def test_newcomers_come_a_pass_at_a_time_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But all at once where there is nobody to wait for them."""
+@pytest.mark.parametrize("hosted", [False, True])
+@pytest.mark.parametrize("prompt", ["full", "first"])
+def test_rows_in_flight_step_with_each_pass_or_between_passes(
+    prompt: str, hosted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They ride along, or the host samples and a step lies between. All newcomers come at once if none is in flight."""
     for module in (prompts, prefill):
         monkeypatch.setattr(module, "CHUNK_TOKENS", 20)
+    penalty = 1.1 if hosted else 1.0
     rows = [
-        Request(row.prompt_ids, SamplingParams(max_new_tokens=3 + 5 * (place % 4), ignore_eos=True))
+        Request(
+            row.prompt_ids,
+            SamplingParams(max_new_tokens=3 + 5 * (place % 4), ignore_eos=True, repetition_penalty=penalty),
+        )
         for place, row in enumerate(requests(40, 3))
     ]
-    engine = engine_of(fused("llama"), SCHEDULE, max_rows=16)
+    schedule = ScheduleSpec(speedup=2, horizon=6, prompt=prompt).build(LAYERS)
+    engine = engine_of(fused("llama"), schedule, max_rows=16)
     events: list[tuple[int, int]] = []  # rows in flight, tokens that come
     admit = engine.admit
 
     def watched(wanted: Sequence[Request], prefix: Sequence[int] = ()) -> list[int]:
-        events.append((len(engine.rows), sum(len(one.prompt_ids) for one in wanted)))
-        return admit(wanted, prefix)
+        busy = len(engine.rows)
+        events.append((busy, sum(len(one.prompt_ids) for one in wanted)))
+        tickets = admit(wanted, prefix)
+        assert engine.stepped == (busy > 0 and not hosted)
+        return tickets
 
     def stepped(*, last: bool = False) -> Any:
         events.append((0, 0))
@@ -222,12 +234,13 @@ def test_newcomers_come_a_pass_at_a_time_between_steps(monkeypatch: pytest.Monke
     monkeypatch.setattr(engine, "step", stepped)
     library = Decoder(tiny_model("llama"))
     got = answers(engine, rows)
-    assert [list(tokens) for tokens in got] == oracle_answers(library, SCHEDULE, rows, STOP, got)
+    assert [list(tokens) for tokens in got] == oracle_answers(library, schedule, rows, STOP, got)
     longest = max(len(row.prompt_ids) for row in rows)
     assert events[0][0] == 0 and events[0][1] > 20 + longest
     late = [place for place, (busy, _) in enumerate(events) if busy]
     assert len(late) > 4 and all(events[place][1] <= max(20, longest) for place in late)
-    assert all(events[place - 1] == (0, 0) for place in late), "a step lies between"
+    between = [events[place - 1] == (0, 0) for place in late]
+    assert all(between) == hosted
 
 
 @pytest.mark.parametrize("many", [1, 100, 10**9])

@@ -109,6 +109,7 @@ class GpuEngine:
         self._poll = CompletionPoll()
         self._variant: SamplingVariant | None = None
         self._host_samples = False
+        self.stepped = False
         self._steps_since_open = 0
         self._preempted: list[int] = []
         self._ended_early: Ended = []  # rows that have left before the step's own poll
@@ -182,6 +183,8 @@ class GpuEngine:
     def admit(self, requests: Sequence[Request], prefix: Sequence[int] = ()) -> list[int]:
         """Run the prompts' passes and sample each row's first token; returns a ticket a request.
 
+        Rows in flight make a step in the first pass, where the GPU samples and finds pages for it: see `stepped`.
+
         Raises:
             MemoryError: More rows than `admission_estimate` found pages for.
         """
@@ -197,7 +200,11 @@ class GpuEngine:
         if not all(samples_on_device(row, run.state) for row in newcomers):
             self._move_sampling_to_host()
         run.state.begin(slots, newcomers)
+        due = self._steps_since_open % self.read_every == 0
+        self.stepped = bool(self.rows) and not self._host_samples and (not due or self._grow())
         self._run_prompts(run, newcomers, slots, prefix[:PREFIX_TOKENS])
+        if self.stepped:
+            self._ended_early += self._after_device_step(run)
         for row, slot in zip(newcomers, slots, strict=True):
             self._slots[row.ticket] = slot
             if not self._host_samples:
@@ -209,14 +216,20 @@ class GpuEngine:
         return [row.ticket for row in newcomers]
 
     def _run_prompts(self, run: Buffers, rows: Sequence[Row], slots: Sequence[int], prefix: Sequence[int]) -> None:
-        """Prompts of rows through the layers, and each row's first token."""
+        """Prompts of rows through the layers, and each row's first token; a step of the rows in flight if `stepped`."""
         prompts, sources = distinct_prompts([row.request for row in rows])
         prefix_tokens = self._prefill.share(prefix)
         for first, end in passes([len(prompt) - len(prefix) for prompt in prompts], len(prefix)):
             members = [index for index, source in enumerate(sources) if first <= source < end]
             pass_sources = [sources[index] - first for index in members]
             pass_slots = [slots[index] for index in members]
-            logits = self._prefill(prompts[first:end], pass_slots, pass_sources, run.cache, prefix)
+            riders = None
+            if self.stepped and first == 0:
+                riders = run.steps.riders(rows_per_layer(input_depths(self.rows), self.schedule))
+            logits, of_riders = self._prefill(prompts[first:end], pass_slots, pass_sources, run.cache, prefix, riders)
+            if riders is not None:
+                assert self._variant is not None
+                run.steps.end_riders(of_riders, self._variant)
             logits = logits[upload(pass_sources, logits.device)]
             self._sample([rows[index] for index in members], upload(pass_slots, logits.device), logits)
         computed = sum(map(len, prompts)) - len(prefix) * len(prompts)

@@ -98,11 +98,14 @@ class FusedLayer(nn.Module):
             rank: of the layer in the schedule's order.
             splits: see `Operations.attend`.
         """
+        self._after_attention(hidden, self._attended(self._heads(hidden), lanes, cache, rank, splits), lanes, rank)
+
+    def _attended(self, states: Tensor, lanes: Lanes, cache: PagedCache, rank: int, splits: Splits) -> Tensor:
+        """Heads [B, Q + 2 H, D] of one token of each lane -> [B, Q, D]; keys and values are written to the pages."""
         pages = LayerPages(cache.keys, cache.values, cache.table[self.number])
         rotary = lanes.rotary if self.rope else None
-        queries = self.operations.append(self._heads(hidden), self.query_heads, rotary, pages, lanes, rank)
-        attended = self.operations.attend(queries, pages, lanes, rank, self.scaling, splits)
-        self._after_attention(hidden, attended, lanes, rank)
+        queries = self.operations.append(states, self.query_heads, rotary, pages, lanes, rank)
+        return self.operations.attend(queries, pages, lanes, rank, self.scaling, splits)
 
     def _after_attention(self, hidden: Tensor, attended: Tensor, lanes: Lanes, rank: int) -> None:
         """Attended [B, Q, D] through the rest of the layer, into hidden [B, E] of lanes that run it."""
@@ -123,27 +126,37 @@ class FusedLayer(nn.Module):
             normed = self._norm(number, hidden + change)
             hidden.copy_(torch.where((lanes.depths > rank)[:, None], normed, hidden))
 
-    def prompts(self, hidden: Tensor, rotary: Rotary, prompts: Prompts, cache: PagedCache | None) -> None:
-        """Whole prompts, one behind another.
+    def prompts(self, hidden: Tensor, rotary: Rotary, prompts: Prompts, cache: PagedCache | None, rank: int) -> None:
+        """Whole prompts, one behind another, and before them one token of each riding lane.
 
         Args:
-            hidden: [N, E], overwritten by the result.
+            hidden: [B + N, E], overwritten by the result.
             rotary: cosines and sines [N, R], or None.
-            prompts: their attention, and the rows that have them.
+            prompts: their attention, the rows that have them, and the riders.
             cache: its pages receive the rows' keys and values; None: they are not kept there.
+            rank: of the layer in the schedule's order.
         """
-        keys, values = (hidden.new_empty(len(hidden), self.kv_heads, self.head_dim) for _ in range(2))
+        riders = prompts.riders
+        riding, count = (0, 0) if riders is None else (len(riders), riders.counts[self.number])
+        prompt_tokens = len(hidden) - riding
+        keys, values = (hidden.new_empty(prompt_tokens, self.kv_heads, self.head_dim) for _ in range(2))
         pages = None
         if cache is not None and prompts.unshared and cache.uses[self.number]:
             pages = LayerPages(cache.keys, cache.values, cache.table[self.number])
         for chunk in prompts.chunks:
             tokens = chunk.tokens
-            part, lanes = hidden[tokens], prompts.lanes.at(tokens)
+            before = 0 if chunk.first else count  # the riders that run this layer share the first chunk's products
+            both = slice(riding + chunk.first - before, riding + chunk.end)
+            part, lanes, own_lanes = hidden[both], prompts.lanes.at(both), prompts.own_lanes.at(tokens)
             turn = (rotary[0][tokens], rotary[1][tokens]) if self.rope and rotary is not None else None
             states, dense = self._heads(part), (keys[tokens], values[tokens])
-            queries = self.operations.append(states, self.query_heads, turn, pages, lanes, 0, dense)
+            queries = self.operations.append(states[before:], self.query_heads, turn, pages, own_lanes, rank, dense)
             attended = prompts.attend(self.number, chunk, queries, keys, values, self.scaling)
-            self._after_attention(part, attended, lanes, 0)
+            if before:
+                assert riders is not None and cache is not None
+                step = states[:before], riders.lanes.youngest(before), cache, rank, riders.splits[self.number]
+                attended = torch.cat((self._attended(*step), attended))
+            self._after_attention(part, attended, lanes, rank)
         if pages is None:
             prompts.keep(cache, self.number, keys, values)
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from actors.engine.decoder import Decoder
 from actors.engine.gpu.layers import FusedLayer
 from actors.engine.gpu.pages import PagedCache, upload
-from actors.engine.gpu.prompts import PrefixPages, Prompts
+from actors.engine.gpu.prompts import PrefixPages, Prompts, Riders
 from actors.engine.schedule import Schedule
 from actors.engine.working_memory import CHUNK_TOKENS, KEY_TOKENS
 
@@ -44,8 +45,11 @@ class Prefill:
         sources: Sequence[int],
         cache: PagedCache,
         prefix: Sequence[int],
-    ) -> Tensor:
-        """Logits [P, V] at the last token of each prompt; keys and values are written to the pages of rows.
+        riders: Riders | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [P, V] at the last token of each prompt, and [B, V] of the riders.
+
+        Keys and values are written to the pages of rows.
 
         Args:
             prompts: Token ids.
@@ -53,24 +57,36 @@ class Prefill:
             sources: Number of each row's prompt.
             cache: Pages of the rows.
             prefix: Tokens with which all prompts begin; `share` has been called with them.
+            riders: Rows in flight that make a step in this pass.
         """
         shared, before = None, len(prefix)
         if before:
             assert self._shared is not None and self._shared[0] == tuple(prefix)
             shared = self._shared[1]
         lengths = [len(prompt) - before for prompt in prompts]
-        batch = Prompts(lengths, rows, sources, self.decoder.device, prefix=shared, before=before)
+        batch = Prompts(lengths, rows, sources, self.decoder.device, prefix=shared, before=before, riders=riders)
         return self._run([token for prompt in prompts for token in prompt[before:]], batch, cache)
 
-    def _run(self, ids: Sequence[int], batch: Prompts, cache: PagedCache | None) -> Tensor:
-        decoder = self.decoder
+    def _run(self, ids: Sequence[int], batch: Prompts, cache: PagedCache | None) -> tuple[Tensor, Tensor]:
+        decoder, riders, schedule = self.decoder, batch.riders, self.schedule
         hidden, rotary = decoder.embed(upload(ids, decoder.device)[None], batch.positions[None])
-        states = hidden[0]
-        for layer in self.schedule.prompt_layers:
+        states, riding, last = hidden[0], 0, batch.last
+        if riders is not None:
+            riding = len(riders)
+            states = torch.cat((riders.hidden, states))
+            last = torch.cat((last + riding, torch.arange(riding, device=last.device)))
+        for layer, rank in enumerate(schedule.ranks):
             rope, block = rotary[layer], decoder.blocks[layer]
             assert isinstance(block, FusedLayer)
-            block.prompts(states, None if rope is None else (rope[0][0], rope[1][0]), batch, cache)
-        return decoder.logits(states[batch.last])
+            if layer in schedule.prompt_layers:
+                block.prompts(states, None if rope is None else (rope[0][0], rope[1][0]), batch, cache, rank)
+            elif riders is not None and riders.counts[layer]:
+                assert cache is not None
+                count = riders.counts[layer]
+                lanes = riders.lanes.youngest(count)
+                block.step(states[riding - count : riding], lanes, cache, rank, riders.splits[layer])
+        logits = decoder.logits(states[last])
+        return logits[: len(batch.last)], logits[len(batch.last) :]
 
 
 def passes(lengths: Sequence[int], before: int) -> list[tuple[int, int]]:

@@ -1,8 +1,9 @@
-"""A pass over prompts: concatenated without padding, their attention, and the pages of their keys and values.
+"""A prefill pass: prompts concatenated without padding, their attention, and the pages of their keys and values.
 
-A pass holds several whole prompts, or one long prompt in chunks: activations exist for a chunk at a time.
-Shapes: P prompts, N tokens of all of them, M of a chunk, Q query heads, H key/value heads, D head size, C tokens of a
-prefix.
+A pass holds several whole prompts, or one long prompt in chunks: activations exist for a chunk at a time. Rows in
+flight may ride along: each makes one decode step in the pass, whose products read the weights once for both.
+Shapes: P prompts, N tokens of all of them, M of a chunk, B riding lanes, Q query heads, H key/value heads, D head size,
+C tokens of a prefix, E hidden size, L layers.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from actors.engine.gpu.operations import Lanes
 from actors.engine.gpu.pages import PagedCache, upload
+from actors.engine.gpu.splits import Splits
 from actors.engine.working_memory import CHUNK_TOKENS, KEY_TOKENS
 
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # before torch 2.10
     varlen_attn = None  # type: ignore[assignment]
+EVERY_LAYER = 2**31 - 1  # a depth above every rank
 # parameters of this torch's varlen_attn
 _PARAMETERS = set() if varlen_attn is None else set(inspect.signature(varlen_attn).parameters)
 
@@ -62,8 +65,32 @@ class Chunk:
         return slice(self.first, self.end)
 
 
+@dataclass(frozen=True)
+class Riders:
+    """Rows in flight that make a decode step in a prefill pass. Their tokens come before those of the prompts.
+
+    Args:
+        hidden: [B, E], embedded tokens.
+        lanes: B of them, the youngest last.
+        counts: [L], how many of the youngest lanes each layer runs for.
+        splits: [L], see `Operations.attend`.
+    """
+
+    hidden: Tensor
+    lanes: Lanes
+    counts: Sequence[int]
+    splits: Sequence[Splits]
+
+    def __len__(self) -> int:
+        return len(self.hidden)
+
+
 class Prompts:
     """Prompts of one pass, and the rows that have them; several rows may share a prompt.
+
+    Attributes:
+        own_lanes: N lanes, one a token of the prompts.
+        lanes: B + N, those of the riders first.
 
     Args:
         lengths: Tokens of each prompt in this pass, at least one; more than CHUNK_TOKENS only for a single prompt.
@@ -72,6 +99,7 @@ class Prompts:
         prefix: Keys and values of the prefix of all prompts.
         before: Tokens C of the prefix.
         keep_in: Receives this pass's keys and values, for the pass over a prefix.
+        riders: Rows in flight that make a step in this pass.
     """
 
     def __init__(
@@ -84,10 +112,11 @@ class Prompts:
         prefix: PrefixPages | None = None,
         before: int = 0,
         keep_in: PrefixPages | None = None,
+        riders: Riders | None = None,
     ) -> None:
         assert len(lengths) == 1 or sum(lengths) <= CHUNK_TOKENS
         starts = [0, *itertools.accumulate(lengths)]
-        self.prefix, self.keep_in = prefix, keep_in
+        self.prefix, self.keep_in, self.riders = prefix, keep_in, riders
         self.positions = upload(torch.cat([torch.arange(before, before + length) for length in lengths]), device)
         self.last = upload(torch.tensor(starts[1:]) - 1, device)
         self.chunks = list(_chunks(lengths, starts, before, device))
@@ -95,8 +124,10 @@ class Prompts:
         self.unshared = not before and len(rows) == len(lengths) and len(set(sources)) == len(sources)
         owner = dict(zip(sources, rows, strict=True)) if self.unshared else {}
         slots = torch.cat([torch.full((length,), owner.get(prompt, 0)) for prompt, length in enumerate(lengths)])
-        depths = torch.ones(starts[-1], dtype=torch.int32, device=device)
-        self.lanes = Lanes(upload(slots, device), self.positions, depths, None)  # one a token
+        depths = torch.full((starts[-1],), EVERY_LAYER, dtype=torch.int32, device=device)
+        self.own_lanes = self.lanes = Lanes(upload(slots, device), self.positions, depths, None)
+        if riders is not None:
+            self.lanes = _joined(riders.lanes, self.own_lanes)
         self._kept = len(rows) > 0 and not self.unshared
         if self._kept:  # of each token that `keep` writes: its index in prefix + pass, its row, its position in the row
             picked, owners, positions = [], [], []
@@ -177,6 +208,15 @@ def _chunks(lengths: Sequence[int], starts: Sequence[int], before: int, device: 
     for first in range(0, lengths[0], CHUNK_TOKENS):
         end = min(lengths[0], first + CHUNK_TOKENS)
         yield chunk(first, end, [end - first], [before + end], None)
+
+
+def _joined(first: Lanes, then: Lanes) -> Lanes:
+    return Lanes(
+        torch.cat((first.slots, then.slots)),
+        torch.cat((first.positions, then.positions)),
+        torch.cat((first.depths, then.depths)),
+        None,
+    )
 
 
 def _with_prefix(first: int, end: int, before: int) -> Tensor:

@@ -19,7 +19,8 @@ from actors.engine.decoder import Decoder
 from actors.engine.gpu.layers import FusedLayer
 from actors.engine.gpu.operations import Lanes, StepTables
 from actors.engine.gpu.pages import PagedCache, upload
-from actors.engine.gpu.splits import parallel_programs, planned_splits
+from actors.engine.gpu.prompts import Riders
+from actors.engine.gpu.splits import Splits, parallel_programs, planned_splits
 from actors.engine.gpu.state import DeviceRows, SamplingVariant
 from actors.engine.schedule import Schedule
 from actors.engine.working_memory import GRAPH_BYTES, NODE_BYTES
@@ -116,6 +117,18 @@ class Steps:
             self._graphed(("end", most, variant), lambda: self._end(most, variant))
         return self._logits[most] if variant is None else None
 
+    def riders(self, rows_per_layer: Sequence[int]) -> Riders:
+        """All lanes as riders of a prefill pass, in place of `run`. rows_per_layer: see `run`."""
+        counts = [self.bucket(count) if count else 0 for count in rows_per_layer]
+        most = max(counts)
+        self._begin(most)
+        splits = [self._splits(layer, max(1, count)) for layer, count in enumerate(counts)]
+        return Riders(self._hidden[-most:], self._lanes.youngest(most), counts, splits)
+
+    def end_riders(self, logits: Tensor, variant: SamplingVariant) -> None:
+        """Sample from the logits [B, V] of the riders."""
+        self.state.sample(self._slots[-len(logits) :], logits, variant)
+
     def _has_step_graph(self, whole: tuple[str, tuple[int, ...], SamplingVariant | None]) -> bool:
         """Whether a step of this shape has run before and has a graph of its own."""
         if whole in self._warm:
@@ -147,8 +160,13 @@ class Steps:
         block = self.decoder.blocks[layer]
         assert isinstance(block, FusedLayer)
         lanes = self._lanes.youngest(count)
-        splits = planned_splits(count, block.kv_heads, self._tables.longest, self._programs)
+        splits = self._splits(layer, count)
         block.step(self._hidden[-count:], lanes, self.cache, self.schedule.ranks[layer], splits)
+
+    def _splits(self, layer: int, count: int) -> Splits:
+        block = self.decoder.blocks[layer]
+        assert isinstance(block, FusedLayer)
+        return planned_splits(count, block.kv_heads, self._tables.longest, self._programs)
 
     def _end(self, count: int, variant: SamplingVariant | None) -> None:
         logits = self.decoder.logits(self._hidden[-count:])
