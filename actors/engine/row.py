@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from actors.engine.constraint import AllowedTokens
-from actors.engine.sampling import RowSampling, sample
+from actors.engine.row_sampling import RowSampling
+from actors.engine.sampling import sample
 from actors.engine.schedule import Schedule
 from actors.engine.types import Completion, FinishReason, Request, TokenLogprob
 

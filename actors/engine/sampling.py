@@ -2,21 +2,24 @@
 
 A row's random number for a position is a hash of its key and that position alone, so that batch composition, retries
 and resumed jobs do not change it. Order of the operations, as in transformers: penalties, barred tokens, temperature,
-top-k, top-p, min-p.
+top-k, top-p, min-p. On a CPU the kernel of `kernel_sampling` does the same in a fraction of the time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from actors.engine.constraint import AllowedTokens, words_of
-from actors.engine.types import SamplingParams, TokenLogprob
+from actors.engine import kernel_sampling
+from actors.engine.constraint import words_of
+from actors.engine.cpu import library
+from actors.engine.penalties import changed_logits
+from actors.engine.row_sampling import Drawn, RowSampling
+from actors.engine.types import TokenLogprob
 from actors.engine.working_memory import DRAWN_NUMBERS
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
@@ -36,74 +39,6 @@ def _shift(bits: Tensor, count: int) -> Tensor:
     return (bits >> count) & ((1 << (64 - count)) - 1)
 
 
-@dataclass
-class RowSampling:
-    """State from which the next token of a row is sampled, with its logits.
-
-    Args:
-        params: Sampling parameters.
-        key: Key of the row's random numbers.
-        drawn: Number of tokens so far.
-        counts: Token -> its occurrences in the answer, 0 for a token of the prompt alone; kept only for penalties.
-        allowed: The only possible tokens; None for all. Not changed by sampling.
-        barred: Tokens that are not possible.
-    """
-
-    params: SamplingParams
-    key: int
-    drawn: int = 0
-    counts: dict[int, int] = field(default_factory=dict)
-    allowed: AllowedTokens | None = None
-    barred: Collection[int] = ()
-
-    @classmethod
-    def begin(cls, params: SamplingParams, key: int, prompt_ids: Sequence[int]) -> RowSampling:
-        """The state before the first token."""
-        counted = prompt_ids if params.repetition_penalty != 1 else ()
-        return cls(params, key, counts=dict.fromkeys(counted, 0))
-
-    def add(self, token: int) -> None:
-        """Record a sampled token."""
-        self.drawn += 1
-        if self.penalized:
-            self.counts[token] = self.counts.get(token, 0) + 1
-
-    @property
-    def penalized(self) -> bool:
-        """Whether a penalty applies to earlier tokens."""
-        params = self.params
-        return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-
-    @property
-    def is_argmax(self) -> bool:
-        """Whether the next token is the argmax of the unchanged logits, without log-probabilities of others."""
-        bound = self.allowed is not None or self.barred or (self.penalized and self.counts)
-        return self.params.temperature == 0 and self.params.logprobs is None and not bound
-
-    @property
-    def narrowed(self) -> bool:
-        """Whether top-k, top-p or min-p excludes tokens."""
-        return self.params.top_k > 0 or self.params.top_p < 1 or self.params.min_p > 0
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """Sampled tokens of rows.
-
-    Args:
-        tokens: One id a row.
-        logprobs: Their log-probabilities under the model's own distribution, nats; NaN if they were not computed.
-        choice_logprobs: The same under the distribution restricted to the allowed tokens; NaN for rows without them,
-            or that do not want it.
-        top: Row -> its likeliest tokens, for rows with `logprobs`.
-    """
-
-    tokens: list[int]
-    logprobs: list[float]
-    choice_logprobs: list[float]
-    top: dict[int, TokenLogprob]
-
-
 def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True) -> Drawn:
     """Sample the next token of each row from logits [B, V]. The rows' states are read, not changed.
 
@@ -113,6 +48,13 @@ def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True
     if not logprobs and all(row.is_argmax for row in rows):
         missing = [math.nan] * len(rows)
         return Drawn(_argmax(logits).tolist(), missing, missing, {})
+    if library.available(logits.dtype, logits.device) and logits.is_contiguous():
+        return kernel_sampling.sample(logits, rows, logprobs=logprobs)
+    return sample_by_torch(logits, rows, logprobs=logprobs)
+
+
+def sample_by_torch(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True) -> Drawn:
+    """`sample` in torch's operations: the definition, and the way of a GPU and of a machine without a compiler."""
     chunk = max(1, DRAWN_NUMBERS // logits.shape[1])
     parts = [
         _sample(logits[first : first + chunk], rows[first : first + chunk], logprobs)
@@ -233,25 +175,12 @@ def narrow(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tenso
 
 def _adjust(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
     """Logits [B, V] after penalties, -inf for barred tokens."""
-    device = logits.device
-    adjusted = logits
-    penalized = [index for index, row in enumerate(rows) if row.penalized and row.counts]
-    if penalized:
-        adjusted = logits.clone()
-        index = torch.tensor([row for row in penalized for _ in rows[row].counts], device=device)
-        token = torch.tensor([token for row in penalized for token in rows[row].counts], device=device)
-        times = torch.tensor([float(n) for row in penalized for n in rows[row].counts.values()], device=device)
-        values = torch.tensor(
-            [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in (row.params for row in rows)],
-            device=device,
-        )[index]
-        old = adjusted[index, token]
-        new = torch.where(old < 0, old * values[:, 0], old / values[:, 0])
-        adjusted[index, token] = new - values[:, 1] * (times > 0) - values[:, 2] * times
-    barred = [(index, token) for index, row in enumerate(rows) for token in row.barred]
-    if barred:
-        adjusted = adjusted.clone() if adjusted is logits else adjusted
-        adjusted[tuple(torch.tensor(barred, device=device).T)] = -torch.inf
+    changes = changed_logits(logits, rows)
+    if changes is None:
+        return logits
+    index, tokens, values = changes
+    adjusted = logits.clone()
+    adjusted[index, tokens] = values
     return adjusted
 
 

@@ -8,7 +8,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from actors.engine.decoder import Decoder, part
-from actors.engine.sampling import RowSampling, sample
+from actors.engine.row_sampling import RowSampling, TokenCounts
+from actors.engine.sampling import sample_by_torch
 from actors.engine.schedule import Schedule
 from actors.engine.types import Request
 
@@ -71,14 +72,14 @@ def tokens_of(
         early = len(response) < params.min_new_tokens
         state = RowSampling(params, request.key, len(response), barred=ends if early else ())
         if state.penalized:
-            state.counts = {token: response.count(token) for token in {*prompt, *response}}
-            if params.repetition_penalty == 1:
-                state.counts = {token: count for token, count in state.counts.items() if count}
+            state.counts = TokenCounts(prompt if params.repetition_penalty != 1 else ())
+            for token in response:
+                state.counts.add(token)
         if response == guess[: len(response)]:
             logits = guessed[len(response)]
         else:
             logits = oracle_logits(decoder, schedule, prompt, response)
-        response += sample(logits[None], [state]).tokens
+        response += sample_by_torch(logits[None], [state]).tokens
         if len(response) >= params.min_new_tokens and response[-1] in ends:
             break
     return response

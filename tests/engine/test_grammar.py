@@ -20,7 +20,8 @@ from actors.answers import Prompt
 from actors.engine.constraint import words_of
 from actors.engine.grammar import GrammarCompiler
 from actors.engine.output_format import OutputFormat
-from actors.engine.sampling import RowSampling, sample
+from actors.engine.row_sampling import RowSampling
+from actors.engine.sampling import sample
 from actors.engine.types import Request
 from actors.generator import Generator
 

@@ -16,7 +16,8 @@ from tiny_models import LAYERS, tiny_model
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.label_trie import ChoiceTrie
-from actors.engine.sampling import RowSampling, sample
+from actors.engine.row_sampling import RowSampling
+from actors.engine.sampling import sample
 from actors.engine.schedule import Schedule, ScheduleSpec
 from actors.engine.scheduler import generate
 from actors.engine.types import FinishReason, Request, SamplingParams

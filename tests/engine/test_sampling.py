@@ -18,7 +18,8 @@ from transformers import (
 from actors.engine import sampling
 from actors.engine.constraint import AllowedTokens
 from actors.engine.label_trie import ChoiceTrie
-from actors.engine.sampling import RowSampling, _adjust, narrow, sample, uniforms
+from actors.engine.row_sampling import RowSampling
+from actors.engine.sampling import _adjust, narrow, sample, uniforms
 from actors.engine.types import SamplingParams, row_key
 
 

@@ -8,6 +8,7 @@
 #include "products.h"
 #include "prompt_attention.h"
 #include "rows.h"
+#include "sampling.h"
 
 #define KERNELS(T, NAME) \
     extern "C" void attend_##NAME(const T* q, const T* k, const T* v, const uint8_t* seen, T* out, int64_t rows, \
@@ -41,6 +42,17 @@
     } \
     extern "C" void gate_##NAME(const T* x, T* out, int64_t rows, int64_t size) { \
         _Pragma("omp parallel if (rows * size > 8192)") gate(x, out, rows, size); \
+    } \
+    extern "C" void sample_##NAME(const T* logits, const int64_t* places, const SamplingParameters* parameters, \
+                                  const int64_t* drawn, const int64_t* change_bounds, const int64_t* change_tokens, \
+                                  const float* change_values, const uint32_t* masks, const int64_t* mask_rows, \
+                                  int64_t* tokens, float* logprobs, float* choice_logprobs, int64_t* top_ids, \
+                                  float* top_logprobs, int64_t rows, int64_t width, int64_t words, int64_t most, \
+                                  int64_t wants_logprobs) { \
+        const Sampling<T> all{logits,        places,  parameters, drawn,    change_bounds,   change_tokens, \
+                              change_values, masks,   mask_rows,  tokens,   logprobs,        choice_logprobs, \
+                              top_ids,       top_logprobs, rows,  width,    words,           most, wants_logprobs}; \
+        _Pragma("omp parallel if (rows * width > 16384)") sample_rows(all); \
     }
 
 KERNELS(BFloat16, bfloat16)

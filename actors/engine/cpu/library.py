@@ -41,6 +41,7 @@ _SIGNATURES: dict[str, tuple[int, int, int, Any]] = {
     "normalize": (4, 2, 1, None),
     "normalize_groups": (2, 4, 1, None),
     "gate": (2, 2, 0, None),
+    "sample": (14, 5, 0, None),
 }
 _MULTIPLYING: dict[str, tuple[int, int, int, Any]] = {  # only for bfloat16, on some processors
     "multiply": (5, 4, 0, None),

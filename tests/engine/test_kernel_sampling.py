@@ -1,0 +1,185 @@
+"""The CPU's sampling kernel against torch's operations in float64, which define it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from actors.engine import kernel_sampling
+from actors.engine.cpu import library
+from actors.engine.row_sampling import RowSampling
+from actors.engine.sampling import sample_by_torch, uniforms
+from actors.engine.types import SamplingParams
+
+pytestmark = pytest.mark.skipif(
+    not library.available(torch.float32, torch.device("cpu")), reason="needs a C++ compiler"
+)
+ROUNDING = 2e-6  # of cumulated probability: weights are float32
+
+
+class Allowed:
+    """A constraint in which the same tokens may come at every step."""
+
+    label = error = None
+
+    def __init__(self, tokens: set[int], scored: bool) -> None:
+        self.tokens, self.scored = tokens, scored
+
+    def allows(self, token: int) -> bool:
+        return token in self.tokens
+
+    def prepare(self) -> None: ...
+
+    def write(self, bits: NDArray[np.int32]) -> None:
+        for token in self.tokens:
+            bits.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+
+    def advance(self, token: int) -> bool:
+        return False
+
+    def is_complete(self) -> bool:
+        return False
+
+
+def logits_of(rows: int, width: int, shape: str, seed: int, dtype: torch.dtype) -> Tensor:
+    """flat: as of random weights; peaked: as of a trained model; tied: few different values."""
+    chance = torch.Generator().manual_seed(seed)
+    normal = torch.randn(rows, width, generator=chance)
+    made = {"flat": normal * 0.5, "peaked": -((normal * 3).abs() ** 1.5) * 3, "tied": (normal * 2).round()}[shape]
+    return made.to(dtype)
+
+
+def distribution(logits: Tensor, row: RowSampling) -> Tensor:
+    """Probabilities [V], float64, by the definition, read off at a fine grid of the cumulated ones."""
+    params = row.params
+    x = logits.float()
+    if params.temperature == 0:
+        return torch.nn.functional.one_hot(x.argmax(), len(x)).double()
+    ordered, tokens = (x / params.temperature).sort(descending=True, stable=True)
+    rank = torch.arange(len(x))
+    wide = ordered.double()
+    if params.top_k:
+        wide = wide.masked_fill(rank >= params.top_k, -torch.inf)
+    share = wide.softmax(0)
+    outside = ((share.cumsum(0) - share >= params.top_p) | (share < params.min_p * share[0])) & (rank > 0)
+    kept = share.masked_fill(outside, 0.0)
+    return torch.zeros_like(kept).scatter(0, tokens, kept / kept.sum())
+
+
+def states(rows: int, width: int, seed: int, **features: Any) -> list[RowSampling]:
+    """Rows with parameters, history and constraints that differ from row to row."""
+    chance = np.random.default_rng(seed)
+    made = []
+    for number in range(rows):
+        params = SamplingParams(
+            temperature=float(chance.choice([0.0, 0.3, 1.0, 2.5])),
+            top_k=int(chance.choice([0, 1, 3, 50, 10**6])),
+            top_p=float(chance.choice([1.0, 0.1, 0.9, 0.999])),
+            min_p=float(chance.choice([0.0, 0.0, 0.05, 1.0])),
+            repetition_penalty=float(chance.choice([1.0, 1.3])),
+            presence_penalty=float(chance.choice([0.0, 0.4])),
+            logprobs=[None, 0, 4][chance.integers(3)],
+        )
+        prompt = chance.integers(width, size=int(chance.integers(1, 9))).tolist()
+        row = RowSampling.begin(params, int(chance.integers(-(2**63), 2**63)), prompt)
+        for token in chance.integers(width, size=int(chance.integers(5))).tolist():
+            row.add(token)
+        if chance.integers(3) == 0:
+            row.barred = sorted({int(chance.integers(width)), prompt[0]})[: width - 1]
+        if number % 3 == 2 and features.get("constraints"):
+            tokens = set(chance.integers(width, size=int(chance.integers(1, 40))).tolist())
+            row.allowed, row.barred = Allowed(tokens, bool(chance.integers(2))), ()
+        made.append(row)
+    return made
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([1, 2, 31, 255, 256, 257, 2048, 49152]),
+    st.sampled_from(["flat", "peaked", "tied"]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_everything_equals_the_definition(seed: int, width: int, shape: str, dtype: torch.dtype) -> None:
+    logits = logits_of(7, width, shape, seed, dtype)
+    rows = states(7, width, seed, constraints=True)
+    ours = kernel_sampling.sample(logits, rows, logprobs=True)
+    wanted = sample_by_torch(logits, rows, logprobs=True)
+    for index, row in enumerate(rows):
+        assert not row.barred or ours.tokens[index] not in row.barred or len(row.barred) == width
+        if ours.tokens[index] == wanted.tokens[index]:
+            assert ours.logprobs[index] == pytest.approx(wanted.logprobs[index], abs=2e-5)
+            if row.allowed is not None and row.allowed.scored:
+                assert ours.choice_logprobs[index] == pytest.approx(wanted.choice_logprobs[index], abs=2e-5)
+        else:
+            assert row.params.temperature > 0 and near_a_bound(logits[index], row, ours.tokens[index])
+        assert (index in ours.top) == (row.params.logprobs is not None)
+        if index in ours.top:
+            top, reference = ours.top[index].top, wanted.top[index].top
+            assert [value for _, value in top] == pytest.approx([value for _, value in reference], abs=2e-5)
+            for (token, _), (other, _) in zip(top, reference, strict=True):  # which of two equal ones is open
+                assert abs(logits[index, token].float() - logits[index, other].float()) < 2e-5
+
+
+def near_a_bound(logits: Tensor, row: RowSampling, token: int) -> bool:
+    """Whether the row's random number lies within rounding of the token's share of the distribution.
+
+    A row with changes or a mask counts by its own logits, which only the definition knows: the token must be possible.
+    """
+    if row.allowed is not None:
+        return row.allowed.allows(token)
+    if row.penalized or row.barred:
+        return token not in row.barred
+    probabilities = distribution(logits, row)
+    u = uniforms(torch.tensor([row.key]), torch.tensor([row.drawn])).item()
+    end = probabilities.cumsum(0)[token].item()
+    begin = end - probabilities[token].item()
+    return begin - ROUNDING <= u <= end + ROUNDING
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([8, 300, 2048]),
+    st.sampled_from(["flat", "peaked", "tied"]),
+    st.sampled_from([0.5, 1.0, 2.0]),
+    st.sampled_from([(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.1), (20, 0.7, 0.05), (0, 0.9999, 0.0)]),
+)
+def test_draws_lie_where_the_exact_distribution_has_them(
+    seed: int, width: int, shape: str, temperature: float, cut: tuple[int, float, float]
+) -> None:
+    """Each of 200 draws: the token's share of the exact cumulated distribution holds the row's random number."""
+    logits = logits_of(1, width, shape, seed, torch.bfloat16)
+    top_k, top_p, min_p = cut
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    rows = [RowSampling(params, seed, drawn) for drawn in range(200)]
+    drawn = kernel_sampling.sample(logits.expand(200, -1).contiguous(), rows, logprobs=False)
+    assert all(near_a_bound(logits[0], row, token) for row, token in zip(rows, drawn.tokens, strict=True))
+    assert all(math.isnan(one) for one in drawn.logprobs)
+
+
+def test_a_row_is_the_same_in_every_batch() -> None:
+    logits = logits_of(24, 5000, "peaked", 1, torch.bfloat16)
+    rows = states(24, 5000, 1, constraints=True)
+    together = kernel_sampling.sample(logits, rows, logprobs=True)
+    for index, row in enumerate(rows):
+        alone = kernel_sampling.sample(logits[index : index + 1].contiguous(), [row], logprobs=True)
+        assert alone.tokens == [together.tokens[index]] and alone.logprobs == [together.logprobs[index]]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_give_an_allowed_token(value: float, temperature: float) -> None:
+    for logits in (torch.full((1, 300), value), torch.randn(1, 300).index_fill(1, torch.tensor([7]), value)):
+        params = SamplingParams(temperature=temperature, top_p=0.9)
+        free, bound = RowSampling(params, 1), RowSampling(params, 1, allowed=Allowed({5, 9}, True))
+        drawn = kernel_sampling.sample(logits.expand(2, -1).contiguous(), [free, bound], logprobs=True)
+        assert 0 <= drawn.tokens[0] < 300 and drawn.tokens[1] in (5, 9)
