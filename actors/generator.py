@@ -65,6 +65,7 @@ class Generator:
         cumulative_logprob: Compute the sum of each answer's log-probabilities, nats, which takes time.
         row_logprobs: A row may ask for log-probabilities although `sampling` has none; `answer` returns them.
         seed: Seed of the random numbers, from which and from each prompt a row's own follow.
+        share_prefixes: Beginnings that prompts of a call share are computed once.
         prompt_column: Column of a batch that holds the prompts.
         continuation_column: Column of texts, or lists of texts, to score after the prompts; then nothing is generated.
 
@@ -95,6 +96,7 @@ class Generator:
         cumulative_logprob: bool = True,
         row_logprobs: bool = False,
         seed: int = 0,
+        share_prefixes: bool = True,
         prompt_column: str = "prompt",
         continuation_column: str | None = None,
     ) -> None:
@@ -104,7 +106,7 @@ class Generator:
         settings = EngineSettings(engine, dtype, device, compile, cache_bytes, max_batch, cumulative_logprob)
         self.sampling = SamplingParams().merged(dict(sampling or {}))
         self.prompt_column, self.continuation_column = prompt_column, continuation_column
-        self.scheduler = scheduler
+        self.scheduler, self.share_prefixes = scheduler, share_prefixes
         if threads is not None:
             import torch
 
@@ -231,6 +233,7 @@ class Generator:
                 budget_bytes=self.cache_bytes,
                 max_rows=self.max_batch,
                 prefix=list(prefix),
+                share_prefixes=self.share_prefixes,
                 scheduler=self.scheduler,
                 on_batch=report,
             )

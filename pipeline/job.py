@@ -266,6 +266,7 @@ def generator_arguments(job: PlannedJob) -> dict[str, Any]:
         "strip": job.config.output.strip,
         "reasoning": marks_of_thinking(job.config, job.checkpoint),
         "row_logprobs": job.config.input.is_batch,
+        "share_prefixes": job.config.shared_prefix,
         "cumulative_logprob": job.config.output.cumulative_logprob,
         "threads": batching.threads,
         "cache_bytes": batching.cache_bytes,

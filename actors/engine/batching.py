@@ -19,8 +19,11 @@ def plan_batches(
     row_bytes: Callable[[int, int], int],
     budget_bytes: int,
     max_rows: int,
+    groups: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Batches of row numbers, longest prompts first, so that a batch that does not fit the memory comes first.
+
+    Rows of a group follow each other, the group with the longest prompt first.
 
     Args:
         prompt_tokens: Tokens of each row's prompt.
@@ -28,27 +31,34 @@ def plan_batches(
         row_bytes: (longest prompt, most new tokens) of a batch -> cache bytes a row.
         budget_bytes: Bytes of a batch's cache.
         max_rows: Most rows of a batch.
+        groups: Group of each row; None: one.
 
     Raises:
         UserError: A row that does not fit the budget alone.
     """
-    order = sorted(range(len(prompt_tokens)), key=lambda row: (-prompt_tokens[row], -max_new_tokens[row], row))
+    groups = groups or [0] * len(prompt_tokens)
+    longest_of: dict[int, int] = {}
+    for group, tokens in zip(groups, prompt_tokens, strict=True):
+        longest_of[group] = max(tokens, longest_of.get(group, 0))
+    order = sorted(
+        range(len(prompt_tokens)),
+        key=lambda row: (-longest_of[groups[row]], groups[row], -prompt_tokens[row], -max_new_tokens[row], row),
+    )
     batches: list[list[int]] = []
-    most_new = 0
+    longest = most_new = 0
     for row in order:
         if batches:
             batch = batches[-1]
-            new = max(most_new, max_new_tokens[row])
-            need = (len(batch) + 1) * row_bytes(prompt_tokens[batch[0]], new)
-            if len(batch) < max_rows and need <= budget_bytes:
+            new, long = max(most_new, max_new_tokens[row]), max(longest, prompt_tokens[row])
+            if len(batch) < max_rows and (len(batch) + 1) * row_bytes(long, new) <= budget_bytes:
                 batch.append(row)
-                most_new = new
+                most_new, longest = new, long
                 continue
-        most_new = max_new_tokens[row]
-        alone = row_bytes(prompt_tokens[row], most_new)
+        longest, most_new = prompt_tokens[row], max_new_tokens[row]
+        alone = row_bytes(longest, most_new)
         if alone > budget_bytes:
             raise UserError(
-                f"a row of {prompt_tokens[row]} prompt and {most_new} new tokens needs {alone} bytes of cache, "
+                f"a row of {longest} prompt and {most_new} new tokens needs {alone} bytes of cache, "
                 f"the budget is {budget_bytes}"
             )
         batches.append([row])

@@ -12,11 +12,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import groupby, islice
 
-from actors.engine.batching import begins_with, plan_batches
+from actors.engine.batching import plan_batches
 from actors.engine.out_of_memory import alone_error, free_memory, is_out_of_memory
 from actors.engine.protocol import Ended, EngineProtocol
+from actors.engine.shared_prefixes import Prompt, shared_prefixes
 from actors.engine.types import SCHEDULERS, Completion, FinishReason, Request
 
 REFILL_SHARE = 8  # rows are admitted once this share of the slots is free: a pass of one row costs as much as of a few
@@ -47,6 +48,7 @@ def generate(
     budget_bytes: int,
     max_rows: int,
     prefix: Sequence[int] = (),
+    share_prefixes: bool = True,
     scheduler: str = "lock_step",
     on_batch: OnBatch | None = None,
 ) -> list[Completion]:
@@ -61,6 +63,7 @@ def generate(
         budget_bytes: Bytes of cache of the rows in flight.
         max_rows: Most rows in flight.
         prefix: Token ids with which most prompts begin; its keys and values are kept until another prefix comes.
+        share_prefixes: Whether longer beginnings that some prompts share are computed once too.
         scheduler: One of SCHEDULERS.
         on_batch: Called, before memory is allocated for them, with the indices of all requests that may be in flight
             until its next call.
@@ -72,53 +75,53 @@ def generate(
     completions: dict[int, Completion] = {}
     lengths = [len(request.prompt_ids) for request in requests]
     limits = [request.new_tokens_limit(engine.decoder.context_length) for request in requests]
-    begins = [begins_with(request.prompt_ids, prefix) for request in requests]
+    prefixes = shared_prefixes([request.prompt_ids for request in requests], prefix, nested=share_prefixes)
     too_large = math.inf  # bytes of the smallest cache that ran out of memory: none as large is tried again
-    for group_begins, group_prefix in ((True, prefix), (False, ())):
-        group = [row for row in range(len(requests)) if begins[row] == group_begins]
-        runs = _plan(engine, group, lengths, limits, budget_bytes, max_rows, scheduler)[::-1]
-        while runs:
-            run = runs.pop()
-            longest, most_new = max(lengths[row] for row in run.rows), max(limits[row] for row in run.rows)
-            size = run.capacity * engine.row_bytes(longest, most_new)
-            if run.capacity > 1 and size >= too_large:
-                runs += _smaller(run)[::-1]
-                continue
-            done = _run(engine, requests, run, longest, most_new, group_prefix, on_batch)
-            completions |= done
-            left = [row for row in run.rows if row not in done]
-            if not left:
-                continue
-            if _free_after_failure(engine) and not run.retried:
-                runs.append(replace(run, rows=left, retried=True))
-            elif len(run.rows) == 1:
-                score = 0.0 if engine.cumulative_logprob else None
-                error = alone_error(longest, most_new)
-                completions[left[0]] = Completion((), FinishReason.ERROR, score, error=error)
-            else:
-                too_large = min(too_large, size)
-                runs += _smaller(replace(run, rows=left))[::-1]
+    runs = _plan(engine, prefixes, lengths, limits, budget_bytes, max_rows, scheduler)[::-1]
+    while runs:
+        run = runs.pop()
+        longest, most_new = max(lengths[row] for row in run.rows), max(limits[row] for row in run.rows)
+        size = run.capacity * engine.row_bytes(longest, most_new)
+        if run.capacity > 1 and size >= too_large:
+            runs += _smaller(run)[::-1]
+            continue
+        done = _run(engine, requests, run, longest, most_new, prefixes, on_batch)
+        completions |= done
+        left = [row for row in run.rows if row not in done]
+        if not left:
+            continue
+        if _free_after_failure(engine) and not run.retried:
+            runs.append(replace(run, rows=left, retried=True))
+        elif len(run.rows) == 1:
+            score = 0.0 if engine.cumulative_logprob else None
+            error = alone_error(longest, most_new)
+            completions[left[0]] = Completion((), FinishReason.ERROR, score, error=error)
+        else:
+            too_large = min(too_large, size)
+            runs += _smaller(replace(run, rows=left))[::-1]
     return [completions[row] for row in range(len(requests))]
 
 
 def _plan(
     engine: EngineProtocol,
-    group: Sequence[int],
+    prefixes: Sequence[Prompt],
     lengths: Sequence[int],
     limits: Sequence[int],
     budget_bytes: int,
     max_rows: int,
     scheduler: str,
 ) -> list[Run]:
-    """The runs of a group of requests, longest prompts first."""
+    """The runs, longest prompts first; rows with the same prefix follow each other."""
+    numbers: dict[Prompt, int] = {}
     batches = plan_batches(
-        [lengths[row] for row in group],
-        [limits[row] for row in group],
+        lengths,
+        limits,
         row_bytes=engine.row_bytes,
         budget_bytes=budget_bytes,
         max_rows=max_rows,
+        groups=[numbers.setdefault(prefix, len(numbers)) for prefix in prefixes],
     )
-    runs = [Run([group[index] for index in batch], len(batch)) for batch in batches]
+    runs = [Run(batch, len(batch)) for batch in batches]
     if scheduler == "lock_step":
         return runs
     if engine.grows:  # rows allocate cache as they grow: one run of all
@@ -143,11 +146,11 @@ def _merge(
     for run in runs:
         new = max(limits[row] for row in run.rows)
         if merged:
-            longest, most = lengths[merged[-1].rows[0]], max(new, most_new)
+            longest, most = max(lengths[row] for row in merged[-1].rows), max(new, most_new)
             capacity = max(merged[-1].capacity, run.capacity)
             slot = row_bytes(longest, most)
             fit = budget_bytes // slot if slot else capacity
-            if longest <= SPREAD * lengths[run.rows[0]] and 2 * fit >= capacity:
+            if longest <= SPREAD * max(lengths[row] for row in run.rows) and 2 * fit >= capacity:
                 merged[-1].rows.extend(run.rows)
                 merged[-1] = Run(merged[-1].rows, min(fit, capacity))
                 most_new = most
@@ -174,11 +177,11 @@ def _run(
     run: Run,
     longest: int,
     most_new: int,
-    prefix: Sequence[int],
+    prefixes: Sequence[Prompt],
     on_batch: OnBatch | None,
 ) -> dict[int, Completion]:
     """Run to the end, or until memory runs out: index -> completion of the rows that have ended."""
-    admission = _Admission(engine, requests, run, prefix, on_batch)
+    admission = _Admission(engine, requests, run, prefixes, on_batch)
     done: dict[int, Completion] = {}
     admission.report()  # before memory is allocated, which may kill the process
     try:
@@ -212,10 +215,10 @@ class _Admission:
         engine: EngineProtocol,
         requests: Sequence[Request],
         run: Run,
-        prefix: Sequence[int],
+        prefixes: Sequence[Prompt],
         on_batch: OnBatch | None,
     ) -> None:
-        self.engine, self.requests, self.prefix, self.on_batch = engine, requests, prefix, on_batch
+        self.engine, self.requests, self.prefixes, self.on_batch = engine, requests, prefixes, on_batch
         self.capacity = run.capacity
         self.waiting = deque(run.rows)
         self._tickets: dict[int, int] = {}  # ticket -> row
@@ -248,18 +251,23 @@ class _Admission:
             return first[: max(1, estimate)]
         if estimate < min(len(first), math.ceil(len(engine.rows) / self._share)):
             return []
-        return first[: engine.first_pass([self.requests[row] for row in first[:estimate]], self.prefix)]
+        if not engine.grows:
+            return first[:estimate]
+        alike = list(next(groupby(first[:estimate], self.prefixes.__getitem__))[1])
+        return alike[: engine.first_pass([self.requests[row] for row in alike], self.prefixes[alike[0]])]
 
     def admit(self, rows: Sequence[int]) -> Ended:
         """Admit the first waiting rows; returns the rows that have ended with their first token."""
         if not self._reported.issuperset(rows):
             self.report()
         busy = bool(self.engine.rows)
-        tickets = self.engine.admit([self.requests[row] for row in rows], self.prefix)
+        for prefix, members in groupby(rows, self.prefixes.__getitem__):
+            alike = list(members)
+            tickets = self.engine.admit([self.requests[row] for row in alike], prefix)
+            for _ in alike:
+                self.waiting.popleft()
+            self._tickets.update(zip(tickets, alike, strict=True))
         self._step_first = busy and self.engine.grows and not self.engine.stepped
-        for _ in rows:
-            self.waiting.popleft()
-        self._tickets.update(zip(tickets, rows, strict=True))
         return self.engine.retire()
 
     def settle(self, ended: Ended) -> dict[int, Completion]:

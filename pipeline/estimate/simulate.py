@@ -126,7 +126,7 @@ class SimulatedEngine:
         terms = pass_terms(self.schedule, list(prompts.values()), len(prefix), len(requests))
         self.totals.prefill_seconds += self.costs.prefill_seconds(terms)
         self.totals.prompt_tokens += sum(prompts.values())
-        self.stepped = self.grows and bool(self.rows)
+        self.stepped = self.grows and bool(self.rows) and all(row.made > 1 for row in self.rows)
         if self.stepped:
             self._step(rides=True)
         begun = [_Flying(self._tickets + index, row) for index, row in enumerate(requests)]

@@ -201,7 +201,9 @@ class GpuEngine:
             self._move_sampling_to_host()
         run.state.begin(slots, newcomers)
         due = self._steps_since_open % self.read_every == 0
-        self.stepped = bool(self.rows) and not self._host_samples and (not due or self._grow())
+        # rows just admitted wait for the others of their batch
+        ready = bool(self.rows) and all(row.position > 0 for row in self.rows) and not self._host_samples
+        self.stepped = ready and (not due or self._grow())
         self._run_prompts(run, newcomers, slots, prefix[:PREFIX_TOKENS])
         if self.stepped:
             self._ended_early += self._after_device_step(run)

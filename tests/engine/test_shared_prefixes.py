@@ -1,0 +1,102 @@
+"""Beginnings that some prompts share: computed once for their rows, and no answer changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from engine_cases import STOP
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import oracle
+from tiny_models import LAYERS, VOCAB, tiny_model
+
+from actors.engine import shared_prefixes as module
+from actors.engine.batching import begins_with
+from actors.engine.decoder import Decoder
+from actors.engine.engine import Engine
+from actors.engine.gpu import reference
+from actors.engine.gpu.engine import GpuEngine
+from actors.engine.schedule import ScheduleSpec
+from actors.engine.scheduler import generate
+from actors.engine.shared_prefixes import shared_prefixes
+from actors.engine.types import Request, SamplingParams
+
+SCHEDULE = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
+nested_prompts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple), min_size=1, max_size=12)
+
+
+@pytest.fixture(autouse=True)
+def short_beginnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(module, "LEAST_SAVED", 1)
+
+
+def computed(prompts: Sequence[tuple[int, ...]], prefixes: Sequence[tuple[int, ...]]) -> int:
+    """Tokens computed: each prefix once, and the rest of each distinct prompt."""
+    rest = {prompt: len(prompt) - len(prefix) for prompt, prefix in zip(prompts, prefixes, strict=True)}
+    return sum(rest.values()) + sum(map(len, set(prefixes)))
+
+
+@given(nested_prompts, st.lists(st.integers(0, 2), max_size=3))
+def test_every_prompt_begins_with_its_prefix_and_no_token_is_computed_more_often(
+    prompts: list[tuple[int, ...]], prefix: list[int]
+) -> None:
+    prefixes = shared_prefixes(prompts, prefix)
+    plain = shared_prefixes(prompts, prefix, nested=False)
+    for prompt, found, base in zip(prompts, prefixes, plain, strict=True):
+        assert found == () or begins_with(prompt, found)
+        assert found[: len(base)] == base
+    # a group computes the job's prefix again, at most once each
+    again = len(prefix) * len(set(prefixes))
+    assert computed(prompts, prefixes) <= computed(prompts, plain) + again
+
+
+@given(nested_prompts)
+def test_no_choice_of_one_beginning_saves_more(prompts: list[tuple[int, ...]]) -> None:
+    ours = computed(prompts, shared_prefixes(prompts))
+    for length in range(1, 9):
+        cut = [prompt[: min(length, len(prompt) - 1)] for prompt in prompts]
+        assert ours <= computed(prompts, cut)
+
+
+def test_beginnings_of_beginnings() -> None:
+    category = {name: [name] * 4 for name in (7, 8)}
+    prompts = [(1, 2, *category[name], question) for name in (7, 8) for question in range(20, 24)]
+    assert set(shared_prefixes(prompts)) == {(1, 2, 7, 7, 7, 7), (1, 2, 8, 8, 8, 8)}
+    assert set(shared_prefixes(prompts, (1, 2))) == {(1, 2, 7, 7, 7, 7), (1, 2, 8, 8, 8, 8)}
+    few = [(1, 2, 3, name) for name in range(10, 30)]
+    assert set(shared_prefixes(few)) == {(1, 2, 3)}
+
+
+def with_categories(count: int, categories: int, seed: int) -> list[Request]:
+    chance = random.Random(seed)
+    examples = [[chance.randrange(3, VOCAB) for _ in range(12)] for _ in range(categories)]
+    rows = []
+    for number in range(count):
+        question = [chance.randrange(3, VOCAB) for _ in range(chance.randint(1, 6))]
+        beginning = examples[chance.randrange(categories)] if number % 5 else []
+        rows.append(Request([*beginning, *question], SamplingParams(max_new_tokens=chance.randint(1, 9)), key=number))
+    return rows
+
+
+@pytest.mark.parametrize("scheduler", ["lock_step", "refill"])
+@pytest.mark.parametrize("kind", ["library", "paged"])
+@pytest.mark.parametrize("max_rows", [3, 8, 40])
+def test_many_beginnings_change_no_token_and_are_computed_once(kind: str, scheduler: str, max_rows: int) -> None:
+    library = Decoder(tiny_model("llama"))
+    engine: Any = Engine(library, SCHEDULE, STOP)
+    if kind == "paged":
+        decoder = Decoder(tiny_model("llama"))
+        assert decoder.prepare_for_gpu(reference)
+        engine = GpuEngine(decoder, SCHEDULE, STOP, budget_bytes=2**26, max_rows=max_rows)
+    rows = with_categories(40, 4, seed=max_rows)
+    tokens = {}
+    for share in (False, True):
+        got = generate(engine, rows, budget_bytes=2**26, max_rows=max_rows, share_prefixes=share, scheduler=scheduler)
+        for row, one in zip(rows, got, strict=True):
+            assert list(one.token_ids) == oracle(library, SCHEDULE, row, STOP, one.token_ids)
+        tokens[share] = engine.take_stats().prompt_tokens
+    assert tokens[True] <= tokens[False] - 12 * (32 - 4 - 40 // max_rows)  # a batch may begin amid a category
