@@ -70,7 +70,7 @@ def recorded_run(folder: Folder, config: JobConfig, began: float, rows: int) -> 
         yield
     finally:
         with shielded():
-            _write(folder, [*earlier, replace(run, ended=time.time())])
+            _end(folder, run)
 
 
 def read_runs(folder: Folder) -> list[JobRun]:
@@ -92,8 +92,19 @@ def versions() -> dict[str, str]:
     return {**found, "system": platform.platform()}
 
 
+def _end(folder: Folder, run: JobRun) -> None:
+    """Record that the run has ended, unless another one has taken over."""
+    try:
+        runs = read_runs(folder)
+    except STORE_ERRORS as error:
+        log.info("%s/%s was not read: %s", folder.url, RUNS, error)
+        return
+    if runs[-1:] == [run]:
+        _write(folder, [*runs[:-1], replace(run, ended=time.time())])
+
+
 def _write(folder: Folder, runs: Sequence[JobRun]) -> None:
     try:
         folder.replace(RUNS, (json.dumps([asdict(run) for run in runs], indent=1) + "\n").encode())
-    except STORE_ERRORS as error:  # the job needs no such record
-        log.warning("%s/%s was not written: %s", folder.url, RUNS, error)
+    except STORE_ERRORS as error:  # the job needs no such record; what it needs reports the same error
+        log.info("%s/%s was not written: %s", folder.url, RUNS, error)

@@ -91,7 +91,7 @@ def test_a_job_that_fails_tells_no_secret(
     header = bytes(data[8:first]).replace(b"model.layers.0.mlp.up_proj", b"model.layers.0.mlp.no_proj")
     (tmp_path / "gone" / "model.safetensors").write_bytes(data[:8] + header + data[first:])
     code, out, err = Command(tmp_path, job, "--verbose").end()
-    assert code == 1, err
+    assert code == 2 and "no weights for model.layers.0.mlp.up_proj.weight" in err.splitlines()[-1], err
     assert_no_secret(written(s3, "bad", out, err), ray_folder)
 
 

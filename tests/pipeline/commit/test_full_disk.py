@@ -127,6 +127,7 @@ def test_a_job_that_fills_the_disk_is_finished_once_there_is_space(tmp_path: Pat
     whole = job.model_copy(update={"output": job.output.model_copy(update={"path": str(tmp_path / "whole")})})
     assert Command(tmp_path, whole).end()[0] == 0
     output, before = disk.path / "out", rays()
+    disk.remount("size=96k")  # the job's own records too
     code, _, err = Command(tmp_path, job).end()
     assert code == 1, err
     assert "Traceback" not in err
