@@ -97,7 +97,7 @@ def _end(folder: Folder, run: JobRun) -> None:
     try:
         runs = read_runs(folder)
     except STORE_ERRORS as error:
-        log.info("%s/%s was not read: %s", folder.url, RUNS, error)
+        log.debug("%s/%s was not read: %s", folder.url, RUNS, error)
         return
     if runs[-1:] == [run]:
         _write(folder, [*runs[:-1], replace(run, ended=time.time())])
@@ -107,4 +107,4 @@ def _write(folder: Folder, runs: Sequence[JobRun]) -> None:
     try:
         folder.replace(RUNS, (json.dumps([asdict(run) for run in runs], indent=1) + "\n").encode())
     except STORE_ERRORS as error:  # the job needs no such record; what it needs reports the same error
-        log.info("%s/%s was not written: %s", folder.url, RUNS, error)
+        log.debug("%s/%s was not written: %s", folder.url, RUNS, error)

@@ -279,7 +279,11 @@ class JobConfig(Section):
         description="split thinking from the answer, into a column `reasoning`; choices and output_format hold for the "
         "text after it; {}: <think> and </think>; auto: the marks that the chat template writes, if any",
     )
-    shared_prefix: bool = Field(True, description="compute the common prefix of the prompts once per actor")
+    shared_prefix: bool = Field(
+        True,
+        description="compute beginnings that prompts share once: that of all prompts once an actor, those of some rows, such "
+        "as the examples of a category, once a shard",
+    )
     actors: ActorsConfig = Field(default_factory=ActorsConfig)
     storage: StorageConfig = Field(default_factory=StorageConfig)
     shard_rows: int | None = Field(

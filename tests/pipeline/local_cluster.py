@@ -39,6 +39,7 @@ class LocalCluster:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_JOB_STOP_WAIT_TIME_S": "45",  # as infra/ sets it: Ray's 3 s kill a driver that is stopping
             "OMP_NUM_THREADS": "1",
             "NO_COLOR": "1",
         }
