@@ -281,8 +281,8 @@ class JobConfig(Section):
     )
     shared_prefix: bool = Field(
         True,
-        description="compute beginnings that prompts share once: that of all prompts once an actor, those of some rows, such "
-        "as the examples of a category, once a shard",
+        description="compute beginnings that prompts share once: that of all prompts once an actor, those of some "
+        "rows, such as the examples of a category, once a shard",
     )
     actors: ActorsConfig = Field(default_factory=ActorsConfig)
     storage: StorageConfig = Field(default_factory=StorageConfig)

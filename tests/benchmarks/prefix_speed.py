@@ -1,7 +1,10 @@
-"""What it saves to compute the beginning that all prompts share once an actor: a labelling job's prefill, both ways.
+"""What it saves to compute a beginning that prompts share once: a labelling job's prefill, both ways.
 
     .venv/bin/python tests/benchmarks/prefix_speed.py [--shapes demo,opt-125m] [--rows 64] [--instruction 500] [--new 8]
         [--batch 64] [--speed 1] [--runs 3] [--threads 2]
+    .venv/bin/python tests/benchmarks/prefix_speed.py --rows 5000 --instructions 50 --instruction 300 --shard 1000
+
+With --instructions each row has one of so many, at random, and the scheduler finds them in each shard.
 
 Random weights at real shapes, bfloat16, bare engine. Every prompt is an instruction of so many tokens and then a
 question as long as one of Banking77's test split (words × 1.3; without the data set, lengths of 5 to 30 tokens); every
@@ -64,22 +67,39 @@ def compare(shape: str, given: argparse.Namespace) -> dict[str, float]:
     """Median prefill and decode seconds of a round with the prefix and without, and the prefix's own pass."""
     decoder = decoder_of(shape)
     chance = random.Random(SEED)
-    instruction = [chance.randrange(4, decoder.vocab_size) for _ in range(given.instruction)]
+    instructions = [
+        [chance.randrange(4, decoder.vocab_size) for _ in range(given.instruction)] for _ in range(given.instructions)
+    ]
+    instruction = instructions[0]
     sampling = SamplingParams(max_new_tokens=given.new, ignore_eos=True)
     requests = [
-        Request([*instruction, *(chance.randrange(4, decoder.vocab_size) for _ in range(length))], sampling, key=row)
+        Request(
+            [*chance.choice(instructions), *(chance.randrange(4, decoder.vocab_size) for _ in range(length))],
+            sampling,
+            key=row,
+        )
         for row, length in enumerate(question_tokens(given.rows))
     ]
     schedule = ScheduleSpec(speedup=given.speed, horizon=max(2, given.new)).build(decoder.num_layers)
     contestants = {
-        "each time": (Engine(decoder, schedule, (), cumulative_logprob=False), []),
-        "once": (Engine(decoder, schedule, (), cumulative_logprob=False), instruction),
+        "each time": (Engine(decoder, schedule, (), cumulative_logprob=False), False),
+        "once": (Engine(decoder, schedule, (), cumulative_logprob=False), True),
     }
+    shards = [requests[first : first + given.shard] for first in range(0, len(requests), given.shard)]
     seconds: dict[str, list[float]] = {f"{part} {name}": [] for name in contestants for part in ("prefill", "decode")}
     own_pass = []
     for number in range(given.runs + 1):
-        for name, (engine, prefix) in contestants.items():
-            generate(engine, requests, budget_bytes=CACHE_BYTES, max_rows=given.batch, prefix=prefix)
+        for name, (engine, shares) in contestants.items():
+            for shard in shards:
+                prefix = instruction if shares and given.instructions == 1 else ()
+                generate(
+                    engine,
+                    shard,
+                    budget_bytes=CACHE_BYTES,
+                    max_rows=given.batch,
+                    prefix=prefix,
+                    share_prefixes=shares,
+                )
             stats = engine.take_stats()
             if number:
                 seconds[f"prefill {name}"].append(stats.prefill_seconds)
@@ -100,6 +120,8 @@ def main() -> None:
     parser.add_argument("--shapes", default=["demo", "opt-125m"], type=lambda text: text.split(","))
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--instruction", type=int, default=500, help="tokens")
+    parser.add_argument("--instructions", type=int, default=1, help="different ones")
+    parser.add_argument("--shard", type=int, default=1000, help="rows of a call of the scheduler")
     parser.add_argument("--new", type=int, default=8, help="tokens")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--speed", type=float, default=1.0, help="nominal")
@@ -112,9 +134,9 @@ def main() -> None:
     lengths = question_tokens(given.rows)
     where = "Banking77" if QUESTIONS.exists() else "no data set: made-up lengths"
     print(
-        f"{given.rows} rows of {given.instruction} + {statistics.mean(lengths):.1f} tokens ({where}), {given.new} new "
-        f"tokens, batch {given.batch}, {given.speed:g}x, bf16, {given.threads} threads, torch {torch.__version__}, no "
-        f"torch.compile; medians of {given.runs} rounds in turn"
+        f"{given.rows} rows, {given.instructions} instructions, {given.instruction} + {statistics.mean(lengths):.1f} "
+        f"tokens ({where}), {given.new} new tokens, batch {given.batch}, {given.speed:g}x, bf16, {given.threads} "
+        f"threads, torch {torch.__version__}, no torch.compile; medians of {given.runs} rounds in turn"
     )
     results = {}
     for shape in given.shapes:
