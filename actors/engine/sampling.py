@@ -143,18 +143,17 @@ def _draw(logits: Tensor, rows: Sequence[RowSampling], narrowed: bool) -> Tensor
     else:
         probabilities = scaled.double().softmax(dim=-1)
     keys, drawn = (column(values, torch.int64) for values in ([row.key for row in rows], [row.drawn for row in rows]))
-    return draw(probabilities, keys, drawn)
+    return draw(probabilities, uniforms(keys, drawn))
 
 
-def draw(probabilities: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+def draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
     """Tokens [N] by the inverse distribution function at each row's random number.
 
-    probabilities: [N, V] in the vocabulary's order; sorted ones would let rounding exchange tokens. keys, positions
-    [N]: see `uniforms`.
+    probabilities: [N, V] in the vocabulary's order; sorted ones would let rounding exchange tokens. numbers [N]: see
+    `uniforms`.
     """
-    u = uniforms(keys, positions)
     cumulative = probabilities.cumsum(dim=-1)
-    choice = torch.searchsorted(cumulative, u[:, None] * cumulative[:, -1:], right=True)
+    choice = torch.searchsorted(cumulative, numbers[:, None] * cumulative[:, -1:], right=True)
     last = (probabilities > 0).long().cumsum(dim=-1).argmax(dim=-1, keepdim=True)
     return torch.minimum(choice, last)[:, 0]  # rounding must not pass the last possible token
 

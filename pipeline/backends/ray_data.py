@@ -155,8 +155,8 @@ def _arguments(stage: Stage, output: str) -> dict[str, Any]:
     """Of `map_batches`."""
     if isinstance(stage, Tasks):
         return {
-            "fn": exporting,
-            "fn_kwargs": {"function": stage.function, "output": output, "arguments": dict(stage.arguments)},
+            "fn": exporting(stage.function, output),
+            "fn_kwargs": dict(stage.arguments),
             "batch_format": stage.batch_format,
             "num_cpus": STAGE_CPUS,
             "max_retries": stage.retries,

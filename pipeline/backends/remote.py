@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -84,7 +84,15 @@ class RayWorker:
         export(self.output)
 
 
-def exporting(batch: Any, *, function: Callable[..., Any], output: str, arguments: Mapping[str, Any]) -> Any:
-    """Call a stage's function in a worker process that exports the metrics of the job of that output folder."""
-    export(output)
-    return function(batch, **arguments)
+def exporting(function: Callable[..., Any], output: str) -> Callable[..., Any]:
+    """A stage's function, which exports the metrics of the job of that output folder from its worker process.
+
+    It keeps its name, by which Ray shows the stage.
+    """
+
+    def call(batch: Any, **arguments: Any) -> Any:
+        export(output)
+        return function(batch, **arguments)
+
+    call.__name__ = function.__name__
+    return call

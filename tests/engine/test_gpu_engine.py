@@ -22,7 +22,7 @@ from transformers import AutoConfig
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.families import has_pages
-from actors.engine.gpu import prefill, prompts, reference, state
+from actors.engine.gpu import prefill, prompts, reference
 from actors.engine.gpu.engine import GpuEngine
 from actors.engine.gpu.pages import PAGE_TOKENS, PagedCache, page_bytes, row_pages
 from actors.engine.label_trie import ChoiceTrie
@@ -246,7 +246,7 @@ def test_rows_in_flight_step_with_each_pass_or_between_passes(
 
 @pytest.mark.parametrize("many", [1, 100, 10**9])
 def test_tokens_are_drawn_the_same_in_any_number_of_parts(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "DRAWN_NUMBERS", many)
+    monkeypatch.setattr(reference, "DRAWN_NUMBERS", many)
     ways: list[dict[str, Any]] = [{"temperature": 0.8}, {"temperature": 0.9, "top_p": 0.8, "min_new_tokens": 2}, {}]
     rows = [
         Request(row.prompt_ids, row.sampling.merged(ways[place % 3]), row.key)

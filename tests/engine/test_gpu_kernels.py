@@ -135,6 +135,50 @@ def test_what_lanes_have_drawn_is_noted(lanes: int, stop_tokens: int, padding: i
 
 
 @many
+@given(
+    lanes=st.integers(1, 4),
+    width=st.sampled_from([1, 5, 64, 300, 2500]),
+    shape=st.sampled_from(["flat", "peaked", "tied"]),
+    kind=st.sampled_from(["greedy", "temperature", "narrowed"]),
+    barred=st.booleans(),
+    dtype=DTYPES,
+    seed=st.integers(0, 999),
+)
+def test_tokens_are_sampled_as_by_torch(
+    lanes: int, width: int, shape: str, kind: str, barred: bool, dtype: torch.dtype, seed: int
+) -> None:
+    """Or the random number lies at the end of the token's share: weights are float32 here, float64 there."""
+    chance = torch.Generator().manual_seed(seed)
+    normal = torch.randn(lanes, width, generator=chance)
+    made = {"flat": normal, "peaked": -((normal * 3).abs() ** 1.5) * 3, "tied": (normal * 2).round()}[shape]
+    logits = made.to(DEVICE, dtype)
+    adjusted = logits
+    if barred and width > 1:
+        adjusted = logits.index_fill(1, torch.randint(width, (1,), generator=chance).to(DEVICE), -torch.inf)
+    rows = DeviceRows(lanes, 4, 1, DEVICE)
+    slots = torch.randperm(lanes + 1, generator=chance)[:lanes].to(DEVICE)
+
+    def chosen(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values)[torch.randint(len(values), (lanes + 1,), generator=chance)].to(DEVICE)
+
+    rows.temperature = chosen([0.0, 0.5, 1.0, 2.5]).double()
+    rows.top_k = chosen([0, 1, 3, 40, 10**6]).long()
+    rows.top_p, rows.min_p = chosen([1.0, 0.1, 0.9, 0.999]).double(), chosen([0.0, 0.05, 1.0]).double()
+    numbers = None if kind == "greedy" else torch.rand(lanes, dtype=torch.float64, generator=chance).to(DEVICE)
+    how = {"narrowed": kind == "narrowed", "logprobs": True}
+    tokens, scores = kernels.sample(logits, adjusted, slots, numbers, rows, **how)
+    wanted, wanted_scores = reference.sample(logits, adjusted, slots, numbers, rows, **how)
+    assert scores is not None and wanted_scores is not None
+    for lane in (tokens != wanted).nonzero()[:, 0].tolist():
+        assert numbers is not None
+        near_numbers = [(numbers + change).clamp(0, 1 - 1e-9) for change in (-4e-6, 4e-6)]
+        allowed = [reference.sample(logits, adjusted, slots, one, rows, **how)[0][lane] for one in near_numbers]
+        assert int(tokens[lane]) in [int(one) for one in allowed]
+    same = tokens == wanted
+    torch.testing.assert_close(scores[same], wanted_scores[same], atol=2e-5, rtol=1e-5)
+
+
+@many
 @given(st.integers(1, 6), st.integers(1, 1100), st.sampled_from("tpn"), st.booleans(), DTYPES, st.integers(0, 99))
 def test_what_lanes_begin_with(lanes: int, width: int, embeds: str, rope: bool, dtype: torch.dtype, seed: int) -> None:
     """By token, by token and position, or not at all. Positions behind the tables are those of rows that have ended."""

@@ -89,6 +89,30 @@ class Operations(Protocol):
         rows that have ended stay unchanged."""
         ...
 
+    def sample(
+        self,
+        logits: Tensor,
+        adjusted: Tensor,
+        slots: Tensor,
+        uniforms: Tensor | None,
+        rows: DeviceRows,
+        *,
+        narrowed: bool,
+        logprobs: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Next tokens int64 [B] of the rows `slots` [B], and their log-probabilities [B], nats, if asked for.
+
+        Args:
+            logits: [B, V].
+            adjusted: [B, V], -inf for barred tokens; the same tensor without any.
+            slots: Of the lanes.
+            uniforms: float64 [B], a random number in [0, 1) for each lane; None: every row is greedy.
+            rows: Temperature, top-k, top-p and min-p of each slot.
+            narrowed: Whether a row has top-k, top-p or min-p.
+            logprobs: Whether log-probabilities are asked for.
+        """
+        ...
+
     def norm(self, hidden: Tensor, weights: NormWeights) -> Tensor:
         """[B, E] -> [B, E], in float32 inside."""
         ...

@@ -14,6 +14,8 @@ from torch.nn import functional
 from actors.engine.gpu.operations import Lanes, LayerPages, Rotary, StepTables
 from actors.engine.gpu.splits import Splits
 from actors.engine.layer_weights import NormWeights
+from actors.engine.sampling import draw, narrow
+from actors.engine.working_memory import DRAWN_NUMBERS
 
 if TYPE_CHECKING:
     from actors.engine.gpu.state import DeviceRows
@@ -54,6 +56,44 @@ def finish(slots: Tensor, tokens: Tensor, logprobs: Tensor | None, rows: DeviceR
         (rows.ended, rows.ended[slots] | ends),
     ):
         target.index_copy_(0, slots, values)
+
+
+def sample(
+    logits: Tensor,
+    adjusted: Tensor,
+    slots: Tensor,
+    uniforms: Tensor | None,
+    rows: DeviceRows,
+    *,
+    narrowed: bool,
+    logprobs: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Implements `Operations.sample`, in parts: float64 copies of the logits take memory."""
+    many = max(1, DRAWN_NUMBERS // logits.shape[1])
+    tokens, scores = [], []
+    for first in range(0, len(slots), many):
+        part = slice(first, first + many)
+        numbers = None if uniforms is None else uniforms[part]
+        tokens.append(_drawn(adjusted[part], slots[part], numbers, rows, narrowed))
+        if logprobs:
+            wide = logits[part].float()
+            scores.append(wide.gather(1, tokens[-1][:, None])[:, 0] - wide.logsumexp(dim=-1))
+    return torch.cat(tokens), torch.cat(scores) if logprobs else None
+
+
+def _drawn(logits: Tensor, slots: Tensor, numbers: Tensor | None, rows: DeviceRows, narrowed: bool) -> Tensor:
+    """Next tokens [N] from logits [N, V] at random numbers [N]; None: every row is greedy."""
+    tokens = logits.argmax(dim=-1)
+    if numbers is None:
+        return tokens
+    temperature = rows.temperature[slots]
+    scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0).float()[:, None]
+    free = draw(scaled.double().softmax(dim=-1), numbers)
+    if narrowed:
+        top_k, top_p, min_p = rows.top_k[slots], rows.top_p[slots], rows.min_p[slots]
+        few = draw(narrow(scaled, top_k, top_p, min_p), numbers)
+        free = torch.where((top_k > 0) | (top_p < 1) | (min_p > 0), few, free)
+    return torch.where(temperature > 0, free, tokens)
 
 
 def norm(hidden: Tensor, weights: NormWeights) -> Tensor:

@@ -18,8 +18,7 @@ from actors.engine.gpu import reference
 from actors.engine.gpu.operations import Operations
 from actors.engine.gpu.pages import upload
 from actors.engine.row import Row
-from actors.engine.sampling import draw, narrow
-from actors.engine.working_memory import DRAWN_NUMBERS
+from actors.engine.sampling import uniforms
 
 
 def samples_on_device(row: Row, state: DeviceRows) -> bool:
@@ -117,32 +116,17 @@ class DeviceRows:
 
         slots: int64 [B], of the lanes.
         """
-        chunk = len(slots) if variant.plain else max(1, DRAWN_NUMBERS // logits.shape[1])
-        parts = [self._next(*part, variant) for part in zip(slots.split(chunk), logits.split(chunk), strict=True)]
-        tokens, logprobs = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts, strict=True))
-        self.operations.finish(slots, tokens, logprobs if variant.logprobs else None, self)
-
-    def _next(self, slots: Tensor, logits: Tensor, variant: SamplingVariant) -> tuple[Tensor, Tensor]:
-        """Next tokens [B] and, if the variant has them, their log-probabilities [B]."""
-        adjusted = wide = logits if variant.plain else logits.float()
+        if variant.plain:
+            self.operations.finish(slots, logits.argmax(dim=-1), None, self)
+            return
+        adjusted = logits
         if variant.barred:
             counts, stops = self.counts[slots], self.stops[slots]
-            early = (counts < self.least[slots])[:, None] & (stops >= 0) & (stops < wide.shape[1])
-            targets = torch.where(early, stops, stops.new_full((), wide.shape[1]))
-            padded = torch.cat((wide, wide.new_zeros(len(wide), 1)), dim=1)
-            adjusted = padded.scatter(1, targets, -torch.inf)[:, :-1]
-        tokens = adjusted.argmax(dim=-1)
-        if variant.random:
-            temperature = self.temperature[slots]
-            hot = temperature > 0
-            scaled = adjusted / torch.where(hot, temperature, 1.0).float()[:, None]
-            numbers = self.keys[slots], self.counts[slots]
-            free = draw(scaled.double().softmax(dim=-1), *numbers)
-            if variant.narrowed:
-                top_k, top_p, min_p = self.top_k[slots], self.top_p[slots], self.min_p[slots]
-                narrowed = draw(narrow(scaled, top_k, top_p, min_p), *numbers)
-                free = torch.where((top_k > 0) | (top_p < 1) | (min_p > 0), narrowed, free)
-            tokens = torch.where(hot, free, tokens)
-        if not variant.logprobs:
-            return tokens, tokens
-        return tokens, wide.gather(1, tokens[:, None])[:, 0] - wide.logsumexp(dim=-1)
+            early = (counts < self.least[slots])[:, None] & (stops >= 0) & (stops < logits.shape[1])
+            values = torch.where(early, -torch.inf, torch.inf).to(logits.dtype)
+            adjusted = logits.scatter_reduce(1, torch.where(early, stops, 0), values, "amin")
+        numbers = uniforms(self.keys[slots], self.counts[slots]) if variant.random else None
+        tokens, logprobs = self.operations.sample(
+            logits, adjusted, slots, numbers, self, narrowed=variant.narrowed, logprobs=variant.logprobs
+        )
+        self.operations.finish(slots, tokens, logprobs, self)

@@ -149,7 +149,7 @@ def test_stopped_half_way_and_submitted_again_every_row_is_answered_once(
 @pytest.mark.timeout(400)
 def test_a_pool_that_may_grow_uses_a_node_that_joins(cluster: LocalCluster, checkpoint: Path, tmp_path: Path) -> None:
     """The head node has room for one actor of two CPUs; the second node comes in the middle of the job."""
-    rows, shard_rows = 1200, 12  # long enough: Ray Data looks for new nodes every 20 s
+    rows, shard_rows = 3600, 12  # long enough: Ray Data looks for new nodes every 20 s
     actors = {"min": 1, "max": 2, "cpus": 2, "threads": 1, "max_batch": 1}
     file = write_job(tmp_path, checkpoint, rows, actors=actors, shard_rows=shard_rows)
     code, said = submit(cluster, file, "pool", "--no-wait")

@@ -96,7 +96,9 @@ def test_credentials_that_expire_end_a_job_with_one_line_and_a_rerun_finishes_it
     code, out, err = Command(tmp_path, job).end()
     assert code == 1 and out == "", err
     lease, line = [line for line in err.splitlines() if "refused" in line]
-    assert lease.startswith("the lease could not be given back: ") and lease.endswith("; the next run waits it out")
+    assert lease.startswith("the lease could not be given back: ") and lease.endswith(
+        "; the next run waits until it expires"
+    )
     assert line.startswith("skipdecode: failed: ") and f"{root}/" in line and "access refused (ExpiredToken)" in line
     assert "renew the credentials; the same command goes on from the committed shards" in line
     assert "Traceback" not in err
