@@ -30,10 +30,12 @@ class StopStrings:
         self.free_tokens = min_new_tokens
         # every other token is at least one byte of text
         self.window = max(len(string.encode()) for string in strings) + SLACK_TOKENS
+        self._ends = {string[-1] for string in strings}
+        self._may_end: dict[int, bool] = {}  # token -> whether a string may end inside it
 
     def ended(self, tokens: Sequence[int]) -> bool:
         """Whether the last of `tokens` completes a stop string."""
-        if len(tokens) <= self.free_tokens:
+        if len(tokens) <= self.free_tokens or not self._may_end_in(tokens[-1]):
             return False
         window: list[int] = []
         for token in reversed(tokens):
@@ -46,6 +48,18 @@ class StopStrings:
             return False
         # a window that begins inside a character may differ from the whole text
         return self._first(tokens, self.decode(list(tokens))) is not None
+
+    def _may_end_in(self, token: int) -> bool:
+        """Whether a token's text holds the last character of a string; true where its text depends on its place."""
+        found = self._may_end.get(token)
+        if found is None:
+            text = self.decode([token])
+            partial = not text or "\ufffd" in text  # spaces may be dropped, and characters may span tokens
+            found = token not in self.special_ids and (
+                partial or any(end in text or end.isspace() for end in self._ends)
+            )
+            self._may_end[token] = found
+        return found
 
     def cut(self, tokens: Sequence[int]) -> str:
         """The text of `tokens` before the first stop string."""

@@ -1,9 +1,10 @@
 """What each feature costs: milliseconds a generated token, and a row, beside the plain greedy run.
 
     .venv/bin/python tests/benchmarks/features.py [--rows 128] [--batch 64] [--threads 2] [--runs 3]
+    .venv/bin/python tests/benchmarks/features.py --checkpoint work/real/model --speed 1 --rows 64
 
-Demo checkpoint at 3x, demo prompts, bf16, bare engine; contestants run in turn after one warm-up round, medians
-are shown. Every row draws exactly 32 tokens (ignore_eos), so that all contestants do the same work; choices,
+By default the demo checkpoint at 3x. Demo prompts, bf16, bare engine; contestants run in turn after one warm-up round,
+medians are shown. Every row draws exactly 32 tokens (ignore_eos), so that all contestants do the same work; choices,
 which end by themselves, are shown by rows per second alone. The last line is one JSON object.
 """
 
@@ -48,19 +49,25 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--checkpoint", default=CHECKPOINT)
+    parser.add_argument("--speed", type=float, default=3.0, help="nominal")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         write_prompts(Path(folder), given.rows, 1, seed=1)
         texts = pq.read_table(folder)["prompt"].to_pylist()
     generator = Generator(
-        CHECKPOINT,
-        schedule={"speedup": 3.0},
+        given.checkpoint,
+        schedule={"speedup": given.speed},
         sampling={"max_new_tokens": TOKENS, "logprobs": 0},
         max_batch=given.batch,
         threads=given.threads,
     )
     plain = Generator(
-        CHECKPOINT, schedule={"speedup": 3.0}, sampling=FIXED, max_batch=given.batch, threads=given.threads
+        given.checkpoint,
+        schedule={"speedup": given.speed},
+        sampling=FIXED,
+        max_batch=given.batch,
+        threads=given.threads,
     )
 
     def prompts(texts: list[str], **changes: Any) -> list[Prompt]:
@@ -97,8 +104,10 @@ def main() -> None:
                 seconds[name].append(time.perf_counter() - began)
             assert not any(answer.error for answer in answers)
             counts[name] = len(answers), sum(answer.generated_tokens for answer in answers)
-    print(f"{given.rows} rows, {TOKENS} tokens each, batch {given.batch}, bf16, 3x, {given.threads} threads, torch")
-    print(f"{torch.__version__}; medians of {given.runs} rounds in turn")
+    print(
+        f"{given.rows} rows, {TOKENS} tokens each, batch {given.batch}, bf16, {given.speed:g}x, {given.threads} threads"
+    )
+    print(f"torch {torch.__version__}; medians of {given.runs} rounds in turn")
     found: dict[str, dict[str, float]] = {}
     base = statistics.median(seconds["greedy"])
     for name, times in seconds.items():
