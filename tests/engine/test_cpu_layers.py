@@ -420,7 +420,8 @@ def drawn_logits(decoder: Decoder, rows: list[Request]) -> list[torch.Tensor]:
 
     with mock.patch.object(decoder, "logits", keep):
         schedule = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
-        generate(Engine(decoder, schedule, ()), rows, budget_bytes=2**40, max_rows=4, scheduler="refill")
+        how: dict[str, Any] = {"max_rows": 4, "scheduler": "refill", "share_prefixes": False}
+        generate(Engine(decoder, schedule, ()), rows, budget_bytes=2**40, **how)
     return kept
 
 

@@ -128,6 +128,6 @@ def test_every_end_of_a_run_is_recorded(
         raise OSError(28, "no space left")
 
     monkeypatch.setattr(LocalFolder, "replace", full)
-    with recorded_run(folder, config, 300.0, 1):
+    with caplog.at_level(logging.DEBUG), recorded_run(folder, config, 300.0, 1):
         pass
     assert "runs.json was not written" in caplog.text
