@@ -20,12 +20,24 @@ Numbers = NDArray[np.float64]
 SWEEPS = 20_000  # of coordinate descent, at most
 
 
-def pass_terms(schedule: Schedule, prompts: Sequence[int], prefix: int, requests: int) -> list[float]:
-    """Terms of a prefill pass. prompts: tokens of each distinct prompt, including `prefix` shared tokens."""
+def pass_terms(
+    schedule: Schedule, prompts: Sequence[int], prefix: int, requests: int, *, new_prefix: bool = False
+) -> list[float]:
+    """Terms of a prefill pass.
+
+    Args:
+        schedule: Layers of the prompts.
+        prompts: Tokens of each distinct prompt, including `prefix` shared tokens.
+        prefix: Shared tokens.
+        requests: Rows that begin.
+        new_prefix: Whether the prefix is computed too, in a pass of its own.
+    """
     layers = len(schedule.prompt_layers)
     own = [tokens - prefix for tokens in prompts]
     square = sum(tokens * (tokens + prefix) for tokens in own)
-    return [1.0, float(requests), float(layers * sum(own)), float(layers * square)]
+    extra = prefix if new_prefix else 0
+    tokens, squares = sum(own) + extra, square + extra * extra
+    return [2.0 if extra else 1.0, float(requests), float(layers * tokens), float(layers * squares)]
 
 
 def step_terms(schedule: Schedule, positions: Numbers, contexts: Numbers) -> list[float]:

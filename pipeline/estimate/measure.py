@@ -35,11 +35,19 @@ class Answered:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows that one call answered. rows: numbers in the actor's sample, of each request. seconds: of the call."""
+    """Rows that one call answered.
+
+    Args:
+        rows: Of each request, its number in the actor's sample.
+        answered: The requests.
+        seconds: Of the call.
+        prompts: Token ids of each request.
+    """
 
     rows: list[int]
     answered: list[Answered]
     seconds: float
+    prompts: list[Sequence[int]] = field(default_factory=list)
 
 
 @dataclass
@@ -68,6 +76,7 @@ class RecordingEngine:
     def __init__(self, engine: EngineProtocol) -> None:
         self.engine = engine
         self.sample = SpeedSample()
+        self._prefix: tuple[int, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -75,7 +84,8 @@ class RecordingEngine:
     def admit(self, requests: Sequence[Request], prefix: Sequence[int] = ()) -> list[int]:
         """See `EngineProtocol`."""
         lengths = [len(ids) for ids in {tuple(request.prompt_ids) for request in requests}]
-        terms = pass_terms(self.engine.schedule, lengths, len(prefix), len(requests))
+        new, self._prefix = tuple(prefix) not in ((), self._prefix), tuple(prefix) or self._prefix
+        terms = pass_terms(self.engine.schedule, lengths, len(prefix), len(requests), new_prefix=new)
         began = time.perf_counter()
         tickets = self.engine.admit(requests, prefix)
         self.sample.passes.append([*terms, time.perf_counter() - began])
@@ -151,10 +161,10 @@ class _SpeedRun:
 
     def __init__(self, generator: Generator, prompts: Sequence[Prompt], prefix: Sequence[int]) -> None:
         self.generator, self.prompts, self.prefix = generator, prompts, prefix
+        self.engine = generator.engine = RecordingEngine(generator.engine)
         first = range(min(WARM_UP_ROWS, len(prompts)))
         warm_up = self._answer(first)
-        self.engine = RecordingEngine(generator.engine)
-        generator.engine = self.engine
+        self.engine.sample = SpeedSample()
         self._answer(first)  # a pass of another size, else its costs are not told apart
         # refilled slots are measured too
         self.size = generator.max_batch * (2 if generator.scheduler == "refill" else 1)
@@ -180,4 +190,4 @@ class _SpeedRun:
         good = [(rows[answer.row], answer) for answer in answers if answer.generated_tokens]
         limits = {row: self.generator.token_limit(self.prompts[row]) for row, _ in good}
         answered = [Answered(answer.prompt_tokens, limits[row], answer.generated_tokens) for row, answer in good]
-        return Chunk([row for row, _ in good], answered, seconds)
+        return Chunk([row for row, _ in good], answered, seconds, [self.prompts[row].ids for row, _ in good])

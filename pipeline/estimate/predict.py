@@ -116,10 +116,9 @@ def predict(
 
 def _again(chunk: Chunk, schedule: Schedule, costs: Costs, shape: EngineShape) -> float:
     """Simulated seconds of a measured chunk."""
-    # token ids do not matter here, except those of the shared prefix
     rows = [
-        SimulatedRow((*shape.prefix, *[0] * (one.prompt_tokens - len(shape.prefix))), one.limit, one.tokens, row)
-        for row, one in zip(chunk.rows, chunk.answered, strict=True)
+        SimulatedRow(prompt, one.limit, one.tokens, row)
+        for row, one, prompt in zip(chunk.rows, chunk.answered, chunk.prompts, strict=True)
     ]
     return simulate(rows, schedule, costs, shape).seconds
 

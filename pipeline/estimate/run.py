@@ -233,6 +233,7 @@ def _predictions(
         batching.max_batch,
         batching.scheduler,
         batching.prefix,
+        job.config.shared_prefix,
     )
     # seconds of passes and steps at all speeds: depths and rows vary more than at one
     measured = [one.speeds[name] for one in samples for name in speeds]

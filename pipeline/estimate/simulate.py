@@ -54,6 +54,7 @@ class EngineShape:
         context: tokens, at most.
         grows: whether the cache is paged.
         cache_bytes, max_rows, scheduler, prefix: of the job's batching.
+        share_prefixes: the job's `shared_prefix`.
     """
 
     kv: tuple[int, int, int]
@@ -63,6 +64,7 @@ class EngineShape:
     max_rows: int
     scheduler: str
     prefix: tuple[int, ...]
+    share_prefixes: bool = True
 
 
 @dataclass
@@ -105,6 +107,7 @@ class SimulatedEngine:
         self.rows: list[_Flying] = []
         self.totals = Simulated()
         self._tickets = 0
+        self._prefix: tuple[int, ...] = ()
         self._known: dict[tuple[int, int], int] = {}
 
     def row_bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
@@ -123,7 +126,8 @@ class SimulatedEngine:
     def admit(self, requests: Sequence[SimulatedRow], prefix: Sequence[int] = ()) -> list[int]:
         """See `EngineProtocol`."""
         prompts = {row.source: len(row.prompt_ids) for row in requests}
-        terms = pass_terms(self.schedule, list(prompts.values()), len(prefix), len(requests))
+        new, self._prefix = tuple(prefix) not in ((), self._prefix), tuple(prefix) or self._prefix
+        terms = pass_terms(self.schedule, list(prompts.values()), len(prefix), len(requests), new_prefix=new)
         self.totals.prefill_seconds += self.costs.prefill_seconds(terms)
         self.totals.prompt_tokens += sum(prompts.values())
         self.stepped = self.grows and bool(self.rows) and all(row.made > 1 for row in self.rows)
@@ -207,6 +211,7 @@ def simulate(rows: Sequence[SimulatedRow], schedule: Schedule, costs: Costs, sha
         budget_bytes=shape.cache_bytes,
         max_rows=shape.max_rows,
         prefix=shape.prefix,
+        share_prefixes=shape.share_prefixes,
         scheduler=shape.scheduler,
     )
     return engine.totals
