@@ -101,7 +101,7 @@ def states(rows: int, width: int, seed: int, **features: Any) -> list[RowSamplin
     return made
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.integers(0, 10**6),
     st.sampled_from([1, 2, 31, 255, 256, 257, 2048, 49152]),
@@ -145,7 +145,7 @@ def near_a_bound(logits: Tensor, row: RowSampling, token: int) -> bool:
     return begin - ROUNDING <= u <= end + ROUNDING
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.integers(0, 10**6),
     st.sampled_from([8, 300, 2048]),

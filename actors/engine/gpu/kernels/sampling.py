@@ -112,6 +112,18 @@ def _last_kept(
     return value, kept, mass + kept * weight
 
 
+@triton.jit
+def _kept(x, temperature, top, cut, ties, lightest, seen, NARROWED: tl.constexpr):
+    """Weights of a block, 0 for tokens that top-k, top-p or min-p excludes; and how many equal to `cut` were seen."""
+    weights = _weigh(x, temperature, top)
+    if NARROWED:
+        tied = (x == cut).to(tl.int32)
+        inside = (x > cut) | ((tied > 0) & (seen + tl.cumsum(tied) <= ties))
+        weights = tl.where(inside & (weights >= lightest), weights, 0.0)
+        seen += tl.sum(tied)
+    return weights, seen
+
+
 @compiled_once
 def _sample(
     logits,
@@ -189,12 +201,7 @@ def _sample(
             seen = 0
             for first in range(0, vocabulary, BLOCK):
                 x = _read(row, first, vocabulary, BLOCK)
-                weights = _weigh(x, temperature, top)
-                if NARROWED:
-                    tied = (x == cut).to(tl.int32)
-                    inside = (x > cut) | ((tied > 0) & (seen + tl.cumsum(tied) <= ties))
-                    weights = tl.where(inside & (weights >= lightest), weights, 0.0)
-                    seen += tl.sum(tied)
+                weights, seen = _kept(x, temperature, top, cut, ties, lightest, seen, NARROWED)
                 kept_mass += tl.sum(weights.to(tl.float64))
             wanted = tl.load(uniforms + lane) * kept_mass
             passed = tl.full([], 0.0, tl.float64)
@@ -203,12 +210,7 @@ def _sample(
             last = -1
             for first in range(0, vocabulary, BLOCK):
                 x = _read(row, first, vocabulary, BLOCK)
-                weights = _weigh(x, temperature, top)
-                if NARROWED:
-                    tied = (x == cut).to(tl.int32)
-                    inside = (x > cut) | ((tied > 0) & (seen + tl.cumsum(tied) <= ties))
-                    weights = tl.where(inside & (weights >= lightest), weights, 0.0)
-                    seen += tl.sum(tied)
+                weights, seen = _kept(x, temperature, top, cut, ties, lightest, seen, NARROWED)
                 cumulated = passed + tl.cumsum(weights.to(tl.float64))
                 hit = (cumulated > wanted) & (weights > 0)
                 here = tl.min(tl.where(hit, first + column, 2147483647))
