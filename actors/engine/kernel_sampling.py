@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor
 
-from actors.engine.constraint import words_of
 from actors.engine.cpu import sampling as cpu
 from actors.engine.penalties import changed_logits
-from actors.engine.row_sampling import Drawn, RowSampling
+from actors.engine.row_sampling import Drawn, RowSampling, allowed_bits
 from actors.engine.types import TokenLogprob
 
 
@@ -18,7 +17,7 @@ def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool) -> Dr
     """See `sampling.sample`. logits: [B, V], bfloat16 or float32, contiguous, on the CPU."""
     batch = _Batch(logits, rows, logprobs)
     # masks cost more than sampling: a greedy row needs none while its likeliest token is allowed
-    masked = [row.allowed is not None and (row.params.temperature > 0 or row.allowed.scored) for row in rows]
+    masked = [row.needs_mask for row in rows]
     batch.run([index for index, with_mask in enumerate(masked) if not with_mask])
     for index, row in enumerate(rows):
         if row.allowed is not None and not masked[index]:
@@ -54,7 +53,7 @@ class _Batch:
             b"".join([row.packed for row in rows]),
             self._drawn[places],
             changes=changes,
-            masks=_masks(rows, self.logits.shape[1]) if masks else None,
+            masks=cpu.Masks(allowed_bits(rows, self.logits.shape[1]), np.arange(len(rows))) if masks else None,
             most=min(max((count or 0 for count in asked), default=0), self.logits.shape[1]),
             logprobs=self.wants_logprobs,
         )
@@ -73,15 +72,6 @@ def _changes(logits: Tensor, rows: Sequence[RowSampling]) -> cpu.Changes | None:
     numbers = np.arange(len(rows))
     bounds = np.stack([np.searchsorted(index, numbers), np.searchsorted(index, numbers, side="right")], axis=1)
     return cpu.Changes(bounds, tokens, values)
-
-
-def _masks(rows: Iterable[RowSampling], vocabulary: int) -> cpu.Masks:
-    allowed = [row.allowed for row in rows]
-    bits = np.zeros((len(allowed), words_of(vocabulary)), np.int32)
-    for place, one in enumerate(allowed):
-        assert one is not None
-        one.write(bits[place])
-    return cpu.Masks(bits, np.arange(len(allowed)))
 
 
 def _top(done: cpu.Sampled, place: int, count: int) -> TokenLogprob:

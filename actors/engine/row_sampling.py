@@ -6,7 +6,10 @@ from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from actors.engine.constraint import AllowedTokens
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.engine.constraint import AllowedTokens, words_of
 from actors.engine.cpu.sampling import packed
 from actors.engine.types import SamplingParams, TokenLogprob
 
@@ -82,9 +85,23 @@ class RowSampling:
         return self.params.temperature == 0 and self.params.logprobs is None and not bound
 
     @property
+    def needs_mask(self) -> bool:
+        """Whether tokens that are not allowed must be excluded, even if the likeliest one is allowed."""
+        return self.allowed is not None and (self.params.temperature > 0 or self.allowed.scored)
+
+    @property
     def narrowed(self) -> bool:
         """Whether top-k, top-p or min-p excludes tokens."""
         return self.params.top_k > 0 or self.params.top_p < 1 or self.params.min_p > 0
+
+
+def allowed_bits(rows: Sequence[RowSampling], vocabulary: int) -> NDArray[np.int32]:
+    """Masks [rows, words_of(V)] of rows that have allowed tokens, see `constraint.Bits`."""
+    bits = np.zeros((len(rows), words_of(vocabulary)), dtype=np.int32)
+    for place, row in enumerate(rows):
+        assert row.allowed is not None
+        row.allowed.write(bits[place])
+    return bits
 
 
 @dataclass(frozen=True)

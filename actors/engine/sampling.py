@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from actors.engine import kernel_sampling
-from actors.engine.constraint import words_of
 from actors.engine.cpu import library
 from actors.engine.penalties import changed_logits
-from actors.engine.row_sampling import Drawn, RowSampling
+from actors.engine.row_sampling import Drawn, RowSampling, allowed_bits
 from actors.engine.types import TokenLogprob
 from actors.engine.working_memory import DRAWN_NUMBERS
 
@@ -192,17 +191,12 @@ def _excluded(rows: Sequence[RowSampling], likeliest: Tensor, logits: Tensor) ->
     members = [
         index
         for index, row in enumerate(rows)
-        if row.allowed is not None
-        and (row.params.temperature > 0 or row.allowed.scored or not row.allowed.allows(int(likeliest[index])))
+        if row.needs_mask or (row.allowed is not None and not row.allowed.allows(int(likeliest[index])))
     ]
     vocabulary = logits.shape[1]
     if not members:
         return members, logits.new_empty((0, vocabulary), dtype=torch.bool)
-    bits = np.zeros((len(members), words_of(vocabulary)), dtype=np.int32)
-    for place, index in enumerate(members):
-        allowed = rows[index].allowed
-        assert allowed is not None
-        allowed.write(bits[place])
+    bits = allowed_bits([rows[index] for index in members], vocabulary)
     excluded = np.unpackbits(~bits.view(np.uint8), axis=1, count=vocabulary, bitorder="little").view(np.bool_)
     return members, torch.from_numpy(excluded).to(logits.device)
 

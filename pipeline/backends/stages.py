@@ -94,7 +94,7 @@ class Backend(Hardware, Protocol):
 
     @property
     def starts_workers(self) -> bool:
-        """Whether processes beside the actors read and prepare."""
+        """Whether it starts worker processes that read and prepare rows."""
         ...
 
     def ready(self, actors: ActorsConfig) -> AbstractContextManager[None]:

@@ -106,5 +106,5 @@ def _end(folder: Folder, run: JobRun) -> None:
 def _write(folder: Folder, runs: Sequence[JobRun]) -> None:
     try:
         folder.replace(RUNS, (json.dumps([asdict(run) for run in runs], indent=1) + "\n").encode())
-    except STORE_ERRORS as error:  # the job needs no such record; what it needs reports the same error
+    except STORE_ERRORS as error:  # reports alone need the record
         log.debug("%s/%s was not written: %s", folder.url, RUNS, error)

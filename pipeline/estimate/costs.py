@@ -20,6 +20,18 @@ Numbers = NDArray[np.float64]
 SWEEPS = 20_000  # of coordinate descent, at most
 
 
+class KeptPrefix:
+    """The prefix whose keys and values an engine keeps: the last one."""
+
+    def __init__(self) -> None:
+        self._ids: tuple[int, ...] = ()
+
+    def is_new(self, prefix: Sequence[int]) -> bool:
+        """Whether a pass with this prefix computes it; it is kept from then on."""
+        before, self._ids = self._ids, tuple(prefix) or self._ids
+        return self._ids != before
+
+
 def pass_terms(
     schedule: Schedule, prompts: Sequence[int], prefix: int, requests: int, *, new_prefix: bool = False
 ) -> list[float]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from actors.answers import Prompt
 from actors.engine.schedule import Schedule
-from pipeline.estimate.costs import pass_terms, step_terms
+from pipeline.estimate.costs import KeptPrefix, pass_terms, step_terms
 from pipeline.generate.settings import fetched
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class RecordingEngine:
     def __init__(self, engine: EngineProtocol) -> None:
         self.engine = engine
         self.sample = SpeedSample()
-        self._prefix: tuple[int, ...] = ()
+        self._prefix = KeptPrefix()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -84,7 +84,7 @@ class RecordingEngine:
     def admit(self, requests: Sequence[Request], prefix: Sequence[int] = ()) -> list[int]:
         """See `EngineProtocol`."""
         lengths = [len(ids) for ids in {tuple(request.prompt_ids) for request in requests}]
-        new, self._prefix = tuple(prefix) not in ((), self._prefix), tuple(prefix) or self._prefix
+        new = self._prefix.is_new(prefix)
         terms = pass_terms(self.engine.schedule, lengths, len(prefix), len(requests), new_prefix=new)
         began = time.perf_counter()
         tickets = self.engine.admit(requests, prefix)

@@ -19,7 +19,7 @@ from actors.engine.schedule import Schedule
 from actors.engine.scheduler import generate
 from actors.engine.types import Completion, FinishReason
 from actors.engine.working_memory import CHUNK_TOKENS
-from pipeline.estimate.costs import Costs, pass_terms, step_terms
+from pipeline.estimate.costs import Costs, KeptPrefix, pass_terms, step_terms
 
 DONE = Completion((), FinishReason.STOP, None)
 
@@ -107,7 +107,7 @@ class SimulatedEngine:
         self.rows: list[_Flying] = []
         self.totals = Simulated()
         self._tickets = 0
-        self._prefix: tuple[int, ...] = ()
+        self._prefix = KeptPrefix()
         self._known: dict[tuple[int, int], int] = {}
 
     def row_bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
@@ -126,7 +126,7 @@ class SimulatedEngine:
     def admit(self, requests: Sequence[SimulatedRow], prefix: Sequence[int] = ()) -> list[int]:
         """See `EngineProtocol`."""
         prompts = {row.source: len(row.prompt_ids) for row in requests}
-        new, self._prefix = tuple(prefix) not in ((), self._prefix), tuple(prefix) or self._prefix
+        new = self._prefix.is_new(prefix)
         terms = pass_terms(self.schedule, list(prompts.values()), len(prefix), len(requests), new_prefix=new)
         self.totals.prefill_seconds += self.costs.prefill_seconds(terms)
         self.totals.prompt_tokens += sum(prompts.values())

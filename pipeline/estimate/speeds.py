@@ -74,7 +74,7 @@ class Loss:
 
 
 def losses(config: JobConfig, prompt: str) -> dict[str, Loss]:
-    """Loss by speed, from a record of evaluate or adapt beside the checkpoint or its speed adapter; {} without one.
+    """Recorded loss of each speed; {} without a record of evaluate or adapt in the folder of checkpoint or adapter.
 
     Args:
         config: The job's config.

@@ -1,4 +1,4 @@
-"""What it saves to compute a beginning that prompts share once: a labelling job's prefill, both ways.
+"""Prefill time of prompts with a shared beginning: computed for each prompt, and computed once.
 
     .venv/bin/python tests/benchmarks/prefix_speed.py [--shapes demo,opt-125m] [--rows 64] [--instruction 500] [--new 8]
         [--batch 64] [--speed 1] [--runs 3] [--threads 2]

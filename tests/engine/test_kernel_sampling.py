@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from torch import Tensor
 from actors.engine import kernel_sampling
 from actors.engine.cpu import library
 from actors.engine.row_sampling import RowSampling
-from actors.engine.sampling import sample_by_torch, uniforms
+from actors.engine.sampling import narrow, sample_by_torch, uniforms
 from actors.engine.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(
@@ -58,23 +57,14 @@ def logits_of(rows: int, width: int, shape: str, seed: int, dtype: torch.dtype) 
 
 
 def distribution(logits: Tensor, row: RowSampling) -> Tensor:
-    """Probabilities [V], float64, by the definition, read off at a fine grid of the cumulated ones."""
+    """Exact probabilities [V] of a row with a temperature, without changes or mask."""
     params = row.params
-    x = logits.float()
-    if params.temperature == 0:
-        return torch.nn.functional.one_hot(x.argmax(), len(x)).double()
-    ordered, tokens = (x / params.temperature).sort(descending=True, stable=True)
-    rank = torch.arange(len(x))
-    wide = ordered.double()
-    if params.top_k:
-        wide = wide.masked_fill(rank >= params.top_k, -torch.inf)
-    share = wide.softmax(0)
-    outside = ((share.cumsum(0) - share >= params.top_p) | (share < params.min_p * share[0])) & (rank > 0)
-    kept = share.masked_fill(outside, 0.0)
-    return torch.zeros_like(kept).scatter(0, tokens, kept / kept.sum())
+    top_p, min_p = (torch.tensor([value], dtype=torch.float64) for value in (params.top_p, params.min_p))
+    kept = narrow(logits.float()[None] / params.temperature, torch.tensor([params.top_k]), top_p, min_p)[0]
+    return kept / kept.sum()
 
 
-def states(rows: int, width: int, seed: int, **features: Any) -> list[RowSampling]:
+def states(rows: int, width: int, seed: int) -> list[RowSampling]:
     """Rows with parameters, history and constraints that differ from row to row."""
     chance = np.random.default_rng(seed)
     made = []
@@ -94,7 +84,7 @@ def states(rows: int, width: int, seed: int, **features: Any) -> list[RowSamplin
             row.add(token)
         if chance.integers(3) == 0:
             row.barred = sorted({int(chance.integers(width)), prompt[0]})[: width - 1]
-        if number % 3 == 2 and features.get("constraints"):
+        if number % 3 == 2:
             tokens = set(chance.integers(width, size=int(chance.integers(1, 40))).tolist())
             row.allowed, row.barred = Allowed(tokens, bool(chance.integers(2))), ()
         made.append(row)
@@ -110,7 +100,7 @@ def states(rows: int, width: int, seed: int, **features: Any) -> list[RowSamplin
 )
 def test_everything_equals_the_definition(seed: int, width: int, shape: str, dtype: torch.dtype) -> None:
     logits = logits_of(7, width, shape, seed, dtype)
-    rows = states(7, width, seed, constraints=True)
+    rows = states(7, width, seed)
     ours = kernel_sampling.sample(logits, rows, logprobs=True)
     wanted = sample_by_torch(logits, rows, logprobs=True)
     for index, row in enumerate(rows):
@@ -168,7 +158,7 @@ def test_draws_lie_where_the_exact_distribution_has_them(
 
 def test_a_row_is_the_same_in_every_batch() -> None:
     logits = logits_of(24, 5000, "peaked", 1, torch.bfloat16)
-    rows = states(24, 5000, 1, constraints=True)
+    rows = states(24, 5000, 1)
     together = kernel_sampling.sample(logits, rows, logprobs=True)
     for index, row in enumerate(rows):
         alone = kernel_sampling.sample(logits[index : index + 1].contiguous(), [row], logprobs=True)
@@ -177,9 +167,12 @@ def test_a_row_is_the_same_in_every_batch() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_no_numbers_give_an_allowed_token(value: float, temperature: float) -> None:
-    for logits in (torch.full((1, 300), value), torch.randn(1, 300).index_fill(1, torch.tensor([7]), value)):
-        params = SamplingParams(temperature=temperature, top_p=0.9)
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_logits_that_are_no_numbers_give_an_allowed_token(value: float, temperature: float, top_k: int) -> None:
+    peaked = torch.full((1, 300), -90.0)
+    peaked[0, [7, 8, 23, 39]] = torch.tensor([value, 1.0, 5.0, 6.0])  # 7, 23 and 39 share a lane of a vector
+    for logits in (torch.full((1, 300), value), torch.randn(1, 300).index_fill(1, torch.tensor([7]), value), peaked):
+        params = SamplingParams(temperature=temperature, top_p=0.9, top_k=top_k)
         free, bound = RowSampling(params, 1), RowSampling(params, 1, allowed=Allowed({5, 9}, True))
         drawn = kernel_sampling.sample(logits.expand(2, -1).contiguous(), [free, bound], logprobs=True)
         assert 0 <= drawn.tokens[0] < 300 and drawn.tokens[1] in (5, 9)

@@ -56,6 +56,11 @@ inline double uniform(int64_t key, int64_t position) {  // SplitMix64, see `unif
 // Logits of one row, padded to whole blocks by numbers that are never drawn, and what is known of each block.
 class Vocabulary {
   public:
+    struct Place {
+        float x;
+        int64_t token;
+    };
+
     explicit Vocabulary(int64_t width)
         : width(width), blocks((width + BLOCK - 1) / BLOCK), x(blocks * BLOCK, NEVER), weights(blocks * BLOCK),
           highest_of(blocks), sums(blocks) {}
@@ -178,8 +183,7 @@ class Vocabulary {
     }
 
     // The `count` highest tokens, the first of equal ones first.
-    template <class Each>
-    void highest_tokens(int64_t count, Each each) {
+    const std::vector<Place>& highest_tokens(int64_t count) {
         found.clear();
         for (int64_t b = 0; b < blocks; b++) {
             if (int64_t(found.size()) == count && highest_of[b] <= found.front().x) continue;
@@ -194,7 +198,7 @@ class Vocabulary {
             }
         }
         std::sort(found.begin(), found.end(), earlier);
-        for (size_t place = 0; place < found.size(); place++) each(int64_t(place), found[place].token, found[place].x);
+        return found;
     }
 
     const int64_t width, blocks;
@@ -203,11 +207,6 @@ class Vocabulary {
     float most = NEVER;
 
   private:
-    struct Place {
-        float x;
-        int64_t token;
-    };
-
     static bool earlier(const Place& a, const Place& b) { return a.x > b.x || (a.x == b.x && a.token < b.token); }
 
     static double sum(const float* block) {
@@ -281,8 +280,9 @@ class Vocabulary {
     Place last_of(int64_t top_k, float least, Tally within, double& mass) {
         const Tally above = bisect(least, within, [=](Tally one) { return one.count >= top_k; });
         mass = above.mass;
-        for (int64_t place = 0; place < top_k - above.count; place++) mass += weights[found[place].token];
-        return found[top_k - above.count - 1];
+        const int64_t among = std::min(top_k - above.count, int64_t(found.size()));  // fewer only where a logit is NaN
+        for (int64_t place = 0; place < among; place++) mass += weights[found[place].token];
+        return among > 0 ? found[among - 1] : Place{NEVER, width};
     }
 
     // The last token, not behind `end`, before which the weights are below `wanted`.
@@ -306,11 +306,13 @@ void sample_row(const Sampling<T>& all, int64_t row, Vocabulary& vocabulary) {
     vocabulary.read(logits);
     double normalizer = NAN, choice_normalizer = NAN;
     if (all.wants_logprobs || given.likeliest >= 0) normalizer = vocabulary.normalizer();
-    if (given.likeliest > 0)
-        vocabulary.highest_tokens(given.likeliest, [&](int64_t place, int64_t token, float x) {
-            all.top_ids[row * all.most + place] = token;
-            all.top_logprobs[row * all.most + place] = float(x - normalizer);
-        });
+    if (given.likeliest > 0) {
+        int64_t at = row * all.most;
+        for (const auto& place : vocabulary.highest_tokens(std::min(given.likeliest, all.most))) {
+            all.top_ids[at] = place.token;
+            all.top_logprobs[at++] = float(place.x - normalizer);
+        }
+    }
     const uint32_t* allowed = all.mask_rows[row] < 0 ? nullptr : all.masks + all.mask_rows[row] * all.words;
     if (allowed) {
         vocabulary.exclude(allowed);

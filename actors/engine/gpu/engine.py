@@ -231,7 +231,7 @@ class GpuEngine:
             logits, of_riders = self._prefill(prompts[first:end], pass_slots, pass_sources, run.cache, prefix, riders)
             if riders is not None:
                 assert self._variant is not None
-                run.steps.end_riders(of_riders, self._variant)
+                run.steps.sample(of_riders, self._variant)
             logits = logits[upload(pass_sources, logits.device)]
             self._sample([rows[index] for index in members], upload(pass_slots, logits.device), logits)
         computed = sum(map(len, prompts)) - len(prefix) * len(prompts)

@@ -125,8 +125,8 @@ class Steps:
         splits = [self._splits(layer, max(1, count)) for layer, count in enumerate(counts)]
         return Riders(self._hidden[-most:], self._lanes.youngest(most), counts, splits)
 
-    def end_riders(self, logits: Tensor, variant: SamplingVariant) -> None:
-        """Sample from the logits [B, V] of the riders."""
+    def sample(self, logits: Tensor, variant: SamplingVariant) -> None:
+        """Sample the next tokens of the youngest B lanes from their logits [B, V]."""
         self.state.sample(self._slots[-len(logits) :], logits, variant)
 
     def _has_step_graph(self, whole: tuple[str, tuple[int, ...], SamplingVariant | None]) -> bool:
@@ -175,7 +175,7 @@ class Steps:
                 self._logits[count] = torch.empty_like(logits)
             self._logits[count].copy_(logits)
         else:
-            self.state.sample(self._slots[-count:], logits, variant)
+            self.sample(logits, variant)
 
     def _graphed(self, key: Hashable, work: Callable[[], None]) -> None:
         """Replay the graph of this work. The first time the work runs without one, which compiles kernels and allocates
