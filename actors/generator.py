@@ -248,23 +248,22 @@ class Generator:
         counts: Counter[int] = Counter()
         for row, request, completion in zip(owners, requests, completions, strict=True):
             if row not in errors:
-                answer = self._answer(row, counts[row], request, completion)
-                answers.append(self.builder.with_calls(answer) if prompts[row].tools else answer)
+                answers.append(self.completed(prompts[row], row, counts[row], request, completion))
                 counts[row] += 1
         return sorted(answers, key=lambda answer: (answer.row, answer.sample_index))
 
-    def _answer(self, row: int, sample: int, request: Request, completion: Completion) -> Answer:
-        """The answer of a completion with tokens."""
+    def completed(self, prompt: Prompt, row: int, sample: int, request: Request, completion: Completion) -> Answer:
+        """The answer of a completion with tokens, to one of the prompt's requests."""
         count = len(completion.token_ids)
         text, reasoning = self.builder.text(request, completion)
-        return Answer(
+        answer = Answer(
             row=row,
             sample_index=sample,
             generated_text=text,
             finish_reason=str(completion.finish_reason),
             prompt_tokens=len(request.prompt_ids),
             generated_tokens=count,
-            mean_depth=self.schedule.mean_depth(count),
+            mean_depth=(request.schedule or self.schedule).mean_depth(count),
             error=completion.error,
             token_ids=list(completion.token_ids),
             cumulative_logprob=completion.cumulative_logprob,
@@ -272,6 +271,7 @@ class Generator:
             choice_probability=completion.choice_probability,
             reasoning=reasoning,
         )
+        return self.builder.with_calls(answer) if prompt.tools else answer
 
     def _requests(self, prompt: Prompt) -> list[Request]:
         """The row's samples as requests; raises UserError for a row that cannot be answered."""

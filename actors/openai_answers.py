@@ -28,7 +28,8 @@ def completion_body(
     Args:
         url: the endpoint, one of `ENDPOINTS`.
         answers: to one request, at least one; fields of `Answer`, `logprobs` as in `TokenLogprob.to_dict`,
-            `tool_calls` as in `ToolCall.to_dict`.
+            `tool_calls` as in `ToolCall.to_dict`. Thinking is shown as `reasoning_content`, as DeepSeek's and vLLM's
+            servers do.
         key: that ids are made of.
         created: seconds since 1970.
         model: its name.
@@ -44,7 +45,9 @@ def completion_body(
         if is_chat:
             content = {"message": {"role": "assistant", "content": text, "refusal": None}}
         if calls:
-            content["message"] |= {"content": text or None, "tool_calls": _calls(calls, f"{key}-{index}")}
+            content["message"] |= {"content": text or None, "tool_calls": shown_calls(calls, f"{key}-{index}")}
+        if answer.get("reasoning") is not None:
+            (content["message"] if is_chat else content)["reasoning_content"] = answer["reasoning"]
         choices.append(
             {
                 "index": index,
@@ -85,7 +88,8 @@ def error_body(message: str, *, is_request: bool) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
 
-def _calls(calls: Sequence[Mapping[str, str]], key: str) -> list[dict[str, Any]]:
+def shown_calls(calls: Sequence[Mapping[str, str]], key: str) -> list[dict[str, Any]]:
+    """Calls of tools, as in `ToolCall.to_dict`, in OpenAI's form. key: that their ids are made of."""
     return [
         {"id": f"call_{key}-{number}", "type": "function", "function": {**call}} for number, call in enumerate(calls)
     ]

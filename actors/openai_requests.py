@@ -6,12 +6,13 @@ those of vLLM's server.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from actors.engine.errors import UserError, suggestion
 from actors.engine.output_format import OutputFormat
+from actors.tool_calls import forced_call, form_of
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ENDPOINTS = (CHAT, TEXT)
@@ -63,6 +64,22 @@ class CompletionRequest:
     output_format: OutputFormat | None = None
     tools: Any = None
     tool_choice: Any = None
+
+    def checked_form(self, tools: Sequence[Mapping[str, Any]], tokenizer: Any) -> OutputFormat | None:
+        """The form of the answer, or that of the calls that it must make; None for free text.
+
+        Args:
+            tools: the request's, checked.
+            tokenizer: the model's, whose chat template says how calls are written.
+
+        Raises:
+            UserError: a form or a choice of tools that cannot be followed.
+        """
+        if self.tool_choice is not None:
+            return forced_call(tools, self.tool_choice, form_of(tokenizer))
+        if self.output_format is not None:
+            self.output_format.check()
+        return self.output_format
 
 
 def read_request(url: str, body: Mapping[str, Any]) -> CompletionRequest:

@@ -83,10 +83,13 @@ class RequestBuilder:
             return None
         return [token.to_dict(self.token_text) for token in completion.logprobs]
 
-    def prompt(self, value: Any, continuations: Any = None) -> Prompt:
+    def prompt(self, value: Any, continuations: Any = None, tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
         """The prompt of any value of a prompt column: a text, token ids or messages.
 
-        continuations: Text or texts to score after it, see `continuations`; None for a prompt to answer.
+        Args:
+            value: The prompt.
+            continuations: Text or texts to score after it, see `continuations`; None for a prompt to answer.
+            tools: Those that messages offer, see `checked_tools`.
         """
         ids: list[int] = []
         ways: list[list[int]] = []
@@ -98,7 +101,14 @@ class RequestBuilder:
             elif value is None or isinstance(value, str) or len(value) == 0:
                 error = "prompt is null or empty"
             elif isinstance(value[0], Mapping):
-                text = str(self.tokenizer.apply_chat_template(list(value), tokenize=False, add_generation_prompt=True))
+                text = str(
+                    self.tokenizer.apply_chat_template(
+                        list(value),
+                        tools=[dict(tool) for tool in tools] or None,
+                        tokenize=False,
+                        add_generation_prompt=True,
+                    )
+                )
                 ids, ways = self._encoded(text, texts, is_chat=True)
             elif all(token == int(token) >= 0 for token in value):
                 ids = [int(token) for token in value]
@@ -110,7 +120,7 @@ class RequestBuilder:
         # errors that a value of any type, or a chat template, may raise
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
             error = f"prompt cannot be read: {' '.join(str(problem).split())}"
-        return Prompt(ids, f"prompt:{ids}", 0, error, continuations=ways)
+        return Prompt(ids, f"prompt:{ids}", 0, error, continuations=ways, tools=bool(tools))
 
     def _ids(self, text: str, special_tokens: bool) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
@@ -199,6 +209,13 @@ class RequestBuilder:
     def _decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
+    def begins_thinking(self, request: Request) -> bool:
+        """Whether the answer begins inside thinking: the prompt says so, or a form follows the thinking."""
+        if self.reasoning is None:
+            return False
+        constrained = isinstance(request.constraint, AfterReasoning)
+        return constrained or self.reasoning.begun_by(self._decode(list(request.prompt_ids)))
+
     def text(self, request: Request, completion: Completion) -> tuple[str, str | None]:
         """The answer's text without the stop token or string that ended it, in a given form exactly that text; and
         the thinking before it, None without.
@@ -214,8 +231,7 @@ class RequestBuilder:
         else:
             text = self._decode(tokens) if request.ending is None else request.ending.cut(tokens)
             if self.reasoning is not None:
-                begun = self.reasoning.begun_by(self._decode(list(request.prompt_ids)))
-                thinking, text = self.reasoning.split(text, begun=begun)
+                thinking, text = self.reasoning.split(text, begun=self.begins_thinking(request))
             text = text.strip() if self.strip else text
         return text, thinking.strip() if self.strip and thinking is not None else thinking
 

@@ -16,6 +16,7 @@ from actors.engine.output_format import OutputFormat
 
 ToolFormat = Literal["hermes", "llama3_json"]
 BEGIN, END = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"  # may stand before Llama's calls
 # texts in a chat template by which a form is known that is not read, with its name; the first that is found
 _OTHERS = {
     "<function=": "Qwen3-Coder's <function=…>",
@@ -141,7 +142,7 @@ def _marked_calls(text: str) -> tuple[str, list[ToolCall]]:
 
 def _listed_calls(text: str) -> list[ToolCall]:
     calls: list[ToolCall] = []
-    rest = text.strip().removeprefix("<|python_tag|>").lstrip()
+    rest = text.strip().removeprefix(PYTHON_TAG).lstrip()
     try:
         while rest:
             value, end = _DECODER.raw_decode(rest)

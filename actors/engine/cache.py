@@ -76,14 +76,16 @@ class PrefixKeys:
 class SkipCache:
     """Buffers of [R, H, P + n_l, D] of keys and of values for every layer that decode runs.
 
-    Rows lie oldest first. `begin_prefill` or `begin_step` announces a pass; then the model's attention layers call
-    `update`.
+    Rows are numbered oldest first. `begin_prefill` or `begin_step` announces a pass; then the model's attention layers
+    call `update`.
 
     Args:
         windows: of each layer, how many keys a token attends to, its own included; None is all. Older keys stay in
             their slots, but are not read.
         kernels: write and read the buffers, which then share one allocation; None: torch's own operations do.
         memory: an earlier cache's allocation that is large enough, with `kernels`.
+        has_places: steps are run by kernels that find each row's place in the buffers, so that a new order of rows
+            copies nothing. Else row and place are the same.
     """
 
     def __init__(
@@ -100,8 +102,11 @@ class SkipCache:
         windows: Sequence[int | None] | None = None,
         kernels: CacheKernels | None = None,
         memory: Tensor | None = None,
+        has_places: bool = False,
     ) -> None:
+        assert kernels is not None or not has_places
         self.capacity = rows
+        self._places = torch.arange(rows) if has_places else None  # int64 [R], of each row
         self.prompt_slots = prompt_slots
         self.max_new_tokens = max_new_tokens
         self.slots = cache_slots(schedule, prompt_slots, max_new_tokens)
@@ -176,10 +181,13 @@ class SkipCache:
         self._shortest, self._width = min(positions) + 1, max(positions) + 1
         self._masks = {}
 
-    def step_slots(self) -> tuple[Tensor, int]:
-        """Of the announced step: the slot of each new token [B], and how many slots all rows attend to at most."""
-        assert self._index is not None
-        return self._index[1], self._width
+    def step_slots(self) -> tuple[Tensor, Tensor, int]:
+        """Of the announced step: each row's place [B] and the slot of its new token [B], and how many slots all rows
+        attend to at most. Requires `has_places`.
+        """
+        assert self._index is not None and self._places is not None
+        slots = self._index[1]
+        return self._places[: len(slots)], slots, self._width
 
     def _step_mask(self, window: int | None) -> tuple[int, Tensor | None]:
         """The first slot that any row attends to within a window, and the mask [B, 1, 1, K] from there on."""
@@ -216,8 +224,9 @@ class SkipCache:
         if buffers is not None:
             alone = self._sources == list(range(rows))
             end = self._first + len(self._sources)
+            places = slice(self._first, end) if self._places is None else self._places[self._first : end]
             for buffer, new in zip(buffers, (keys, values), strict=True):
-                buffer[self._first : end, :, : new.shape[2]] = new if alone else new[self._sources]
+                buffer[places, :, : new.shape[2]] = new if alone else new[self._sources]
                 if self.kernels is None:  # the library reads masked slots, and no weight of 0 removes a NaN
                     buffer[self._first : min(end, self._used[layer]), :, new.shape[2] :] = 0
             self._used[layer] = max(self._used[layer], end)
@@ -238,38 +247,48 @@ class SkipCache:
         width = min(self._width, self.slots[layer])
         return held[0][:, :, first:width], held[1][:, :, first:width]
 
-    def joined_prompts(self, layer: int) -> tuple[Buffers | None, Tensor, PrefixKeys | None]:
+    def joined_prompts(self, layer: int) -> tuple[Buffers | None, Tensor, Tensor, PrefixKeys | None]:
         """Where to store keys and values of the announced prompts, which lie one behind another.
 
         Returns:
-            The new rows' buffers [B, H, K, D] behind those of the prefix, or None, if the layer has none; the prompt of
-            each row, int64 [B]; and the prefix, which has been copied to each row's first slots.
+            The buffers [R, H, K, D] behind the slots of the prefix, or None, if the layer has none; of each new row its
+            place and its prompt, int64 [B] each; and the prefix, which has been copied to the rows' first slots.
         """
-        prefix, end, buffers = self._prefix, self._first + len(self._sources), self.buffers[layer]
-        sources = torch.tensor(self._sources)
-        if buffers is None:
-            return None, sources, prefix
-        keys, values = buffers[0][self._first : end], buffers[1][self._first : end]
-        if prefix is None:
-            return (keys, values), sources, None
-        for buffer, shared in zip((keys, values), prefix.layers[layer], strict=True):
-            buffer[:, :, : prefix.tokens] = shared
-        return (keys[:, :, prefix.tokens :], values[:, :, prefix.tokens :]), sources, prefix
+        assert self._places is not None
+        prefix, buffers, sources = self._prefix, self.buffers[layer], torch.tensor(self._sources)
+        places = self._places[self._first : self._first + len(self._sources)]
+        if buffers is None or prefix is None:
+            return buffers, places, sources, prefix
+        for buffer, shared in zip(buffers, prefix.layers[layer], strict=True):
+            buffer[places, :, : prefix.tokens] = shared
+        keys, values = (buffer[:, :, prefix.tokens :] for buffer in buffers)
+        return (keys, values), places, sources, prefix
 
-    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy rows `sources` to `targets`, all at the same time, as far as any row was attended to."""
-        for buffer in (buffer for pair in self.buffers if pair is not None for buffer in pair):
-            buffer[torch.tensor(targets), :, : self._width] = buffer[torch.tensor(sources), :, : self._width]
+    def arrange(self, order: Sequence[int]) -> None:
+        """Give the rows that stay a new order, as old row numbers; they keep what any row was attended to."""
+        moved = [(source, target) for target, source in enumerate(order) if source != target]
+        if moved and self._places is not None:
+            stays = torch.zeros(self.capacity, dtype=torch.bool)
+            stays[list(order)] = True
+            self._places = torch.cat((self._places[list(order)], self._places[~stays]))
+        elif moved:
+            sources, targets = torch.tensor(moved).T
+            for buffer in (buffer for pair in self.buffers if pair is not None for buffer in pair):
+                buffer[targets, :, : self._width] = buffer[sources, :, : self._width]
 
     def copy_rows(self, other: SkipCache, rows: int) -> None:
-        """Take over the first `rows` rows of another cache of the same model, whose tokens all have slots here."""
+        """Take over the first `rows` rows of another cache of the same model, whose tokens all have slots here.
+
+        No row has been written here yet.
+        """
         self._width = other._width
         for layer, (new, old) in enumerate(zip(self.buffers, other.buffers, strict=True)):
             if new is None or old is None:
                 continue
             width = min(self._width, self.slots[layer], other.slots[layer])
+            places = slice(rows) if other._places is None else other._places[:rows]
             for target, source in zip(new, old, strict=True):
-                target[:rows, :, :width] = source[:rows, :, :width]
+                target[:rows, :, :width] = source[places, :, :width]
             self._used[layer] = rows
 
     def free(self, position: int) -> None:

@@ -239,8 +239,8 @@ class Decoder:
         assert self.stack is not None
         hidden, rotary = self.embed(ids, positions)
         for layer in layers:
-            buffers, sources, prefix = cache.joined_prompts(layer)
-            self.stack.prompts(layer, hidden, rotary[layer], starts, sources, buffers, prefix)
+            buffers, places, sources, prefix = cache.joined_prompts(layer)
+            self.stack.prompts(layer, hidden, rotary[layer], starts, places, sources, buffers, prefix)
         return self.logits(hidden[0, starts[1:] - 1])
 
     def step(self, ids: Tensor, positions: Tensor, rows_per_layer: Sequence[int], cache: KeyValueStore) -> Tensor:

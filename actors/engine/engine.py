@@ -151,6 +151,7 @@ class Engine:
             windows=decoder.windows,
             kernels=decoder.native_buffers(),
             memory=memory,
+            has_places=decoder.stack is not None,
         )
 
     @torch.inference_mode()
@@ -308,7 +309,7 @@ class Engine:
         self.stats.full_layer_steps += self.schedule.num_layers * len(depths)
 
     def retire(self) -> Ended:
-        """Remove the rows that have ended and compact the others' slots; returns (ticket, completion) of each."""
+        """Remove the rows that have ended, and close their gaps; returns (ticket, completion) of each."""
         assert self.cache is not None
         ended = self._keep([row.finish is None for row in self.rows])
         return [(row.ticket, row.completion(self.cumulative_logprob)) for row in ended]
@@ -331,9 +332,7 @@ class Engine:
     def _arrange(self, order: Sequence[int]) -> None:
         """Give the rows, and their keys and values, a new order, as old row numbers."""
         assert self.cache is not None
-        moved = [(source, target) for target, source in enumerate(order) if source != target]
-        if moved:
-            self.cache.move(*zip(*moved, strict=True))
+        self.cache.arrange(order)
         self.rows = [self.rows[index] for index in order]
 
     def _begin(self, request: Request) -> Row:

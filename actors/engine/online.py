@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import threading
 import time
 from collections import deque
@@ -31,6 +32,7 @@ from actors.engine.types import Completion, FinishReason, Request, TokenLogprob
 
 PASS_TOKENS = 2048  # of prompts computed between two steps: rows in flight wait meanwhile
 PATIENCE = 4  # steps that a waiting row lets pass, so that others are admitted with it
+SWITCH_SECONDS = 1e-4  # after which a thread of Python makes room for another
 FAILURES = 3  # turns that fail, with no row answered between them, before the loop counts as broken
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -59,6 +61,10 @@ class Event:
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
     completion: Completion | None = None
+
+    def and_then(self, later: Event) -> Event:
+        """Both as one; `later` is the same row's."""
+        return Event(self.index, self.tokens + later.tokens, self.logprobs + later.logprobs, later.completion)
 
 
 @dataclass(eq=False)
@@ -192,7 +198,12 @@ class OnlineLoop:
         return self.failures < FAILURES and not (self._thread is not None and not self._thread.is_alive())
 
     def start(self) -> None:
-        """Answer in a thread of its own, until `close`."""
+        """Answer in a thread of its own, until `close`.
+
+        Python then passes its lock on every 0.1 ms: the thread gives it back for each kernel, and would wait 5 ms for
+        it behind the threads that serve clients.
+        """
+        sys.setswitchinterval(SWITCH_SECONDS)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 

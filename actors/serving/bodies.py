@@ -59,8 +59,6 @@ def read_call(url: str, body: Any) -> Call:
         raise UserError("body: echo does not go with stream: true")
     bodies = [rest] if url == CHAT else [{**rest, "prompt": prompt} for prompt in _prompts(rest.pop("prompt", None))]
     prompts = [read_request(url, each) for each in bodies]
-    if any(prompt.tools for prompt in prompts):
-        raise UserError("body: tools is not supported by the server; a batch file's requests may have it")
     return Call(url, prompts, rest.get("model"), stream, usage, speed, echo, generates)
 
 

@@ -19,15 +19,11 @@ from actors.openai_answers import completion_body
 from actors.serving.bodies import read_call
 from actors.serving.chunks import DONE, Chunks, event
 from actors.serving.errors import ApiError
-from actors.serving.mailbox import Mailbox, Post
+from actors.serving.mailbox import ClientGone, Mailbox, Post
 from actors.serving.metrics import Metrics
 from actors.serving.model import Prepared, ServedModel
 
 log = logging.getLogger(__name__)
-
-
-class ClientGone(Exception):
-    """The client has closed its connection."""
 
 
 class Calls:
@@ -91,9 +87,10 @@ class Calls:
             choices = await self._answers(prepared, receive)
         for choice in choices:
             number = choice["sample_index"] // count
-            choice["prompt_tokens"] = len(prepared.prompts[number])
+            ids = prepared.prompts[number].ids
             prompt = call.prompts[number].prompt
-            text = prompt if isinstance(prompt, str) else model.decode(prepared.prompts[number])
+            text = prompt if isinstance(prompt, str) else model.decode(ids)
+            choice["prompt_tokens"] = len(ids)
             choice["generated_text"] = text + choice["generated_text"]
             choice["logprobs"] = None if scored is None else scored[number] + choice["logprobs"]
         return self._body(prepared, choices)
@@ -126,7 +123,7 @@ class Calls:
             created=int(time.time()),
             model=self._model.name,
             job=self._fingerprint,
-            prompt_tokens=sum(map(len, prepared.prompts)),
+            prompt_tokens=prepared.prompt_tokens,
         )
 
     @contextlib.asynccontextmanager
@@ -154,21 +151,13 @@ class Calls:
     async def events(self, mailbox: Mailbox, receive: Receive) -> AsyncGenerator[Event, None]:
         """The events of a submission. Raises ClientGone."""
         gone = asyncio.ensure_future(_gone(receive))
-        news: asyncio.Future[Event] | None = None
+        gone.add_done_callback(lambda _: mailbox.leave())
         try:
             while True:
-                if not mailbox.events.empty():
-                    yield mailbox.events.get_nowait()
-                    continue
-                news = asyncio.ensure_future(mailbox.events.get())
-                await asyncio.wait((gone, news), return_when=asyncio.FIRST_COMPLETED)
-                if not news.done():
-                    raise ClientGone
-                yield news.result()
+                for one in await mailbox.take():
+                    yield one
         finally:
             gone.cancel()
-            if news is not None:
-                news.cancel()
 
     def finished(self, prepared: Prepared, index: int, completion: Completion) -> dict[str, Any]:
         """The answer of a row; raises ApiError if it has none."""
@@ -210,7 +199,7 @@ class CallStream:
     async def _parts(self, receive: Receive) -> AsyncGenerator[bytes, None]:
         prepared, calls = self._prepared, self._calls
         metrics, began, last = calls._metrics, time.perf_counter(), None
-        streams = [calls._model.text_stream(row) for row in prepared.rows]
+        streams = [calls._model.answer_stream(prepared, index) for index in range(len(prepared.rows))]
         offsets = [0] * len(streams)
         started: set[int] = set()
         tokens = 0
@@ -225,7 +214,9 @@ class CallStream:
                 done = None if one.completion is None else calls.finished(prepared, index, one.completion)
                 part = streams[index].push(one.tokens)
                 if done is not None:
-                    part += streams[index].finish(done["generated_text"])
+                    part += streams[index].finish(
+                        done["generated_text"], done["reasoning"], has_calls=bool(done["tool_calls"])
+                    )
                     tokens += done["generated_tokens"]
                 if index not in started:
                     started.add(index)
@@ -233,13 +224,12 @@ class CallStream:
                 wants = prepared.rows[index].sampling.logprobs is not None
                 if part or done is not None or wants:
                     logprobs = [token.to_dict(calls._model.token_text) for token in one.logprobs] if wants else None
-                    finish = None if done is None else done["finish_reason"]
-                    yield self._chunks.part(index, part, logprobs, offsets[index], finish)
-                    offsets[index] += len(part)
+                    yield self._chunks.part(index, part, logprobs, offsets[index], done)
+                    offsets[index] += len(part.text)
                 if ended(one):
                     break
         if prepared.call.usage:
-            yield self._chunks.usage(sum(map(len, prepared.prompts)), tokens)
+            yield self._chunks.usage(prepared.prompt_tokens, tokens)
 
 
 def _too_late(seconds: float) -> ApiError:

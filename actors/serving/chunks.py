@@ -9,8 +9,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from actors.openai_answers import shown_logprobs, usage
+from actors.openai_answers import shown_calls, shown_logprobs, usage
 from actors.openai_requests import CHAT
+from actors.serving.texts import Part
 
 DONE = b"data: [DONE]\n\n"
 
@@ -32,7 +33,7 @@ class Chunks:
     """
 
     def __init__(self, url: str, *, key: str, created: int, model: str, usage: bool) -> None:
-        self._url, self._is_chat = url, url == CHAT
+        self._url, self._is_chat, self._key = url, url == CHAT, key
         self._frame: dict[str, Any] = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{key}",
             "object": "chat.completion.chunk" if self._is_chat else "text_completion",
@@ -49,13 +50,33 @@ class Chunks:
         return self._event(index, {"delta": {"role": "assistant", "content": ""}}, None, None)
 
     def part(
-        self, index: int, text: str, logprobs: Sequence[Mapping[str, Any]] | None, offset: int, finish: str | None
+        self,
+        index: int,
+        part: Part,
+        logprobs: Sequence[Mapping[str, Any]] | None,
+        offset: int,
+        done: Mapping[str, Any] | None,
     ) -> bytes:
-        """A part of answer `index`. offset: characters before it; finish: why the answer ended, with its last part."""
+        """A part of answer `index`.
+
+        Args:
+            index: Number of the answer.
+            part: Its text and thinking.
+            logprobs: Of its tokens; None: they are not asked for.
+            offset: Characters of text before it.
+            done: The answer, with its last part; see `completion_body`.
+        """
         shown = shown_logprobs(self._url, logprobs, offset)
+        thinking = {"reasoning_content": part.thinking} if part.thinking else {}
+        finish = None if done is None else done["finish_reason"]
         if not self._is_chat:
-            return self._event(index, {"text": text}, shown, finish)
-        return self._event(index, {"delta": {"content": text} if text else {}}, shown, finish)
+            return self._event(index, {"text": part.text, **thinking}, shown, finish)
+        delta: dict[str, Any] = {**({"content": part.text} if part.text else {}), **thinking}
+        if done is not None and done["tool_calls"]:
+            calls = shown_calls(done["tool_calls"], f"{self._key}-{index}")
+            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+            finish = "tool_calls"
+        return self._event(index, {"delta": delta}, shown, finish)
 
     def usage(self, prompt: int, completion: int) -> bytes:
         """The chunk that counts tokens."""

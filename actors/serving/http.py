@@ -21,8 +21,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from actors.engine.errors import UserError
 from actors.engine.online import QueueFull
 from actors.openai_requests import CHAT, ENDPOINTS
-from actors.serving.calls import Calls, ClientGone
+from actors.serving.calls import Calls
 from actors.serving.errors import ApiError, api_error
+from actors.serving.mailbox import ClientGone
 from actors.serving.metrics import Metrics
 from actors.serving.model import ServedModel
 from actors.serving.openapi import chat_schema, text_schema

@@ -8,6 +8,10 @@ from collections import deque
 from actors.engine.online import Event
 
 
+class ClientGone(Exception):
+    """The client has closed its connection."""
+
+
 class Post:
     """Carries events to the mailboxes of one event loop."""
 
@@ -27,16 +31,40 @@ class Post:
         self._on_its_way = False  # before the letters are read: a later one schedules another delivery
         while self._letters:
             mailbox, event = self._letters.popleft()
-            mailbox.events.put_nowait(event)
+            mailbox.put(event)
 
 
 class Mailbox:
-    """The events of one submission."""
+    """The events of one submission. What comes before it is emptied is one event a row: a slow reader gets fewer,
+    larger ones.
+    """
 
     def __init__(self, post: Post) -> None:
         self._post = post
-        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: dict[int, Event] = {}  # by row
+        self._ready = asyncio.Event()
+        self._is_left = False
 
     def __call__(self, event: Event) -> None:
-        """What a submission's `receive` is."""
+        """What a submission's `receive` is, in the engine's thread."""
         self._post.send(self, event)
+
+    def put(self, event: Event) -> None:
+        """In the event loop."""
+        before = self._events.get(event.index)
+        self._events[event.index] = event if before is None else before.and_then(event)
+        self._ready.set()
+
+    def leave(self) -> None:
+        """The client has gone: `take` raises ClientGone."""
+        self._is_left = True
+        self._ready.set()
+
+    async def take(self) -> list[Event]:
+        """Wait for events; at most one of each row."""
+        await self._ready.wait()
+        self._ready.clear()
+        if self._is_left:
+            raise ClientGone
+        events, self._events = list(self._events.values()), {}
+        return events

@@ -12,6 +12,7 @@ from typing import Any
 from actors.answers import Prompt
 from actors.engine.errors import UserError
 from actors.engine.online import PASS_TOKENS, OnlineLoop
+from actors.engine.reasoning import AfterReasoning
 from actors.engine.schedule import Schedule
 from actors.engine.scores import ScoreRequest
 from actors.engine.scoring import score_continuations
@@ -19,10 +20,11 @@ from actors.engine.types import Completion, Request
 from actors.generator import Generator
 from actors.openai_requests import CompletionRequest
 from actors.serving.bodies import Call
-from actors.serving.texts import TextStream
+from actors.serving.texts import AnswerStream, TextStream
+from actors.tool_calls import checked_tools, form_of
 
 MOST_SPEEDS = 64  # whose schedules are kept
-Render = Callable[[Any, Any], str]  # (tokenizer, a body's messages) -> the prompt; raises UserError
+Render = Callable[[Any, Any, Sequence[Mapping[str, Any]]], str]  # (tokenizer, a body's messages, checked tools)
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,23 @@ class Prepared:
 
     Args:
         rows: The answers to be, those of one prompt one behind another.
-        prompts: Token ids of each prompt.
+        prompts: Its prompts.
         samples: Answers to each prompt.
     """
 
     call: Call
     rows: Sequence[Request]
-    prompts: Sequence[Sequence[int]]
+    prompts: Sequence[Prompt]
     samples: int
+
+    def prompt_of(self, index: int) -> Prompt:
+        """The prompt of row `index`."""
+        return self.prompts[index // self.samples]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(prompt.ids) for prompt in self.prompts)
 
 
 class ServedModel:
@@ -61,7 +72,7 @@ class ServedModel:
 
     Args:
         settings: Which model, and its limits.
-        render: Writes a chat's messages as a prompt; None: transformers' chat template.
+        render: Writes a chat's messages as a prompt, or raises UserError; None: transformers' chat template.
 
     Raises:
         UserError: Settings, checkpoint or device that do not fit, in one line.
@@ -92,26 +103,25 @@ class ServedModel:
             except UserError as error:
                 raise UserError(_as_in_bodies(str(error))) from None
             rows += [replace(sample, schedule=schedule) for sample in samples]
-        return Prepared(call, rows, [prompt.ids for prompt in prompts], len(rows) // len(prompts))
+        return Prepared(call, rows, prompts, len(rows) // len(prompts))
 
     def _prompt(self, number: int, request: CompletionRequest) -> Prompt:
         value: Any = request.prompt
+        tools = checked_tools(request.tools)
+        form = request.checked_form(tools, self.tokenizer)
         if value is None and self._render is not None:
-            ids = self.tokenizer(self._render(self.tokenizer, request.messages), add_special_tokens=False)["input_ids"]
-            prompt = Prompt(ids, "", 0, None if ids else "prompt has no tokens")
+            text = self._render(self.tokenizer, request.messages, tools)
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            prompt = Prompt(ids, "", 0, None if ids else "prompt has no tokens", tools=bool(tools))
         elif value is None:
             if not isinstance(request.messages, list) or not all(isinstance(one, Mapping) for one in request.messages):
                 raise UserError("messages must be a list of objects with role and content")
-            prompt = self._builder.prompt(request.messages)
+            prompt = self._builder.prompt(request.messages, tools=tools)
         else:
             prompt = self._builder.prompt(value)
         # with a seed, equal requests have equal answers; without, each has random numbers of its own
         source = "seed" if "seed" in request.sampling else f"{uuid.uuid4()}-{secrets.randbits(64)}"
-        if request.output_format is not None:
-            request.output_format.check()
-        return replace(
-            prompt, source=source, row=number, sampling=request.sampling, output_format=request.output_format
-        )
+        return replace(prompt, source=source, row=number, sampling=request.sampling, output_format=form)
 
     def _schedule(self, speed: float) -> Schedule:
         if speed not in self._schedules:
@@ -121,27 +131,21 @@ class ServedModel:
             self._schedules[speed] = schedule
         return self._schedules[speed]
 
-    def text_stream(self, row: Request) -> TextStream:
-        """For the parts of a row's text."""
-        constraint = row.constraint
-        decode = self.decode if constraint is None else lambda tokens: constraint.text(tokens, None)
-        return TextStream(decode, row.sampling.stop, row.sampling.all_stop_ids(self._builder.stop_ids))
+    def answer_stream(self, prepared: Prepared, index: int) -> AnswerStream:
+        """For the parts of a row's answer."""
+        row, builder = prepared.rows[index], self._builder
+        thinks_first, decode = isinstance(row.constraint, AfterReasoning), self.decode
+        if row.constraint is not None and not thinks_first:
+            decode = partial(row.constraint.text, label=None)
+        text = TextStream(decode, row.sampling.stop, row.sampling.all_stop_ids(builder.stop_ids))
+        calls = form_of(self.tokenizer) if prepared.prompt_of(index).tools else None
+        begun = builder.begins_thinking(row)
+        return AnswerStream(text, builder.reasoning, begun=begun, has_form=thinks_first, calls=calls)
 
     def answer(self, prepared: Prepared, index: int, completion: Completion) -> dict[str, Any]:
         """A row's answer with the fields that `completion_body` reads. The completion has tokens."""
-        row = prepared.rows[index]
-        text, _ = self._builder.text(row, completion)
-        schedule = row.schedule or self.generator.schedule
-        return {
-            "sample_index": index,
-            "generated_text": text,
-            "finish_reason": str(completion.finish_reason),
-            "prompt_tokens": len(row.prompt_ids),
-            "generated_tokens": len(completion.token_ids),
-            "mean_depth": schedule.mean_depth(len(completion.token_ids)),
-            "logprobs": self._builder.logprobs(completion),
-            "error": completion.error,
-        }
+        answer = self.generator.completed(prepared.prompt_of(index), 0, index, prepared.rows[index], completion)
+        return {**vars(answer), "tool_calls": [call.to_dict() for call in answer.tool_calls or ()]}
 
     def scoring_parts(self, prepared: Prepared) -> list[Callable[[], list[list[dict[str, Any]]]]]:
         """Functions for the loop's thread, each of which scores some of the prompts, in their order.
@@ -152,7 +156,8 @@ class ServedModel:
         top = prepared.rows[0].sampling.logprobs or 0
         parts: list[list[Sequence[int]]] = []
         size = PASS_TOKENS
-        for ids in prepared.prompts:
+        for prompt in prepared.prompts:
+            ids = prompt.ids
             if size + len(ids) > PASS_TOKENS:
                 parts.append([])
                 size = 0

@@ -42,9 +42,26 @@ def chat_schema() -> dict[str, Any]:
     """Of a body for /v1/chat/completions."""
     message = {
         "type": "object",
-        "properties": {"role": {"enum": ["system", "user", "assistant", "tool"]}, "content": _TEXT},
-        "required": ["role", "content"],
+        "properties": {
+            "role": {"enum": ["system", "user", "assistant", "tool"]},
+            "content": {"type": ["string", "null"]},
+            "reasoning_content": _TEXT,
+            "tool_calls": {"type": "array", "items": {"type": "object"}, "description": "of an assistant"},
+            "tool_call_id": {**_TEXT, "description": "of a tool's answer"},
+        },
+        "required": ["role"],
     }
+    function = {
+        "type": "object",
+        "properties": {"name": _TEXT, "description": _TEXT, "parameters": {"type": "object"}},
+        "required": ["name"],
+    }
+    tool = {
+        "type": "object",
+        "properties": {"type": {"const": "function"}, "function": function},
+        "required": ["type", "function"],
+    }
+    choice = {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]}
     form = {"type": "object", "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}}}
     own = {
         "messages": {"type": "array", "items": message, "minItems": 1},
@@ -52,6 +69,9 @@ def chat_schema() -> dict[str, Any]:
         "logprobs": _FLAG,
         "top_logprobs": {**_COUNT, "minimum": 0},
         "response_format": form,
+        "tools": {"type": "array", "items": tool, "description": "functions that the answer may call"},
+        "tool_choice": {**choice, "description": "which of them it must call"},
+        "parallel_tool_calls": {"enum": [True]},
     }
     return _object({**own, **_BOTH}, "messages")
 

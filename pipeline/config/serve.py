@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from actors.engine.errors import UserError
 from pipeline.config.base import Place, Section
-from pipeline.config.job import ActorsConfig, ModelConfig, SamplingConfig, ScheduleConfig, StorageConfig
+from pipeline.config.job import (
+    ActorsConfig,
+    ModelConfig,
+    ReasoningConfig,
+    SamplingConfig,
+    ScheduleConfig,
+    StorageConfig,
+)
 
 
 class ServeScheduleConfig(ScheduleConfig):
@@ -61,6 +70,11 @@ class HttpConfig(Section):
     )
     timeout_seconds: float = Field(600, gt=0, description="after which a request ends with status 504")
     max_body_bytes: int = Field(8 * 2**20, ge=1, description="largest request, uploaded files apart")
+    haproxy: bool = Field(
+        False,
+        description="Ray Serve's HAProxy in place of its proxy in Python, which small models outrun; experimental in "
+        "Ray; its statistics can be read on ports 8404 and 9101 of every network",
+    )
 
 
 class BatchesConfig(Section):
@@ -85,6 +99,11 @@ class ServeConfig(Section):
     )
     schedule: ServeScheduleConfig = Field(default_factory=ServeScheduleConfig)
     sampling: ServeSamplingConfig = Field(default_factory=ServeSamplingConfig)
+    reasoning: ReasoningConfig | Literal["auto"] | None = Field(
+        None,
+        description="give thinking apart from the answer, as reasoning_content; {}: <think> and </think>; auto: the "
+        "marks that the chat template writes, if any",
+    )
     replicas: ReplicasConfig = Field(default_factory=ReplicasConfig)
     http: HttpConfig = Field(default_factory=HttpConfig)
     batches: BatchesConfig | None = Field(None, description="default: files and batches are not served")

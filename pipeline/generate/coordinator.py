@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 
 @dataclass(frozen=True)
 class RunProgress:
-    """Committed in this run; actors that load their model, the last line of a download; shards at work."""
+    """Committed in this run; actors that load their model, the last line of a download; shards at work.
+
+    Args:
+        at_work_done: what of the shards at work is done, in shards, by their times and those of committed ones.
+        at_work_seconds: until the last of them is expected to be committed.
+    """
 
     shards: int = 0
     rows: int = 0
@@ -17,6 +24,8 @@ class RunProgress:
     loading: int = 0
     download: str = ""
     at_work: int = 0
+    at_work_done: float = 0.0
+    at_work_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -69,11 +78,15 @@ class Coordinator:
     """Shards at work, shards committed and models being loaded in one run.
 
     The generate stage begins a shard, the commit stage ends it, the driver reads and may stop the run.
+
+    clock: seconds from any start.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
         self.committed = RunProgress()
-        self.at_work: set[int] = set()
+        self.at_work: dict[int, float] = {}  # when they began
+        self.shard_seconds, self.timed = 0.0, 0  # from begin to commit, and how many shards
         self.stopped = False
         self.loads: dict[str | None, int] = {}
         self.downloads: dict[str | None, str] = {}
@@ -92,28 +105,34 @@ class Coordinator:
 
     def begin(self, shard: int) -> bool:
         if self.stopped:
-            self.at_work.discard(shard)  # its first attempt has died
+            self.at_work.pop(shard, None)  # its first attempt has died
         else:
-            self.at_work.add(shard)
+            self.at_work[shard] = self.clock()
         return not self.stopped
 
     def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int) -> None:
-        self.at_work.discard(shard)
+        began = self.at_work.pop(shard, None)
+        if began is not None:
+            self.shard_seconds, self.timed = self.shard_seconds + self.clock() - began, self.timed + 1
         if first:
             done = self.committed
             self.committed = RunProgress(done.shards + 1, done.rows + rows, done.errors + errors, done.tokens + tokens)
 
     def stop(self) -> set[int]:
         self.stopped = True
-        return self.at_work
+        return self.working()
 
     def working(self) -> set[int]:
-        return self.at_work
+        return set(self.at_work)
 
     def read(self) -> RunProgress:
+        mean = self.shard_seconds / self.timed if self.timed else 0.0
+        worked = [min(self.clock() - began, mean) for began in self.at_work.values()]
         return replace(
             self.committed,
             loading=len(self.loads),
             download=next(iter(self.downloads.values()), ""),
             at_work=len(self.at_work),
+            at_work_done=sum(worked) / mean if mean else 0.0,
+            at_work_seconds=mean - min(worked, default=mean),
         )

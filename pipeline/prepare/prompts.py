@@ -18,7 +18,7 @@ from actors.engine.constraint import check_compatible
 from actors.engine.errors import UserError
 from actors.engine.output_format import OutputFormat
 from actors.openai_requests import CompletionRequest
-from actors.tool_calls import checked_tools, forced_call, form_of
+from actors.tool_calls import checked_tools, form_of
 from pipeline.config.labels import check_labels
 from pipeline.messages import is_unicode, one_line
 from pipeline.prepare.batch_requests import read_batch_row
@@ -194,14 +194,9 @@ def _request_prompt(request: CompletionRequest, tools: list[dict[str, Any]], spe
 
 def _checked_form(request: CompletionRequest, tools: list[dict[str, Any]], spec: PromptSpec) -> OutputFormat | None:
     """The form that a request asks for, or that of the calls that it wants. Raises UserError with the row's error."""
-    if request.tool_choice is not None:
-        return forced_call(tools, request.tool_choice, form_of(tokenizer_of(spec.checkpoint)))
-    form = request.output_format
-    if form is not None and spec.choices:
+    if request.output_format is not None and spec.choices:
         raise UserError("body: response_format does not go with the job's choices")
-    if form is not None:
-        form.check()
-    return form
+    return request.checked_form(tools, tokenizer_of(spec.checkpoint))
 
 
 def _own_form(values: Mapping[str, Any], spec: PromptSpec) -> OutputFormat | None:

@@ -38,8 +38,12 @@ def pace(run: RunProgress, working_seconds: float, work: Workload) -> Pace | Non
     """None before the first commit. Arguments as for `progress_line`."""
     if run.shards == 0 or working_seconds <= 0:
         return None
-    left = work.rows - work.done_rows - run.rows
-    eta = left * working_seconds / run.rows if run.rows else None
+    eta = None
+    if run.rows:
+        left = work.rows - work.done_rows - run.rows
+        # rows at work that are done: without them the time left would grow until the next commit
+        at_work = min(left, run.at_work_done * run.rows / run.shards)
+        eta = max((left - at_work) * working_seconds / (run.rows + at_work), run.at_work_seconds)
     return Pace(run.rows / working_seconds, run.tokens / working_seconds, eta)
 
 

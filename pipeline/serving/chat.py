@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from actors.engine.errors import UserError
@@ -10,8 +11,10 @@ from pipeline.prepare.chat import Chat, read_messages
 from pipeline.prepare.chat_template import render_chat
 
 
-def render(tokenizer: Any, messages: Any) -> str:
-    """The prompt of a chat. Raises UserError for messages that are wrong or that the chat template refuses."""
+def render(tokenizer: Any, messages: Any, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The prompt of a chat that offers tools. Raises UserError for messages that are wrong or that the chat template
+    refuses.
+    """
     if tokenizer.chat_template is None:
         raise UserError("this model has no chat template; use /v1/completions")
-    return render_chat(tokenizer, Chat(now=time.time()), read_messages(messages))
+    return render_chat(tokenizer, Chat(now=time.time()), read_messages(messages), tools)

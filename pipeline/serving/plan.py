@@ -19,6 +19,7 @@ from pipeline.config.serve import HttpConfig, ServeConfig
 from pipeline.generate.settings import fetched, generator_settings
 from pipeline.plan.manifest import plan_batching
 from pipeline.plan.memory import actor_need, check_fits, describe, machine_memory
+from pipeline.prepare.thinking import marks_of_thinking
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -57,13 +58,15 @@ def plan_server(config: ServeConfig, *, on_this_machine: bool) -> PlannedServer:
     limits = Limits(config.http.timeout_seconds, config.http.max_body_bytes, key_digest(config.http))
     checkpoint = resolve_checkpoint(config.model, config.storage)
     schedule = checkpoint.schedule(config.schedule.changes(), config.model, unadapted=config.schedule.unadapted)
-    batching = plan_batching(batch_job(config, "unused", "unused"), checkpoint, 1, None)
+    job = batch_job(config, "unused", "unused")
+    batching = plan_batching(job, checkpoint, 1, None)
     generator = {
         **generator_settings(config.model, config.sampling, None),
         "checkpoint": checkpoint.pinned(),
         "speed_adapter": None if schedule.is_full_depth else checkpoint.pinned_adapter(),
         "schedule": config.schedule.changes(),
         "unadapted": config.schedule.unadapted,
+        "reasoning": marks_of_thinking(job, checkpoint),
         "threads": batching.threads,
         "cache_bytes": batching.cache_bytes,
         "max_batch": config.replicas.max_batch,
@@ -87,6 +90,7 @@ def batch_job(config: ServeConfig, requests: str, output: str) -> JobConfig:
             "model": config.model,
             "schedule": {**schedule, "agreement_rows": 0},
             "sampling": config.sampling.model_dump(),
+            "reasoning": config.reasoning,
             "actors": actors,
             "storage": config.storage,
             "max_error_rate": 1.0,

@@ -1,9 +1,10 @@
 """Load test of a server on loopback: time to the first token, between tokens, throughput; beside the bulk engine.
 
     python tests/benchmarks/serve_load.py [--model configs/demo/checkpoint] [--clients 1,8,32] [--requests 64]
-        [--tokens 48] [--through asgi,serve] [--url http://127.0.0.1:8000]
+        [--tokens 48] [--through asgi,serve,haproxy] [--url http://127.0.0.1:8000]
 
-asgi: the application by uvicorn in a process of its own; serve: `skipdecode serve`, on Ray Serve. --url: a server that
+asgi: the application by uvicorn in a process of its own; serve: `skipdecode serve`, on Ray Serve; haproxy: the same
+behind HAProxy, which takes two fixed ports more. --url: a server that
 runs already, such as `vllm serve`. Clients are coroutines of this process; each sends its next request when the last
 one is answered. Short prompts; answers of --tokens tokens on average, from a third to five thirds of it.
 """
@@ -131,9 +132,10 @@ def server(through: str, checkpoint: str, rows: int) -> Iterator[tuple[str, psut
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-c", ASGI, checkpoint, str(port), str(rows)]
-    if through == "serve":
+    if through != "asgi":
         command = [sys.executable, "-m", "pipeline", "serve", "--model", checkpoint, "--port", str(port)]
         command += ["--set", "name=load", "--set", f"replicas.max_batch={rows}", "--set", "replicas.threads=1"]
+        command += ["--set", f"http.haproxy={through == 'haproxy'}"]
     process = subprocess.Popen(command, env=_environment(), cwd=ROOT)
     url = f"http://127.0.0.1:{port}"
     try:
@@ -159,7 +161,7 @@ def main() -> None:
     parser.add_argument("--clients", default="1,8,32")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--through", default="asgi,serve")
+    parser.add_argument("--through", default="asgi,serve,haproxy")
     parser.add_argument("--url")
     parser.add_argument("--name", default="load", help="the model's name, with --url")
     options = parser.parse_args()

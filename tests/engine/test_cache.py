@@ -5,12 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.engine.cache import SkipCache, cache_bytes_per_row, cache_slots, compaction
+from actors.engine.cpu.native_buffers import NativeBuffers
 from actors.engine.schedule import ScheduleSpec
 
 SCHEDULE = ScheduleSpec(max_depth=4, min_depth=2, horizon=3).build(6)  # depths 4, 3, 2; order 0 5 4 3 2 1
 
 
-def make(rows: int = 3, prompt_slots: int = 5, max_new_tokens: int = 8) -> SkipCache:
+def make(rows: int = 3, prompt_slots: int = 5, max_new_tokens: int = 8, has_places: bool = False) -> SkipCache:
     return SkipCache(
         SCHEDULE,
         rows,
@@ -20,6 +21,8 @@ def make(rows: int = 3, prompt_slots: int = 5, max_new_tokens: int = 8) -> SkipC
         head_dim=4,
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
+        kernels=NativeBuffers() if has_places else None,
+        has_places=has_places,
     )
 
 
@@ -71,10 +74,36 @@ def test_moving_rows_takes_their_keys_along() -> None:
     cache.begin_prefill(0, range(4))
     keys = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 2, 5, 4)
     cache.update(keys, -keys, 5)
-    cache.move((3, 2), (0, 1))
+    cache.arrange((3, 1, 0))
     assert cache.buffers[5] is not None
-    stored = cache.buffers[5][0][:2, 0, 0, 0].tolist(), cache.buffers[5][1][:2, 1, 4, 3].tolist()
-    assert stored == ([3, 2], [-3, -2])
+    stored = cache.buffers[5][0][:3, 0, 0, 0].tolist(), cache.buffers[5][1][:3, 1, 4, 3].tolist()
+    assert stored == ([3, 1, 0], [-3, -1, 0])
+
+
+@given(st.data())
+def test_rows_with_places_are_where_rows_without_would_be(data: st.DataObject) -> None:
+    plain, placed = make(rows=5), make(rows=5, has_places=True)
+    live: list[int] = []
+    for number in range(data.draw(st.integers(1, 6))):
+        new = data.draw(st.integers(0, 5 - len(live)))
+        for cache in (plain, placed) if new else ():
+            cache.begin_prefill(len(live), range(new))
+            keys = torch.arange(10.0 * number, 10.0 * number + new).view(-1, 1, 1, 1).expand(-1, 2, 5, 4)
+            cache.update(keys.bfloat16(), -keys.bfloat16(), 5)
+        live += [10 * number + row for row in range(new)]
+        order = data.draw(st.permutations(range(len(live))))[: data.draw(st.integers(0, len(live)))]
+        plain.arrange(order)
+        placed.arrange(order)
+        live = [live[row] for row in order]
+        if live:
+            placed.begin_step([5] * len(live), torch.device("cpu"))
+            places, _, _ = placed.step_slots()
+            assert plain.buffers[5] is not None and placed.buffers[5] is not None
+            assert plain.buffers[5][0][: len(live), 1, 4, 3].tolist() == live
+            assert placed.buffers[5][0][places, 1, 4, 3].tolist() == live
+    grown = make(rows=5, has_places=True)
+    grown.copy_rows(placed, len(live))
+    assert grown.buffers[5] is not None and grown.buffers[5][0][: len(live), 0, 0, 0].tolist() == live
 
 
 @given(st.lists(st.integers(0, 11), min_size=1, max_size=5), st.integers(1, 14), st.integers(0, 11))

@@ -147,7 +147,7 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", {}, 400, "prompt is missing"),
     ("/v1/completions", [1], 400, "JSON object"),
     ("/v1/chat/completions", {"messages": "hello"}, 400, "messages must be a list"),
-    ("/v1/chat/completions", {"messages": CHAT, "tools": [{}]}, 400, "tools"),
+    ("/v1/chat/completions", {"messages": CHAT, "tools": [{}]}, 400, "tool 1 must be"),
     ("/v1/chat/completions", {"messages": CHAT, "response_format": {"type": "xml"}}, 400, "response_format"),
     ("/v1/chat/completions", {"messages": CHAT, "stream_options": {"include_usage": True}}, 400, "stream: true"),
     ("/v1/embeddings", {"input": "a"}, 404, "not found"),

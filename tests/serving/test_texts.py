@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.engine.loading import load_tokenizer
+from actors.engine.reasoning import Reasoning
 from actors.engine.stopping import StopStrings
-from actors.serving.texts import TextStream
+from actors.serving.texts import AnswerStream, Part, TextStream
+from actors.tool_calls import ToolFormat, split_calls
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +53,57 @@ def test_a_character_of_several_tokens_comes_whole(tokenizer: Any) -> None:
     assert "\ufffd" not in "".join(parts)
     assert "".join(parts) + stream.finish(decode(ids)) == decode(ids)
     assert any(parts)
+
+
+PIECES = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    '{"name": "f", "arguments": {"a": 1}}',
+    "</tool_call>",
+    "<",
+    "yes ",
+    " \n",
+]
+
+
+def joined_parts(raw: str, cuts: list[int], **how: Any) -> Part:
+    """The parts of a text that comes character by character, `cuts` of them at once."""
+    stream = AnswerStream(TextStream(lambda tokens: "".join(map(chr, tokens))), **how)
+    marks, calls = how.get("marks"), how.get("calls")
+    whole, place = Part(), 0
+    for cut in cuts:
+        whole += stream.push([ord(character) for character in raw[place : place + cut]])
+        place += cut
+    whole += stream.push([ord(character) for character in raw[place:]])
+    thinking, text = (None, raw) if marks is None else marks.split(raw, begun=how["begun"])
+    found: list[Any] = []
+    if calls is not None:
+        try:
+            text, found = split_calls(text, calls)
+        except ValueError:
+            assert "<tool_call>" not in whole.text
+    return whole + stream.finish(text, thinking, has_calls=bool(found))
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=7), st.lists(st.integers(1, 9), max_size=30), st.booleans())
+def test_parts_joined_are_thinking_and_text(pieces: list[str], cuts: list[int], begun: bool) -> None:
+    marks, raw = Reasoning(), "".join(pieces)
+    got = joined_parts(raw, cuts, marks=marks, begun=begun)
+    thinking, text = marks.split(raw, begun=begun)
+    if begun or raw.lstrip().startswith(marks.start):
+        assert got == Part(text, thinking or "")
+    else:  # only its end has told that it was thinking, so that some of it has been sent as text
+        assert got.text + got.thinking in (raw, raw.replace(marks.end, "", 1))
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=7), st.lists(st.integers(1, 9), max_size=30))
+@pytest.mark.parametrize("form", ["hermes", "llama3_json"])
+def test_calls_are_no_part_of_a_streamed_text(form: ToolFormat, pieces: list[str], cuts: list[int]) -> None:
+    raw = "".join(pieces)
+    try:
+        text, calls = split_calls(raw, form)
+    except ValueError:
+        text, calls = raw, []
+    got = joined_parts(raw, cuts, calls=form)
+    assert got.thinking == "" and (got.text.strip() if calls else got.text) == text

@@ -113,6 +113,7 @@ struct Attention {
     int64_t rows, heads, group, width, size;
     int64_t query_row, key_row, key_head, key_slot, value_row, value_head, value_slot, seen_row;
     float scale;
+    const int64_t* places = nullptr; // [rows], in keys and values; null: those of the rows
     const int64_t* slots = nullptr;  // [rows], the last slot a row attends to; null: all
     int64_t window = 0;              // how many slots it attends to at most, with `slots`; 0: all up to the last
 };
@@ -128,7 +129,7 @@ void attend(const Attention<T>& a, Before before) {
     const int64_t pairs = (a.size + PAIR - 1) / PAIR, tasks = a.rows * a.heads;
     const auto run = forms[pairs - 1][a.size % PAIR != 0];
     auto head_of = [&](int64_t task) {
-        const int64_t row = task / a.heads, head = task % a.heads;
+        const int64_t row = task / a.heads, head = task % a.heads, place = a.places ? a.places[row] : row;
         int64_t first = 0, last = a.width;
         if (a.seen) {
             const uint8_t* mine = a.seen + row * a.seen_row;
@@ -138,8 +139,9 @@ void attend(const Attention<T>& a, Before before) {
             last = a.slots[row] + 1;
             if (a.window) first = std::max<int64_t>(0, last - a.window);
         }
-        return Head<T>{a.query + row * a.query_row + head * a.group * a.size, a.keys + row * a.key_row + head * a.key_head,
-                       a.values + row * a.value_row + head * a.value_head, a.out + task * a.group * a.size, first, last};
+        return Head<T>{a.query + row * a.query_row + head * a.group * a.size,
+                       a.keys + place * a.key_row + head * a.key_head,
+                       a.values + place * a.value_row + head * a.value_head, a.out + task * a.group * a.size, first, last};
     };
     static thread_local std::vector<Floats> workspace;
     const size_t needed = a.group * (4 * pairs + (a.width + LANES - 1) / LANES + 1);

@@ -36,7 +36,8 @@ struct Layer {
 struct Step {
     BFloat16* hidden;        // [rows, hidden], input and output
     Numbers cosines, sines;  // [rows, rotary], or null
-    BFloat16 *keys, *values; // [rows, heads, held, size] each, of one layout
+    BFloat16 *keys, *values; // of a layer, [places, heads, held, size] each, of one layout
+    const int64_t* places;   // [rows], in keys and values
     const int64_t* slots;    // [rows], of the new token, the last that it attends to
     BFloat16* workspace;     // see `Workspace`
     int64_t rotary, rows, held, buffer_row, buffer_head, width;  // width: slots up to the last of any row
@@ -46,8 +47,9 @@ struct Step {
 struct Prompts {
     BFloat16* hidden;        // [tokens, hidden], input and output
     Numbers cosines, sines;  // [tokens, rotary], or null
-    BFloat16 *keys, *values; // [rows, heads, held, size] each, of one layout, or null
+    BFloat16 *keys, *values; // [places, heads, held, size] each, of one layout, or null
     const int64_t *starts;   // [prompts + 1]
+    const int64_t *places;   // [rows], in keys and values
     const int64_t *sources;  // [rows], the prompt of each row
     BFloat16* workspace;     // see `Workspace`
     Prefix prefix;           // of all prompts, or null and 0; the slots before `keys` and `values` hold it already
@@ -129,22 +131,22 @@ inline void step_layer(const Layer& l, const Workspace& w, const Step& s) {
                 rotate_head(mine + (head * l.group + g) * l.size, cosines, sines, s.rotary);
             rotate_head(key, cosines, sines, s.rotary);
         }
-        const int64_t to = row * s.buffer_row + head * s.buffer_head + s.slots[row] * l.size;
+        const int64_t to = s.places[row] * s.buffer_row + head * s.buffer_head + s.slots[row] * l.size;
         std::memcpy(s.keys + to, key, l.size * sizeof *key);
         std::memcpy(s.values + to, value, l.size * sizeof *value);
     };
     const Attention<BFloat16> attention{
         w.qkv, s.keys, s.values, nullptr, w.attended, s.rows, l.heads, l.group, s.width, l.size, w.states,
-        s.buffer_row, s.buffer_head, l.size, s.buffer_row, s.buffer_head, l.size, 0, l.scale, s.slots, l.window};
+        s.buffer_row, s.buffer_head, l.size, s.buffer_row, s.buffer_head, l.size, 0, l.scale, s.places, s.slots, l.window};
     project(l, w, s.hidden, s.rows);
     attend(attention, before);
     finish(l, w, s.hidden, s.rows);
 }
 
-// Of one layer, [rows, heads, held, size] each, of one layout; keys are null where there are none.
+// Of one layer, [places, heads, held, size] each, of one layout; keys are null where there are none.
 struct Buffers {
     BFloat16 *keys, *values;
-    int64_t held, row, head;
+    int64_t places, held, row, head;
 };
 
 // A layer's part of a step of all rows: the youngest ones, `rows` of them.
@@ -153,20 +155,22 @@ inline Step part_of(const Step& all, const Layer& l, const Buffers& b, int64_t r
     Step s = all;
     s.hidden += first * l.hidden;
     if (s.cosines) s.cosines += first * s.rotary, s.sines += first * s.rotary;
-    s.slots += first;
-    s.keys = b.keys + first * b.row;
-    s.values = b.values + first * b.row;
+    s.places += first, s.slots += first;
+    s.keys = b.keys, s.values = b.values;
     s.rows = rows, s.held = b.held, s.buffer_row = b.row, s.buffer_head = b.head;
     s.width = std::min(s.width, b.held);
     return s;
 }
 
 // Layer i over the counts[i] youngest rows, none where that is 0; all layers have one shape.
-// Returns whether all slots lie in buffers; if not, nothing is done.
+// Returns whether all places and slots lie in buffers; if not, nothing is done.
 bool run_steps(const Layer* layers, const Buffers* buffers, const int64_t* counts, int64_t count, const Step& all) {
-    for (int64_t i = 0; i < count; i++)
-        if (counts[i] && !(buffers[i].keys && inside(all.slots + all.rows - counts[i], counts[i], buffers[i].held)))
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t first = all.rows - counts[i];
+        if (counts[i] && !(buffers[i].keys && inside(all.places + first, counts[i], buffers[i].places) &&
+                           inside(all.slots + first, counts[i], buffers[i].held)))
             return false;
+    }
     const Workspace w(layers[0], all.rows, all.workspace);
 #pragma omp parallel
     for (int64_t i = 0; i < count; i++)
@@ -201,9 +205,9 @@ void run_prompts(const Layer& l, const Prompts& p) {
             rotate(w.qkv, p.cosines + start * p.rotary, p.sines + start * p.rotary, tokens, l.heads * (l.group + 1),
                    l.size, p.rotary, w.states);
         if (p.keys) {
-            fill(keys, p.keys, p.starts, p.sources, first, last, p.rows, l.heads, l.size, w.states, p.buffer_row,
+            fill(keys, p.keys, p.starts, p.places, p.sources, first, last, p.rows, l.heads, l.size, w.states, p.buffer_row,
                  p.buffer_head);
-            fill(values, p.values, p.starts, p.sources, first, last, p.rows, l.heads, l.size, w.states, p.buffer_row,
+            fill(values, p.values, p.starts, p.places, p.sources, first, last, p.rows, l.heads, l.size, w.states, p.buffer_row,
                  p.buffer_head);
         }
         attend_prompts({w.qkv, keys, values, p.starts + first, w.attended, last - first, l.heads, l.group, l.size,

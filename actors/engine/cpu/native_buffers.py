@@ -19,7 +19,7 @@ class _Buffers(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("keys", "values")),
-        *((name, ctypes.c_int64) for name in ("held", "row", "head")),
+        *((name, ctypes.c_int64) for name in ("rows", "held", "row", "head")),
     ]
 
 
@@ -36,7 +36,7 @@ class NativeBuffers:
                 keys, values = pair
                 assert keys.shape == values.shape and keys.is_contiguous() and values.is_contiguous()
                 entry.keys, entry.values = keys.data_ptr(), values.data_ptr()
-                entry.held, entry.row, entry.head = keys.shape[2], keys.stride(0), keys.stride(1)
+                entry.rows, entry.held, entry.row, entry.head = len(keys), keys.shape[2], keys.stride(0), keys.stride(1)
 
     def detach(self, layer: int) -> None:
         """A native call that runs this layer fails from here on."""

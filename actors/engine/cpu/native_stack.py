@@ -2,8 +2,8 @@
 
 Between two products of a small model, finding the next one takes longer than running it; and memory that is allocated
 for every product is cleared page by page before it is written.
-Shapes: B rows, P prompts, N tokens of all prompts, L layers, E hidden size, H key/value heads, K slots, D head size, R
-rotary size.
+Shapes: B rows of a call, R rows of the buffers, P prompts, N tokens of all prompts, L layers, E hidden size, H
+key/value heads, K slots, D head size, and of rotary tables R numbers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class _Step(ctypes.Structure):
     """`Step` of layer.h."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("hidden", "cosines", "sines", "keys", "values", "slots", "workspace")),
+        *((name, ctypes.c_void_p) for name in ("hidden", "cosines", "sines", "keys", "values", "places", "slots")),
+        ("workspace", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("rotary", "rows", "held", "buffer_row", "buffer_head", "width")),
     ]
 
@@ -56,7 +57,7 @@ class _Prompts(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_void_p)
-            for name in ("hidden", "cosines", "sines", "keys", "values", "starts", "sources", "workspace")
+            for name in ("hidden", "cosines", "sines", "keys", "values", "starts", "places", "sources", "workspace")
         ),
         *((name, ctypes.c_void_p) for name in ("prefix_keys", "prefix_values")),
         *((name, ctypes.c_int64) for name in ("prefix_tokens", "rotary", "prompts", "rows", "buffer_row")),
@@ -95,6 +96,7 @@ class NativeStack:
         hidden: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
         rows_per_layer: Sequence[int],
+        places: Tensor,
         slots: Tensor,
         width: int,
         buffers: NativeBuffers,
@@ -105,23 +107,26 @@ class NativeStack:
             hidden: bfloat16 [B, 1, E], overwritten by the result.
             rotary: cosines and sines [B, 1, R], or None.
             rows_per_layer: [L], how many of the youngest rows run each layer.
+            places: int64 [B], of the rows in the buffers.
             slots: int64 [B], of the new tokens, the last that they attend to.
             width: the highest of the slots, plus 1.
             buffers: of the rows' keys and values.
         """
         rows, step = len(hidden), self._step
         assert hidden.shape == (rows, 1, self._hidden) and hidden.is_contiguous() and hidden.dtype == torch.bfloat16
-        assert slots.dtype == torch.int64 and slots.shape == (rows,) and slots.is_contiguous()
+        for one in (places, slots):
+            assert one.dtype == torch.int64 and one.shape == (rows,) and one.is_contiguous()
         assert len(rows_per_layer) == len(self._held) == len(buffers.table) and max(rows_per_layer) <= rows
         assert not torch.is_grad_enabled()
         self._counts[:] = list(rows_per_layer)
-        step.hidden, step.slots, step.rows, step.width = hidden.data_ptr(), slots.data_ptr(), rows, width
+        step.hidden, step.places, step.slots = hidden.data_ptr(), places.data_ptr(), slots.data_ptr()
+        step.rows, step.width = rows, width
         tables = self._rotary(step, rotary, hidden)
         workspace = _workspace(self._step_workspace(ctypes.addressof(self._layers), rows))
         step.workspace = workspace.data_ptr()
         parts = self._layers, buffers.table, self._counts, step
         inside = self._run_step(*(ctypes.addressof(part) for part in parts), len(self._held))
-        assert inside, "a slot lies outside the buffers, or there are none"
+        assert inside, "a place or a slot lies outside the buffers, or there are none"
         del tables  # alive until here: the structure holds addresses alone
         return hidden
 
@@ -131,6 +136,7 @@ class NativeStack:
         hidden: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
         starts: Tensor,
+        places: Tensor,
         sources: Tensor,
         buffers: tuple[Tensor, Tensor] | None,
         prefix: SharedPrefix | None = None,
@@ -142,23 +148,27 @@ class NativeStack:
             hidden: bfloat16 [1, N, E], overwritten by the result.
             rotary: cosines and sines [1, N, R], or None.
             starts: int64 [P + 1], the first token of each prompt, and N.
+            places: int64 [B], of the rows in the buffers.
             sources: int64 [B], the prompt of each row.
-            buffers: [B, H, K, D] of one layout, for the rows' keys and values behind those of the prefix; None: they
+            buffers: [R, H, K, D] of one layout, for the rows' keys and values behind those of the prefix; None: they
                 are not kept.
             prefix: what all prompts begin with; the buffers hold it already.
         """
         prompts, fields = self._prompts, self._layers[layer]
         assert self.joins_prompts and len(hidden) == 1 and int(starts[-1]) == hidden.shape[1]
         assert hidden.shape[2] == self._hidden and hidden.is_contiguous() and hidden.dtype == torch.bfloat16
-        assert starts.dtype == sources.dtype == torch.int64 and starts.is_contiguous() and sources.is_contiguous()
+        assert all(one.dtype == torch.int64 and one.is_contiguous() for one in (starts, places, sources))
+        assert places.shape == sources.shape
         assert not torch.is_grad_enabled()
-        prompts.hidden, prompts.starts, prompts.sources = hidden.data_ptr(), starts.data_ptr(), sources.data_ptr()
+        prompts.hidden, prompts.starts = hidden.data_ptr(), starts.data_ptr()
+        prompts.places, prompts.sources = places.data_ptr(), sources.data_ptr()
         prompts.prompts, prompts.rows = len(starts) - 1, len(sources)
         tables = self._rotary(prompts, rotary, hidden)
         prompts.keys = prompts.values = None
         if buffers is not None:
             keys, values = buffers
-            assert keys.shape == values.shape == (len(sources), self._heads, keys.shape[2], self._head_dim)
+            assert keys.shape == values.shape == (len(keys), self._heads, keys.shape[2], self._head_dim)
+            assert int(places.max()) < len(keys)
             assert keys.stride() == values.stride() and keys.stride()[2:] == (self._head_dim, 1)
             assert keys.dtype == values.dtype == hidden.dtype
             prompts.keys, prompts.values = keys.data_ptr(), values.data_ptr()

@@ -142,7 +142,8 @@ def test_a_row_that_takes_too_long_is_an_error_and_affects_no_other(
 @pytest.mark.parametrize(
     "template",
     [
-        "{{ ('(' * 4000000 ~ 'www.a.b' ~ ')' * 4000000) | urlize }}",
+        # one call may end within the bound, since its long steps in C cannot be stopped
+        "{% for _ in range(50) %}{{ ('(' * 4000000 ~ 'www.a.b' ~ ')' * 4000000) | urlize | length }}{% endfor %}",
         "{{ ('a b ' * 2000000) | wordwrap(3) }}",
         "{{ ('x,' * 4000000).split(',') | sort | length }}",
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",

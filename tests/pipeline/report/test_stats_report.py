@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import io
 import json
+import math
 import time
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -336,8 +338,38 @@ def test_before_the_first_commit_progress_says_what_it_waits_for(run: RunProgres
     assert line == f"2/8 shards  300/1,000 rows  {waits_for}  0:03 elapsed"
 
 
+@given(st.integers(1, 8), st.lists(st.floats(0.8, 1.25), min_size=2, max_size=60), st.floats(0.05, 0.95))
+@settings(deadline=None)
+def test_the_expected_end_hardly_moves_between_commits(actors: int, hard: list[float], when: float) -> None:
+    """Actors take shards of 10 rows, which take 10 s up to a quarter; a tenth of the rows are committed."""
+    now = 0.0
+    coordinator = Coordinator(clock=lambda: now)
+    free = [(0.0, actor) for actor in range(actors)]
+    spans = []
+    for shard, factor in enumerate(hard):
+        begin, actor = heapq.heappop(free)
+        spans.append((begin, begin + 10 * factor, shard))
+        heapq.heappush(free, (begin + 10 * factor, actor))
+    end = max(stop for _, stop, _ in spans)
+    committed = sorted(stop for _, stop, _ in spans)
+    since = committed[math.ceil(len(hard) / 10) - 1]
+    seen = since + when * (end - since)
+    for now, shard, begins in sorted(
+        [(begin, shard, True) for begin, _, shard in spans] + [(stop, shard, False) for _, stop, shard in spans]
+    ):
+        if now > seen:
+            break
+        coordinator.begin(shard) if begins else coordinator.ended(shard, True, 10, 0, 0)
+    now = seen
+    rates = progress.pace(coordinator.read(), seen, Workload(len(hard), 10 * len(hard), 0, 0))
+    assert rates is not None and rates.eta_seconds is not None
+    error = seen + rates.eta_seconds - end
+    assert abs(error) <= max(0.25 * end, 12.5), error
+
+
 def test_the_coordinator_counts_each_shard_once() -> None:
-    coordinator = Coordinator()
+    now = 0.0
+    coordinator = Coordinator(clock=lambda: now)
     assert coordinator.read() == RunProgress()
     assert coordinator.loading("a") == 1 and coordinator.read().loading == 1
     coordinator.downloading("a", "1 of 2 GiB")
@@ -348,6 +380,13 @@ def test_the_coordinator_counts_each_shard_once() -> None:
     coordinator.ended(1, True, 5, 0, 50)
     coordinator.ended(1, False, 5, 0, 50)  # a second attempt adds nothing
     assert coordinator.read() == RunProgress(2, 15, 1, 150, loading=0, at_work=1)
+    now = 8.0
+    coordinator.begin(4)
+    now = 10.0
+    coordinator.ended(2, True, 5, 0, 50)  # after 10 s; the first two took none, the mean is 10 / 3
+    assert coordinator.read() == RunProgress(3, 20, 1, 200, 0, "", 1, pytest.approx(0.6), pytest.approx(10 / 3 - 2))
+    coordinator.ended(4, True, 5, 0, 50)
+    coordinator.begin(2)
     assert coordinator.stop() == {2}
     assert not coordinator.begin(3) and coordinator.stop() == {2}
     assert not coordinator.begin(2) and coordinator.working() == set()  # its actor had died

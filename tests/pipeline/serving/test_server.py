@@ -8,16 +8,20 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 import openai
+import psutil
 import pytest
 from ray import serve
 from ray.serve import Application
+from ray.serve.schema import ReplicaState
 
 from actors.generator import Generator
 from pipeline.config.load import validated
@@ -31,6 +35,14 @@ PROMPT = "name[Zizzi], priceRange[cheap]"
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
+
+
+def listens_beyond_loopback(port: int) -> bool:
+    addresses = {
+        each.laddr.ip for each in psutil.net_connections("tcp") if each.status == "LISTEN" and each.laddr.port == port
+    }
+    assert addresses
+    return not addresses <= {"127.0.0.1", "::1"}
 
 
 def tiny_application(checkpoint: Path, replicas: int) -> Application:
@@ -91,11 +103,52 @@ def test_replicas_answer_stream_and_free_the_rows_of_clients_that_leave(deployed
 
 
 @pytest.mark.slow
+def test_a_replica_is_added_under_load(own_ray: None, chat_checkpoint: Path) -> None:
+    port = free_port()
+    values = {
+        "model": {"path": str(chat_checkpoint), "dtype": "float32"},
+        "name": "tiny",
+        "replicas": {"min": 1, "max": 2, "target_requests": 2, "threads": 1, "cpus": 0.5},
+    }
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    serve.run(application(plan_server(validated(ServeConfig, values, "serve"), on_this_machine=True)))
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    until = time.monotonic() + 240
+    loaded = threading.Event()
+
+    def replicas() -> int:
+        [running] = serve.status().applications["default"].deployments.values()
+        return int(running.replica_states.get(ReplicaState.RUNNING, 0))
+
+    def ask(number: int) -> int:
+        how: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 20, "extra_body": {"ignore_eos": True}}
+        count = 0
+        while not loaded.is_set():
+            assert time.monotonic() < until, "no second replica"
+            usage = client.completions.create(**how, n=4).usage
+            assert usage is not None and usage.completion_tokens == 80
+            count += 1
+        return count
+
+    assert replicas() == 1
+    with ThreadPoolExecutor(12) as pool:
+        asked = [pool.submit(ask, number) for number in range(12)]
+        while replicas() < 2 and not any(one.done() for one in asked):
+            time.sleep(0.5)
+        loaded.set()
+        assert all(one.result() > 0 for one in asked)  # none was refused or lost meanwhile
+    assert replicas() == 2
+    serve.shutdown()
+
+
+@pytest.mark.slow
 @pytest.mark.ray
-def test_the_command_serves_runs_a_batch_and_stops(chat_checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("haproxy", [False, True])
+def test_the_command_serves_runs_a_batch_and_stops(chat_checkpoint: Path, tmp_path: Path, haproxy: bool) -> None:
     port, file = free_port(), tmp_path / "serve.yaml"
     file.write_text(
-        f"model: {{path: {chat_checkpoint}, dtype: float32}}\nname: tiny\nhttp: {{port: {port}, api_key_env: MY_KEY}}\n"
+        f"model: {{path: {chat_checkpoint}, dtype: float32}}\nname: tiny\n"
+        f"http: {{port: {port}, api_key_env: MY_KEY, haproxy: {haproxy}}}\n"
         f"batches: {{folder: {tmp_path / 'batches'}}}\n"
     )
     command = [sys.executable, "-m", "pipeline", "serve", str(file)]
@@ -124,8 +177,22 @@ def test_the_command_serves_runs_a_batch_and_stops(chat_checkpoint: Path, tmp_pa
         answer = json.loads(client.files.content(str(batch.output_file_id)).text)
         direct = client.completions.create(model="tiny", **body)  # type: ignore[call-overload]
         assert answer["response"]["body"]["choices"][0]["text"] == direct.choices[0].text
+        parts = client.completions.create(model="tiny", **body, stream=True)  # type: ignore[call-overload]
+        assert "".join(part.choices[0].text for part in parts) == direct.choices[0].text
+        for _ in range(6):  # clients that leave
+            long = {**body, "max_tokens": 40, "extra_body": {"ignore_eos": True}}
+            stream = client.completions.create(model="tiny", **long, stream=True)  # type: ignore[call-overload]
+            next(iter(stream))
+            stream.close()
+        until = time.monotonic() + 60
+        while counted(f"http://127.0.0.1:{port}", "skipdecode_rows_in_flight"):
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        assert not listens_beyond_loopback(port)
+        began = time.monotonic()
     finally:
         process.send_signal(signal.SIGTERM)
         said.append(process.communicate(timeout=120)[1])
     assert process.returncode == 0, said
+    assert time.monotonic() - began < 30
     assert "stopping" in said[-1] and "secret" not in "".join(said)
