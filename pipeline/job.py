@@ -204,7 +204,7 @@ def answer(job: PlannedJob, folder: Folder, backend: Backend) -> tuple[Totals, i
         storage = job.config.storage.after_planning()
         job = replace(job, config=job.config.model_copy(update={"storage": storage}))
         folder = probe_create(open_folder(folder.url, storage))
-        workload = Workload(len(manifest.shards), manifest.rows, len(done), manifest.rows - left_rows)
+        workload = Workload(len(manifest.shards), manifest.rows, len(done), manifest.rows - left_rows, job.began)
         budget = open_budget(job.config, folder, manifest.fingerprint)
         with (
             recorded_run(folder, job.config, job.began, left_rows),

@@ -33,6 +33,11 @@ def printable(name: object) -> str:
     return text if text.isprintable() else repr(text)
 
 
+def counted(count: int, noun: str) -> str:
+    """A number with its noun, whose plural ends in s: ``1 row``, ``2,000 rows``."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 # a password may hold "/"; "..." marks a quoted line that was cut, perhaps within the scheme or the host
 _END = r"(?:@|(?= \.\.\.))"
 _IN_URL = re.compile(rf"(\w://(?=[^/:\s'\"]*:)|\.\.\. )[^\s'\"]*{_END}|(\w://)[^/\s'\"]*{_END}")

@@ -12,6 +12,7 @@ from rich.table import Table
 from pipeline.config.job import JobConfig
 from pipeline.estimate.predict import Prediction
 from pipeline.estimate.run import Estimate
+from pipeline.messages import counted
 
 BINS = 8  # of the histogram
 WIDTH = 150  # of the table
@@ -107,9 +108,8 @@ def print_estimate(console: Console, found: Estimate) -> None:
     values = to_dict(found)
     config, tokens, batching = found.job.config, values["prompt_tokens"], values["batching"]
     left = "" if values["rows_left"] == values["rows"] else f", {values['rows_left']:,} rows left"
-    console.print(
-        f"{values['rows']:,} rows in {values['files']:,} files, {values['shards']:,} shards{left}", highlight=False
-    )
+    rows, files, shards = (counted(values[f"{noun}s"], noun) for noun in ("row", "file", "shard"))
+    console.print(f"{rows} in {files}, {shards}{left}", highlight=False)
     console.print(
         f"prompts: {tokens['mean']:,.0f} tokens on average, {tokens['most']:,} at most, of {tokens['rows']:,} rows"
         + (f"; all begin with the same {tokens['shared_prefix']:,}" if tokens["shared_prefix"] else ""),
@@ -121,10 +121,10 @@ def print_estimate(console: Console, found: Estimate) -> None:
         console.print(f"  {entry['from']:>7,} to {entry['to']:>7,}  {entry['rows']:>6,}  {bar}", highlight=False)
     if found.bad[0]:
         console.print(f"rows with an error in the sample: {found.bad[0]:,}; the first: {found.bad[1]}", markup=False)
-    count = f"{values['actors']:,} actor{'s' * (values['actors'] != 1)}"
     console.print(
         f"batches: {batching['scheduler']}, at most {batching['max_batch']:,} rows in flight and "
-        f"{batching['cache_bytes'] / 2**20:,.0f} MiB of cache an actor; {count}\n",
+        f"{batching['cache_bytes'] / 2**20:,.0f} MiB of cache an actor; "
+        f"{counted(values['actors'], 'actor')}\n",
         highlight=False,
     )
     console.print(_table(found, values))

@@ -26,6 +26,7 @@ from pipeline.estimate.speeds import Loss, losses, name_of, schedules
 from pipeline.incremental import ledger as ledgers
 from pipeline.incremental import runs
 from pipeline.job import PlannedJob
+from pipeline.messages import counted
 from pipeline.plan.manifest import Manifest
 from pipeline.plan.memory import log_memory_estimate
 from pipeline.prepare.prompt_spec import prompt_spec
@@ -213,8 +214,8 @@ def _measure(
     count = min(len(good), max(math.ceil(SAMPLE_SHARE * rows), max(2 * batching.max_batch, LEAST_ROWS) * actors.most))
     workers = min(actors.most, SAMPLED_ACTORS, count)
     spread = [good[place * len(good) // count] for place in range(count)]
-    plural = "" if workers == 1 else "s"
-    announce(f"answering up to {count:,} rows at {', '.join(speeds)} on {workers} actor{plural}, about {seconds:g} s")
+    sizes = counted(count, "row"), counted(workers, "actor")
+    announce(f"answering up to {sizes[0]} at {', '.join(speeds)} on {sizes[1]}, about {seconds:g} s")
     generator = {**jobs.generator_arguments(job), "speed_adapter": job.checkpoint.pinned_adapter()}
     calls = [(spread[worker::workers], generator, batching.prefix, speeds, seconds) for worker in range(workers)]
     return backend.call_as_actors(actors, measure_actor, calls)

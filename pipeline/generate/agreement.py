@@ -20,6 +20,7 @@ from actors.generator import Generator
 from pipeline.config.job import StorageConfig
 from pipeline.generate.settings import fetched
 from pipeline.generate.stage import prompts
+from pipeline.messages import counted
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import prepare_table
 from pipeline.read.files import InputFile
@@ -86,7 +87,7 @@ class Agreement:
         unit = "labels" if self.labels else "tokens"
         return (
             f"{self.share:.2f} of {self.compared:,} {unit} as at full depth, token KL {self.token_kl:.2g} nats, over "
-            f"{self.rows} row{'s' * (self.rows != 1)}"
+            f"{counted(self.rows, 'row')}"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 
@@ -30,12 +30,16 @@ class RunProgress:
 
 @dataclass(frozen=True)
 class Workload:
-    """Shards and rows of the job, and of them those that earlier runs have committed."""
+    """Shards and rows of the job, and of them those that earlier runs have committed.
+
+    began: s since 1970, when the command began; default now.
+    """
 
     shards: int
     rows: int
     done_shards: int
     done_rows: int
+    began: float = field(default_factory=time.time)
 
 
 class RunCoordinator(Protocol):

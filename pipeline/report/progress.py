@@ -19,6 +19,7 @@ from rich.text import Text
 
 from pipeline import metrics
 from pipeline.generate.coordinator import RunCoordinator, RunProgress, Workload
+from pipeline.messages import counted
 from pipeline.runtime.announce import announce, goes_to_log
 
 PLAIN_SECONDS = 10.0
@@ -51,7 +52,7 @@ def progress_line(run: RunProgress, seconds: float, working_seconds: float, work
     """Shards, rows, rates and time left; before the first commit what the run waits for.
 
     Args:
-        seconds: since the run began.
+        seconds: since the command began.
         working_seconds: since the first shard began, which rates and time left are taken from.
     """
     line = f"{work.done_shards + run.shards}/{work.shards} shards  {work.done_rows + run.rows:,}/{work.rows:,} rows"
@@ -70,11 +71,11 @@ def progress_line(run: RunProgress, seconds: float, working_seconds: float, work
 def _waits_for(run: RunProgress) -> tuple[str, str]:
     """What a run without a commit waits for: without numbers, and for its line."""
     if run.at_work:
-        return "answering", f"answering the first {run.at_work} shards"
+        return "answering", f"answering {counted(run.at_work, 'shard')}"
     if run.download:
         return "downloading", run.download
     if run.loading:
-        return "loading", f"loading the model in {run.loading} actors"
+        return "loading", f"loading the model in {counted(run.loading, 'actor')}"
     return "starting", "starting workers, preparing the first shard"
 
 
@@ -90,7 +91,6 @@ class Progress:
     def __init__(self, coordinator: RunCoordinator, work: Workload) -> None:
         self.coordinator = coordinator
         self.work = work
-        self.began = time.monotonic()
         self.working_since: float | None = None
         self.phase = ""
         self._stop = threading.Event()
@@ -118,7 +118,7 @@ class Progress:
         self.phase = "rows" if run.shards else _waits_for(run)[0]
         if self.working_since is None and (run.at_work or run.shards):
             self.working_since = now
-        seconds, working_seconds = now - self.began, now - (self.working_since or now)
+        seconds, working_seconds = time.time() - self.work.began, now - (self.working_since or now)
         work, rates = self.work, pace(run, working_seconds, self.work)
         done = work.done_rows + run.rows
         metrics.set_gauge("job_rows", work.rows)

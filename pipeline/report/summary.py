@@ -17,6 +17,7 @@ from pipeline.commit.results import recorded
 from pipeline.commit.sink import SUCCESS, part_name
 from pipeline.commit.table import recorded as table_records
 from pipeline.generate.stats import STATS_SCHEMA, ShardStats, Totals, slowest_shards
+from pipeline.messages import counted
 from pipeline.plan.manifest import Manifest
 from pipeline.report.job_page import REPORT
 from pipeline.storage.folder import Folder
@@ -74,7 +75,8 @@ def print_report(console: Console, manifest: Manifest, shards: pa.Table, totals:
     answers = "" if totals.answers == totals.rows else f" ({totals.answers:,} answers)"
     made = "scored" if _scores(manifest) else "generated"
     console.print(
-        f"\n{totals.rows:,} rows{answers} in {totals.shards} shards, {totals.errors:,} with an error; "
+        f"\n{counted(totals.rows, 'row')}{answers} in {counted(totals.shards, 'shard')}, "
+        f"{totals.errors:,} with an error; "
         f"{totals.prompt_tokens:,} prompt and {totals.generated_tokens:,} {made} tokens\n"
         f"{depth}{ratio}: {totals.layer_steps:,} layer steps where full depth runs {totals.full_layer_steps:,}\n"
         f"actor seconds: prefill {totals.prefill_seconds:.1f}, decode {totals.decode_seconds:.1f}, "
@@ -106,10 +108,12 @@ def _cost(totals: Totals) -> str:
     """Device-seconds and money, in all and for a million tokens; "" without tokens."""
     if totals.device_seconds_per_million_tokens is None:
         return ""
-    line = f"cost: {totals.device_seconds:,.1f} device-seconds, {totals.device_seconds_per_million_tokens:,.0f}"
+    whole = f"{totals.device_seconds:,.1f} device-seconds"
+    each = f"{totals.device_seconds_per_million_tokens:,.0f} device-seconds"
     if totals.money_per_million_tokens is not None:
-        line += f", and money {totals.money:,.4g}, {totals.money_per_million_tokens:,.4g}"
-    return f"{line} a million tokens\n"
+        whole += f" and money {totals.money:,.4g}"
+        each += f" and money {totals.money_per_million_tokens:,.4g}"
+    return f"cost: {whole}; {each} for a million generated tokens\n"
 
 
 def print_result(console: Console, folder: Folder, result: JobResult, show: int) -> None:
@@ -128,9 +132,8 @@ def print_result(console: Console, folder: Folder, result: JobResult, show: int)
         statistics = pq.read_table(io.BytesIO(folder.read(STATS)))
         print_report(console, result.manifest, statistics, result.totals)
         rate = result.fresh_rows / result.seconds
-        console.print(
-            f"{result.fresh_rows:,} rows in {result.seconds:.1f} s with start-up, {rate:,.1f} rows/s", highlight=False
-        )
+        rows = counted(result.fresh_rows, "row")
+        console.print(f"{rows} in {result.seconds:.1f} s with start-up, {rate:,.1f} rows/s", highlight=False)
     else:
         console.print(f"nothing left to do: all {result.totals.rows:,} rows are answered already", highlight=False)
     written = sorted(recorded(folder))

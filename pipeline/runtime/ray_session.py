@@ -18,7 +18,7 @@ from ray.autoscaler.sdk import request_resources
 
 from actors.engine.errors import UserError, flat
 from pipeline.config.job import ActorsConfig
-from pipeline.runtime.announce import announce
+from pipeline.runtime.announce import announce, announced
 from pipeline.runtime.liveness import endpoints, watched
 from pipeline.runtime.loopback import LOOPBACK, is_on_loopback, on_loopback
 from pipeline.runtime.signals import Interrupted, shielded
@@ -48,7 +48,8 @@ class _Connection:
                 self.ours = not ray.is_initialized()
                 try:
                     if self.ours:
-                        self.own_ray = _connect(verbose, metrics_port)
+                        with announced("starting Ray"):
+                            self.own_ray = _connect(verbose, metrics_port)
                     self._set_levels(verbose)  # of handlers that Ray has added
                 except BaseException:
                     self._leave()

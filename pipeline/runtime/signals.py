@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from types import FrameType
 
+from pipeline.messages import counted
+
 POLL_SECONDS = 0.2
 
 
@@ -149,8 +151,9 @@ class Grace:
         assert self.job is not None
         raised, at_work = self.job.raised, self.stop()
         if at_work:
+            shards = counted(len(at_work), "shard")
             print(
-                f"stopping: up to {self.seconds:g} s for {len(at_work)} shards at work; a second signal stops at once",
+                f"stopping: up to {self.seconds:g} s for {shards} at work; a second signal stops at once",
                 file=sys.stderr,
                 flush=True,
             )

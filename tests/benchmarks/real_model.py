@@ -84,7 +84,10 @@ def make_model() -> None:
 
 def command(*arguments: str) -> None:
     """Run `skipdecode` with these arguments; a failure ends the benchmark too."""
-    ended = subprocess.run([sys.executable, "-m", "pipeline", *arguments])
+    try:
+        ended = subprocess.run([sys.executable, "-m", "pipeline", *arguments])
+    except KeyboardInterrupt:  # the command has had the signal too, and has said what it leaves
+        sys.exit(4)
     if ended.returncode:
         sys.exit(ended.returncode)
 

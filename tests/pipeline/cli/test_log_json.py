@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,14 +88,15 @@ def test_progress_is_an_event_with_numbers(monkeypatch: pytest.MonkeyPatch, capl
     announce_to_log(True)
     coordinator = Coordinator()
     coordinator.begin(0)
-    with Progress(coordinator, Workload(8, 1000, 1, 50)) as shown:
-        shown.working_since = shown.began - 10
+    with Progress(coordinator, Workload(8, 1000, 1, 50, time.time() - 60)) as shown:
+        shown.working_since = time.monotonic() - 10
         coordinator.ended(0, True, 100, 2, 500)
         while not any(getattr(one, "rows_done", 0) == 150 for one in caplog.records):
             pass
     one = json.loads(JsonLines().format(caplog.records[-1]))
     assert (one["event"], one["rows_done"], one["rows"], one["errors"]) == ("progress", 150, 1000, 2)
     assert (one["shards_done"], one["shards"]) == (2, 8)
+    assert one["seconds"] == pytest.approx(60, rel=0.1)  # since the command began
     assert one["eta_seconds"] == pytest.approx(85, rel=0.1) and one["tokens_per_second"] == pytest.approx(50, rel=0.1)
     assert "ETA" in one["message"]
 
