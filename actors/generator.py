@@ -43,6 +43,8 @@ class Generator:
             merged into the weights while they load, unless the schedule runs every layer for every token.
         schedule: Keys of a job's `schedule` section, on top of the schedule that the checkpoint stores. None scores at
             full depth.
+        drafts: Keys of a second schedule, for exact mode on CPUs: its layers, with the speed adapter if there is one,
+            draft tokens, and full depth verifies them. The answers are full depth's; `schedule` must be too.
         unadapted: Run a schedule that the checkpoint was not trained for; its text may be ruined.
         sampling: Fields of `SamplingParams`.
         choices: Labels; every answer is one of them.
@@ -79,6 +81,7 @@ class Generator:
         *,
         speed_adapter: str | None = None,
         schedule: Mapping[str, Any] | None = None,
+        drafts: Mapping[str, Any] | None = None,
         unadapted: bool = False,
         sampling: Mapping[str, Any] | None = None,
         choices: Sequence[str] | None = None,
@@ -114,7 +117,7 @@ class Generator:
         inspected = inspect(checkpoint)
         if speed_adapter is not None:
             inspected = with_adapter(inspected, speed_adapter)
-        default = {} if continuation_column is None else {"speedup": 1.0}
+        default = {} if continuation_column is None and drafts is None else {"speedup": 1.0}
         self._inspected, self._changes, self._unadapted = inspected, dict(schedule or {}), unadapted
         self.schedule = inspected.schedule(dict(default if schedule is None else schedule))
         if not unadapted:
@@ -123,7 +126,8 @@ class Generator:
         settings = with_memory(settings, inspected)
         assert settings.cache_bytes is not None and settings.max_rows is not None
         self.cache_bytes, self.max_batch = settings.cache_bytes, settings.max_rows
-        self.engine = build_engine(inspected, self.schedule, self.tokenizer, settings)
+        of_drafts = None if drafts is None else inspected.schedule(dict(drafts))
+        self.engine = build_engine(inspected, self.schedule, self.tokenizer, settings, of_drafts)
         self.device = self.engine.decoder.device
         self.builder = RequestBuilder(
             self.tokenizer,

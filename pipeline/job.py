@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from actors.engine.errors import UserError
 from actors.engine.schedule import Schedule
 from pipeline.backends.stages import Actors, Backend, Read, Session, Stage, Tasks
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, resolve_checkpoint
@@ -63,7 +64,7 @@ QUARANTINED_RETRIES = 1000  # of a task whose deaths `Quarantine` counts
 class PlannedJob:
     """A job ready to run: its file, its checkpoint, the schedule of that checkpoint, and what is pinned.
 
-    began: s since 1970, when its run began.
+    began: s since 1970, when its run began. drafts: in exact mode, whose layers draft tokens.
     """
 
     config: JobConfig
@@ -71,6 +72,7 @@ class PlannedJob:
     schedule: Schedule
     manifest: Manifest
     began: float = 0.0
+    drafts: Schedule | None = None
 
 
 def run(
@@ -156,14 +158,30 @@ def plan(
     schedule = planned_schedule(config, checkpoint)
     check_spec(prompt_spec(config, checkpoint, time.time()))
     marks_of_thinking(config, checkpoint)  # refused before a model is loaded
-    manifest = manifests.plan_job(config, checkpoint, schedule, limit, stored, files, hardware=backend)
-    return PlannedJob(config, checkpoint, schedule, manifest, began)
+    drafts = draft_schedule(config, checkpoint)
+    manifest = manifests.plan_job(config, checkpoint, schedule, limit, stored, files, hardware=backend, drafts=drafts)
+    return PlannedJob(config, checkpoint, schedule, manifest, began, drafts)
 
 
 def planned_schedule(config: JobConfig, checkpoint: ResolvedCheckpoint) -> Schedule:
-    """The job's schedule, full depth for scores unless a key is set. UserError as for the checkpoint's `schedule`."""
+    """The job's schedule: full depth in exact mode, and for scores unless a key is set.
+
+    UserError as for the checkpoint's `schedule`.
+    """
     changes = config.schedule.changes() or ({"speedup": 1.0} if config.scores else {})
+    if config.schedule.exact:
+        changes = {"speedup": 1.0}
     return checkpoint.schedule(changes, config.model, unadapted=config.schedule.unadapted)
+
+
+def draft_schedule(config: JobConfig, checkpoint: ResolvedCheckpoint) -> Schedule | None:
+    """The schedule whose layers draft tokens, None but in exact mode. UserError if it leaves no layer out."""
+    if not config.schedule.exact:
+        return None
+    drafts = checkpoint.checkpoint.schedule(config.schedule.changes())
+    if drafts.is_full_depth:
+        raise UserError("schedule.exact: all layers would draft; give schedule.speedup, of the layers that draft")
+    return drafts
 
 
 def check_output_table(job: PlannedJob) -> None:
@@ -260,8 +278,9 @@ def generator_arguments(job: PlannedJob) -> dict[str, Any]:
     return {
         **generator_settings(job.config.model, job.config.sampling, job.config.choices, job.config.output_format),
         "checkpoint": job.checkpoint.pinned(),
-        "speed_adapter": None if job.schedule.is_full_depth else job.checkpoint.pinned_adapter(),
-        "schedule": {key: value for key, value in job.schedule.to_dict().items() if key != "num_layers"},
+        "speed_adapter": job.checkpoint.pinned_adapter() if job.drafts or not job.schedule.is_full_depth else None,
+        "schedule": _keys(job.schedule),
+        "drafts": None if job.drafts is None else _keys(job.drafts),
         "unadapted": True,  # as planned
         "strip": job.config.output.strip,
         "reasoning": marks_of_thinking(job.config, job.checkpoint),
@@ -273,6 +292,11 @@ def generator_arguments(job: PlannedJob) -> dict[str, Any]:
         "max_batch": batching.max_batch,
         "scheduler": batching.scheduler,
     }
+
+
+def _keys(schedule: Schedule) -> dict[str, Any]:
+    """Keys of a section `schedule` that determine its layers."""
+    return {key: value for key, value in schedule.to_dict().items() if key != "num_layers"}
 
 
 def _part(job: PlannedJob) -> PartSpec:

@@ -115,35 +115,47 @@ def with_memory(settings: EngineSettings, checkpoint: Checkpoint) -> EngineSetti
 
 
 def build_engine(
-    checkpoint: Checkpoint, schedule: Schedule, tokenizer: PreTrainedTokenizerBase, settings: EngineSettings
+    checkpoint: Checkpoint,
+    schedule: Schedule,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: EngineSettings,
+    drafts: Schedule | None = None,
 ) -> EngineProtocol:
     """Load the checkpoint's weights and build the engine that the settings, after `with_memory`, ask for.
 
     A speed adapter is merged unless the schedule runs every layer for every token.
 
+    Args:
+        drafts: For exact mode, see `ExactEngine`; a speed adapter is merged into a second copy of the weights then.
+
     Raises:
-        UserError: Weights that are missing, damaged or not the speed adapter's base, a device that is not there, or a
-            GPU without enough free memory.
+        UserError: Weights that are missing, damaged or not the speed adapter's base, a device that is not there, a GPU
+            without enough free memory, or exact mode with a schedule, a device or layers that it does not have.
     """
     import torch
 
     from actors.engine.engine import Engine
+    from actors.engine.exact import ExactEngine
 
     assert settings.cache_bytes is not None and settings.max_rows is not None
     device = resolve_device(settings.device)
     on_gpu = device.type == "cuda"
     paged = uses_pages(settings.engine, checkpoint, on_gpu=on_gpu, compiled=settings.compile)
+    if drafts is not None and (on_gpu or settings.compile or not schedule.is_full_depth):
+        raise UserError("drafts: exact mode is for full depth, on a CPU, without compile")
     rows = settings.max_rows if paged else 0
     need = memory_needed(checkpoint, settings.dtype, settings.cache_bytes, on_gpu=on_gpu, paged_rows=rows)
     if on_gpu:
         check_free(need, *torch.cuda.mem_get_info(device))
-    adapter = None if schedule.is_full_depth else checkpoint.adapter
+    adapter = None if schedule.is_full_depth and drafts is None else checkpoint.adapter
     if adapter is not None:
         adapter.check_base(base_digest(checkpoint.path), str(checkpoint.path))
+    dtype = getattr(torch, settings.dtype)
     with quiet_transformers(), current_device(device):
-        decoder = load_decoder(checkpoint.path, getattr(torch, settings.dtype), device)
+        decoder = load_decoder(checkpoint.path, dtype, device)
+        drafter = decoder if adapter is None or drafts is None else load_decoder(checkpoint.path, dtype, device)
         if adapter is not None:
-            merge(decoder.model, adapter)
+            merge(decoder.model if drafts is None else drafter.model, adapter)
         ends = stop_ids(decoder, tokenizer)
         if paged:
             from actors.engine.gpu import kernels
@@ -168,6 +180,17 @@ def build_engine(
             decoder.compile()
         else:
             decoder.prepare_for_cpu()
+        if drafts is not None:
+            if drafter is not decoder:
+                drafter.prepare_for_cpu()
+            return ExactEngine(
+                decoder,
+                schedule,
+                ends,
+                drafter=drafter,
+                drafts=drafts,
+                cumulative_logprob=settings.cumulative_logprob,
+            )
         return Engine(decoder, schedule, ends, cumulative_logprob=settings.cumulative_logprob)
 
 

@@ -138,9 +138,9 @@ class SkipCache:
         self._sources: list[int] = []  # prompt of each of its rows
         self._prefix: PrefixKeys | None = None
         self._starts: Tensor | None = None
-        self._index: tuple[Tensor, Tensor] | None = None  # row and slot [B] of the announced step; None: prefill
+        self._index: tuple[Tensor, Tensor] | None = None  # rows [B], slots [B, S] of the announced step; None: prefill
         self._shortest = 0  # slots up to the first of the announced step's
-        # of the announced step, by window: the first slot that any row attends to, and the mask [B, 1, 1, K] from there
+        # of the announced step, by window: the first slot that any row attends to, and the mask [B, 1, S, K] from there
         self._masks: dict[int | None, tuple[int, Tensor | None]] = {}
 
     @property
@@ -174,30 +174,31 @@ class SkipCache:
             assert int(starts[0]) == 0 and min(sources) >= 0 and max(sources) < len(lengths)
             self._width = max(self._width, longest)
 
-    def begin_step(self, positions: Sequence[int], device: torch.device) -> None:
-        """Announce a pass over one token for each of B rows, at these positions of their rows."""
-        slots = torch.tensor(positions, device=device)
+    def begin_step(self, positions: Sequence[int], device: torch.device, columns: int = 1) -> None:
+        """Announce a pass over S = `columns` tokens for each of B rows, from these positions of their rows on."""
+        slots = torch.tensor(positions, device=device)[:, None] + torch.arange(columns, device=device)
         self._index = (torch.arange(len(positions), device=device), slots)
-        self._shortest, self._width = min(positions) + 1, max(positions) + 1
+        self._shortest, self._width = min(positions) + 1, max(positions) + columns
         self._masks = {}
 
     def step_slots(self) -> tuple[Tensor, Tensor, int]:
-        """Of the announced step: each row's place [B] and the slot of its new token [B], and how many slots all rows
-        attend to at most. Requires `has_places`.
+        """Of the announced step: each token's place and slot [B S], and how many slots all attend to at most.
+
+        Requires `has_places`.
         """
         assert self._index is not None and self._places is not None
-        slots = self._index[1]
-        return self._places[: len(slots)], slots, self._width
+        rows, columns = self._index[1].shape
+        return self._places[:rows].repeat_interleave(columns), self._index[1].flatten(), self._width
 
     def _step_mask(self, window: int | None) -> tuple[int, Tensor | None]:
-        """The first slot that any row attends to within a window, and the mask [B, 1, 1, K] from there on."""
+        """The first slot that any row attends to within a window, and the mask [B, 1, S, K] from there on."""
         if window not in self._masks:
             assert self._index is not None
             slots = self._index[1]
             first = 0 if window is None else max(0, self._shortest - window)
             mask = None  # rows of one length attend to every slot from the first up to the width
             if self._shortest < self._width:
-                keys, own = torch.arange(first, self._width, device=slots.device), slots[:, None, None, None]
+                keys, own = torch.arange(first, self._width, device=slots.device), slots[:, None, :, None]
                 mask = keys <= own
                 if window is not None:
                     mask &= keys > own - window
@@ -205,7 +206,7 @@ class SkipCache:
         return self._masks[window]
 
     def mask(self, layer: int, rows: int) -> Tensor | None:
-        """Mask [rows, 1, 1, K] of the announced step for the `rows` youngest rows; None: they attend to all of K."""
+        """Mask [rows, 1, S, K] of the announced step for the `rows` youngest rows; None: they attend to all of K."""
         first, mask = self._step_mask(self.windows[layer])
         return None if mask is None else mask[-rows:, :, :, : self.slots[layer] - first]
 
@@ -239,10 +240,11 @@ class SkipCache:
         held = buffers[0][len(row) - rows : len(row)], buffers[1][len(row) - rows : len(row)]
         slots = slots[-rows:]
         if self.kernels is not None:
-            self.kernels.append(keys[:, :, 0], values[:, :, 0], *held, slots)
+            assert slots.shape[1] == 1, "kernels store one token a row"
+            self.kernels.append(keys[:, :, 0], values[:, :, 0], *held, slots[:, 0])
         else:
             for buffer, new in zip(held, (keys, values), strict=True):
-                buffer[row[:rows], :, slots] = new[:, :, 0]
+                buffer[row[:rows, None], :, slots] = new.transpose(1, 2)
         first, _ = self._step_mask(self.windows[layer])
         width = min(self._width, self.slots[layer])
         return held[0][:, :, first:width], held[1][:, :, first:width]

@@ -146,6 +146,11 @@ class ScheduleConfig(Section):
 class JobScheduleConfig(ScheduleConfig):
     """A job's schedule, and the checks against one that ruins the text."""
 
+    exact: bool = Field(
+        False,
+        description="answer as full depth does, token for token: the schedule's layers draft tokens, full depth "
+        "verifies them; on CPUs",
+    )
     unadapted: bool = Field(
         False, description="run a schedule that the checkpoint was not trained for; its text may be ruined"
     )
@@ -337,6 +342,8 @@ class JobConfig(Section):
     def _fits_together(self) -> JobConfig:
         if self.budget is not None and self.budget.money is not None and self.price_per_hour is None:
             raise UserError("budget.money needs price_per_hour, the money for an hour of one device")
+        if self.schedule.exact and (self.actors.gpus or self.model.device.startswith("cuda") or self.model.compile):
+            raise UserError("schedule.exact runs on CPUs, without model.compile: leave out gpus, cuda and compile")
         if self.scores:
             check_score(self)
         elif self.input.continuations is not None:

@@ -120,6 +120,8 @@ def estimate(
     """
     if config.scores:
         raise UserError("task: score: plan predicts generated answers only; `skipdecode run JOB --limit 200` measures")
+    if config.schedule.exact:
+        raise UserError("schedule.exact: plan predicts other modes only; `skipdecode run JOB --limit 200` measures")
     began = process_began or time.time()
     backend = backend or jobs.ray_backend(verbose=False)
     with interruptible():

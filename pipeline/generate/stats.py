@@ -46,6 +46,9 @@ class ShardStats:
     decode_steps: int = _unit("tokens that were an input to decode")
     layer_steps: int = _unit("layers run over decode steps")
     full_layer_steps: int = _unit("layers run at full depth")
+    drafted_tokens: int = _unit("tokens that exact mode drafted")
+    accepted_tokens: int = _unit("drafted tokens that full depth confirmed")
+    verified_tokens: int = _unit("tokens that full depth computed for exact mode")
     padded_prompt_tokens: int = _unit("tokens computed in prefill, padding included")
     cache_bytes: int = _unit("bytes of the largest batch's cache", "max")
     peak_memory_bytes: int = _unit("bytes", "max")
@@ -191,6 +194,9 @@ class Totals:
     decode_steps: int
     layer_steps: int
     full_layer_steps: int
+    drafted_tokens: int
+    accepted_tokens: int
+    verified_tokens: int
     padded_prompt_tokens: int
     cache_bytes: int
     peak_memory_bytes: int

@@ -112,6 +112,7 @@ def plan_job(
     files: Files | None = None,
     *,
     hardware: Hardware | None = None,
+    drafts: Schedule | None = None,
 ) -> Manifest:
     """Plan a new job, or the continuation of a stored one with its pinned files and batching.
 
@@ -121,6 +122,7 @@ def plan_job(
         stored: the job in the output folder.
         files: to plan over; default all files of `input.path`.
         hardware: asked for a GPU's memory where a new job's cache depends on it.
+        drafts: of exact mode.
 
     Raises:
         UserError: input is missing, unreadable, of the wrong type, or changed since the stored job began.
@@ -158,6 +160,8 @@ def plan_job(
                 log.warning("actors.%s = %s is ignored: this job was planned with %s", name, asked, planned)
     # a file uploaded again with the same bytes has another version, but does not make another job
     identity = _identity(config, resolved, schedule, stored.files if stored else pinned, batching, limit)
+    if drafts is not None:
+        identity["schedule"]["drafts"] = drafts.to_dict()
     fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     agreement = None if stored is None else stored.agreement
     return Manifest(fingerprint, identity, batching, pinned, shards, schema, agreement)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -54,6 +55,8 @@ def log_memory_estimate(
     """
     model = config.model.with_library_engine() if config.scores else config.model
     need = actor_need(model, config.actors, checkpoint, batching)
+    if config.schedule.exact and checkpoint.adapter is not None:  # drafts have weights of their own
+        need = replace(need, weights=2 * need.weights)
     how = "scoring" if config.scores else batching.scheduler
     described = describe(need, config.model.dtype, config.actors)
     log.info("%s; %s, at most %d rows in flight", described, how, batching.max_batch)

@@ -78,6 +78,7 @@ def print_report(console: Console, manifest: Manifest, shards: pa.Table, totals:
         f"\n{counted(totals.rows, 'row')}{answers} in {counted(totals.shards, 'shard')}, "
         f"{totals.errors:,} with an error; "
         f"{totals.prompt_tokens:,} prompt and {totals.generated_tokens:,} {made} tokens\n"
+        f"{_exact(totals)}"
         f"{depth}{ratio}: {totals.layer_steps:,} layer steps where full depth runs {totals.full_layer_steps:,}\n"
         f"actor seconds: prefill {totals.prefill_seconds:.1f}, decode {totals.decode_seconds:.1f}, "
         f"all {totals.generate_seconds:.1f}; prepare {totals.prepare_seconds:.1f}, commit {totals.commit_seconds:.1f}; "
@@ -102,6 +103,17 @@ def print_report(console: Console, manifest: Manifest, shards: pa.Table, totals:
         )
     if totals.duplicate_ids:
         console.print(f"warning: {totals.duplicate_ids:,} rows share their id with another row of their shard")
+
+
+def _exact(totals: Totals) -> str:
+    """Drafted, accepted and verified tokens; "" but in exact mode."""
+    if not totals.verified_tokens:
+        return ""
+    share = totals.accepted_tokens / totals.drafted_tokens
+    return (
+        f"exact: {totals.drafted_tokens:,} tokens drafted, {share:.0%} of them accepted; full depth verified "
+        f"{totals.verified_tokens:,}\n"
+    )
 
 
 def _cost(totals: Totals) -> str:

@@ -32,7 +32,7 @@ struct Layer {
     float attention_epsilon, mlp_epsilon, head_epsilon, scale;
 };
 
-// One new token a row.
+// One new token a row, or several: then rows of this struct share a place, at slots one behind another.
 struct Step {
     BFloat16* hidden;        // [rows, hidden], input and output
     Numbers cosines, sines;  // [rows, rotary], or null
@@ -41,6 +41,7 @@ struct Step {
     const int64_t* slots;    // [rows], of the new token, the last that it attends to
     BFloat16* workspace;     // see `Workspace`
     int64_t rotary, rows, held, buffer_row, buffer_head, width;  // width: slots up to the last of any row
+    int64_t shared;          // whether rows share a place
 };
 
 // Prompts one behind another: prompt p is tokens starts[p] ... starts[p + 1] - 1.
@@ -139,7 +140,12 @@ inline void step_layer(const Layer& l, const Workspace& w, const Step& s) {
         w.qkv, s.keys, s.values, nullptr, w.attended, s.rows, l.heads, l.group, s.width, l.size, w.states,
         s.buffer_row, s.buffer_head, l.size, s.buffer_row, s.buffer_head, l.size, 0, l.scale, s.places, s.slots, l.window};
     project(l, w, s.hidden, s.rows);
-    attend(attention, before);
+    if (s.shared) {  // a token attends to keys that another thread may write
+#pragma omp for schedule(static)
+        for (int64_t task = 0; task < s.rows * l.heads; task++) before(task / l.heads, task % l.heads);
+        attend(attention, [](int64_t, int64_t) {});
+    } else
+        attend(attention, before);
     finish(l, w, s.hidden, s.rows);
 }
 

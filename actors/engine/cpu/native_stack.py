@@ -48,6 +48,7 @@ class _Step(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("hidden", "cosines", "sines", "keys", "values", "places", "slots")),
         ("workspace", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("rotary", "rows", "held", "buffer_row", "buffer_head", "width")),
+        ("shared", ctypes.c_int64),
     ]
 
 
@@ -100,6 +101,8 @@ class NativeStack:
         slots: Tensor,
         width: int,
         buffers: NativeBuffers,
+        *,
+        shared: bool = False,
     ) -> Tensor:
         """One token of every row through all layers.
 
@@ -111,6 +114,7 @@ class NativeStack:
             slots: int64 [B], of the new tokens, the last that they attend to.
             width: the highest of the slots, plus 1.
             buffers: of the rows' keys and values.
+            shared: whether rows may have the same place: several tokens of one row.
         """
         rows, step = len(hidden), self._step
         assert hidden.shape == (rows, 1, self._hidden) and hidden.is_contiguous() and hidden.dtype == torch.bfloat16
@@ -120,7 +124,7 @@ class NativeStack:
         assert not torch.is_grad_enabled()
         self._counts[:] = list(rows_per_layer)
         step.hidden, step.places, step.slots = hidden.data_ptr(), places.data_ptr(), slots.data_ptr()
-        step.rows, step.width = rows, width
+        step.rows, step.width, step.shared = rows, width, shared
         tables = self._rotary(step, rotary, hidden)
         workspace = _workspace(self._step_workspace(ctypes.addressof(self._layers), rows))
         step.workspace = workspace.data_ptr()

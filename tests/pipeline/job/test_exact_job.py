@@ -1,0 +1,78 @@
+"""Jobs in exact mode, in this process: full depth's answers, what was drafted, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from in_process import answered_rows, run_in_process
+from random_adapter import random_adapter
+
+from actors.engine.errors import UserError
+from actors.engine.schedule import ScheduleSpec
+from pipeline.config.job import JobConfig
+from pipeline.estimate.run import estimate
+from pipeline.report.summary import _exact
+from pipeline.try_rows import answer_first_rows
+
+ROWS = 12
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("inputs") / "in.parquet"
+    prompts = [" ".join(["alpha", "bravo", "cheap"][: 1 + row % 3]) for row in range(ROWS)]
+    pq.write_table(pa.table({"prompt": prompts}), path)
+    return path
+
+
+def config(inputs: Path, output: Path, checkpoint: Path, **changes: Any) -> JobConfig:
+    values: dict[str, Any] = {
+        "input": {"path": str(inputs)},
+        "output": {"path": str(output), "token_ids": True},
+        "model": {"path": str(checkpoint), "dtype": "float32"},
+        "sampling": {"max_new_tokens": 24, "temperature": 1.0, "seed": 5, "ignore_eos": True, "n": 2},
+        "actors": {"threads": 1, "scheduler": "refill", "max_batch": 5},
+    }
+    return JobConfig.model_validate({**values, **changes})
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["own-layers", "speed-adapter"])
+def test_answers_are_those_of_full_depth(inputs: Path, checkpoint: Path, tmp_path: Path, adapted: bool) -> None:
+    run_in_process(config(inputs, tmp_path / "full", checkpoint, schedule={"speedup": 1.0}))
+    model: dict[str, Any] = {"path": str(checkpoint), "dtype": "float32"}
+    if adapted:
+        model["speed_adapter"] = str(random_adapter(checkpoint, tmp_path / "a", ScheduleSpec(speedup=2, horizon=3)))
+    exact = config(inputs, tmp_path / "exact", checkpoint, model=model, schedule={"speedup": 2.0, "exact": True})
+    result = run_in_process(exact)
+    answers = answered_rows(tmp_path / "exact")
+    assert answers == answered_rows(tmp_path / "full") and len(answers) == 2 * ROWS
+    totals = result.totals
+    assert totals.drafted_tokens > 0 and totals.verified_tokens > totals.drafted_tokens >= totals.accepted_tokens
+    assert totals.layer_ratio == 1.0 and totals.mean_depth == 4
+    assert f"{totals.drafted_tokens:,} tokens drafted" in _exact(totals)
+    assert run_in_process(exact).fresh_rows == 0
+    tried = answer_first_rows(exact, 2)
+    assert [one.token_ids for row in tried for one in row.answers] == [row["token_ids"] for row in answers[:4]]
+
+
+def test_another_mode_is_another_job(inputs: Path, checkpoint: Path, tmp_path: Path) -> None:
+    run_in_process(config(inputs, tmp_path / "out", checkpoint, schedule={"speedup": 2.0, "exact": True}))
+    with pytest.raises(UserError, match="schedule"):
+        run_in_process(config(inputs, tmp_path / "out", checkpoint, schedule={"speedup": 1.0}))
+
+
+def test_what_exact_mode_lacks_is_refused_in_one_line(inputs: Path, checkpoint: Path, tmp_path: Path) -> None:
+    def refused(message: str, **changes: Any) -> None:
+        schedule = {"speedup": 2.0, "exact": True, **changes.pop("schedule", {})}
+        with pytest.raises(ValueError, match=message):
+            run_in_process(config(inputs, tmp_path / "out", checkpoint, schedule=schedule, **changes))
+
+    refused("give schedule.speedup", schedule={"speedup": 1.0})
+    refused("runs on CPUs", actors={"gpus": 1})
+    refused("runs on CPUs", model={"path": str(checkpoint), "compile": True})
+    with pytest.raises(UserError, match=r"schedule\.exact: plan predicts"):
+        estimate(config(inputs, tmp_path / "out", checkpoint, schedule={"speedup": 2.0, "exact": True}))
