@@ -102,10 +102,10 @@ class ExactEngine(Engine):
         ended = self.retire()
         if not self.rows:
             return ended
-        left = max(row.limit - len(row.tokens) for row in self.rows)
-        count, rows = min(self.length.choose(len(self.rows)), left - 1), len(self.rows)
-        if count > 0:
-            self._round(count)
+        rows = len(self.rows)
+        count = self.length.choose(rows)
+        if count > 0 and (left := max(row.limit - len(row.tokens) for row in self.rows)) > 1:
+            self._round(min(count, left - 1))
             return ended + self.retire()
         began = time.perf_counter()
         ended += super().step(last=last)
@@ -147,7 +147,9 @@ class ExactEngine(Engine):
                 break
         ended = time.perf_counter()
         tokens = sum(len(row.tokens) for row in rows) - before
-        self.length.drafted(len(rows), count, drafted - began, ended - drafted, accepted, judged)
+        self.length.drafted(
+            len(rows), count, drafted - began, ended - drafted, accepted=accepted, judged=judged, tokens=tokens
+        )
         stats, layers = self.stats, self.schedule.num_layers
         stats.decode_steps += tokens
         stats.layer_steps += tokens * layers
