@@ -50,6 +50,7 @@ from pipeline.read.files import Files
 from pipeline.read.shards import Shard
 from pipeline.report.job_page import write_report
 from pipeline.report.summary import JobResult
+from pipeline.runtime.announce import announced
 from pipeline.runtime.quarantine import STAGE_NAMES, Quarantine, clear_quarantine
 from pipeline.runtime.signals import interruptible
 from pipeline.storage.folder import Folder, open_folder, probe_create
@@ -153,8 +154,9 @@ def plan(
         NoRows: there is nothing to answer.
     """
     began = time.time()
-    config = with_snapshot(config, pinned_snapshot(config, stored))
-    checkpoint = resolve_checkpoint(config.model, config.storage, stored.identity.get("model") if stored else None)
+    with announced("reading the checkpoint's description"):
+        config = with_snapshot(config, pinned_snapshot(config, stored))
+        checkpoint = resolve_checkpoint(config.model, config.storage, stored.identity.get("model") if stored else None)
     schedule = planned_schedule(config, checkpoint)
     check_spec(prompt_spec(config, checkpoint, time.time()))
     marks_of_thinking(config, checkpoint)  # refused before a model is loaded

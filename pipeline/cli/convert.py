@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -31,6 +33,8 @@ def convert(
     advice = Advice(failed=again, interrupted=again, verbose=verbose)
     with errors_as_exit_status(advice):
         typer.echo("loading transformers")
+        if not sys.stderr.isatty():
+            os.environ.setdefault("TQDM_DISABLE", "1")  # the bar of transformers' GGUF reader
 
         import torch
         from transformers.utils.logging import disable_progress_bar

@@ -36,11 +36,14 @@ def plan(
         config = load_config(JobConfig, job, changes or [])
         advice.file = str(job)
 
-        from rich.console import Console
+        from pipeline.runtime.announce import announced
 
-        from pipeline.estimate.report import print_estimate, to_dict
-        from pipeline.estimate.run import estimate
-        from pipeline.report import prediction
+        with announced("loading libraries"):
+            from rich.console import Console
+
+            from pipeline.estimate.report import print_estimate, to_dict
+            from pipeline.estimate.run import estimate
+            from pipeline.report import prediction
 
         began = psutil.Process().create_time()
         found = estimate(config, limit=limit, process_began=began, seconds=seconds)

@@ -64,17 +64,19 @@ def _run(
     show: int,
     verbose: bool,
 ) -> None:
-    import psutil
-    from rich.console import Console
+    from pipeline.runtime.announce import announced, goes_to_log, record
 
-    from pipeline import job as jobs
-    from pipeline.commit.finalize import summary
-    from pipeline.commit.table import recorded
-    from pipeline.incremental import runs as incremental
-    from pipeline.incremental.runs import print_runs, runs_summary
-    from pipeline.report.summary import last_errors, print_result
-    from pipeline.runtime.announce import goes_to_log, record
-    from pipeline.storage.folder import open_folder
+    with announced("loading libraries"):
+        import psutil
+        from rich.console import Console
+
+        from pipeline import job as jobs
+        from pipeline.commit.finalize import summary
+        from pipeline.commit.table import recorded
+        from pipeline.incremental import runs as incremental
+        from pipeline.incremental.runs import print_runs, runs_summary
+        from pipeline.report.summary import last_errors, print_result
+        from pipeline.storage.folder import open_folder
 
     backend = jobs.ray_backend(verbose=verbose, metrics_port=metrics_port)
     if config.input.since:

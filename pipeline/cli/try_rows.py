@@ -28,6 +28,7 @@ def try_rows(
         advice.file = str(job)
         from rich.console import Console
 
+        from pipeline.messages import counted
         from pipeline.try_rows import answer_first_rows
 
         console = Console(soft_wrap=True)
@@ -39,11 +40,13 @@ def try_rows(
                     continue
                 name = f"answer {answer.sample_index}" if len(row.answers) > 1 else "answer"
                 depth = "" if answer.mean_depth is None else f", {answer.mean_depth:.2f} layers on average"
+                share = answer.choice_probability
+                sure = "" if share is None else f", {share:.2f} of the choices' probability"
                 calls = [f"  call: {call.name} {call.arguments}" for call in answer.tool_calls or ()]
                 lines += [
                     f"  {name}: {answer.generated_text}",
                     *calls,
-                    f"    ({answer.finish_reason}, {answer.generated_tokens} tokens{depth})",
+                    f"    ({answer.finish_reason}, {counted(answer.generated_tokens, 'token')}{depth}{sure})",
                 ]
             for tried in row.scores:
                 score = tried.score

@@ -16,6 +16,7 @@ CHATS = ("messages", "conversation", "conversations", "chat")
 PROMPTS = ("prompt", "question", "instruction", "query", "request", "input")  # that say what to do
 TEXTS = ("text", "content", "body", "document", "article", "review", "sentence", "description", "title")
 REQUEST = {"custom_id", "method", "url", "body"}  # of an OpenAI batch
+SUMMARY = "\n\nSummary:"  # where a text is to be continued
 LONG = 400  # characters, from which a text is no id
 
 
@@ -39,7 +40,7 @@ def propose(columns: Mapping[str, Sequence[Any]]) -> Proposal:
     found = _id(columns)
     if found is not None:
         keys["id"] = found
-        notes.append(f"{found} has another value in each sampled row: it is copied to `id`.")
+        notes.append(f"{found} has no value twice in the sampled rows: it becomes `id`.")
     else:
         notes.append("No column has another value in each row: ids are made of file name and row number.")
     chat = _first(columns, CHATS, _is_chat)
@@ -63,8 +64,8 @@ def propose(columns: Mapping[str, Sequence[Any]]) -> Proposal:
     text = named[0]
     if not text.isidentifier() or keyword.iskeyword(text):
         return Proposal({**keys, "prompt": text}, [*notes, f"{text} holds the longest texts: it is the prompt."])
-    notes.append(f"{text} holds texts, which do not say what to do: write that into the template.")
-    return Proposal({**keys, "template": f"Summarize in one sentence.\n\n{{{{ {text} }}}}\n\nSummary:"}, notes)
+    notes.append(f"{text} holds texts: the template asks for a summary of one sentence; change it.")
+    return Proposal({**keys, "template": f"Summarize in one sentence.\n\n{{{{ {text} }}}}{SUMMARY}"}, notes)
 
 
 def _id(columns: Mapping[str, Sequence[Any]]) -> str | None:

@@ -11,10 +11,11 @@ from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.config.load import dump_yaml, parse_yaml, validated
 from pipeline.messages import printable
 from pipeline.plan.columns import check_columns
-from pipeline.propose.columns import Proposal, propose
+from pipeline.propose.columns import SUMMARY, Proposal, propose
 from pipeline.propose.sample import Sample, read_sample
 
 DEMO = "configs/demo/checkpoint"
+SYSTEM = "You do what the user asks, and write nothing else."
 PLACEHOLDER = "owner/name@revision"
 
 
@@ -50,7 +51,10 @@ def job_text(path: str, sample: Sample, proposal: Proposal, model: str) -> str:
     keys = {"path": path} | ({"format": sample.format} if sample.format else {}) | proposal.keys
     is_chat = "messages" in keys or keys.get("format") == "openai_batch"
     if not is_chat and _has_chat_template(model):
-        keys["chat"] = True
+        # else a chat template may add a system message of its own, which small models repeat
+        keys |= {"chat": True, "system": SYSTEM}
+        if "template" in keys:
+            keys["template"] = keys["template"].removesuffix(SUMMARY)
     columns = ", ".join(sample.columns)
     name = path.rstrip("/").rpartition("/")[2].partition(".")[0].replace("*", "") or "answers"
     edit = ["  # replace it: a folder, s3://…, or a model on the hub"] if model == PLACEHOLDER else []
@@ -74,14 +78,14 @@ def job_text(path: str, sample: Sample, proposal: Proposal, model: str) -> str:
         "  # format: jsonl                   # answers.jsonl too",
         *_section("model", {"path": model}),
         *edit,
-        "  # dtype: float32                  # default bfloat16; faster on a CPU without bfloat16 instructions",
+        "  # dtype: float32                  # default bfloat16",
         "# schedule: {speedup: 2}            # fewer layers a token; `skipdecode adapt` trains a model for it first",
         "sampling:",
         "  max_new_tokens: 128               # tokens of an answer, at most",
         "  temperature: 0.0                  # 0 is greedy",
         "# choices: [positive, negative]     # labels, one of which is each answer",
         "actors:",
-        "  count: 1                          # processes that hold the model; on CPUs best one a core",
+        "  count: 1                          # processes that hold the model",
         "  # gpus: 1                         # of each",
         "# price_per_hour: 2.5               # of a GPU, or of an actor on CPUs, for `plan`",
         "# budget: {hours: 10}               # device-hours after which the job stops",
