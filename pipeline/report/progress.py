@@ -106,7 +106,9 @@ class Progress:
         self._stop.set()
         self._thread.join()
         if kind is None:
-            self._read()  # the last commits
+            line, fields = self._read()  # with the last commits
+            if not self._is_live():
+                announce(line, "progress", **fields)
 
     def _read(self) -> tuple[str, dict[str, Any]]:
         """The line, and the same as fields of an event. Sets the job's gauges."""
@@ -131,9 +133,12 @@ class Progress:
                 metrics.set_gauge("eta_seconds", rates.eta_seconds)
         return progress_line(run, seconds, working_seconds, work), fields
 
+    def _is_live(self) -> bool:
+        """Whether one line is redrawn on a terminal, and goes at the end."""
+        return not goes_to_log() and Console(file=sys.stderr).is_terminal
+
     def _show(self) -> None:
-        console = Console(file=sys.stderr)
-        if goes_to_log() or not console.is_terminal:
+        if not self._is_live():
             shown, phase = time.monotonic(), ""
             while not self._stop.wait(LIVE_SECONDS):
                 line, fields = self._read()
@@ -143,6 +148,6 @@ class Progress:
                     shown, phase = time.monotonic(), self.phase
                     announce(line, "progress", **fields)
             return
-        with Live(console=console, transient=True, refresh_per_second=4) as live:
+        with Live(console=Console(file=sys.stderr), transient=True, refresh_per_second=4) as live:
             while not self._stop.wait(LIVE_SECONDS):
                 live.update(Text(self._read()[0]))

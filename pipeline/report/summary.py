@@ -70,16 +70,18 @@ def print_report(console: Console, manifest: Manifest, shards: pa.Table, totals:
         )
     console.print(table)
     layers = manifest.identity["schedule"]["num_layers"]
-    depth = "no decode steps" if totals.mean_depth is None else f"mean depth {totals.mean_depth:.2f} of {layers}"
-    ratio = "" if totals.layer_ratio is None else f", layer ratio {totals.layer_ratio:.2f}x"
+    depth = "no decode steps"
+    if totals.mean_depth is not None:
+        ratio = "" if totals.layer_ratio is None else f", layer ratio {totals.layer_ratio:.2f}x"
+        steps = f"{totals.layer_steps:,} layer steps where full depth runs {totals.full_layer_steps:,}"
+        depth = f"mean depth {totals.mean_depth:.2f} of {layers}{ratio}: {steps}"
     answers = "" if totals.answers == totals.rows else f" ({totals.answers:,} answers)"
     made = "scored" if _scores(manifest) else "generated"
     console.print(
         f"\n{counted(totals.rows, 'row')}{answers} in {counted(totals.shards, 'shard')}, "
         f"{totals.errors:,} with an error; "
         f"{totals.prompt_tokens:,} prompt and {totals.generated_tokens:,} {made} tokens\n"
-        f"{_exact(totals)}"
-        f"{depth}{ratio}: {totals.layer_steps:,} layer steps where full depth runs {totals.full_layer_steps:,}\n"
+        f"{_exact(totals)}{depth}\n"
         f"actor seconds: prefill {totals.prefill_seconds:.1f}, decode {totals.decode_seconds:.1f}, "
         f"all {totals.generate_seconds:.1f}; prepare {totals.prepare_seconds:.1f}, commit {totals.commit_seconds:.1f}; "
         f"padding {100 * totals.padding_fraction:.1f}%\n"
