@@ -121,16 +121,18 @@ def print_estimate(console: Console, found: Estimate) -> None:
         console.print(f"  {entry['from']:>7,} to {entry['to']:>7,}  {entry['rows']:>6,}  {bar}", highlight=False)
     if found.bad[0]:
         console.print(f"rows with an error in the sample: {found.bad[0]:,}; the first: {found.bad[1]}", markup=False)
+    how = "" if config.scores else f"{batching['scheduler']}, "
     console.print(
-        f"batches: {batching['scheduler']}, at most {batching['max_batch']:,} rows in flight and "
+        f"batches: {how}at most {batching['max_batch']:,} rows in flight and "
         f"{batching['cache_bytes'] / 2**20:,.0f} MiB of cache an actor; "
         f"{counted(values['actors'], 'actor')}\n",
         highlight=False,
     )
     console.print(_table(found, values))
+    actors, done = "an actor" if values["actors"] == 1 else "actors", "scored" if config.scores else "answered"
     console.print(
         f"\nwall clock with {found.startup.seconds:.0f} s of start-up, in brackets a 90% interval; from "
-        f"{values['sample']['rows']:,} rows that {'an actor' if values['actors'] == 1 else 'actors'} answered here",
+        f"{values['sample']['rows']:,} rows that {actors} {done} here",
         highlight=False,
     )
     if values["saves"] is not None:
@@ -142,7 +144,16 @@ def print_estimate(console: Console, found: Estimate) -> None:
 def _table(found: Estimate, values: dict[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     priced = found.job.config.price_per_hour is not None
-    names = ["speed", "wall clock", "", "tokens/s", "new tokens", "layer ratio", "cache MiB", "device-hours"]
+    names = [
+        "speed",
+        "wall clock",
+        "",
+        "tokens/s",
+        "scored tokens" if found.job.config.scores else "new tokens",
+        "layer ratio",
+        "cache MiB",
+        "device-hours",
+    ]
     for name in [*names, *(["money"] if priced else []), *(["loss"] if found.losses else [])]:
         table.add_column(name, justify="left" if name == "loss" else "right", no_wrap=True)
     for line in values["speeds"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -21,6 +21,7 @@ from pipeline.estimate.costs import Costs
 from pipeline.estimate.measure import ActorSample, measure_actor
 from pipeline.estimate.predict import Prediction, Work, predict
 from pipeline.estimate.rows import read_prompts, sample_places
+from pipeline.estimate.scores import measure_scores, predict_scores
 from pipeline.estimate.simulate import EngineShape
 from pipeline.estimate.speeds import Loss, losses, name_of, schedules
 from pipeline.incremental import ledger as ledgers
@@ -118,8 +119,6 @@ def estimate(
     Raises:
         UserError: what `job.run` would refuse, or no sampled row can be answered.
     """
-    if config.scores:
-        raise UserError("task: score: plan predicts generated answers only; `skipdecode run JOB --limit 200` measures")
     if config.schedule.exact:
         raise UserError("schedule.exact: plan predicts other modes only; `skipdecode run JOB --limit 200` measures")
     began = process_began or time.time()
@@ -135,7 +134,7 @@ def estimate(
         bad = [prompt.error for prompt in known.values() if prompt.error is not None]
         if not good:
             raise UserError(f"none of {len(known):,} sampled rows can be answered; the first: {bad[0]}")
-        speeds = schedules(job)
+        speeds = {name_of(job.schedule): job.schedule} if config.scores else schedules(job)
         before = time.monotonic()
         with ExitStack() as stack:
             with announced("starting Ray"):
@@ -143,10 +142,10 @@ def estimate(
             ray = time.monotonic() - before
             job = stack.enter_context(jobs.checked(job, stored, backend))
             asked = time.time()
-            samples = _measure(job, good, speeds, backend, seconds, sum(shard.rows for shard in left))
+            measured = _measure(job, good, speeds, backend, seconds, sum(shard.rows for shard in left))
             before = time.monotonic()
         ray += time.monotonic() - before
-    load, crowd = max(one.loaded for one in samples) - asked, 1.0
+    load, crowd = measured.loaded - asked, 1.0
     if backend.on_this_machine and backend.starts_workers:
         load = load_in_a_run(load, planned, config.actors.most, len(left), os.cpu_count() or 1)
         crowd = 1.0 if config.actors.gpus else CROWDED
@@ -154,8 +153,7 @@ def estimate(
     rows = sum(shard.rows for shard in left)
     work = Work(left, known, config.actors.most, startup.seconds, prepare * rows, crowd)
     with announced("simulating the job's batches"):
-        predictions = _predictions(job, speeds, samples, work)
-    measured = [chunk for one in samples for speed in one.speeds.values() for chunk in speed.chunks]
+        predictions = measured.predict(work)
     return Estimate(
         job=job,
         left=left,
@@ -165,11 +163,23 @@ def estimate(
         chosen=name_of(job.schedule),
         predictions=predictions,
         losses=losses(config, job.schedule.prompt),
-        sampled_rows=sum(
-            len({row for chunk in one.speeds[name_of(job.schedule)].chunks for row in chunk.rows}) for one in samples
-        ),
-        sample_seconds=sum(chunk.seconds for chunk in measured),
+        sampled_rows=measured.rows,
+        sample_seconds=measured.seconds,
     )
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What the sampled actors measured.
+
+    loaded: s since 1970 when the last of them had its model. rows: that they answered at the job's speed. seconds: of
+    all of them. predict: from the job's work to each speed.
+    """
+
+    loaded: float
+    rows: int
+    seconds: float
+    predict: Callable[[Work], dict[str, Prediction]]
 
 
 def _planned(config: JobConfig, limit: int | None, backend: Backend) -> tuple[PlannedJob, Manifest | None, list[Shard]]:
@@ -210,17 +220,34 @@ def _measure(
     backend: Backend,
     seconds: float,
     rows: int,
-) -> list[ActorSample]:
-    """Each sampled actor answers rows of its own, all at the same time."""
+) -> _Measured:
+    """Each sampled actor answers or scores rows of its own, all at the same time."""
     actors, batching = job.config.actors, job.manifest.batching
     count = min(len(good), max(math.ceil(SAMPLE_SHARE * rows), max(2 * batching.max_batch, LEAST_ROWS) * actors.most))
     workers = min(actors.most, SAMPLED_ACTORS, count)
     spread = [good[place * len(good) // count] for place in range(count)]
     sizes = counted(count, "row"), counted(workers, "actor")
-    announce(f"answering up to {sizes[0]} at {', '.join(speeds)} on {sizes[1]}, about {seconds:g} s")
+    verb = "scoring" if job.config.scores else "answering"
+    announce(f"{verb} up to {sizes[0]} at {', '.join(speeds)} on {sizes[1]}, about {seconds:g} s")
     generator = {**jobs.generator_arguments(job), "speed_adapter": job.checkpoint.pinned_adapter()}
-    calls = [(spread[worker::workers], generator, batching.prefix, speeds, seconds) for worker in range(workers)]
-    return backend.call_as_actors(actors, measure_actor, calls)
+    parts = [(spread[worker::workers], generator, batching.prefix) for worker in range(workers)]
+    name = name_of(job.schedule)
+    if job.config.scores:
+        scored = backend.call_as_actors(actors, measure_scores, [(*part, seconds) for part in parts])
+        batches = [chunk for one in scored for chunk in one.chunks]
+        return _Measured(
+            max(one.loaded for one in scored),
+            sum(chunk.rows for chunk in batches),
+            sum(chunk.seconds for chunk in batches),
+            lambda work: {name: predict_scores(scored, work, len(batching.prefix))},
+        )
+    samples = backend.call_as_actors(actors, measure_actor, [(*part, speeds, seconds) for part in parts])
+    return _Measured(
+        max(one.loaded for one in samples),
+        sum(len({row for chunk in one.speeds[name].chunks for row in chunk.rows}) for one in samples),
+        sum(chunk.seconds for one in samples for speed in one.speeds.values() for chunk in speed.chunks),
+        lambda work: _predictions(job, speeds, samples, work),
+    )
 
 
 def _predictions(

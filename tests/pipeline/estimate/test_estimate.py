@@ -24,10 +24,11 @@ from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
 from pipeline.estimate.costs import Costs, fit
 from pipeline.estimate.measure import Answered, measure_actor
-from pipeline.estimate.predict import makespan
+from pipeline.estimate.predict import Work, makespan
 from pipeline.estimate.report import histogram, to_dict
 from pipeline.estimate.rows import Rows, sample_places
 from pipeline.estimate.run import estimate, load_in_a_run
+from pipeline.estimate.scores import ScoredChunk, ScoreSample, predict_scores
 from pipeline.estimate.simulate import EngineShape, SimulatedRow, simulate
 from pipeline.estimate.speeds import losses
 from pipeline.read.shards import Shard
@@ -252,8 +253,39 @@ def test_a_job_that_cannot_be_planned_is_one_line(values: dict[str, Any], in_pro
     job.write_text(yaml.safe_dump(values))
     done = CliRunner().invoke(app, ["plan", str(job)])
     assert done.exit_code == 2 and len(done.stderr.strip().splitlines()) == 1
-    score = {name: value for name, value in values.items() if name != "sampling"}
-    score |= {"task": "score", "input": {"path": values["input"]["path"], "continuations": "id", "prompt": "prompt"}}
+
+
+def test_a_job_that_scores_is_planned_by_its_tokens(values: dict[str, Any], in_process: None, tmp_path: Path) -> None:
+    """Counted as the run counts them; its time lies between what its sampled batches say."""
+    prompts = [" ".join(WORDS[: 1 + row % 6]) for row in range(60)]
+    ways = [["pub", "food riverside"][: 1 + row % 2] for row in range(60)]
+    table = pa.table({"id": range(60), "prompt": [*prompts[:3], None, *prompts[4:]], "ways": ways})
+    pq.write_table(table, tmp_path / "scores.parquet")
+    score = {name: value for name, value in values.items() if name not in ("sampling", "schedule")}
+    score |= {"task": "score", "input": {"path": str(tmp_path / "scores.parquet"), "continuations": "ways"}}
+    job = tmp_path / "job.yaml"
     job.write_text(yaml.safe_dump(score))
-    done = CliRunner().invoke(app, ["plan", str(job)])
-    assert done.exit_code == 2 and "plan predicts generated answers only" in done.stderr
+    done = CliRunner().invoke(app, ["plan", str(job), "--json"])
+    assert done.exit_code == 0, done.output
+    planned = json.loads(done.stdout.splitlines()[-1])
+    assert [line["speed"] for line in planned["speeds"]] == ["1x"] and planned["row_errors"]["errors"] == 1
+    chosen = planned["chosen"]
+    assert chosen["low"] <= chosen["seconds"] <= chosen["high"] and chosen["decode_seconds"] == 0
+    assert chosen["seconds"] > planned["startup"]["seconds"] and planned["sample"]["rows"] == 59
+    shown = CliRunner().invoke(app, ["plan", str(job)])
+    assert "scored tokens" in shown.stdout and "59 rows that an actor scored here" in shown.stdout
+    totals = run_in_process(JobConfig.model_validate(score)).totals
+    assert chosen["prompt_tokens"] == totals.prompt_tokens and chosen["generated_tokens"] == totals.generated_tokens
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=30), st.integers(1, 4), st.floats(1e-6, 1e-2))
+def test_scores_take_the_time_of_their_tokens(lengths: list[int], actors: int, rate: float) -> None:
+    """Two actors at the same rate; rows that were not tokenized are taken to be like those that were."""
+    known = {("a", row): Prompt([1] * length, "a", row, continuations=[[1, 2]]) for row, length in enumerate(lengths)}
+    shards = [Shard(0, "a", 0, len(lengths)), Shard(1, "b", 0, len(lengths))]
+    tokens = sum(lengths) + 2 * len(lengths)
+    samples = [ScoreSample(0.0, [ScoredChunk(5, 100, 100 * rate), ScoredChunk(5, 300, 300 * rate)])] * 2
+    found = predict_scores(samples, Work(shards, known, actors, 7.0, 0.0), prefix=0)
+    assert found.busy_seconds == pytest.approx(2 * tokens * rate)
+    assert found.seconds == pytest.approx(7 + (2 if actors == 1 else 1) * tokens * rate)
+    assert found.low <= found.seconds <= found.high
