@@ -41,7 +41,7 @@ class ExactEngine(Engine):
         schedule: Full depth.
         stop_ids: Tokens that end a row.
         drafter: The same model, or with a speed adapter merged.
-        drafts: Its layers for drafts: those that this schedule runs at most positions, see `draft_layers`.
+        drafts: The schedule whose layers draft, see `draft_layers`.
         length: Chooses γ.
         cumulative_logprob: Whether completions carry their log-probability.
     """
