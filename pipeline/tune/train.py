@@ -45,7 +45,9 @@ def train(config: TuneConfig, plan: TrainingPlan, recorded: TuneConfig | None = 
     last = resume.last_checkpoint(config)
     if last is not None:
         log.warning("resuming from %s", last)
+    processor = time.process_time()
     trained = trainer.train(resume_from_checkpoint=last)
+    processor = time.process_time() - processor
     losses = _last_losses(trainer) or trainer.evaluate()
     if trainer.is_world_process_zero():
         record = {
@@ -54,6 +56,7 @@ def train(config: TuneConfig, plan: TrainingPlan, recorded: TuneConfig | None = 
             "resumed_at_step": 0 if last is None else int(last.rsplit("-", 1)[-1]),
             "seconds": round(time.monotonic() - began, 1),
             "step_seconds": round(trained.metrics["train_runtime"], 2),  # without loading, saving and the last losses
+            "step_processor_seconds": round(processor, 2),
             "dev_loss": {name: round(value, 4) for name, value in losses.items()},
             "loss": [
                 {"step": entry["step"], "loss": round(float(entry["loss"]), 4)}

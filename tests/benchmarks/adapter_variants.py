@@ -6,11 +6,11 @@ A variant is rank-N or full, and any of: +each, one adapter a speed; +shared, al
 prompts' pass (`speeds_per_step`); +answers, no gradient through prompts (`prompt_gradient: false`).
 
 The rows are the checkpoint's own greedy answers at full depth to E2E's facts (`--prompts`), in a chat where it has a
-template; or the pairs of an adaptation (`--pairs`, its folder). Every variant trains by `tune` for the same minutes,
-known from the seconds of its first steps, or for --steps; one adapter a speed divides either among the speeds. Printed,
-and written to FOLDER/variants.json after every variant: token KL, nats, at each speed on held-out rows, rows trained
-on, seconds on the clock and of the processor, which other work on the machine changes less, bytes of the files. A
-variant that is already there is not repeated.
+template; or the pairs of an adaptation (`--pairs`, its folder). Every variant trains by `tune` for the same minutes of
+all processors, known from its first steps, or for --steps; one adapter a speed divides either among the speeds. Other
+work on the machine changes processor time less than the clock. Printed, and written to FOLDER/variants.json after every
+variant: token KL, nats, at each speed on held-out rows, rows trained on, seconds on the clock and of the processor,
+bytes of the files. A variant that is already there is not repeated.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def _run(asked: argparse.Namespace, variant: str, speedups: Sequence[float]) -> 
         if asked.steps is None:
             probe = _trained(asked, f"{name}-probe", variant, group, PROBE_STEPS)
             wanted = 60 * asked.minutes / len(groups)
-            count = max(1, math.floor(wanted / (probe["step_seconds"] / PROBE_STEPS)))
+            each = probe["step_processor_seconds"] / PROBE_STEPS / torch.get_num_threads()
+            count = max(1, math.floor(wanted / each))
         else:
             count = asked.steps // len(groups)
         began = time.process_time()
@@ -166,7 +167,7 @@ def _trained(
             "micro_batch_tokens": asked.micro_batch_tokens,
             "learning_rate": FULL_RATE if rank is None else ADAPTER_RATE,
             "warmup_steps": max(1, steps // 10),
-            "bf16": torch.cuda.is_available(),
+            "bf16": True,  # where the device has instructions for it
             "eval_steps": 10**6,
             "save_steps": 10**6,
             "threads": asked.threads,
