@@ -181,7 +181,7 @@ def draft_schedule(config: JobConfig, checkpoint: ResolvedCheckpoint) -> Schedul
     if not config.schedule.exact:
         return None
     drafts = checkpoint.checkpoint.schedule(config.schedule.changes())
-    if drafts.is_full_depth:
+    if drafts.mean_layers == drafts.num_layers:
         raise UserError("schedule.exact: all layers would draft; give schedule.speedup, of the layers that draft")
     return drafts
 

@@ -143,6 +143,8 @@ def build_engine(
     paged = uses_pages(settings.engine, checkpoint, on_gpu=on_gpu, compiled=settings.compile)
     if drafts is not None and (on_gpu or settings.compile or not schedule.is_full_depth):
         raise UserError("drafts: exact mode is for full depth, on a CPU, without compile")
+    if drafts is not None and drafts.mean_layers == drafts.num_layers:
+        raise UserError("drafts: all layers would draft; give a speedup that leaves some out")
     rows = settings.max_rows if paged else 0
     need = memory_needed(checkpoint, settings.dtype, settings.cache_bytes, on_gpu=on_gpu, paged_rows=rows)
     if on_gpu:
@@ -180,7 +182,9 @@ def build_engine(
             decoder.compile()
         else:
             decoder.prepare_for_cpu()
-        if drafts is not None:
+        if drafts is not None and decoder.stack is None:
+            log.warning("exact mode drafts nothing: only bfloat16 kernels of all layers verify several tokens at once")
+        elif drafts is not None:
             if drafter is not decoder:
                 drafter.prepare_for_cpu()
             return ExactEngine(

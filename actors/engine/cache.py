@@ -140,7 +140,7 @@ class SkipCache:
         self._starts: Tensor | None = None
         self._index: tuple[Tensor, Tensor] | None = None  # rows [B], slots [B, S] of the announced step; None: prefill
         self._shortest = 0  # slots up to the first of the announced step's
-        # of the announced step, by window: the first slot that any row attends to, and the mask [B, 1, S, K] from there
+        # of the announced step, by window: the first slot that any row attends to, and the mask [B, 1, 1, K] from there
         self._masks: dict[int | None, tuple[int, Tensor | None]] = {}
 
     @property
@@ -175,7 +175,10 @@ class SkipCache:
             self._width = max(self._width, longest)
 
     def begin_step(self, positions: Sequence[int], device: torch.device, columns: int = 1) -> None:
-        """Announce a pass over S = `columns` tokens for each of B rows, from these positions of their rows on."""
+        """Announce a pass over S = `columns` tokens for each of B rows, from these positions of their rows on.
+
+        More than one are for kernels that run all layers, see `step_slots`.
+        """
         slots = torch.tensor(positions, device=device)[:, None] + torch.arange(columns, device=device)
         self._index = (torch.arange(len(positions), device=device), slots)
         self._shortest, self._width = min(positions) + 1, max(positions) + columns
@@ -191,7 +194,7 @@ class SkipCache:
         return self._places[:rows].repeat_interleave(columns), self._index[1].flatten(), self._width
 
     def _step_mask(self, window: int | None) -> tuple[int, Tensor | None]:
-        """The first slot that any row attends to within a window, and the mask [B, 1, S, K] from there on."""
+        """The first slot that any row attends to within a window, and the mask [B, 1, 1, K] from there on."""
         if window not in self._masks:
             assert self._index is not None
             slots = self._index[1]
@@ -206,7 +209,7 @@ class SkipCache:
         return self._masks[window]
 
     def mask(self, layer: int, rows: int) -> Tensor | None:
-        """Mask [rows, 1, S, K] of the announced step for the `rows` youngest rows; None: they attend to all of K."""
+        """Mask [rows, 1, 1, K] of the announced step for the `rows` youngest rows; None: they attend to all of K."""
         first, mask = self._step_mask(self.windows[layer])
         return None if mask is None else mask[-rows:, :, :, : self.slots[layer] - first]
 
@@ -239,12 +242,12 @@ class SkipCache:
         assert buffers is not None, f"layer {layer} is run past its last use"
         held = buffers[0][len(row) - rows : len(row)], buffers[1][len(row) - rows : len(row)]
         slots = slots[-rows:]
+        assert slots.shape[1] == keys.shape[2] == 1, "several tokens of a row are stored by the kernels of all layers"
         if self.kernels is not None:
-            assert slots.shape[1] == 1, "kernels store one token a row"
             self.kernels.append(keys[:, :, 0], values[:, :, 0], *held, slots[:, 0])
         else:
             for buffer, new in zip(held, (keys, values), strict=True):
-                buffer[row[:rows, None], :, slots] = new.transpose(1, 2)
+                buffer[row[:rows], :, slots[:, 0]] = new[:, :, 0]
         first, _ = self._step_mask(self.windows[layer])
         width = min(self._width, self.slots[layer])
         return held[0][:, :, first:width], held[1][:, :, first:width]

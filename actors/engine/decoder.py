@@ -268,15 +268,13 @@ class Decoder:
         return self.logits(hidden[:, 0])
 
     def steps(self, ids: Tensor, positions: Tensor, cache: SkipCache) -> Tensor:
-        """All layers over S tokens of each of B rows; logits [B, S, V]. ids, positions: [B, S]."""
+        """All layers over S tokens of each of B rows, as S steps compute them; logits [B, S, V]. Requires `stack`.
+
+        ids, positions: [B, S].
+        """
+        assert self.stack is not None and isinstance(cache.kernels, NativeBuffers)
         rows, columns = ids.shape
-        if self.stack is not None:
-            assert isinstance(cache.kernels, NativeBuffers)
-            hidden, rotary = self.embed(ids.view(-1, 1), positions.view(-1, 1))
-            everyone = [rows * columns] * self.num_layers
-            hidden = self.stack.step(hidden, rotary[0], everyone, *cache.step_slots(), cache.kernels, shared=True)
-        else:
-            hidden, rotary = self.embed(ids, positions)
-            for layer in range(self.num_layers):
-                hidden = self.run_layer(layer, hidden, rotary[layer], cache.mask(layer, rows), cache)
-        return self.logits(hidden.reshape(rows * columns, -1)).view(rows, columns, -1)
+        hidden, rotary = self.embed(ids.view(-1, 1), positions.view(-1, 1))
+        everyone = [rows * columns] * self.num_layers
+        hidden = self.stack.step(hidden, rotary[0], everyone, *cache.step_slots(), cache.kernels, shared=True)
+        return self.logits(hidden[:, 0]).view(rows, columns, -1)

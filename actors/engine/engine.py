@@ -21,7 +21,6 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from actors.engine.cache import PrefixKeys, SkipCache, cache_bytes_per_row, compaction
-from actors.engine.cpu.native_buffers import NativeBuffers
 from actors.engine.decoder import Decoder
 from actors.engine.errors import UserError
 from actors.engine.protocol import Ended
@@ -150,14 +149,10 @@ class Engine:
             dtype=decoder.dtype,
             device=decoder.device,
             windows=decoder.windows,
-            kernels=self._kernels(),
+            kernels=decoder.native_buffers(),
             memory=memory,
             has_places=decoder.stack is not None,
         )
-
-    def _kernels(self) -> NativeBuffers | None:
-        """Of a new cache; None: torch's operations."""
-        return self.decoder.native_buffers()
 
     @torch.inference_mode()
     def admit(self, requests: Sequence[Request], prefix: Sequence[int] = ()) -> list[int]:

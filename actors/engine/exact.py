@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from actors.engine.cache import SkipCache
-from actors.engine.cpu.native_buffers import NativeBuffers
 from actors.engine.decoder import Decoder
 from actors.engine.draft_length import MOST_DRAFTS, DraftLength
 from actors.engine.engine import Engine
@@ -92,10 +91,6 @@ class ExactEngine(Engine):
     ) -> SkipCache:
         return super()._allocate(rows, prompt_tokens, max_new_tokens + MOST_DRAFTS, schedule, memory)
 
-    def _kernels(self) -> NativeBuffers | None:
-        """Kernels for single layers store one token a row."""
-        return super()._kernels() if self.decoder.stack is not None else None
-
     @torch.inference_mode()
     def step(self, *, last: bool = False) -> Ended:
         """Generate at least one token for every row in flight; returns the rows that have ended."""
@@ -138,6 +133,7 @@ class ExactEngine(Engine):
         for number in range(count + 1):
             chosen = logits[:, number] if len(running) == len(rows) else logits[running, number]
             sample_rows([rows[index] for index in running], chosen.contiguous(), logprobs=self.cumulative_logprob)
+            self._count_step([self.schedule.num_layers] * len(running))
             if number == count:
                 break
             going = [index for index in running if rows[index].finish is None]
@@ -150,10 +146,7 @@ class ExactEngine(Engine):
         self.length.drafted(
             len(rows), count, drafted - began, ended - drafted, accepted=accepted, judged=judged, tokens=tokens
         )
-        stats, layers = self.stats, self.schedule.num_layers
-        stats.decode_steps += tokens
-        stats.layer_steps += tokens * layers
-        stats.full_layer_steps += tokens * layers
+        stats = self.stats
         stats.drafted_tokens += count * len(rows)
         stats.accepted_tokens += accepted
         stats.verified_tokens += (count + 1) * len(rows)
@@ -161,16 +154,31 @@ class ExactEngine(Engine):
 
     def _draft(self, tokens: Sequence[int], positions: Sequence[int], number: int) -> list[int]:
         """The drafter's next token of each row behind these tokens; number: of earlier drafts in this round."""
-        cache, rows = self.cache, self.rows
-        assert cache is not None
-        cache.begin_step(positions, self.decoder.device)
-        per_layer = [len(rows) * (layer in self._runs) for layer in range(self.decoder.num_layers)]
-        logits = self.drafter.step(self._ids(tokens)[:, None], self._places(positions)[:, None], per_layer, cache)
-        return sample(logits, [self._guess(row, number) for row in rows], logprobs=False).tokens
+        per_layer = [len(self.rows) * (layer in self._runs) for layer in range(self.decoder.num_layers)]
+        logits = self._logits(self.drafter, tokens, positions, per_layer)
+        return sample(logits, [self._guess(row, number) for row in self.rows], logprobs=False).tokens
+
+    def _logits(
+        self, decoder: Decoder, tokens: Sequence[int], positions: Sequence[int], per_layer: Sequence[int]
+    ) -> Tensor:
+        """Logits [B, V] of a step behind one token a row."""
+        assert self.cache is not None
+        self.cache.begin_step(positions, decoder.device)
+        return decoder.step(self._ids(tokens)[:, None], self._places(positions)[:, None], per_layer, self.cache)
 
     def _verify(self, columns: Sequence[Sequence[int]], positions: Sequence[int]) -> Tensor:
-        """Full depth's logits [B, S, V] behind each of S tokens a row."""
+        """Full depth's logits [B, S, V] behind each of S tokens a row, the same numbers as S steps have.
+
+        Without kernels that run all layers these are S steps: other kernels would round otherwise.
+        """
         assert self.cache is not None
+        if self.decoder.stack is None:
+            everyone = [len(self.rows)] * self.decoder.num_layers
+            steps = [
+                self._logits(self.decoder, column, [position + number for position in positions], everyone)
+                for number, column in enumerate(columns)
+            ]
+            return torch.stack(steps, dim=1)
         self.cache.begin_step(positions, self.decoder.device, len(columns))
         ids = torch.stack([self._ids(column) for column in columns], dim=1)
         places = [self._places([position + number for position in positions]) for number in range(len(columns))]
@@ -197,5 +205,4 @@ class ExactEngine(Engine):
 
 def draft_layers(schedule: Schedule) -> tuple[int, ...]:
     """The layers of drafts: those of the schedule's mean depth over its curve, lowest first."""
-    depth = max(1, schedule.warmup, round(sum(schedule.depths) / len(schedule.depths)))
-    return tuple(sorted(schedule.keep_order[:depth]))
+    return tuple(sorted(schedule.keep_order[: schedule.mean_layers]))

@@ -18,6 +18,9 @@ def _unit(unit: str, total: str = "sum") -> Any:
     return field(metadata={"unit": unit, "total": total})
 
 
+LATER = dict.fromkeys(("drafted_tokens", "accepted_tokens", "verified_tokens"), 0)  # that older records lack
+
+
 @dataclass(frozen=True)
 class ShardStats:
     """Statistics of one shard. In a rebuilt record only the values that its part holds are set."""
@@ -71,6 +74,7 @@ class ShardStats:
     @classmethod
     def from_record(cls, values: dict[str, Any]) -> ShardStats:
         """Statistics of a commit record. Raises KeyError, TypeError or ValueError for a damaged one."""
+        values = {**LATER, **values}
         for item in fields(cls):
             kind, value = str(item.type), values[item.name]
             if kind == "list[int]":

@@ -11,6 +11,9 @@ from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.config.load import dump_yaml, parse_yaml, validated
 from pipeline.messages import printable
 from pipeline.plan.columns import check_columns
+from pipeline.prepare.chat import Chat
+from pipeline.prepare.chat_template import check_chat
+from pipeline.prepare.tokenizer import tokenizer_of
 from pipeline.propose.columns import SUMMARY, Proposal, propose
 from pipeline.propose.sample import Sample, read_sample
 
@@ -51,8 +54,9 @@ def job_text(path: str, sample: Sample, proposal: Proposal, model: str) -> str:
     keys = {"path": path} | ({"format": sample.format} if sample.format else {}) | proposal.keys
     is_chat = "messages" in keys or keys.get("format") == "openai_batch"
     if not is_chat and _has_chat_template(model):
-        # else a chat template may add a system message of its own, which small models repeat
-        keys |= {"chat": True, "system": SYSTEM}
+        keys["chat"] = True
+        if _takes_system(model):  # else the template may add a system message of its own, which small models repeat
+            keys["system"] = SYSTEM
         if "template" in keys:
             keys["template"] = keys["template"].removesuffix(SUMMARY)
     columns = ", ".join(sample.columns)
@@ -105,3 +109,12 @@ def _has_chat_template(model: str) -> bool:
         return "chat_template" in json.loads((folder / "tokenizer_config.json").read_text())
     except (OSError, ValueError):
         return False
+
+
+def _takes_system(model: str) -> bool:
+    """Whether the chat template renders a conversation with a system message."""
+    try:
+        check_chat(tokenizer_of(model), Chat(system=SYSTEM), model)
+    except UserError:
+        return False
+    return True

@@ -85,7 +85,7 @@ def print_report(console: Console, manifest: Manifest, shards: pa.Table, totals:
         f"actor seconds: prefill {totals.prefill_seconds:.1f}, decode {totals.decode_seconds:.1f}, "
         f"all {totals.generate_seconds:.1f}; prepare {totals.prepare_seconds:.1f}, commit {totals.commit_seconds:.1f}; "
         f"padding {100 * totals.padding_fraction:.1f}%\n"
-        f"{_cost(totals)}"
+        f"{_cost(totals, made)}"
         f"cache {totals.cache_bytes / 2**20:.1f} MiB a batch at most, peak memory of an actor "
         f"{totals.peak_memory_bytes / 2**20:,.0f} MiB",
         highlight=False,
@@ -118,8 +118,8 @@ def _exact(totals: Totals) -> str:
     )
 
 
-def _cost(totals: Totals) -> str:
-    """Device-seconds and money, in all and for a million tokens; "" without tokens."""
+def _cost(totals: Totals, made: str) -> str:
+    """Device-seconds and money, in all and for a million tokens; "" without tokens. made: generated or scored."""
     if totals.device_seconds_per_million_tokens is None:
         return ""
     whole = f"{totals.device_seconds:,.1f} device-seconds"
@@ -127,7 +127,7 @@ def _cost(totals: Totals) -> str:
     if totals.money_per_million_tokens is not None:
         whole += f" and money {totals.money:,.4g}"
         each += f" and money {totals.money_per_million_tokens:,.4g}"
-    return f"cost: {whole}; {each} for a million generated tokens\n"
+    return f"cost: {whole}; {each} for a million {made} tokens\n"
 
 
 def print_result(console: Console, folder: Folder, result: JobResult, show: int) -> None:

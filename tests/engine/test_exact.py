@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +19,13 @@ from test_engine import refill
 from tiny_models import CONTEXT, LAYERS, tiny_model
 
 from actors.engine.constraint import Constraint
+from actors.engine.cpu import library
 from actors.engine.decoder import Decoder
 from actors.engine.draft_length import FIRST, MOST_DRAFTS, DraftLength, expected_tokens
 from actors.engine.engine import Engine
 from actors.engine.exact import ExactEngine, draft_layers
 from actors.engine.label_trie import ChoiceTrie
+from actors.engine.row import sample_rows
 from actors.engine.schedule import Schedule, ScheduleSpec
 from actors.engine.types import Completion, FinishReason, Request, SamplingParams
 
@@ -165,17 +169,39 @@ def test_perfect_drafts_are_all_accepted(decoder: Decoder) -> None:
 
 
 def test_bfloat16_answers_are_those_of_full_depth_on_the_same_kernels() -> None:
-    """One kernel computes a token alone and several tokens of a row: the same numbers in the same order."""
-    for family in ("llama", "opt", "qwen3"):
+    """One kernel computes a token alone and several tokens of a row: the same numbers in the same order. Families that
+    have no such kernel verify token by token.
+    """
+    for family in ("llama", "opt", "qwen3", "gpt2", "gemma"):
         decoder = Decoder(tiny_model(family).bfloat16())
         decoder.prepare_for_cpu()
-        if decoder.stack is None:
-            pytest.skip("this processor has no kernels for bfloat16")
+        if library.multiplies(torch.bfloat16, decoder.device):
+            assert (decoder.stack is not None) == (family not in ("gpt2", "gemma"))
         rows = requests(12, seed=8, most_new=30) + requests(12, seed=8, sampled=True, most_new=30)
         want = answer(Engine(decoder, FULL, STOP), rows)
         for max_rows in (1, 7, 24):
             got = answer(exact(decoder, counts=(4, 2)), rows, max_rows=max_rows)
             assert [one.token_ids for one in got] == [one.token_ids for one in want]
+
+
+@thoroughly
+def test_memory_that_runs_out_within_a_round_changes_no_answer_and_no_count(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=1.0)
+    rows, calls = [Request([5 + row, 9], sampling, key=row) for row in range(6)], itertools.count()
+
+    def sampled(*given: Any, **options: Any) -> None:
+        if next(calls) == 1:
+            raise MemoryError
+        sample_rows(*given, **options)
+
+    monkeypatch.setattr("actors.engine.exact.sample_rows", sampled)
+    engine = exact(decoder, counts=(4,))
+    got = answer(engine, rows)
+    assert [one.token_ids for one in got] == [one.token_ids for one in answer(Engine(decoder, FULL, STOP), rows)]
+    stats = engine.take_stats()
+    assert stats.out_of_memory == 1 and stats.decode_steps == sum(len(one.token_ids) - 1 for one in got)
 
 
 def test_draft_layers_are_those_of_the_mean_depth() -> None:

@@ -8,9 +8,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from in_process import answered_rows, run_in_process
 from random_adapter import random_adapter
 
+from actors.engine.cpu import library
 from actors.engine.errors import UserError
 from actors.engine.schedule import ScheduleSpec
 from pipeline.config.job import JobConfig
@@ -33,7 +35,7 @@ def config(inputs: Path, output: Path, checkpoint: Path, **changes: Any) -> JobC
     values: dict[str, Any] = {
         "input": {"path": str(inputs)},
         "output": {"path": str(output), "token_ids": True},
-        "model": {"path": str(checkpoint), "dtype": "float32"},
+        "model": {"path": str(checkpoint), "dtype": "bfloat16"},
         "sampling": {"max_new_tokens": 24, "temperature": 1.0, "seed": 5, "ignore_eos": True, "n": 2},
         "actors": {"threads": 1, "scheduler": "refill", "max_batch": 5},
     }
@@ -43,7 +45,7 @@ def config(inputs: Path, output: Path, checkpoint: Path, **changes: Any) -> JobC
 @pytest.mark.parametrize("adapted", [False, True], ids=["own-layers", "speed-adapter"])
 def test_answers_are_those_of_full_depth(inputs: Path, checkpoint: Path, tmp_path: Path, adapted: bool) -> None:
     run_in_process(config(inputs, tmp_path / "full", checkpoint, schedule={"speedup": 1.0}))
-    model: dict[str, Any] = {"path": str(checkpoint), "dtype": "float32"}
+    model: dict[str, Any] = {"path": str(checkpoint), "dtype": "bfloat16"}
     if adapted:
         model["speed_adapter"] = str(random_adapter(checkpoint, tmp_path / "a", ScheduleSpec(speedup=2, horizon=3)))
     exact = config(inputs, tmp_path / "exact", checkpoint, model=model, schedule={"speedup": 2.0, "exact": True})
@@ -51,9 +53,10 @@ def test_answers_are_those_of_full_depth(inputs: Path, checkpoint: Path, tmp_pat
     answers = answered_rows(tmp_path / "exact")
     assert answers == answered_rows(tmp_path / "full") and len(answers) == 2 * ROWS
     totals = result.totals
-    assert totals.drafted_tokens > 0 and totals.verified_tokens > totals.drafted_tokens >= totals.accepted_tokens
     assert totals.layer_ratio == 1.0 and totals.mean_depth == 4
-    assert f"{totals.drafted_tokens:,} tokens drafted" in _exact(totals)
+    if library.multiplies(torch.bfloat16, torch.device("cpu")):
+        assert totals.drafted_tokens > 0 and totals.verified_tokens > totals.drafted_tokens >= totals.accepted_tokens
+        assert f"{totals.drafted_tokens:,} tokens drafted" in _exact(totals)
     assert run_in_process(exact).fresh_rows == 0
     tried = answer_first_rows(exact, 2)
     assert [one.token_ids for row in tried for one in row.answers] == [row["token_ids"] for row in answers[:4]]
@@ -72,6 +75,7 @@ def test_what_exact_mode_lacks_is_refused_in_one_line(inputs: Path, checkpoint: 
             run_in_process(config(inputs, tmp_path / "out", checkpoint, schedule=schedule, **changes))
 
     refused("give schedule.speedup", schedule={"speedup": 1.0})
+    refused("give schedule.speedup", schedule={"speedup": 1.1, "horizon": 4})  # rounded, all four layers
     refused("runs on CPUs", actors={"gpus": 1})
     refused("runs on CPUs", model={"path": str(checkpoint), "compile": True})
     with pytest.raises(UserError, match=r"schedule\.exact: plan predicts"):

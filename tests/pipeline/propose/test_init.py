@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,27 @@ def test_try_answers_the_job_that_init_writes(tmp_path: Path, checkpoint: Path, 
     )  # fmt: skip
     assert tried.exit_code == 0, tried.output
     assert "[r0]" in tried.stdout and "answer:" in tried.stdout
+
+
+@pytest.mark.parametrize("takes_system", [True, False])
+def test_a_model_with_a_chat_template_gets_a_chat_and_a_system_message_that_it_takes(
+    tmp_path: Path, checkpoint: Path, takes_system: bool
+) -> None:
+    """Some templates, such as Gemma 2's, refuse that role."""
+    model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    template = "{% for one in messages %}{{ one.content }} {% endfor %}"
+    (model / "chat_template.jinja").write_text(template if takes_system else refusal + template)
+    pq.write_table(pa.table({"text": ["cheap pub", "riverside"]}), tmp_path / "in.parquet")
+    done, job = written(tmp_path, str(tmp_path / "in.parquet"), "--model", str(model))
+    assert done.exit_code == 0, done.output
+    config = load_config(JobConfig, job)
+    assert config.input.chat and (config.input.system is not None) == takes_system
+    assert config.input.template is not None and config.input.template.endswith("{{ text }}")
+    tried = CliRunner().invoke(
+        app, ["try", str(job), "--rows", "1", "--set", "sampling.max_new_tokens=2", "--set", "schedule.speedup=1"]
+    )
+    assert tried.exit_code == 0, tried.output
 
 
 def test_no_file_is_replaced(tmp_path: Path) -> None:
