@@ -1,7 +1,7 @@
 """`skipdecode plan` with `task: score`: seconds a token from scored batches; nothing is simulated.
 
-A job that scores runs prompts' passes alone: its time is about in proportion to the tokens of its prompts and texts,
-without the beginning that all prompts share.
+A job that scores runs prompts' passes alone: its time is about in proportion to the tokens that are computed, which are
+those of the beginning that all prompts share, once a call, of each distinct prompt behind it, and of all texts.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from typing import Any
 import numpy as np
 
 from actors.answers import Prompt
+from actors.engine.errors import UserError
 from pipeline.estimate.measure import WARM_UP_ROWS
 from pipeline.estimate.predict import HIGH, LOW, SPREAD, STARTUP_SPREAD, Prediction, Work, makespan
 from pipeline.generate.settings import fetched
+from pipeline.read.shards import Shard
 
 REPLICATES = 200
 
 
 @dataclass(frozen=True)
 class ScoredChunk:
-    """Rows that one call scored. tokens: that were computed for them, see `computed`."""
+    """Rows of one call. rows: that have scores. tokens: that were computed for them, see `computed`."""
 
     rows: int
     tokens: int
@@ -33,17 +35,21 @@ class ScoredChunk:
 
 @dataclass(frozen=True)
 class ScoreSample:
-    """What one actor measured. loaded: s since 1970 when its model was ready."""
+    """What one actor measured. loaded: s since 1970 when its model was ready. error: a row's that has none."""
 
     loaded: float
     chunks: list[ScoredChunk]
+    tried: int  # rows
+    error: str = ""
 
 
-def computed(prompt: Prompt, prefix: int) -> int:
-    """Tokens of a row's prompt, behind the first `prefix` ones, and of its texts; 0 for a row with an error."""
-    if prompt.error is not None:
-        return 0
-    return max(0, len(prompt.ids) - prefix) + sum(map(len, prompt.continuations))
+def computed(prompts: Sequence[Prompt], prefix: int) -> int:
+    """Tokens of distinct prompts, behind the first `prefix` ones, and of all texts; none of rows with an error."""
+    good = [prompt for prompt in prompts if prompt.error is None]
+    distinct = {tuple(prompt.ids) for prompt in good}
+    return sum(max(0, len(ids) - prefix) for ids in distinct) + sum(
+        len(text) for one in good for text in one.continuations
+    )
 
 
 def measure_scores(
@@ -56,29 +62,38 @@ def measure_scores(
     loaded, until = time.time(), time.monotonic() + seconds
     one.score(prompts[:WARM_UP_ROWS], prefix)
     chunks: list[ScoredChunk] = []
+    tried, error = 0, ""
     for first in range(0, len(prompts), one.max_batch):
         some = prompts[first : first + one.max_batch]
         if chunks and time.monotonic() + chunks[-1].seconds > until:
             break
         began = time.perf_counter()
-        one.score(some, prefix)
-        tokens = sum(computed(prompt, len(prefix)) for prompt in some)
-        chunks.append(ScoredChunk(len(some), tokens, time.perf_counter() - began))
-    return ScoreSample(loaded, chunks)
+        scored = one.score(some, prefix)
+        tried += len(some)
+        seconds_of_call = time.perf_counter() - began
+        good = [prompt for prompt, row in zip(some, scored, strict=True) if row.error is None]
+        error = error or next((row.error for row in scored if row.error is not None), "")
+        chunks.append(ScoredChunk(len(good), len(prefix) + computed(good, len(prefix)), seconds_of_call))
+    return ScoreSample(loaded, chunks, tried, error)
 
 
 def predict_scores(samples: Sequence[ScoreSample], work: Work, prefix: int) -> Prediction:
-    """The whole run. prefix: tokens that all prompts begin with."""
+    """The whole run. prefix: tokens that all prompts begin with. Raises UserError if no sampled row has scores."""
     random = np.random.default_rng(0)
     chunks = [chunk for one in samples for chunk in one.chunks]
-    tokens = {place: computed(prompt, prefix) for place, prompt in work.known.items()}
-    mean = fmean(tokens.values())
-    of_shards = [
-        sum(tokens.get((shard.url, shard.first_row + row), mean) for row in range(shard.rows)) for shard in work.shards
-    ]
+    if not any(chunk.rows for chunk in chunks):
+        raise UserError(f"no sampled row has scores; the first: {next(one.error for one in samples if one.error)}")
+    mean = computed(list(work.known.values()), prefix) / len(work.known)
+
+    def tokens(shard: Shard) -> float:
+        places = [(shard.url, shard.first_row + row) for row in range(shard.rows)]
+        known = [work.known[place] for place in places if place in work.known]
+        return prefix + computed(known, prefix) + mean * (shard.rows - len(known))
+
+    of_shards = [tokens(shard) for shard in work.shards]
 
     def wall(rate: float, startup: float) -> float:
-        seconds = [rate * work.crowd * tokens for tokens in of_shards]
+        seconds = [rate * work.crowd * count for count in of_shards]
         return startup + max(makespan(seconds, work.actors), work.prepare)
 
     walls = []
@@ -90,7 +105,8 @@ def predict_scores(samples: Sequence[ScoreSample], work: Work, prefix: int) -> P
     rows = sum(shard.rows for shard in work.shards)
     low, high = np.percentile(walls, [LOW, HIGH])
     good = [prompt for prompt in work.known.values() if prompt.error is None]
-    share = rows * len(good) / len(work.known)  # of rows without an error
+    scored = sum(chunk.rows for chunk in chunks)
+    share = rows * len(good) / len(work.known) * scored / sum(one.tried for one in samples)  # rows that have scores
     busy = sum(of_shards) * _rate(chunks) * work.crowd
     return Prediction(
         seconds=seconds,
@@ -101,10 +117,10 @@ def predict_scores(samples: Sequence[ScoreSample], work: Work, prefix: int) -> P
         decode_seconds=0.0,
         prompt_tokens=round(share * fmean(len(prompt.ids) for prompt in good)),
         generated_tokens=round(share * fmean(sum(map(len, prompt.continuations)) for prompt in good)),
-        batches=round(rows / fmean(chunk.rows for chunk in chunks)),
+        batches=len(work.shards),
         cache_bytes=0,
         layer_ratio=None,
-        sampled=sum(chunk.rows for chunk in chunks),
+        sampled=scored,
     )
 
 

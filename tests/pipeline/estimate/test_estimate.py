@@ -278,14 +278,34 @@ def test_a_job_that_scores_is_planned_by_its_tokens(values: dict[str, Any], in_p
     assert chosen["prompt_tokens"] == totals.prompt_tokens and chosen["generated_tokens"] == totals.generated_tokens
 
 
-@given(st.lists(st.integers(1, 500), min_size=1, max_size=30), st.integers(1, 4), st.floats(1e-6, 1e-2))
+@given(st.lists(st.integers(20, 500), min_size=1, max_size=30), st.integers(1, 4), st.floats(1e-6, 1e-2))
 def test_scores_take_the_time_of_their_tokens(lengths: list[int], actors: int, rate: float) -> None:
-    """Two actors at the same rate; rows that were not tokenized are taken to be like those that were."""
+    """A shard of known rows, and one of rows that are taken to be like them; a beginning of 7 tokens in all of them."""
     known = {("a", row): Prompt([1] * length, "a", row, continuations=[[1, 2]]) for row, length in enumerate(lengths)}
     shards = [Shard(0, "a", 0, len(lengths)), Shard(1, "b", 0, len(lengths))]
-    tokens = sum(lengths) + 2 * len(lengths)
-    samples = [ScoreSample(0.0, [ScoredChunk(5, 100, 100 * rate), ScoredChunk(5, 300, 300 * rate)])] * 2
-    found = predict_scores(samples, Work(shards, known, actors, 7.0, 0.0), prefix=0)
-    assert found.busy_seconds == pytest.approx(2 * tokens * rate)
-    assert found.seconds == pytest.approx(7 + (2 if actors == 1 else 1) * tokens * rate)
-    assert found.low <= found.seconds <= found.high
+    tokens = 7 + sum(length - 7 for length in set(lengths)) + 2 * len(lengths)  # equal prompts are computed once
+    chunks = [ScoredChunk(5, 100, 100 * rate), ScoredChunk(5, 300, 300 * rate)]
+    samples = [ScoreSample(0.0, chunks, 12)] * 2  # of twelve rows two have no scores
+    found = predict_scores(samples, Work(shards, known, actors, 7.0, 0.0, crowd=1.5), prefix=7)
+    assert found.busy_seconds == pytest.approx(3 * tokens * rate)
+    assert found.seconds == pytest.approx(7 + (3 if actors == 1 else 1.5) * tokens * rate)
+    assert found.generated_tokens == round(2 * len(lengths) * 2 * 10 / 12)
+    slow = [ScoreSample(0.0, [*chunks, ScoredChunk(5, 100, 900 * rate)], 15)]
+    assert (
+        predict_scores(slow, Work(shards, known, 1, 0.0, 0.0), 7).high
+        > 1.2 * predict_scores(slow, Work(shards, known, 1, 0.0, 0.0), 7).seconds
+    )
+
+
+def test_rows_of_which_none_can_be_scored_are_one_line(
+    values: dict[str, Any], in_process: None, tmp_path: Path
+) -> None:
+    table = pa.table({"id": range(9), "prompt": ["cheap pub"] * 9, "ways": [["food"]] * 9})
+    pq.write_table(table, tmp_path / "scores.parquet")
+    score = {name: value for name, value in values.items() if name not in ("sampling", "schedule")}
+    score |= {"task": "score", "input": {"path": str(tmp_path / "scores.parquet"), "continuations": "ways"}}
+    score["actors"] = {"threads": 1, "cache_bytes": 1}
+    job = tmp_path / "job.yaml"
+    job.write_text(yaml.safe_dump(score))
+    done = CliRunner().invoke(app, ["plan", str(job)])
+    assert done.exit_code == 2 and "no sampled row has scores" in done.stderr
