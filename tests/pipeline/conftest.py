@@ -129,6 +129,12 @@ def _without_reports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
             monkeypatch.setattr(module, name, lambda *_: None)
 
 
+@pytest.fixture(autouse=True)
+def _without_announcements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a command in this process prints does not depend on how busy the machine is."""
+    monkeypatch.setattr("pipeline.runtime.announce.QUIET_SECONDS", 600.0)
+
+
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """All jobs of the test run in this process, without Ray: those of the command line and of `adapt` too."""

@@ -408,7 +408,7 @@ def test_what_is_wrong_beside_the_checkpoint_is_exit_2_and_no_ray_stays(
     wrong = config(inputs, tmp_path / "out", checkpoint, actors={"cache_bytes": 2**50})
     code, out, err = Command(tmp_path, wrong).end()
     assert (code, out) == (2, "")
-    told = err.splitlines()
+    told = [line for line in err.splitlines() if not line.endswith(" ...")]  # announces what takes long on this machine
     assert len(told) == 2 and told[0].startswith("model: ") and "do not fit in this machine's" in told[1]
     assert_no_new_rays(before)
     assert not (tmp_path / "out").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -125,7 +126,7 @@ def test_counts_that_are_taken_back_lower_no_counter() -> None:
 def test_the_driver_sets_the_jobs_gauges() -> None:
     coordinator, recorded = Coordinator(), Recorded()
     with metrics.installed(recorded), Progress(coordinator, Workload(8, 1000, 1, 50)) as progress:
-        progress.working_since = progress.began - 10
+        progress.working_since = time.monotonic() - 10
         coordinator.ended(0, True, 100, 0, 500)
     assert recorded.gauges.keys() == DRIVER
     assert (recorded.gauges["job_rows"], recorded.gauges["job_rows_done"]) == (1000, 150)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from pipeline.runtime import announce
-from pipeline.runtime.announce import RowProgress, announce_checks
+from pipeline.runtime.announce import RowProgress, announce_checks, announced
 
 
 def test_rows_that_ran_are_counted_from_time_to_time(
@@ -34,3 +35,16 @@ def test_checks_are_announced_on_a_terminal_only(
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     announce_checks("reading again")
     assert capsys.readouterr().err == "reading again\n"
+
+
+def test_a_phase_is_named_once_it_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with announced("reading a little"):
+        pass
+    monkeypatch.setattr(announce, "QUIET_SECONDS", 0.0)
+    with announced("reading much"):
+        ends = time.monotonic() + 10
+        while not (said := capsys.readouterr().err) and time.monotonic() < ends:
+            time.sleep(0.01)
+    assert said == "reading much ...\n"
