@@ -249,7 +249,7 @@ def test_plain_jobs_and_incremental_runs_do_not_share_a_folder(inbox: Inbox, flo
 
 def test_a_run_while_another_is_at_work_is_exit_5(inbox: Inbox, flow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     inbox.add("a")
-    other = Lease(open_folder(str(inbox.root), LOCAL), beat=0.1, watch=1)
+    other = Lease(open_folder(str(inbox.root), LOCAL), beat=1, watch=10)
     other.acquire(lambda: None)
     try:
         result = inbox.run()
