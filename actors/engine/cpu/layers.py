@@ -51,7 +51,7 @@ class _Attention:
             kernels.normalize_heads(states[:, :queries], self.query_norm.weight, self.query_norm.eps)
             kernels.normalize_heads(states[:, queries:keys], self.key_norm.weight, self.key_norm.eps)
         if self.rope:
-            cosines, sines = (table.reshape(len(hidden), -1) for table in rotary)
+            cosines, sines = (table.reshape(len(hidden), -1).contiguous() for table in rotary)
             kernels.rotate(states[:, :keys], cosines, sines)
         by_row = states.view(rows, -1, keys + self.kv_heads, self.head_dim).transpose(1, 2)
         query, key, value = by_row[:, :queries], by_row[:, queries:keys], by_row[:, keys:]
