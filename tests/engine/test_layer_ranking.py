@@ -123,6 +123,9 @@ def test_agreement_is_that_of_explicit_passes(most: int) -> None:
     for prompt, response in rows:
         full, less = (oracle_logits_each(decoder, one, prompt, response[:-1])[1:] for one in (FULL, schedule))
         agreed += int((full.argmax(-1) == less.argmax(-1)).sum())
+    expected = slow_divergence(decoder, rows, [1, 4])
+    decoder.prepare_for_cpu()
+    passes = layer_ranking.ResponsePasses(decoder, rows)
     with torch.inference_mode():
         found = passes.agreement((0, 2, 3, 5))
     assert found[0] == agreed
