@@ -125,8 +125,8 @@ def test_agreement_is_that_of_explicit_passes(most: int) -> None:
         agreed += int((full.argmax(-1) == less.argmax(-1)).sum())
     expected = slow_divergence(decoder, rows, [1, 4])
     decoder.prepare_for_cpu()
-    passes = layer_ranking.ResponsePasses(decoder, rows)
     with torch.inference_mode():
+        passes = layer_ranking.ResponsePasses(decoder, rows)
         found = passes.agreement((0, 2, 3, 5))
     assert found[0] == agreed
     assert found[1] / passes.tokens == pytest.approx(expected, rel=1e-3)
