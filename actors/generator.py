@@ -54,6 +54,7 @@ class Generator:
             answer's `reasoning`, and choices or output_format hold for the text after it. None: nothing is split.
         strip: Remove white space from both ends of a free text.
         dtype: float32, bfloat16 or float16, of weights, activations and cache.
+        weights: int8: linear layers with 8 bits, on a CPU and with bfloat16; None: in `dtype`.
         device: auto, cpu, cuda or cuda:N; auto is cuda where torch sees a GPU.
         threads: torch threads on a CPU; None keeps the process's setting.
         cache_bytes: Bytes of key/value cache of the rows in flight; None: 1 GiB, of the paged engine what the GPU has
@@ -89,6 +90,7 @@ class Generator:
         reasoning: Mapping[str, str] | None = None,
         strip: bool = True,
         dtype: str = "bfloat16",
+        weights: str | None = None,
         device: str = "auto",
         threads: int | None = None,
         cache_bytes: int | None = None,
@@ -106,7 +108,7 @@ class Generator:
         check_choice("scheduler", scheduler, SCHEDULERS)
         if engine == "auto" and continuation_column is not None:
             engine = "library"
-        settings = EngineSettings(engine, dtype, device, compile, cache_bytes, max_batch, cumulative_logprob)
+        settings = EngineSettings(engine, dtype, device, compile, cache_bytes, max_batch, cumulative_logprob, weights)
         self.sampling = SamplingParams().merged(dict(sampling or {}))
         self.prompt_column, self.continuation_column = prompt_column, continuation_column
         self.scheduler, self.share_prefixes = scheduler, share_prefixes

@@ -427,6 +427,8 @@ def test_the_engine_is_checked_before_a_model_is_loaded(checkpoint: Path) -> Non
         Generator(str(checkpoint), engine="paged", compile=True)
     with pytest.raises(ValueError, match=r"^dtype = 'fp8': must be one of float32, bfloat16, float16$"):
         make(checkpoint, dtype="fp8")
+    with pytest.raises(ValueError, match=r"^weights = 'int8' is for a CPU, in bfloat16, without compile .*"):
+        make(checkpoint, weights="int8", dtype="float32")
 
 
 @pytest.mark.parametrize(("device", "sees"), [("cuda:1", 1), ("cuda", 0), ("cuda:0", 0)])

@@ -37,9 +37,11 @@ class EngineSettings:
         cache_bytes: Bytes of key/value cache; None: `with_memory` chooses.
         max_rows: Most rows in flight; None: `with_memory` chooses.
         cumulative_logprob: Compute each answer's log-probability.
+        weights: int8: linear layers with 8 bits on a CPU, see `cpu.quantization`; None: in `dtype`.
 
     Raises:
-        UserError: A value that is not known, or `compile` with the paged engine.
+        UserError: A value that is not known, `compile` with the paged engine, or int8 with `compile`, the paged engine
+            or another dtype than bfloat16.
     """
 
     engine: EngineName
@@ -49,12 +51,17 @@ class EngineSettings:
     cache_bytes: int | None
     max_rows: int | None
     cumulative_logprob: bool
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("engine", self.engine, get_args(EngineName))
         check_choice("dtype", self.dtype, ITEM_BYTES)
         if self.compile and self.engine == "paged":
             raise UserError("compile and engine = 'paged' exclude each other: the paged engine has kernels of its own")
+        if self.weights is not None:
+            check_choice("weights", self.weights, ("int8",))
+            if self.compile or self.engine == "paged" or self.dtype != "bfloat16":
+                raise UserError("weights = 'int8' is for a CPU, in bfloat16, without compile and engine = 'paged'")
 
 
 def check_choice(name: str, value: str, choices: Iterator[str] | tuple[str, ...] | dict[str, int]) -> None:
@@ -141,6 +148,9 @@ def build_engine(
     device = resolve_device(settings.device)
     on_gpu = device.type == "cuda"
     paged = uses_pages(settings.engine, checkpoint, on_gpu=on_gpu, compiled=settings.compile)
+    int8 = settings.weights == "int8"
+    if int8 and on_gpu:
+        raise UserError("weights = 'int8' is for CPUs; on a GPU leave it out")
     if drafts is not None and (on_gpu or settings.compile or not schedule.is_full_depth):
         raise UserError("drafts: exact mode is for full depth, on a CPU, without compile")
     if drafts is not None and drafts.mean_layers == drafts.num_layers:
@@ -181,12 +191,12 @@ def build_engine(
         if settings.compile:
             decoder.compile()
         else:
-            decoder.prepare_for_cpu()
+            decoder.prepare_for_cpu(int8=int8)
         if drafts is not None and decoder.stack is None:
             log.warning("exact mode drafts nothing: only bfloat16 kernels of all layers verify several tokens at once")
         elif drafts is not None:
             if drafter is not decoder:
-                drafter.prepare_for_cpu()
+                drafter.prepare_for_cpu(int8=int8)
             return ExactEngine(
                 decoder,
                 schedule,

@@ -7,6 +7,7 @@ to, E hidden size, H key/value heads, D head size, R rotary size, V vocabulary s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,10 +20,12 @@ from actors.engine.cpu import attention, kernels, library, packing
 from actors.engine.cpu.layers import CpuLayer
 from actors.engine.cpu.native_buffers import NativeBuffers
 from actors.engine.cpu.native_stack import NativeStack, can_stack
+from actors.engine.cpu.screen import Screen, can_screen
 from actors.engine.families import Rotary, context_length, family_of, has_pages, has_weights, layer_weights
 from actors.engine.layer_weights import LayerWeights, NormWeights
 from actors.engine.model_shape import ModelShape
 from actors.engine.packed_attention import Attendance
+from actors.engine.sampling import argmax
 
 if TYPE_CHECKING:
     from actors.engine.gpu.operations import Operations
@@ -79,6 +82,9 @@ class Decoder:
         self._fast = False  # whether the layers are `cpu`'s or `gpu`'s, which all have the first layer's rotary
         self._native = False  # whether attention and layers run the CPU's kernels
         self.stack: NativeStack | None = None  # runs all layers of a step in one native call
+        self.screens = True  # whether `likeliest` screens the head where it can
+        self.screen: Screen | None = None  # made at its first use: a job that samples does without
+        self._screened: Tensor | None = None  # the head's weight [V, E], where the CPU can screen it
         self._adds_masks = config._attn_implementation == "eager"
         self.device: torch.device = next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype
@@ -92,8 +98,12 @@ class Decoder:
         """Kernels for one cache of this decoder; None: it runs without."""
         return NativeBuffers() if self._native else None
 
-    def prepare_for_cpu(self) -> None:
-        """Replace attention, layers and head by ones that are faster on CPUs, for inference alone; not reversible."""
+    def prepare_for_cpu(self, *, int8: bool = False) -> None:
+        """Replace attention, layers and head by ones that are faster on CPUs, for inference alone; not reversible.
+
+        int8: all linear layers and the head with 8 bits, see `cpu.quantization`; requires bfloat16 on a CPU.
+        """
+        assert not int8 or (self.device.type == "cpu" and self.dtype == torch.bfloat16)
         if self.device.type != "cpu":
             return
         can_attend = self.model.config._attn_implementation == "sdpa" and self.head_dim <= kernels.LARGEST_HEAD
@@ -101,16 +111,18 @@ class Decoder:
             self._native = True
             self.model.config._attn_implementation = attention.register()
             if has_weights(self.model.config):
-                self._replace_layers(CpuLayer)
+                self._replace_layers(functools.partial(CpuLayer, int8=int8))
                 layers = [block for block in self.blocks if isinstance(block, CpuLayer)]
                 if all(map(can_stack, layers)):
                     self.stack = NativeStack(layers)
-        if packing.can_pack(self.dtype, self.device):
+        if int8 or packing.can_pack(self.dtype, self.device):
             for block in self.blocks:
-                packing.pack_linears(block)
+                packing.pack_linears(block, int8=int8)
                 packing.give_memory_back()
             shared = self.head.weight is self.model.get_input_embeddings().weight
-            self.head = packing.PackedLinear(self.head.weight.detach(), self.head.bias)
+            if not int8 and self.logit_cap is None and self.head.bias is None and can_screen(self.head.weight):
+                self._screened = self.head.weight.detach()
+            self.head = packing.PackedLinear(self.head.weight.detach(), self.head.bias, int8=int8)
             if not shared:
                 self.model.set_output_embeddings(self.head)  # frees the weight itself
 
@@ -203,6 +215,21 @@ class Decoder:
             output = torch.tanh(output / self.logit_cap) * self.logit_cap
         return output
 
+    def likeliest(self, hidden: Tensor) -> list[int]:
+        """Tokens of the highest of `logits` of [N, E], the first of equal ones; most of them are not computed where
+        the CPU can screen the head."""
+        if self._screened is None or not self.screens:
+            tokens = argmax(self.logits(hidden))
+        else:
+            self.screen = self.screen or Screen(self._screened)
+            hidden = self.family.finish(self.model, hidden)
+            tokens = self.screen(hidden)
+            undecided = (tokens < 0).nonzero()[:, 0]
+            if len(undecided):
+                tokens[undecided] = argmax(self.head(hidden[undecided]))
+        found: list[int] = tokens.tolist()
+        return found
+
     def prefill(
         self,
         ids: Tensor,
@@ -244,7 +271,7 @@ class Decoder:
         return self.logits(hidden[0, starts[1:] - 1])
 
     def step(self, ids: Tensor, positions: Tensor, rows_per_layer: Sequence[int], cache: KeyValueStore) -> Tensor:
-        """One token for B rows, oldest first; logits [B, V].
+        """One token for B rows, oldest first; hidden states [B, E] behind the last layer, for `logits` or `likeliest`.
 
         ids, positions: [B, 1]. rows_per_layer: how many of the youngest rows each layer runs for; depth
         never rises along a row, so they are one contiguous slice.
@@ -254,7 +281,7 @@ class Decoder:
         if self.stack is not None and isinstance(cache, SkipCache):
             assert isinstance(cache.kernels, NativeBuffers)
             hidden = self.stack.step(hidden, rotary[0], rows_per_layer, *cache.step_slots(), cache.kernels)
-            return self.logits(hidden[:, 0])
+            return hidden[:, 0]
         for layer, rows in enumerate(rows_per_layer):
             if rows == 0:
                 continue
@@ -265,7 +292,7 @@ class Decoder:
                 hidden = output
             else:
                 hidden[first:] = output
-        return self.logits(hidden[:, 0])
+        return hidden[:, 0]
 
     def steps(self, ids: Tensor, positions: Tensor, cache: SkipCache) -> Tensor:
         """All layers over S tokens of each of B rows, as S steps compute them; logits [B, S, V]. Requires `stack`.

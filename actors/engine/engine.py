@@ -30,9 +30,11 @@ from actors.engine.row import (
     depth_order,
     distinct_prompts,
     input_depths,
+    record,
     rows_per_layer,
     sample_rows,
 )
+from actors.engine.sampling import sample_behind
 from actors.engine.schedule import Schedule
 from actors.engine.types import EngineStats, Request
 
@@ -284,15 +286,16 @@ class Engine:
         if self.rows:
             self._sort_by_depth()
             depths = input_depths(self.rows)
-            logits = self._run_layers(rows_per_layer(depths, self.schedule), last)
-            sample_rows(self.rows, logits, logprobs=self.cumulative_logprob)
+            hidden = self._run_layers(rows_per_layer(depths, self.schedule), last)
+            samplings = [row.sampling for row in self.rows]
+            record(self.rows, sample_behind(self.decoder, hidden, samplings, logprobs=self.cumulative_logprob))
             self._count_step(depths)
             ended += self.retire()
         self.stats.decode_seconds += time.perf_counter() - began
         return ended
 
     def _run_layers(self, per_layer: Sequence[int], last: bool) -> torch.Tensor:
-        """Logits [B, V] behind the rows' last tokens; per_layer: how many of the youngest rows each layer runs for."""
+        """Hidden states [B, E] behind the rows' last tokens; per_layer: how many youngest rows each layer runs for."""
         cache, decoder, rows = self.cache, self.decoder, self.rows
         assert cache is not None
         if last:

@@ -28,7 +28,7 @@ from actors.engine.engine import Engine
 from actors.engine.protocol import Ended
 from actors.engine.row import Row, sample_rows
 from actors.engine.row_sampling import RowSampling
-from actors.engine.sampling import sample
+from actors.engine.sampling import sample_behind
 from actors.engine.schedule import Schedule
 
 
@@ -155,13 +155,14 @@ class ExactEngine(Engine):
     def _draft(self, tokens: Sequence[int], positions: Sequence[int], number: int) -> list[int]:
         """The drafter's next token of each row behind these tokens; number: of earlier drafts in this round."""
         per_layer = [len(self.rows) * (layer in self._runs) for layer in range(self.decoder.num_layers)]
-        logits = self._logits(self.drafter, tokens, positions, per_layer)
-        return sample(logits, [self._guess(row, number) for row in self.rows], logprobs=False).tokens
+        hidden = self._step(self.drafter, tokens, positions, per_layer)
+        guesses = [self._guess(row, number) for row in self.rows]
+        return sample_behind(self.drafter, hidden, guesses, logprobs=False).tokens
 
-    def _logits(
+    def _step(
         self, decoder: Decoder, tokens: Sequence[int], positions: Sequence[int], per_layer: Sequence[int]
     ) -> Tensor:
-        """Logits [B, V] of a step behind one token a row."""
+        """Hidden states [B, E] behind one token a row."""
         assert self.cache is not None
         self.cache.begin_step(positions, decoder.device)
         return decoder.step(self._ids(tokens)[:, None], self._places(positions)[:, None], per_layer, self.cache)
@@ -175,10 +176,10 @@ class ExactEngine(Engine):
         if self.decoder.stack is None:
             everyone = [len(self.rows)] * self.decoder.num_layers
             steps = [
-                self._logits(self.decoder, column, [position + number for position in positions], everyone)
+                self._step(self.decoder, column, [position + number for position in positions], everyone)
                 for number, column in enumerate(columns)
             ]
-            return torch.stack(steps, dim=1)
+            return torch.stack([self.decoder.logits(hidden) for hidden in steps], dim=1)
         self.cache.begin_step(positions, self.decoder.device, len(columns))
         ids = torch.stack([self._ids(column) for column in columns], dim=1)
         places = [self._places([position + number for position in positions]) for number in range(len(columns))]

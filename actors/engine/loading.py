@@ -175,9 +175,9 @@ def memory_needed(
     sizes = folder_sizes(checkpoint.path) if sizes is None else sizes
     tied = bool(config.tie_word_embeddings)
     needed = need(sizes, tied=tied, dtype=dtype, cache_bytes=cache_bytes)
-    if tied and dtype == "bfloat16" and not on_gpu:  # the head is packed: a copy of the embedding
+    if dtype == "bfloat16" and not on_gpu:  # the head is kept as it is, packed, and in 8 bits
         head = config.vocab_size * (getattr(config, "word_embed_proj_dim", None) or config.hidden_size)
-        needed = replace(needed, weights=needed.weights + head * ITEM_BYTES[dtype])
+        needed = replace(needed, weights=needed.weights + head * ITEM_BYTES[dtype] + head * 17 // 16)
     if paged_rows:
         needed = replace(needed, working=needed.working + working_bytes(config, ITEM_BYTES[dtype], paged_rows))
     return needed

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from actors.engine.constraint import AllowedTokens
-from actors.engine.row_sampling import RowSampling
+from actors.engine.row_sampling import Drawn, RowSampling
 from actors.engine.sampling import sample
 from actors.engine.schedule import Schedule
 from actors.engine.types import Completion, FinishReason, Request, TokenLogprob
@@ -123,7 +123,11 @@ def begin_row(
 
 def sample_rows(rows: Sequence[Row], logits: Tensor, *, logprobs: bool) -> None:
     """Sample the next token of each row from logits [B, V] and record it. logprobs: whether to sum their own."""
-    sampled = sample(logits, [row.sampling for row in rows], logprobs=logprobs)
+    record(rows, sample(logits, [row.sampling for row in rows], logprobs=logprobs))
+
+
+def record(rows: Sequence[Row], sampled: Drawn) -> None:
+    """Add to each row its next token, and end those that it ends."""
     for index, row in enumerate(rows):
         row.position += 1
         if row.finish is not None:  # ended, and not yet retired

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from actors.engine.penalties import changed_logits
 from actors.engine.row_sampling import Drawn, RowSampling, allowed_bits
 from actors.engine.types import TokenLogprob
 from actors.engine.working_memory import DRAWN_NUMBERS
+
+if TYPE_CHECKING:
+    from actors.engine.decoder import Decoder
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 
@@ -45,11 +49,22 @@ def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True
     everything else together for a greedy row.
     """
     if not logprobs and all(row.is_argmax for row in rows):
-        missing = [math.nan] * len(rows)
-        return Drawn(_argmax(logits).tolist(), missing, missing, {})
+        return _greedy(argmax(logits).tolist())
     if library.available(logits.dtype, logits.device) and logits.is_contiguous():
         return kernel_sampling.sample(logits, rows, logprobs=logprobs)
     return sample_by_torch(logits, rows, logprobs=logprobs)
+
+
+def sample_behind(decoder: Decoder, hidden: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True) -> Drawn:
+    """`sample` from hidden states [B, E] behind the last layer; computes only the logits that the rows ask for."""
+    if not logprobs and all(row.is_argmax for row in rows):
+        return _greedy(decoder.likeliest(hidden))
+    return sample(decoder.logits(hidden), rows, logprobs=logprobs)
+
+
+def _greedy(tokens: list[int]) -> Drawn:
+    missing = [math.nan] * len(tokens)
+    return Drawn(tokens, missing, missing, {})
 
 
 def sample_by_torch(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True) -> Drawn:
@@ -76,7 +91,7 @@ def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Draw
     asked = logprobs or any(row.params.logprobs is not None for row in rows)
     normalizer = logits.logsumexp(dim=-1) if asked else missing
     adjusted = _adjust(logits, rows)
-    tokens = _argmax(adjusted)
+    tokens = argmax(adjusted)
     members, excluded = _excluded(rows, tokens, logits)
     choice_normalizer = missing.clone()
     if members:
@@ -84,7 +99,7 @@ def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Draw
         everyone = len(members) == len(rows)
         possible = (adjusted if everyone else adjusted[at]).masked_fill(excluded, -torch.inf)
         adjusted = possible if everyone else adjusted.index_copy(0, at, possible)
-        tokens[at] = _argmax(possible)
+        tokens[at] = argmax(possible)
         scored = [place for place, row in enumerate(members) if _scored(rows[row])]
         if scored:
             own = logits[at[scored]].masked_fill(excluded[scored], -torch.inf)
@@ -110,7 +125,7 @@ def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Draw
     )
 
 
-def _argmax(logits: Tensor) -> Tensor:
+def argmax(logits: Tensor) -> Tensor:
     """argmax of [B, V]: [B], the first of equal ones. On a CPU by numpy, which takes a tenth of torch's time."""
     if logits.device.type != "cpu":
         return logits.argmax(dim=-1)

@@ -23,7 +23,8 @@ def shared_prefixes(
 ) -> list[Prompt]:
     """The beginning of each prompt that is computed once for all prompts which have it; () for none.
 
-    Every prompt has at least one token more. Beginnings are chosen so that the fewest tokens are computed.
+    Every prompt has at least one token more. Of prompts that share a beginning either all take it, or groups of them
+    take longer ones, whichever saves more tokens.
 
     Args:
         prompts: Token ids.

@@ -91,6 +91,11 @@ class ModelConfig(Section):
         description="folder on each node for downloads; default $SKIPDECODE_CACHE, else ~/.cache/skipdecode",
     )
     dtype: Dtype = Field("bfloat16", description="weights, activations and cache")
+    weights: Literal["int8"] | None = Field(
+        None,
+        description="int8: linear layers with 8 bits on a CPU, one scale for each output of a weight and each 64 "
+        "numbers of a token; needs dtype bfloat16, and AVX512-VNNI to be fast; default: weights in dtype",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where an actor has a GPU")
     compile: bool = Field(
         False, description="torch.compile the layers, on a CPU in place of the kernels; needs a C++ compiler"
@@ -115,6 +120,20 @@ class ModelConfig(Section):
     def _compile_needs_library(self) -> ModelConfig:
         if self.compile and self.engine == "paged":
             raise UserError("compile and engine: paged exclude each other: the paged engine has kernels of its own")
+        return self
+
+    @model_validator(mode="after")
+    def _int8_is_for_cpus(self) -> ModelConfig:
+        if self.weights is None:
+            return self
+        for key, value, wanted in (
+            ("dtype", self.dtype, "bfloat16"),
+            ("compile", self.compile, False),
+            ("engine", self.engine == "paged" and "paged", False),
+            ("device", self.device == "cuda" and "cuda", False),
+        ):
+            if value != wanted:
+                raise UserError(f"weights: int8 is for CPUs and bfloat16: leave {key}: {value} out")
         return self
 
 
@@ -344,6 +363,8 @@ class JobConfig(Section):
             raise UserError("budget.money needs price_per_hour, the money for an hour of one device")
         if self.schedule.exact and (self.actors.gpus or self.model.device.startswith("cuda") or self.model.compile):
             raise UserError("schedule.exact runs on CPUs, without model.compile: leave out gpus, cuda and compile")
+        if self.model.weights is not None and self.actors.gpus:
+            raise UserError("model.weights: int8 is for CPUs: leave actors.gpus out")
         if self.scores:
             check_score(self)
         elif self.input.continuations is not None:

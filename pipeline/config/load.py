@@ -15,7 +15,7 @@ from ruamel.yaml.nodes import CollectionNode, Node
 
 from actors.engine.errors import UserError, flat, suggestion
 from pipeline.config.base import SECRET
-from pipeline.messages import without_secrets
+from pipeline.messages import counted, without_secrets
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 VALUES = 100_000  # of a document, its aliases expanded
@@ -149,8 +149,8 @@ def _first_problem(kind: type[BaseModel], error: ValidationError) -> str:
     problems = error.errors()
     problem = next((entry for entry in problems if entry["type"] == "extra_forbidden"), problems[0])
     where = [str(part) for part in problem["loc"] if not str(part).startswith(("function-", "list[", "literal["))]
-    key = ".".join(where)
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    key = ".".join(part if part.isprintable() else repr(part) for part in where)
+    more = f" (and {counted(len(problems) - 1, 'more problem')})" if len(problems) > 1 else ""
     if problem["type"] == "extra_forbidden":
         known = list(_section(kind, where[:-1]).model_fields)
         return f"unknown key {key}; {suggestion(where[-1], known)}{more}"

@@ -116,13 +116,15 @@ class EvalInputs:
         start = {"depths": (max(1, full.warmup),)} if fast else {"speedup": 1.0}
         # the paged engine's cache stays allocated, once for each model
         paged = config.model.pages(on_gpu=not _on_cpu(config))
+        # others are compared with as they are
+        model = config.model if checkpoint is self.model else config.model.model_copy(update={"weights": None})
         models = 1 + (self.model.adapter is not None) + (self.reference is not None) + len(self.baselines)
         generator = Generator(
             str(fetch(checkpoint.source)),
             speed_adapter=str(fetch(checkpoint.adapter)) if fast and checkpoint.adapter is not None else None,
             schedule=start,
             unadapted=True,
-            **generator_settings(config.model, config.sampling, config.choices),
+            **generator_settings(model, config.sampling, config.choices),
             threads=config.threads,
             cache_bytes=_cache_bytes(config) // (models if paged else 1),
             max_batch=config.max_batch,

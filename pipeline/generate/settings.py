@@ -23,6 +23,7 @@ def generator_settings(
         "choices": choices,
         "output_format": None if output_format is None else {output_format.kind: output_format.text},
         "dtype": model.dtype,
+        "weights": model.weights,
         "device": model.device,
         "compile": model.compile,
         "engine": model.engine,

@@ -22,7 +22,7 @@ import pyarrow as pa
 from actors.engine.errors import UserError
 from actors.engine.schedule import Schedule
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
-from pipeline.config.job import JobConfig
+from pipeline.config.job import JobConfig, ModelConfig
 from pipeline.generate.agreement import Agreement
 from pipeline.plan.batch_ids import check_unique_ids
 from pipeline.plan.columns import check_type, text_columns
@@ -249,7 +249,7 @@ def _identity(
         "task": config.task,
         "input": {**_input_identity(config), "files": inputs.hexdigest()},
         "output": config.output.model_dump(exclude={"path", "format", "table"}),
-        "model": {**config.model.model_dump(exclude={"path", "cache", "speed_adapter"}), **resolved.identity()},
+        "model": {**_model_values(config.model), **resolved.identity()},
         "schedule": {"speedup": schedule.speedup, **schedule.to_dict()},
         "sampling": config.sampling.model_dump(mode="json"),
         "choices": config.model_dump(mode="json")["choices"],
@@ -261,6 +261,14 @@ def _identity(
         "limit": limit,
         "answers_version": ANSWERS_VERSION,
     }
+
+
+def _model_values(model: ModelConfig) -> dict[str, Any]:
+    """Keys of `model` that can change an answer; a job planned before `weights` existed has none."""
+    values = model.model_dump(exclude={"path", "cache", "speed_adapter"})
+    if model.weights is None:
+        del values["weights"]
+    return values
 
 
 def _input_identity(config: JobConfig) -> dict[str, Any]:

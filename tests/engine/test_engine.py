@@ -160,8 +160,9 @@ def test_bf16_logits_stay_near_the_fp32_oracle(library: Decoder, prepared: bool)
     plain = half.step
 
     def watching(*given: Any) -> torch.Tensor:
-        seen.append(plain(*given))
-        return seen[-1]
+        hidden = plain(*given)
+        seen.append(half.logits(hidden))
+        return hidden
 
     half.step = watching  # type: ignore[method-assign]
     answers = answer(Engine(half, schedule, set()), rows)

@@ -2,13 +2,16 @@
 // A row's result depends on that row alone, not on the batch or the number of threads.
 
 #include <omp.h>
+#include <vector>
 
 #include "attention.h"
 #include "layer.h"
 #include "products.h"
 #include "prompt_attention.h"
+#include "quantized.h"
 #include "rows.h"
 #include "sampling.h"
+#include "screen.h"
 
 #define KERNELS(T, NAME) \
     extern "C" void attend_##NAME(const T* q, const T* k, const T* v, const uint8_t* seen, T* out, int64_t rows, \
@@ -62,6 +65,8 @@ extern "C" int64_t threads() { return omp_get_max_threads(); }
 
 extern "C" bool can_multiply() { return CAN_MULTIPLY; }
 
+extern "C" bool can_quantize() { return CAN_QUANTIZE; }
+
 #if CAN_MULTIPLY
 extern "C" void multiply_bfloat16(const BFloat16* x, const BFloat16* weight, const BFloat16* bias,
                                   const BFloat16* residual, BFloat16* out, int64_t rows, int64_t inputs,
@@ -100,4 +105,26 @@ extern "C" bool layers_step_bfloat16(const Layer* layers, const Buffers* buffers
 }
 
 extern "C" void layer_prompts_bfloat16(const Layer* layer, const Prompts* prompts) { run_prompts(*layer, *prompts); }
+#endif
+
+#if CAN_QUANTIZE
+extern "C" void multiply_int8_bfloat16(const BFloat16* x, const char* weight, const BFloat16* bias,
+                                       const BFloat16* residual, BFloat16* out, int64_t rows, int64_t inputs,
+                                       int64_t outputs, int64_t relu) {
+    std::vector<BFloat16> memory(numbers_of_codes(rows, inputs));
+    const Codes codes = codes_in(memory.data(), rows, inputs);
+#pragma omp parallel if (rows * inputs * outputs > 65536)
+    {
+        quantize(x, rows, inputs, codes);
+        multiply({codes, weight, bias, residual, out, inputs, outputs, relu != 0}, rows);
+    }
+}
+
+extern "C" void likeliest_bfloat16(const BFloat16* x, const BFloat16* weight, const char* packed, const float* norms,
+                                   int64_t* tokens, int64_t* candidates, int64_t rows, int64_t inputs, int64_t outputs,
+                                   int64_t most) {
+    for (int64_t row = 0; row < rows; row += MOST_ROWS)
+        likeliest({x + row * inputs, weight, packed, norms, tokens + row, candidates + row,
+                   std::min(MOST_ROWS, rows - row), inputs, outputs, most});
+}
 #endif

@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "products.h"
 #include "prompt_attention.h"
+#include "quantized.h"
 #include "rows.h"
 
 #if CAN_MULTIPLY
@@ -29,6 +30,7 @@ struct Layer {
     int64_t joined_heads;  // whether query_norm and key_norm are of all heads together, not of each head
     int64_t rope;          // whether queries and keys are rotated
     int64_t window;        // slots that a token attends to at most; 0: all
+    int64_t quantized;     // whether the products' weights are those of quantized.h
     float attention_epsilon, mlp_epsilon, head_epsilon, scale;
 };
 
@@ -61,7 +63,7 @@ constexpr int64_t TOKENS = 1024;  // run together where prompts allow: intermedi
 
 // Intermediate results between products, in memory that the caller keeps.
 struct Workspace {
-    BFloat16 *normed, *between, *qkv, *attended, *up, *gated;
+    BFloat16 *normed, *between, *qkv, *attended, *up, *gated, *codes;
     int64_t queries, states, wide;  // numbers of a token in attended, qkv and up
     int64_t together;               // tokens in the feed-forward at once
     int64_t numbers;                // in all
@@ -69,13 +71,23 @@ struct Workspace {
     Workspace(const Layer& l, int64_t tokens, BFloat16* memory)
         : queries(l.heads * l.group * l.size), states(queries + 2 * l.heads * l.size),
           wide(l.gated ? 2 * l.intermediate : l.intermediate), together(std::min(tokens, TOKENS)),
-          numbers(tokens * (2 * l.hidden + states + queries) + together * (wide + l.intermediate)) {
+          numbers(tokens * (2 * l.hidden + states + queries) + together * (wide + l.intermediate) + codes_of(l, tokens)) {
         normed = memory;
         between = normed + tokens * l.hidden;
         qkv = between + tokens * l.hidden;
         attended = qkv + tokens * states;
         up = attended + tokens * queries;
         gated = up + together * wide;
+        codes = gated + together * l.intermediate;
+    }
+
+    // for the largest input of a quantized product
+    int64_t codes_of(const Layer& l, int64_t tokens) const {
+#if CAN_QUANTIZE
+        if (l.quantized)
+            return std::max(numbers_of_codes(tokens, std::max(l.hidden, queries)), numbers_of_codes(together, l.intermediate));
+#endif
+        return 0;
     }
 };
 
@@ -88,11 +100,23 @@ inline void norm(const Layer& l, Numbers from, BFloat16* to, int64_t tokens, boo
         normalize(from, l.mlp_norm, l.mlp_norm_bias, to, tokens, l.hidden, l.mlp_epsilon);
 }
 
+// A product of a layer; its numbers are quantized first where its weights are.
+inline void multiply(const Layer& l, const Workspace& w, const Product& p, int64_t rows) {
+#if CAN_QUANTIZE
+    if (l.quantized) {
+        const Codes codes = codes_in(w.codes, rows, p.inputs);
+        quantize(p.x, rows, p.inputs, codes);
+        return multiply({codes, (const char*)p.weight, p.bias, p.residual, p.out, p.inputs, p.outputs, p.relu}, rows);
+    }
+#endif
+    multiply(p, rows);
+}
+
 // hidden -> w.qkv, with norms of queries and keys
 inline void project(const Layer& l, const Workspace& w, Numbers hidden, int64_t tokens) {
     const bool first = l.placement == INPUT;
     if (first) norm(l, hidden, w.normed, tokens, true);
-    multiply({first ? w.normed : hidden, l.qkv, l.qkv_bias, nullptr, w.qkv, l.hidden, w.states, false}, tokens);
+    multiply(l, w, {first ? w.normed : hidden, l.qkv, l.qkv_bias, nullptr, w.qkv, l.hidden, w.states, false}, tokens);
     if (!l.query_norm) return;
     const int64_t queries = l.heads * l.group, joined = l.joined_heads;
     normalize_groups(w.qkv, l.query_norm, tokens, joined ? 1 : queries, joined ? queries * l.size : l.size, w.states,
@@ -104,16 +128,16 @@ inline void project(const Layer& l, const Workspace& w, Numbers hidden, int64_t 
 // w.attended and hidden -> hidden
 inline void finish(const Layer& l, const Workspace& w, BFloat16* hidden, int64_t tokens) {
     const bool output = l.placement == OUTPUT, input = l.placement == INPUT;
-    multiply({w.attended, l.output, l.output_bias, output ? nullptr : hidden, w.between, w.queries, l.hidden, false},
+    multiply(l, w, {w.attended, l.output, l.output_bias, output ? nullptr : hidden, w.between, w.queries, l.hidden, false},
              tokens);
     norm(l, w.between, w.normed, tokens, !input);
     if (output) add(hidden, w.normed, w.between, tokens * l.hidden);
     for (int64_t first = 0; first < tokens; first += w.together) {
         const int64_t some = std::min(w.together, tokens - first), at = first * l.hidden;
         BFloat16 *normed = w.normed + at, *between = w.between + at;
-        multiply({output ? between : normed, l.up, l.up_bias, nullptr, w.up, l.hidden, w.wide, !l.gated}, some);
+        multiply(l, w, {output ? between : normed, l.up, l.up_bias, nullptr, w.up, l.hidden, w.wide, !l.gated}, some);
         if (l.gated) gate(w.up, w.gated, some, l.intermediate);
-        multiply({l.gated ? w.gated : w.up, l.down, l.down_bias, output ? nullptr : input ? between : normed,
+        multiply(l, w, {l.gated ? w.gated : w.up, l.down, l.down_bias, output ? nullptr : input ? between : normed,
                   output ? normed : input ? hidden + at : between, l.intermediate, l.hidden, false}, some);
     }
     if (input) return;

@@ -32,9 +32,9 @@ class Norm:
 class _Attention:
     """Self-attention between its norm and its residual."""
 
-    def __init__(self, weights: LayerWeights) -> None:
-        self.qkv = product(*weights.qkv.joined())
-        self.output = product(*weights.output.joined())
+    def __init__(self, weights: LayerWeights, int8: bool) -> None:
+        self.qkv = product(*weights.qkv.joined(), int8=int8)
+        self.output = product(*weights.output.joined(), int8=int8)
         self.query_norm, self.key_norm = weights.query_norm, weights.key_norm
         self.layer, self.rope, self.scaling = weights.number, weights.rope, weights.scaling
         self.query_heads, self.kv_heads, self.head_dim = weights.query_heads, weights.kv_heads, weights.head_dim
@@ -64,8 +64,8 @@ class _Attention:
 class _FeedForward:
     """The feed-forward between its norm and its residual."""
 
-    def __init__(self, weights: LayerWeights) -> None:
-        self.up, self.down = product(*weights.up.joined()), product(*weights.down.joined())
+    def __init__(self, weights: LayerWeights, int8: bool) -> None:
+        self.up, self.down = (product(*part.joined(), int8=int8) for part in (weights.up, weights.down))
         self.gated, self.relu = weights.gated, weights.relu
         self.then = None if weights.gated or weights.relu else weights.activate()
 
@@ -80,10 +80,10 @@ class _FeedForward:
 class CpuLayer(nn.Module):
     """A decoder layer, called as the library's."""
 
-    def __init__(self, weights: LayerWeights) -> None:
-        """Weights are copied, or shared where their layout stays."""
+    def __init__(self, weights: LayerWeights, *, int8: bool = False) -> None:
+        """Weights are copied, or shared where their layout stays. int8: products in 8 bits, see `packing.product`."""
         super().__init__()
-        self.attention, self.feed_forward = _Attention(weights), _FeedForward(weights)
+        self.attention, self.feed_forward = _Attention(weights, int8), _FeedForward(weights, int8)
         self.attention_norm, self.mlp_norm = Norm(weights.attention_norm), Norm(weights.mlp_norm)
         self.placement, self.window = weights.placement, weights.window
 

@@ -52,6 +52,10 @@ _MULTIPLYING: dict[str, tuple[int, int, int, Any]] = {  # only for bfloat16, on 
     "step_workspace": (1, 1, 0, ctypes.c_int64),
     "prompts_workspace": (2, 0, 0, ctypes.c_int64),
 }
+_QUANTIZING: dict[str, tuple[int, int, int, Any]] = {  # on fewer still
+    "multiply_int8": (5, 4, 0, None),
+    "likeliest": (6, 4, 0, None),
+}
 
 
 @functools.cache
@@ -87,6 +91,12 @@ def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
     return loaded is not None and bool(loaded.can_multiply())
 
 
+def quantizes(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `multiply_int8` exists: where `multiplies`, with AVX512-VNNI."""
+    loaded = library() if multiplies(dtype, device) else None
+    return loaded is not None and bool(loaded.can_quantize())
+
+
 def _built(compiler: Sequence[str]) -> Path:
     """The library's file; built if it does not exist."""
     run = functools.partial(
@@ -118,10 +128,12 @@ def _processor() -> str:
 
 def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     loaded.threads.restype = ctypes.c_int64
-    loaded.can_multiply.restype = ctypes.c_bool
+    loaded.can_multiply.restype = loaded.can_quantize.restype = ctypes.c_bool
     signatures = [(f"{name}_{dtype}", what) for name, what in _SIGNATURES.items() for dtype in _NAMES.values()]
     if loaded.can_multiply():
         signatures += [(f"{name}_bfloat16", what) for name, what in _MULTIPLYING.items()]
+    if loaded.can_quantize():
+        signatures += [(f"{name}_bfloat16", what) for name, what in _QUANTIZING.items()]
     for name, (pointers, integers, floats, returned) in signatures:
         kinds = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * integers + [ctypes.c_float] * floats
         function = getattr(loaded, name)

@@ -22,7 +22,8 @@ from actors.engine.cpu.kernels import PackedPrefix
 from actors.engine.cpu.layers import CpuLayer
 from actors.engine.cpu.library import kernel
 from actors.engine.cpu.native_buffers import NativeBuffers
-from actors.engine.cpu.packing import PanelProduct
+from actors.engine.cpu.packing import PanelProduct, Product
+from actors.engine.cpu.quantization import QuantizedProduct
 
 KEPT = 2**28  # bytes of workspace that are kept from call to call; more is given back
 _local = threading.local()
@@ -36,7 +37,7 @@ class _Layer(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("query_norm", "key_norm")),
         *((name + end, ctypes.c_void_p) for name in ("qkv", "output", "up", "down") for end in ("", "_bias")),
         *((name, ctypes.c_int64) for name in ("hidden", "heads", "group", "size", "intermediate")),
-        *((name, ctypes.c_int64) for name in ("gated", "placement", "joined_heads", "rope", "window")),
+        *((name, ctypes.c_int64) for name in ("gated", "placement", "joined_heads", "rope", "window", "quantized")),
         *((name, ctypes.c_float) for name in ("attention_epsilon", "mlp_epsilon", "head_epsilon", "scale")),
     ]
 
@@ -217,25 +218,25 @@ def can_stack(layer: object) -> bool:
     if not isinstance(layer, CpuLayer):
         return False
     attention, mlp = layer.attention, layer.feed_forward
-    packed = all(isinstance(one, PanelProduct) for one in (attention.qkv, attention.output, mlp.up, mlp.down))
-    return packed and (mlp.gated or mlp.relu) and attention.head_dim % 2 == 0
+    products = attention.qkv, attention.output, mlp.up, mlp.down
+    packed = all(isinstance(one, PanelProduct) for one in products)
+    quantized = all(isinstance(one, QuantizedProduct) and one.native for one in products)
+    return (packed or quantized) and (mlp.gated or mlp.relu) and attention.head_dim % 2 == 0
 
 
 def _fields(layer: CpuLayer) -> _Layer:
     attention, mlp = layer.attention, layer.feed_forward
-    products = attention.qkv, attention.output, mlp.up, mlp.down
+    qkv, output, up, down = map(_packed, (attention.qkv, attention.output, mlp.up, mlp.down))
     norms = layer.attention_norm, layer.mlp_norm
     head_norms = attention.query_norm, attention.key_norm
     parts = [part for norm in norms for part in (norm.weight, norm.bias)]
     parts += [None if norm is None else norm.weight for norm in head_norms]
-    for product in products:
-        assert isinstance(product, PanelProduct)
+    for product in (qkv, output, up, down):
+        assert type(product) is type(qkv)
         parts += [product.packed, product.bias]
-    assert all(part is None or (part.dtype == torch.bfloat16 and part.is_contiguous()) for part in parts)
+    assert all(part is None or part.is_contiguous() for part in parts)
+    assert all(part is None or part.dtype in (torch.bfloat16, torch.uint8) for part in parts)
     hidden, queries, keys, size = len(norms[0].weight), attention.query_heads, attention.kv_heads, attention.head_dim
-    qkv, output, up, down = products
-    assert isinstance(qkv, PanelProduct) and isinstance(output, PanelProduct)
-    assert isinstance(up, PanelProduct) and isinstance(down, PanelProduct)
     assert qkv.outputs == (queries + 2 * keys) * size and output.outputs == down.outputs == hidden
     assert qkv.inputs == up.inputs == hidden and output.inputs == queries * size and queries % keys == 0
     assert up.outputs == down.inputs * (2 if mlp.gated else 1) and size <= kernels.LARGEST_HEAD
@@ -244,9 +245,15 @@ def _fields(layer: CpuLayer) -> _Layer:
         *(None if part is None else part.data_ptr() for part in parts),
         *(hidden, keys, queries // keys, size, down.inputs, mlp.gated, int(layer.placement)),
         query_norm is not None and len(query_norm.weight) != size,
-        *(attention.rope, layer.window or 0),
+        *(attention.rope, layer.window or 0, isinstance(qkv, QuantizedProduct)),
         *(norms[0].eps, norms[1].eps, 0.0 if query_norm is None else query_norm.eps, attention.scaling),
     )
+
+
+def _packed(product: Product) -> PanelProduct | QuantizedProduct:
+    """A product that `can_stack` has found packed."""
+    assert isinstance(product, PanelProduct | QuantizedProduct)
+    return product
 
 
 def _workspace(numbers: int) -> Tensor:

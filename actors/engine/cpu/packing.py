@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from actors.engine.cpu import kernels, library
+from actors.engine.cpu.quantization import QuantizedProduct
 
 ROWS = 32  # the library chooses the order for so many rows; other numbers of rows are about as fast with it
 
@@ -70,11 +71,11 @@ class PackedProduct:
 class PackedLinear(nn.Module):
     """A linear layer with a packed weight: x [..., I] -> x W^T + b [..., O]."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, int8: bool = False) -> None:
         """weight [O, I]; it is copied, and may be freed."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.product = product(weight, bias)
+        self.product = product(weight, bias, int8=int8)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., I] -> [..., O]."""
@@ -98,8 +99,16 @@ def give_memory_back() -> None:
         trim(0)
 
 
-def product(weight: Tensor, bias: Tensor | None) -> PanelProduct | PackedProduct | PlainProduct:
-    """x [..., I] -> x W^T + b [..., O] for weight [O, I], in the fastest way of this machine."""
+Product = PanelProduct | PackedProduct | PlainProduct | QuantizedProduct
+
+
+def product(weight: Tensor, bias: Tensor | None, *, int8: bool = False) -> Product:
+    """x [..., I] -> x W^T + b [..., O] for weight [O, I], in the fastest way of this machine.
+
+    int8: with weight and x rounded to 8 bits.
+    """
+    if int8:
+        return QuantizedProduct(weight, bias)
     if not can_pack(weight.dtype, weight.device):
         return PlainProduct(weight, bias)
     if weight.shape[1] % 2 == 0 and library.multiplies(weight.dtype, weight.device):
@@ -107,12 +116,12 @@ def product(weight: Tensor, bias: Tensor | None) -> PanelProduct | PackedProduct
     return PackedProduct(weight, bias)
 
 
-def pack_linears(module: nn.Module) -> None:
-    """Replace all linear layers below `module` by packed ones; their own weights are freed."""
+def pack_linears(module: nn.Module, *, int8: bool = False) -> None:
+    """Replace all linear layers below `module` by packed ones; their own weights are freed. int8: see `product`."""
     for name, child in module.named_children():
         if type(child) is nn.Linear:
-            setattr(module, name, PackedLinear(child.weight.detach(), child.bias))
+            setattr(module, name, PackedLinear(child.weight.detach(), child.bias, int8=int8))
         elif type(child) is Conv1D:
-            setattr(module, name, PackedLinear(child.weight.detach().T, child.bias))
+            setattr(module, name, PackedLinear(child.weight.detach().T, child.bias, int8=int8))
         else:
-            pack_linears(child)
+            pack_linears(child, int8=int8)

@@ -97,6 +97,13 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
         (merged(output={"keep": "topic"}), r"output\.keep: .*list, not 'topic'"),
         (merged(model={"dtype": "fp8"}), r"model\.dtype: .*'bfloat16'.*, not 'fp8'"),
         (merged(model={"compile": True, "engine": "paged"}), r"model: compile and engine: paged exclude each other"),
+        (merged(model={"weights": "int4"}), r"model\.weights: .*'int8', not 'int4'"),
+        (merged(model={"weights": "int8", "dtype": "float32"}), r"model: weights: int8 .*: leave dtype: float32 out"),
+        (merged(model={"weights": "int8", "device": "cuda"}), r"model: weights: int8 .*: leave device: cuda out"),
+        (
+            merged(model={"weights": "int8"}, actors={"gpus": 1}),
+            r"model\.weights: int8 is for CPUs: leave actors\.gpus",
+        ),
         (merged(model={"engine": "graphs"}), r"model\.engine: .*'auto', 'library' or 'paged', not 'graphs'"),
         (merged(model={"cuda_graphs": True}), r"model: cuda_graphs is now model\.engine: "),
         (merged(schedule={"speedup": "fast"}), r"schedule\.speedup: .*number.*, not 'fast'"),
@@ -162,7 +169,13 @@ def test_an_unknown_key_suggests_the_nearest(tmp_path: Path) -> None:
 
 def test_a_mistyped_key_is_reported_before_its_consequences(tmp_path: Path) -> None:
     path = job_file(tmp_path, {**JOB, "input": {"paht": "in"}})
-    assert refusal(path) == f"{path}: unknown key input.paht; did you mean path? (and 1 more)"
+    assert refusal(path) == f"{path}: unknown key input.paht; did you mean path? (and 1 more problem)"
+
+
+def test_a_key_that_breaks_lines_is_quoted(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text('? "\\N"\n: null\n')
+    assert refusal(path).startswith(f"{path}: unknown key '\\x85'; known: ")
 
 
 def test_unknown_keys_of_a_tune_file_too(tmp_path: Path) -> None:
@@ -229,7 +242,7 @@ def test_a_prompt_is_one_of_three(tmp_path: Path) -> None:
     for chat in ({"messages": "m"}, {"system": "s"}, {"examples": shots}, {"chat": True, "template": "x"}):
         assert given(**chat, chat_template_kwargs={"enable_thinking": False}).is_chat
     path = job_file(tmp_path, merged(input={"examples": [{"usr": "a", "assistant": "b"}]}))
-    assert refusal(path) == f"{path}: unknown key input.examples.0.usr; did you mean user? (and 1 more)"
+    assert refusal(path) == f"{path}: unknown key input.examples.0.usr; did you mean user? (and 1 more problem)"
 
 
 def test_the_last_change_wins(tmp_path: Path) -> None:

@@ -270,6 +270,7 @@ def test_where_and_how_fast_is_not_what(inputs: Path, checkpoint: Path, sections
         ({"output": {"token_ids": True}}, ["output.token_ids"]),
         ({"model": {"dtype": "float32"}}, ["model.dtype"]),
         ({"model": {"compile": True}}, ["model.compile"]),
+        ({"model": {"weights": "int8"}}, ["model.weights"]),
         ({"schedule": {"speedup": 1}}, ["schedule.depths", "schedule.speedup"]),
         ({"shard_rows": 2}, ["shard_rows"]),
         ({"shard_bytes": 1000}, ["shard_bytes"]),

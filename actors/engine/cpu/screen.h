@@ -1,0 +1,198 @@
+// The likeliest token of the vocabulary head without all its products in bfloat16: a product in 8 bits bounds every
+// logit, and only those that may be the highest are computed again, to the bit as products.h computes them.
+//
+// With x' and w' for what the 8 bits of x and w stand for, x w = x' w' + (x - x') w + x' (w - w'), so that by Cauchy and
+// Schwarz |x w - x' w'| <= |x - x'| |w| + |x'| |w - w'|. The rounding of the sums in float32 is bounded too.
+
+#pragma once
+
+#include <vector>
+
+#include "quantized.h"
+
+#if CAN_QUANTIZE
+
+namespace {
+
+struct Screen {
+    const BFloat16* x;       // [rows, inputs]
+    const BFloat16* weight;  // [outputs, inputs], as the model has it
+    const char* packed;      // the same, see quantized.h
+    const float* norms;      // [panels, 2, 48]: |w| and |w - w'|, at least; 0 behind the last output
+    int64_t* tokens;         // [rows]; -1 where the bounds leave more than `most` candidates, or x is not finite
+    int64_t* candidates;     // [rows], how many logits were computed again
+    int64_t rows, inputs, outputs, most;  // at most MOST_ROWS rows
+};
+
+// Bounds of a row's error: of a logit, at most `outer` |w| + `inner` |w - w'|.
+struct Error {
+    float outer, inner;
+};
+
+inline Error error_of(const BFloat16* x, const Codes& codes, int64_t row, int64_t inputs) {
+    const int64_t groups = groups_of(inputs);
+    double own = 0, lost = 0, left = 0;
+    for (int64_t i = 0; i < inputs; i++) {
+        const double value = load(x[i]);
+        const double rounded = (int(codes.codes[row * groups * GROUP + i]) - 128) *
+                               double(codes.scales[row * groups + i / GROUP]);
+        own += value * value, lost += (value - rounded) * (value - rounded), left += rounded * rounded;
+    }
+    // a sum of n float32 products is off by at most n 2^-24 of the sum of their magnitudes, which is at most |x| |w|
+    const double sums = double(2 * inputs + 4 * groups + 16) / (1 << 24) * std::sqrt(std::max(own, left));
+    return {float((std::sqrt(lost) + sums) * 1.0001), float((std::sqrt(left) + sums) * 1.0001)};
+}
+
+inline uint16_t rounded_up(float x) {  // the next bfloat16 that is not below x
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return uint16_t((bits >> 16) + (!(bits >> 31) && (bits & 0xffff) ? 1 : 0));
+}
+
+// The same for 16 numbers.
+inline __m256i rounded_up(__m512 x) {
+    const __m512i bits = _mm512_castps_si512(x);
+    const __m512i positive = _mm512_andnot_si512(_mm512_srai_epi32(bits, 31), _mm512_set1_epi32(0xffff));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_add_epi32(bits, positive), 16));
+}
+
+inline float as_number(uint16_t bits) { return load(BFloat16{bits}); }
+
+// What is known of a step's logits before any is computed in bfloat16.
+struct Bounds {
+    Codes codes;
+    std::vector<Error> errors;       // [rows]
+    std::vector<uint16_t> upper;     // [panels, rows, PANEL], rounded up to bfloat16
+    std::vector<float> panel_upper;  // [panels, rows], the highest of upper
+    std::vector<float> best;         // [rows], a lower bound of the highest logit
+};
+
+// All rows in one panel. best: [rows], of the calling thread.
+inline void bound_panel(const Screen& s, Bounds& b, int64_t panel, float* best) {
+    alignas(64) float sums[MOST_ROWS * PANEL];
+    const char* packed = s.packed + panel * panel_bytes(s.inputs);
+    sum_quantized_panel(b.codes, 0, s.rows, s.inputs, packed, sums);
+    const float* norms = s.norms + panel * 2 * PANEL;
+    __m512 scale[VECTORS], length[VECTORS], lost[VECTORS];
+    __mmask16 real[VECTORS];
+    for (int64_t n = 0; n < VECTORS; n++) {
+        scale[n] = _mm512_load_ps((const float*)packed + n * LANES);
+        length[n] = _mm512_loadu_ps(norms + n * LANES), lost[n] = _mm512_loadu_ps(norms + PANEL + n * LANES);
+        const int64_t left = s.outputs - panel * PANEL - n * LANES;
+        real[n] = left > 0 ? first_lanes(left) : 0;
+    }
+    const __m512 none = _mm512_set1_ps(-INFINITY);
+    for (int64_t row = 0; row < s.rows; row++) {
+        const __m512 outer = _mm512_set1_ps(b.errors[row].outer), inner = _mm512_set1_ps(b.errors[row].inner);
+        const int64_t at = panel * s.rows + row;
+        __m512 high = none, low = none;
+        for (int64_t n = 0; n < VECTORS; n++) {
+            const __m512 value = _mm512_mul_ps(_mm512_load_ps(sums + row * PANEL + n * LANES), scale[n]);
+            const __m512 error = _mm512_fmadd_ps(outer, length[n], _mm512_mul_ps(inner, lost[n]));
+            const __m512 above = _mm512_mask_add_ps(none, real[n], value, error);
+            high = _mm512_max_ps(high, above);
+            low = _mm512_mask_max_ps(low, real[n], low, _mm512_sub_ps(value, error));
+            _mm256_storeu_si256((__m256i*)(b.upper.data() + at * PANEL + n * LANES), rounded_up(above));
+        }
+        b.panel_upper[at] = as_number(rounded_up(_mm512_reduce_max_ps(high)));
+        best[row] = std::max(best[row], _mm512_reduce_max_ps(low));
+    }
+}
+
+// Transposes 16 vectors of 16 numbers in place.
+inline void transpose(__m512i* x) {
+    __m512i y[16];
+    for (int i = 0; i < 16; i += 2)
+        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]), y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            x[i + 2 * j] = _mm512_unpacklo_epi64(y[i + j], y[i + j + 2]);
+            x[i + 2 * j + 1] = _mm512_unpackhi_epi64(y[i + j], y[i + j + 2]);
+        }
+    for (int i = 0; i < 4; i++)  // x[4 j + i]: number i of each fourth of vectors 4 j ... 4 j + 3
+        for (int j = 0; j < 2; j++) {
+            y[8 * j + i] = _mm512_shuffle_i32x4(x[8 * j + i], x[8 * j + i + 4], 0x88);
+            y[8 * j + i + 4] = _mm512_shuffle_i32x4(x[8 * j + i], x[8 * j + i + 4], 0xdd);
+        }
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 2; j++) {
+            x[4 * j + i] = _mm512_shuffle_i32x4(y[i + 4 * j], y[i + 4 * j + 8], 0x88);
+            x[4 * j + i + 8] = _mm512_shuffle_i32x4(y[i + 4 * j], y[i + 4 * j + 8], 0xdd);
+        }
+}
+
+// Logits of up to 16 tokens in bfloat16: each lane sums its pairs in the order of products.h.
+inline void exact_logits(const Screen& s, const BFloat16* x, const int32_t* tokens, int64_t count, float* logits) {
+    const int64_t pairs = s.inputs / 2;
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t k = 0; k < pairs; k += LANES) {
+        const int64_t some = std::min(LANES, pairs - k);
+        __m512i weights[LANES];
+        for (int64_t i = 0; i < LANES; i++)  // lanes behind the last token repeat it
+            weights[i] = _mm512_maskz_loadu_epi32(first_lanes(some), s.weight + tokens[std::min(i, count - 1)] * s.inputs + 2 * k);
+        transpose(weights);
+        for (int64_t i = 0; i < some; i++) {
+            int32_t two;
+            std::memcpy(&two, x + 2 * (k + i), sizeof two);
+            sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(two), (__m512bh)weights[i]);
+        }
+    }
+    alignas(32) BFloat16 rounded[LANES];
+    _mm256_store_si256((__m256i*)rounded, (__m256i)_mm512_cvtneps_pbh(sum));
+    for (int64_t i = 0; i < count; i++) logits[i] = load(rounded[i]);
+}
+
+// The likeliest token of a row, the first of equal ones. A logit that rounds to the highest one's bfloat16 has an upper
+// bound, rounded up, of at least the best lower bound, rounded down.
+inline void choose(const Screen& s, const Bounds& b, int64_t row, std::vector<int32_t>& found) {
+    const int64_t panels = (s.outputs + PANEL - 1) / PANEL;
+    const float least = -as_number(rounded_up(-b.best[row]));
+    found.clear();
+    s.tokens[row] = -1, s.candidates[row] = 0;
+    if (!(least > -INFINITY)) return;
+    for (int64_t panel = 0; panel < panels; panel++) {
+        const int64_t at = panel * s.rows + row;
+        if (b.panel_upper[at] < least) continue;
+        for (int64_t i = 0; i < PANEL; i++)
+            if (as_number(b.upper[at * PANEL + i]) >= least) found.push_back(int32_t(panel * PANEL + i));
+        if (int64_t(found.size()) > s.most) return;
+    }
+    float highest = -INFINITY, logits[LANES];
+    for (int64_t at = 0; at < int64_t(found.size()); at += LANES) {
+        const int64_t count = std::min<int64_t>(LANES, found.size() - at);
+        exact_logits(s, s.x + row * s.inputs, found.data() + at, count, logits);
+        for (int64_t i = 0; i < count; i++)
+            if (logits[i] > highest) highest = logits[i], s.tokens[row] = found[at + i];
+    }
+    s.candidates[row] = found.size();
+}
+
+// At most MOST_ROWS rows.
+void likeliest(const Screen& s) {
+    const int64_t panels = (s.outputs + PANEL - 1) / PANEL;
+    std::vector<BFloat16> memory(numbers_of_codes(s.rows, s.inputs));
+    static thread_local Bounds kept;  // megabytes, which would be cleared page by page at each call
+    Bounds& b = kept;
+    b.codes = codes_in(memory.data(), s.rows, s.inputs);
+    b.errors.resize(s.rows), b.best.assign(s.rows, -INFINITY);
+    b.upper.resize(panels * s.rows * PANEL), b.panel_upper.resize(panels * s.rows);
+#pragma omp parallel
+    {
+        quantize(s.x, s.rows, s.inputs, b.codes);
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < s.rows; row++) b.errors[row] = error_of(s.x + row * s.inputs, b.codes, row, s.inputs);
+        std::vector<float> best(s.rows, -INFINITY);
+#pragma omp for schedule(static)
+        for (int64_t panel = 0; panel < panels; panel++) bound_panel(s, b, panel, best.data());
+#pragma omp critical
+        for (int64_t row = 0; row < s.rows; row++) b.best[row] = std::max(b.best[row], best[row]);
+#pragma omp barrier
+        std::vector<int32_t> found;
+#pragma omp for schedule(dynamic)
+        for (int64_t row = 0; row < s.rows; row++) choose(s, b, row, found);
+    }
+}
+
+}  // namespace
+
+#endif
