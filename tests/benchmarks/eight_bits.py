@@ -2,11 +2,12 @@
 
     .venv/bin/python tests/benchmarks/eight_bits.py [--models demo,smollm2,opt-125m] [--rows 8,64] [--runs 5]
 
-Greedy, bf16, two threads, bare engine; lines run in turn after one warm-up round, medians are shown. Tokens a second of
-decode, and of prompts. A screened head must give a whole one's tokens, or the program ends. For int8: token KL from
-bfloat16 at the same speed, nats, over bfloat16's own answers. demo: its checkpoint; smollm2: work/real/model (make
-real-model) on the chats of work/real/text (real_data.py text), with the speed adapter of configs/real at 3x; opt-125m:
-its shape with random weights, of which a KL says nothing. The last line is one JSON object.
+Greedy, bf16, two threads, bare engine; lines run in turn after one warm-up round, medians are shown: tokens a second of
+decode and of prompts, ms a step of the head. A screened head must give a whole one's tokens, or the program ends. For
+int8: token KL from bfloat16 at the same speed, nats, over bfloat16's own answers. demo: its checkpoint; smollm2:
+work/real/model (make real-model) on the chats of work/real/text (real_data.py text), with the speed adapter of
+configs/real at 3x; opt-125m: its shape with random weights, of which a KL says nothing. The last line is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ import pyarrow.parquet as pq
 import shapes
 import torch
 from real_model import ADAPTER
+from torch import Tensor
 
 from actors.engine.decoder import Decoder
 from actors.engine.divergence import Model, teacher_forced
@@ -106,16 +110,19 @@ def _timed(
     requests = [Request(ids, sampling, key=row) for row, ids in enumerate(prompts)]
     decode: dict[str, list[float]] = {line: [] for line in engines}
     prefill: dict[str, list[float]] = {line: [] for line in engines}
+    heads: dict[str, list[float]] = {line: [] for line in engines}
     answers: dict[str, list[tuple[int, ...]]] = {}
     for run in range(runs + 1):
         for line, engine in engines.items():
             engine.take_stats()
-            done = generate(engine, requests, budget_bytes=2**32, max_rows=len(requests))
+            with _timed_heads(engine.decoder) as seconds:
+                done = generate(engine, requests, budget_bytes=2**32, max_rows=len(requests))
             stats = engine.take_stats()
             answers[line] = [tuple(one.token_ids) for one in done]
             if run:
                 decode[line].append(stats.decode_steps / stats.decode_seconds)
                 prefill[line].append(stats.padded_prompt_tokens / stats.prefill_seconds)
+                heads[line].append(statistics.median(seconds))
     assert answers["screened head"] == answers["whole head"], "the screened head has other tokens"
     base = {kind: statistics.median(rates["whole head"]) for kind, rates in (("d", decode), ("p", prefill))}
     lines = []
@@ -123,6 +130,7 @@ def _timed(
         rates = statistics.median(decode[line]), statistics.median(prefill[line])
         found = {"model": name, "speed": speed, "rows": len(prompts), "line": line}
         found |= {"decode": rates[0], "gain": rates[0] / base["d"], "prefill_gain": rates[1] / base["p"]}
+        found["head_ms"] = 1000 * statistics.median(heads[line])
         screen = engine.decoder.screen
         if screen is not None:
             found |= {"candidates": screen.candidates / screen.rows, "undecided": screen.undecided / screen.rows}
@@ -131,8 +139,27 @@ def _timed(
         lines.append(found)
         more = {key: round(value, 5) for key, value in found.items() if key in ("candidates", "undecided", "kl")}
         shown = f"{name:9} {speed:g}x {len(prompts):3} rows  {line:14} {rates[0]:8,.0f} tokens/s  {found['gain']:.2f}"
-        print(f"{shown}  prompts {found['prefill_gain']:.2f}  {more or ''}", flush=True)
+        print(f"{shown}  prompts {found['prefill_gain']:.2f}  head {found['head_ms']:.2f} ms  {more or ''}", flush=True)
     return lines
+
+
+@contextmanager
+def _timed_heads(decoder: Decoder) -> Iterator[list[float]]:
+    """Seconds of the head at each step: final norm, logits, and the likeliest tokens."""
+    seconds: list[float] = []
+    plain = decoder.likeliest
+
+    def timed(hidden: Tensor) -> list[int]:
+        began = time.perf_counter()
+        tokens = plain(hidden)
+        seconds.append(time.perf_counter() - began)
+        return tokens
+
+    decoder.likeliest = timed  # type: ignore[method-assign]
+    try:
+        yield seconds
+    finally:
+        del decoder.likeliest
 
 
 def _divergence(
