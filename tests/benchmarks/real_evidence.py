@@ -51,13 +51,13 @@ def main() -> None:
     few = UNADAPTED_ROWS if arguments.rows is None else min(arguments.rows, UNADAPTED_ROWS)
     rows = [] if arguments.rows is None else [f"data.limit={arguments.rows}"]
     shape = [f"schedule.{key}={value}" for key, value in json.loads((adapter / "skipdecode.json").read_text()).items()
-             if key in ("keep_order", "warmup", "horizon")]  # fmt: skip
-    horizon = [key for key in shape if key.startswith("schedule.horizon")]
+             if key in ("keep_order", "warmup", "horizon", "prompt")]  # fmt: skip
+    papers = [key for key in shape if key.startswith(("schedule.horizon", "schedule.prompt"))]
     baselines = [] if dense is None else [f"baselines={json.dumps({f'{DENSE_LAYERS} layers, healed': str(dense)})}"]
     lines = {
         "adapted": [f"model.speed_adapter={adapter}", *baselines, *rows],
         "measured": [*shape, f"data.limit={few}"],
-        "paper": ["schedule.keep_order=paper", *horizon, f"data.limit={few}"],
+        "paper": ["schedule.keep_order=paper", *papers, f"data.limit={few}"],
     }
     for line, changes in lines.items():
         output = folder / f"evaluate-{line}"
