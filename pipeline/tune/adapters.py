@@ -39,6 +39,16 @@ def add_adapters(model: PreTrainedModel, adapter: AdapterConfig) -> PeftModel:
     return adapted  # type: ignore[no-any-return]
 
 
+def round_frozen(model: torch.nn.Module) -> None:
+    """Round the weights of frozen linear layers to bfloat16: autocast would do the same at every use.
+
+    A head whose weights are the embeddings gets its own; embeddings and norms stay as they are.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and not module.weight.requires_grad:
+            module.weight = torch.nn.Parameter(module.weight.detach().to(torch.bfloat16), requires_grad=False)
+
+
 def save_adapters(model: PeftModel, base: str, folder: Path) -> None:
     """Write the adapters, rounded to bfloat16, and the digest of the checkpoint folder `base` that they belong to."""
     import peft

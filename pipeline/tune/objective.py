@@ -1,4 +1,4 @@
-"""The training objective of each response token, and its sum without the logits of all tokens at once.
+"""The training objective of each response token. `chunked_loss` sums it with its gradients.
 
 Shapes: M response tokens, E hidden size, V vocabulary size, K entries of the teacher's distribution that are kept.
 """
@@ -6,9 +6,8 @@ Shapes: M response tokens, E hidden size, V vocabulary size, K entries of the te
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -116,60 +115,8 @@ def losses_without_gradient(
         )
 
 
-def summed_loss(
-    decoder: Decoder, hidden: Tensor, labels: Tensor, targets: Targets | None, loss: LossConfig, smoothing: float
-) -> Tensor:
-    """Sum of `token_losses` for hidden states [M, E] before the final norm.
-
-    Gradients are computed with each chunk's logits, which are freed at once: neither all logits nor their gradients
-    exist, and no head is computed twice.
-    """
-
-    def chunk_loss(states: Tensor, chunk: slice) -> Tensor:
-        taught = None if targets is None else targets[chunk]
-        return token_losses(decoder.logits(states), labels[chunk], taught, loss, smoothing).sum()
-
-    layers = {id(weight) for block in decoder.blocks for weight in block.parameters()}
-    others = [weight for weight in decoder.model.parameters() if weight.requires_grad and id(weight) not in layers]
-    total: Tensor = _Chunked.apply(chunk_loss, chunks(len(hidden), decoder.vocab_size), hidden, *others)
-    return total
-
-
 def chunks(tokens: int, vocabulary: int) -> list[slice]:
     """Equal slices of `tokens` tokens whose logits fit `CHUNK_BYTES`."""
     count = -(-tokens // max(1, CHUNK_BYTES // (4 * vocabulary)))
     size = -(-tokens // count)
     return [slice(start, start + size) for start in range(0, tokens, size)]
-
-
-class _Chunked(torch.autograd.Function):
-    """A sum over chunks of hidden states, differentiated chunk by chunk in the forward pass."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, chunk_loss: Callable[[Tensor, slice], Tensor], pieces: Sequence[slice], hidden: Tensor, *weights: Any
-    ) -> Tensor:
-        of_hidden = torch.empty_like(hidden)
-        of_weights: list[Tensor | None] = [None] * len(weights)
-        total = hidden.new_zeros((), dtype=torch.float32)
-        for chunk in pieces:
-            states = hidden[chunk].detach().requires_grad_()
-            with torch.enable_grad():
-                part = chunk_loss(states, chunk)
-            found, *rest = torch.autograd.grad(part, [states, *weights], allow_unused=True)
-            of_hidden[chunk] = found
-            for number, gradient in enumerate(rest):
-                if gradient is not None:
-                    before = of_weights[number]
-                    of_weights[number] = gradient if before is None else before.add_(gradient)
-            total += part.detach()
-        ctx.save_for_backward(of_hidden)
-        ctx.of_weights = of_weights
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (of_hidden,) = ctx.saved_tensors
-        (scale,) = gradients
-        of_weights = [None if one is None else one.mul_(scale) for one in ctx.of_weights]
-        return (None, None, of_hidden * scale, *of_weights)

@@ -83,6 +83,8 @@ def _trainer(config: TuneConfig, plan: TrainingPlan) -> SkipTrainer:
     if settings.compile:
         decoder.compile()
     arguments = _arguments(config, plan)
+    if config.adapter is not None and arguments.bf16:
+        adapters.round_frozen(model)
     stopping = settings.early_stopping
     early_stopping = [] if stopping is None else [EarlyStoppingCallback(stopping)]
     keyed = _with_keys(plan.train, "train") if arguments.num_train_epochs > 1 or arguments.max_steps > 0 else plan.train

@@ -19,7 +19,8 @@ from actors.engine.packed_forcing import Pair, micro_batches, predicting_states,
 from actors.engine.schedule import Schedule, ScheduleSpec
 from pipeline.config.tune import LossConfig
 from pipeline.runtime.announce import Timer, announce
-from pipeline.tune.objective import Targets, chunks, losses_without_gradient, summed_loss
+from pipeline.tune.chunked_loss import summed_loss
+from pipeline.tune.objective import Targets, chunks, losses_without_gradient
 from pipeline.tune.step_progress import StepProgress
 
 KEY = "key"  # of a pair: its distributions of the teacher are kept under it

@@ -20,7 +20,7 @@ from pathlib import Path
 from prune_layers import prune
 from real_data import JOBS, MODEL, NO_DATA, WORK
 from real_model import ADAPTER, make_model
-from real_table import write_table
+from real_table import unadapted_schedule, write_table
 
 from actors.engine.loading import inspect
 
@@ -50,20 +50,22 @@ def main() -> None:
     dense = dense_model(name, order, steps)
     few = UNADAPTED_ROWS if arguments.rows is None else min(arguments.rows, UNADAPTED_ROWS)
     rows = [] if arguments.rows is None else [f"data.limit={arguments.rows}"]
-    shape = [f"schedule.{key}={value}" for key, value in json.loads((adapter / "skipdecode.json").read_text()).items()
-             if key in ("keep_order", "warmup", "horizon", "prompt")]  # fmt: skip
-    papers = [key for key in shape if key.startswith(("schedule.horizon", "schedule.prompt"))]
     baselines = [] if dense is None else [f"baselines={json.dumps({f'{DENSE_LAYERS} layers, healed': str(dense)})}"]
     lines = {
         "adapted": [f"model.speed_adapter={adapter}", *baselines, *rows],
-        "measured": [*shape, f"data.limit={few}"],
-        "paper": ["schedule.keep_order=paper", *papers, f"data.limit={few}"],
+        "measured": [*of_schedule("measured", adapter), f"data.limit={few}"],
+        "paper": ["schedule.keep_order=paper", *of_schedule("paper", adapter), f"data.limit={few}"],
     }
     for line, changes in lines.items():
         output = folder / f"evaluate-{line}"
         if not (output / "table.json").is_file():
             command("evaluate", f"{JOBS}/evaluate-{name}.yaml", f"output={output}", *changes)
     write_table(name, adapter, list(lines))
+
+
+def of_schedule(kind: str, adapter: Path) -> list[str]:
+    """The schedule of an unadapted line, as changes of evaluate's configuration."""
+    return [f"schedule.{key}={value}" for key, value in unadapted_schedule(kind, adapter).items()]
 
 
 def speed_adapter(name: str, changes: list[str], sample: int | None) -> Path:

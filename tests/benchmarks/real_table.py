@@ -30,6 +30,7 @@ from pipeline.evaluate.results import answers_file
 METRICS = {"text": "bleu", "labels": "exact_match", "groups": "exact_match", "summaries": "rouge_l"}
 TITLES = {"bleu": "BLEU", "exact_match": "accuracy %", "rouge_l": "ROUGE-L"}
 LINES = {"adapted": "adapted", "measured": "unadapted, measured order", "paper": "unadapted, paper's order"}
+OF_PROMPT_AND_FALL = ("horizon", "decay", "prompt")
 MARKS = {"paper": "s", "measured": "^", "adapted": "o", "dense": "D"}
 
 
@@ -105,13 +106,14 @@ def _rows(name: str, kind: str, config: EvalConfig, adapter: Path, ceilings: Cei
 
 def _schedule(checkpoint: Checkpoint, kind: str, adapter: Path, nominal: float) -> Any:
     """The schedule of a line, built as `evaluate` built it."""
+    return checkpoint.schedule({"speedup": nominal} | unadapted_schedule(kind, adapter))
+
+
+def unadapted_schedule(kind: str, adapter: Path) -> dict[str, Any]:
+    """Keys of the schedule of a line: those that the adapter was trained for, in the paper's order if `kind` says so."""
+    keys = {"adapted": (), "paper": OF_PROMPT_AND_FALL, "measured": (*OF_PROMPT_AND_FALL, "keep_order", "warmup")}[kind]
     stored = json.loads((adapter / "skipdecode.json").read_text())
-    changes: dict[str, Any] = {"speedup": nominal}
-    if kind != "adapted":
-        changes["horizon"] = stored["horizon"]
-    if kind == "measured":
-        changes |= {key: stored[key] for key in ("keep_order", "warmup") if key in stored}
-    return checkpoint.schedule(changes)
+    return {key: stored[key] for key in keys if key in stored}
 
 
 def _ids(prompt: Any) -> list[int]:

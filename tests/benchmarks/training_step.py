@@ -33,7 +33,8 @@ from actors.engine.packed_forcing import micro_batches, predicting_states, respo
 from actors.engine.schedule import Schedule
 from actors.engine.teacher_forcing import IGNORED, ResponseBatch, response_logits
 from pipeline.config.tune import LossConfig
-from pipeline.tune.objective import Targets, summed_loss, token_losses
+from pipeline.tune.chunked_loss import summed_loss
+from pipeline.tune.objective import Targets, token_losses
 from pipeline.tune.trainer import KEY, Teacher
 
 ROOT = Path(__file__).parents[2]

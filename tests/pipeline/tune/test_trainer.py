@@ -17,9 +17,10 @@ from actors.engine import packed_attention
 from actors.engine.decoder import Decoder
 from actors.engine.packed_forcing import predicting_states, response_labels
 from actors.engine.schedule import ScheduleSpec
-from pipeline.config.tune import LossConfig
-from pipeline.tune import objective
-from pipeline.tune.objective import Targets, losses_without_gradient, summed_loss, token_losses
+from pipeline.config.tune import AdapterConfig, LossConfig
+from pipeline.tune import adapters, objective
+from pipeline.tune.chunked_loss import summed_loss
+from pipeline.tune.objective import Targets, losses_without_gradient, token_losses
 from pipeline.tune.trainer import LengthGroups, Teacher
 
 ALL = LossConfig(references=0.0, distillation=1.0, teacher_top_k=VOCAB)
@@ -105,6 +106,35 @@ def test_the_sum_in_chunks_has_the_gradients_of_the_whole(
         torch.testing.assert_close(found[1][1][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
     apart = losses_without_gradient(decoder, states, labels, targets, loss, 0.1)
     torch.testing.assert_close(apart.sum(), found[0][0])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+def test_rounded_frozen_weights_give_the_gradients_of_autocast(family: str) -> None:
+    rows, loss = pairs(seed=5), LossConfig(references=0.5, distillation=1.0)
+    schedule = ScheduleSpec(speedup=2, horizon=4).build(LAYERS)
+    found = []
+    for rounded in (False, True):
+        decoder = packed_decoder(family)
+        torch.manual_seed(0)
+        adapted = adapters.add_adapters(decoder.model, AdapterConfig(rank=2))
+        tuned = {name: weight for name, weight in adapted.named_parameters() if weight.requires_grad}
+        with torch.no_grad():
+            for name, weight in tuned.items():
+                if "lora_B" in name:
+                    weight.normal_(std=0.1)  # zero at the start, which would leave lora_A without gradients
+        if rounded:
+            adapters.round_frozen(decoder.model)
+        with torch.autocast("cpu", torch.bfloat16):
+            targets = Teacher(decoder, loss, VOCAB, adapted.disable_adapter).targets(rows)
+            (states,) = predicting_states(decoder, rows, [schedule])
+            total = summed_loss(decoder, states, response_labels(rows), targets, loss, 0.0)
+        total.backward()
+        gradients = {name: weight.grad for name, weight in tuned.items() if weight.grad is not None}
+        assert any("lora_A" in name and gradient.abs().max() > 0 for name, gradient in gradients.items())
+        found.append((total, gradients))
+    assert torch.equal(found[0][0], found[1][0])
+    for name, gradient in found[0][1].items():
+        assert torch.equal(gradient, found[1][1][name]), name
 
 
 def test_a_teacher_that_is_the_student_has_nothing_to_say() -> None:
