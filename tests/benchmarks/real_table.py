@@ -110,7 +110,7 @@ def _schedule(checkpoint: Checkpoint, kind: str, adapter: Path, nominal: float) 
 
 
 def unadapted_schedule(kind: str, adapter: Path) -> dict[str, Any]:
-    """Keys of the schedule of a line: those that the adapter was trained for, in the paper's order if `kind` says so."""
+    """The keys of the schedule of a line that the adapter was trained for; the order only if `kind` is measured."""
     keys = {"adapted": (), "paper": OF_PROMPT_AND_FALL, "measured": (*OF_PROMPT_AND_FALL, "keep_order", "warmup")}[kind]
     stored = json.loads((adapter / "skipdecode.json").read_text())
     return {key: stored[key] for key in keys if key in stored}
