@@ -1,4 +1,4 @@
-"""Distributions over a shard's rows, small enough for its statistics: histograms, finish reasons, kinds of errors."""
+"""Distributions over a shard's rows, small enough for its statistics: histograms, labels, kinds of errors."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pyarrow as pa
 EXACT = 16  # values below it have a bin each; above, eight bins an octave
 PER_OCTAVE = 8
 KINDS = 3  # of errors that a shard names; the rest is counted
+MOST_LABELS = 256  # that a shard counts
 KIND_CHARS, EXAMPLE_CHARS, ID_CHARS = 160, 300, 80
 _VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\b[0-9a-f]{16,}\b|\d[\d,.]*\d|\d")
 
@@ -42,6 +43,17 @@ def depth_histogram(depths: Sequence[float | None]) -> list[int]:
     known = [int(depth) for depth in depths if depth is not None]
     counts: list[int] = np.bincount(np.array(known, dtype=np.int64)).tolist()
     return counts
+
+
+def label_counts(part: pa.Table) -> str:
+    """JSON of {label: answers} over the answers that are one of `choices`, the most frequent first.
+
+    "" for a job without choices, and for more than `MOST_LABELS` labels, which rows with labels of their own may have.
+    """
+    if "choice_probability" not in part.column_names:
+        return ""
+    counts = Counter(part["generated_text"].filter(part["choice_probability"].is_valid()).to_pylist())
+    return json.dumps(dict(counts.most_common())) if 0 < len(counts) <= MOST_LABELS else ""
 
 
 def kind_of(error: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.generate.distributions import depth_histogram, error_kinds, histogram
+from pipeline.generate.distributions import depth_histogram, error_kinds, histogram, label_counts
 
 
 def _unit(unit: str, total: str = "sum") -> Any:
@@ -18,7 +20,8 @@ def _unit(unit: str, total: str = "sum") -> Any:
     return field(metadata={"unit": unit, "total": total})
 
 
-LATER = dict.fromkeys(("drafted_tokens", "accepted_tokens", "verified_tokens"), 0)  # that older records lack
+# that older records lack
+LATER = {**dict.fromkeys(("drafted_tokens", "accepted_tokens", "verified_tokens"), 0), "label_counts": ""}
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class ShardStats:
     answer_lengths: list[int] = _unit("answers by generated tokens, or texts by scored ones; the same bins", "none")  # noqa: RUF009
     answer_depths: list[int] = _unit("answers by mean depth, a layer a bin", "none")  # noqa: RUF009
     error_kinds: str = _unit("JSON of `distributions.error_kinds`", "none")
+    label_counts: str = _unit("JSON of `distributions.label_counts`", "none")
 
     @classmethod
     def from_record(cls, values: dict[str, Any]) -> ShardStats:
@@ -125,6 +129,7 @@ def distributions_of(part: pa.Table) -> dict[str, Any]:
         "answer_lengths": histogram(_of_answers(answered, _tokens_column(part))),
         "answer_depths": depth_histogram(_of_answers(part, "mean_depth")),
         "error_kinds": error_kinds(part),
+        "label_counts": label_counts(part),
     }
 
 
@@ -208,6 +213,12 @@ class Totals:
     stopped: int
     cut_off: int
     padding_tokens: int
+    labels: dict[str, int]  # how many answers each label is, the most frequent first
+
+    @property
+    def unnamed_labels(self) -> int:
+        """Answers of a job with choices that `labels` does not count, since their shards have too many labels."""
+        return self.stopped + self.cut_off - sum(self.labels.values()) if self.labels else 0
 
     @property
     def mean_depth(self) -> float | None:
@@ -249,7 +260,14 @@ class Totals:
 def add_up(shards: pa.Table) -> Totals:
     """Totals over shards, one per row of a table as in `STATS_SCHEMA`."""
     padding = pc.multiply(shards["padding_fraction"], pc.cast(shards["padded_prompt_tokens"], pa.float64()))
-    values: dict[str, Any] = {"shards": shards.num_rows, "padding_tokens": round(pc.sum(padding).as_py() or 0.0)}
+    labels: Counter[str] = Counter()
+    for text in shards["label_counts"].to_pylist():
+        labels.update(json.loads(text) if text else {})
+    values: dict[str, Any] = {
+        "shards": shards.num_rows,
+        "padding_tokens": round(pc.sum(padding).as_py() or 0.0),
+        "labels": dict(sorted(labels.items(), key=lambda pair: (-pair[1], pair[0]))),
+    }
     for item in fields(ShardStats):
         if item.metadata["total"] != "none":
             total = pc.max(shards[item.name]) if item.metadata["total"] == "max" else pc.sum(shards[item.name])

@@ -28,7 +28,8 @@ from pipeline.storage.folder import Folder
 
 log = logging.getLogger(__name__)
 REPORT = "_job/report.html"
-SHOWN_SHARDS, SHOWN_LANES, SHOWN_RUNS = 10, 40, 20
+SHOWN_SHARDS, SHOWN_LANES, SHOWN_RUNS, SHOWN_LABELS = 10, 40, 20, 100
+LABEL_CHARS = 200
 
 
 def write_report(folder: Folder, manifest: Manifest, config: JobConfig) -> None:
@@ -71,6 +72,9 @@ def job_page(folder: Folder, manifest: Manifest, shards: pa.Table, prediction: d
     last = runs[-1] if runs else None
     hours = None if last is None else wall * last.devices / 3600
     scores = manifest.identity.get("task") == "score"
+    schedule = manifest.identity["schedule"]
+    prompt_layers = schedule["depths"][0] if schedule.get("prompt") == "first" else schedule["num_layers"]
+    of_tokens = scores or totals.decode_steps > 0  # else answers are single tokens
     kinds = error_kinds(shards)
     values = {
         "title": f"SkipDecode: {folder.url}",
@@ -80,11 +84,14 @@ def job_page(folder: Folder, manifest: Manifest, shards: pa.Table, prediction: d
         "totals": totals,
         "finished": totals.rows == manifest.rows,
         "scores": scores,
-        "skips": totals.layer_steps < totals.full_layer_steps,
+        "skips": totals.layer_steps < totals.full_layer_steps or prompt_layers < schedule["num_layers"],
+        "prompt_layers": prompt_layers,
+        "decodes": totals.decode_steps > 0,
+        "of_tokens": of_tokens,
         "wall": wall,
         "device_hours": hours,
         "money": None if last is None or last.price_per_hour is None or hours is None else hours * last.price_per_hour,
-        "schedule": manifest.identity["schedule"],
+        "schedule": schedule,
         "compared": compared,
         "runs": [
             {"number": number + 1, "began": begin, "seconds": end - begin, "ended": end}
@@ -95,20 +102,21 @@ def job_page(folder: Folder, manifest: Manifest, shards: pa.Table, prediction: d
         "meanings": MEANINGS,
         "lanes": least_busy(found.lanes, SHOWN_LANES) if found else [],
         "part_sums": _part_sums(found, totals),
-        "histograms": _histograms(shards, scores),
+        "histograms": _histograms(shards, scores, of_tokens),
         "reasons": _reasons(totals),
+        "labels": _labels(totals, manifest),
         "kinds": kinds,
         "slowest": _slowest(shards, manifest),
         "configuration": flat(last.config) if last else [],
         "identity": flat({key: value for key, value in manifest.identity.items() if key != "answers_version"}),
         "batching": [(name, str(value)) for name, value in vars(manifest.batching).items() if name != "prefix"],
         "versions": list((last.versions if last else versions()).items()),
-        "plots": _plots(found),
+        "plots": _plots(found, of_tokens),
     }
     return render("job_page.html", values)
 
 
-def _plots(found: Timeline | None) -> dict[str, Any]:
+def _plots(found: Timeline | None, of_tokens: bool) -> dict[str, Any]:
     if found is None:
         return {}
     quiet_matplotlib()
@@ -117,12 +125,12 @@ def _plots(found: Timeline | None) -> dict[str, Any]:
     with plots.style():
         return {
             "rows": plots.rates_plot(found, found.rows, "rows"),
-            "tokens": plots.rates_plot(found, found.tokens, "tokens"),
+            "tokens": plots.rates_plot(found, found.tokens, "tokens") if of_tokens else None,
             "seconds": plots.seconds_plot(found),
         }
 
 
-def _histograms(shards: pa.Table, scores: bool) -> list[dict[str, Any]]:
+def _histograms(shards: pa.Table, scores: bool, of_tokens: bool) -> list[dict[str, Any]]:
     """Name, unit, bins and plot of each distribution."""
     quiet_matplotlib()
     from pipeline.report import plots
@@ -134,7 +142,7 @@ def _histograms(shards: pa.Table, scores: bool) -> list[dict[str, Any]]:
             f"{answers[:-1].capitalize()} lengths",
             answers,
             tokens,
-            lengths(shards["answer_lengths"]),
+            lengths(shards["answer_lengths"]) if of_tokens else None,
         ),
         ("Depth", answers, "layers a decode step, mean of an answer", depths(shards["answer_depths"])),
     ]
@@ -160,11 +168,27 @@ def _reasons(totals: Totals) -> list[tuple[str, int]]:
     return [*ended, ("error", totals.answers - totals.stopped - totals.cut_off)]
 
 
+def _labels(totals: Totals, manifest: Manifest) -> list[tuple[str, int]]:
+    """Label and answers: the most frequent ones, then those of the job that no answer is; then all others."""
+    counts = dict(totals.labels)
+    if counts:
+        counts |= {label: 0 for label in manifest.identity.get("choices") or () if label not in counts}
+    listed = list(counts.items())
+    rest = sum(count for _, count in listed[SHOWN_LABELS:]) + totals.unnamed_labels
+    shown = [(label[:LABEL_CHARS], count) for label, count in listed[:SHOWN_LABELS]]
+    return [*shown, ("all others", rest)] if rest or len(listed) > SHOWN_LABELS else shown
+
+
 def _slowest(shards: pa.Table, manifest: Manifest) -> list[dict[str, Any]]:
     """The shards that took longest, with their place in the input."""
     slowest = slowest_shards(shards, SHOWN_SHARDS)
     names = ["shard", "rows", "errors", "generated_tokens", "generate_seconds", "tokens_per_second", "node", "attempt"]
     return [
-        {**row, "part": part_name(row["shard"]), "input": manifest.shards[row["shard"]]}
+        {
+            **row,
+            "part": part_name(row["shard"]),
+            "input": manifest.shards[row["shard"]],
+            "rows_per_second": row["rows"] / row["generate_seconds"] if row["generate_seconds"] else None,
+        }
         for row in slowest.select(names).to_pylist()
     ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,7 @@ from pipeline.report.job_page import REPORT
 from pipeline.storage.folder import Folder
 
 SHOWN_SHARDS = 20
+SHOWN_LABELS, LABEL_CHARS = 10, 60
 SHOWN_SCORES = ("cumulative_logprob", "perplexity", "is_greedy")
 
 
@@ -42,54 +45,40 @@ def print_report(console: Console, manifest: Manifest, shards: pa.Table, totals:
     shown = [ShardStats(**row) for row in slowest.select(STATS_SCHEMA.names).to_pylist()]
     title = "Shards" if len(shown) == totals.shards else f"The {len(shown)} slowest of {totals.shards} shards"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in (
-        "shard",
-        "rows",
-        "errors",
-        "prompt tok",
-        "scored tok" if _scores(manifest) else "new tok",
-        "prefill s",
-        "decode s",
-        "tok/s",
-        "pad %",
-        "depth",
-    ):
+    columns = _columns(manifest, totals)
+    for name in columns:
         table.add_column(name, justify="right")
     for shard in sorted(shown, key=lambda shard: shard.shard):
-        table.add_row(
-            str(shard.shard),
-            f"{shard.rows:,}",
-            f"{shard.errors:,}",
-            f"{shard.prompt_tokens:,}",
-            f"{shard.generated_tokens:,}",
-            f"{shard.prefill_seconds:.2f}",
-            f"{shard.decode_seconds:.2f}",
-            f"{shard.tokens_per_second:,.0f}",
-            f"{100 * shard.padding_fraction:.1f}",
-            f"{shard.mean_depth:.2f}",
-        )
+        table.add_row(*(value(shard) for value in columns.values()))
     console.print(table)
     layers = manifest.identity["schedule"]["num_layers"]
-    depth = "no decode steps"
+    decode, depth = (
+        "",
+        "no decode steps" if _scores(manifest) else "no decode steps: the prompt's pass gives the answer",
+    )
     if totals.mean_depth is not None:
+        decode = f", decode {totals.decode_seconds:.1f}"
         ratio = "" if totals.layer_ratio is None else f", layer ratio {totals.layer_ratio:.2f}x"
         steps = f"{totals.layer_steps:,} layer steps where full depth runs {totals.full_layer_steps:,}"
         depth = f"mean depth {totals.mean_depth:.2f} of {layers}{ratio}: {steps}"
     answers = "" if totals.answers == totals.rows else f" ({totals.answers:,} answers)"
+    answers_are_tokens = not (totals.decode_steps or _scores(manifest))
     made = "scored" if _scores(manifest) else "generated"
     console.print(
         f"\n{counted(totals.rows, 'row')}{answers} in {counted(totals.shards, 'shard')}, "
         f"{totals.errors:,} with an error; "
         f"{totals.prompt_tokens:,} prompt and {totals.generated_tokens:,} {made} tokens\n"
         f"{_exact(totals)}{depth}\n"
-        f"actor seconds: prefill {totals.prefill_seconds:.1f}, decode {totals.decode_seconds:.1f}, "
+        f"actor seconds: prefill {totals.prefill_seconds:.1f}{decode}, "
         f"all {totals.generate_seconds:.1f}; prepare {totals.prepare_seconds:.1f}, commit {totals.commit_seconds:.1f}; "
         f"padding {100 * totals.padding_fraction:.1f}%\n"
-        f"{_cost(totals, made)}"
+        f"{_cost(totals, 'answer' if answers_are_tokens else f'{made} token')}"
         f"cache {totals.cache_bytes / 2**20:.1f} MiB a batch at most, peak memory of an actor "
         f"{totals.peak_memory_bytes / 2**20:,.0f} MiB",
         highlight=False,
     )
+    if totals.labels:
+        console.print(_labels(totals), markup=False, highlight=False)
     if manifest.agreement is not None:
         console.print(f"agreement with full depth, before the start: {manifest.agreement}", highlight=False)
     if totals.shared_prompt_tokens:
@@ -107,6 +96,38 @@ def print_report(console: Console, manifest: Manifest, shards: pa.Table, totals:
         console.print(f"warning: {totals.duplicate_ids:,} rows share their id with another row of their shard")
 
 
+def _columns(manifest: Manifest, totals: Totals) -> dict[str, Callable[[ShardStats], str]]:
+    """Titles of the shards' columns, and their cells; without those of decode steps where there are none."""
+    scores, steps = _scores(manifest), totals.decode_steps > 0
+    columns: list[tuple[str, bool, Callable[[ShardStats], str]]] = [
+        ("shard", True, lambda shard: str(shard.shard)),
+        ("rows", True, lambda shard: f"{shard.rows:,}"),
+        ("errors", True, lambda shard: f"{shard.errors:,}"),
+        ("prompt tok", True, lambda shard: f"{shard.prompt_tokens:,}"),
+        ("scored tok" if scores else "new tok", scores or steps, lambda shard: f"{shard.generated_tokens:,}"),
+        ("prefill s", True, lambda shard: f"{shard.prefill_seconds:.2f}"),
+        ("decode s", steps, lambda shard: f"{shard.decode_seconds:.2f}"),
+        ("tok/s", scores or steps, lambda shard: f"{shard.tokens_per_second:,.0f}"),
+        ("rows/s", not (scores or steps), lambda shard: f"{shard.rows / (shard.generate_seconds or math.inf):,.1f}"),
+        ("pad %", True, lambda shard: f"{100 * shard.padding_fraction:.1f}"),
+        ("depth", steps, lambda shard: f"{shard.mean_depth:.2f}"),
+    ]
+    return {title: cell for title, is_shown, cell in columns if is_shown}
+
+
+def _labels(totals: Totals) -> str:
+    """How many answers each of the most frequent labels is."""
+    counts = [(" ".join(label.split())[:LABEL_CHARS], count) for label, count in totals.labels.items()]
+    rest = sum(count for _, count in counts[SHOWN_LABELS:])
+    shown = counts[:SHOWN_LABELS]
+    if rest:
+        shown.append((f"{len(counts) - SHOWN_LABELS} other labels", rest))
+    if totals.unnamed_labels:
+        shown.append(("labels that are not counted by name", totals.unnamed_labels))
+    answers = sum(count for _, count in shown)
+    return "labels: " + ", ".join(f"{label} {count:,} ({count / answers:.1%})" for label, count in shown)
+
+
 def _exact(totals: Totals) -> str:
     """Drafted, accepted and verified tokens; "" but in exact mode."""
     if not totals.verified_tokens:
@@ -118,8 +139,8 @@ def _exact(totals: Totals) -> str:
     )
 
 
-def _cost(totals: Totals, made: str) -> str:
-    """Device-seconds and money, in all and for a million tokens; "" without tokens. made: generated or scored."""
+def _cost(totals: Totals, unit: str) -> str:
+    """Device-seconds and money, in all and for a million of a unit such as a token; "" without tokens."""
     if totals.device_seconds_per_million_tokens is None:
         return ""
     whole = f"{totals.device_seconds:,.1f} device-seconds"
@@ -127,7 +148,7 @@ def _cost(totals: Totals, made: str) -> str:
     if totals.money_per_million_tokens is not None:
         whole += f" and money {totals.money:,.4g}"
         each += f" and money {totals.money_per_million_tokens:,.4g}"
-    return f"cost: {whole}; {each} for a million {made} tokens\n"
+    return f"cost: {whole}; {each} for a million {unit}s\n"
 
 
 def print_result(console: Console, folder: Folder, result: JobResult, show: int) -> None:

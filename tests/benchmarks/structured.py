@@ -1,11 +1,12 @@
 """Structured output: validity over a folder of JSON Schemas, and the cost of a grammar over free greedy answers.
 
-    .venv/bin/python tests/benchmarks/structured.py validity CHECKPOINT SCHEMAS [--count 1000] [--speeds 1,5]
+    .venv/bin/python tests/benchmarks/structured.py validity CHECKPOINT SCHEMAS [--skip 0] [--count 1000] [--speeds 1,5]
     .venv/bin/python tests/benchmarks/structured.py cost CHECKPOINT [--batch 64] [--tokens 64] [--runs 3]
 
 SCHEMAS is a folder with a schema in each .json file, such as `data/` of github.com/guidance-ai/jsonschemabench.
 Validity: each schema that is supported has one answer at each speed, and every whole answer is validated by the
-package jsonschema; refused schemas are counted by the reason that they were given. Cost: both contestants run the
+package jsonschema; refused schemas are counted by the reason that they were given. `--skip` leaves out the first
+supported schemas, so that a long measurement may be cut into several. Cost: both contestants run the
 same number of steps of the same batch; greedy, then sampled. The last line is one JSON object.
 """
 
@@ -21,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ def main() -> None:
     parser.add_argument("measure", choices=("validity", "cost"))
     parser.add_argument("checkpoint")
     parser.add_argument("schemas", nargs="?", type=Path)
+    parser.add_argument("--skip", type=int, default=0, help="supported schemas that are left out first")
     parser.add_argument("--count", type=int, default=1000, help="supported schemas")
     parser.add_argument("--speeds", default="1,5")
     parser.add_argument("--tokens", type=int, default=64, help="most tokens an answer")
@@ -74,7 +76,7 @@ def main() -> None:
     print(json.dumps(found))
 
 
-def made(given: argparse.Namespace, speed: float, temperature: float) -> Generator:
+def made(given: argparse.Namespace, speed: float, temperature: float, scheduler: str = "lock_step") -> Generator:
     return Generator(
         given.checkpoint,
         schedule={"speedup": speed, "horizon": given.tokens},
@@ -82,6 +84,7 @@ def made(given: argparse.Namespace, speed: float, temperature: float) -> Generat
         sampling={"max_new_tokens": given.tokens, "temperature": temperature},
         dtype=given.dtype,
         max_batch=given.batch,
+        scheduler=scheduler,
         threads=given.threads,
         cumulative_logprob=False,
     )
@@ -90,7 +93,6 @@ def made(given: argparse.Namespace, speed: float, temperature: float) -> Generat
 def validity(given: argparse.Namespace, speed: float) -> dict[str, Any]:
     """Answers to the first supported schemas, in an order drawn at random; counts, printed too."""
     refused: Counter[str] = Counter()
-    generator = made(given, speed, given.temperature)
     forms: list[OutputFormat] = []
     for text in schemas(given.schemas):
         form = OutputFormat("json_schema", text)
@@ -100,19 +102,21 @@ def validity(given: argparse.Namespace, speed: float) -> dict[str, Any]:
             refused[re.sub(r"['\"\d].*", "", str(error))[:60] or "?"] += 1
             continue
         forms.append(form)
-        if len(forms) == given.count:
+        if len(forms) == given.skip + given.count:
             break
     print(f"{len(forms)} schemas supported, {refused.total()} refused", flush=True)
     for reason, count in refused.most_common(12):
         print(f"    {count:5} {reason}")
+    generator = made(given, speed, given.temperature, "refill")
     ids = generator.tokenizer("One JSON value about a place to eat:")["input_ids"]
     counts: Counter[str] = Counter()
-    for first in range(0, len(forms), given.batch):
-        group = forms[first : first + given.batch]
+    size = 4 * given.batch
+    for first in range(given.skip, len(forms), size):
+        group = forms[first : first + size]
         rows = [Prompt(ids, "suite", first + number, output_format=form) for number, form in enumerate(group)]
         for answer, form in zip(generator.answer(rows), group, strict=True):
             counts[outcome(answer.error, answer.generated_text, form)] += 1
-        print(f"{speed:g}x: {first + len(group)} answered: {dict(counts)}", flush=True)
+        print(f"{speed:g}x: schemas {given.skip} to {first + len(group)}: {dict(counts)}", flush=True)
     return {"supported": len(forms), "refused": refused.total(), **counts}
 
 
@@ -129,14 +133,24 @@ def outcome(error: str | None, text: str | None, form: OutputFormat) -> str:
     if error is not None:
         return "cut off" if "cut off" in error else "failed"
     assert text is not None
-    schema = json.loads(form.text, parse_float=Decimal)  # as doubles, 661111.19 is no multiple of 0.01
+    schema = json.loads(form.text, parse_float=_number)
     try:
         validator = jsonschema.validators.validator_for(schema)
-        validator(schema).validate(json.loads(text, parse_float=Decimal))
+        validator(schema).validate(json.loads(text, parse_float=_number))
+    except InvalidOperation:  # a remainder of numbers so far apart has too many digits
+        return "not checked"
     except (jsonschema.ValidationError, ValueError) as problem:
         print(f"INVALID: {text!r}\n    {str(problem).splitlines()[0]}\n    {form.text[:2000]}", flush=True)
         return "invalid"
     return "valid"
+
+
+def _number(digits: str) -> Decimal | float:
+    """Exact where it can be: as doubles, 661111.19 is no multiple of 0.01. Infinite for an exponent of many digits."""
+    try:
+        return Decimal(digits)
+    except InvalidOperation:
+        return float(digits)
 
 
 def cost(given: argparse.Namespace) -> dict[str, Any]:

@@ -52,6 +52,7 @@ COUNTS = [
     "answer_lengths",
     "answer_depths",
     "error_kinds",
+    "label_counts",
 ]
 
 

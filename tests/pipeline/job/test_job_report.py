@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from in_process import run_in_process
+from in_process import answered_rows, run_in_process
 from part_builders import predicted
 from ray_free_run import MadeUpParts
 from typer.testing import CliRunner
@@ -76,6 +76,36 @@ def test_a_job_leaves_its_report_beside_its_answers(tmp_path: Path, checkpoint: 
     assert wrong.exit_code == 2 and "--to goes with --html" in wrong.output
     wrong = CliRunner().invoke(app, ["report", str(output), "--html", "--verify"])
     assert wrong.exit_code == 2 and "neither --verify nor --write" in wrong.output
+
+
+def test_a_labelling_job_says_how_often_each_label_was_chosen(
+    tmp_path: Path, checkpoint: Path, reports: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Labels of one token: nothing is said of decode steps, of which there are none."""
+    labels = ["alpha", "cheap", "river"]
+    config, output = job(tmp_path, checkpoint, choices=labels, sampling={"temperature": 1.0}), tmp_path / "out"
+    run_in_process(config)
+    answers = [row["generated_text"] for row in answered_rows(output) if row["error"] is None]
+    counts = {label: answers.count(label) for label in labels if label in answers}
+    summary = json.loads((output / "_job" / "summary.json").read_text())
+    assert summary["labels"] == counts and sum(counts.values()) == 9 and summary["decode_steps"] == 0
+    printed = CliRunner().invoke(app, ["report", str(output)], env={"COLUMNS": "200"}).output
+    page = (output / REPORT).read_text()
+    for label in labels:
+        number = counts.get(label, 0)
+        assert number == 0 or f"{label} {number} ({number / 9:.1%})" in printed
+        assert f'<th scope="row" class="path">{label}</th><td class="number">{number}</td>' in page
+    for absent in ("decode s ", "depth", "tok/s"):
+        assert absent not in printed
+    for absent in ("<dt>generated tokens", "layer ratio:", "tokens/s"):
+        assert absent not in page
+    assert "for a million answers" in printed
+    assert "Every answer is one token" in page and "layers over prompts" not in page
+    for record in (output / "_job" / "commits").iterdir():
+        record.unlink()
+    assert CliRunner().invoke(app, ["report", str(output)]).exit_code == 0
+    assert run_in_process(config).fresh_rows == 0
+    assert json.loads((output / "_job" / "summary.json").read_text())["labels"] == counts  # of rebuilt records
 
 
 def test_a_report_that_fails_does_not_fail_the_job(

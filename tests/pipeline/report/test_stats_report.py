@@ -7,6 +7,7 @@ import io
 import json
 import math
 import time
+from collections import Counter
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -46,10 +47,16 @@ KINDS: dict[str, st.SearchStrategy[Any]] = {
     "bool": st.booleans(),
     "list[int]": st.lists(st.integers(0, 10**6), max_size=3),
 }
+LABELS = st.dictionaries(st.text("ab[]", max_size=3), st.integers(1, 10**6), max_size=4)
 ANY_STATS = st.builds(
     ShardStats,
-    **{one.name: KINDS[str(one.type)] for one in fields(ShardStats) if one.name != "padding_fraction"},
+    **{
+        one.name: KINDS[str(one.type)]
+        for one in fields(ShardStats)
+        if one.name not in ("padding_fraction", "label_counts")
+    },
     padding_fraction=st.floats(0, 1),
+    label_counts=LABELS.map(lambda counts: json.dumps(counts) if counts else ""),
 )
 
 
@@ -78,6 +85,10 @@ def test_totals_are_sums_and_maxima(shards: list[ShardStats]) -> None:
     full = sum(shard.full_layer_steps for shard in shards)
     assert totals.mean_depth == (layers / steps if steps else None)
     assert totals.layer_ratio == (full / layers if layers else None)
+    by_label: Counter[str] = Counter()
+    for shard in shards:
+        by_label.update(json.loads(shard.label_counts or "{}"))
+    assert totals.labels == by_label and list(totals.labels.values()) == sorted(by_label.values(), reverse=True)
     assert 0 <= totals.padding_fraction <= 1
     json.dumps(totals.to_dict(), allow_nan=False)
 
@@ -85,7 +96,9 @@ def test_totals_are_sums_and_maxima(shards: list[ShardStats]) -> None:
 @given(st.lists(ANY_STATS, max_size=5), st.lists(ANY_STATS, max_size=5))
 @settings(deadline=None)
 def test_the_order_of_shards_does_not_matter(one: list[ShardStats], other: list[ShardStats]) -> None:
-    assert add_up(to_table([*one, *other])).to_dict() == pytest.approx(add_up(to_table([*other, *one])).to_dict())
+    mine, theirs = (add_up(to_table(both)).to_dict() for both in ([*one, *other], [*other, *one]))
+    assert list(mine.pop("labels").items()) == list(theirs.pop("labels").items())
+    assert mine == pytest.approx(theirs)
 
 
 @given(ANY_STATS)
@@ -99,6 +112,12 @@ def test_a_record_that_lacks_a_number_is_refused() -> None:
     del values["layer_steps"]
     with pytest.raises(KeyError):
         ShardStats.from_record(values)
+
+
+def test_a_record_of_an_older_version_has_no_labels() -> None:
+    values = asdict(part_stats(SHARDS[0]))
+    del values["label_counts"]
+    assert ShardStats.from_record(values).label_counts == ""
 
 
 def test_a_record_with_a_damaged_list_is_refused() -> None:
@@ -202,6 +221,7 @@ def test_statistics_of_a_part_equal_those_of_the_actor(checkpoint: Path, cache_b
         "answer_lengths",
         "answer_depths",
         "error_kinds",
+        "label_counts",
     ):
         assert getattr(told, name) == getattr(counted, name), name
     assert told.mean_depth == pytest.approx(counted.mean_depth)
@@ -304,6 +324,21 @@ def test_the_report_can_be_read(folder: Folder) -> None:
     assert shown in printed(read_records(folder, FINGERPRINT), measured)
     none = [replace(part_stats(SHARDS[2]), duplicate_ids=0)]
     assert "no decode steps" in printed(to_table(none)) and "share their id" not in printed(to_table(none))
+
+
+def test_answers_of_one_token_have_no_columns_of_decode_steps() -> None:
+    counts = json.dumps({f"label [b]{number}\n": 100 - number for number in range(12)})
+    none = {"decode_steps": 0, "layer_steps": 0, "full_layer_steps": 0, "mean_depth": 0.0}
+    one = part_stats(SHARDS[0], answers=1200, rows=1200, stopped=1200, cut_off=0, label_counts=counts, **none)
+    text = printed(to_table([one, replace(one, shard=1, label_counts="")]))
+    title = text.splitlines()[1].split()
+    assert title == ["shard", "rows", "errors", "prompt", "tok", "prefill", "s", "rows/s", "pad", "%"]
+    assert "depth" not in text and "decode " not in text.replace("no decode steps", "")
+    named = sum(100 - number for number in range(12))
+    assert f"labels: label [b]0 100 ({100 / 2400:.1%}), " in text and f"2 other labels {90 + 89}" in text
+    assert f"labels that are not counted by name {2400 - named:,}" in text
+    told = printed(to_table([part_stats(SHARDS[0])]))
+    assert "decode s" in told and "labels" not in told and "rows/s" not in told
 
 
 def test_of_many_shards_the_slowest_are_shown() -> None:
