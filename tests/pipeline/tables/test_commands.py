@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
-import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import yaml
 from pyiceberg.catalog import load_catalog
+from shown_commands import ROOT, blocks, commands_of_example, run_commands
 from table_stores import config, local_tables, prompts
 from typer.testing import CliRunner
 
@@ -21,25 +19,16 @@ from pipeline.config.catalog import CatalogConfig
 from pipeline.config.job import StorageConfig
 from pipeline.tables.catalog import open_catalog
 
-ROOT = Path(__file__).parents[3]
 PASSWORD = "planted-catalog-password"
 
 
 @pytest.mark.usefixtures("in_process")
 def test_the_readmes_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    match = re.search(r"<!-- tables -->\n```\n(.*?)```", (ROOT / "pipeline" / "README.md").read_text(), re.S)
-    assert match is not None
+    [shown] = blocks("pipeline/README.md")
+    assert shown == commands_of_example("table.yaml")
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
-    said = []
-    for line in match[1].splitlines():
-        program, *arguments = shlex.split(line, comments=True)
-        if program == "python":
-            subprocess.run([sys.executable, *arguments], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-            continue
-        result = CliRunner().invoke(app, arguments)
-        assert result.exit_code == 0, result.output
-        said.append(result.stdout)
+    said = run_commands(shown)
     catalog = load_catalog("demo", type="sql", uri="sqlite:///work/tables/catalog.db", warehouse="unused")
     table = catalog.load_table("demo.answers")
     (snapshot,) = table.snapshots()

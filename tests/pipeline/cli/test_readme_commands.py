@@ -1,0 +1,135 @@
+"""Every command that a README shows is run by a test, here or where `RUN_BY` says, or its README says what it needs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx2
+import pytest
+from http_server import listening
+from shown_commands import README_FILES, ROOT, blocks, commands_of_example, run_commands
+
+from actors.serving.http import Limits, create_app
+from actors.serving.model import ServedModel
+from pipeline.commit.sink import SUCCESS
+from pipeline.config.serve import ServeConfig
+from pipeline.serving import application
+from pipeline.serving.plan import plan_server
+
+HERE = "tests/pipeline/cli/test_readme_commands.py"
+# the beginning of a command -> the test that runs it
+RUN_BY = {
+    "make demo": "tests/pipeline/job/test_e2e.py",
+    "make test": HERE,
+    ".venv/bin/skipdecode init": HERE,
+    ".venv/bin/skipdecode try": HERE,
+    ".venv/bin/skipdecode plan": HERE,
+    ".venv/bin/skipdecode run": HERE,
+    ".venv/bin/skipdecode report": HERE,
+    ".venv/bin/skipdecode serve": HERE,
+    "curl": HERE,
+    "export RAY_AUTH_MODE=token": "tests/pipeline/job/test_cluster.py",
+    "ray job submit": "tests/pipeline/job/test_cluster.py",
+    "python -m pipeline.demo_data": "tests/pipeline/tables/test_commands.py",
+    "skipdecode run configs/table.yaml": "tests/pipeline/tables/test_commands.py",
+    "skipdecode try configs/table.yaml": "tests/pipeline/tables/test_commands.py",
+    "prometheus": "tests/pipeline/job/test_scraped_job.py",
+}
+# the beginning of a command that no test runs -> what its README says that it needs
+NEEDS = {
+    "make real": "from PyPI",
+    "docker build": "Needs Docker",
+    "pip install -c constraints.txt": "Needs an AWS account",
+    "ray get-auth-token": "Needs an AWS account",
+    "ray up": "Needs an AWS account",
+    "ray dashboard": "Needs an AWS account",
+    "ray down": "Needs an AWS account",
+    "kubectl": "Needs a Kubernetes cluster with KubeRay",
+}
+
+
+def test_every_command_is_run_or_its_readme_says_what_it_needs() -> None:
+    used = set()
+    for file in README_FILES:
+        text = re.sub(r"\s+", " ", (ROOT / file).read_text())
+        for command in (line for block in blocks(file) for line in block if not _is_output(block)):
+            known = [begin for begin in {**RUN_BY, **NEEDS} if command.startswith(begin)]
+            assert known, f"{file}: no test runs {command!r}, nor is it marked with what it needs"
+            used.update(known)
+            for begin in known:
+                assert NEEDS.get(begin, "") in text, f"{file} does not say what {command!r} needs"
+    assert used == {*RUN_BY, *NEEDS}
+    for test in RUN_BY.values():
+        assert (ROOT / test).is_file(), test
+
+
+def _is_output(block: list[str]) -> bool:
+    """What `make demo` prints."""
+    return block[0].startswith("[")
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_first_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The README's commands as they stand; the demo's model lies where `make real-model` puts the real one."""
+    [shown] = [block for block in blocks("README.md") if block[0] == "make real-model"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.csv").write_text("id,review\n" + "".join(f"{row},cheap pub {row}\n" for row in range(8)))
+    shutil.copytree(ROOT / "configs" / "demo" / "checkpoint", tmp_path / "work" / "real" / "model")
+    init, tried, plan, ran, report = run_commands(shown[1:])
+    assert "job.yaml" in init
+    assert tried.count("answer:") == 5
+    assert "8 rows" in plan and "device-hours" in plan
+    assert "8 rows in " in ran
+    assert "8 rows in " in report and "0 with an error" in report
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_scheduled_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    first, second, third, ledger = run_commands(commands_of_example("scheduled.yaml"))
+    assert "40 rows in " in first and "40 rows in " in second and "40 rows in " not in third
+    assert len(list(tmp_path.glob(f"work/scheduled/labels/*/{SUCCESS}"))) == 2
+    assert "80" in ledger
+
+
+@pytest.mark.parametrize("example", ["README.md", "configs/serve.yaml"])
+def test_a_server_answers_the_request(monkeypatch: pytest.MonkeyPatch, example: str) -> None:
+    """The command's settings, without Ray Serve, which tests/pipeline/serving/test_server.py starts."""
+    given: list[ServeConfig] = []
+    monkeypatch.setattr(application, "run_server", lambda config, verbose: given.append(config))
+    monkeypatch.chdir(ROOT)
+    shown = [block for block in blocks("README.md") if " serve " in block[0]]
+    serve, curl = shown[0] if example == "README.md" else commands_of_example("serve.yaml")
+    run_commands([serve])
+    _, url, header, kind, data, body = shlex.split(curl)
+    assert (header, kind, data) == ("-H", "Content-Type: application/json", "-d")
+    assert f"127.0.0.1:{given[0].http.port}" == urlsplit(url).netloc
+    model = ServedModel(plan_server(given[0], on_this_machine=True).settings())
+    with listening(create_app(model, Limits())) as here:
+        reply = httpx2.post(f"{here}{urlsplit(url).path}", content=body, headers={"Content-Type": "application/json"})
+    assert reply.status_code == 200, reply.text
+    assert "Alimentum" in reply.json()["choices"][0]["text"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("example", ["README.md", "configs/adapt-demo.yaml"])
+def test_adapt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: str) -> None:
+    """As shown, on fewer rows, two steps of training and any tolerance."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    run_commands(["python -m pipeline.demo_data work/demo/prompts --rows 80 --files 1"])
+    shutil.copy(ROOT / "configs" / "demo.yaml", "job.yaml")
+    command = re.search(r"skipdecode adapt [^`\n]*", (ROOT / example).read_text())
+    assert command is not None
+    training = json.dumps({"max_steps": 2, "batch_size": 4, "threads": 1})
+    fewer = {"rows": "40", "held_out": "8", "speedups": "[1, 2]", "tolerance": "100", "runs": "1", "training": training}
+    settings = [f"--set {shlex.quote(f'adapt.{key}={value}')}" for key, value in fewer.items()]
+    [said] = run_commands([" ".join([command[0], *settings, "--set actors.count=1"])])
+    assert "job.yaml" in said
