@@ -61,7 +61,7 @@ class BatchRunner:
             thread.start()
 
     def create(self, file: str, endpoint: str, window: str, metadata: Any) -> dict[str, Any]:
-        """A new batch over an uploaded file; it runs when its turn comes."""
+        """A new batch over an uploaded file; it runs when its turn comes. FileNotFoundError if the file is gone."""
         times = ("in_progress_at", "finalizing_at", "completed_at", "failed_at", "cancelling_at", "cancelled_at")
         record = {
             "id": self.store.new_id("batch"),
@@ -78,6 +78,7 @@ class BatchRunner:
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
             **dict.fromkeys((*times, "expires_at", "expired_at")),
         }
+        self.store.link_requests(file, record["id"])
         with self._changed:
             self.store.save_batch(record)
             self._waiting.append(record["id"])
@@ -127,15 +128,13 @@ class BatchRunner:
         if record["status"] == "cancelling":
             self._save(record, "cancelled")
             return
-        folder, source = self.store.batch_folder(key), self.store.content(record["input_file_id"])
-        total, errors = check_lines(source, record["endpoint"])
+        folder, requests = self.store.batch_folder(key), self.store.requests(key)
+        total, errors = check_lines(requests, record["endpoint"])
         if errors:
             with self._changed:
                 self._save({**record, "errors": {"object": "list", "data": errors}}, "failed")
             return
-        requests, output, job = folder / "requests.jsonl", folder / "answers", folder / "job.yaml"
-        if not requests.exists():
-            os.link(source, requests)  # the file may be deleted while the batch runs
+        output, job = folder / "answers", folder / "job.yaml"
         job.write_text(dump_yaml(self._job(str(requests), str(output)).model_dump(mode="json", exclude_none=True)))
         with self._changed, open(folder / "log", "a") as log:
             record = self.store.batch(key) or record

@@ -74,12 +74,17 @@ def create_files_app(runner: BatchRunner, max_file_bytes: int) -> Starlette:
         key, endpoint, window = (body.get(name) for name in ("input_file_id", "endpoint", "completion_window"))
         if not is_endpoint(endpoint):
             raise ApiError(400, f"endpoint = {str(endpoint)[:100]!r} is not supported in batches")
+        missing = ApiError(404 if isinstance(key, str) else 400, f"input_file_id: there is no {str(key)[:100]!r}")
         if not isinstance(key, str) or store.file(key) is None:
-            raise ApiError(404 if isinstance(key, str) else 400, f"input_file_id: there is no {str(key)[:100]!r}")
+            raise missing
         metadata = body.get("metadata")
         if metadata is not None and not isinstance(metadata, dict):
             raise ApiError(400, "metadata must be an object")
-        return JSONResponse(runner.create(key, str(endpoint), str(window or "24h")[:100], metadata))
+        try:
+            made = await run_in_threadpool(runner.create, key, str(endpoint), str(window or "24h")[:100], metadata)
+        except FileNotFoundError:  # deleted since
+            raise missing from None
+        return JSONResponse(made)
 
     async def batches(request: Request) -> Response:
         return JSONResponse(_page(request, await run_in_threadpool(store.batches)))

@@ -52,13 +52,18 @@ class Store:
     def link_result(self, source: Path) -> str:
         """A result as a file with an identifier of its own; the bytes exist once. Returns the identifier."""
         key = self.new_id("file")
-        target = self.root / "files" / key
-        try:
-            os.link(source, target)
-        except OSError:  # a disk without hard links
-            shutil.copyfile(source, target)
+        _link(source, self.root / "files" / key)
         self._record_file(key, source.name, "batch_output")
         return key
+
+    def link_requests(self, file: str, batch: str) -> None:
+        """Give a new batch its requests, so that their file may be deleted. FileNotFoundError if it is gone."""
+        self.batch_folder(batch).mkdir()
+        _link(self.content(file), self.requests(batch))
+
+    def requests(self, key: str) -> Path:
+        """The requests of a batch."""
+        return self.batch_folder(key) / "requests.jsonl"
 
     def _record_file(self, key: str, filename: str, purpose: str) -> dict[str, Any]:
         record = {
@@ -102,13 +107,20 @@ class Store:
 
     def save_batch(self, record: dict[str, Any]) -> None:
         """Write a batch's record."""
-        folder = self.batch_folder(record["id"])
-        folder.mkdir(exist_ok=True)
-        _write(folder / "batch.json", record)
+        _write(self.batch_folder(record["id"]) / "batch.json", record)
 
     def batches(self) -> list[dict[str, Any]]:
         """All records, newest first."""
         return _sorted(_read(path) for path in (self.root / "batches").glob("batch-*/batch.json"))
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # a disk without hard links
+        shutil.copyfile(source, target)
 
 
 def _sorted(records: Iterator[dict[str, Any] | None]) -> list[dict[str, Any]]:

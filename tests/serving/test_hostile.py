@@ -64,6 +64,13 @@ BODIES = st.lists(st.sampled_from(KEYS), max_size=6, unique=True).flatmap(
 
 
 @pytest.fixture(scope="module")
+def document(served: Running) -> dict[str, Any]:
+    """The server's OpenAPI document."""
+    found: dict[str, Any] = httpx2.get(f"{served.url}/openapi.json").json()
+    return found
+
+
+@pytest.fixture(scope="module")
 def client() -> Iterator[httpx2.Client]:
     """One for all requests: a new one reads the certificates of this machine."""
     with httpx2.Client(timeout=60) as client:
@@ -85,6 +92,55 @@ def test_no_body_gives_a_500(
     if reply.status_code != 200:
         assert reply.json()["error"]["message"]
     assert served.model.loop.healthy and '"server_error"' not in reply.text
+
+
+def allowed(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
+    """Values that a schema of the OpenAPI document allows; AssertionError for a keyword that is not known here."""
+    kinds = {"title", "description", "type", "enum", "const", "anyOf", "items", "minItems", "minimum", "maximum"}
+    assert schema.keys() <= kinds | {"properties", "required", "additionalProperties"}, schema
+    if "anyOf" in schema:
+        return st.one_of([allowed(one) for one in schema["anyOf"]])
+    if "enum" in schema or "const" in schema:
+        return st.sampled_from(schema.get("enum", [schema.get("const")]))
+    if isinstance(schema["type"], list):
+        return st.one_of([allowed({**schema, "type": kind}) for kind in schema["type"]])
+    least, most = schema.get("minimum"), schema.get("maximum")
+    if schema["type"] == "array":
+        return st.lists(allowed(schema["items"]), min_size=schema.get("minItems", 0), max_size=3)
+    if schema["type"] == "object":
+        parts = {name: allowed(one) for name, one in schema.get("properties", {}).items()}
+        required = {name: parts.pop(name) for name in schema.get("required", ())}
+        return st.fixed_dictionaries(required, optional=parts)
+    return {
+        "null": st.none(),
+        "boolean": st.booleans(),
+        "string": TEXTS,
+        "integer": st.integers(least, 5 if most is None else most),
+        "number": st.floats(least, most, allow_nan=False, allow_infinity=False),
+    }[schema["type"]]
+
+
+@settings(max_examples=100)
+@given(data=st.data(), path=st.sampled_from(["/v1/completions", "/v1/chat/completions"]))
+def test_bodies_that_the_openapi_document_allows(
+    served: Running, client: httpx2.Client, document: dict[str, Any], path: str, data: st.DataObject
+) -> None:
+    """One key beside the required ones: no type or key of the document is refused. Many: never a 500."""
+    schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    values = {name: allowed(one) for name, one in schema["properties"].items()}
+    needed = {name: values[name] for name in schema["required"]}
+    name = data.draw(st.sampled_from(sorted(values)))
+    body = data.draw(st.fixed_dictionaries({**needed, name: values[name]}))
+    reply = client.post(f"{served.url}{path}", json={"model": "tiny", "max_tokens": 2, **body})
+    assert reply.status_code in (200, 400, 404), (reply.text, body)
+    if reply.status_code == 400:
+        said = reply.json()["error"]["message"]
+        assert not any(wrong in said for wrong in (f"{name} is not supported", "must be text", "must be true")), said
+    several = data.draw(allowed(schema))
+    reply = client.post(f"{served.url}{path}", json={**several, "max_tokens": 2})
+    assert reply.status_code in (200, 400, 404), (reply.text, several)
+    refused = client.post(f"{served.url}{path}", json={**body, "unknown": 1})
+    assert refused.status_code == 400 and "unknown" in refused.json()["error"]["message"]
 
 
 @settings(max_examples=60)

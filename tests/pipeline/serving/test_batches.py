@@ -9,11 +9,14 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx2
 import openai
 import pytest
 from http_server import Running, running
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from actors.engine.errors import UserError
 from pipeline.config.load import validated
@@ -24,6 +27,7 @@ from pipeline.serving.plan import batch_job
 from pipeline.serving.store import Store
 
 ENDPOINT: Any = "/v1/chat/completions"
+_CLIENT = httpx2.Client(timeout=60)
 
 
 def lines(count: int, url: str = ENDPOINT, **body: Any) -> bytes:
@@ -134,6 +138,52 @@ def test_refusals(server: Running, client: openai.OpenAI) -> None:
     assert httpx2.put(f"{server.url}/v1/files").status_code == 405
 
 
+KEYS = st.one_of(
+    st.sampled_from(["file-" + "0" * 24, "batch-" + "a" * 24, "..", "%00", "%2e%2e%2fetc", "file-", "é", "cancel"]),
+    st.text(st.characters(codec="utf-8", exclude_characters="/?#\\"), min_size=1, max_size=12).map(quote),
+)
+PATHS = st.one_of(
+    st.sampled_from(["files", "batches", "files/", "batches//cancel"]),
+    st.builds(
+        "{}/{}{}".format, st.sampled_from(["files", "batches"]), KEYS, st.sampled_from(["", "/content", "/cancel"])
+    ),
+)
+QUERIES = st.dictionaries(st.sampled_from(["limit", "after", "order", "purpose"]), st.text(max_size=6), max_size=2)
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.sampled_from([ENDPOINT])),
+    lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(st.text(max_size=4), inner, max_size=2)),
+    max_leaves=5,
+)
+NAMES = st.sampled_from(["input_file_id", "endpoint", "completion_window", "metadata", "other"])
+BODIES = st.one_of(
+    st.binary(max_size=40),
+    VALUES.map(lambda value: json.dumps(value).encode()),
+    st.dictionaries(NAMES, VALUES).map(lambda value: json.dumps({"endpoint": ENDPOINT, **value}).encode()),
+    st.builds(
+        b'--b\r\nContent-Disposition: form-data; name="%b"%b\r\n\r\n%b\r\n--b%b'.__mod__,
+        st.tuples(
+            st.sampled_from([b"file", b"purpose", b"", b"\xff"]),
+            st.sampled_from([b"", b'; filename="x"', b'; filename="../\xff\x00"', b"; filename"]),
+            st.binary(max_size=20),
+            st.sampled_from([b"--\r\n", b"", b"\r\n", b"-"]),
+        ),
+    ),
+)
+KINDS = st.sampled_from(["application/json", "multipart/form-data; boundary=b", "multipart/form-data", "text/\xe9", ""])
+
+
+@settings(max_examples=150)
+@given(st.sampled_from(["GET", "POST", "DELETE", "PUT", "HEAD"]), PATHS, QUERIES, BODIES, KINDS)
+def test_nothing_gives_a_500(
+    server: Running, method: str, path: str, query: dict[str, str], body: bytes, kind: str
+) -> None:
+    headers = {"Content-Type": kind.encode("latin-1")}
+    reply = _CLIENT.request(method, f"{server.url}/v1/{path}", params=query, content=body, headers=headers)
+    assert reply.status_code < 500, reply.text
+    if reply.status_code >= 400 and method != "HEAD":
+        assert reply.json()["error"]["message"]
+
+
 def test_a_stopped_servers_batch_is_finished_by_the_next_one(
     chat_checkpoint: Path, tmp_path: Path, forked: tuple[str, ...]
 ) -> None:
@@ -144,6 +194,7 @@ def test_a_stopped_servers_batch_is_finished_by_the_next_one(
         source.write_bytes(lines(8))
         file = first.store.add_file(source, "requests.jsonl", "batch")
         keys.append(first.create(file["id"], ENDPOINT, "24h", None)["id"])
+        first.store.remove_file(file["id"])  # a batch has its own
     assert first.cancel(keys[1])["status"] == "cancelled"  # type: ignore[index]
     parts = first.store.batch_folder(keys[0]) / "answers"
     _until(lambda: len(list(parts.glob("part-*.parquet"))) >= 1)
