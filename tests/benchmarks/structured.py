@@ -138,6 +138,7 @@ def outcome(error: str | None, text: str | None, form: OutputFormat) -> str:
         validator = jsonschema.validators.validator_for(schema)
         validator(schema).validate(json.loads(text, parse_float=_number))
     except InvalidOperation:  # a remainder of numbers so far apart has too many digits
+        print(f"NOT CHECKED: {text!r}\n    {form.text[:2000]}", flush=True)
         return "not checked"
     except (jsonschema.ValidationError, ValueError) as problem:
         print(f"INVALID: {text!r}\n    {str(problem).splitlines()[0]}\n    {form.text[:2000]}", flush=True)

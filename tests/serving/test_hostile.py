@@ -139,8 +139,7 @@ def test_bodies_that_the_openapi_document_allows(
     several = data.draw(allowed(schema))
     reply = client.post(f"{served.url}{path}", json={**several, "max_tokens": 2})
     assert reply.status_code in (200, 400, 404), (reply.text, several)
-    refused = client.post(f"{served.url}{path}", json={**body, "unknown": 1})
-    assert refused.status_code == 400 and "unknown" in refused.json()["error"]["message"]
+    assert client.post(f"{served.url}{path}", json={**body, "unknown": 1}).status_code == 400
 
 
 @settings(max_examples=60)
