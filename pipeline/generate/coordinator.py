@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
+
+MOST_SPANS = 512  # shards whose times are kept
 
 
 @dataclass(frozen=True)
@@ -13,8 +16,10 @@ class RunProgress:
     """Committed in this run; actors that load their model, the last line of a download; shards at work.
 
     Args:
-        at_work_done: what of the shards at work is done, in shards, by their times and those of committed ones.
-        at_work_seconds: until the last of them is expected to be committed.
+        elapsed: s since each of the shards at work began.
+        recent: the latest committed shards, at most half of all: their number.
+        row_seconds: of these, s from begin to commit, by the row.
+        at_once: mean number of shards at work since the first of these began.
     """
 
     shards: int = 0
@@ -23,9 +28,15 @@ class RunProgress:
     tokens: int = 0
     loading: int = 0
     download: str = ""
-    at_work: int = 0
-    at_work_done: float = 0.0
-    at_work_seconds: float = 0.0
+    elapsed: tuple[float, ...] = ()
+    recent: int = 0
+    row_seconds: float = 0.0
+    at_once: float = 0.0
+
+    @property
+    def at_work(self) -> int:
+        """How many shards are at work."""
+        return len(self.elapsed)
 
 
 @dataclass(frozen=True)
@@ -90,7 +101,7 @@ class Coordinator:
         self.clock = clock
         self.committed = RunProgress()
         self.at_work: dict[int, float] = {}  # when they began
-        self.shard_seconds, self.timed = 0.0, 0  # from begin to commit, and how many shards
+        self.spans: deque[tuple[float, float, int]] = deque(maxlen=MOST_SPANS)  # begin, commit and rows of shards
         self.stopped = False
         self.loads: dict[str | None, int] = {}
         self.downloads: dict[str | None, str] = {}
@@ -117,7 +128,7 @@ class Coordinator:
     def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int) -> None:
         began = self.at_work.pop(shard, None)
         if began is not None:
-            self.shard_seconds, self.timed = self.shard_seconds + self.clock() - began, self.timed + 1
+            self.spans.append((began, self.clock(), rows))
         if first:
             done = self.committed
             self.committed = RunProgress(done.shards + 1, done.rows + rows, done.errors + errors, done.tokens + tokens)
@@ -130,13 +141,25 @@ class Coordinator:
         return set(self.at_work)
 
     def read(self) -> RunProgress:
-        mean = self.shard_seconds / self.timed if self.timed else 0.0
-        worked = [min(self.clock() - began, mean) for began in self.at_work.values()]
-        return replace(
+        now = self.clock()
+        run = replace(
             self.committed,
             loading=len(self.loads),
             download=next(iter(self.downloads.values()), ""),
-            at_work=len(self.at_work),
-            at_work_done=sum(worked) / mean if mean else 0.0,
-            at_work_seconds=mean - min(worked, default=mean),
+            elapsed=tuple(now - began for began in self.at_work.values()),
+        )
+        if not self.spans:
+            return run
+        # the first shards wait for the second actor, for kernels and for prompts: the latest tell more of the next ones
+        latest = list(self.spans)[len(self.spans) // 2 :]
+        since = min(began for began, *_ in latest)
+        spans = [
+            *((began, ended) for began, ended, _ in self.spans),
+            *((began, now) for began in self.at_work.values()),
+        ]
+        return replace(
+            run,
+            recent=len(latest),
+            row_seconds=sum(ended - began for began, ended, _ in latest) / max(1, sum(rows for *_, rows in latest)),
+            at_once=sum(max(0.0, ended - max(began, since)) for began, ended in spans) / max(now - since, 1e-9),
         )

@@ -5,6 +5,7 @@ One live line on a terminal; else a line every ten seconds, and whenever the run
 
 from __future__ import annotations
 
+import heapq
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ from pipeline.runtime.announce import announce, goes_to_log
 
 PLAIN_SECONDS = 10.0
 LIVE_SECONDS = 0.5
+MOST_TURNS = 2000  # shards that are given to actors one by one; of more, the others count by the mean
 
 
 @dataclass(frozen=True)
@@ -39,13 +41,29 @@ def pace(run: RunProgress, working_seconds: float, work: Workload) -> Pace | Non
     """None before the first commit. Arguments as for `progress_line`."""
     if run.shards == 0 or working_seconds <= 0:
         return None
-    eta = None
-    if run.rows:
-        left = work.rows - work.done_rows - run.rows
-        # rows at work that are done: without them the time left would grow until the next commit
-        at_work = min(left, run.at_work_done * run.rows / run.shards)
-        eta = max((left - at_work) * working_seconds / (run.rows + at_work), run.at_work_seconds)
-    return Pace(run.rows / working_seconds, run.tokens / working_seconds, eta)
+    return Pace(run.rows / working_seconds, run.tokens / working_seconds, _seconds_left(run, work))
+
+
+def _seconds_left(run: RunProgress, work: Workload) -> float | None:
+    """Until the last commit: what is left goes shard by shard to as many actors as have been at work lately.
+
+    None before the first commit.
+    """
+    left = work.shards - work.done_shards - run.shards
+    if not run.recent or left <= 0:
+        return 0.0 if run.recent else None
+    usual = run.row_seconds * (work.rows - work.done_rows - run.rows) / left
+    overdue = [seconds for seconds in run.elapsed if seconds > usual]  # of these the end is not known: at least so long
+    usual = (usual * run.recent + sum(overdue)) / (run.recent + len(overdue))
+    actors = max(1, round(run.at_once))
+    usual *= actors / max(run.at_once, 1e-9)  # they wait for prompts meanwhile, or for a commit
+    free = sorted((max(usual - seconds, 0.0) for seconds in run.elapsed), reverse=True)[:actors]
+    free += [0.0] * (actors - len(free))
+    heapq.heapify(free)
+    begun = min(run.at_work, left)
+    for _ in range(min(left - begun, MOST_TURNS)):
+        heapq.heapreplace(free, free[0] + usual)
+    return max(free) + max(left - begun - MOST_TURNS, 0) * usual / actors
 
 
 def progress_line(run: RunProgress, seconds: float, working_seconds: float, work: Workload) -> str:
@@ -62,7 +80,9 @@ def progress_line(run: RunProgress, seconds: float, working_seconds: float, work
     if run.shards == 0:
         line += f"  {_waits_for(run)[1]}"
     elif rates is not None:
-        line += f"  {rates.rows_per_second:,.1f} rows/s  {rates.tokens_per_second:,.0f} tokens/s"
+        line += f"  {rates.rows_per_second:,.1f} rows/s"
+        if run.tokens > run.rows:  # else the answers are labels of one token
+            line += f"  {rates.tokens_per_second:,.0f} tokens/s"
         if rates.eta_seconds:
             line += f"  ETA {_clock(rates.eta_seconds)}"
     return line + f"  {_clock(seconds)} elapsed"

@@ -88,6 +88,7 @@ def test_progress_is_an_event_with_numbers(monkeypatch: pytest.MonkeyPatch, capl
     announce_to_log(True)
     coordinator = Coordinator()
     coordinator.begin(0)
+    coordinator.at_work[0] -= 10
     with Progress(coordinator, Workload(8, 1000, 1, 50, time.time() - 60)) as shown:
         shown.working_since = time.monotonic() - 10
         coordinator.ended(0, True, 100, 2, 500)

@@ -127,6 +127,8 @@ def test_the_driver_sets_the_jobs_gauges() -> None:
     coordinator, recorded = Coordinator(), Recorded()
     with metrics.installed(recorded), Progress(coordinator, Workload(8, 1000, 1, 50)) as progress:
         progress.working_since = time.monotonic() - 10
+        coordinator.begin(0)
+        coordinator.at_work[0] -= 10
         coordinator.ended(0, True, 100, 0, 500)
     assert recorded.gauges.keys() == DRIVER
     assert (recorded.gauges["job_rows"], recorded.gauges["job_rows_done"]) == (1000, 150)
