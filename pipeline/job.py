@@ -177,12 +177,16 @@ def planned_schedule(config: JobConfig, checkpoint: ResolvedCheckpoint) -> Sched
 
 
 def draft_schedule(config: JobConfig, checkpoint: ResolvedCheckpoint) -> Schedule | None:
-    """The schedule whose layers draft tokens, None but in exact mode. UserError if it leaves no layer out."""
+    """The schedule whose layers draft tokens, None but in exact mode; of full depth where nothing is drafted but what
+    is looked up. UserError if it is neither that nor leaves a layer out.
+    """
     if not config.schedule.exact:
         return None
     drafts = checkpoint.checkpoint.schedule(config.schedule.changes())
-    if drafts.mean_layers == drafts.num_layers:
-        raise UserError("schedule.exact: all layers would draft; give schedule.speedup, of the layers that draft")
+    if drafts.mean_layers == drafts.num_layers and not drafts.is_full_depth:
+        raise UserError(
+            "schedule.exact: all layers would draft; give a higher schedule.speedup, or 1 for prompt lookup alone"
+        )
     return drafts
 
 
@@ -280,7 +284,7 @@ def generator_arguments(job: PlannedJob) -> dict[str, Any]:
     return {
         **generator_settings(job.config.model, job.config.sampling, job.config.choices, job.config.output_format),
         "checkpoint": job.checkpoint.pinned(),
-        "speed_adapter": job.checkpoint.pinned_adapter() if job.drafts or not job.schedule.is_full_depth else None,
+        "speed_adapter": None if (job.drafts or job.schedule).is_full_depth else job.checkpoint.pinned_adapter(),
         "schedule": _keys(job.schedule),
         "drafts": None if job.drafts is None else _keys(job.drafts),
         "unadapted": True,  # as planned

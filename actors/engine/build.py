@@ -133,7 +133,8 @@ def build_engine(
     A speed adapter is merged unless the schedule runs every layer for every token.
 
     Args:
-        drafts: For exact mode, see `ExactEngine`; a speed adapter is merged into a second copy of the weights then.
+        drafts: For exact mode: the schedule of `exact.Drafter`, or full depth, with which nothing is drafted but what
+            is looked up. A speed adapter is merged into a second copy of the weights.
 
     Raises:
         UserError: Weights that are missing, damaged or not the speed adapter's base, a device that is not there, a GPU
@@ -142,7 +143,7 @@ def build_engine(
     import torch
 
     from actors.engine.engine import Engine
-    from actors.engine.exact import ExactEngine
+    from actors.engine.exact import Drafter, ExactEngine
 
     assert settings.cache_bytes is not None and settings.max_rows is not None
     device = resolve_device(settings.device)
@@ -153,21 +154,23 @@ def build_engine(
         raise UserError("weights = 'int8' is for CPUs; on a GPU leave it out")
     if drafts is not None and (on_gpu or settings.compile or not schedule.is_full_depth):
         raise UserError("drafts: exact mode is for full depth, on a CPU, without compile")
-    if drafts is not None and drafts.mean_layers == drafts.num_layers:
-        raise UserError("drafts: all layers would draft; give a speedup that leaves some out")
+    exact, lookup_alone = drafts is not None, drafts is not None and drafts.is_full_depth
+    if drafts is not None and not lookup_alone and drafts.mean_layers == drafts.num_layers:
+        raise UserError("drafts: all layers would draft; give a higher speedup, or 1 for prompt lookup alone")
     rows = settings.max_rows if paged else 0
     need = memory_needed(checkpoint, settings.dtype, settings.cache_bytes, on_gpu=on_gpu, paged_rows=rows)
     if on_gpu:
         check_free(need, *torch.cuda.mem_get_info(device))
-    adapter = None if schedule.is_full_depth and drafts is None else checkpoint.adapter
+    own_drafter = exact and not lookup_alone
+    adapter = checkpoint.adapter if own_drafter or not schedule.is_full_depth else None
     if adapter is not None:
         adapter.check_base(base_digest(checkpoint.path), str(checkpoint.path))
     dtype = getattr(torch, settings.dtype)
     with quiet_transformers(), current_device(device):
         decoder = load_decoder(checkpoint.path, dtype, device)
-        drafter = decoder if adapter is None or drafts is None else load_decoder(checkpoint.path, dtype, device)
+        drafter = decoder if adapter is None or not own_drafter else load_decoder(checkpoint.path, dtype, device)
         if adapter is not None:
-            merge(decoder.model if drafts is None else drafter.model, adapter)
+            merge(drafter.model, adapter)
         ends = stop_ids(decoder, tokenizer)
         if paged:
             from actors.engine.gpu import kernels
@@ -192,7 +195,7 @@ def build_engine(
             decoder.compile()
         else:
             decoder.prepare_for_cpu(int8=int8)
-        if drafts is not None and decoder.stack is None:
+        if exact and decoder.stack is None:
             log.warning("exact mode drafts nothing: only bfloat16 kernels of all layers verify several tokens at once")
         elif drafts is not None:
             if drafter is not decoder:
@@ -201,8 +204,7 @@ def build_engine(
                 decoder,
                 schedule,
                 ends,
-                drafter=drafter,
-                drafts=drafts,
+                drafter=Drafter(drafter, drafts) if own_drafter else None,
                 cumulative_logprob=settings.cumulative_logprob,
             )
         return Engine(decoder, schedule, ends, cumulative_logprob=settings.cumulative_logprob)

@@ -138,7 +138,7 @@ class SkipCache:
         self._sources: list[int] = []  # prompt of each of its rows
         self._prefix: PrefixKeys | None = None
         self._starts: Tensor | None = None
-        self._index: tuple[Tensor, Tensor] | None = None  # rows [B], slots [B, S] of the announced step; None: prefill
+        self._index: tuple[Tensor, Tensor] | None = None  # rows [B], slots [B, 1] of the announced step; None: prefill
         self._shortest = 0  # slots up to the first of the announced step's
         # of the announced step, by window: the first slot that any row attends to, and the mask [B, 1, 1, K] from there
         self._masks: dict[int | None, tuple[int, Tensor | None]] = {}
@@ -174,24 +174,25 @@ class SkipCache:
             assert int(starts[0]) == 0 and min(sources) >= 0 and max(sources) < len(lengths)
             self._width = max(self._width, longest)
 
-    def begin_step(self, positions: Sequence[int], device: torch.device, columns: int = 1) -> None:
-        """Announce a pass over S = `columns` tokens for each of B rows, from these positions of their rows on.
+    def begin_step(self, positions: Sequence[int], device: torch.device, rows: Sequence[int] | None = None) -> None:
+        """Announce a pass over one token at each of these positions, of all B rows in their order.
 
-        More than one are for kernels that run all layers, see `step_slots`.
+        rows: the row of each token, for kernels that run all layers: see `step_slots`. Tokens of one row follow each
+        other.
         """
-        slots = torch.tensor(positions, device=device)[:, None] + torch.arange(columns, device=device)
-        self._index = (torch.arange(len(positions), device=device), slots)
-        self._shortest, self._width = min(positions) + 1, max(positions) + columns
+        index = torch.arange(len(positions), device=device) if rows is None else torch.tensor(rows, device=device)
+        self._index = (index, torch.tensor(positions, device=device)[:, None])
+        self._shortest, self._width = min(positions) + 1, max(positions) + 1
         self._masks = {}
 
     def step_slots(self) -> tuple[Tensor, Tensor, int]:
-        """Of the announced step: each token's place and slot [B S], and how many slots all attend to at most.
+        """Of the announced step: each token's place and slot [N], and how many slots all attend to at most.
 
         Requires `has_places`.
         """
         assert self._index is not None and self._places is not None
-        rows, columns = self._index[1].shape
-        return self._places[:rows].repeat_interleave(columns), self._index[1].flatten(), self._width
+        rows, slots = self._index
+        return self._places[rows], slots[:, 0], self._width
 
     def _step_mask(self, window: int | None) -> tuple[int, Tensor | None]:
         """The first slot that any row attends to within a window, and the mask [B, 1, 1, K] from there on."""
@@ -242,7 +243,7 @@ class SkipCache:
         assert buffers is not None, f"layer {layer} is run past its last use"
         held = buffers[0][len(row) - rows : len(row)], buffers[1][len(row) - rows : len(row)]
         slots = slots[-rows:]
-        assert slots.shape[1] == keys.shape[2] == 1, "several tokens of a row are stored by the kernels of all layers"
+        assert keys.shape[2] == 1, "several tokens of a row are stored by the kernels of all layers"
         if self.kernels is not None:
             self.kernels.append(keys[:, :, 0], values[:, :, 0], *held, slots[:, 0])
         else:

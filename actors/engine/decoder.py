@@ -295,13 +295,13 @@ class Decoder:
         return hidden[:, 0]
 
     def steps(self, ids: Tensor, positions: Tensor, cache: SkipCache) -> Tensor:
-        """All layers over S tokens of each of B rows, as S steps compute them; logits [B, S, V]. Requires `stack`.
+        """All layers over tokens [N, 1] of rows, one or several of each, as single steps compute them; hidden states
+        [N, E] behind the last layer. Requires `stack`.
 
-        ids, positions: [B, S].
+        ids, positions: [N, 1].
         """
         assert self.stack is not None and isinstance(cache.kernels, NativeBuffers)
-        rows, columns = ids.shape
-        hidden, rotary = self.embed(ids.view(-1, 1), positions.view(-1, 1))
-        everyone = [rows * columns] * self.num_layers
+        hidden, rotary = self.embed(ids, positions)
+        everyone = [len(ids)] * self.num_layers
         hidden = self.stack.step(hidden, rotary[0], everyone, *cache.step_slots(), cache.kernels, shared=True)
-        return self.logits(hidden[:, 0]).view(rows, columns, -1)
+        return hidden[:, 0]

@@ -3,20 +3,79 @@
 With an acceptance a of each draft behind accepted ones, γ drafts yield (1 - a^(γ+1)) / (1 - a) tokens a row on average
 (Leviathan et al. 2023, arXiv 2211.17192). They cost γ steps of few layers and one pass of all layers over γ + 1 tokens,
 whose seconds grow with γ: slowly where weights are read from memory, in proportion where the processor computes.
+Drafts that a row looks up cost that pass alone: each is worth it whose chance to count is above its share of a step.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from dataclasses import dataclass
 from statistics import median
+
+from actors.engine.lookup import Acceptance
 
 MOST_DRAFTS = 8
 FIRST = 1  # drafts of a round that only measures
 KEPT = 7  # newest measurements, of which the median counts: a step beside other work takes twice as long
 NEEDED = 3  # measurements before the first choice
-JUDGED = 64  # drafts over which acceptance is taken, about; tokens for the yield
+JUDGED = 64.0  # drafts over which acceptance is taken, about; tokens for the yield
 GAIN = 1.1  # drafting must promise so many times the tokens per second of plain steps
+WORTH = 1.2  # a draft that is looked up must promise so many times what it costs
 PROBE, RAREST = 32, 1024  # plain steps between two rounds that only measure: at first, and at most
+LOOKED = 16  # steps after which looking up is judged
+LOSS = 0.005  # share of their seconds that it may lose then
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step drafts.
+
+    Args:
+        count: Tokens that the layers draft for each row; 0: none.
+        most: Tokens that are looked up for a row, at most; 0: none.
+        least: Chance to count that such a draft must have.
+        total: Tokens that are looked up for all rows, at most.
+    """
+
+    count: int = 0
+    most: int = 0
+    least: float = 0.0
+    total: float = math.inf
+
+    def looked_up(self, acceptance: float) -> int:
+        """Drafts to verify of those that a row has looked up; acceptance: of each behind accepted ones."""
+        chance, count = acceptance, 0
+        while count < self.most and chance >= self.least:
+            chance, count = chance * acceptance, count + 1
+        return count
+
+
+@dataclass
+class Round:
+    """What a round has drafted and verified, and what counted.
+
+    Args:
+        rows: In flight.
+        steps: Of the drafting layers.
+        draft_seconds: Of these steps.
+        verify_seconds: Of the pass of all layers, and of sampling.
+        drafted: Tokens that the layers have drafted, for `drafting` rows.
+        looked_up: Tokens that were looked up.
+        accepted, judged: Of the layers' drafts: those that counted, and those behind accepted ones.
+        tokens: Of the rows that the layers drafted for.
+    """
+
+    rows: int
+    steps: int = 0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    drafted: int = 0
+    drafting: int = 0
+    looked_up: int = 0
+    accepted: int = 0
+    judged: int = 0
+    tokens: int = 0
 
 
 class _Costs:
@@ -29,74 +88,112 @@ class _Costs:
         self.rounds = self.steps = 0  # since the other was last measured
         self.interval = PROBE
         self.best = 0  # drafts, by the measurements so far
+        self.looked = self.rest = 0  # steps since looking up was judged; steps without it that are left
+        self.looked_interval = PROBE
+        self.lost = self.seconds = 0.0  # s: what looking up lost, and all that these steps took
 
-    def rate(self, count: int, acceptance: float) -> float:
-        """Tokens per second of a row with `count` drafts."""
-        seconds = median(self.plain) + (count * (median(self.drafts) + median(self.tokens)) if count else 0.0)
+    def rate(self, rows: int, count: int, acceptance: float) -> float:
+        """Tokens per second of a row with `count` drafts of the layers."""
+        seconds = median(self.plain)
+        if count:
+            seconds += count * (median(self.drafts) + rows * median(self.tokens))
         return expected_tokens(count, acceptance) / max(seconds, 1e-9)
+
+    def share(self, rows: int) -> float:
+        """Seconds of a further token that is verified, as a share of those of a plain step's token."""
+        return median(self.tokens) * rows / max(median(self.plain), 1e-9)
 
 
 class DraftLength:
-    """Chooses γ for a number of rows. Up to four, each number has its costs; above, those that share a power of two."""
+    """Chooses γ for a number of rows. Up to four, each number has its costs; above, those that share a power of two.
 
-    def __init__(self) -> None:
+    Args:
+        layers: Whether there are layers that draft.
+    """
+
+    def __init__(self, *, layers: bool = True) -> None:
+        self._layers = layers
         self._costs: dict[int, _Costs] = {}
-        self._accepted, self._judged = 1.0, 2.0
-        self._made, self._expected = 1.0, 1.0  # tokens of rounds: fewer than expected, where rows end within a round
+        self._acceptance = Acceptance(kept=JUDGED)
+        self._yield = Acceptance(1.0, 1.0, JUDGED)  # tokens of rounds: fewer than expected, where rows end within one
 
-    def choose(self, rows: int) -> int:
-        """Drafts of the next round; 0: a plain step."""
+    @property
+    def acceptance(self) -> float:
+        """Of each draft of the layers behind accepted ones."""
+        return self._acceptance.rate
+
+    def choose(self, rows: int) -> Plan:
+        """Drafts of the next step; without any it is a plain one."""
         costs = self._at(rows)
         if len(costs.plain) < NEEDED or costs.rounds >= PROBE:
-            return 0
-        if len(costs.drafts) < NEEDED or costs.steps >= costs.interval:
-            return FIRST
-        return costs.best
+            return Plan()
+        count = costs.best
+        if self._layers and (len(costs.drafts) < NEEDED or costs.steps >= costs.interval):
+            count = FIRST
+        if costs.rest > 0:
+            costs.rest -= 1
+            return Plan(count)
+        measuring = Plan(count, FIRST, total=math.ceil(rows / 4))
+        if len(costs.tokens) < NEEDED:
+            return measuring
+        least = WORTH * costs.share(rows)
+        if least < 1:
+            return Plan(count, MOST_DRAFTS, least)
+        self._rest(costs)
+        return measuring  # what a token has cost may have been another load's
+
+    def looked(self, rows: int, seconds: float, drafts: int, accepted: int) -> None:
+        """Looking up for a step took so long; `accepted` of these drafts were tokens that no plain step had to make."""
+        costs = self._at(rows)
+        plain, token = median(costs.plain), median(costs.tokens) if costs.tokens else 0.0
+        costs.looked += 1
+        costs.seconds += plain
+        costs.lost += seconds + drafts * token - accepted * plain / rows
+        if costs.looked >= LOOKED:
+            if costs.lost > LOSS * costs.seconds:
+                self._rest(costs)
+            else:
+                costs.looked_interval = PROBE
+            costs.looked, costs.lost, costs.seconds = 0, 0.0, 0.0
 
     def stepped(self, rows: int, seconds: float) -> None:
         """A plain step has taken so long."""
         costs = self._at(rows)
         costs.plain.append(seconds)
         if costs.rounds and len(costs.plain) >= NEEDED:
-            costs.best = self._best(costs)
+            costs.best = self._best(rows, costs)
         costs.rounds, costs.steps = 0, costs.steps + 1
 
-    def drafted(
-        self,
-        rows: int,
-        count: int,
-        draft_seconds: float,
-        verify_seconds: float,
-        *,
-        accepted: int,
-        judged: int,
-        tokens: int,
-    ) -> None:
-        """A round has taken so long, and made these tokens; of `judged` drafts, those behind accepted ones, so many
-        were accepted.
-        """
-        costs = self._at(rows)
-        costs.drafts.append(draft_seconds / count)
-        costs.tokens.append(max(0.0, verify_seconds - median(costs.plain)) / count)
-        kept = 1 - min(1.0, judged / JUDGED)  # sums, not a mean of shares: a round of few drafts would count too much
-        self._accepted, self._judged = kept * self._accepted + accepted, kept * self._judged + judged
-        expected = rows * expected_tokens(count, self._accepted / self._judged)
-        kept = 1 - min(1.0, expected / JUDGED)
-        self._made, self._expected = kept * self._made + tokens, kept * self._expected + expected
+    def drafted(self, done: Round) -> None:
+        """A round is done."""
+        costs, further = self._at(done.rows), done.drafted + done.looked_up
+        costs.tokens.append(max(0.0, done.verify_seconds - median(costs.plain)) / further)
+        costs.rounds += 1
+        if not done.steps:
+            return
+        costs.drafts.append(done.draft_seconds / done.steps)
+        self._acceptance.add(done.accepted, done.judged)
+        expected = done.drafting * expected_tokens(done.drafted // done.drafting, self._acceptance.rate)
+        self._yield.add(done.tokens, round(expected))
         probed = costs.steps >= costs.interval
-        costs.rounds, costs.steps = costs.rounds + 1, 0
-        costs.best = self._best(costs)
+        costs.steps = 0
+        costs.best = self._best(done.rows, costs)
         if costs.best > 0:
             costs.interval = PROBE
         elif probed:
             costs.interval = min(RAREST, 2 * costs.interval)
 
-    def _best(self, costs: _Costs) -> int:
+    def _best(self, rows: int, costs: _Costs) -> int:
         """The number of drafts that promises most; 0 unless it promises enough."""
-        acceptance = self._accepted / self._judged
-        rates = [costs.rate(count, acceptance) for count in range(MOST_DRAFTS + 1)]
+        if not costs.drafts:
+            return 0
+        rates = [costs.rate(rows, count, self._acceptance.rate) for count in range(MOST_DRAFTS + 1)]
         best = rates.index(max(rates))
-        return best if rates[best] * min(1.0, self._made / self._expected) > GAIN * rates[0] else 0
+        return best if rates[best] * min(1.0, self._yield.rate) > GAIN * rates[0] else 0
+
+    @staticmethod
+    def _rest(costs: _Costs) -> None:
+        costs.rest, costs.looked_interval = costs.looked_interval, min(RAREST, 2 * costs.looked_interval)
 
     def _at(self, rows: int) -> _Costs:
         return self._costs.setdefault(rows if rows <= 4 else 4 * rows.bit_length(), _Costs())

@@ -49,7 +49,7 @@ def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True
     everything else together for a greedy row.
     """
     if not logprobs and all(row.is_argmax for row in rows):
-        return _greedy(argmax(logits).tolist())
+        return greedy(argmax(logits).tolist())
     if library.available(logits.dtype, logits.device) and logits.is_contiguous():
         return kernel_sampling.sample(logits, rows, logprobs=logprobs)
     return sample_by_torch(logits, rows, logprobs=logprobs)
@@ -58,11 +58,12 @@ def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True
 def sample_behind(decoder: Decoder, hidden: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True) -> Drawn:
     """`sample` from hidden states [B, E] behind the last layer; computes only the logits that the rows ask for."""
     if not logprobs and all(row.is_argmax for row in rows):
-        return _greedy(decoder.likeliest(hidden))
+        return greedy(decoder.likeliest(hidden))
     return sample(decoder.logits(hidden), rows, logprobs=logprobs)
 
 
-def _greedy(tokens: list[int]) -> Drawn:
+def greedy(tokens: list[int]) -> Drawn:
+    """Tokens of rows without log-probabilities."""
     missing = [math.nan] * len(tokens)
     return Drawn(tokens, missing, missing, {})
 

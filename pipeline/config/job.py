@@ -167,8 +167,8 @@ class JobScheduleConfig(ScheduleConfig):
 
     exact: bool = Field(
         False,
-        description="answer as full depth does, token for token: the schedule's layers draft tokens, full depth "
-        "verifies them; on CPUs",
+        description="answer as full depth does, token for token: the schedule's layers and prompt lookup draft tokens, "
+        "full depth verifies them; at speedup 1 prompt lookup alone; on CPUs",
     )
     unadapted: bool = Field(
         False, description="run a schedule that the checkpoint was not trained for; its text may be ruined"

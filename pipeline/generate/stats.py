@@ -20,8 +20,9 @@ def _unit(unit: str, total: str = "sum") -> Any:
     return field(metadata={"unit": unit, "total": total})
 
 
-# that older records lack
-LATER = {**dict.fromkeys(("drafted_tokens", "accepted_tokens", "verified_tokens"), 0), "label_counts": ""}
+DRAFTS = ("drafted_tokens", "accepted_tokens", "verified_tokens")
+LOOKUPS = ("looked_up_tokens", "accepted_lookup_tokens", "verified_lookup_tokens")
+LATER = {**dict.fromkeys((*DRAFTS, *LOOKUPS), 0), "label_counts": ""}  # that older records lack
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,12 @@ class ShardStats:
     decode_steps: int = _unit("tokens that were an input to decode")
     layer_steps: int = _unit("layers run over decode steps")
     full_layer_steps: int = _unit("layers run at full depth")
-    drafted_tokens: int = _unit("tokens that exact mode drafted")
-    accepted_tokens: int = _unit("drafted tokens that full depth confirmed")
-    verified_tokens: int = _unit("tokens that full depth computed for exact mode")
+    drafted_tokens: int = _unit("tokens that layers drafted, in exact mode")
+    accepted_tokens: int = _unit("of these, tokens that full depth sampled too")
+    verified_tokens: int = _unit("tokens that full depth computed to verify them")
+    looked_up_tokens: int = _unit("tokens that exact mode drafted by prompt lookup")
+    accepted_lookup_tokens: int = _unit("of these, tokens that full depth sampled too")
+    verified_lookup_tokens: int = _unit("tokens that full depth computed to verify them")
     padded_prompt_tokens: int = _unit("tokens computed in prefill, padding included")
     cache_bytes: int = _unit("bytes of the largest batch's cache", "max")
     peak_memory_bytes: int = _unit("bytes", "max")
@@ -206,6 +210,9 @@ class Totals:
     drafted_tokens: int
     accepted_tokens: int
     verified_tokens: int
+    looked_up_tokens: int
+    accepted_lookup_tokens: int
+    verified_lookup_tokens: int
     padded_prompt_tokens: int
     cache_bytes: int
     peak_memory_bytes: int

@@ -55,7 +55,9 @@ def log_memory_estimate(
     """
     model = config.model.with_library_engine() if config.scores else config.model
     need = actor_need(model, config.actors, checkpoint, batching)
-    if config.schedule.exact and checkpoint.adapter is not None:  # drafts have weights of their own
+    drafts = checkpoint.checkpoint.schedule(config.schedule.changes()) if config.schedule.exact else None
+    if checkpoint.adapter is not None and drafts is not None and not drafts.is_full_depth:
+        # layers that draft have weights of their own
         need = replace(need, weights=2 * need.weights)
     how = "scoring" if config.scores else batching.scheduler
     described = describe(need, config.model.dtype, config.actors)

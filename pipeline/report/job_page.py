@@ -21,6 +21,7 @@ from pipeline.generate.stats import STATS_SCHEMA, Totals, add_up, slowest_shards
 from pipeline.messages import one_line
 from pipeline.plan.manifest import Manifest
 from pipeline.report import prediction as predictions
+from pipeline.report.drafting import drafting
 from pipeline.report.figures import Histogram, compare, depths, error_kinds, lengths
 from pipeline.report.page import flat, quiet_matplotlib, render
 from pipeline.report.timeline import MEANINGS, PARTS, Timeline, least_busy, run_spans, timeline
@@ -84,6 +85,7 @@ def job_page(folder: Folder, manifest: Manifest, shards: pa.Table, prediction: d
         "totals": totals,
         "finished": totals.rows == manifest.rows,
         "scores": scores,
+        "drafting": drafting(totals),
         "skips": totals.layer_steps < totals.full_layer_steps or prompt_layers < schedule["num_layers"],
         "prompt_layers": prompt_layers,
         "decodes": totals.decode_steps > 0,

@@ -21,6 +21,7 @@ from pipeline.commit.table import recorded as table_records
 from pipeline.generate.stats import STATS_SCHEMA, ShardStats, Totals, slowest_shards
 from pipeline.messages import counted
 from pipeline.plan.manifest import Manifest
+from pipeline.report.drafting import drafting
 from pipeline.report.job_page import REPORT
 from pipeline.storage.folder import Folder
 
@@ -64,11 +65,12 @@ def print_report(console: Console, manifest: Manifest, shards: pa.Table, totals:
     answers = "" if totals.answers == totals.rows else f" ({totals.answers:,} answers)"
     answers_are_tokens = not (totals.decode_steps or _scores(manifest))
     made = "scored" if _scores(manifest) else "generated"
+    exact = "".join(f"{line}\n" for line in drafting(totals))
     console.print(
         f"\n{counted(totals.rows, 'row')}{answers} in {counted(totals.shards, 'shard')}, "
         f"{totals.errors:,} with an error; "
         f"{totals.prompt_tokens:,} prompt and {totals.generated_tokens:,} {made} tokens\n"
-        f"{_exact(totals)}{depth}\n"
+        f"{exact}{depth}\n"
         f"actor seconds: prefill {totals.prefill_seconds:.1f}{decode}, "
         f"all {totals.generate_seconds:.1f}; prepare {totals.prepare_seconds:.1f}, commit {totals.commit_seconds:.1f}; "
         f"padding {100 * totals.padding_fraction:.1f}%\n"
@@ -126,17 +128,6 @@ def _labels(totals: Totals) -> str:
         shown.append(("labels that are not counted by name", totals.unnamed_labels))
     answers = sum(count for _, count in shown)
     return "labels: " + ", ".join(f"{label} {count:,} ({count / answers:.1%})" for label, count in shown)
-
-
-def _exact(totals: Totals) -> str:
-    """Drafted, accepted and verified tokens; "" but in exact mode."""
-    if not totals.verified_tokens:
-        return ""
-    share = totals.accepted_tokens / totals.drafted_tokens
-    return (
-        f"exact: {totals.drafted_tokens:,} tokens drafted, {share:.0%} of them accepted; full depth verified "
-        f"{totals.verified_tokens:,}\n"
-    )
 
 
 def _cost(totals: Totals, unit: str) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +20,14 @@ from tiny_models import CONTEXT, LAYERS, tiny_model
 from actors.engine.constraint import Constraint
 from actors.engine.cpu import library
 from actors.engine.decoder import Decoder
-from actors.engine.draft_length import FIRST, MOST_DRAFTS, DraftLength, expected_tokens
+from actors.engine.draft_length import MOST_DRAFTS, DraftLength, Plan, Round
 from actors.engine.engine import Engine
-from actors.engine.exact import ExactEngine, draft_layers
+from actors.engine.exact import Drafter, ExactEngine, draft_layers
 from actors.engine.label_trie import ChoiceTrie
 from actors.engine.row import sample_rows
 from actors.engine.schedule import Schedule, ScheduleSpec
-from actors.engine.types import Completion, FinishReason, Request, SamplingParams
+from actors.engine.scheduler import generate
+from actors.engine.types import SCHEDULERS, Completion, FinishReason, Request, SamplingParams
 
 FULL = ScheduleSpec().build(LAYERS)
 HALF = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
@@ -36,26 +36,55 @@ HALF = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
 class Lengths(DraftLength):
     """Drafts of each round as given, again and again."""
 
-    def __init__(self, counts: Sequence[int]) -> None:
+    def __init__(self, counts: Sequence[int], looked_up: Sequence[int]) -> None:
         super().__init__()
-        self.counts, self.round = counts, 0
+        self.counts, self.looked_up_counts, self.round = counts, looked_up, 0
 
-    def choose(self, rows: int) -> int:
+    def choose(self, rows: int) -> Plan:
         self.round += 1
-        return self.counts[self.round % len(self.counts)]
+        count, most = (many[self.round % len(many)] for many in (self.counts, self.looked_up_counts))
+        return Plan(count, most)
+
+    def looked(self, *_: object) -> None:
+        pass
 
     def stepped(self, *_: object) -> None:
         pass
 
-    def drafted(self, *_: object, **__: object) -> None:
-        pass
+    def drafted(self, done: Round) -> None:
+        assert done.accepted <= done.judged <= done.drafted
 
 
-def exact(decoder: Decoder, drafts: Schedule = HALF, counts: Sequence[int] = (3,), **options: object) -> ExactEngine:
-    return ExactEngine(
-        decoder, FULL, options.pop("stop", STOP), drafter=options.pop("drafter", decoder), drafts=drafts,
-        length=Lengths(counts), **options
-    )  # type: ignore[arg-type]  # fmt: skip
+def exact(
+    decoder: Decoder,
+    drafts: Schedule | None = HALF,
+    counts: Sequence[int] = (3,),
+    looked_up: Sequence[int] = (0,),
+    *,
+    stop: Collection[int] = STOP,
+    drafter: Decoder | None = None,
+    **options: Any,
+) -> ExactEngine:
+    """counts, looked_up: of drafts by layers, and by lookup, in each round."""
+    own = None if drafts is None else Drafter(drafter or decoder, drafts)
+    counts = (0,) if drafts is None else counts
+    return ExactEngine(decoder, FULL, stop, drafter=own, length=Lengths(counts, looked_up), **options)
+
+
+def copying(count: int, seed: int) -> list[Request]:
+    """Random rows over few tokens, which come again in prompts and answers."""
+    rng, rows = random.Random(seed), []
+    for _ in range(count):
+        prompt = [rng.choice((11, 12, 13)) for _ in range(rng.randint(1, 20))]
+        sampling = SamplingParams(
+            max_new_tokens=rng.randint(1, 16),
+            min_new_tokens=0,
+            temperature=rng.choice([0.0, 0.0, 0.8]),
+            top_k=3,
+            repetition_penalty=rng.choice([1.0, 1.2, 0.1, 0.1]),  # below 1: the row repeats itself
+        )
+        rows.append(Request(prompt, sampling, key=rng.getrandbits(62)))
+    return rows
 
 
 def test_answers_equal_the_oracle_at_full_depth(decoder: Decoder, library: Decoder) -> None:
@@ -78,18 +107,55 @@ def test_rows_admitted_in_mid_flight_equal_the_oracle(decoder: Decoder, library:
     assert got == oracle_answers(library, FULL, rows, STOP, got)
 
 
+def test_what_is_looked_up_changes_no_answer(decoder: Decoder, library: Decoder) -> None:
+    """Of every family, without layers that draft and with them."""
+    rows = copying(6, seed=3)
+    for drafts in (None, HALF):
+        engine = exact(decoder, drafts, counts=(0, 2), looked_up=(MOST_DRAFTS, 1, 0, 3))
+        answers = answer(engine, rows)
+        for row, got in zip(rows, answers, strict=True):
+            assert list(got.token_ids) == oracle(library, FULL, row, STOP, got.token_ids)
+        stats = engine.take_stats()
+        assert 0 < stats.accepted_lookup_tokens <= stats.looked_up_tokens < stats.verified_lookup_tokens
+        assert (stats.drafted_tokens > 0) == (drafts is not None)
+        assert stats.decode_steps == sum(len(got.token_ids) - 1 for got in answers)
+
+
 @thoroughly
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    drafts=any_schedule(),
+    drafts=st.none() | any_schedule(),
     counts=st.lists(st.integers(0, MOST_DRAFTS), min_size=1, max_size=5),
+    looked_up=st.lists(st.integers(0, MOST_DRAFTS), min_size=1, max_size=4),
+    copies=st.booleans(),
     seed=st.integers(0, 10**6),
 )
 def test_any_drafts_equal_the_oracle(
-    decoder: Decoder, library: Decoder, drafts: Schedule, counts: list[int], seed: int
+    decoder: Decoder,
+    library: Decoder,
+    drafts: Schedule | None,
+    counts: list[int],
+    looked_up: list[int],
+    copies: bool,
+    seed: int,
 ) -> None:
-    rows = requests(4, seed=seed, sampled=True, most_new=10, longest=12)
-    for row, got in zip(rows, answer(exact(decoder, drafts, counts), rows), strict=True):
+    rows = copying(4, seed) if copies else requests(4, seed=seed, sampled=True, most_new=10, longest=12)
+    engine = exact(decoder, drafts, counts, looked_up)
+    for row, got in zip(rows, answer(engine, rows, max_rows=1 + seed % 4), strict=True):
+        assert list(got.token_ids) == oracle(library, FULL, row, STOP, got.token_ids)
+
+
+@thoroughly
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 10**6), scheduler=st.sampled_from(SCHEDULERS), max_rows=st.integers(1, 7))
+def test_measured_lengths_equal_the_oracle(
+    decoder: Decoder, library: Decoder, seed: int, scheduler: str, max_rows: int
+) -> None:
+    """Lengths that this machine's seconds choose, under both schedulers."""
+    rows = copying(5, seed) + requests(4, seed=seed, sampled=True)
+    engine = ExactEngine(decoder, FULL, STOP, drafter=Drafter(decoder, HALF))
+    answers = generate(engine, rows, budget_bytes=2**40, max_rows=max_rows, scheduler=scheduler)
+    for row, got in zip(rows, answers, strict=True):
         assert list(got.token_ids) == oracle(library, FULL, row, STOP, got.token_ids)
 
 
@@ -130,10 +196,10 @@ def test_log_probabilities_stop_strings_choices_and_samples_are_full_depths(deco
         Request([11, 3, 70], sampling, constraint=labels),
         Request([11, 3, 70], replace(sampling, temperature=1.0), key=3, constraint=labels),
     ]
-    for got, want in zip(
-        answer(exact(decoder, counts=(4,)), rows), answer(Engine(decoder, FULL, STOP), rows), strict=True
-    ):
-        alike(got, want)
+    wanted = answer(Engine(decoder, FULL, STOP), rows)
+    for engine in (exact(decoder, counts=(4,)), exact(decoder, None, looked_up=(5,)), exact(decoder, looked_up=(3,))):
+        for got, want in zip(answer(engine, rows), wanted, strict=True):
+            alike(got, want)
 
 
 @thoroughly
@@ -177,11 +243,12 @@ def test_bfloat16_answers_are_those_of_full_depth_on_the_same_kernels() -> None:
         decoder.prepare_for_cpu()
         if library.multiplies(torch.bfloat16, decoder.device):
             assert (decoder.stack is not None) == (family not in ("gpt2", "gemma"))
-        rows = requests(12, seed=8, most_new=30) + requests(12, seed=8, sampled=True, most_new=30)
+        rows = requests(12, seed=8, most_new=30) + requests(6, seed=8, sampled=True, most_new=30) + copying(6, seed=8)
         want = answer(Engine(decoder, FULL, STOP), rows)
         for max_rows in (1, 7, 24):
-            got = answer(exact(decoder, counts=(4, 2)), rows, max_rows=max_rows)
-            assert [one.token_ids for one in got] == [one.token_ids for one in want]
+            for drafts, looked_up in ((HALF, (0,)), (HALF, (3, 0)), (None, (MOST_DRAFTS,))):
+                got = answer(exact(decoder, drafts, (4, 2), looked_up), rows, max_rows=max_rows)
+                assert [one.token_ids for one in got] == [one.token_ids for one in want]
 
 
 @thoroughly
@@ -208,45 +275,3 @@ def test_draft_layers_are_those_of_the_mean_depth() -> None:
     schedule = Schedule(LAYERS, (5, 3, 1), (3, 0, 5, 1, 4, 2), 0)
     assert draft_layers(schedule) == (0, 3, 5)
     assert draft_layers(FULL) == tuple(range(LAYERS))
-
-
-def played(
-    length: DraftLength, rows: int, plain: float, draft: float, token: float, acceptance: float, rounds: int = 1500
-) -> tuple[float, float]:
-    """Tokens a row per second of simulated rounds, and of plain steps."""
-    seconds, tokens, owed = 0.0, 0, 0.0
-    for _ in range(rounds):
-        count = length.choose(rows)
-        if count == 0:
-            length.stepped(rows, plain)
-            seconds, tokens = seconds + plain, tokens + 1
-            continue
-        owed += expected_tokens(count, acceptance)
-        made, owed = math.floor(owed), owed - math.floor(owed)
-        verify = plain + token * count
-        length.drafted(
-            rows, count, draft * count, verify, accepted=made - 1, judged=min(made, count), tokens=rows * made
-        )
-        seconds, tokens = seconds + draft * count + verify, tokens + made
-    return tokens / seconds, 1 / plain
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    rows=st.integers(1, 64),
-    draft=st.floats(0.05, 1.0),
-    token=st.floats(0.0, 1.0),
-    acceptance=st.floats(0.0, 0.99),
-)
-def test_drafting_never_loses_and_finds_what_pays(rows: int, draft: float, token: float, acceptance: float) -> None:
-    rate, plain = played(DraftLength(), rows, 1.0, draft, token, acceptance)
-    best = max(expected_tokens(count, acceptance) / (1 + count * (draft + token)) for count in range(MOST_DRAFTS + 1))
-    assert rate >= 0.98 * plain
-    assert rate >= 0.8 * best
-
-
-def test_a_length_is_chosen_for_each_number_of_rows() -> None:
-    length = DraftLength()
-    played(length, 2, 1.0, 0.1, 0.02, 0.9)
-    played(length, 60, 1.0, 0.5, 0.9, 0.9)
-    assert length.choose(2) > FIRST and length.choose(60) == 0

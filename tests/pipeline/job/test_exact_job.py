@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,13 @@ from random_adapter import random_adapter
 from actors.engine.cpu import library
 from actors.engine.errors import UserError
 from actors.engine.schedule import ScheduleSpec
+from pipeline import job as jobs
 from pipeline.config.job import JobConfig
 from pipeline.estimate.run import estimate
-from pipeline.report.summary import _exact
+from pipeline.report.drafting import drafting
+from pipeline.report.job_page import write_report
+from pipeline.runtime.signals import Interrupted
+from pipeline.storage.folder import open_folder
 from pipeline.try_rows import answer_first_rows
 
 ROWS = 12
@@ -56,10 +62,44 @@ def test_answers_are_those_of_full_depth(inputs: Path, checkpoint: Path, tmp_pat
     assert totals.layer_ratio == 1.0 and totals.mean_depth == 4
     if library.multiplies(torch.bfloat16, torch.device("cpu")):
         assert totals.drafted_tokens > 0 and totals.verified_tokens > totals.drafted_tokens >= totals.accepted_tokens
-        assert f"{totals.drafted_tokens:,} tokens drafted" in _exact(totals)
+        assert f"exact: {totals.drafted_tokens:,} tokens drafted by layers" in drafting(totals)[0]
     assert run_in_process(exact).fresh_rows == 0
     tried = answer_first_rows(exact, 2)
     assert [one.token_ids for row in tried for one in row.answers] == [row["token_ids"] for row in answers[:4]]
+
+
+def test_prompt_lookup_alone_and_a_run_that_was_stopped(
+    inputs: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At speedup 1, with answers that repeat themselves; the same command goes on, and the answers are the same."""
+    sampling = {"max_new_tokens": 40, "repetition_penalty": 0.05, "ignore_eos": True}
+    actors = {"threads": 1, "scheduler": "refill", "max_batch": 2}
+    changes: dict[str, Any] = {"sampling": sampling, "actors": actors, "shard_rows": 4}
+    run_in_process(config(inputs, tmp_path / "full", checkpoint, schedule={"speedup": 1.0}, **changes))
+    exact = config(inputs, tmp_path / "exact", checkpoint, schedule={"speedup": 1.0, "exact": True}, **changes)
+    commit_shards = jobs.commit_shards
+
+    def signalled(*arguments: Any, **named: Any) -> Any:
+        monkeypatch.setattr(jobs, "commit_shards", commit_shards)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return commit_shards(*arguments, **named)
+
+    monkeypatch.setattr(jobs, "commit_shards", signalled)
+    with pytest.raises(Interrupted):
+        run_in_process(exact)
+    result = run_in_process(exact)
+    assert 0 < result.fresh_rows < ROWS
+    totals = result.totals
+    assert answered_rows(tmp_path / "exact") == answered_rows(tmp_path / "full")
+    assert totals.drafted_tokens == 0
+    if library.multiplies(torch.bfloat16, torch.device("cpu")):
+        assert totals.verified_lookup_tokens > totals.looked_up_tokens >= totals.accepted_lookup_tokens > 0
+        assert f"exact: {totals.looked_up_tokens:,} tokens looked up" in drafting(totals)[0]
+        write_report(open_folder(exact.output.path, exact.storage), result.manifest, exact)
+        assert "tokens looked up" in (tmp_path / "exact" / "_job" / "report.html").read_text()
+        stats = pq.read_table(tmp_path / "exact" / "_job" / "stats.parquet")
+        assert sum(stats["looked_up_tokens"].to_pylist()) == totals.looked_up_tokens
+    assert run_in_process(exact).fresh_rows == 0
 
 
 def test_another_mode_is_another_job(inputs: Path, checkpoint: Path, tmp_path: Path) -> None:
@@ -74,8 +114,7 @@ def test_what_exact_mode_lacks_is_refused_in_one_line(inputs: Path, checkpoint: 
         with pytest.raises(ValueError, match=message):
             run_in_process(config(inputs, tmp_path / "out", checkpoint, schedule=schedule, **changes))
 
-    refused("give schedule.speedup", schedule={"speedup": 1.0})
-    refused("give schedule.speedup", schedule={"speedup": 1.1, "horizon": 4})  # rounded, all four layers
+    refused("give a higher schedule.speedup", schedule={"speedup": 1.1, "horizon": 4})  # rounded, all four layers
     refused("runs on CPUs", actors={"gpus": 1})
     refused("runs on CPUs", model={"path": str(checkpoint), "compile": True})
     with pytest.raises(UserError, match=r"schedule\.exact: plan predicts"):
