@@ -16,7 +16,8 @@ from statistics import median
 from actors.engine.lookup import Acceptance
 
 MOST_DRAFTS = 8
-FIRST = 1  # drafts of a round that only measures
+FIRST = 1  # drafts of the layers in a round that only measures
+MEASURED = 4  # tokens that are looked up in such a round: the seconds of one are less than those of other work beside
 KEPT = 7  # newest measurements, of which the median counts: a step beside other work takes twice as long
 NEEDED = 3  # measurements before the first choice
 JUDGED = 64.0  # drafts over which acceptance is taken, about; tokens for the yield
@@ -24,7 +25,7 @@ GAIN = 1.1  # drafting must promise so many times the tokens per second of plain
 WORTH = 1.2  # a draft that is looked up must promise so many times what it costs
 PROBE, RAREST = 32, 1024  # plain steps between two rounds that only measure: at first, and at most
 LOOKED = 16  # steps after which looking up is judged
-LOSS = 0.005  # share of their seconds that it may lose then
+LOSS = 0.005  # share that it may lose then
 
 
 @dataclass(frozen=True)
@@ -84,24 +85,35 @@ class _Costs:
     def __init__(self) -> None:
         self.plain: deque[float] = deque(maxlen=KEPT)
         self.drafts: deque[float] = deque(maxlen=KEPT)
-        self.tokens: deque[float] = deque(maxlen=KEPT)
+        self.tokens: deque[tuple[float, int]] = deque(maxlen=KEPT)  # each, and how many tokens it is the mean of
         self.rounds = self.steps = 0  # since the other was last measured
         self.interval = PROBE
         self.best = 0  # drafts, by the measurements so far
         self.looked = self.rest = 0  # steps since looking up was judged; steps without it that are left
         self.looked_interval = PROBE
-        self.lost = self.seconds = 0.0  # s: what looking up lost, and all that these steps took
+        self.made = self.spent = 0.0  # in these steps: tokens and seconds, each over those of a plain step
+        self.gain = 1.0  # of these steps over plain ones, when last judged
 
     def rate(self, rows: int, count: int, acceptance: float) -> float:
         """Tokens per second of a row with `count` drafts of the layers."""
         seconds = median(self.plain)
         if count:
-            seconds += count * (median(self.drafts) + rows * median(self.tokens))
+            seconds += count * (median(self.drafts) + rows * self.token)
         return expected_tokens(count, acceptance) / max(seconds, 1e-9)
+
+    @property
+    def token(self) -> float:
+        """Seconds of a further token that is verified."""
+        ordered, half = sorted(self.tokens), sum(tokens for _, tokens in self.tokens) / 2
+        for seconds, tokens in ordered:
+            half -= tokens
+            if half <= 0:
+                return seconds
+        return 0.0  # nothing is known
 
     def share(self, rows: int) -> float:
         """Seconds of a further token that is verified, as a share of those of a plain step's token."""
-        return median(self.tokens) * rows / max(median(self.plain), 1e-9)
+        return self.token * rows / max(median(self.plain), 1e-9)
 
 
 class DraftLength:
@@ -133,10 +145,10 @@ class DraftLength:
         if costs.rest > 0:
             costs.rest -= 1
             return Plan(count)
-        measuring = Plan(count, FIRST, total=math.ceil(rows / 4))
+        measuring = Plan(count, MEASURED, total=max(MEASURED, math.ceil(rows / 4)))
         if len(costs.tokens) < NEEDED:
             return measuring
-        least = WORTH * costs.share(rows)
+        least = WORTH * costs.share(rows) * costs.gain  # a further draft must yield more than the others do
         if least < 1:
             return Plan(count, MOST_DRAFTS, least)
         self._rest(costs)
@@ -145,16 +157,17 @@ class DraftLength:
     def looked(self, rows: int, seconds: float, drafts: int, accepted: int) -> None:
         """Looking up for a step took so long; `accepted` of these drafts were tokens that no plain step had to make."""
         costs = self._at(rows)
-        plain, token = median(costs.plain), median(costs.tokens) if costs.tokens else 0.0
+        plain = median(costs.plain)
         costs.looked += 1
-        costs.seconds += plain
-        costs.lost += seconds + drafts * token - accepted * plain / rows
+        costs.made += 1 + accepted / rows
+        costs.spent += 1 + (seconds + drafts * costs.token) / max(plain, 1e-9)
         if costs.looked >= LOOKED:
-            if costs.lost > LOSS * costs.seconds:
+            costs.gain = max(1.0, costs.made / costs.spent)
+            if costs.made < (1 - LOSS) * costs.spent:
                 self._rest(costs)
             else:
                 costs.looked_interval = PROBE
-            costs.looked, costs.lost, costs.seconds = 0, 0.0, 0.0
+            costs.looked, costs.made, costs.spent = 0, 0.0, 0.0
 
     def stepped(self, rows: int, seconds: float) -> None:
         """A plain step has taken so long."""
@@ -167,7 +180,7 @@ class DraftLength:
     def drafted(self, done: Round) -> None:
         """A round is done."""
         costs, further = self._at(done.rows), done.drafted + done.looked_up
-        costs.tokens.append(max(0.0, done.verify_seconds - median(costs.plain)) / further)
+        costs.tokens.append((max(0.0, done.verify_seconds - median(costs.plain)) / further, further))
         costs.rounds += 1
         if not done.steps:
             return
@@ -194,6 +207,8 @@ class DraftLength:
     @staticmethod
     def _rest(costs: _Costs) -> None:
         costs.rest, costs.looked_interval = costs.looked_interval, min(RAREST, 2 * costs.looked_interval)
+        while len(costs.tokens) > 1:  # behind the rest it is measured again
+            costs.tokens.popleft()
 
     def _at(self, rows: int) -> _Costs:
         return self._costs.setdefault(rows if rows <= 4 else 4 * rows.bit_length(), _Costs())

@@ -1,34 +1,55 @@
-"""Exact mode against full depth: tokens per second at several numbers of rows in flight, the same answers.
+"""Exact mode against full depth: tokens per second of decode at several numbers of rows in flight, the same answers.
 
-    .venv/bin/python tests/benchmarks/exact_speed.py [--speeds 3,5,8] [--rows 1,2,4,8,32] [--runs 3]
-    .venv/bin/python tests/benchmarks/exact_speed.py --checkpoint work/real/model \\
-        --speed-adapter configs/real/speed-adapter --pairs work/real/text/adapt/held-out.parquet
+    .venv/bin/python tests/benchmarks/exact_speed.py [--workload demo] [--speeds 3,5] [--rows 1,2,4,8,32] [--runs 3]
+    .venv/bin/python tests/benchmarks/exact_speed.py --checkpoint work/real/model --workload rewrite --speeds ""
+    .venv/bin/python tests/benchmarks/exact_speed.py --checkpoint work/real/model --workload long-tailed --whole
 
-By default the demo checkpoint and demo prompts; --pairs: a Parquet file with a column `prompt` of token ids, as
-`skipdecode adapt` leaves it. bf16, two threads, refill; contestants run in turn after one warm-up round, medians are
-shown. A speed is that of the layers that draft. The last line is one JSON object.
+Workloads: demo: its prompts. rewrite: texts of E2E's references, to write again without mistakes. extract: passages of
+QMSum's meetings, to quote from. long-tailed: E2E's facts; lengths of the answers lognormal around 48 tokens, which the
+engine meets only as rows end. --pairs: a Parquet file with a column `prompt` of token ids, as `skipdecode adapt` leaves
+it. Without the data sets: exit status 3.
+
+Contestants: 1x; lookup: prompt lookup alone; of each speed, drafts of its layers and prompt lookup. bf16, refill;
+contestants run in turn after a warm-up round, medians are shown: of wall clock, and of the processor's seconds, which
+other work disturbs less (give --threads 1: threads that wait for another spin). --whole: whole jobs in this process in
+place of rows in flight: read, answered at most 32 together, committed; in rows per second. The last line is one JSON
+object.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
+from workloads import DATA
 
 from actors.answers import Answer, Prompt
-from actors.engine.exact import ExactEngine, draft_layers
+from actors.engine.loading import load_tokenizer
+from actors.engine.types import EngineStats
 from actors.generator import Generator
+from pipeline import job as jobs
+from pipeline.backends.in_process import InProcess
+from pipeline.config.job import JobConfig
 from pipeline.demo_data import write_prompts
 
 CHECKPOINT = "configs/demo/checkpoint"
 ROUNDS = 4  # of rows: so many times the rows in flight are answered, and at least LEAST
 LEAST = 8
+TOGETHER = 32  # rows of a whole job
+MEDIAN, SIGMA = 48, 0.8  # tokens of long-tailed answers
+PASSAGE = 2400  # characters of a meeting
+NO_DATA = 3  # exit status
+Made = tuple[str, dict[str, Any]]  # prompt, and the row's own sampling parameters
 
 
 def main() -> None:
@@ -36,16 +57,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--checkpoint", default=CHECKPOINT)
     parser.add_argument("--speed-adapter")
+    parser.add_argument("--workload", default="demo", choices=["demo", *MAKERS])
     parser.add_argument("--pairs", type=Path)
-    parser.add_argument("--speeds", default="3,5,8", help="nominal, of drafts")
+    parser.add_argument("--speeds", default="3,5", help="nominal, of the layers that draft; '' for lookup alone")
     parser.add_argument("--horizon", type=int, help="default the checkpoint's")
-    parser.add_argument("--rows", default="1,2,4,8,32", help="in flight")
+    parser.add_argument("--rows", default="1,2,4,8,32", help="in flight; with --whole the job's rows")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--whole", action="store_true")
     given = parser.parse_args()
+    if given.workload != "demo" and not (DATA / SOURCES[given.workload]).is_dir():
+        print(f"skipped: the data sets are not in {DATA}", file=sys.stderr)
+        sys.exit(NO_DATA)
+    drafts: dict[str, dict[str, Any] | None] = {"1x": None, "lookup": {"speedup": 1.0}}
+    for speed in map(float, filter(None, given.speeds.split(","))):
+        drafts[f"{speed:g}x"] = {"speedup": speed} | ({} if given.horizon is None else {"horizon": given.horizon})
+    counts = list(map(int, given.rows.split(",")))
+    print(
+        "rows  drafts  tokens/s  of 1x  of 1x, processor  layers' accepted  looked up  tokens a step  answers as at 1x"
+    )
+    found: dict[str, Any] = {}
+    if given.whole:
+        for rows in counts:
+            found[str(rows)] = _shown(rows, _whole_jobs(given, drafts, rows))
+    else:
+        found = _engines(given, drafts, counts)
+    print(json.dumps(found))
+
+
+def _engines(given: argparse.Namespace, drafts: dict[str, dict[str, Any] | None], counts: list[int]) -> dict[str, Any]:
+    """One engine of each contestant, which answers the same rows with different numbers of them in flight."""
     options: dict[str, Any] = {
         "sampling": {"max_new_tokens": given.tokens, "temperature": given.temperature},
         "dtype": given.dtype,
@@ -54,70 +98,167 @@ def main() -> None:
         "cumulative_logprob": False,
         "schedule": {"speedup": 1.0},
     }
-    generators = {"1x": Generator(given.checkpoint, **options)}
-    for speed in map(float, given.speeds.split(",")):
-        drafts = {"speedup": speed} | ({} if given.horizon is None else {"horizon": given.horizon})
-        generators[f"{speed:g}x"] = Generator(
-            given.checkpoint, speed_adapter=given.speed_adapter, drafts=drafts, **options
-        )
-    prompts = _prompts(generators["1x"], given.pairs, max(map(int, given.rows.split(","))) * ROUNDS)
-    found: dict[str, Any] = {}
-    print("rows  drafts  layers  tokens/s  of 1x  accepted  tokens a step of a row  answers as at 1x")
-    for rows in map(int, given.rows.split(",")):
+    generators = {
+        name: Generator(given.checkpoint, drafts=keys, speed_adapter=_adapter(given, keys), **options)
+        for name, keys in drafts.items()
+    }
+    prompts = _prompts(given, max(LEAST, max(counts) * ROUNDS))
+    found = {}
+    for rows in counts:
         some = prompts[: max(LEAST, rows * ROUNDS)]
-        found[str(rows)] = _measure(generators, some, rows, given.runs)
-        for name, line in found[str(rows)].items():
-            shown = f"{rows:4}  {name:>6}  {line['layers']:6}  {line['tokens_per_second']:8,.0f}  {line['of_1x']:5.2f}"
-            if name != "1x":
-                shown += f"  {line['accepted']:8.2f}  {line['tokens_a_step']:22.2f}  {line['same']:16.3f}"
-            print(shown, flush=True)
-    print(json.dumps(found))
 
-
-def _prompts(generator: Generator, pairs: Path | None, count: int) -> list[Prompt]:
-    if pairs is not None:
-        ids = pq.read_table(pairs, columns=["prompt"])["prompt"].to_pylist()[:count]
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            write_prompts(Path(folder), count, 1, seed=1)
-            ids = generator.tokenizer(pq.read_table(folder)["prompt"].to_pylist())["input_ids"]
-    return [Prompt(one, "bench", row) for row, one in enumerate(ids)]
-
-
-def _measure(generators: dict[str, Generator], prompts: list[Prompt], rows: int, runs: int) -> dict[str, Any]:
-    """Decode's tokens per second of each, and what was drafted for it."""
-    rates: dict[str, list[float]] = {name: [] for name in generators}
-    answers: dict[str, list[Answer]] = {}
-    stats: dict[str, Any] = {}
-    for run in range(runs + 1):
-        for name, one in generators.items():
+        def run(name: str, some: list[Prompt] = some, rows: int = rows) -> tuple[list[Any], EngineStats, float]:
+            one = generators[name]
             one.max_batch = rows
             one.take_stats()
-            began = time.perf_counter()
-            answers[name] = one.answer(prompts)
-            seconds = time.perf_counter() - began
-            stats[name] = one.take_stats()
-            if run:
-                rates[name].append(stats[name].decode_steps / (seconds - stats[name].prefill_seconds))
-    lines: dict[str, Any] = {}
-    for name, one in generators.items():
-        is_exact = isinstance(one.engine, ExactEngine)
-        line = {
-            "layers": len(draft_layers(one.engine.drafts)) if is_exact else one.schedule.num_layers,
+            began = time.process_time()
+            answers = [answer.token_ids for answer in one.answer(some)]
+            return answers, one.take_stats(), time.process_time() - began
+
+        found[str(rows)] = _shown(rows, _in_turn(list(drafts), run, given.runs))
+    return found
+
+
+def _adapter(given: argparse.Namespace, keys: dict[str, Any] | None) -> str | None:
+    """A speed adapter is of the layers that draft."""
+    return None if keys is None or keys["speedup"] == 1 else given.speed_adapter
+
+
+def _whole_jobs(given: argparse.Namespace, drafts: dict[str, dict[str, Any] | None], rows: int) -> dict[str, Any]:
+    """Whole jobs of each contestant over the same rows."""
+    with tempfile.TemporaryDirectory() as folder:
+        table = [{"prompt": ids.ids, "sampling": dict(ids.sampling)} for ids in _prompts(given, rows)]
+        text = load_tokenizer(given.checkpoint)
+        for row in table:
+            row["prompt"] = text.decode(row["prompt"])
+        pq.write_table(pa.Table.from_pylist(table), f"{folder}/in.parquet")
+
+        def run(name: str) -> tuple[list[Any], EngineStats, float]:
+            keys = drafts[name]
+            model = {"path": given.checkpoint, "dtype": given.dtype}
+            adapter = _adapter(given, keys)
+            config = JobConfig.model_validate(
+                {
+                    "input": {"path": f"{folder}/in.parquet", "sampling": "sampling"},
+                    "output": {"path": f"{folder}/{name}-{time.time_ns()}", "token_ids": True},
+                    "model": model if adapter is None else {**model, "speed_adapter": adapter},
+                    "schedule": {"speedup": 1.0} if keys is None else {**keys, "exact": True},
+                    "sampling": {"max_new_tokens": given.tokens, "temperature": given.temperature},
+                    "actors": {"threads": given.threads, "scheduler": "refill", "max_batch": TOGETHER},
+                    "shard_rows": max(1, rows // 4),
+                }
+            )
+            began = time.process_time()
+            totals = jobs.run(config, backend=InProcess()).totals
+            seconds = time.process_time() - began
+            parts = sorted(Path(config.output.path).glob("part-*.parquet"))
+            answers = [ids for part in parts for ids in pq.read_table(part)["token_ids"].to_pylist()]
+            names = EngineStats.__dataclass_fields__
+            stats = EngineStats(**{name: getattr(totals, name) for name in names if hasattr(totals, name)})
+            return answers, stats, seconds
+
+        return _in_turn(list(drafts), run, given.runs)
+
+
+def _in_turn(names: list[str], run: Callable[[str], tuple[list[Any], EngineStats, float]], runs: int) -> dict[str, Any]:
+    """Medians of each contestant; run returns answers, counts and the processor's seconds."""
+    rates: dict[str, list[float]] = {name: [] for name in names}
+    processor: dict[str, list[float]] = {name: [] for name in names}
+    answers: dict[str, list[Answer]] = {}
+    stats: dict[str, EngineStats] = {}
+    for number in range(runs + 1):
+        for name in names:
+            answers[name], stats[name], seconds = run(name)
+            if number:
+                rates[name].append(stats[name].decode_steps / stats[name].decode_seconds)
+                processor[name].append(seconds)
+    lines = {}
+    for name, one in stats.items():
+        rounds = one.verified_tokens - one.drafted_tokens + one.verified_lookup_tokens - one.looked_up_tokens  # of rows
+        extra = one.accepted_tokens + one.accepted_lookup_tokens
+        lines[name] = {
             "tokens_per_second": statistics.median(rates[name]),
             "of_1x": statistics.median(rates[name]) / statistics.median(rates["1x"]),
+            "processor_of_1x": statistics.median(processor["1x"]) / statistics.median(processor[name]),
+            "drafted": one.drafted_tokens,
+            "accepted": one.accepted_tokens / max(1, one.drafted_tokens),
+            "looked_up": one.looked_up_tokens,
+            "accepted_lookups": one.accepted_lookup_tokens / max(1, one.looked_up_tokens),
+            "rounds_of_rows": rounds,
+            "tokens_a_step": one.decode_steps / max(1, one.decode_steps - extra),
+            "same": sum(a == b for a, b in zip(answers[name], answers["1x"], strict=True)) / len(answers["1x"]),
         }
-        if is_exact:
-            one_stats = stats[name]
-            rounds = one_stats.verified_tokens - one_stats.drafted_tokens  # of rows
-            in_rounds = rounds + one_stats.accepted_tokens
-            same = sum(a.token_ids == b.token_ids for a, b in zip(answers[name], answers["1x"], strict=True))
-            line["accepted"] = one_stats.accepted_tokens / max(1, one_stats.drafted_tokens)
-            line["tokens_a_step"] = one_stats.decode_steps / max(1, one_stats.decode_steps - in_rounds + rounds)
-            line["same"] = same / len(prompts)
-        lines[name] = line
     return lines
 
+
+def _shown(rows: int, lines: dict[str, Any]) -> dict[str, Any]:
+    for name, one in lines.items():
+        layers = f"{one['accepted']:.2f} of {one['drafted']:,}"
+        looked_up = f"{one['accepted_lookups']:.2f} of {one['looked_up']:,}"
+        speed = f"{one['tokens_per_second']:8,.0f}  {one['of_1x']:5.2f}  {one['processor_of_1x']:16.2f}"
+        rest = f"{layers:>16}  {looked_up:>9}  {one['tokens_a_step']:13.2f}  {one['same']:16.3f}"
+        print(f"{rows:4}  {name:>6}  {speed}  {rest}", flush=True)
+    return lines
+
+
+def _prompts(given: argparse.Namespace, count: int) -> list[Prompt]:
+    """The workload's rows, the same in every run."""
+    tokenizer = load_tokenizer(given.checkpoint)
+    if given.pairs is not None:
+        ids = pq.read_table(given.pairs, columns=["prompt"])["prompt"].to_pylist()[:count]
+        return [Prompt(one, "bench", row) for row, one in enumerate(ids)]
+    if given.workload == "demo":
+        with tempfile.TemporaryDirectory() as folder:
+            write_prompts(Path(folder), count, 1, seed=1)
+            made: list[Made] = [(text, {}) for text in pq.read_table(folder)["prompt"].to_pylist()]
+        ids = tokenizer([text for text, _ in made])["input_ids"]
+    else:
+        made = MAKERS[given.workload](random.Random(given.workload), count)
+        chats = [[{"role": "user", "content": text}] for text, _ in made]
+        ids = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+    return [Prompt(one, "bench", row, sampling=own) for row, (one, (_, own)) in enumerate(zip(ids, made, strict=True))]
+
+
+def _rows(name: str, chance: random.Random, count: int) -> list[dict[str, Any]]:
+    table = pq.read_table(DATA / name / "test.parquet", columns=["prompt", "references"]).to_pylist()
+    return chance.choices(table, k=count)
+
+
+def rewrite(chance: random.Random, count: int) -> list[Made]:
+    """Texts to write again."""
+    rows = _rows("e2e", chance, count)
+    asked = "Correct the spelling mistakes in this text. Answer with the whole text and nothing else.\n\n"
+    return [(asked + " ".join(row["references"][:3]), {}) for row in rows]
+
+
+def extract(chance: random.Random, count: int) -> list[Made]:
+    """A meeting's passage, and a question whose answer is a quotation."""
+    made: list[Made] = []
+    for row in _rows("qmsum", chance, count):
+        question, _, meeting = row["prompt"].partition("\n")
+        passage = meeting[:PASSAGE].rsplit("\n", 1)[0]
+        asked = f"Quote, word for word, what was said in this meeting that answers the question: {question}"
+        made.append((f"{passage}\n\n{asked}", {}))
+    return made
+
+
+def long_tailed(chance: random.Random, count: int) -> list[Made]:
+    """Facts to text, with lengths that have a long tail."""
+    rows = _rows("e2e", chance, count)
+    lengths = [min(512, max(2, round(MEDIAN * chance.lognormvariate(0, SIGMA)))) for _ in rows]
+    asked = "Write about this restaurant, in full sentences: "
+    return [
+        (asked + row["prompt"], {"max_new_tokens": length, "ignore_eos": True})
+        for row, length in zip(rows, lengths, strict=True)
+    ]
+
+
+MAKERS: dict[str, Callable[[random.Random, int], list[Made]]] = {
+    "rewrite": rewrite,
+    "extract": extract,
+    "long-tailed": long_tailed,
+}
+SOURCES = {"rewrite": "e2e", "extract": "qmsum", "long-tailed": "e2e"}
 
 if __name__ == "__main__":
     main()
