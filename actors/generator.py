@@ -44,7 +44,8 @@ class Generator:
         schedule: Keys of a job's `schedule` section, on top of the schedule that the checkpoint stores. None scores at
             full depth.
         drafts: Keys of a second schedule, for exact mode on CPUs: its layers, with the speed adapter if there is one,
-            draft tokens, and full depth verifies them. The answers are full depth's; `schedule` must be too.
+            and prompt lookup draft tokens, and full depth verifies them; at full depth prompt lookup alone. The answers
+            are full depth's; `schedule` must be too.
         unadapted: Run a schedule that the checkpoint was not trained for; its text may be ruined.
         sampling: Fields of `SamplingParams`.
         choices: Labels; every answer is one of them.
@@ -157,6 +158,20 @@ class Generator:
         other.schedule = schedule
         other.engine = self.engine.at(schedule)
         other.max_batch = self.max_batch if max_batch is None else max_batch
+        return other
+
+    def exact(self, drafter: Generator | None = None) -> Generator | None:
+        """Full depth's answers by the same weights in exact mode; None where it would draft nothing.
+
+        drafter: whose schedule and weights draft, beside prompt lookup; only one of the three may have rows in flight.
+        """
+        from actors.engine.exact import exact_engine
+
+        engine = exact_engine(self.engine, None if drafter is None else drafter.engine)
+        if engine is None:
+            return None
+        other = copy.copy(self)
+        other.engine, other.schedule = engine, engine.schedule
         return other
 
     def schedule_at(self, speedup: float) -> Schedule:

@@ -28,7 +28,7 @@ from actors.engine.decoder import Decoder
 from actors.engine.draft_length import MOST_DRAFTS, DraftLength, Plan, Round, expected_tokens
 from actors.engine.engine import Engine
 from actors.engine.lookup import SIZES, Acceptance, Lookup, Match
-from actors.engine.protocol import Ended
+from actors.engine.protocol import Ended, EngineProtocol
 from actors.engine.row import Row, record, sample_rows
 from actors.engine.row_sampling import RowSampling
 from actors.engine.sampling import greedy, sample_behind
@@ -110,6 +110,7 @@ class ExactEngine(Engine):
             schedule,
             self.stop_ids,
             drafter=self.drafter,
+            length=self.length,  # what was measured holds for it too
             cumulative_logprob=self.cumulative_logprob,
         )
 
@@ -326,6 +327,23 @@ class ExactEngine(Engine):
             guess = self._guesses[row.ticket] = RowSampling(params, row.sampling.key)
         guess.drawn = row.sampling.drawn + number
         return guess
+
+
+def exact_engine(engine: EngineProtocol, drafter: EngineProtocol | None = None) -> ExactEngine | None:
+    """Exact mode over the weights of an engine; None where its layers do not verify several tokens at once.
+
+    drafter: whose schedule's layers draft, with its weights; None, or at full depth: nothing is drafted but what is
+    looked up. Only one of the three may have rows in flight.
+    """
+    if not isinstance(engine, Engine) or engine.decoder.stack is None:
+        return None
+    full = replace(engine.schedule, depths=(engine.schedule.num_layers,), speedup=1.0)
+    own = None
+    if drafter is not None and drafter.schedule.mean_layers < full.num_layers:
+        own = Drafter(drafter.decoder, drafter.schedule)
+    engine.release_memory()
+    logprobs = engine.cumulative_logprob
+    return ExactEngine(engine.decoder, full, engine.stop_ids, drafter=own, cumulative_logprob=logprobs)
 
 
 def _position(row: Row) -> int:

@@ -53,6 +53,11 @@ class EvalConfig(Section):
     compare: float | None = Field(
         None, gt=1, description="nominal speed at which other keep orders, decays and baselines run too"
     )
+    exact: bool = Field(
+        False,
+        description="time exact mode too, as the line exact, on a CPU: the layers of the highest of speedups and "
+        "prompt lookup draft full depth's own answers",
+    )
     learned_order: list[int] | None = Field(
         None, description="with compare: a learned keep order; null: measure it, as schedule.keep_order: measured does"
     )

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from actors.generator import Generator
 
 WARM_UP_ROWS = 8
+EXACT, LOOKUP = "exact", "exact: lookup"  # speeds: exact mode as the job has it; with prompt lookup alone
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def measure_actor(
         generator: arguments of `Generator`, checkpoint and speed adapter as `fetch` takes them; the adapter is merged
             for schedules that skip.
         prefix: token ids with which the prompts begin.
-        schedules: by speed; those at full depth follow each other.
+        schedules: by speed; those at full depth follow each other. EXACT is exact mode with the generator's `drafts`.
         seconds: for all speeds, after the first model is loaded; a first small batch of a speed may take longer.
     """
     from actors.generator import Generator
@@ -129,25 +130,34 @@ def measure_actor(
     samples: dict[str, SpeedSample] = {}
     left, one = len(schedules), None
     has_adapter = settings.get("speed_adapter") is not None
-    for is_merged, group in itertools.groupby(
-        schedules, key=lambda name: has_adapter and not schedules[name].is_full_depth
+    for (is_merged, drafts), group in itertools.groupby(
+        schedules, key=lambda name: (has_adapter and not schedules[name].is_full_depth, name == EXACT)
     ):
         names = list(group)
-        adapter = settings["speed_adapter"] if is_merged else None
+        changes = {} if drafts else {"speed_adapter": settings["speed_adapter"] if is_merged else None, "drafts": None}
         one = None  # two models do not share the memory
         gc.collect()
-        one = Generator(**{**settings, "speed_adapter": adapter})
+        one = Generator(**{**settings, **changes})
         loaded = loaded or time.time()
         deadline = deadline or time.monotonic() + seconds
         until = time.monotonic() + max(0.0, (deadline - time.monotonic()) * len(names) / left)
-        runs = {name: _SpeedRun(one.at(schedules[name]), prompts, prefix) for name in names}
+        scheduled = {name: _scheduled(one, name, schedules[name]) for name in names}
+        runs = {name: _SpeedRun(this, prompts, prefix) for name, this in scheduled.items() if this is not None}
         _in_turn(list(runs.values()), until)
         samples |= {name: run.engine.sample for name, run in runs.items()}
         left -= len(names)
     assert one is not None
+    samples = {name: samples.get(name, SpeedSample()) for name in schedules}
     decoder = one.engine.decoder
     kv = (decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize)
     return ActorSample(loaded, kv, decoder.context_length, one.engine.grows, samples)
+
+
+def _scheduled(generator: Generator, name: str, schedule: Schedule) -> Generator | None:
+    """The generator at one speed; None for exact mode where it would draft nothing."""
+    if name == EXACT:
+        return generator
+    return generator.exact() if name == LOOKUP else generator.at(schedule)
 
 
 def _in_turn(runs: list[_SpeedRun], until: float) -> None:

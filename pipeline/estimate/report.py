@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.config.job import JobConfig
+from pipeline.estimate.measure import EXACT
 from pipeline.estimate.predict import Prediction
 from pipeline.estimate.run import Estimate
 from pipeline.messages import counted
@@ -181,9 +182,11 @@ def _saves(found: Estimate, values: dict[str, Any]) -> str:
     parts.append(duration(abs(saves["seconds"])))
     verb = "saves" if saves["seconds"] >= 0 else "costs"
     loss = found.losses.get(found.chosen)
-    known = (
-        f"{loss} ({loss.source})" if loss else "no evaluate or adapt record beside the checkpoint says what it loses"
-    )
+    known = "no evaluate or adapt record beside the checkpoint says what it loses"
+    if found.chosen == EXACT:
+        known = "its answers are those of 1x"
+    elif loss:
+        known = f"{loss} ({loss.source})"
     return f"{found.chosen} {verb} {' and '.join(parts)} against 1x; {known}".replace("[", r"\[")
 
 

@@ -18,12 +18,12 @@ from pipeline.commit.claim import check_same_job, stored_job
 from pipeline.commit.records import read_records
 from pipeline.config.job import JobConfig
 from pipeline.estimate.costs import Costs
-from pipeline.estimate.measure import ActorSample, measure_actor
+from pipeline.estimate.measure import EXACT, LOOKUP, ActorSample, measure_actor
 from pipeline.estimate.predict import Prediction, Work, predict
 from pipeline.estimate.rows import read_prompts, sample_places
 from pipeline.estimate.scores import measure_scores, predict_scores
 from pipeline.estimate.simulate import EngineShape
-from pipeline.estimate.speeds import Loss, losses, name_of, schedules
+from pipeline.estimate.speeds import Loss, chosen_name, exact_lines, losses, name_of, schedules
 from pipeline.incremental import ledger as ledgers
 from pipeline.incremental import runs
 from pipeline.job import PlannedJob
@@ -119,8 +119,6 @@ def estimate(
     Raises:
         UserError: what `job.run` would refuse, or no sampled row can be answered.
     """
-    if config.schedule.exact:
-        raise UserError("schedule.exact: plan predicts other modes only; `skipdecode run JOB --limit 200` measures")
     began = process_began or time.time()
     backend = backend or jobs.ray_backend(verbose=False)
     with interruptible():
@@ -134,7 +132,7 @@ def estimate(
         bad = [prompt.error for prompt in known.values() if prompt.error is not None]
         if not good:
             raise UserError(f"none of {len(known):,} sampled rows can be answered; the first: {bad[0]}")
-        speeds = {name_of(job.schedule): job.schedule} if config.scores else schedules(job)
+        speeds = {name_of(job.schedule): job.schedule} if config.scores else schedules(job) | exact_lines(job)
         before = time.monotonic()
         with ExitStack() as stack:
             with announced("starting Ray"):
@@ -160,7 +158,7 @@ def estimate(
         prompt_tokens=[len(prompt.ids) for prompt in good],
         bad=(len(bad), bad[0] if bad else ""),
         startup=startup,
-        chosen=name_of(job.schedule),
+        chosen=chosen_name(job),
         predictions=predictions,
         losses=losses(config, job.schedule.prompt),
         sampled_rows=measured.rows,
@@ -231,7 +229,7 @@ def _measure(
     announce(f"{verb} up to {sizes[0]} at {', '.join(speeds)} on {sizes[1]}, about {seconds:g} s")
     generator = {**jobs.generator_arguments(job), "speed_adapter": job.checkpoint.pinned_adapter()}
     parts = [(spread[worker::workers], generator, batching.prefix) for worker in range(workers)]
-    name = name_of(job.schedule)
+    name = chosen_name(job)
     if job.config.scores:
         scored = backend.call_as_actors(actors, measure_scores, [(*part, seconds) for part in parts])
         batches = [chunk for one in scored for chunk in one.chunks]
@@ -265,8 +263,8 @@ def _predictions(
         batching.prefix,
         job.config.shared_prefix,
     )
-    # seconds of passes and steps at all speeds: depths and rows vary more than at one
-    measured = [one.speeds[name] for one in samples for name in speeds]
+    # seconds of passes and steps at all speeds: depths and rows vary more than at one; steps of exact mode are others
+    measured = [one.speeds[name] for one in samples for name in speeds if name not in (EXACT, LOOKUP)]
     costs = Costs.of(
         [line for one in measured for line in one.passes], [line for one in measured for line in one.steps]
     )
@@ -275,6 +273,6 @@ def _predictions(
         answered = [answer for one in samples for chunk in one.speeds[name].chunks for answer in chunk.answered]
         if answered:
             found[name] = predict(name, speeds[name], costs, samples, shape, work)
-    if name_of(job.schedule) not in found:
+    if chosen_name(job) not in found:
         raise UserError("no sampled row has an answer: `skipdecode try` shows why")
     return found

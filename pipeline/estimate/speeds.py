@@ -12,6 +12,7 @@ from actors.engine.errors import UserError
 from actors.engine.schedule import Schedule
 from pipeline.config.adapt import TOLERANCES
 from pipeline.config.job import JobConfig
+from pipeline.estimate.measure import EXACT, LOOKUP
 from pipeline.job import PlannedJob
 
 OFFERED = (1.5, 2.0, 3.0, 4.0, 5.0)  # where no tune.json lists the speeds of the training
@@ -42,6 +43,24 @@ def schedules(job: PlannedJob) -> dict[str, Schedule]:
     full = checkpoint.schedule({"speedup": 1.0})
     found.pop("1x", None)
     return {**found, "1x": job.schedule if job.schedule.is_full_depth else full}
+
+
+def chosen_name(job: PlannedJob) -> str:
+    """Name of the job's own speed."""
+    return EXACT if job.drafts is not None else name_of(job.schedule)
+
+
+def exact_lines(job: PlannedJob) -> dict[str, Schedule]:
+    """Exact mode by name: the job's own, or prompt lookup alone, which needs nothing, where a CPU may have it.
+
+    It is predicted as full depth with the same batches, times what the sample took over a simulation of that.
+    """
+    full = job.checkpoint.checkpoint.schedule({"speedup": 1.0})
+    if job.drafts is not None:
+        return {EXACT: full}
+    model = job.config.model
+    on_gpu = job.config.actors.gpus > 0 or model.device.startswith("cuda")
+    return {} if on_gpu or model.compile or model.dtype != "bfloat16" else {LOOKUP: full}
 
 
 def _trained_folder(config: JobConfig) -> Path | None:

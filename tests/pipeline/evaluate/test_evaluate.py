@@ -19,6 +19,7 @@ from botocore.exceptions import EndpointConnectionError
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from actors.engine.cpu import library
 from actors.engine.loading import inspect, load_tokenizer
 from pipeline.cli.app import app
 from pipeline.config.evaluate import EvalConfig
@@ -437,3 +438,16 @@ def test_a_later_failure_is_one_line_and_exit_1(
     line, log = result.stderr.strip().split("; traceback: ")
     assert line == f"skipdecode: {message}"
     assert type(error).__name__ in Path(log).read_text()
+
+
+def test_exact_mode_is_a_line_of_speed(recipe: dict[str, Any]) -> None:
+    """Its answers, and so its scores, are those of 1x; in a dtype without kernels of all layers there is none."""
+    brief = {**recipe, "exact": True}
+    assert [line.name for line in evaluate(EvalConfig.model_validate(brief)).lines] == ["1x", "2x"]
+    brief["model"] = {**recipe["model"], "dtype": "bfloat16"}
+    lines = evaluate(EvalConfig.model_validate(brief)).lines
+    if not library.multiplies(torch.bfloat16, torch.device("cpu")):
+        return
+    full, _, exact = lines
+    assert exact.name == "exact" and exact.scores == full.scores and exact.layer_ratio == 1.0
+    assert exact.seconds > 0 and exact.tokens_per_second > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 from pathlib import Path
@@ -13,12 +14,15 @@ import pytest
 import torch
 from in_process import answered_rows, run_in_process
 from random_adapter import random_adapter
+from rich.console import Console
 
 from actors.engine.cpu import library
 from actors.engine.errors import UserError
 from actors.engine.schedule import ScheduleSpec
 from pipeline import job as jobs
+from pipeline.backends.in_process import InProcess
 from pipeline.config.job import JobConfig
+from pipeline.estimate.report import print_estimate
 from pipeline.estimate.run import estimate
 from pipeline.report.drafting import drafting
 from pipeline.report.job_page import write_report
@@ -117,5 +121,23 @@ def test_what_exact_mode_lacks_is_refused_in_one_line(inputs: Path, checkpoint: 
     refused("give a higher schedule.speedup", schedule={"speedup": 1.1, "horizon": 4})  # rounded, all four layers
     refused("runs on CPUs", actors={"gpus": 1})
     refused("runs on CPUs", model={"path": str(checkpoint), "compile": True})
-    with pytest.raises(UserError, match=r"schedule\.exact: plan predicts"):
-        estimate(config(inputs, tmp_path / "out", checkpoint, schedule={"speedup": 2.0, "exact": True}))
+
+
+def test_a_plan_predicts_it_and_offers_prompt_lookup(inputs: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """The job's own mode is a line of its own; other jobs are shown prompt lookup, where it would draft."""
+    stacked = library.multiplies(torch.bfloat16, torch.device("cpu"))
+    for schedule, chosen, wanted in (
+        ({"speedup": 2.0, "exact": True}, "exact", True),
+        ({"speedup": 1.0}, "1x", stacked),
+    ):
+        job = config(inputs, tmp_path / "out", checkpoint, schedule=schedule)
+        found = estimate(job, backend=InProcess(), seconds=4)
+        name = "exact" if chosen == "exact" else "exact: lookup"
+        assert found.chosen == chosen and (name in found.predictions) == wanted and "1x" in found.predictions
+        if wanted:
+            one, full = found.predictions[name], found.predictions["1x"]
+            assert one.layer_ratio == full.layer_ratio == 1 and one.generated_tokens > 0 and one.seconds > 0
+        shown = io.StringIO()
+        print_estimate(Console(file=shown, width=200), found)
+        assert (name in shown.getvalue()) == wanted
+        assert ("its answers are those of 1x" in shown.getvalue()) == (chosen == "exact")
