@@ -12,10 +12,11 @@ import copy
 import os
 import resource
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from actors.answers import Answer, Prompt, answer_columns, as_column, error_answer
 from actors.engine.batching import constant_prefix
@@ -30,12 +31,35 @@ from actors.engine.types import SCHEDULERS, Completion, EngineName, EngineStats,
 from actors.requests import RequestBuilder
 from actors.scored_rows import ScoredRow, score_columns, score_rows
 
+if TYPE_CHECKING:
+    from actors.engine.call import Call
+    from actors.engine.protocol import EngineProtocol
+    from actors.engine.scheduler import CallScheduler
+
+
+@dataclass(frozen=True)
+class RowsAtWork:
+    """Rows that `Generator.begin` has queued.
+
+    Args:
+        prompts: The rows.
+        owners: The row of each request of the call.
+        errors: Of rows that have no request.
+        call: The requests.
+    """
+
+    prompts: Sequence[Prompt]
+    owners: Sequence[int]
+    errors: Mapping[int, str]
+    call: Call
+
 
 class Generator:
     """Answers rows with one model on one device.
 
-    It is single-threaded: calls must come one after another, so an actor that holds one needs `max_concurrency` 1, the
-    default of Ray. Loading prints nothing.
+    Calls may come from several threads. They run one after the other; with `scheduler: refill` the next call's rows
+    are admitted while the last rows of a call finish, wherever that changes no bits of any answer (bfloat16 by this
+    package's CPU kernels) and on a GPU in 16 bits. Loading prints nothing.
 
     Args:
         checkpoint: Folder with config.json, safetensors and a tokenizer.
@@ -131,6 +155,8 @@ class Generator:
         self.cache_bytes, self.max_batch = settings.cache_bytes, settings.max_rows
         of_drafts = None if drafts is None else inspected.schedule(dict(drafts))
         self.engine = build_engine(inspected, self.schedule, self.tokenizer, settings, of_drafts)
+        self.calls = self._scheduler()
+        self._building, self._running = threading.RLock(), threading.Lock()
         self.device = self.engine.decoder.device
         self.builder = RequestBuilder(
             self.tokenizer,
@@ -156,8 +182,14 @@ class Generator:
         """
         other = copy.copy(self)
         other.schedule = schedule
-        other.engine = self.engine.at(schedule)
         other.max_batch = self.max_batch if max_batch is None else max_batch
+        return other.with_engine(self.engine.at(schedule))
+
+    def with_engine(self, engine: EngineProtocol) -> Generator:
+        """A generator that answers by another engine over the same weights, in all else equal to this one."""
+        other = copy.copy(self)
+        other.engine = engine
+        other.calls = other._scheduler()
         return other
 
     def exact(self, drafter: Generator | None = None) -> Generator | None:
@@ -170,9 +202,21 @@ class Generator:
         engine = exact_engine(self.engine, None if drafter is None else drafter.engine)
         if engine is None:
             return None
-        other = copy.copy(self)
-        other.engine, other.schedule = engine, engine.schedule
+        other = self.with_engine(engine)
+        other.schedule = engine.schedule
         return other
+
+    def _scheduler(self) -> CallScheduler:
+        from actors.engine.scheduler import CallScheduler
+
+        return CallScheduler(
+            self.engine,
+            budget_bytes=self.cache_bytes,
+            max_rows=self.max_batch,
+            share_prefixes=self.share_prefixes,
+            scheduler=self.scheduler,
+            joins_calls=_joins_calls(self.engine),
+        )
 
     def schedule_at(self, speedup: float) -> Schedule:
         """The schedule of another nominal speed-up, for rows that share steps with those of this one.
@@ -229,48 +273,67 @@ class Generator:
             on_batch: Called, before each batch, with the rows that may be in flight until its next call, and with no
                 rows at the end.
         """
-        from actors.engine.scheduler import generate
+        work = self.begin(prompts, prefix, on_batch)
+        self.run(work)
+        return self.finish(work)
 
+    def begin(
+        self,
+        prompts: Sequence[Prompt],
+        prefix: Sequence[int] = (),
+        on_batch: Callable[[Sequence[int]], None] | None = None,
+        on_drain: Callable[[], None] | None = None,
+    ) -> RowsAtWork:
+        """The first part of `answer`: queue the rows, from any thread; `run` and then `finish` must follow.
+
+        on_drain: Called by the thread that runs, once the rows of another call would find free slots.
+        """
         requests: list[Request] = []
-        owners: list[int] = []  # the row of each request
+        owners: list[int] = []
         errors: dict[int, str] = {}
-        for row, prompt in enumerate(prompts):
-            try:
-                samples = self._requests(prompt)
-            except ValueError as error:
-                errors[row] = str(error)
-                continue
-            requests += samples
-            owners += [row] * len(samples)
+        with self._building:
+            for row, prompt in enumerate(prompts):
+                try:
+                    samples = self._requests(prompt)
+                except ValueError as error:
+                    errors[row] = str(error)
+                    continue
+                requests += samples
+                owners += [row] * len(samples)
 
         def report(indices: Sequence[int]) -> None:
-            if on_batch is not None:
-                on_batch(sorted({owners[index] for index in indices}))
+            assert on_batch is not None
+            on_batch(sorted({owners[index] for index in indices}))
 
-        with current_device(self.device):
-            completions = generate(
-                self.engine,
-                requests,
-                budget_bytes=self.cache_bytes,
-                max_rows=self.max_batch,
-                prefix=list(prefix),
-                share_prefixes=self.share_prefixes,
-                scheduler=self.scheduler,
-                on_batch=report,
-            )
-        report(())
+        call = self.calls.submit(requests, prefix, None if on_batch is None else report, on_drain)
+        return RowsAtWork(prompts, owners, errors, call)
+
+    def run(self, work: RowsAtWork) -> None:
+        """Answer rows that `begin` has queued, and those that join them; one thread at a time runs, others wait."""
+        with self._running, current_device(self.device):
+            self.calls.finish(work.call)
+
+    def finish(self, work: RowsAtWork) -> list[Answer]:
+        """The answers to rows that have been run."""
+        completions, prompts = work.call.result(), work.prompts
+        if work.call.on_batch is not None:
+            work.call.on_batch(())
         # a sample that does not fit the memory makes its row an error, which has a single answer
-        errors |= {
-            row: done.error
-            for row, done in zip(owners, completions, strict=True)
-            if done.error is not None and not done.token_ids
+        errors = {
+            **work.errors,
+            **{
+                row: done.error
+                for row, done in zip(work.owners, completions, strict=True)
+                if done.error is not None and not done.token_ids
+            },
         }
         answers = [error_answer(row, len(prompts[row].ids), error) for row, error in errors.items()]
         counts: Counter[int] = Counter()
-        for row, request, completion in zip(owners, requests, completions, strict=True):
-            if row not in errors:
-                answers.append(self.completed(prompts[row], row, counts[row], request, completion))
-                counts[row] += 1
+        with self._building:
+            for row, request, completion in zip(work.owners, work.call.requests, completions, strict=True):
+                if row not in errors:
+                    answers.append(self.completed(prompts[row], row, counts[row], request, completion))
+                    counts[row] += 1
         return sorted(answers, key=lambda answer: (answer.row, answer.sample_index))
 
     def completed(self, prompt: Prompt, row: int, sample: int, request: Request, completion: Completion) -> Answer:
@@ -319,7 +382,7 @@ class Generator:
 
         A row with an error, or whose prompt and continuations do not fit the context, costs no other row.
         """
-        with current_device(self.device):
+        with self._running, current_device(self.device):
             return score_rows(
                 self.engine,
                 prompts,
@@ -355,3 +418,10 @@ class Generator:
             name = torch.cuda.get_device_name(self.device)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         return f"{name} [{visible}]" if visible else name
+
+
+def _joins_calls(engine: EngineProtocol) -> bool:
+    """Whether rows of different calls may share steps: where no bit of a row depends on the others, or where no bits
+    are promised, as on a GPU in 16 bits."""
+    decoder = engine.decoder
+    return decoder.rows_independent or (decoder.device.type == "cuda" and decoder.dtype.itemsize == 2)

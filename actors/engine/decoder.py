@@ -94,6 +94,14 @@ class Decoder:
         """Whether a prefill takes prompts one behind another, none of them padded."""
         return self.stack is not None and self.stack.joins_prompts
 
+    @property
+    def rows_independent(self) -> bool:
+        """Whether the numbers of a row are the same bits, whatever rows share its passes and steps.
+
+        So where kernels run whole layers; the library's products round by the number of rows.
+        """
+        return self.joins_prompts
+
     def native_buffers(self) -> NativeBuffers | None:
         """Kernels for one cache of this decoder; None: it runs without."""
         return NativeBuffers() if self._native else None

@@ -23,6 +23,7 @@ import torch
 from actors.engine.cache import PrefixKeys, SkipCache, cache_bytes_per_row, compaction
 from actors.engine.decoder import Decoder
 from actors.engine.errors import UserError
+from actors.engine.out_of_memory import is_out_of_memory
 from actors.engine.protocol import Ended
 from actors.engine.row import (
     Row,
@@ -54,6 +55,9 @@ class Engine:
 
     rounds_to_warm = 1
     grows = stepped = False
+    reserved_bytes = (
+        0  # least cache memory that `open` allocates, where the machine has it: untouched pages cost nothing
+    )
 
     def __init__(
         self, decoder: Decoder, schedule: Schedule, stop_ids: Collection[int], *, cumulative_logprob: bool = True
@@ -70,6 +74,8 @@ class Engine:
         self._memory: torch.Tensor | None = None
         self._prefix: tuple[tuple[tuple[int, ...], tuple[int, ...]], PrefixKeys] | None = None
         self._tickets = 0
+        self._row_bytes: dict[tuple[int, int], int] = {}
+        self._shape = 0, 0, 0  # rows, longest prompt and most new tokens that the cache is for
 
     def row_bytes(self, prompt_tokens: int, max_new_tokens: int, schedule: Schedule | None = None) -> int:
         """Exact cache bytes of a row in a batch with these as its longest prompt and most new tokens.
@@ -77,14 +83,13 @@ class Engine:
         schedule: as for `open`.
         """
         decoder = self.decoder
-        return cache_bytes_per_row(
-            schedule or self.schedule,
-            prompt_tokens,
-            max_new_tokens,
-            decoder.kv_heads,
-            decoder.head_dim,
-            decoder.dtype.itemsize,
-        )
+        numbers = decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize
+        if schedule is not None:
+            return cache_bytes_per_row(schedule, prompt_tokens, max_new_tokens, *numbers)
+        lengths = prompt_tokens, max_new_tokens
+        if lengths not in self._row_bytes:  # a sum over layers; a job's rows have few lengths
+            self._row_bytes[lengths] = cache_bytes_per_row(self.schedule, *lengths, *numbers)
+        return self._row_bytes[lengths]
 
     def at(self, schedule: Schedule) -> Engine:
         """Return a new engine of the same decoder under `schedule`; only one of the two may have rows in flight.
@@ -115,10 +120,46 @@ class Engine:
         need = rows * self.row_bytes(prompt_tokens, max_new_tokens, schedule)
         if self._memory is not None and self._memory.nbytes < need:
             self._memory = None
-        self.cache = self._allocate(rows, prompt_tokens, max_new_tokens, schedule, self._memory)
+        if self._memory is None and need <= self.reserved_bytes:
+            self._memory = self._reserve()
+        self._shape = rows, prompt_tokens, max_new_tokens
+        self.cache = self._allocate(*self._shape, schedule, self._memory)
         self._memory = self.cache.memory
         self.stats.batches += 1
         self.stats.cache_bytes = max(self.stats.cache_bytes, self.cache.bytes)
+
+    def _reserve(self) -> torch.Tensor | None:
+        """Memory of `reserved_bytes`; None without kernels, which alone share it, and where there is not so much."""
+        decoder = self.decoder
+        if decoder.native_buffers() is None:
+            return None
+        try:
+            return torch.empty(
+                self.reserved_bytes // decoder.dtype.itemsize, dtype=decoder.dtype, device=decoder.device
+            )
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+
+    def widen(self, rows: int, prompt_tokens: int, max_new_tokens: int) -> bool:
+        """See `EngineProtocol`. Rows in flight are copied where the slots have another length."""
+        cache, held = self.cache, len(self.rows)
+        assert cache is not None and rows >= held
+        shape = rows, prompt_tokens, max_new_tokens
+        if all(most >= wanted for most, wanted in zip(self._shape, shape, strict=True)):
+            return True
+        memory = self._memory
+        if memory is None or memory.nbytes < rows * self.row_bytes(prompt_tokens, max_new_tokens):
+            return False
+        kept = self._allocate(held, *self._shape[1:], None, None) if held else None
+        if kept is not None:
+            kept.copy_rows(cache, held)
+        self.cache, self._shape = self._allocate(*shape, None, memory), shape
+        if kept is not None:
+            self.cache.copy_rows(kept, held)
+        self.stats.cache_bytes = max(self.stats.cache_bytes, self.cache.bytes)
+        return True
 
     def resize(self, rows: int, prompt_tokens: int, max_new_tokens: int, schedule: Schedule | None = None) -> None:
         """As `open`, with rows in flight: their keys and values are copied, and until then exist twice.

@@ -24,9 +24,9 @@ from typing import Any, TypeVar
 
 from actors.engine.build import current_device
 from actors.engine.errors import UserError
+from actors.engine.flight import REFILL_SHARE
 from actors.engine.out_of_memory import alone_error, free_memory, is_out_of_memory
 from actors.engine.protocol import Ended, EngineProtocol
-from actors.engine.scheduler import REFILL_SHARE
 from actors.engine.space import space_of
 from actors.engine.types import Completion, FinishReason, Request, TokenLogprob
 

@@ -48,6 +48,13 @@ class EngineProtocol(Protocol):
         """Allocate for at most `rows` rows in flight, none with a longer prompt or more new tokens than given."""
         ...
 
+    def widen(self, rows: int, prompt_tokens: int, max_new_tokens: int) -> bool:
+        """With rows in flight: make slots for at most `rows` rows of such lengths, in the memory that is there.
+
+        Returns whether there is enough; else nothing has changed.
+        """
+        ...
+
     def admit(self, requests: Sequence[Request], prefix: Sequence[int] = ()) -> list[int]:
         """Run the prompts' pass and sample each row's first token; returns a ticket a request.
 

@@ -1,44 +1,29 @@
 """Which rows are in flight together: lock-step batches, or slots that are refilled as rows end.
 
     lock step  admit a batch, step until its last row has ended, next batch. Rows of a batch share one depth.
-    refill     as rows end, waiting rows take their slots, in groups: continuous batching at ragged depth.
+    refill     as rows end, waiting rows take their slots, in groups: continuous batching at ragged depth. While the
+               last rows of a run finish, those of the next run are admitted, where its slots fit the cache.
 
-Both are functions of the requests and their answers alone, so that a retry or a resumed job runs the same batches.
+Requests come in calls. What runs together is a function of a call's requests and their answers alone, so that a retry
+or a resumed job runs the same batches; unless calls may join: then the next call's rows take the slots that the last
+rows of a call leave free.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby, islice
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from actors.engine.batching import plan_batches
+from actors.engine.call import Call, OnBatch, shape_of
+from actors.engine.engine import Engine
+from actors.engine.flight import Flight
 from actors.engine.out_of_memory import alone_error, free_memory, is_out_of_memory
-from actors.engine.protocol import Ended, EngineProtocol
+from actors.engine.protocol import EngineProtocol
+from actors.engine.runs import Run, merge, smaller
 from actors.engine.shared_prefixes import Prompt, shared_prefixes
-from actors.engine.types import SCHEDULERS, Completion, FinishReason, Request
-
-REFILL_SHARE = 8  # rows are admitted once this share of the slots is free: a pass of one row costs as much as of a few
-PAGED_REFILL_SHARE = 16  # the same where rows grow: a GPU computes a small pass in little time
-SPREAD = 2  # the longest prompt of a run is at most so many times its shortest one: all slots are as long as it
-OnBatch = Callable[[Sequence[int]], None]
-
-
-@dataclass(frozen=True)
-class Run:
-    """Rows that share one `open` of the engine.
-
-    Args:
-        rows: Indices of requests, in the order of their admission.
-        capacity: Most rows in flight.
-        retried: Whether it has run out of memory once and runs again unchanged.
-    """
-
-    rows: list[int]
-    capacity: int
-    retried: bool = False
+from actors.engine.types import SCHEDULERS, Completion, EngineStats, FinishReason, Request
 
 
 def generate(
@@ -52,225 +37,267 @@ def generate(
     scheduler: str = "lock_step",
     on_batch: OnBatch | None = None,
 ) -> list[Completion]:
-    """Answer all requests; returns completions in their order.
+    """Answer all requests; returns completions in their order. Arguments and errors as of `CallScheduler`."""
+    calls = CallScheduler(
+        engine, budget_bytes=budget_bytes, max_rows=max_rows, share_prefixes=share_prefixes, scheduler=scheduler
+    )
+    return calls.finish(calls.submit(requests, prefix, on_batch))
 
-    Where memory runs out, the rows that have not ended run again: unchanged if the engine could reduce its own memory,
-    then with half as many in flight. A request that runs out of memory alone gets a completion with an error.
+
+class CallScheduler:
+    """Answers calls of requests, one after the other, or joined where one ends.
+
+    Where memory runs out, the rows that have not ended run again: first without rows of another run, then unchanged if
+    the engine could reduce its own memory, then with half as many in flight. A request that runs out of memory alone
+    gets a completion with an error.
 
     Args:
-        engine: Has no rows in flight.
-        requests: The rows.
+        engine: Has no rows in flight; nobody else uses it while a call is answered.
         budget_bytes: Bytes of cache of the rows in flight.
         max_rows: Most rows in flight.
-        prefix: Token ids with which most prompts begin; its keys and values are kept until another prefix comes.
         share_prefixes: Whether longer beginnings that some prompts share are computed once too.
         scheduler: One of SCHEDULERS.
-        on_batch: Called, before memory is allocated for them, with the indices of all requests that may be in flight
-            until its next call.
-
-    Raises:
-        UserError: A request that cannot be run.
+        joins_calls: Whether rows of a call may be in flight with the last ones of the call before. For engines whose
+            results for a row do not depend on other rows, or need not be the same in each run.
     """
-    assert scheduler in SCHEDULERS
-    completions: dict[int, Completion] = {}
-    lengths = [len(request.prompt_ids) for request in requests]
-    limits = [request.new_tokens_limit(engine.decoder.context_length) for request in requests]
-    prefixes = shared_prefixes([request.prompt_ids for request in requests], prefix, nested=share_prefixes)
-    too_large = math.inf  # bytes of the smallest cache that ran out of memory: none as large is tried again
-    runs = _plan(engine, prefixes, lengths, limits, budget_bytes, max_rows, scheduler)[::-1]
-    while runs:
-        run = runs.pop()
-        longest, most_new = max(lengths[row] for row in run.rows), max(limits[row] for row in run.rows)
-        size = run.capacity * engine.row_bytes(longest, most_new)
-        if run.capacity > 1 and size >= too_large:
-            runs += _smaller(run)[::-1]
-            continue
-        done = _run(engine, requests, run, longest, most_new, prefixes, on_batch)
-        completions |= done
-        left = [row for row in run.rows if row not in done]
-        if not left:
-            continue
-        if _free_after_failure(engine) and not run.retried:
-            runs.append(replace(run, rows=left, retried=True))
-        elif len(run.rows) == 1:
-            score = 0.0 if engine.cumulative_logprob else None
-            error = alone_error(longest, most_new)
-            completions[left[0]] = Completion((), FinishReason.ERROR, score, error=error)
-        else:
-            too_large = min(too_large, size)
-            runs += _smaller(replace(run, rows=left))[::-1]
-    return [completions[row] for row in range(len(requests))]
-
-
-def _plan(
-    engine: EngineProtocol,
-    prefixes: Sequence[Prompt],
-    lengths: Sequence[int],
-    limits: Sequence[int],
-    budget_bytes: int,
-    max_rows: int,
-    scheduler: str,
-) -> list[Run]:
-    """The runs, longest prompts first; rows with the same prefix follow each other."""
-    numbers: dict[Prompt, int] = {}
-    batches = plan_batches(
-        lengths,
-        limits,
-        row_bytes=engine.row_bytes,
-        budget_bytes=budget_bytes,
-        max_rows=max_rows,
-        groups=[numbers.setdefault(prefix, len(numbers)) for prefix in prefixes],
-    )
-    runs = [Run(batch, len(batch)) for batch in batches]
-    if scheduler == "lock_step":
-        return runs
-    if engine.grows:  # rows allocate cache as they grow: one run of all
-        return [Run([row for run in runs for row in run.rows], max_rows)] if runs else []
-    return _merge(runs, lengths, limits, engine.row_bytes, budget_bytes)
-
-
-def _merge(
-    runs: Sequence[Run],
-    lengths: Mapping[int, int] | Sequence[int],
-    limits: Mapping[int, int] | Sequence[int],
-    row_bytes: Callable[[int, int], int],
-    budget_bytes: int,
-) -> list[Run]:
-    """Batches of similar prompts, longest first, as fewer and longer runs that are refilled.
-
-    All slots of a run are as large as its longest prompt and its most new tokens require: a batch that would cost
-    the others half of their slots stays apart.
-    """
-    merged: list[Run] = []
-    most_new = 0
-    for run in runs:
-        new = max(limits[row] for row in run.rows)
-        if merged:
-            longest, most = max(lengths[row] for row in merged[-1].rows), max(new, most_new)
-            capacity = max(merged[-1].capacity, run.capacity)
-            slot = row_bytes(longest, most)
-            fit = budget_bytes // slot if slot else capacity
-            if longest <= SPREAD * max(lengths[row] for row in run.rows) and 2 * fit >= capacity:
-                merged[-1].rows.extend(run.rows)
-                merged[-1] = Run(merged[-1].rows, min(fit, capacity))
-                most_new = most
-                continue
-        merged.append(Run(list(run.rows), run.capacity))
-        most_new = new
-    return merged
-
-
-def _smaller(run: Run) -> list[Run]:
-    """The same rows with at most half as many in flight; a batch becomes two halves."""
-    if run.capacity == 1:
-        return [replace(run, rows=[row]) for row in run.rows]
-    if run.capacity >= len(run.rows):
-        half = (len(run.rows) + 1) // 2
-        halves = run.rows[:half], run.rows[half:]
-        return [replace(run, rows=rows, capacity=len(rows)) for rows in halves if rows]
-    return [replace(run, capacity=run.capacity // 2)]
-
-
-def _run(
-    engine: EngineProtocol,
-    requests: Sequence[Request],
-    run: Run,
-    longest: int,
-    most_new: int,
-    prefixes: Sequence[Prompt],
-    on_batch: OnBatch | None,
-) -> dict[int, Completion]:
-    """Run to the end, or until memory runs out: index -> completion of the rows that have ended."""
-    admission = _Admission(engine, requests, run, prefixes, on_batch)
-    done: dict[int, Completion] = {}
-    admission.report()  # before memory is allocated, which may kill the process
-    try:
-        engine.open(run.capacity, longest, most_new)
-        while len(done) < len(run.rows):
-            rows = admission.next_rows()
-            ended = admission.admit(rows) if rows else engine.step(last=not admission.waiting)
-            done |= admission.settle(ended)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-    finally:
-        engine.close()
-    return done
-
-
-def _free_after_failure(engine: EngineProtocol) -> bool:
-    """Free memory after it has run out; whether the same rows may run again. The error must be gone: its traceback
-    holds tensors."""
-    engine.stats.out_of_memory += 1
-    reduced = engine.release_memory()
-    free_memory()
-    return reduced
-
-
-class _Admission:
-    """The rows of a run that wait for admission, and the tickets of those that have been admitted."""
 
     def __init__(
         self,
         engine: EngineProtocol,
-        requests: Sequence[Request],
-        run: Run,
-        prefixes: Sequence[Prompt],
-        on_batch: OnBatch | None,
+        *,
+        budget_bytes: int,
+        max_rows: int,
+        share_prefixes: bool = True,
+        scheduler: str = "lock_step",
+        joins_calls: bool = False,
     ) -> None:
-        self.engine, self.requests, self.prefixes, self.on_batch = engine, requests, prefixes, on_batch
-        self.capacity = run.capacity
-        self.waiting = deque(run.rows)
-        self._tickets: dict[int, int] = {}  # ticket -> row
-        self._reported: set[int] = set()
-        self._share = PAGED_REFILL_SHARE if engine.grows else REFILL_SHARE
-        self._step_first = False  # whether a step must come before the next admission
+        assert scheduler in SCHEDULERS
+        self.engine, self.budget_bytes, self.max_rows = engine, budget_bytes, max_rows
+        self.share_prefixes, self.refills = share_prefixes, scheduler == "refill"
+        self.joins_calls = joins_calls and self.refills
+        self._queue: deque[Call] = deque()  # submitted, not begun
+        self._begun: list[Call] = []  # oldest first
+        self._flight: Flight | None = None
+        self._mark = EngineStats()  # the engine's counts when the last call ended
+        if self.joins_calls and isinstance(engine, Engine):
+            engine.reserved_bytes = budget_bytes  # so that the next call's cache fits the memory of this one's
 
-    def report(self) -> None:
-        """Call `on_batch` with the rows in flight and those that may be admitted next."""
-        next_rows = islice(self.waiting, self.capacity)
-        self._reported = {self._tickets[row.ticket] for row in self.engine.rows} | set(next_rows)
-        if self.on_batch is not None:
-            self.on_batch(sorted(self._reported))
+    def submit(
+        self,
+        requests: Sequence[Request],
+        prefix: Sequence[int] = (),
+        on_batch: OnBatch | None = None,
+        on_drain: Callable[[], None] | None = None,
+    ) -> Call:
+        """Queue requests; from any thread.
 
-    def next_rows(self) -> list[int]:
-        """The waiting rows that are admitted now: as many as there is space for, once they are worth a pass.
+        Args:
+            requests: The rows.
+            prefix: Token ids with which most prompts begin; its keys and values are kept until another prefix comes.
+            on_batch: Called, before memory is allocated for them, with the indices of all requests that may be in
+                flight until its next call. A call with it joins no other.
+            on_drain: Called when the last row has been admitted and rows of another call would find slots.
 
-        Where rows grow, those that are in flight make a step in each pass or between two passes.
+        Raises:
+            UserError: A request that cannot be run.
         """
-        engine, busy = self.engine, bool(self.engine.rows)
-        if busy and self._step_first:
-            self._step_first = False
-            return []
-        slots = self.capacity - len(engine.rows)
-        first = list(islice(self.waiting, slots))
-        if not first or (busy and slots < math.ceil(self.capacity / self._share)):
-            return []
-        estimate = engine.admission_estimate([self.requests[row] for row in first])
-        if not busy:
-            return first[: max(1, estimate)]
-        if estimate < min(len(first), math.ceil(len(engine.rows) / self._share)):
-            return []
-        if not engine.grows:
-            return first[:estimate]
-        alike = list(next(groupby(first[:estimate], self.prefixes.__getitem__))[1])
-        return alike[: engine.first_pass([self.requests[row] for row in alike], self.prefixes[alike[0]])]
+        engine = self.engine
+        lengths = [len(request.prompt_ids) for request in requests]
+        limits = [request.new_tokens_limit(engine.decoder.context_length) for request in requests]
+        prefixes = shared_prefixes([request.prompt_ids for request in requests], prefix, nested=self.share_prefixes)
+        runs = self._plan(prefixes, lengths, limits)
+        call = Call(requests, prefixes, lengths, limits, runs[::-1], on_batch, on_drain)
+        if requests:
+            self._queue.append(call)
+        else:
+            call.done.set()
+        return call
 
-    def admit(self, rows: Sequence[int]) -> Ended:
-        """Admit the first waiting rows; returns the rows that have ended with their first token."""
-        if not self._reported.issuperset(rows):
-            self.report()
-        busy = bool(self.engine.rows)
-        for prefix, members in groupby(rows, self.prefixes.__getitem__):
-            alike = list(members)
-            tickets = self.engine.admit([self.requests[row] for row in alike], prefix)
-            for _ in alike:
-                self.waiting.popleft()
-            self._tickets.update(zip(tickets, alike, strict=True))
-        self._step_first = busy and self.engine.grows and not self.engine.stepped
-        return self.engine.retire()
+    def finish(self, call: Call) -> list[Completion]:
+        """Admit and step until a call's rows have ended; from one thread at a time. Returns its completions."""
+        while not call.done.is_set():
+            self._turn()
+        return call.result()
 
-    def settle(self, ended: Ended) -> dict[int, Completion]:
-        """Return preempted rows to the head of the queue; index -> completion of the rows that have ended."""
-        self.waiting.extendleft(self._tickets[ticket] for ticket in self.engine.take_preempted())
-        return {self._tickets[ticket]: completion for ticket, completion in ended}
+    def _plan(self, prefixes: Sequence[Prompt], lengths: Sequence[int], limits: Sequence[int]) -> list[Run]:
+        """The runs of a call, longest prompts first; rows with the same prefix follow each other."""
+        engine, numbers = self.engine, dict[Prompt, int]()
+        batches = plan_batches(
+            lengths,
+            limits,
+            row_bytes=engine.row_bytes,
+            budget_bytes=self.budget_bytes,
+            max_rows=self.max_rows,
+            groups=[numbers.setdefault(prefix, len(numbers)) for prefix in prefixes],
+        )
+        runs = [Run(batch, len(batch)) for batch in batches]
+        if not self.refills:
+            return runs
+        if engine.grows:  # rows allocate cache as they grow: one run of all
+            return [Run([row for run in runs for row in run.rows], self.max_rows)] if runs else []
+        return merge(runs, lengths, limits, engine.row_bytes, self.budget_bytes)
+
+    def _turn(self) -> None:
+        """Open the next run, or admit rows, or make a step."""
+        failed = False
+        try:
+            flight = self._flight or self._open()
+            self._join(flight)
+            rows = flight.next_rows()
+            if rows:
+                flight.settle(flight.admit(rows))
+            else:
+                last = not flight.waiting and not self._may_join(flight)
+                flight.settle(self.engine.step(last=last))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                self._abandon(error)
+                raise
+            failed = True
+        except BaseException as error:
+            self._abandon(error)
+            raise
+        if failed:  # outside of the clause: the error's traceback holds tensors
+            self._run_again()
+        elif flight.left == 0:
+            self.engine.close()
+            self._flight = None
+        for call in [call for call in self._begun if len(call.completions) == len(call.requests)]:
+            self._end(call)
+
+    def _open(self) -> Flight:
+        """Open the engine for the next run."""
+        while True:
+            call = self._next_call()
+            assert call is not None, "no call has rows left"
+            self._begin(call)
+            run = call.runs.pop()
+            longest, most_new = shape_of(call, run.rows)
+            if run.capacity == 1 or run.capacity * self.engine.row_bytes(longest, most_new) < call.too_large:
+                break
+            call.runs += smaller(run)[::-1]
+        flight = self._flight = Flight(self.engine, run.capacity, (longest, most_new))
+        flight.add(call, run)
+        flight.report()  # before memory is allocated, which may kill the process
+        self.engine.open(run.capacity, longest, most_new)
+        return flight
+
+    def _next_call(self) -> Call | None:
+        """The oldest call that has rows to admit."""
+        return next((call for call in self._begun if call.runs), self._queue[0] if self._queue else None)
+
+    def _begin(self, call: Call) -> None:
+        if call in self._begun:
+            return
+        if not self._begun:
+            self._mark = replace(self.engine.stats)
+        self._begun.append(call)
+        self._queue.popleft()
+
+    def _may_join(self, flight: Flight) -> bool:
+        """Whether rows of another run may be admitted to these."""
+        return self.refills and not flight.apart and (bool(flight.call.runs) or self._joins(flight.call))
+
+    def _joins(self, call: Call) -> bool:
+        """Whether a call may share steps with another."""
+        return self.joins_calls and call.on_batch is None
+
+    def _join(self, flight: Flight) -> None:
+        """Once a run's last rows have been admitted and slots are free, let the next run's rows wait for them."""
+        if flight.waiting or not flight.has_free_slots or not self._may_join(flight):
+            return
+        on_drain = flight.call.on_drain
+        if not flight.call.runs and on_drain is not None:
+            flight.call.on_drain = None  # once
+            on_drain()
+        call = self._next_call()
+        if call is None or call.runs[-1].apart or (call is not flight.call and not self._joins(call)):
+            return
+        run = call.runs[-1]
+        most, shape = self._widened(flight, shape_of(call, run.rows), call.too_large)
+        if most < run.capacity or most <= len(self.engine.rows):
+            return  # until rows in flight that need longer slots have ended
+        if call.on_batch is not None:
+            call.on_batch(sorted({*flight.rows_of(call), *run.rows[:most]}))
+        if not self.engine.widen(most, *shape):
+            return
+        self._begin(call)
+        call.runs.pop()
+        flight.add(call, run)
+        flight.capacity, flight.shape = most, shape
+        self.engine.stats.batches += 1
+
+    def _widened(self, flight: Flight, wanted: tuple[int, int], too_large: float) -> tuple[int, tuple[int, int]]:
+        """Most rows in flight once rows of the shape `wanted` join those in flight, and the shape of all."""
+        held = flight.shape_in_flight()
+        shape = max(held[0], wanted[0]), max(held[1], wanted[1])
+        if self.engine.grows:
+            return self.max_rows, shape
+        size = self.engine.row_bytes(*shape)
+        most = min(self.max_rows, self.budget_bytes // size) if size else self.max_rows
+        return (most if most * size < too_large else 0), shape
+
+    def _run_again(self) -> None:
+        """Put back the rows that have not ended, after memory has run out."""
+        flight, self._flight = self._flight, None
+        self.engine.close()
+        reduced = self._free_after_failure()
+        if flight is None:
+            return
+        for call, run in reversed(flight.members):
+            left = call.left(run)
+            if not left:
+                continue
+            longest, most_new = shape_of(call, run.rows)
+            if flight.joined:
+                call.runs.append(replace(run, rows=left, apart=True))
+            elif reduced and not run.retried:
+                call.runs.append(replace(run, rows=left, retried=True))
+            elif len(run.rows) == 1:
+                score = 0.0 if self.engine.cumulative_logprob else None
+                error = alone_error(longest, most_new)
+                call.completions[left[0]] = Completion((), FinishReason.ERROR, score, error=error)
+            else:
+                call.too_large = min(call.too_large, run.capacity * self.engine.row_bytes(longest, most_new))
+                call.runs += smaller(replace(run, rows=left))[::-1]
+
+    def _free_after_failure(self) -> bool:
+        """Free memory; whether the engine has reduced its own, so that the same rows may run again."""
+        self.engine.stats.out_of_memory += 1
+        reduced = self.engine.release_memory()
+        free_memory()
+        return reduced
+
+    def _abandon(self, error: BaseException) -> None:
+        """End all calls whose rows are in flight."""
+        self._flight = None
+        self.engine.close()
+        for call in self._begun:
+            call.error = error
+            call.done.set()
+        self._begun = []
+
+    def _end(self, call: Call) -> None:
+        """Count what the engine did for a call that has ended, and leave to the others in flight what is theirs."""
+        self._begun.remove(call)
+        counted = self.engine.stats.minus(self._mark)
+        for other in self._begun:
+            so_far = self._of_rows(other).plus(other.passes)
+            counted = counted.minus(so_far.minus(other.credited))
+            other.credited = so_far
+        call.stats = counted.plus(call.credited)
+        self._mark = replace(self.engine.stats)
+        call.done.set()
+
+    def _of_rows(self, call: Call) -> EngineStats:
+        """Tokens and steps of a call's rows so far."""
+        tokens = [(row, len(done.token_ids)) for row, done in call.completions.items()]
+        stats = EngineStats(generated_tokens=sum(count for _, count in tokens))
+        if self._flight is not None:
+            tokens += self._flight.tokens_of(call)
+        for row, count in tokens:
+            steps, schedule = max(count - 1, 0), call.requests[row].schedule or self.engine.schedule
+            stats.decode_steps += steps
+            stats.layer_steps += schedule.layer_steps(steps)
+            stats.full_layer_steps += self.engine.schedule.num_layers * steps
+        return stats

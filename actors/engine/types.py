@@ -261,3 +261,18 @@ class EngineStats:
     decode_seconds: float = field(default=0.0, metadata={"unit": "s"})
     cache_bytes: int = field(default=0, metadata={"unit": "bytes of the largest batch's cache"})
     out_of_memory: int = field(default=0, metadata={"unit": "times that memory ran out"})
+
+    def plus(self, other: EngineStats) -> EngineStats:
+        """Sums of the counts; the larger of the bytes."""
+        sums = {item.name: getattr(self, item.name) + getattr(other, item.name) for item in fields(self)}
+        return EngineStats(**{**sums, "cache_bytes": max(self.cache_bytes, other.cache_bytes)})
+
+    def minus(self, other: EngineStats) -> EngineStats:
+        """These counts without those of `other`; the bytes are these."""
+        left = {item.name: getattr(self, item.name) - getattr(other, item.name) for item in fields(self)}
+        return EngineStats(**{**left, "cache_bytes": self.cache_bytes})
+
+    def of_prompts(self) -> EngineStats:
+        """The counts of prefill alone."""
+        names = ("prompt_tokens", "shared_prompt_tokens", "padded_prompt_tokens", "prefill_seconds")
+        return EngineStats(**{name: getattr(self, name) for name in names})

@@ -29,6 +29,7 @@ Result = TypeVar("Result")
 ISOLATED_SECONDS = 300.0  # for an isolated call while the job is planned
 STAGE_CPUS = 0.5  # of a read, prepare or commit task; each new worker process costs imports
 READ_TASK_ROWS, READ_TASK_BYTES = 50_000, 512 * 2**20  # of a read task at most, or one row group
+SHARDS_OF_ACTOR = 2  # one that is answered, and one that begins while its last rows finish
 CALL_RETRIES = 1  # of a call as an actor whose process died: its node may have gone
 READ_RETRIES = 20  # of a read task whose process died, or whose result was lost with its node
 
@@ -143,6 +144,9 @@ def _dataset(stages: Sequence[Stage], output: str, *, verbose: bool) -> Dataset:
         context = shards.context  # a copy of the caller's, inherited by the datasets below
         context.enable_progress_bars = verbose
         context.print_on_execution_start = verbose
+        # Ray divides the tasks of an actor by the calls that it takes at once
+        context.autoscaling_config.actor_pool_util_upscaling_threshold /= SHARDS_OF_ACTOR
+        context.autoscaling_config.actor_pool_util_downscaling_threshold /= SHARDS_OF_ACTOR
         context.execution_no_progress_timeout_s = -1  # a slow shard is not a dead one
         context.raise_original_map_exception = True  # else an error's last line is "UDF failed", not why
         batches: Dataset = shards.repartition(target_num_rows_per_block=1)
@@ -175,6 +179,10 @@ def _arguments(stage: Stage, output: str) -> dict[str, Any]:
 
 
 def _pool(actors: ActorsConfig) -> ActorPoolStrategy:
-    if actors.min is not None:
-        return ActorPoolStrategy(min_size=actors.min, max_size=actors.max, max_tasks_in_flight_per_actor=2)
-    return ActorPoolStrategy(size=actors.most, max_tasks_in_flight_per_actor=2)
+    sizes = {"size": actors.most} if actors.min is None else {"min_size": actors.min, "max_size": actors.max}
+    return ActorPoolStrategy(
+        **sizes,
+        max_tasks_in_flight_per_actor=SHARDS_OF_ACTOR,
+        max_concurrent_calls_per_actor=SHARDS_OF_ACTOR,
+        enable_true_multi_threading=True,
+    )

@@ -170,8 +170,8 @@ class _SpeedRun:
     """The rows of one actor at one speed, after a small batch that is not timed."""
 
     def __init__(self, generator: Generator, prompts: Sequence[Prompt], prefix: Sequence[int]) -> None:
-        self.generator, self.prompts, self.prefix = generator, prompts, prefix
-        self.engine = generator.engine = RecordingEngine(generator.engine)
+        self.engine, self.prompts, self.prefix = RecordingEngine(generator.engine), prompts, prefix
+        self.generator = generator.with_engine(self.engine)
         first = range(min(WARM_UP_ROWS, len(prompts)))
         warm_up = self._answer(first)
         self.engine.sample = SpeedSample()

@@ -17,7 +17,7 @@ from actors.engine.cache import cache_bytes_per_row
 from actors.engine.protocol import Ended
 from actors.engine.schedule import Schedule
 from actors.engine.scheduler import generate
-from actors.engine.types import Completion, FinishReason
+from actors.engine.types import Completion, EngineStats, FinishReason
 from actors.engine.working_memory import CHUNK_TOKENS
 from pipeline.estimate.costs import Costs, KeptPrefix, pass_terms, step_terms
 
@@ -102,7 +102,7 @@ class SimulatedEngine:
     def __init__(self, schedule: Schedule, costs: Costs, shape: EngineShape) -> None:
         self.schedule, self.costs, self.shape = schedule, costs, shape
         self.decoder = SimpleNamespace(context_length=shape.context)
-        self.stats = SimpleNamespace(out_of_memory=0)
+        self.stats = EngineStats()
         self.grows, self.stepped = shape.grows, False
         self.rows: list[_Flying] = []
         self.totals = Simulated()
@@ -122,6 +122,13 @@ class SimulatedEngine:
         self.totals.batches += 1
         size = min(rows * self.row_bytes(prompt_tokens, max_new_tokens), self.shape.cache_bytes)
         self.totals.cache_bytes = max(self.totals.cache_bytes, size)
+
+    def widen(self, rows: int, prompt_tokens: int, max_new_tokens: int) -> bool:
+        """See `EngineProtocol`; memory is the budget."""
+        self.totals.batches += 1
+        size = rows * self.row_bytes(prompt_tokens, max_new_tokens)
+        self.totals.cache_bytes = max(self.totals.cache_bytes, min(size, self.shape.cache_bytes))
+        return self.grows or size <= self.shape.cache_bytes
 
     def admit(self, requests: Sequence[SimulatedRow], prefix: Sequence[int] = ()) -> list[int]:
         """See `EngineProtocol`."""

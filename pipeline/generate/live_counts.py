@@ -24,15 +24,11 @@ class Source(Protocol):
     engine: EngineProtocol
     cache_bytes: int
 
-    def take_stats(self) -> EngineStats:
-        """The engine's counts since the last call."""
-        ...
-
 
 class LiveCounts:
     """Reports what an engine has counted since the last report; without a sink it does nothing.
 
-    source: read from the thread without a lock, as every value is one attribute.
+    source: read without a lock, as every value is one attribute; nobody may take its counts.
     """
 
     def __init__(self, source: Source) -> None:
@@ -41,14 +37,6 @@ class LiveCounts:
         self._reported = EngineStats()
         if (sink := metrics.exporter()) is not None:
             threading.Thread(target=_run, args=(weakref.ref(self), sink), name="metrics", daemon=True).start()
-
-    def take_stats(self) -> EngineStats:
-        """The engine's counts since the last call, all of them reported."""
-        with self._lock:
-            stats = self.source.take_stats()
-            self._report(stats)
-            self._reported = EngineStats()
-        return stats
 
     def report(self) -> None:
         """Report now."""

@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ import pyarrow as pa
 
 from actors.answers import Prompt
 from actors.engine.output_format import OutputFormat
+from actors.engine.types import EngineStats
 from actors.generator import Generator
 from pipeline.generate.coordinator import RunCoordinator
 from pipeline.generate.live_counts import LiveCounts
@@ -90,8 +92,22 @@ def prompts(rows: pa.Table, url: str, first_row: int) -> list[Prompt]:
     ]
 
 
+class _Turn:
+    """When the shard behind another may begin. drains: its rows find free slots; ended: the engine has no rows."""
+
+    def __init__(self) -> None:
+        self.drains, self.ended = threading.Event(), threading.Event()
+
+    def end(self) -> None:
+        self.drains.set()
+        self.ended.set()
+
+
 class ShardGenerator:
     """Callable class: answers whole shards with one Generator.
+
+    It may be called by two threads: the second shard then begins while the last rows of the first one finish, where
+    `Generator` joins calls, else when they have ended. A shard whose process has died before shares with no other.
 
     Args:
         generator: arguments of `Generator`; checkpoint and speed adapter as `fetch` takes them.
@@ -145,6 +161,8 @@ class ShardGenerator:
         self.prefix = prefix
         self.coordinator = coordinator
         self.quarantine = quarantine
+        self._turns, self._last_turn, self._last_ended = threading.Lock(), _Turn(), 0.0
+        self._last_turn.end()
         if coordinator is not None:
             coordinator.loaded(self.worker.actor())
 
@@ -155,15 +173,16 @@ class ShardGenerator:
         """Shards with columns shard, url, first_row, rows, prepare_seconds -> shard, part, stats."""
         shards, parts, stats = [], [], []
         for position, shard in enumerate(batch["shard"].tolist()):
-            if self.coordinator is not None and not self.coordinator.begin(shard):
-                continue
-            part, shard_stats = self._shard(
+            done = self._shard(
                 shard,
                 str(batch["url"][position]),
                 int(batch["first_row"][position]),
                 from_ipc(batch["rows"][position]),
                 float(batch["prepare_seconds"][position]),
             )
+            if done is None:
+                continue
+            part, shard_stats = done
             shards.append(shard)
             parts.append(part)
             stats.append(json.dumps(asdict(shard_stats)))
@@ -173,16 +192,29 @@ class ShardGenerator:
 
     def _shard(
         self, shard: int, url: str, first_row: int, rows: pa.Table, prepare_seconds: float
-    ) -> tuple[bytes, ShardStats]:
-        started, began = time.time(), time.perf_counter()
-        # before anything that may kill this process
-        shard_attempt = None if self.quarantine is None else self.quarantine.begin(shard, rows.num_rows)
-        answers = self._answers(shard_attempt, prompts(rows, url, first_row))
+    ) -> tuple[bytes, ShardStats] | None:
+        """The part of a shard and its statistics; None if it must not begin any more."""
+        asked, turn = prompts(rows, url, first_row), _Turn()
+        with self._turns:
+            before, self._last_turn = self._last_turn, turn
+        try:
+            before.drains.wait()
+            if self.quarantine is not None and not before.ended.is_set() and self.quarantine.knows(shard):
+                before.ended.wait()  # a death must be that of one shard
+            if self.coordinator is not None and not self.coordinator.begin(shard):
+                return None
+            began = time.perf_counter()
+            # before anything that may kill this process
+            shard_attempt = None if self.quarantine is None else self.quarantine.begin(shard, rows.num_rows)
+            answers, engine = self._answers(shard_attempt, asked, turn)
+        finally:
+            before.ended.wait()
+            turn.end()
         to_table = part_table if self.part.scored is None else score_table
         table = to_table(rows, answers, self.part, url, first_row)
         data = part_bytes(table, self.part, Shard(shard, url, first_row, rows.num_rows))
-        seconds = time.perf_counter() - began
-        engine = self.counts.take_stats()
+        self.counts.report()
+        seconds, finished = self._seconds_since(began), time.time()
         device_seconds = seconds * self.devices
         money, million_tokens = device_seconds * self.price_per_hour / 3600, engine.generated_tokens / 1e6
         return data, ShardStats(
@@ -203,7 +235,7 @@ class ShardGenerator:
             money=money,
             device_seconds_per_million_tokens=_share(device_seconds, million_tokens),
             money_per_million_tokens=_share(money, million_tokens),
-            tokens_per_second=engine.generated_tokens / seconds,
+            tokens_per_second=_share(engine.generated_tokens, seconds),
             batches=engine.batches,
             padding_fraction=_share(engine.padded_prompt_tokens - engine.prompt_tokens, engine.padded_prompt_tokens),
             mean_depth=_share(engine.layer_steps, engine.decode_steps),
@@ -220,8 +252,8 @@ class ShardGenerator:
             cache_bytes=engine.cache_bytes,
             out_of_memory=engine.out_of_memory,
             peak_memory_bytes=self.generator.peak_memory_bytes(),
-            started=started,
-            finished=time.time(),
+            started=finished - seconds,
+            finished=finished,
             device=self.generator.device_name(),
             node=self.worker.node(),
             attempt=self.worker.attempt(),
@@ -231,27 +263,49 @@ class ShardGenerator:
             **distributions_of(table),
         )
 
-    def _answers(self, shard_attempt: ShardAttempt | None, rows: list[Prompt]) -> list[Any]:
-        """Answers to a shard's rows, or their scores, in row order.
+    def _seconds_since(self, began: float) -> float:
+        """The time of the shard that has ended just now: since it began, and since the last one ended."""
+        with self._turns:
+            now = time.perf_counter()
+            seconds, self._last_ended = now - max(began, self._last_ended), now
+        return seconds
+
+    def _answers(
+        self, shard_attempt: ShardAttempt | None, rows: list[Prompt], turn: _Turn
+    ) -> tuple[list[Any], EngineStats]:
+        """Answers to a shard's rows, or their scores, in row order, and what the engine counted.
 
         After a death group by group, each batch recorded before it runs.
         """
         if shard_attempt is None or not shard_attempt.isolated:
-            return self._answer(rows)
+            return self._answer(rows, on_drain=turn.drains.set)
         errors = shard_attempt.errors
-        answers: list[Any] = []
+        answers, stats = list[Any](), EngineStats()
         for group in filter(None, [tuple(errors), *shard_attempt.groups]):
 
             def enter(positions: Sequence[int], group: tuple[int, ...] = group) -> None:
                 shard_attempt.enter([group[position] for position in positions])
 
             prompts = [replace(rows[row], error=errors.get(row, rows[row].error)) for row in group]
-            answers += [replace(answer, row=group[answer.row]) for answer in self._answer(prompts, enter)]
-        return sorted(answers, key=lambda answer: answer.row)  # the answers to a row are in order, and stay so
+            of_group, counted = self._answer(prompts, enter)
+            answers += [replace(answer, row=group[answer.row]) for answer in of_group]
+            stats = stats.plus(counted)
+        return sorted(answers, key=lambda answer: answer.row), stats  # the answers to a row are in order, and stay so
 
-    def _answer(self, rows: list[Prompt], on_batch: Callable[[Sequence[int]], None] | None = None) -> list[Any]:
-        run: Callable[..., list[Any]] = self.generator.answer if self.part.scored is None else self.generator.score
-        return self.thread.submit(run, rows, self.prefix, on_batch).result()
+    def _answer(
+        self,
+        rows: list[Prompt],
+        on_batch: Callable[[Sequence[int]], None] | None = None,
+        on_drain: Callable[[], None] | None = None,
+    ) -> tuple[list[Any], EngineStats]:
+        generator = self.generator
+        if self.part.scored is not None:
+            before = replace(generator.engine.stats)
+            scores = self.thread.submit(generator.score, rows, self.prefix, on_batch).result()
+            return scores, generator.engine.stats.minus(before)
+        work = generator.begin(rows, self.prefix, on_batch, on_drain)
+        self.thread.submit(generator.run, work).result()
+        return generator.finish(work), work.call.stats
 
 
 def _share(part: float, total: float) -> float:

@@ -133,6 +133,14 @@ class Quarantine:
     attempts: int
     stage: str
 
+    def knows(self, shard: int) -> bool:
+        """Whether an attempt at a shard has left its marker."""
+        try:
+            self.folder.read(marker_name(shard, self.stage))
+        except FileNotFoundError:
+            return False
+        return True
+
     def begin(self, shard: int, rows: int) -> ShardAttempt:
         """Begin an attempt at a shard of `rows` rows, and write its marker.
 

@@ -44,17 +44,22 @@ class FakeGenerator(Generator):
     line: StartingLine | None = None
 
     def __init__(self, checkpoint: str, **settings: Any) -> None:
-        self.taken = EngineStats()
         self.cache_bytes = 0
         self.engine = SimpleNamespace(stats=EngineStats(), rows=[], used_cache_bytes=int)
         if self.line:
             self.line.wait()
 
-    def answer(self, prompts: Sequence[Prompt], *rest: Any, **more: Any) -> list[Answer]:
+    def begin(self, prompts: Sequence[Prompt], *rest: Any, **more: Any) -> Any:
+        """Nothing but the rows."""
+        stats = EngineStats(batches=1, generated_tokens=len(TOKENS) * len(prompts))
+        return SimpleNamespace(prompts=prompts, call=SimpleNamespace(stats=stats))
+
+    def run(self, work: Any) -> None:
+        """Sleep."""
+        time.sleep(self.seconds_a_row * len(work.prompts))
+
+    def finish(self, work: Any) -> list[Answer]:
         """The rows' answers, in their order; a row that comes with an error has an answer that says so."""
-        time.sleep(self.seconds_a_row * len(prompts))
-        self.taken.batches += 1
-        self.taken.generated_tokens += len(TOKENS) * len(prompts)
         return [
             Answer(
                 row=row,
@@ -70,13 +75,8 @@ class FakeGenerator(Generator):
                 logprobs=None,
                 choice_probability=None,
             )
-            for row, prompt in enumerate(prompts)
+            for row, prompt in enumerate(work.prompts)
         ]
-
-    def take_stats(self) -> EngineStats:
-        """Counts since the last call."""
-        taken, self.taken = self.taken, EngineStats()
-        return taken
 
     def peak_memory_bytes(self) -> int:
         """No model, no memory."""

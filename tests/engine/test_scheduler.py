@@ -16,8 +16,9 @@ from tiny_models import LAYERS, tiny_model
 from actors.engine.batching import plan_batches
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
+from actors.engine.runs import SPREAD, Run, merge, smaller
 from actors.engine.schedule import ScheduleSpec
-from actors.engine.scheduler import SCHEDULERS, SPREAD, Run, _merge, _smaller, generate
+from actors.engine.scheduler import SCHEDULERS, generate
 from actors.engine.types import Completion, Request, SamplingParams
 
 SCHEDULE = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
@@ -122,7 +123,7 @@ def test_runs_hold_every_row_once_and_fit_the_budget(
     new_tokens = [1 + row % most_new for row in range(len(lengths))]
     batches = plan_batches(lengths, new_tokens, row_bytes=row_bytes, budget_bytes=budget, max_rows=max_rows)
     limits = dict(enumerate(new_tokens))
-    runs = _merge([Run(one, len(one)) for one in batches], dict(enumerate(lengths)), limits, row_bytes, budget)
+    runs = merge([Run(one, len(one)) for one in batches], dict(enumerate(lengths)), limits, row_bytes, budget)
     assert sorted(row for run in runs for row in run.rows) == list(range(len(lengths)))
     for run in runs:
         longest, new = max(lengths[row] for row in run.rows), max(limits[row] for row in run.rows)
@@ -142,7 +143,7 @@ def test_what_does_not_fit_ends_in_single_rows(rows: int, capacity: int) -> None
         if len(run.rows) == 1:
             alone += run.rows
         else:
-            left += _smaller(run)
+            left += smaller(run)
     assert sorted(alone) == list(range(rows)) and tries <= 2 * rows + 8
 
 

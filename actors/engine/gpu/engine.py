@@ -166,6 +166,16 @@ class GpuEngine:
         run.cache.most = 0
         self.stats.batches += 1
 
+    def widen(self, rows: int, prompt_tokens: int, max_new_tokens: int) -> bool:
+        """See `EngineProtocol`: rows allocate pages as they grow, so that only the tables' sizes matter."""
+        assert self._run is not None
+        shape = max(rows, self.max_rows), rounded(prompt_tokens), rounded(max_new_tokens)
+        if not self._run.fit(*shape, self._pool):
+            return False
+        pages = min(self.pages, self._estimate.row_pages(prompt_tokens, max_new_tokens))
+        self._largest_row = max(self._largest_row, pages)
+        return True
+
     def admission_estimate(self, requests: Sequence[Request]) -> int:
         """How many of these requests, in their order, find pages now, as far as can be foreseen."""
         assert self._run is not None

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from part_builders import part_spec
 
-from actors.answers import Answer, Prompt
-from actors.generator import Generator
+from actors.answers import Prompt
+from actors.generator import Generator, RowsAtWork
 from pipeline.generate import stage as generate
 
 
@@ -24,9 +24,9 @@ def test_a_model_is_loaded_and_run_in_one_thread(checkpoint: Path, monkeypatch: 
             seen.append(threading.get_ident())
             super().__init__(*args, **settings)
 
-        def answer(self, *args: Any) -> list[Answer]:
+        def run(self, work: RowsAtWork) -> None:
             seen.append(threading.get_ident())
-            return super().answer(*args)
+            super().run(work)
 
     monkeypatch.setattr(generate, "Generator", Watched)
     settings = {"checkpoint": str(checkpoint), "dtype": "float32", "device": "cpu"}

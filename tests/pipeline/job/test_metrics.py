@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import fields
 from pathlib import Path
 
 import pyarrow as pa
@@ -80,33 +79,24 @@ class Engine:
     def used_cache_bytes(self) -> int:
         return 3
 
-    def take_stats(self) -> EngineStats:
-        taken, self.stats = self.stats, EngineStats()
-        return taken
 
-
-@given(st.lists(st.one_of(st.integers(1, 9), st.sampled_from(["report", "shard"]))))
+@given(st.lists(st.one_of(st.integers(1, 9), st.just("report"))))
 def test_whenever_counts_are_reported_they_add_up_to_the_engines(steps: list[int | str]) -> None:
-    engine, recorded, done = Engine(), Recorded(), EngineStats()
+    engine, recorded = Engine(), Recorded()
     counts = LiveCounts(engine)  # type: ignore[arg-type]
     before = metrics.install(recorded)  # after the thread would have started
     try:
-        for step in [*steps, "shard"]:
+        for step in [*steps, "report"]:
             if step == "report":
                 counts.report()
-            elif step == "shard":
-                taken = counts.take_stats()
-                done = EngineStats(
-                    **{one.name: getattr(done, one.name) + getattr(taken, one.name) for one in fields(done)}
-                )
             else:
                 for name in (*COUNTERS, "decode_seconds"):
                     setattr(engine.stats, name, getattr(engine.stats, name) + int(step))
     finally:
         metrics.install(before)
     for name in COUNTERS:
-        assert recorded.counters[name] == getattr(done, name)
-    assert recorded.counters["seconds/decode"] == done.decode_seconds
+        assert recorded.counters[name] == getattr(engine.stats, name)
+    assert recorded.counters["seconds/decode"] == engine.stats.decode_seconds
 
 
 def test_counts_that_are_taken_back_lower_no_counter() -> None:
@@ -118,7 +108,7 @@ def test_counts_that_are_taken_back_lower_no_counter() -> None:
         engine.stats.decode_steps = 4  # memory ran out: the rows are dropped
         counts.report()
         engine.stats.decode_steps = 12
-        counts.take_stats()
+        counts.report()
     assert recorded.counters["decode_steps"] == 12
     assert recorded.gauges == {"rows_in_flight": 0, "cache_bytes": 3, "cache_bytes_limit": 7}
 

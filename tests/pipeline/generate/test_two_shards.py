@@ -1,0 +1,169 @@
+"""Two shards in one actor, as two threads give them: the second begins while the last rows of the first finish."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from memory_folder import MemoryFolder
+from part_builders import part_spec
+
+from actors.engine.decoder import Decoder
+from actors.engine.engine import Engine
+from pipeline.generate.coordinator import Coordinator
+from pipeline.generate.stage import ShardGenerator
+from pipeline.prepare.prompt_spec import PromptSpec
+from pipeline.prepare.prompts import prepare_table
+from pipeline.read.ipc import to_ipc
+from pipeline.runtime.quarantine import Quarantine, marker_name
+
+ROWS = 24
+
+
+@pytest.fixture
+def shards(checkpoint: Path) -> list[dict[str, Any]]:
+    spec = PromptSpec(str(checkpoint), 300, 64, column="prompt")
+    batches = []
+    for shard in range(3):
+        words = [" ".join(["cheap"] * (1 + (row + shard) % 4)) for row in range(ROWS)]
+        column = np.empty(1, dtype=object)
+        column[0] = to_ipc(
+            prepare_table(pa.table({"id": [f"{shard}-{row}" for row in range(ROWS)], "prompt": words}), spec)
+        )
+        urls = np.array(["in/a.parquet"], dtype=object)
+        first = np.array([100 * shard])
+        batches.append(
+            {
+                "shard": np.array([shard]),
+                "url": urls,
+                "first_row": first,
+                "rows": column,
+                "prepare_seconds": np.zeros(1),
+            }
+        )
+    return batches
+
+
+def actor(checkpoint: Path, **more: Any) -> ShardGenerator:
+    settings = {
+        "checkpoint": str(checkpoint),
+        "sampling": {"max_new_tokens": 24, "temperature": 1.0},
+        "dtype": "float32",
+        "device": "cpu",
+        "scheduler": "refill",
+        "max_batch": 8,
+    }
+    return ShardGenerator(settings, part_spec(optional=("token_ids",)), **more)
+
+
+def at_once(one: ShardGenerator, shards: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The answers to shards, two of which are in the actor, as Ray gives them."""
+    with ThreadPoolExecutor(2) as calls:
+        futures: list[Future[dict[str, Any]]] = []
+        for batch in shards:
+            before = one._last_turn
+            futures.append(calls.submit(one, batch))
+            while one._last_turn is before and not futures[0].done():
+                threading.Event().wait(0.001)  # they begin in their order
+            if len(futures) > 1:
+                futures[-2].result()
+        return [future.result() for future in futures]
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_part_does_not_depend_on_the_shard_before(
+    checkpoint: Path, shards: list[dict[str, Any]], joins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32 shards do not share steps, as its numbers depend on the rows of a step; here they are rounded off."""
+    alone = [actor(checkpoint)(batch) for batch in shards]
+    monkeypatch.setattr(Decoder, "rows_independent", joins)
+    coordinator = Coordinator()
+    one = actor(checkpoint, coordinator=coordinator, quarantine=Quarantine(MemoryFolder(), "run", 2, "generate"))
+    together = at_once(one, shards)
+    assert coordinator.working() == {0, 1, 2}
+    times = []
+    for got, want in zip(together, alone, strict=True):
+        if not joins:
+            assert got["part"][0] == want["part"][0]
+        stats, before = (json.loads(str(each["stats"][0])) for each in (got, want))
+        for name in ("rows", "answers", "prompt_tokens", "generated_tokens", "decode_steps", "layer_steps"):
+            assert stats[name] == before[name]
+        times.append((stats["started"], stats["finished"]))
+    assert all(first[1] <= second[0] + 1e-3 for first, second in itertools.pairwise(times))
+
+
+def test_the_second_shard_begins_while_the_first_one_ends(
+    checkpoint: Path, shards: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Decoder, "rows_independent", True)
+    one, steps, step = actor(checkpoint), [], Engine.step
+
+    def watched(self: Engine, *, last: bool = False) -> Any:
+        flight = one.generator.calls._flight
+        assert flight is not None
+        steps.append(len({id(flight._tickets[row.ticket][0]) for row in self.rows}))
+        if steps[-1] == 1 and not flight.waiting and not one.generator.calls._queue:
+            threading.Event().wait(0.05)  # the second thread prepares its rows
+        return step(self, last=last)
+
+    monkeypatch.setattr(Engine, "step", watched)
+    at_once(one, shards)
+    assert max(steps) == 2
+
+
+def test_a_shard_that_may_have_killed_its_process_shares_the_engine_with_no_other(
+    checkpoint: Path, shards: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that its next death is not counted against the shard beside it, nor that one's against it."""
+    monkeypatch.setattr(Decoder, "rows_independent", True)
+    folder = MemoryFolder()
+    quarantine = Quarantine(folder, "run", 3, "generate")
+    quarantine.begin(1, ROWS)  # an attempt at the second shard has died
+    one, steps, step = actor(checkpoint, quarantine=quarantine), [], Engine.step
+    began = Quarantine.begin
+    in_flight: list[int] = []
+
+    def watched(self: Engine, *, last: bool = False) -> Any:
+        flight = one.generator.calls._flight
+        assert flight is not None
+        steps.append(len({id(flight._tickets[row.ticket][0]) for row in self.rows}))
+        if not flight.waiting and not one.generator.calls._queue:
+            threading.Event().wait(0.02)
+        return step(self, last=last)
+
+    def beginning(self: Quarantine, shard: int, rows: int) -> Any:
+        if shard in (1, 2):
+            in_flight.append(len(one.generator.engine.rows))
+        return began(self, shard, rows)
+
+    monkeypatch.setattr(Engine, "step", watched)
+    monkeypatch.setattr(Quarantine, "begin", beginning)
+    at_once(one, shards)
+    assert max(steps) == 1 and in_flight == [0, 0]
+    assert json.loads(folder.read(marker_name(1, "generate")))["outside"] == 0
+
+
+def test_a_shard_that_must_not_begin_any_more_holds_up_no_other(checkpoint: Path, shards: list[dict[str, Any]]) -> None:
+    coordinator = Coordinator()
+    one = actor(checkpoint, coordinator=coordinator)
+    one(shards[0])
+    coordinator.stop()
+    assert [len(got["part"]) for got in at_once(one, shards[1:])] == [0, 0]
+
+
+def test_an_error_in_a_shard_lets_the_next_one_run(
+    checkpoint: Path, shards: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = actor(checkpoint)
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "admit", lambda *given: (_ for _ in ()).throw(RuntimeError("broken")))
+        with pytest.raises(RuntimeError, match="broken"):
+            one(shards[0])
+    assert len(one(shards[1])["part"]) == 1
