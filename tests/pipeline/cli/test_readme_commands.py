@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -86,6 +87,22 @@ def test_a_first_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "8 rows" in plan and "device-hours" in plan
     assert "8 rows in " in ran
     assert "8 rows in " in report and "0 with an error" in report
+
+
+@pytest.mark.usefixtures("in_process")
+def test_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """configs/labels.yaml as its comment says, but for the model of the hub, which has a chat template."""
+    model = shutil.copytree(ROOT / "configs" / "demo" / "checkpoint", tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{% for one in messages %}{{ one.content }} {% endfor %}")
+    shown = commands_of_example("labels.yaml")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(["sh", "-ec", "\n".join(shown[:3])], check=True)
+    ran, report = run_commands([f"{shown[3]} --set model.path=model", shown[4]])
+    for said in (ran, report):
+        counted = re.search(r"labels: (.*)", said)
+        assert counted is not None
+        assert sum(int(number) for number in re.findall(r" (\d+) \(", counted[1])) == 2
 
 
 @pytest.mark.usefixtures("in_process")

@@ -39,6 +39,11 @@ def test_every_file_has_known_keys(path: Path) -> None:
     assert any(set(values) <= names for names in tops), set(values)
 
 
+def test_the_readme_lists_every_recipe() -> None:
+    text = config_reference.README.read_text()
+    assert [path.name for path in CONFIGS.glob("*.yaml") if f"]({path.name})" not in text] == []
+
+
 def test_the_example_of_a_budget_is_valid() -> None:
     from pipeline.config.job import JobConfig
 

@@ -131,6 +131,9 @@ def test_the_page_is_small_and_can_be_read_without_seeing_it(hostile: tuple[Fold
     assert len(ids) == len(set(ids))
     named = {attributes["aria-labelledby"] for attributes in found.of("section")}
     assert named <= set(ids)
+    headings = re.findall(r"<h2[^>]*>([^<]*)</h2>", hostile[1].decode())
+    regions = [region["aria-label"] for region in found.of("div") if region.get("role") == "region"]
+    assert len({*headings, *regions}) == len(headings) + len(regions)  # landmarks are told apart
 
 
 def test_the_page_tells_the_figures(hostile: tuple[Folder, bytes]) -> None:
