@@ -67,9 +67,9 @@ class Generator:
             merged into the weights while they load, unless the schedule runs every layer for every token.
         schedule: Keys of a job's `schedule` section, on top of the schedule that the checkpoint stores. None scores at
             full depth.
-        drafts: Keys of a second schedule, for exact mode on CPUs: its layers, with the speed adapter if there is one,
-            and prompt lookup draft tokens, and full depth verifies them; at full depth prompt lookup alone. The answers
-            are full depth's; `schedule` must be too.
+        drafts: Keys of a second schedule, for exact mode: its layers, with the speed adapter if there is one, and on
+            CPUs prompt lookup draft tokens, and full depth verifies them; at full depth prompt lookup alone. The
+            answers are full depth's; `schedule` must be too.
         unadapted: Run a schedule that the checkpoint was not trained for; its text may be ruined.
         sampling: Fields of `SamplingParams`.
         choices: Labels; every answer is one of them.

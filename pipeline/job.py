@@ -187,6 +187,13 @@ def draft_schedule(config: JobConfig, checkpoint: ResolvedCheckpoint) -> Schedul
         raise UserError(
             "schedule.exact: all layers would draft; give a higher schedule.speedup, or 1 for prompt lookup alone"
         )
+    if (config.actors.gpus or config.model.device.startswith("cuda")) and (
+        drafts.is_full_depth or not config.paged or not checkpoint.checkpoint.has_pages
+    ):
+        raise UserError(
+            "schedule.exact: on a GPU only layers draft, of the paged engine: give schedule.speedup above 1 and a "
+            "model that it runs, or leave out actors.gpus"
+        )
     return drafts
 
 

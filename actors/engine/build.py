@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from actors.engine.errors import UserError
 from actors.engine.loading import Checkpoint, load_decoder, memory_needed, stop_ids
@@ -152,16 +152,20 @@ def build_engine(
     int8 = settings.weights == "int8"
     if int8 and on_gpu:
         raise UserError("weights = 'int8' is for CPUs; on a GPU leave it out")
-    if drafts is not None and (on_gpu or settings.compile or not schedule.is_full_depth):
-        raise UserError("drafts: exact mode is for full depth, on a CPU, without compile")
+    if drafts is not None and (settings.compile or not schedule.is_full_depth):
+        raise UserError("drafts: exact mode is for full depth, without compile")
     exact, lookup_alone = drafts is not None, drafts is not None and drafts.is_full_depth
+    own_drafter = exact and not lookup_alone
     if drafts is not None and not lookup_alone and drafts.mean_layers == drafts.num_layers:
         raise UserError("drafts: all layers would draft; give a higher speedup, or 1 for prompt lookup alone")
+    if exact and on_gpu and (lookup_alone or not paged):
+        raise UserError("drafts: on a GPU only layers of the paged engine draft; give a speedup above 1")
     rows = settings.max_rows if paged else 0
     need = memory_needed(checkpoint, settings.dtype, settings.cache_bytes, on_gpu=on_gpu, paged_rows=rows)
     if on_gpu:
+        if own_drafter and checkpoint.adapter is not None:  # layers that draft have weights of their own
+            need = replace(need, weights=2 * need.weights)
         check_free(need, *torch.cuda.mem_get_info(device))
-    own_drafter = exact and not lookup_alone
     adapter = checkpoint.adapter if own_drafter or not schedule.is_full_depth else None
     if adapter is not None:
         adapter.check_base(base_digest(checkpoint.path), str(checkpoint.path))
@@ -179,14 +183,19 @@ def build_engine(
 
             wanted = probe(Engine(decoder, schedule, ends)) if settings.engine == "auto" else None
             decoder.prepare_for_gpu(kernels)
-            engine = GpuEngine(
-                decoder,
-                schedule,
-                ends,
-                budget_bytes=settings.cache_bytes,
-                max_rows=settings.max_rows,
-                cumulative_logprob=settings.cumulative_logprob,
-            )
+            how: dict[str, Any] = {
+                "budget_bytes": settings.cache_bytes,
+                "max_rows": settings.max_rows,
+                "cumulative_logprob": settings.cumulative_logprob,
+            }
+            if drafts is None:
+                engine = GpuEngine(decoder, schedule, ends, **how)
+            else:
+                from actors.engine.gpu.exact import GpuExactEngine
+
+                if drafter is not decoder:
+                    drafter.prepare_for_gpu(kernels)
+                engine = GpuExactEngine(decoder, schedule, ends, drafter=Drafter(drafter, drafts), **how)
             if wanted is not None:
                 check(engine, wanted)
                 engine.take_stats()

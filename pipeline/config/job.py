@@ -168,7 +168,7 @@ class JobScheduleConfig(ScheduleConfig):
     exact: bool = Field(
         False,
         description="answer as full depth does, token for token: the schedule's layers and prompt lookup draft tokens, "
-        "full depth verifies them; at speedup 1 prompt lookup alone; on CPUs",
+        "full depth verifies them; at speedup 1 prompt lookup alone, which is for CPUs",
     )
     unadapted: bool = Field(
         False, description="run a schedule that the checkpoint was not trained for; its text may be ruined"
@@ -361,8 +361,8 @@ class JobConfig(Section):
     def _fits_together(self) -> JobConfig:
         if self.budget is not None and self.budget.money is not None and self.price_per_hour is None:
             raise UserError("budget.money needs price_per_hour, the money for an hour of one device")
-        if self.schedule.exact and (self.actors.gpus or self.model.device.startswith("cuda") or self.model.compile):
-            raise UserError("schedule.exact runs on CPUs, without model.compile: leave out gpus, cuda and compile")
+        if self.schedule.exact and self.model.compile:
+            raise UserError("schedule.exact has kernels of its own: leave out model.compile")
         if self.model.weights is not None and self.actors.gpus:
             raise UserError("model.weights: int8 is for CPUs: leave actors.gpus out")
         if self.scores:

@@ -14,9 +14,11 @@ from tiny_models import MODELS, WINDOWLESS
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from actors.engine.decoder import Decoder
+from actors.engine.exact import Drafter
 from actors.engine.gpu import engine as engines
 from actors.engine.gpu import kernels
 from actors.engine.gpu.engine import GpuEngine
+from actors.engine.gpu.exact import GpuExactEngine
 from actors.engine.row import rows_per_layer
 from actors.engine.schedule import ScheduleSpec
 from actors.engine.scheduler import generate
@@ -102,6 +104,46 @@ def test_a_greedy_step_is_few_launches(gpu: Gpu, name: str, layer: int) -> None:
     engine.step()  # which gives no pages
     layers = sum(map(bool, rows_per_layer([engine.schedule.depth(1)] * 8, engine.schedule)))
     assert 0 < gpu.launches - before - layer * layers <= 5
+    engine.close()
+
+
+def exact_of(name: str, max_rows: int, **how: Any) -> GpuExactEngine:
+    decoder = Decoder(model_of(name, torch.bfloat16))
+    assert decoder.prepare_for_gpu(kernels)
+    full, half = (ScheduleSpec(speedup=speed, horizon=6).build(decoder.num_layers) for speed in (1, 2))
+    drafter = Drafter(decoder, half)
+    return GpuExactEngine(decoder, full, STOP, drafter=drafter, budget_bytes=2**30, max_rows=max_rows, **how)
+
+
+@pytest.mark.parametrize(("name", "params"), [("llama-3-8b", one) for one in PARAMS] + [("opt-post-norm", "narrowed")])
+def test_rounds_of_exact_mode_wait_for_nothing(gpu: Gpu, name: str, params: str) -> None:
+    engine = exact_of(name, 32, cumulative_logprob=params != "greedy")
+    rows = rows_of(4, **{**PARAMS[params], "max_new_tokens": 60})
+    for run in range(3):  # kernels are compiled, graphs captured, graphs replayed
+        engine.open(32, 20, 60)
+        engine.admit(rows)
+        gpu.waits.clear()
+        before = gpu.captures, gpu.own_launches
+        for _ in range(STEPS):
+            engine.step()
+        assert not gpu.waits and engine._stride == 4
+        engine.close()
+        assert run < 2 or (gpu.captures, gpu.own_launches) == before, "the third time a round is graphs"
+
+
+def test_rounds_of_exact_mode_stay_within_the_memory_of_steps(gpu: Gpu) -> None:
+    engine = exact_of("llama-3-8b", 512)
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True, **{"temperature": 0.8, "top_p": 0.9})
+    with gpu.counted():
+        engine.open(512, 20, 8)
+        engine.admit([Request([4] * 19 + [row], params, row) for row in range(128)])
+        for _ in range(2):
+            engine.step()
+            assert engine._stride == 4
+    assert engine._run is not None
+    taken = gpu.peak - engine._run.cache.bytes
+    planned = working_bytes(engine.decoder.model.config, 2, 512) + ALLOWANCE
+    assert taken < 0.9 * planned, f"{taken / 2**20:.0f} of {planned / 2**20:.0f} MiB"
     engine.close()
 
 

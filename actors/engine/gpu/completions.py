@@ -32,15 +32,19 @@ class _Poll:
 
 
 class CompletionPoll:
-    """At most one poll is in progress."""
+    """At most one poll is in progress.
+
+    counts: Ticket -> tokens of the rows that had not ended at the last one.
+    """
 
     def __init__(self) -> None:
+        self.counts: dict[int, int] = {}
         self._poll: _Poll | None = None
         self._fetch_stream: torch.cuda.Stream | None = None
 
     def cancel(self) -> None:
         """Drop the poll in progress."""
-        self._poll = None
+        self._poll, self.counts = None, {}
 
     def start(self, state: DeviceRows, slots: Mapping[int, int]) -> None:
         """Copy, behind the steps launched so far, which rows have ended. slots: ticket -> slot of rows in flight."""
@@ -58,7 +62,8 @@ class CompletionPoll:
             return []
         if poll.done is not None:
             poll.done.synchronize()
-        flags = poll.ended.tolist()
+        flags, counts = poll.ended.tolist(), poll.counts.tolist()
+        self.counts = {ticket: counts[slot] for ticket, slot in poll.slots.items() if not flags[slot]}
         ended = [row for row in rows if row.ticket in poll.slots and flags[poll.slots[row.ticket]]]
         if ended:
             self._fetch(ended, state, poll)

@@ -66,6 +66,7 @@ class GpuEngine:
         graphs: Whether to capture steps as CUDA graphs.
         read_every: Steps between completion polls.
         pool: Pages to share with other engines of which one runs at a time; its size replaces budget_bytes.
+        most_stride: Tokens of a row in a step, at most.
 
     Raises:
         UserError: A schedule for another number of layers.
@@ -86,6 +87,7 @@ class GpuEngine:
         graphs: bool = True,
         read_every: int = READ_EVERY,
         pool: PagePool | None = None,
+        most_stride: int = 1,
     ) -> None:
         if schedule.num_layers != decoder.num_layers:
             raise UserError(f"schedule for {schedule.num_layers} layers, model has {decoder.num_layers}")
@@ -114,7 +116,8 @@ class GpuEngine:
         self._preempted: list[int] = []
         self._ended_early: Ended = []  # rows that have left before the step's own poll
         self._largest_row = 1  # pages
-        self._estimate = AdmissionEstimate(schedule, decoder.context_length, read_every)
+        self._stride, self._ahead = 1, read_every * most_stride  # tokens of a row: in the last step, and between polls
+        self._estimate = AdmissionEstimate(schedule, decoder.context_length, self._ahead)
 
     @property
     def pages(self) -> int:
@@ -206,7 +209,7 @@ class GpuEngine:
         newcomers = [self._begin(request) for request in requests]
         slots = [run.free_slots.pop() for _ in newcomers]
         lengths = [len(row.request.prompt_ids) for row in newcomers]
-        self._ensure_pages(lambda: run.cache.grow(slots, lengths, [0] * len(slots), self.read_every), least=0)
+        self._ensure_pages(lambda: run.cache.grow(slots, lengths, [0] * len(slots), self._ahead), least=0)
         if not all(samples_on_device(row, run.state) for row in newcomers):
             self._move_sampling_to_host()
         run.state.begin(slots, newcomers)
@@ -273,18 +276,22 @@ class GpuEngine:
         if self._steps_since_open % self.read_every == 0 or self._host_samples:
             self._ensure_pages(self._grow, least=1)
         if self.rows:
-            per_layer = rows_per_layer(input_depths(self.rows), self.schedule)
-            logits = run.steps.run(per_layer, None if self._host_samples else self._variant)
+            logits = self._launch(run)
             ended = self._after_device_step(run) if logits is None else self._after_host_step(run, logits)
         else:
             ended = []  # all have ended
         self.stats.decode_seconds += time.perf_counter() - began
         return self._take_ended_early() + ended
 
+    def _launch(self, run: Buffers) -> torch.Tensor | None:
+        """Launch a step; the logits [B, V] of its lanes where the host samples."""
+        per_layer = rows_per_layer(input_depths(self.rows), self.schedule)
+        return run.steps.run(per_layer, None if self._host_samples else self._variant)
+
     def _after_device_step(self, run: Buffers) -> Ended:
         """Read the poll in progress, while the GPU runs the step just launched, and start the next one."""
         for row in self.rows:
-            row.position += 1
+            row.position += self._stride
         ended = self._finish(self._poll.finish(self.rows, run.state))
         self._steps_since_open += 1
         if self._steps_since_open % self.read_every == 0:
@@ -394,7 +401,7 @@ class GpuEngine:
             [self._slots[row.ticket] for row in self.rows],
             [len(row.request.prompt_ids) for row in self.rows],
             [row.position for row in self.rows],
-            self.read_every,
+            self._ahead,
         )
 
     def _ensure_pages(self, grow: Callable[[], bool], least: int) -> None:

@@ -47,6 +47,7 @@ class Steps:
         state: Rows by slot.
         lanes: Most lanes of a step.
         graphs: Whether to capture the steps as CUDA graphs.
+        graph_share: One in so many of the kernels that graphs of whole steps may have.
     """
 
     def __init__(
@@ -58,7 +59,9 @@ class Steps:
         lanes: int,
         *,
         graphs: bool,
+        graph_share: int = 1,
     ) -> None:
+        self._most_kernels = MOST_STEP_KERNELS // graph_share
         self.decoder, self.schedule, self.cache, self.state = decoder, schedule, cache, state
         self.buckets = buckets(lanes)
         self.lanes = lanes
@@ -134,7 +137,7 @@ class Steps:
         if whole in self._warm:
             return True
         kernels = LAYER_KERNELS * sum(count > 0 for count in whole[1])
-        if self._step_kernels + kernels <= MOST_STEP_KERNELS:
+        if self._step_kernels + kernels <= self._most_kernels:
             self._step_kernels += kernels
             self._warm.add(whole)
         return False

@@ -119,8 +119,9 @@ def test_what_exact_mode_lacks_is_refused_in_one_line(inputs: Path, checkpoint: 
             run_in_process(config(inputs, tmp_path / "out", checkpoint, schedule=schedule, **changes))
 
     refused("give a higher schedule.speedup", schedule={"speedup": 1.1, "horizon": 4})  # rounded, all four layers
-    refused("runs on CPUs", actors={"gpus": 1})
-    refused("runs on CPUs", model={"path": str(checkpoint), "compile": True})
+    refused("on a GPU only layers draft", schedule={"speedup": 1.0}, actors={"gpus": 1})
+    refused("on a GPU only layers draft", actors={"gpus": 1}, model={"path": str(checkpoint), "engine": "library"})
+    refused("leave out model.compile", model={"path": str(checkpoint), "compile": True})
 
 
 def test_a_plan_predicts_it_and_offers_prompt_lookup(inputs: Path, checkpoint: Path, tmp_path: Path) -> None:
