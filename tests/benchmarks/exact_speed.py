@@ -12,14 +12,15 @@ it. Without the data sets: exit status 3.
 Contestants: 1x; lookup: prompt lookup alone; of each speed, drafts of its layers and prompt lookup. bf16, refill;
 contestants run in turn after a warm-up round, medians are shown: of wall clock, and of the processor's seconds, which
 other work disturbs less (give --threads 1: threads that wait for another spin). --whole: whole jobs in this process in
-place of rows in flight: read, answered at most 32 together, committed; in rows per second. The last line is one JSON
-object.
+place of rows in flight: read, answered at most 32 together, committed. --passes: what a pass of all layers over several
+tokens of a row costs, alone: the processor's milliseconds of one thread. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import statistics
 import sys
@@ -31,11 +32,14 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from workloads import DATA
 
 from actors.answers import Answer, Prompt
+from actors.engine.draft_length import MOST_DRAFTS
+from actors.engine.engine import Engine
 from actors.engine.loading import load_tokenizer
-from actors.engine.types import EngineStats
+from actors.engine.types import EngineStats, Request, SamplingParams
 from actors.generator import Generator
 from pipeline import job as jobs
 from pipeline.backends.in_process import InProcess
@@ -48,6 +52,7 @@ LEAST = 8
 TOGETHER = 32  # rows of a whole job
 MEDIAN, SIGMA = 48, 0.8  # tokens of long-tailed answers
 PASSAGE = 2400  # characters of a meeting
+PASSES, PROMPTS, TOKENS = 40, (20, 200), (1, 2, 4, 8)
 NO_DATA = 3  # exit status
 Made = tuple[str, dict[str, Any]]  # prompt, and the row's own sampling parameters
 
@@ -68,7 +73,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--whole", action="store_true")
+    parser.add_argument("--passes", action="store_true")
     given = parser.parse_args()
+    if given.passes:
+        print(json.dumps(_passes(given)))
+        return
     if given.workload != "demo" and not (DATA / SOURCES[given.workload]).is_dir():
         print(f"skipped: the data sets are not in {DATA}", file=sys.stderr)
         sys.exit(NO_DATA)
@@ -116,6 +125,31 @@ def _engines(given: argparse.Namespace, drafts: dict[str, dict[str, Any] | None]
             return answers, one.take_stats(), time.process_time() - began
 
         found[str(rows)] = _shown(rows, _in_turn(list(drafts), run, given.runs))
+    return found
+
+
+@torch.inference_mode()
+def _passes(given: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Processor's milliseconds of a pass by prompt tokens and tokens of one row; the least of many, taken in turn."""
+    torch.set_num_threads(1)
+    engine = Generator(given.checkpoint, dtype=given.dtype, schedule={"speedup": 1.0}, cumulative_logprob=False).engine
+    decoder, found = engine.decoder, {}
+    assert isinstance(engine, Engine) and decoder.stack is not None, "no kernels of all layers here"
+    for prompt in PROMPTS:
+        engine.open(1, prompt, MOST_DRAFTS + 2)
+        engine.admit([Request([5] * prompt, SamplingParams(max_new_tokens=2))])
+        cache, best = engine.cache, dict.fromkeys(TOKENS, math.inf)
+        assert cache is not None
+        for _ in range(PASSES):
+            for tokens in TOKENS:
+                places = list(range(prompt, prompt + tokens))
+                cache.begin_step(places, decoder.device, [0] * tokens)
+                began = time.thread_time()
+                decoder.steps(torch.full((tokens, 1), 5), torch.tensor(places)[:, None], cache)
+                best[tokens] = min(best[tokens], 1e3 * (time.thread_time() - began))
+        engine.close()
+        found[str(prompt)] = {str(tokens): milliseconds for tokens, milliseconds in best.items()}
+        print(f"prompt of {prompt}: " + ", ".join(f"{n} tokens {best[n] / best[1]:.2f}" for n in TOKENS), flush=True)
     return found
 
 

@@ -18,9 +18,11 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 pytest.importorskip("triton", reason="Triton is not installed: it comes with a GPU's torch, and with .[dev]")
 
 from actors.engine.decoder import Decoder  # noqa: E402
+from actors.engine.exact import Drafter  # noqa: E402
 from actors.engine.gpu import engine as engines  # noqa: E402
 from actors.engine.gpu import kernels, prefill, prompts  # noqa: E402
 from actors.engine.gpu.engine import GpuEngine  # noqa: E402
+from actors.engine.gpu.exact import GpuExactEngine  # noqa: E402
 from actors.engine.gpu.pages import page_bytes  # noqa: E402
 from actors.engine.gpu.state import DeviceRows  # noqa: E402
 from actors.engine.schedule import Schedule, ScheduleSpec  # noqa: E402
@@ -66,6 +68,23 @@ def test_graphs_change_no_token_of_sampled_rows() -> None:
     ]
     tokens = [[one.token_ids for one in each] for each in answers]
     assert tokens[0] == tokens[1] == tokens[2]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_exact_mode_in_float32_equals_the_oracle(graphs: bool) -> None:
+    """Greedy rows, of which a drain of few is rounds of drafts."""
+    full, rows = ScheduleSpec().build(LAYERS), requests(17, seed=3)
+    decoder, library = Decoder(tiny_model("llama").cuda()), Decoder(tiny_model("llama"))
+    assert decoder.prepare_for_gpu(kernels)
+    budget = 4000 * page_bytes(decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize)
+    engine = GpuExactEngine(
+        decoder, full, STOP, drafter=Drafter(decoder, SCHEDULE), budget_bytes=budget, max_rows=40, graphs=graphs
+    )
+    for _ in range(3):  # the third time every graph is there
+        got = generate(engine, rows, budget_bytes=2**40, max_rows=40, scheduler="refill")
+        tokens = [list(completion.token_ids) for completion in got]
+        assert tokens == oracle_answers(library, full, rows, STOP, tokens)
+    assert engine.take_stats().accepted_tokens > 0
 
 
 def behind(decoder: Decoder, schedule: Schedule, row: Request, response: list[int]) -> torch.Tensor:
