@@ -248,8 +248,13 @@ def _prompts(given: argparse.Namespace, count: int) -> list[Prompt]:
         ids = tokenizer([text for text, _ in made])["input_ids"]
     else:
         made = MAKERS[given.workload](random.Random(given.workload), count)
-        chats = [[{"role": "user", "content": text}] for text, _ in made]
-        ids = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+        texts = [text for text, _ in made]
+        if tokenizer.chat_template is not None:
+            chats = [[{"role": "user", "content": text}] for text in texts]
+            texts = [tokenizer.apply_chat_template(one, add_generation_prompt=True, tokenize=False) for one in chats]
+        ids = tokenizer(texts, add_special_tokens=tokenizer.chat_template is None)["input_ids"]
+        for _, own in made:
+            own["max_new_tokens"] = min(given.tokens, own.get("max_new_tokens", given.tokens))
     return [Prompt(one, "bench", row, sampling=own) for row, (one, (_, own)) in enumerate(zip(ids, made, strict=True))]
 
 
