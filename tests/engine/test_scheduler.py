@@ -14,6 +14,7 @@ from oracle import oracle
 from tiny_models import LAYERS, tiny_model
 
 from actors.engine.batching import plan_batches
+from actors.engine.cache import cache_bytes_per_row
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.runs import SPREAD, Run, merge, smaller
@@ -205,3 +206,22 @@ def test_a_row_that_overflows_leaves_nothing_to_its_successor(prepared: bool, mo
     got = generate(engine, rows, budget_bytes=2**40, max_rows=1, scheduler="refill")
     assert engine.stats.batches == 1
     assert [one.token_ids for one in got[1:]] == [one.token_ids for one in want[1:]]
+
+
+def test_cache_bytes_of_a_row_are_computed_once_for_each_pair_of_lengths(
+    llama: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, seen = cache_bytes_per_row, list[tuple[int, int]]()
+
+    def counting(schedule: Any, prompt: int, new: int, *shape: int) -> int:
+        seen.append((prompt, new))
+        return plain(schedule, prompt, new, *shape)
+
+    monkeypatch.setattr("actors.engine.engine.cache_bytes_per_row", counting)
+    rows = [Request([5] * (1 + row % 3), SamplingParams(max_new_tokens=2), row) for row in range(30)]
+    engine = Engine(llama, SCHEDULE, ())
+    for _ in range(2):
+        generate(engine, rows, budget_bytes=2**30, max_rows=4, scheduler="refill")
+    assert sorted(seen) == sorted(set(seen))
+    for prompt, new in seen:
+        assert engine.row_bytes(prompt, new) == plain(SCHEDULE, prompt, new, llama.kv_heads, llama.head_dim, 4)
