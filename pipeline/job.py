@@ -275,6 +275,7 @@ def stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Sessio
             },
             config.actors,
             retries=QUARANTINED_RETRIES,
+            calls=2 if _shards_may_join(job) else 1,
         ),
         Tasks(
             commit_shards,
@@ -283,6 +284,11 @@ def stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Sessio
             batch_format="pyarrow",
         ),
     ]
+
+
+def _shards_may_join(job: PlannedJob) -> bool:
+    """Whether a shard's rows may share steps with the last rows of the shard before; the generator decides."""
+    return job.manifest.batching.scheduler == "refill" and job.config.model.dtype != "float32"
 
 
 def generator_arguments(job: PlannedJob) -> dict[str, Any]:

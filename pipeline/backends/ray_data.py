@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 ISOLATED_SECONDS = 300.0  # for an isolated call while the job is planned
 STAGE_CPUS = 0.5  # of a read, prepare or commit task; each new worker process costs imports
 READ_TASK_ROWS, READ_TASK_BYTES = 50_000, 512 * 2**20  # of a read task at most, or one row group
-SHARDS_OF_ACTOR = 2  # one that is answered, and one that begins while its last rows finish
+SHARDS_OF_ACTOR = 2  # one that is answered, and one that waits, or begins while the last rows of the first finish
 CALL_RETRIES = 1  # of a call as an actor whose process died: its node may have gone
 READ_RETRIES = 20  # of a read task whose process died, or whose result was lost with its node
 
@@ -145,8 +145,9 @@ def _dataset(stages: Sequence[Stage], output: str, *, verbose: bool) -> Dataset:
         context.enable_progress_bars = verbose
         context.print_on_execution_start = verbose
         # Ray divides the tasks of an actor by the calls that it takes at once
-        context.autoscaling_config.actor_pool_util_upscaling_threshold /= SHARDS_OF_ACTOR
-        context.autoscaling_config.actor_pool_util_downscaling_threshold /= SHARDS_OF_ACTOR
+        calls = max((stage.calls for stage in others if isinstance(stage, Actors)), default=1)
+        context.autoscaling_config.actor_pool_util_upscaling_threshold /= calls
+        context.autoscaling_config.actor_pool_util_downscaling_threshold /= calls
         context.execution_no_progress_timeout_s = -1  # a slow shard is not a dead one
         context.raise_original_map_exception = True  # else an error's last line is "UDF failed", not why
         batches: Dataset = shards.repartition(target_num_rows_per_block=1)
@@ -169,7 +170,7 @@ def _arguments(stage: Stage, output: str) -> dict[str, Any]:
     return {
         "fn": stage.callable_class,
         "fn_constructor_kwargs": dict(stage.arguments),
-        "compute": _pool(stage.actors),
+        "compute": _pool(stage.actors, stage.calls),
         "batch_format": "numpy",
         "num_cpus": actor_cpus(stage.actors),
         "num_gpus": stage.actors.gpus or None,
@@ -178,11 +179,8 @@ def _arguments(stage: Stage, output: str) -> dict[str, Any]:
     }
 
 
-def _pool(actors: ActorsConfig) -> ActorPoolStrategy:
+def _pool(actors: ActorsConfig, calls: int) -> ActorPoolStrategy:
+    """calls: that an actor takes at once."""
     sizes = {"size": actors.most} if actors.min is None else {"min_size": actors.min, "max_size": actors.max}
-    return ActorPoolStrategy(
-        **sizes,
-        max_tasks_in_flight_per_actor=SHARDS_OF_ACTOR,
-        max_concurrent_calls_per_actor=SHARDS_OF_ACTOR,
-        enable_true_multi_threading=True,
-    )
+    threads = {"max_concurrent_calls_per_actor": calls, "enable_true_multi_threading": True} if calls > 1 else {}
+    return ActorPoolStrategy(**sizes, max_tasks_in_flight_per_actor=SHARDS_OF_ACTOR, **threads)

@@ -53,12 +53,14 @@ class Actors:
 
     Args:
         retries: of a batch whose actor died.
+        calls: that an actor takes at once, each in a thread of its own.
     """
 
     callable_class: type
     arguments: Mapping[str, Any]
     actors: ActorsConfig
     retries: int
+    calls: int = 1
 
 
 Stage = Read | Tasks | Actors

@@ -207,61 +207,66 @@ class ShardGenerator:
             # before anything that may kill this process
             shard_attempt = None if self.quarantine is None else self.quarantine.begin(shard, rows.num_rows)
             answers, engine = self._answers(shard_attempt, asked, turn)
+            before.ended.wait()
+            if shard_attempt is None or not shard_attempt.isolated:
+                turn.end()  # an isolated shard keeps its turn, or the next one's death would count as its own
+            to_table = part_table if self.part.scored is None else score_table
+            table = to_table(rows, answers, self.part, url, first_row)
+            data = part_bytes(table, self.part, Shard(shard, url, first_row, rows.num_rows))
+            self.counts.report()
+            seconds, finished = self._seconds_since(began), time.time()
+            device_seconds = seconds * self.devices
+            money, million_tokens = device_seconds * self.price_per_hour / 3600, engine.generated_tokens / 1e6
+            return data, ShardStats(
+                shard=shard,
+                rows=rows.num_rows,
+                answers=table.num_rows,
+                errors=error_rows(table),
+                duplicate_ids=duplicate_ids(table),
+                prompt_tokens=answered_prompt_tokens(table),
+                shared_prompt_tokens=engine.shared_prompt_tokens,
+                generated_tokens=engine.generated_tokens,
+                prepare_seconds=prepare_seconds,
+                prefill_seconds=engine.prefill_seconds,
+                decode_seconds=engine.decode_seconds,
+                generate_seconds=seconds,
+                commit_seconds=0.0,
+                device_seconds=device_seconds,
+                money=money,
+                device_seconds_per_million_tokens=_share(device_seconds, million_tokens),
+                money_per_million_tokens=_share(money, million_tokens),
+                tokens_per_second=_share(engine.generated_tokens, seconds),
+                batches=engine.batches,
+                padding_fraction=_share(
+                    engine.padded_prompt_tokens - engine.prompt_tokens, engine.padded_prompt_tokens
+                ),
+                mean_depth=_share(engine.layer_steps, engine.decode_steps),
+                decode_steps=engine.decode_steps,
+                layer_steps=engine.layer_steps,
+                full_layer_steps=engine.full_layer_steps,
+                drafted_tokens=engine.drafted_tokens,
+                accepted_tokens=engine.accepted_tokens,
+                verified_tokens=engine.verified_tokens,
+                looked_up_tokens=engine.looked_up_tokens,
+                accepted_lookup_tokens=engine.accepted_lookup_tokens,
+                verified_lookup_tokens=engine.verified_lookup_tokens,
+                padded_prompt_tokens=engine.padded_prompt_tokens,
+                cache_bytes=engine.cache_bytes,
+                out_of_memory=engine.out_of_memory,
+                peak_memory_bytes=self.generator.peak_memory_bytes(),
+                started=finished - seconds,
+                finished=finished,
+                device=self.generator.device_name(),
+                node=self.worker.node(),
+                attempt=self.worker.attempt(),
+                rebuilt=False,
+                actor=self.worker.actor() or "",
+                loaded=self.loaded,
+                **distributions_of(table),
+            )
         finally:
             before.ended.wait()
             turn.end()
-        to_table = part_table if self.part.scored is None else score_table
-        table = to_table(rows, answers, self.part, url, first_row)
-        data = part_bytes(table, self.part, Shard(shard, url, first_row, rows.num_rows))
-        self.counts.report()
-        seconds, finished = self._seconds_since(began), time.time()
-        device_seconds = seconds * self.devices
-        money, million_tokens = device_seconds * self.price_per_hour / 3600, engine.generated_tokens / 1e6
-        return data, ShardStats(
-            shard=shard,
-            rows=rows.num_rows,
-            answers=table.num_rows,
-            errors=error_rows(table),
-            duplicate_ids=duplicate_ids(table),
-            prompt_tokens=answered_prompt_tokens(table),
-            shared_prompt_tokens=engine.shared_prompt_tokens,
-            generated_tokens=engine.generated_tokens,
-            prepare_seconds=prepare_seconds,
-            prefill_seconds=engine.prefill_seconds,
-            decode_seconds=engine.decode_seconds,
-            generate_seconds=seconds,
-            commit_seconds=0.0,
-            device_seconds=device_seconds,
-            money=money,
-            device_seconds_per_million_tokens=_share(device_seconds, million_tokens),
-            money_per_million_tokens=_share(money, million_tokens),
-            tokens_per_second=_share(engine.generated_tokens, seconds),
-            batches=engine.batches,
-            padding_fraction=_share(engine.padded_prompt_tokens - engine.prompt_tokens, engine.padded_prompt_tokens),
-            mean_depth=_share(engine.layer_steps, engine.decode_steps),
-            decode_steps=engine.decode_steps,
-            layer_steps=engine.layer_steps,
-            full_layer_steps=engine.full_layer_steps,
-            drafted_tokens=engine.drafted_tokens,
-            accepted_tokens=engine.accepted_tokens,
-            verified_tokens=engine.verified_tokens,
-            looked_up_tokens=engine.looked_up_tokens,
-            accepted_lookup_tokens=engine.accepted_lookup_tokens,
-            verified_lookup_tokens=engine.verified_lookup_tokens,
-            padded_prompt_tokens=engine.padded_prompt_tokens,
-            cache_bytes=engine.cache_bytes,
-            out_of_memory=engine.out_of_memory,
-            peak_memory_bytes=self.generator.peak_memory_bytes(),
-            started=finished - seconds,
-            finished=finished,
-            device=self.generator.device_name(),
-            node=self.worker.node(),
-            attempt=self.worker.attempt(),
-            rebuilt=False,
-            actor=self.worker.actor() or "",
-            loaded=self.loaded,
-            **distributions_of(table),
-        )
 
     def _seconds_since(self, began: float) -> float:
         """The time of the shard that has ended just now: since it began, and since the last one ended."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 import boto3
 from moto.core import DEFAULT_ACCOUNT_ID
@@ -16,11 +17,23 @@ from werkzeug.serving import make_server
 BUCKET = "bucket"
 
 
+def with_atomic_creates(app: WSGIApplication) -> WSGIApplication:
+    """The same server, one conditional put at a time: moto's check and write are two steps, S3's are one."""
+    lock = threading.Lock()
+
+    def call(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        with lock if "HTTP_IF_NONE_MATCH" in environ else nullcontext():
+            return app(environ, start_response)
+
+    return call
+
+
 @contextmanager
 def serving() -> Iterator[str]:
     """The URL of a server with an empty bucket."""
     logging.getLogger("werkzeug").setLevel(logging.WARNING)  # else a line for each request
-    server = make_server("127.0.0.1", 0, create_backend_app("s3"), threaded=True, request_handler=MotoRequestHandler)
+    app = with_atomic_creates(create_backend_app("s3"))
+    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=MotoRequestHandler)
     thread = threading.Thread(target=server.serve_forever, name="s3", daemon=True)
     thread.start()
     url = f"http://127.0.0.1:{server.server_port}"
