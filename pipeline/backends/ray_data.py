@@ -182,5 +182,7 @@ def _arguments(stage: Stage, output: str) -> dict[str, Any]:
 def _pool(actors: ActorsConfig, calls: int) -> ActorPoolStrategy:
     """calls: that an actor takes at once."""
     sizes = {"size": actors.most} if actors.min is None else {"min_size": actors.min, "max_size": actors.max}
-    threads = {"max_concurrent_calls_per_actor": calls, "enable_true_multi_threading": True} if calls > 1 else {}
-    return ActorPoolStrategy(**sizes, max_tasks_in_flight_per_actor=SHARDS_OF_ACTOR, **threads)
+    settings: dict[str, Any] = {**sizes, "max_tasks_in_flight_per_actor": SHARDS_OF_ACTOR}
+    if calls > 1:
+        settings |= {"max_concurrent_calls_per_actor": calls, "enable_true_multi_threading": True}
+    return ActorPoolStrategy(**settings)
