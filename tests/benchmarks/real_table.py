@@ -1,6 +1,6 @@
 """One table and one chart of a job's evidence: quality against clock, of every line of its evaluations.
 
-    .venv/bin/python tests/benchmarks/real_table.py {text,labels,groups,summaries} ADAPTER
+    .venv/bin/python tests/benchmarks/real_table.py {text,labels,groups,summaries} ADAPTER [adapted] [measured] [paper]
 
 Reads work/real/<name>/evaluate-*/, writes table.md, table.json and chart.png in work/real/<name>, and prints the table.
 """
@@ -222,4 +222,4 @@ def _chart(name: str, rows: Sequence[Row], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    write_table(sys.argv[1], Path(sys.argv[2]), list(LINES))
+    write_table(sys.argv[1], Path(sys.argv[2]), sys.argv[3:] or list(LINES))
