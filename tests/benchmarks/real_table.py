@@ -211,10 +211,14 @@ def _chart(name: str, rows: Sequence[Row], path: Path) -> None:
         points = shown if kind == "dense" else [full, *shown]
         if shown:
             clock, quality = ([row.values[key] for row in points] for key in ("wall_clock", metric))
-            axes.plot(clock, quality, marker=MARKS[kind], linestyle="" if kind == "dense" else "-", label=title)
+            bounds = [[row.values[f"{metric}_{end}"] for row in points] for end in ("low", "high")]
+            around = [[abs(value - bound) for value, bound in zip(quality, side, strict=True)] for side in bounds]
+            style = {"marker": MARKS[kind], "linestyle": "" if kind == "dense" else "-", "capsize": 3}
+            axes.errorbar(clock, quality, yerr=around, label=title, **style)
     axes.set_xlabel("wall clock of the whole run, times faster than 1x")
     axes.set_ylabel(TITLES[metric])
     axes.set_title(f"SmolLM2-135M-Instruct, {name}, {full.values['rows']} rows")
+    axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120, bbox_inches="tight")
