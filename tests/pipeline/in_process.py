@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from pipeline.backends.in_process import InProcess
 from pipeline.config.job import JobConfig
 from pipeline.config.load import load_config
 from pipeline.report.summary import JobResult
+from pipeline.runtime.signals import Interrupted
 
 
 def run_in_process(config: JobConfig, **options: Any) -> JobResult:
@@ -47,3 +50,17 @@ def run_example(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *chang
     subprocess.run(["sh", "-ec", shell], cwd=folder, check=True)
     monkeypatch.chdir(folder)
     run_in_process(load_config(JobConfig, source, list(changes)))
+
+
+def run_interrupted(monkeypatch: pytest.MonkeyPatch, config: JobConfig) -> None:
+    """Run a job whose process gets SIGTERM while the first shard is committed."""
+    commit_shards = jobs.commit_shards
+
+    def signalled(*arguments: Any, **named: Any) -> Any:
+        monkeypatch.setattr(jobs, "commit_shards", commit_shards)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return commit_shards(*arguments, **named)
+
+    monkeypatch.setattr(jobs, "commit_shards", signalled)
+    with pytest.raises(Interrupted):
+        run_in_process(config)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +10,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from in_process import answered_rows, run_in_process
+from in_process import answered_rows, run_in_process, run_interrupted
 from random_adapter import random_adapter
 from rich.console import Console
 
 from actors.engine.cpu import library
 from actors.engine.errors import UserError
 from actors.engine.schedule import ScheduleSpec
-from pipeline import job as jobs
 from pipeline.backends.in_process import InProcess
 from pipeline.config.job import JobConfig
 from pipeline.estimate.report import print_estimate
 from pipeline.estimate.run import estimate
 from pipeline.report.drafting import drafting
 from pipeline.report.job_page import write_report
-from pipeline.runtime.signals import Interrupted
 from pipeline.storage.folder import open_folder
 from pipeline.try_rows import answer_first_rows
 
@@ -81,16 +77,7 @@ def test_prompt_lookup_alone_and_a_run_that_was_stopped(
     changes: dict[str, Any] = {"sampling": sampling, "actors": actors, "shard_rows": 4}
     run_in_process(config(inputs, tmp_path / "full", checkpoint, schedule={"speedup": 1.0}, **changes))
     exact = config(inputs, tmp_path / "exact", checkpoint, schedule={"speedup": 1.0, "exact": True}, **changes)
-    commit_shards = jobs.commit_shards
-
-    def signalled(*arguments: Any, **named: Any) -> Any:
-        monkeypatch.setattr(jobs, "commit_shards", commit_shards)
-        os.kill(os.getpid(), signal.SIGTERM)
-        return commit_shards(*arguments, **named)
-
-    monkeypatch.setattr(jobs, "commit_shards", signalled)
-    with pytest.raises(Interrupted):
-        run_in_process(exact)
+    run_interrupted(monkeypatch, exact)
     result = run_in_process(exact)
     assert 0 < result.fresh_rows < ROWS
     totals = result.totals

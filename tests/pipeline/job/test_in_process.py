@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import threading
@@ -15,14 +14,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from in_process import run_in_process
+from in_process import run_in_process, run_interrupted
 
 from pipeline import job as jobs
 from pipeline.commit.lease import LeaseLost
 from pipeline.commit.sink import PART
 from pipeline.config.job import JobConfig
 from pipeline.report.summary import JobResult
-from pipeline.runtime.signals import Interrupted
 from pipeline.storage.folder import open_folder
 
 ROWS = 24
@@ -107,16 +105,7 @@ def test_an_interrupt_lets_shards_at_work_end_and_the_same_command_finishes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job = config(inputs, tmp_path / "out", checkpoint)
-    commit_shards = jobs.commit_shards
-
-    def signalled(*arguments: Any, **named: Any) -> Any:
-        monkeypatch.setattr(jobs, "commit_shards", commit_shards)
-        os.kill(os.getpid(), signal.SIGTERM)
-        return commit_shards(*arguments, **named)
-
-    monkeypatch.setattr(jobs, "commit_shards", signalled)
-    with pytest.raises(Interrupted):
-        run_in_process(job)
+    run_interrupted(monkeypatch, job)
     folder = open_folder(job.output.path, job.storage)
     committed = [name for name in folder.names() if PART.fullmatch(name)]
     assert 1 <= len(committed) < 5 and "_SUCCESS" not in folder.names()
