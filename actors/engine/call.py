@@ -1,4 +1,4 @@
-"""A call: requests that are answered together, and what has become of them."""
+"""A call: requests that are answered together, and their completions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Call:
     done: threading.Event = field(default_factory=threading.Event)
     too_large: float = math.inf  # bytes of the smallest cache that ran out of memory: none as large is tried again
     passes: EngineStats = field(default_factory=EngineStats)  # what its passes over prompts have counted
-    credited: EngineStats = field(default_factory=EngineStats)  # what was counted for it before the last call ended
+    credited: EngineStats = field(default_factory=EngineStats)  # its counts up to the end of the last call
 
     def left(self, run: Run) -> list[int]:
         """The rows of a run that have not ended."""

@@ -17,12 +17,12 @@ from actors.engine.lookup import Acceptance
 
 MOST_DRAFTS = 8
 FIRST = 1  # drafts of the layers in a round that only measures
-MEASURED = 4  # tokens that are looked up in such a round: the seconds of one are less than those of other work beside
+MEASURED = 4  # tokens looked up in such a round; one token's time is too short to measure
 KEPT = 7  # newest measurements, of which the median counts: a step beside other work takes twice as long
 NEEDED = 3  # measurements before the first choice
 JUDGED = 64.0  # drafts over which acceptance is taken, about; tokens for the yield
 GAIN = 1.1  # drafting must promise so many times the tokens per second of plain steps
-WORTH = 1.2  # a draft that is looked up must promise so many times what it costs
+WORTH = 1.2  # least ratio of a lookup draft's expected gain to its cost
 PROBE, RAREST = 32, 1024  # plain steps between two rounds that only measure: at first, and at most
 LOOKED = 16  # steps after which looking up is judged
 LOSS = 0.005  # share that it may lose then
@@ -92,7 +92,7 @@ class _Costs:
         self.looked = self.rest = 0  # steps since looking up was judged; steps without it that are left
         self.looked_interval = PROBE
         self.made = self.spent = 0.0  # in these steps: tokens and seconds, each over those of a plain step
-        self.gain = 1.0  # of these steps over plain ones, when last judged
+        self.gain = 1.0  # speed-up of these steps over plain ones, at the last decision
 
     def rate(self, rows: int, count: int, acceptance: float) -> float:
         """Tokens per second of a row with `count` drafts of the layers."""
@@ -155,7 +155,7 @@ class DraftLength:
         return measuring  # what a token has cost may have been another load's
 
     def looked(self, rows: int, seconds: float, drafts: int, accepted: int) -> None:
-        """Looking up for a step took so long; `accepted` of these drafts were tokens that no plain step had to make."""
+        """Record the seconds of a step's lookup; `accepted` counts its drafts that saved a plain step."""
         costs = self._at(rows)
         plain = median(costs.plain)
         costs.looked += 1
