@@ -29,6 +29,7 @@ from pipeline.read.listing import list_input
 from pipeline.runtime.ray_session import on_cluster
 from pipeline.storage.folder import filesystem
 from pipeline.storage.owned_folder import check_apart
+from pipeline.tune.adapters import started
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,9 @@ def plan_adaptation(config: JobConfig, source: str, folder: Path, record: StageR
     resolved = resolve_checkpoint(config.model, config.storage, stored["model"] if stored else None)
     _check_folder(config, resolved, files, record)
     check_spec(prompt_spec(config, resolved, 0.0))
-    shape = configs.schedule_shape(config, resolved.checkpoint.spec)
+    start = options.adapter.get("start")
+    stored_spec = (resolved.checkpoint if start is None else started(resolved.checkpoint, start)).spec
+    shape = configs.schedule_shape(config, stored_spec)
     prompts = configs.prompt_policies(config, shape, 1.0)
     configs.tune_config(config, shape, ".", 4, folder, source, prompts)  # checks tune's options
     for speedup in options.speedups:

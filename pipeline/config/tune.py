@@ -12,6 +12,8 @@ from pipeline.config.base import Place
 from pipeline.config.input import Paths
 from pipeline.config.job import Decay, KeepOrder, Labels, ScheduleConfig, Section
 
+RANK = 32  # of a speed adapter
+
 
 class TuneModelConfig(Section):
     path: Place | None = Field(None, description="checkpoint folder to start from")
@@ -99,7 +101,10 @@ class LossConfig(Section):
 class AdapterConfig(Section):
     """A speed adapter: low-rank weights beside the frozen model, for speeds above 1x, which are all trained at once."""
 
-    rank: int = Field(32, ge=1, description="columns of each low-rank matrix")
+    start: Place | None = Field(
+        None, description="speed adapter to go on from, for this model; rank, alpha and targets are then its own"
+    )
+    rank: int | None = Field(None, ge=1, description=f"columns of each low-rank matrix; default {RANK}")
     alpha: int | None = Field(
         None, ge=1, description="an adapter's product is scaled by alpha / rank; default twice the rank"
     )
@@ -109,6 +114,13 @@ class AdapterConfig(Section):
         min_length=1,
         description="linear layers by their last name, such as q_proj; default all of the decoder layers",
     )
+
+    @model_validator(mode="after")
+    def _of_start(self) -> AdapterConfig:
+        given = [name for name in ("rank", "alpha", "targets") if getattr(self, name) is not None]
+        if self.start is not None and given:
+            raise UserError(f"adapter.{given[0]} is that of adapter.start: leave it out")
+        return self
 
 
 class TrainingConfig(Section):

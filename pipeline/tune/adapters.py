@@ -9,8 +9,9 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.engine.errors import UserError
-from actors.engine.speed_adapter import CONFIG, WEIGHTS, base_digest, linear_layers, save_record
-from pipeline.config.tune import AdapterConfig
+from actors.engine.loading import Checkpoint
+from actors.engine.speed_adapter import CONFIG, WEIGHTS, base_digest, linear_layers, save_record, with_adapter
+from pipeline.config.tune import RANK, AdapterConfig
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -24,13 +25,30 @@ def check_targets(adapter: AdapterConfig, config: PretrainedConfig) -> None:
             raise UserError(f"adapter.targets: the model has no {target!r}; it has {', '.join(known)}")
 
 
+def started(base: Checkpoint, folder: str) -> Checkpoint:
+    """The base with the adapter to go on from, in `folder`; UserError if that is none, or another base's."""
+    try:
+        found = with_adapter(base, folder)
+        assert found.adapter is not None
+        found.adapter.check_base(base_digest(base.path), str(base.path))
+    except UserError as error:
+        raise UserError(f"adapter.start: {error}") from None
+    return found
+
+
 def add_adapters(model: PreTrainedModel, adapter: AdapterConfig) -> PeftModel:
-    """The model with frozen weights, and trainable adapters at the targets."""
+    """The model with frozen weights, and trainable adapters: those of `start`, or new ones at the targets."""
     import peft
 
+    if adapter.start is not None:
+        options = peft.PeftConfig.from_pretrained(adapter.start)
+        assert isinstance(options, peft.LoraConfig)
+        options.lora_dropout = adapter.dropout
+        return peft.PeftModel.from_pretrained(model, adapter.start, config=options, is_trainable=True)
+    rank = adapter.rank or RANK
     options = peft.LoraConfig(
-        r=adapter.rank,
-        lora_alpha=2 * adapter.rank if adapter.alpha is None else adapter.alpha,
+        r=rank,
+        lora_alpha=2 * rank if adapter.alpha is None else adapter.alpha,
         lora_dropout=adapter.dropout,
         target_modules=adapter.targets or _linear_names(model.config),
         task_type="CAUSAL_LM",

@@ -16,7 +16,7 @@ from actors.engine.loading import inspect, load_tokenizer
 from actors.engine.schedule import MEASURED, Schedule, ScheduleSpec
 from actors.engine.schedule_variants import comparison_schedules
 from pipeline.config.tune import TuneConfig
-from pipeline.tune.adapters import check_targets
+from pipeline.tune.adapters import check_targets, started
 from pipeline.tune.data import encode, read_pairs
 from pipeline.tune.new_model import new_config, train_tokenizer
 
@@ -50,6 +50,8 @@ def plan_training(config: TuneConfig) -> TrainingPlan:
     if config.model.path is not None:
         start = inspect(config.model.path)
         architecture, stored = start.config, start.spec
+        if config.adapter is not None and config.adapter.start is not None:
+            stored = started(start, config.adapter.start).spec
         tokenizer = load_tokenizer(config.model.path)
     else:
         assert config.model.new is not None

@@ -15,7 +15,7 @@ import torch
 from engine_cases import layer_columns
 from oracle import oracle_logits_each
 from pydantic import ValidationError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_checkpoint import tiny_checkpoint
 from tiny_models import LAYERS, tiny_model
 from training_cases import SPECS, pairs
@@ -23,6 +23,7 @@ from tune_recipes import copying_recipe, train_recipe
 
 from actors.engine.decoder import Decoder
 from actors.engine.divergence import Model, teacher_forced
+from actors.engine.errors import UserError
 from actors.engine.loading import inspect, load_decoder, load_tokenizer
 from actors.engine.schedule import ScheduleSpec
 from actors.engine.speed_adapter import FILES, WEIGHTS, base_digest, merge, with_adapter
@@ -268,6 +269,35 @@ def test_a_killed_adapter_training_ends_as_one_without_a_pause(
     assert all(torch.allclose(resumed[name].float(), whole[name].float(), rtol=0.01, atol=0.002) for name in whole)
 
 
+def test_training_goes_on_from_a_speed_adapter(recipe: dict[str, Any], start: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "out", tmp_path / "second"
+    taught = {**recipe, "loss": {"references": 0, "distillation": 1}, "model": {"path": str(start)}}
+    shape = {"rank": 4, "alpha": 4, "targets": ["q_proj"]}
+    schedule = {**recipe["schedule"], "horizon": 5, "prompt": "first"}
+    done = train_recipe({**taught, "adapter": shape, "schedule": schedule}, learning_rate=0.05, bf16=False)
+    before = load_file(first / WEIGHTS)
+
+    del schedule["prompt"]  # the adapter's own then
+    going_on = {**taught, "adapter": {"start": str(first)}, "schedule": schedule, "output": str(second)}
+    settings = {"max_steps": 1, "warmup_steps": 0, "bf16": False}
+    record = train_recipe(going_on, learning_rate=1e-9, **settings)
+    found = with_adapter(inspect(start), second)
+    assert found.adapter is not None and (found.adapter.rank, found.adapter.scale) == (4, 1.0)
+    assert found.spec is not None and found.spec.prompt == "first"
+    assert all(torch.equal(weight, before[name]) for name, weight in load_file(second / WEIGHTS).items())
+    assert record["dev_loss"] == pytest.approx(done["dev_loss"], rel=0.01)  # but for the rounding to bfloat16
+
+    other = tmp_path / "other"
+    shutil.copytree(start, other)
+    weight_file = other / "model.safetensors"
+    save_file({name: weight + 1 for name, weight in load_file(weight_file).items()}, weight_file, {"format": "pt"})
+    bad = {**going_on, "model": {"path": str(other)}, "output": str(tmp_path / "third")}
+    with pytest.raises(UserError, match=r"adapter.start: .*trained for a base with weights"):
+        train_recipe(bad, **settings)
+    with pytest.raises(UserError, match=r"adapter.start: .*not a speed adapter"):
+        train_recipe({**going_on, "adapter": {"start": str(start)}, "output": str(tmp_path / "third")}, **settings)
+
+
 def test_a_speed_adapter_needs_a_speed(recipe: dict[str, Any], start: Path) -> None:
     adapted = {**recipe, "model": {"path": str(start)}, "adapter": {}, "schedule": {"speedups": [1]}}
     with pytest.raises(ValueError, match=r"schedule.speedups: an adapter is for speeds above 1x"):
@@ -350,6 +380,7 @@ def test_comparisons_are_trained_together(recipe: dict[str, Any]) -> None:
         ),
         ({}, {"model": {"new": {"model_type": "lama"}}}, "transformers has no 'lama'"),
         ({}, {"adapter": {}}, "adapter is for a checkpoint"),
+        ({}, {"adapter": {"start": "START", "rank": 8}}, "adapter.rank is that of adapter.start: leave it out"),
         ({}, {"lora": {"targets": ["q_proj"]}}, "lora is now adapter, which writes a speed adapter"),
         ({}, {"loss": {"distillation": 1.0}}, "a new model cannot teach itself"),
         ({}, {"loss": {"distillation": 1.0, "teacher": "START"}}, "START has another tokenizer"),
