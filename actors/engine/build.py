@@ -192,10 +192,12 @@ def build_engine(
                 engine = GpuEngine(decoder, schedule, ends, **how)
             else:
                 from actors.engine.gpu.exact import GpuExactEngine
+                from actors.engine.gpu.round_choice import RoundChoice
 
                 if drafter is not decoder:
                     drafter.prepare_for_gpu(kernels)
-                engine = GpuExactEngine(decoder, schedule, ends, drafter=Drafter(drafter, drafts), **how)
+                own = Drafter(drafter, drafts)
+                engine = GpuExactEngine(decoder, schedule, ends, drafter=own, choice=RoundChoice(), **how)
             if wanted is not None:
                 check(engine, wanted)
                 engine.take_stats()

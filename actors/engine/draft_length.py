@@ -16,14 +16,15 @@ from statistics import median
 from actors.engine.lookup import Acceptance
 
 MOST_DRAFTS = 8
-FIRST = 1  # drafts of the layers in a round that only measures
+FIRST = 2  # drafts of the layers in a round that only measures, of all rows: a single one would bear its other costs
 MEASURED = 4  # tokens looked up in such a round; one token's time is too short to measure
 KEPT = 7  # newest measurements, of which the median counts: a step beside other work takes twice as long
-NEEDED = 3  # measurements before the first choice
+NEEDED = 3  # plain steps before the first choice
 JUDGED = 64.0  # drafts over which acceptance is taken, about; tokens for the yield
 GAIN = 1.1  # drafting must promise so many times the tokens per second of plain steps
 WORTH = 1.2  # least ratio of a lookup draft's expected gain to its cost
 PROBE, RAREST = 32, 1024  # plain steps between two rounds that only measure: at first, and at most
+RARER = 4  # times as many after each that finds nothing
 LOOKED = 16  # steps after which looking up is judged
 LOSS = 0.005  # share that it may lose then
 
@@ -140,13 +141,13 @@ class DraftLength:
         if len(costs.plain) < NEEDED or costs.rounds >= PROBE:
             return Plan()
         count = costs.best
-        if self._layers and (len(costs.drafts) < NEEDED or costs.steps >= costs.interval):
-            count = FIRST
+        if self._layers and (not costs.drafts or costs.steps >= costs.interval):
+            count = max(1, FIRST // rows)
         if costs.rest > 0:
             costs.rest -= 1
             return Plan(count)
         measuring = Plan(count, MEASURED, total=max(MEASURED, math.ceil(rows / 4)))
-        if len(costs.tokens) < NEEDED:
+        if not costs.tokens:
             return measuring
         least = WORTH * costs.share(rows) * costs.gain  # a further draft must yield more than the others do
         if least < 1:
@@ -194,7 +195,7 @@ class DraftLength:
         if costs.best > 0:
             costs.interval = PROBE
         elif probed:
-            costs.interval = min(RAREST, 2 * costs.interval)
+            costs.interval = min(RAREST, RARER * costs.interval)
 
     def _best(self, rows: int, costs: _Costs) -> int:
         """The number of drafts that promises most; 0 unless it promises enough."""
@@ -206,7 +207,7 @@ class DraftLength:
 
     @staticmethod
     def _rest(costs: _Costs) -> None:
-        costs.rest, costs.looked_interval = costs.looked_interval, min(RAREST, 2 * costs.looked_interval)
+        costs.rest, costs.looked_interval = costs.looked_interval, min(RAREST, RARER * costs.looked_interval)
         while len(costs.tokens) > 1:  # behind the rest it is measured again
             costs.tokens.popleft()
 

@@ -134,20 +134,27 @@ class ExactEngine(Engine):
         ended = self.retire()
         if not self.rows:
             return ended
+        plan = self.length.choose(len(self.rows))
+        if not plan.count and not plan.most:
+            return ended + self._plain(last)
         rows, began = list(self.rows), time.perf_counter()
-        plan = self.length.choose(len(rows))
         drafts = self._look_up(plan)
         looked = time.perf_counter() - began
         lengths = [len(row.tokens) for row in rows]
         if plan.count or any(one.tokens for one in drafts):
             ended += self._round(plan, drafts)
         if not any(one.tokens for one in drafts):  # no row has drafts, or space for one
-            began = time.perf_counter()
-            ended += super().step(last=last)
-            self.length.stepped(len(rows), time.perf_counter() - began)
+            ended += self._plain(last)
         self.stats.decode_seconds += looked
         if plan.most:
             self._judge(rows, drafts, lengths, looked)
+        return ended
+
+    def _plain(self, last: bool) -> Ended:
+        """One token a row, as `Engine` steps."""
+        rows, began = len(self.rows), time.perf_counter()
+        ended = super().step(last=last)
+        self.length.stepped(rows, time.perf_counter() - began)
         return ended
 
     def close(self) -> None:

@@ -48,7 +48,7 @@ class CompletionPoll:
 
     def start(self, state: DeviceRows, slots: Mapping[int, int]) -> None:
         """Copy, behind the steps launched so far, which rows have ended. slots: ticket -> slot of rows in flight."""
-        ended, counts = (flags.to("cpu", non_blocking=True) for flags in (state.ended, state.counts))
+        ended, counts = (flags.to("cpu", non_blocking=True, copy=True) for flags in (state.ended, state.counts))
         done = None
         if state.ended.device.type == "cuda":
             done = torch.cuda.Event()

@@ -7,12 +7,14 @@
 All on the GPU, in graphs, as steps are: the host learns at its next poll how far each row has come. Lanes of one row
 share its pages: each layer writes the keys and values of all lanes before any of them attends, and no lane attends
 beyond its own position, so that what rejected drafts have left needs no cut. Where more rows are in flight than a round
-has lanes for, steps are those of `GpuEngine`: there the products are bound by arithmetic, and drafts do not pay.
+has lanes for, steps are those of `GpuEngine`: there the products are bound by arithmetic, and drafts do not pay. With
+fewer rows the steps between two polls are rounds or plain ones, as `RoundChoice` finds by what they have yielded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +27,7 @@ from actors.engine.gpu.buffers import Buffers
 from actors.engine.gpu.engine import GpuEngine
 from actors.engine.gpu.operations import Lanes
 from actors.engine.gpu.pages import PagedCache
+from actors.engine.gpu.round_choice import RoundChoice
 from actors.engine.gpu.state import DeviceRows, SamplingVariant
 from actors.engine.gpu.steps import Steps, buckets
 from actors.engine.protocol import Ended
@@ -178,6 +181,31 @@ class Rounds:
         self._verify.run([rows * self.width] * len(self._ranks), variant)
 
 
+class _Window:
+    """The steps between two polls, of which the second is read behind the next window's first step.
+
+    kinds: of the steps since the last poll began: whether they were rounds.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: set[bool] = set()
+        self._ended: tuple[int, set[bool]] = (0, set())  # rows and kinds of the window whose poll is in progress
+        self._counts: dict[int, int] = {}  # tokens by ticket at the last poll
+        self._read = 0.0  # when it was read
+
+    def end(self, rows: int) -> None:
+        """A poll has begun."""
+        self._ended, self.kinds = (rows, self.kinds), set()
+
+    def polled(self, counts: Mapping[int, int], choice: RoundChoice) -> None:
+        """The poll has been read: counts by ticket of the rows that go on. Prefills in between count for both kinds."""
+        now, (rows, kinds) = time.perf_counter(), self._ended
+        made = [count - self._counts[ticket] for ticket, count in counts.items() if ticket in self._counts]
+        if made and len(kinds) == 1:
+            choice.measured(rows, kinds.pop(), sum(made) / len(made), now - self._read)
+        self._counts, self._read = dict(counts), now
+
+
 class GpuExactEngine(GpuEngine):
     """`GpuEngine` at full depth, whose steps are rounds where few rows are in flight.
 
@@ -187,6 +215,7 @@ class GpuExactEngine(GpuEngine):
         stop_ids: Tokens that end a row.
         drafter: Its decoder after `prepare_for_gpu`.
         count: Drafts of a row in a round.
+        choice: Between rounds and plain steps; None: rounds wherever there are lanes for them.
         how: See `GpuEngine`.
     """
 
@@ -198,6 +227,7 @@ class GpuExactEngine(GpuEngine):
         *,
         drafter: Drafter,
         count: int = DRAFTS,
+        choice: RoundChoice | None = None,
         **how: Any,
     ) -> None:
         assert schedule.is_full_depth and count > 0
@@ -206,6 +236,8 @@ class GpuExactEngine(GpuEngine):
         self._rounds: Rounds | None = None
         self._counters = torch.zeros(3, dtype=torch.int64, device=decoder.device)
         self._since = 0  # tokens of a row, at most, since the last poll began
+        self._choice, self._drafting = choice, True
+        self._window = _Window()
 
     def open(self, rows: int, prompt_tokens: int, max_new_tokens: int) -> None:
         """See `GpuEngine`."""
@@ -215,7 +247,7 @@ class GpuExactEngine(GpuEngine):
             self._rounds = None  # freed before the new one is allocated
             given = self.decoder, self.schedule, self.drafter, self._run, self._count, self._counters
             self._rounds = Rounds(*given, graphs=self.graphs)
-        self._since = 0
+        self._since, self._window = 0, _Window()
 
     def drop_pages(self) -> None:
         """See `GpuEngine`."""
@@ -231,22 +263,31 @@ class GpuExactEngine(GpuEngine):
 
     def _launch(self, run: Buffers) -> Tensor | None:
         rounds, variant = self._rounds, self._variant
-        if self._host_samples or variant is None or rounds is None or len(self.rows) > rounds.most_rows:
+        if self._choice is not None and self._steps_since_open % self.read_every == 0:
+            self._drafting = self._choice.rounds(len(self.rows))
+        able = variant is not None and rounds is not None and len(self.rows) <= rounds.most_rows
+        if self._host_samples or not able or not self._drafting:
             self._stride = 1
             return super()._launch(run)
+        assert rounds is not None and variant is not None
         self._stride = rounds.width
         rounds(len(self.rows), variant)
         return None
 
     def _after_device_step(self, run: Buffers) -> Ended:
         self._since += self._stride
+        self._window.kinds.add(self._stride > 1)
+        polled = self._steps_since_open > 0 and self._steps_since_open % self.read_every == 0
         ended = super()._after_device_step(run)
+        if polled and self._choice is not None:
+            self._window.polled(self._poll.counts, self._choice)
         for row in self.rows:
             if row.ticket in self._poll.counts:
                 row.position = min(row.position, self._poll.counts[row.ticket] - 1 + self._since)
         self._poll.counts = {}
         if self._steps_since_open % self.read_every == 0:  # a poll has begun
             self._since = 0
+            self._window.end(len(self.rows))
         return ended
 
     def _finish(self, ended: Sequence[Row]) -> Ended:
