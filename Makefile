@@ -62,6 +62,7 @@ lint: .venv/installed-dev
 bench: .venv/installed-dev
 	.venv/bin/python tests/benchmarks/speed.py --out work/speed.json
 	@.venv/bin/python tests/benchmarks/chart.py work/speed.json work/speed.png
+	.venv/bin/python tests/benchmarks/published.py --out work/published.json || test $$? -eq 3
 
 # The larger shapes and all workloads too; hours.
 bench-full: .venv/installed-dev peers
@@ -76,7 +77,7 @@ bench-stragglers: .venv/installed-dev
 	.venv/bin/python tests/benchmarks/stragglers.py --workloads qmsum --rows 32 --max-rows 8 --runs 1
 
 # What the engine is compared with, in Pythons of their own.
-peers: work/peers/vllm/installed work/peers/ctranslate2/installed
+peers: work/peers/vllm/installed work/peers/ctranslate2/installed work/peers/llama-cpp/installed
 
 work/peers/vllm/installed:
 	$(PYTHON) -m venv $(@D)
@@ -87,6 +88,12 @@ work/peers/vllm/installed:
 work/peers/ctranslate2/installed:
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet ctranslate2==4.8.5 torch==2.13.0 transformers==5.23.0 sentencepiece==0.2.3
+	touch $@
+
+# Compiled here, for this processor: needs a C++ compiler.
+work/peers/llama-cpp/installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet llama-cpp-python==0.3.36
 	touch $@
 
 # What the pipeline costs on top of the engine, start-up, a prefix of all prompts, features, a training step.

@@ -62,6 +62,7 @@ def main() -> None:
         help="as in a tune file",
     )
     parser.add_argument("--horizon", type=int, default=None)
+    parser.add_argument("--prompt", choices=["full", "first"], default="full")
     parser.add_argument("--micro-batch-tokens", type=int, default=None)
     parser.add_argument("--threads", type=int, default=None)
     asked = parser.parse_args()
@@ -156,7 +157,12 @@ def _trained(
             **columns,
         },
         "output": str(asked.folder / name),
-        "schedule": {"speedups": speedups, "keep_order": asked.keep_order, "horizon": asked.horizon},
+        "schedule": {
+            "speedups": speedups,
+            "keep_order": asked.keep_order,
+            "horizon": asked.horizon,
+            "prompt": asked.prompt,
+        },
         "loss": {"references": 0.0, "distillation": 1.0},
         "adapter": None if rank is None else {"rank": rank},
         "training": {

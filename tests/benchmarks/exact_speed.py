@@ -48,7 +48,7 @@ from pipeline.demo_data import write_prompts
 
 CHECKPOINT = "configs/demo/checkpoint"
 ROUNDS = 4  # of rows: so many times the rows in flight are answered, and at least LEAST
-LEAST = 8
+LEAST = 24
 TOGETHER = 32  # rows of a whole job
 MEDIAN, SIGMA = 48, 0.8  # tokens of long-tailed answers
 PASSAGE = 2400  # characters of a meeting
@@ -115,10 +115,12 @@ def _engines(given: argparse.Namespace, drafts: dict[str, dict[str, Any] | None]
     found = {}
     for rows in counts:
         some = prompts[: max(LEAST, rows * ROUNDS)]
+        limited = {name: one.at(one.schedule, max_batch=rows) for name, one in generators.items()}
 
-        def run(name: str, some: list[Prompt] = some, rows: int = rows) -> tuple[list[Any], EngineStats, float]:
-            one = generators[name]
-            one.max_batch = rows
+        def run(
+            name: str, some: list[Prompt] = some, limited: dict[str, Generator] = limited
+        ) -> tuple[list[Any], EngineStats, float]:
+            one = limited[name]
             one.take_stats()
             began = time.process_time()
             answers = [answer.token_ids for answer in one.answer(some)]
