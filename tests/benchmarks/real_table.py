@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import torch
 from ideal import Least, Shape, least, taken_off
@@ -23,14 +24,17 @@ from roofline import Ceilings, measure
 
 from actors.engine.loading import Checkpoint, inspect
 from actors.engine.speed_adapter import with_adapter
-from pipeline.config.evaluate import EvalConfig
+from pipeline.config.evaluate import BootstrapConfig, EvalConfig
 from pipeline.config.load import load_config
+from pipeline.evaluate.intervals import interval, resampled_sums
+from pipeline.evaluate.metrics import Array
 from pipeline.evaluate.results import answers_file
 
 METRICS = {"text": "bleu", "labels": "exact_match", "groups": "exact_match", "summaries": "rouge_l"}
 TITLES = {"bleu": "BLEU", "exact_match": "accuracy %", "rouge_l": "ROUGE-L"}
 LINES = {"adapted": "adapted", "measured": "unadapted, measured order", "paper": "unadapted, paper's order"}
 OF_PROMPT_AND_FALL = ("horizon", "decay", "prompt")
+SAMPLES = BootstrapConfig()
 MARKS = {"paper": "s", "measured": "^", "adapted": "o", "dense": "D"}
 
 
@@ -38,14 +42,15 @@ MARKS = {"paper": "s", "measured": "^", "adapted": "o", "dense": "D"}
 class Row:
     """A line of the table.
 
-    kind: paper, measured, adapted or dense. values: evaluate's. stated: of slot values, %. full: the line of 1x over
-    the same rows; None for that line itself.
+    kind: paper, measured, adapted or dense. values: evaluate's. stated: [N, 2] of each row the slot values that its
+    answer states word for word, and all of its prompt; None for other jobs. full: the line of 1x over the same rows;
+    None for that line itself.
     """
 
     kind: str
     values: dict[str, Any]
     work: Least | None
-    stated: float | None
+    stated: Array | None
     full: Row | None
 
     @property
@@ -57,6 +62,17 @@ class Row:
         seconds, decode_seconds = full.values["seconds"], full.values["decode_seconds"]
         whole, decode = taken_off(seconds - decode_seconds, decode_seconds, full.work, self.work)
         return seconds / whole, decode_seconds / decode if decode else 1.0
+
+    def values_stated(self) -> dict[str, float]:
+        """Percent of the slot values that are stated; points lost against 1x, with their interval, as evaluate's."""
+        if self.stated is None:
+            return {}
+        both = np.concatenate([self.stated, (self.full or self).stated], axis=1)
+        sums = np.concatenate([both.sum(axis=0)[None], resampled_sums(both, SAMPLES.samples, SAMPLES.seed)])
+        own, full = 100 * sums[:, 0] / sums[:, 1], 100 * sums[:, 2] / sums[:, 3]
+        low, high = interval((full - own)[1:], SAMPLES.confidence)
+        names = ("values_stated", "values_stated_loss", "values_stated_loss_low", "values_stated_loss_high")
+        return dict(zip(names, (float(own[0]), float((full - own)[0]), low, high), strict=True))
 
     @property
     def title(self) -> str:
@@ -78,7 +94,7 @@ def write_table(name: str, adapter: Path, lines: Sequence[str]) -> None:
     text = _markdown(name, rows, _cost(WORK / name))
     folder = WORK / name
     (folder / "table.md").write_text(text)
-    plain = [{"kind": row.kind, "values_stated": row.stated, **row.values} for row in rows]
+    plain = [{"kind": row.kind, **row.values_stated(), **row.values} for row in rows]
     (folder / "table.json").write_text(json.dumps(plain, indent=2) + "\n")
     _chart(name, rows, folder / "chart.png")
     print(f"{text}\n{folder / 'table.md'}, {folder / 'chart.png'}")
@@ -121,13 +137,12 @@ def _ids(prompt: Any) -> list[int]:
     return ids
 
 
-def _stated(name: str, texts: list[str]) -> float | None:
-    """Percent of the prompts' slot values that the texts state word for word; None for other jobs."""
+def _stated(name: str, texts: list[str]) -> Array | None:
+    """See `Row`."""
     if name != "text":
         return None
     prompts = pq.read_table(WORK / name / "test.parquet", columns=["text"])["text"].to_pylist()[: len(texts)]
-    stated, values = values_stated(prompts, texts)
-    return 100 * stated / values
+    return np.array([values_stated([prompt], [text]) for prompt, text in zip(prompts, texts, strict=True)], dtype=float)
 
 
 def _cost(folder: Path) -> dict[str, float]:
@@ -144,7 +159,7 @@ def _cost(folder: Path) -> dict[str, float]:
 
 def _markdown(name: str, rows: Sequence[Row], cost: dict[str, float]) -> str:
     metric = METRICS[name]
-    stated = " values stated |" if name == "text" else ""
+    stated = " values stated | loss |" if name == "text" else ""
     head = (
         f"| line | layer ratio | wall clock, whole | ideal | decode | ideal | {TITLES[metric]} | loss against 1x |"
         f"{stated} ROUGE-L to 1x | same answer % | token KL, nats | break-even rows |"
@@ -156,9 +171,11 @@ def _markdown(name: str, rows: Sequence[Row], cost: dict[str, float]) -> str:
         values = row.values
         ideals = ["-", "-"] if row.ideal is None else [f"{speedup:.2f}x" for speedup in row.ideal]
         loss = "-"
+        facts = row.values_stated()
+        of_facts = [f"{facts['values_stated']:.1f}%", "-"] if facts else []
         if row is not full:
-            low, high = values[f"{metric}_loss_low"], values[f"{metric}_loss_high"]
-            loss = f"{values[f'{metric}_loss']:+.1f} [{low:.1f}, {high:.1f}]"
+            loss = _loss(values, metric)
+            of_facts = [*of_facts[:1], _loss(facts, "values_stated")] if facts else []
         saved = (full.values["seconds"] - values["seconds"]) / count
         pays = row.kind == "adapted" and row is not full and "adapt" in cost
         even = "-" if not pays else f"{cost['adapt'] / saved:,.0f}" if saved > 0 else "never"
@@ -171,7 +188,7 @@ def _markdown(name: str, rows: Sequence[Row], cost: dict[str, float]) -> str:
             ideals[1],
             f"{values[metric]:.1f}",
             loss,
-            *([] if row.stated is None else [f"{row.stated:.1f}%"]),
+            *of_facts,
             *(f"{values[key]:.1f}" for key in ("agreement_rouge_l", "agreement_exact")),
             f"{values['token_kl']:.3f}",
             even,
@@ -190,6 +207,11 @@ def _markdown(name: str, rows: Sequence[Row], cost: dict[str, float]) -> str:
     if "heal" in cost:
         notes.append(f"Healing of the pruned model {cost['heal'] / 60:.1f} min.")
     return "\n".join([*lines, "", " ".join(notes), ""])
+
+
+def _loss(values: Mapping[str, float], metric: str) -> str:
+    low, high = values[f"{metric}_loss_low"], values[f"{metric}_loss_high"]
+    return f"{values[f'{metric}_loss']:+.1f} [{low:.1f}, {high:.1f}]"
 
 
 def _nearest(name: str, count: int) -> str:
