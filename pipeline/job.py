@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from actors.engine.errors import UserError
@@ -49,6 +50,7 @@ from pipeline.prepare.thinking import marks_of_thinking
 from pipeline.read.files import Files
 from pipeline.read.shards import Shard
 from pipeline.report.job_page import write_report
+from pipeline.report.prediction import planned
 from pipeline.report.summary import JobResult
 from pipeline.runtime.announce import announced
 from pipeline.runtime.quarantine import STAGE_NAMES, Quarantine, clear_quarantine
@@ -235,7 +237,14 @@ def answer(job: PlannedJob, folder: Folder, backend: Backend) -> tuple[Totals, i
         storage = job.config.storage.after_planning()
         job = replace(job, config=job.config.model_copy(update={"storage": storage}))
         folder = probe_create(open_folder(folder.url, storage))
-        workload = Workload(len(manifest.shards), manifest.rows, len(done), manifest.rows - left_rows, job.began)
+        workload = Workload(
+            shards=len(manifest.shards),
+            rows=manifest.rows,
+            done_shards=len(done),
+            done_rows=manifest.rows - left_rows,
+            began=job.began,
+            planned=planned(folder, job.config.model.cache, manifest.fingerprint, left_rows),
+        )
         budget = open_budget(job.config, folder, manifest.fingerprint)
         with (
             recorded_run(folder, job.config, job.began, left_rows),
@@ -258,7 +267,11 @@ def stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Sessio
         Read(shards, manifest.files, manifest.schema, config.storage),
         Tasks(
             prepare,
-            {"spec": prompt_spec(config, job.checkpoint, manifest.batching.planned), "quarantine": preparing},
+            {
+                "spec": prompt_spec(config, job.checkpoint, manifest.batching.planned),
+                "quarantine": preparing,
+                "on_prepared": partial(coordinator.prepared, prefix_tokens=len(manifest.batching.prefix)),
+            },
             retries=QUARANTINED_RETRIES,
         ),
         Actors(

@@ -202,5 +202,5 @@ def commit_shards(batch: pa.Table, folder: Folder, fingerprint: str, coordinator
         if first:
             metrics.add("rows", stats.rows)
             metrics.add("row_errors", stats.errors)
-        coordinator.ended(stats.shard, first, stats.rows, stats.errors, stats.generated_tokens)
+        coordinator.ended(stats.shard, first, stats.rows, stats.errors, stats.generated_tokens, stats.prefill_seconds)
     return batch.select(["shard"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +13,7 @@ from pipeline.estimate.costs import Costs
 from pipeline.estimate.measure import ActorSample, Chunk
 from pipeline.estimate.rows import Rows
 from pipeline.estimate.simulate import EngineShape, Simulated, SimulatedRow, simulate
+from pipeline.generate.time_left import makespan
 from pipeline.read.shards import Shard
 
 SIMULATED_ROWS = 4096  # of the job, at most; other shards are taken to be like these
@@ -65,14 +65,6 @@ class Prediction:
     cache_bytes: int
     layer_ratio: float | None
     sampled: int
-
-
-def makespan(seconds: Sequence[float], actors: int) -> float:
-    """Seconds until all shards are done: each goes to the actor that is free first."""
-    free = [0.0] * actors
-    for one in seconds:
-        heapq.heappush(free, heapq.heappop(free) + one)
-    return max(free)
 
 
 def predict(
@@ -153,5 +145,5 @@ def _run(
         for name in ("batches", "prompt_tokens", "generated_tokens", "row_steps", "layer_steps"):
             setattr(totals, name, getattr(totals, name) + round(getattr(one, name) * share))
         totals.cache_bytes = max(totals.cache_bytes, one.cache_bytes)
-    wall = work.startup + max(makespan(seconds, work.actors), work.prepare)
+    wall = work.startup + max(makespan(seconds, [0.0] * work.actors), work.prepare)
     return wall, sum(seconds), totals

@@ -6,9 +6,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Protocol
 
+from pipeline.generate.time_left import Pace, Planned, ShardAtWork, Size, Span, pace_of
+
 MOST_SPANS = 512  # shards whose times are kept
+MOST_WAITING = 2000  # prepared shards whose sizes are read
 
 
 @dataclass(frozen=True)
@@ -16,10 +20,9 @@ class RunProgress:
     """Committed in this run; actors that load their model, the last line of a download; shards at work.
 
     Args:
-        elapsed: s since each of the shards at work began.
-        recent: the latest committed shards, at most half of all: their number.
-        row_seconds: of these, s from begin to commit, by the row.
-        at_once: mean number of shards at work since the first of these began.
+        at_work: shards that actors answer.
+        waiting: sizes of prepared shards that have not begun, in their order.
+        pace: of the latest committed shards.
     """
 
     shards: int = 0
@@ -28,22 +31,16 @@ class RunProgress:
     tokens: int = 0
     loading: int = 0
     download: str = ""
-    elapsed: tuple[float, ...] = ()
-    recent: int = 0
-    row_seconds: float = 0.0
-    at_once: float = 0.0
-
-    @property
-    def at_work(self) -> int:
-        """How many shards are at work."""
-        return len(self.elapsed)
+    at_work: tuple[ShardAtWork, ...] = ()
+    waiting: tuple[Size, ...] = ()
+    pace: Pace | None = None
 
 
 @dataclass(frozen=True)
 class Workload:
     """Shards and rows of the job, and of them those that earlier runs have committed.
 
-    began: s since 1970, when the command began; default now.
+    began: s since 1970, when the command began; default now. planned: of a run of these rows.
     """
 
     shards: int
@@ -51,6 +48,7 @@ class Workload:
     done_shards: int
     done_rows: int
     began: float = field(default_factory=time.time)
+    planned: Planned | None = None
 
 
 class RunCoordinator(Protocol):
@@ -68,12 +66,16 @@ class RunCoordinator(Protocol):
         """An actor has loaded its model."""
         ...
 
-    def begin(self, shard: int) -> bool:
+    def prepared(self, shard: int, rows: int, tokens: int, prefix_tokens: int = 0) -> None:
+        """A shard is prepared; tokens: of its prompts, which begin with the `prefix_tokens` of the job's prefix."""
+        ...
+
+    def begin(self, shard: int, actor: str | None = None) -> bool:
         """An actor is about to answer this shard; False: it must not, the run is being stopped."""
         ...
 
-    def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int) -> None:
-        """A shard is committed; first: by this attempt, and these are its numbers."""
+    def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int, prefill_seconds: float = 0.0) -> None:
+        """A shard is committed; first: by this attempt, and these are its numbers. tokens: that were generated."""
         ...
 
     def stop(self) -> set[int]:
@@ -100,8 +102,10 @@ class Coordinator:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.committed = RunProgress()
-        self.at_work: dict[int, float] = {}  # when they began
-        self.spans: deque[tuple[float, float, int]] = deque(maxlen=MOST_SPANS)  # begin, commit and rows of shards
+        self.sizes: dict[int, Size] = {}  # of prepared shards that are not committed
+        self.at_work: dict[int, tuple[str | None, float]] = {}  # their actors, and when they began
+        self.spans: deque[Span] = deque(maxlen=MOST_SPANS)
+        self.done: set[int] = set()
         self.stopped = False
         self.loads: dict[str | None, int] = {}
         self.downloads: dict[str | None, str] = {}
@@ -118,17 +122,22 @@ class Coordinator:
         self.downloads.pop(actor, None)
         self.loads.pop(actor, None)
 
-    def begin(self, shard: int) -> bool:
+    def prepared(self, shard: int, rows: int, tokens: int, prefix_tokens: int = 0) -> None:
+        if shard not in self.done:
+            self.sizes[shard] = Size(rows, max(0, tokens - rows * prefix_tokens))
+
+    def begin(self, shard: int, actor: str | None = None) -> bool:
         if self.stopped:
             self.at_work.pop(shard, None)  # its first attempt has died
         else:
-            self.at_work[shard] = self.clock()
+            self.at_work[shard] = (actor, self.clock())
         return not self.stopped
 
-    def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int) -> None:
-        began = self.at_work.pop(shard, None)
-        if began is not None:
-            self.spans.append((began, self.clock(), rows))
+    def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int, prefill_seconds: float = 0.0) -> None:
+        self.done.add(shard)
+        size = self.sizes.pop(shard, Size(rows, 0))
+        if shard in self.at_work:
+            self.spans.append(Span(*self.at_work.pop(shard), self.clock(), size, prefill_seconds))
         if first:
             done = self.committed
             self.committed = RunProgress(done.shards + 1, done.rows + rows, done.errors + errors, done.tokens + tokens)
@@ -142,24 +151,14 @@ class Coordinator:
 
     def read(self) -> RunProgress:
         now = self.clock()
-        run = replace(
+        waiting = (size for shard, size in sorted(self.sizes.items()) if shard not in self.at_work)
+        return replace(
             self.committed,
             loading=len(self.loads),
             download=next(iter(self.downloads.values()), ""),
-            elapsed=tuple(now - began for began in self.at_work.values()),
-        )
-        if not self.spans:
-            return run
-        # the first shards wait for the second actor, for kernels and for prompts: the latest tell more of the next ones
-        latest = list(self.spans)[len(self.spans) // 2 :]
-        since = min(began for began, *_ in latest)
-        spans = [
-            *((began, ended) for began, ended, _ in self.spans),
-            *((began, now) for began in self.at_work.values()),
-        ]
-        return replace(
-            run,
-            recent=len(latest),
-            row_seconds=sum(ended - began for began, ended, _ in latest) / max(1, sum(rows for *_, rows in latest)),
-            at_once=sum(max(0.0, ended - max(began, since)) for began, ended in spans) / max(now - since, 1e-9),
+            at_work=tuple(
+                ShardAtWork(now - began, self.sizes.get(shard)) for shard, (_, began) in self.at_work.items()
+            ),
+            waiting=tuple(islice(waiting, MOST_WAITING)),
+            pace=pace_of(list(self.spans), self.at_work, now),
         )

@@ -201,7 +201,7 @@ class ShardGenerator:
             before.drains.wait()
             if self.quarantine is not None and not before.ended.is_set() and self.quarantine.knows(shard):
                 before.ended.wait()  # a death must be that of one shard
-            if self.coordinator is not None and not self.coordinator.begin(shard):
+            if self.coordinator is not None and not self.coordinator.begin(shard, self.worker.actor()):
                 return None
             began = time.perf_counter()
             # before anything that may kill this process

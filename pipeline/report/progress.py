@@ -5,7 +5,6 @@ One live line on a terminal; else a line every ten seconds, and whenever the run
 
 from __future__ import annotations
 
-import heapq
 import sys
 import threading
 import time
@@ -20,78 +19,67 @@ from rich.text import Text
 
 from pipeline import metrics
 from pipeline.generate.coordinator import RunCoordinator, RunProgress, Workload
+from pipeline.generate.time_left import seconds_left
 from pipeline.messages import counted
 from pipeline.runtime.announce import announce, goes_to_log
 
 PLAIN_SECONDS = 10.0
 LIVE_SECONDS = 0.5
-MOST_TURNS = 2000  # shards that are given to actors one by one; of more, the others count by the mean
 
 
 @dataclass(frozen=True)
-class Pace:
-    """Rates over the time in which shards were worked on, and the time left; None: not known yet, or none."""
+class Rates:
+    """Rates over the time in which shards were worked on, and the time left; None: not known yet.
 
-    rows_per_second: float
-    tokens_per_second: float
+    eta_seconds: until the command ends, not only its last row.
+    """
+
+    rows_per_second: float | None
+    tokens_per_second: float | None
     eta_seconds: float | None
 
 
-def pace(run: RunProgress, working_seconds: float, work: Workload) -> Pace | None:
-    """None before the first commit. Arguments as for `progress_line`."""
+def rates(run: RunProgress, seconds: float, working_seconds: float, work: Workload) -> Rates:
+    """Arguments as for `progress_line`."""
     if run.shards == 0 or working_seconds <= 0:
-        return None
-    return Pace(run.rows / working_seconds, run.tokens / working_seconds, _seconds_left(run, work))
-
-
-def _seconds_left(run: RunProgress, work: Workload) -> float | None:
-    """Until the last commit: what is left goes shard by shard to as many actors as have been at work lately.
-
-    None before the first commit.
-    """
-    left = work.shards - work.done_shards - run.shards
-    if not run.recent or left <= 0:
-        return 0.0 if run.recent else None
-    usual = run.row_seconds * (work.rows - work.done_rows - run.rows) / left
-    overdue = [seconds for seconds in run.elapsed if seconds > usual]  # of these the end is not known: at least so long
-    usual = (usual * run.recent + sum(overdue)) / (run.recent + len(overdue))
-    actors = max(1, round(run.at_once))
-    usual *= actors / max(run.at_once, 1e-9)  # they wait for prompts meanwhile, or for a commit
-    free = sorted((max(usual - seconds, 0.0) for seconds in run.elapsed), reverse=True)[:actors]
-    free += [0.0] * (actors - len(free))
-    heapq.heapify(free)
-    begun = min(run.at_work, left)
-    for _ in range(min(left - begun, MOST_TURNS)):
-        heapq.heapreplace(free, free[0] + usual)
-    return max(free) + max(left - begun - MOST_TURNS, 0) * usual / actors
+        return Rates(None, None, None if work.planned is None else work.planned.seconds_left(seconds, working_seconds))
+    left = None
+    if run.pace is not None:
+        shards, rows = work.shards - work.done_shards - run.shards, work.rows - work.done_rows - run.rows
+        left = seconds_left(run.pace, run.at_work, run.waiting, shards, rows, run.loading)
+        if work.planned is not None and shards:
+            left = work.planned.blended(left, run.pace.shards, working_seconds)
+    return Rates(run.rows / working_seconds, run.tokens / working_seconds, left)
 
 
 def progress_line(run: RunProgress, seconds: float, working_seconds: float, work: Workload) -> str:
     """Shards, rows, rates and time left; before the first commit what the run waits for.
 
+    The time left is known from the first commit on, before it where `plan` has predicted the run.
+
     Args:
         seconds: since the command began.
-        working_seconds: since the first shard began, which rates and time left are taken from.
+        working_seconds: since the first shard began, which rates are taken from.
     """
     line = f"{work.done_shards + run.shards}/{work.shards} shards  {work.done_rows + run.rows:,}/{work.rows:,} rows"
     if run.errors:
         line += f" ({run.errors:,} errors)"
-    rates = pace(run, working_seconds, work)
+    found = rates(run, seconds, working_seconds, work)
     if run.shards == 0:
         line += f"  {_waits_for(run)[1]}"
-    elif rates is not None:
-        line += f"  {rates.rows_per_second:,.1f} rows/s"
+    if found.rows_per_second is not None and found.tokens_per_second is not None:
+        line += f"  {found.rows_per_second:,.1f} rows/s"
         if run.tokens > run.rows:  # else the answers are labels of one token
-            line += f"  {rates.tokens_per_second:,.0f} tokens/s"
-        if rates.eta_seconds:
-            line += f"  ETA {_clock(rates.eta_seconds)}"
+            line += f"  {found.tokens_per_second:,.0f} tokens/s"
+    if found.eta_seconds is not None:
+        line += f"  ETA {_clock(found.eta_seconds)}"
     return line + f"  {_clock(seconds)} elapsed"
 
 
 def _waits_for(run: RunProgress) -> tuple[str, str]:
     """What a run without a commit waits for: without numbers, and for its line."""
     if run.at_work:
-        return "answering", f"answering {counted(run.at_work, 'shard')}"
+        return "answering", f"answering {counted(len(run.at_work), 'shard')}"
     if run.download:
         return "downloading", run.download
     if run.loading:
@@ -141,16 +129,15 @@ class Progress:
         if self.working_since is None and (run.at_work or run.shards):
             self.working_since = now
         seconds, working_seconds = time.time() - self.work.began, now - (self.working_since or now)
-        work, rates = self.work, pace(run, working_seconds, self.work)
+        work, found = self.work, rates(run, seconds, working_seconds, self.work)
         done = work.done_rows + run.rows
         metrics.set_gauge("job_rows", work.rows)
         metrics.set_gauge("job_rows_done", done)
         fields: dict[str, Any] = {"seconds": seconds, "shards_done": work.done_shards + run.shards}
         fields |= {"shards": work.shards, "rows_done": done, "rows": work.rows, "errors": run.errors}
-        if rates is not None:
-            fields |= asdict(rates)
-            if rates.eta_seconds is not None:
-                metrics.set_gauge("eta_seconds", rates.eta_seconds)
+        fields |= {name: value for name, value in asdict(found).items() if value is not None}
+        if found.eta_seconds is not None:
+            metrics.set_gauge("eta_seconds", found.eta_seconds)
         return progress_line(run, seconds, working_seconds, work), fields
 
     def _is_live(self) -> bool:

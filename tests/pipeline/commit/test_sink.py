@@ -251,10 +251,10 @@ class RecordingCoordinator(Coordinator):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[int, bool, int, int, int]] = []
+        self.calls: list[tuple[int, bool, int, int, int, float]] = []
 
-    def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int) -> None:
-        self.calls.append((shard, first, rows, errors, tokens))
+    def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int, prefill_seconds: float = 0.0) -> None:
+        self.calls.append((shard, first, rows, errors, tokens, prefill_seconds))
 
 
 def finished(shards: list[Shard]) -> pa.Table:
@@ -273,7 +273,7 @@ def test_the_commit_stage_reports_each_shard_and_returns_no_parts(local: Folder)
     assert [(shard, first) for shard, first, *_ in coordinator.calls] == [(0, True), (1, True), (1, False), (2, True)]
     for shard, _, *counts in coordinator.calls:
         stats = part_stats(SHARDS[shard])
-        assert counts == [stats.rows, stats.errors, stats.generated_tokens]
+        assert counts == [stats.rows, stats.errors, stats.generated_tokens, stats.prefill_seconds]
 
 
 def read(data: bytes) -> pa.Table:

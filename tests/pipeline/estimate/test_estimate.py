@@ -24,7 +24,7 @@ from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
 from pipeline.estimate.costs import Costs, fit
 from pipeline.estimate.measure import Answered, measure_actor
-from pipeline.estimate.predict import Work, makespan
+from pipeline.estimate.predict import Work
 from pipeline.estimate.report import histogram, to_dict
 from pipeline.estimate.rows import Rows, sample_places
 from pipeline.estimate.run import estimate, load_in_a_run
@@ -61,13 +61,6 @@ def test_least_squares_finds_the_coefficients_and_none_below_zero() -> None:
     assert fit(terms, terms @ true) == pytest.approx(true, rel=1e-3, abs=1e-9)
     assert (fit(terms, -terms @ true) == 0).all()
     assert (fit(np.zeros((0, 4)), np.zeros(0)) == 0).all()
-
-
-@given(st.lists(st.floats(0, 100), min_size=1, max_size=40), st.integers(1, 6))
-def test_a_makespan_lies_between_its_bounds(seconds: list[float], actors: int) -> None:
-    found = makespan(seconds, actors)
-    assert found >= max(max(seconds), sum(seconds) / actors) - 1e-6
-    assert found <= sum(seconds) / actors + max(seconds) + 1e-6
 
 
 @given(*[st.floats(0.1, 60)] * 2, st.integers(1, 32), st.integers(1, 1000), st.integers(1, 64))
