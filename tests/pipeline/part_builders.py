@@ -148,4 +148,4 @@ def predicted(rows: int, made: float) -> dict[str, Any]:
     }
     full = {**line, "speed": "1x", "seconds": 50.0, "decode_seconds": 20.0}
     shared = {"made": made, "rows_left": rows, "devices": 2.0, "price_per_hour": 2.0}
-    return {**shared, "speeds": [full, line], "chosen": line}
+    return {**shared, "speeds": [full, line], "chosen": line, "startup": {"seconds": 12.0}}

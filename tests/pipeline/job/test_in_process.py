@@ -20,6 +20,7 @@ from pipeline import job as jobs
 from pipeline.commit.lease import LeaseLost
 from pipeline.commit.sink import PART
 from pipeline.config.job import JobConfig
+from pipeline.generate.coordinator import RunProgress
 from pipeline.report.summary import JobResult
 from pipeline.storage.folder import open_folder
 
@@ -50,6 +51,26 @@ def config(inputs: Path, output: Path, checkpoint: Path, **changes: Any) -> JobC
         "max_error_rate": 0.1,
     }
     return JobConfig.model_validate({**values, **changes})
+
+
+def test_the_time_left_follows_the_sizes_of_shards_and_what_they_took(
+    inputs: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the coordinator reads after each commit of a whole job."""
+    commit, seen = jobs.commit_shards, list[RunProgress]()
+
+    def watched(batch: Any, folder: Any, fingerprint: str, coordinator: Any) -> Any:
+        done = commit(batch, folder, fingerprint, coordinator)
+        seen.append(coordinator.read())
+        return done
+
+    monkeypatch.setattr(jobs, "commit_shards", watched)
+    run_in_process(config(inputs, tmp_path / "out", checkpoint, shared_prefix=False))
+    pace = seen[-1].pace
+    assert [run.shards for run in seen] == [1, 2, 3, 4, 5] and not seen[-1].at_work and not seen[-1].waiting
+    assert pace is not None and pace.actors == 1 and pace.row_seconds > 0 and pace.token_seconds > 0
+    stats = pq.read_table(tmp_path / "out" / "_job" / "stats.parquet").slice(5 - pace.shards)
+    assert pace.row_tokens == pytest.approx(sum(stats["prompt_tokens"].to_pylist()) / sum(stats["rows"].to_pylist()))
 
 
 @pytest.fixture(scope="module")

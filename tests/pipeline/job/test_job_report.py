@@ -19,6 +19,7 @@ from pipeline import job as jobs
 from pipeline.cli.app import app
 from pipeline.commit.runs import RUNS, read_runs, recorded_run
 from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.generate.time_left import ENDING_SECONDS, Planned
 from pipeline.report import job_page, prediction
 from pipeline.report.job_page import REPORT
 from pipeline.storage.folder import LocalFolder, open_folder
@@ -133,6 +134,17 @@ def test_a_prediction_is_found_on_this_machine_and_then_in_the_output(tmp_path: 
     assert prediction.find(folder, None, "f") == (found, True)
     folder.replace(prediction.PREDICTION, b"{}")  # damaged
     assert prediction.find(folder, cache, "f") == (found, False)
+
+
+def test_a_plan_is_the_time_left_of_a_run_of_as_many_rows(tmp_path: Path) -> None:
+    folder, cache = open_folder(str(tmp_path / "out"), StorageConfig()), str(tmp_path / "cache")
+    assert prediction.planned(folder, cache, "f", 10) is None
+    prediction.keep(cache, "f", predicted(10, 0.0))
+    found = prediction.planned(folder, cache, "f", 10)
+    assert found == Planned(startup=12 - ENDING_SECONDS, work=8) and found.seconds_left(0.0, 0.0) == 20
+    assert prediction.planned(folder, cache, "f", 9) is None  # some are answered since
+    prediction.keep(cache, "f", {**predicted(10, 0.0), "startup": None})
+    assert prediction.planned(folder, cache, "f", 10) is None
 
 
 def test_every_end_of_a_run_is_recorded(
