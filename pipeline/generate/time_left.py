@@ -3,7 +3,7 @@
     seconds of a shard = row_seconds · rows + token_seconds · tokens of its prompts
     time left          = the shards, each given to the actor that is free first, + ENDING_SECONDS
 
-Both rates are those of the latest shards. Imports no ray.
+Both rates are those of the latest shards; `plan` counts as one shard. Imports no ray.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Pace:
 class Planned:
     """What `plan` has predicted: s until the first shard begins, and from then to the last commit.
 
-    Its word counts as much as one measured shard: the first ones are few, and may be slow.
+    It counts as one measured shard: the first ones are few, and may be slow.
     """
 
     startup: float
