@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from actors.answers import Answer, Prompt, answer_columns, as_column, error_answer
 from actors.engine.batching import constant_prefix
 from actors.engine.build import EngineSettings, build_engine, check_choice, current_device, with_memory
+from actors.engine.compressed import Kind
 from actors.engine.errors import UserError
 from actors.engine.loading import inspect, load_tokenizer
 from actors.engine.output_format import OutputFormat
@@ -79,7 +80,8 @@ class Generator:
             answer's `reasoning`, and choices or output_format hold for the text after it. None: nothing is split.
         strip: Remove white space from both ends of a free text.
         dtype: float32, bfloat16 or float16, of weights, activations and cache.
-        weights: int8: linear layers with 8 bits, on a CPU and with bfloat16; None: in `dtype`.
+        weights: int8 or, on a GPU, fp8: linear layers and head with 8 bits, with bfloat16; None: in `dtype`, or with
+            the 8 bits that the checkpoint has.
         device: auto, cpu, cuda or cuda:N; auto is cuda where torch sees a GPU.
         threads: torch threads on a CPU; None keeps the process's setting.
         cache_bytes: Bytes of key/value cache of the rows in flight; None: 1 GiB, of the paged engine what the GPU has
@@ -115,7 +117,7 @@ class Generator:
         reasoning: Mapping[str, str] | None = None,
         strip: bool = True,
         dtype: str = "bfloat16",
-        weights: str | None = None,
+        weights: Kind | None = None,
         device: str = "auto",
         threads: int | None = None,
         cache_bytes: int | None = None,

@@ -427,8 +427,10 @@ def test_the_engine_is_checked_before_a_model_is_loaded(checkpoint: Path) -> Non
         Generator(str(checkpoint), engine="paged", compile=True)
     with pytest.raises(ValueError, match=r"^dtype = 'fp8': must be one of float32, bfloat16, float16$"):
         make(checkpoint, dtype="fp8")
-    with pytest.raises(ValueError, match=r"^weights = 'int8' is for a CPU, in bfloat16, without compile .*"):
+    with pytest.raises(ValueError, match=r"^weights = 'int8' is for bfloat16 without compile$"):
         make(checkpoint, weights="int8", dtype="float32")
+    with pytest.raises(ValueError, match=r"^weights = 'fp8' needs a GPU of compute capability 8.9 .*, not a CPU$"):
+        make(checkpoint, weights="fp8", dtype="bfloat16")
 
 
 @pytest.mark.parametrize(("device", "sees"), [("cuda:1", 1), ("cuda", 0), ("cuda:0", 0)])

@@ -6,8 +6,10 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
+from actors.engine.compressed import Kind
 from actors.engine.errors import UserError
 from actors.engine.loading import Checkpoint, load_decoder, memory_needed, stop_ids
 from actors.engine.schedule import Schedule
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from actors.engine.protocol import EngineProtocol
 
 LIBRARY_CACHE, LIBRARY_ROWS, PAGED_ROWS = 2**30, 64, 512  # bytes; most rows in flight
+FP8_CAPABILITY = (8, 9)
 log = logging.getLogger(__name__)
 
 
@@ -37,11 +40,12 @@ class EngineSettings:
         cache_bytes: Bytes of key/value cache; None: `with_memory` chooses.
         max_rows: Most rows in flight; None: `with_memory` chooses.
         cumulative_logprob: Compute each answer's log-probability.
-        weights: int8: linear layers with 8 bits on a CPU, see `cpu.quantization`; None: in `dtype`.
+        weights: Linear layers and the head with 8 bits, int8 or, on a GPU, fp8: see `cpu.quantization` and
+            `gpu.products`. None: in `dtype`, or with the 8 bits that the checkpoint has, see `products_in_eight_bits`.
 
     Raises:
-        UserError: A value that is not known, `compile` with the paged engine, or int8 with `compile`, the paged engine
-            or another dtype than bfloat16.
+        UserError: A value that is not known, `compile` with the paged engine, or `weights` with `compile` or another
+            dtype than bfloat16.
     """
 
     engine: EngineName
@@ -51,7 +55,7 @@ class EngineSettings:
     cache_bytes: int | None
     max_rows: int | None
     cumulative_logprob: bool
-    weights: str | None = None
+    weights: Kind | None = None
 
     def __post_init__(self) -> None:
         check_choice("engine", self.engine, get_args(EngineName))
@@ -59,9 +63,9 @@ class EngineSettings:
         if self.compile and self.engine == "paged":
             raise UserError("compile and engine = 'paged' exclude each other: the paged engine has kernels of its own")
         if self.weights is not None:
-            check_choice("weights", self.weights, ("int8",))
-            if self.compile or self.engine == "paged" or self.dtype != "bfloat16":
-                raise UserError("weights = 'int8' is for a CPU, in bfloat16, without compile and engine = 'paged'")
+            check_choice("weights", self.weights, get_args(Kind))
+            if self.compile or self.dtype != "bfloat16":
+                raise UserError(f"weights = {self.weights!r} is for bfloat16 without compile")
 
 
 def check_choice(name: str, value: str, choices: Iterator[str] | tuple[str, ...] | dict[str, int]) -> None:
@@ -103,6 +107,39 @@ def uses_pages(engine: EngineName, checkpoint: Checkpoint, *, on_gpu: bool, comp
     return on_gpu and checkpoint.has_pages
 
 
+def products_in_eight_bits(
+    settings: EngineSettings, checkpoint: Checkpoint, device: torch.device, *, paged: bool
+) -> Kind | None:
+    """The 8 bits of the engine's products: those that the settings ask for, else those that the checkpoint is made for,
+    if the device and the engine have them; None: 16 or 32 bits, to which other weights are expanded.
+
+    Raises:
+        UserError: The settings ask for 8 bits that the device or the engine does not have.
+    """
+    import torch
+
+    from actors.engine.cpu import library
+
+    on_gpu, stored, wanted = device.type == "cuda", checkpoint.stored, settings.weights
+    if wanted is not None:
+        if on_gpu and not paged:
+            raise UserError(f"weights = {wanted!r}: on a GPU only the paged engine has it; leave weights or engine out")
+        if wanted == "fp8" and not (on_gpu and _has_fp8(device)):
+            name = torch.cuda.get_device_name(device) if on_gpu else "a CPU"
+            raise UserError(f"weights = 'fp8' needs a GPU of compute capability 8.9 (Ada, Hopper), not {name}")
+        return wanted
+    if stored is None or not stored.run(settings.dtype, compiled=settings.compile, on_gpu=on_gpu, paged=paged):
+        return None
+    can = _has_fp8(device) if stored.kind == "fp8" else on_gpu or library.quantizes(torch.bfloat16, device)
+    return stored.kind if can else None
+
+
+def _has_fp8(device: torch.device) -> bool:
+    import torch
+
+    return torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+
+
 def with_memory(settings: EngineSettings, checkpoint: Checkpoint) -> EngineSettings:
     """The settings with bytes of cache and most rows in flight where they have none.
 
@@ -116,7 +153,7 @@ def with_memory(settings: EngineSettings, checkpoint: Checkpoint) -> EngineSetti
     cache, rows = LIBRARY_CACHE, settings.max_rows or LIBRARY_ROWS
     if uses_pages(settings.engine, checkpoint, on_gpu=device.type == "cuda", compiled=settings.compile):
         rows = settings.max_rows or PAGED_ROWS
-        need = memory_needed(checkpoint, settings.dtype, 0, on_gpu=True, paged_rows=rows)
+        need = memory_needed(checkpoint, settings.dtype, 0, on_gpu=True, paged_rows=rows, weights=settings.weights)
         cache = cache_that_fits(need, torch.cuda.mem_get_info(device)[0])
     return replace(settings, cache_bytes=settings.cache_bytes or cache, max_rows=rows)
 
@@ -149,9 +186,9 @@ def build_engine(
     device = resolve_device(settings.device)
     on_gpu = device.type == "cuda"
     paged = uses_pages(settings.engine, checkpoint, on_gpu=on_gpu, compiled=settings.compile)
-    int8 = settings.weights == "int8"
-    if int8 and on_gpu:
-        raise UserError("weights = 'int8' is for CPUs; on a GPU leave it out")
+    kind = products_in_eight_bits(settings, checkpoint, device, paged=paged)
+    all_layers = settings.weights is not None
+    keep_codes = checkpoint.stored is not None and checkpoint.stored.kind == kind
     if drafts is not None and (settings.compile or not schedule.is_full_depth):
         raise UserError("drafts: exact mode is for full depth, without compile")
     exact, lookup_alone = drafts is not None, drafts is not None and drafts.is_full_depth
@@ -161,28 +198,32 @@ def build_engine(
     if exact and on_gpu and (lookup_alone or not paged):
         raise UserError("drafts: on a GPU only layers of the paged engine draft; give a speedup above 1")
     rows = settings.max_rows if paged else 0
-    need = memory_needed(checkpoint, settings.dtype, settings.cache_bytes, on_gpu=on_gpu, paged_rows=rows)
+    how_large: dict[str, Any] = {"on_gpu": on_gpu, "paged_rows": rows, "weights": kind if all_layers else None}
+    need = memory_needed(checkpoint, settings.dtype, settings.cache_bytes, **how_large)
     if on_gpu:
         if own_drafter and checkpoint.adapter is not None:  # layers that draft have weights of their own
-            need = replace(need, weights=2 * need.weights)
+            need = replace(need, weights=2 * need.weights, loading=2 * need.loading)
         check_free(need, *torch.cuda.mem_get_info(device))
     adapter = checkpoint.adapter if own_drafter or not schedule.is_full_depth else None
     if adapter is not None:
         adapter.check_base(base_digest(checkpoint.path), str(checkpoint.path))
     dtype = getattr(torch, settings.dtype)
     with quiet_transformers(), current_device(device):
-        decoder = load_decoder(checkpoint.path, dtype, device)
-        drafter = decoder if adapter is None or not own_drafter else load_decoder(checkpoint.path, dtype, device)
+        load = partial(load_decoder, checkpoint.path, dtype, device, keep_codes=keep_codes)
+        decoder = load()
+        drafter = decoder if adapter is None or not own_drafter else load()
         if adapter is not None:
             merge(drafter.model, adapter)
         ends = stop_ids(decoder, tokenizer)
         if paged:
             from actors.engine.gpu import kernels
             from actors.engine.gpu.engine import GpuEngine
+            from actors.engine.gpu.products import EightBits
             from actors.engine.gpu.self_check import check, probe
 
             wanted = probe(Engine(decoder, schedule, ends)) if settings.engine == "auto" else None
-            decoder.prepare_for_gpu(kernels)
+            eight_bits = None if kind is None else EightBits(kind, all_layers)
+            decoder.prepare_for_gpu(kernels, eight_bits)
             how: dict[str, Any] = {
                 "budget_bytes": settings.cache_bytes,
                 "max_rows": settings.max_rows,
@@ -195,22 +236,22 @@ def build_engine(
                 from actors.engine.gpu.round_choice import RoundChoice
 
                 if drafter is not decoder:
-                    drafter.prepare_for_gpu(kernels)
+                    drafter.prepare_for_gpu(kernels, eight_bits)
                 own = Drafter(drafter, drafts)
                 engine = GpuExactEngine(decoder, schedule, ends, drafter=own, choice=RoundChoice(), **how)
             if wanted is not None:
-                check(engine, wanted)
+                check(engine, wanted, eight_bits=kind is not None)
                 engine.take_stats()
             return engine
         if settings.compile:
             decoder.compile()
         else:
-            decoder.prepare_for_cpu(int8=int8)
+            decoder.prepare_for_cpu(int8=all_layers)
         if exact and decoder.stack is None:
             log.warning("exact mode drafts nothing: only bfloat16 kernels of all layers verify several tokens at once")
         elif drafts is not None:
             if drafter is not decoder:
-                drafter.prepare_for_cpu(int8=int8)
+                drafter.prepare_for_cpu(int8=all_layers)
             return ExactEngine(
                 decoder,
                 schedule,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from actors.engine.cache import SkipCache
+from actors.engine.compressed import codes_of
 from actors.engine.cpu import attention, kernels, library, packing
 from actors.engine.cpu.layers import CpuLayer
 from actors.engine.cpu.native_buffers import NativeBuffers
@@ -29,6 +30,7 @@ from actors.engine.sampling import argmax
 
 if TYPE_CHECKING:
     from actors.engine.gpu.operations import Operations
+    from actors.engine.gpu.products import EightBits
 
 
 class KeyValueStore(Protocol):
@@ -109,7 +111,8 @@ class Decoder:
     def prepare_for_cpu(self, *, int8: bool = False) -> None:
         """Replace attention, layers and head by ones that are faster on CPUs, for inference alone; not reversible.
 
-        int8: all linear layers and the head with 8 bits, see `cpu.quantization`; requires bfloat16 on a CPU.
+        int8: all linear layers and the head with 8 bits, see `cpu.quantization`; requires bfloat16 on a CPU, as layers
+            with codes (`compressed.codes_of`) do, which have 8 bits in any case.
         """
         assert not int8 or (self.device.type == "cpu" and self.dtype == torch.bfloat16)
         if self.device.type != "cpu":
@@ -128,23 +131,32 @@ class Decoder:
                 packing.pack_linears(block, int8=int8)
                 packing.give_memory_back()
             shared = self.head.weight is self.model.get_input_embeddings().weight
-            if not int8 and self.logit_cap is None and self.head.bias is None and can_screen(self.head.weight):
+            codes = codes_of(self.head)
+            plain = not int8 and codes is None and self.logit_cap is None and self.head.bias is None
+            if plain and can_screen(self.head.weight):
                 self._screened = self.head.weight.detach()
-            self.head = packing.PackedLinear(self.head.weight.detach(), self.head.bias, int8=int8)
+            self.head = packing.PackedLinear(self.head.weight.detach(), self.head.bias, int8=int8, codes=codes)
             if not shared:
                 self.model.set_output_embeddings(self.head)  # frees the weight itself
 
-    def prepare_for_gpu(self, operations: Operations) -> bool:
+    def prepare_for_gpu(self, operations: Operations, eight_bits: EightBits | None = None) -> bool:
         """Replace the layers by those of `gpu.layers`, for inference alone; not reversible. False if the family has
         none.
 
-        operations: `gpu.kernels`, or `gpu.reference` where there is no Triton.
+        Args:
+            operations: `gpu.kernels`, or `gpu.reference` where there is no Triton.
+            eight_bits: products with 8 bits, the head's too; None: all in 16.
         """
         from actors.engine.gpu.layers import FusedLayer, FusedNorm
+        from actors.engine.gpu.products import head_of
 
         if not has_pages(self.model.config):
             return False
-        self._replace_layers(lambda weights: FusedLayer(weights, operations))
+        self._replace_layers(lambda weights: FusedLayer(weights, operations, eight_bits))
+        if eight_bits is not None and (head := head_of(self.head, eight_bits, operations)) is not None:
+            if self.head.weight is not self.model.get_input_embeddings().weight:
+                self.model.set_output_embeddings(head)  # frees the weight itself
+            self.head = head
         last = getattr(self.model.model, "norm", None)
         if last is not None:
             self.model.model.norm = FusedNorm(NormWeights.of(last), operations)

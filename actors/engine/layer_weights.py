@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from actors.engine.compressed import Codes, codes_of
+
 SILU = ("silu", "swish")
 
 
@@ -71,6 +73,13 @@ class Projection:
             weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach() for layer in self.layers
         ]
         return weight, torch.cat(biases)
+
+    def codes(self) -> Codes | None:
+        """The scales [O] of the joined weight's codes; None unless all layers have them."""
+        found = [codes for layer in self.layers if (codes := codes_of(layer)) is not None]
+        if len(found) < len(self.layers):
+            return None
+        return Codes(found[0].kind, torch.cat([codes.scales for codes in found]))
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from actors.engine.compressed import CONFIG_KEYS, Kind, StoredWeights, expand, stored_weights
 from actors.engine.errors import UserError
 from actors.engine.json_file import read_object
 from actors.engine.schedule import Schedule, ScheduleSpec
@@ -19,12 +21,11 @@ from actors.engine.working_memory import working_bytes
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from actors.engine.decoder import Decoder
     from actors.engine.speed_adapter import SpeedAdapter
 
-QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 SIZE_LIMITS = {  # keys of config.json, several names for one size
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer"), 1024),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head"), 4096),
@@ -34,11 +35,15 @@ SIZE_LIMITS = {  # keys of config.json, several names for one size
     "max_position_embeddings": 2**28,
 }
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder that has been looked at, but not loaded."""
+    """A checkpoint folder that has been looked at, but not loaded.
+
+    stored: of weights with 8 bits; None: plain ones.
+    """
 
     path: Path
     config: PretrainedConfig
@@ -47,6 +52,7 @@ class Checkpoint:
     num_layers: int
     context_length: int
     adapter: SpeedAdapter | None = None
+    stored: StoredWeights | None = None
 
     @property
     def has_pages(self) -> bool:
@@ -91,11 +97,10 @@ def inspect(path: str | Path, names: Collection[str] | None = None) -> Checkpoin
         names: files of the whole checkpoint, where the folder holds only the small ones.
 
     Raises:
-        UserError: no such folder, no safetensors or not all of them, quantized weights, a family that is not
-            supported, a size that no model has, or a ``skipdecode.json`` that does not fit the model.
+        UserError: no such folder, no safetensors or not all of them, quantized weights that are not run, a family
+            that is not supported, a size that no model has, or a ``skipdecode.json`` that does not fit the model.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
 
     from actors.engine.families import context_length, family_of
 
@@ -108,7 +113,9 @@ def inspect(path: str | Path, names: Collection[str] | None = None) -> Checkpoin
         raise UserError(f"{folder}: adapters of {base}: give them as model.speed_adapter, and {base} as model.path")
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder}: not a checkpoint: no config.json")
-    _check_values(read_object(folder / "config.json"), folder / "config.json")
+    values = read_object(folder / "config.json")
+    _check_values(values, folder / "config.json")
+    stored = stored_weights(values, folder)
     weight_files(folder, names_in(folder) if names is None else names)
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise UserError(f"{folder}: no tokenizer ({' or '.join(TOKENIZERS)})")
@@ -116,14 +123,25 @@ def inspect(path: str | Path, names: Collection[str] | None = None) -> Checkpoin
         if (folder / name).is_file():
             read_object(folder / name)
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = read_config(folder)
         family_of(config)
     except (ValueError, KeyError, OSError, TypeError, AttributeError, StrictDataclassError) as error:
         raise UserError(f"{folder}: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
     layers = config.num_hidden_layers
     spec = load_spec(folder, layers)
     trained = load_trained(folder, layers, spec)
-    return Checkpoint(folder, config, spec, trained, layers, context_length(config))
+    return Checkpoint(folder, config, spec, trained, layers, context_length(config), stored=stored)
+
+
+def read_config(folder: str | Path) -> PretrainedConfig:
+    """The library's config of a checkpoint folder, as of plain weights: `expand` reads the others."""
+    from transformers import AutoConfig
+
+    config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    for key in CONFIG_KEYS:
+        if hasattr(config, key):
+            delattr(config, key)
+    return config
 
 
 def refuse_file(path: str) -> None:
@@ -137,16 +155,9 @@ def refuse_file(path: str) -> None:
 
 
 def _check_values(values: Mapping[str, Any], source: Path) -> None:
-    """Raise UserError if a config is quantized, runs code, or holds a size that no model has."""
+    """Raise UserError if a config runs code, or holds a size that no model has."""
     if "auto_map" in values:
         raise UserError(f"{source.parent}: wants to run code of its own (auto_map), which is never done")
-    for key in QUANTIZATION_KEYS:
-        if values.get(key):
-            entry = values[key]
-            method = entry.get("quant_method", key) if isinstance(entry, dict) else key
-            raise UserError(
-                f"{source.parent}: quantized weights ({method}) are not supported; give the bfloat16 checkpoint"
-            )
     for name, limit in SIZE_LIMITS.items():
         size = values.get(name)
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= limit):
@@ -161,6 +172,7 @@ def memory_needed(
     *,
     on_gpu: bool,
     paged_rows: int = 0,
+    weights: Kind | None = None,
 ) -> Need:
     """Memory that an actor needs for the checkpoint.
 
@@ -168,6 +180,7 @@ def memory_needed(
         sizes: how many numbers every tensor has; None: read from the headers in the folder.
         on_gpu: whether the actor has a GPU; else a CPU that packs weights in bfloat16 is assumed.
         paged_rows: most rows in flight of the paged engine; 0: another engine runs.
+        weights: 8 bits of its products, if the job asks for them.
 
     Raises UserError if weights are missing or damaged.
     """
@@ -179,8 +192,29 @@ def memory_needed(
         head = config.vocab_size * (getattr(config, "word_embed_proj_dim", None) or config.hidden_size)
         needed = replace(needed, weights=needed.weights + head * ITEM_BYTES[dtype] + head * 17 // 16)
     if paged_rows:
-        needed = replace(needed, working=needed.working + working_bytes(config, ITEM_BYTES[dtype], paged_rows))
+        working = working_bytes(config, ITEM_BYTES[dtype], paged_rows, weights)
+        needed = replace(needed, working=needed.working + working)
+        if weights is not None:  # they load in 16 bits
+            saved = _saved_bytes(config, tied=tied)
+            needed = replace(needed, loading=needed.weights, weights=needed.weights - saved)
     return needed
+
+
+def _saved_bytes(config: PretrainedConfig, *, tied: bool) -> int:
+    """Bytes that 8 bits for linear layers and head save; a tied head is a copy of the embeddings."""
+    from actors.engine.gpu.products import ALIGNMENT
+    from actors.engine.speed_adapter import linear_layers
+
+    layers: Any = linear_layers(config).values()
+    shapes = [tuple(layer.weight.shape) for layer in layers]
+    head = config.vocab_size, getattr(config, "word_embed_proj_dim", None) or config.hidden_size
+    saved = 0
+    for outputs, inputs in (*shapes, head):
+        if outputs % ALIGNMENT == inputs % ALIGNMENT == 0:
+            saved += outputs * inputs - 4 * outputs  # float32 scales
+    if tied and head[0] % ALIGNMENT == head[1] % ALIGNMENT == 0:
+        saved -= 2 * head[0] * head[1]
+    return saved
 
 
 def load_tokenizer(path: str | Path, class_name: str | None = None) -> PreTrainedTokenizerBase:
@@ -205,33 +239,57 @@ def tokenizer_class_name(tokenizer: PreTrainedTokenizerBase) -> str:
     return f"{type(tokenizer).__module__}:{type(tokenizer).__name__}"
 
 
-def load_decoder(path: str | Path, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """The checkpoint's model as a decoder in inference mode, `dtype` on `device`. UserError if weights are missing.
-
-    Weights are read tensor by tensor into `device`: there is no copy of the model in another dtype or elsewhere.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+def load_decoder(path: str | Path, dtype: torch.dtype, device: torch.device, *, keep_codes: bool = False) -> Decoder:
+    """The checkpoint's model as a decoder in inference mode, see `load_model`."""
     from actors.engine.decoder import Decoder
     from actors.engine.families import family_of
 
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    attention = family_of(read_config(path)).attention
+    model = load_model(path, dtype, device, attention, keep_codes=keep_codes)
+    return Decoder(model.eval().requires_grad_(False))
+
+
+def load_model(
+    path: str | Path, dtype: torch.dtype, device: torch.device | None, attention: str, *, keep_codes: bool = False
+) -> PreTrainedModel:
+    """The checkpoint's model, `dtype` on `device`.
+
+    Weights are read tensor by tensor into `device`: there is no copy of the model in another dtype or elsewhere. Those
+    of 8 bits are expanded to `dtype`.
+
+    Args:
+        path: the checkpoint's folder.
+        dtype: of all parameters.
+        device: None: the CPU, or where the caller moves the model.
+        attention: the library's attention implementation.
+        keep_codes: keep the scales of weights of 8 bits, see `compressed.codes_of`.
+
+    Raises:
+        UserError: weights or scales are missing.
+    """
+    from transformers import AutoModelForCausalLM
+
+    stored = stored_weights(read_object(Path(path) / "config.json"), Path(path))
     with building_models:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
-            config=config,
+            config=read_config(path),
             output_loading_info=True,
             dtype=dtype,
-            device_map={"": device},
+            device_map=None if device is None else {"": device},
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
-            attn_implementation=family_of(config).attention,
+            attn_implementation=attention,
         )
     model, report = loaded
     if report["missing_keys"]:  # the library fills them with random numbers
         raise UserError(f"{path}: no weights for {sorted(report['missing_keys'])[0]}")
-    return Decoder(model.eval().requires_grad_(False))
+    if stored is not None:
+        expand(model, Path(path), stored.kind, keep=keep_codes)
+        if not keep_codes:
+            log.info("%s: %s weights, expanded to %s", path, stored.kind, str(dtype).removeprefix("torch."))
+    return model  # type: ignore[no-any-return]
 
 
 def stop_ids(decoder: Decoder, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

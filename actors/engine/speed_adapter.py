@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from actors.engine.compressed import renew
 from actors.engine.errors import UserError
 from actors.engine.file_digests import digests, file_digest, weights_digest
 from actors.engine.json_file import read_object
@@ -153,6 +154,7 @@ def merge(model: PreTrainedModel, adapter: SpeedAdapter) -> None:
             if isinstance(module, Conv1D):  # its weight is [I, O]
                 product = product.T
             weight.data.copy_(weight.data.float() + product * adapter.scale)
+            renew(module)
 
 
 def _check_features(config: dict[str, Any], source: Path) -> None:

@@ -21,6 +21,7 @@ CACHE_STEP = 2**26  # bytes; a cache planned from free memory is a multiple
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # held while transformers makes a model: meanwhile it replaces a method of a class and torch's default dtype
 building_models = threading.Lock()
+SCALES = ("_scale", "_zero_point")  # ends of the names of tensors beside weights of 8 bits
 _HEADS = ("lm_head.weight", "embed_out.weight")
 
 
@@ -33,16 +34,18 @@ class Need:
         weights: bytes of all parameters in the job's dtype.
         cache: bytes of one batch's cache.
         working: bytes of everything else: process, libraries, activations.
+        loading: bytes of the weights while they load, before there is a cache; 0: the same.
     """
 
     parameters: int
     weights: int
     cache: int
     working: int = ALLOWANCE
+    loading: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.cache + self.working
+        return max(self.weights + self.cache, self.loading) + self.working
 
 
 def weight_files(folder: Path, names: Collection[str]) -> list[str]:
@@ -114,7 +117,7 @@ def names_in(folder: Path) -> list[str]:
 
 def need(sizes: Mapping[str, int], *, tied: bool, dtype: str, cache_bytes: int) -> Need:
     """Memory for a model of these tensors in `dtype`; tied: head and embedding are one tensor, even if stored twice."""
-    count = sum(sizes.values())
+    count = sum(size for name, size in sizes.items() if not name.endswith(SCALES))
     if tied and len(sizes) > 1:
         count -= sum(sizes.get(name, 0) for name in _HEADS)
     return Need(count, count * ITEM_BYTES[dtype], cache_bytes)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from actors.engine.compressed import Kind
 from actors.engine.model_shape import ModelShape
 
 PAGE_TOKENS = 16
@@ -21,13 +22,14 @@ GRAPH_BYTES = 2**30  # of the driver, for CUDA graphs; no more graphs of whole s
 NODE_BYTES = 2**14  # of the driver, for a kernel of a graph; estimated from others' reports, not measured
 
 
-def working_bytes(config: Any, itemsize: int, max_rows: int) -> int:
+def working_bytes(config: Any, itemsize: int, max_rows: int, weights: Kind | None = None) -> int:
     """Most bytes of activations of a prefill pass and of a step of `max_rows` rows, of a GPU engine with pages.
 
     Args:
         config: of a model that `has_pages`.
         itemsize: bytes of a number.
         max_rows: most rows in flight.
+        weights: 8 bits of the products; None: none.
     """
     shape = ModelShape.of(config)
     own_heads, query_heads = shape.kv_heads * shape.head_dim, shape.query_heads * shape.head_dim
@@ -42,4 +44,9 @@ def working_bytes(config: Any, itemsize: int, max_rows: int) -> int:
     drawn = 2 * DRAWN_BYTES * min(DRAWN_NUMBERS, logits)
     tables = max_rows * longest * (4 * shape.layers // PAGE_TOKENS + 8)  # int32 a page and layer; int64 a token
     split = 4 * max_rows * query_heads * LONG_SPLITS  # float32 of attention in few programs a row
-    return itemsize * numbers + drawn + tables + split + GRAPH_BYTES
+    rounded = 0  # codes of a product's inputs, and int32 sums
+    if weights is not None:
+        rounded = (CHUNK_TOKENS + max_rows) * shape.feed_forward
+    if weights == "int8":
+        rounded += 4 * max((CHUNK_TOKENS + max_rows) * 2 * shape.feed_forward, logits)
+    return itemsize * numbers + drawn + tables + split + rounded + GRAPH_BYTES

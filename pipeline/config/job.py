@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from actors.engine.compressed import Kind
 from actors.engine.constraint import check_compatible
 from actors.engine.errors import UserError
 from actors.engine.types import EngineName, SamplingParams, wants_pages
@@ -91,10 +92,11 @@ class ModelConfig(Section):
         description="folder on each node for downloads; default $SKIPDECODE_CACHE, else ~/.cache/skipdecode",
     )
     dtype: Dtype = Field("bfloat16", description="weights, activations and cache")
-    weights: Literal["int8"] | None = Field(
+    weights: Kind | None = Field(
         None,
-        description="int8: linear layers with 8 bits on a CPU, one scale for each output of a weight and each 64 "
-        "numbers of a token; needs dtype bfloat16, and AVX512-VNNI to be fast; default: weights in dtype",
+        description="linear layers and head with 8 bits, one scale for each output of a weight; needs dtype bfloat16; "
+        "int8: on a CPU, where it needs AVX512-VNNI to be fast, and on a GPU by the paged engine; fp8: on a GPU of "
+        "compute capability 8.9; neither has run on a GPU; default: weights in dtype, or the 8 bits of the checkpoint",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where an actor has a GPU")
     compile: bool = Field(
@@ -123,17 +125,17 @@ class ModelConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _int8_is_for_cpus(self) -> ModelConfig:
+    def _weights_fit(self) -> ModelConfig:
         if self.weights is None:
             return self
         for key, value, wanted in (
             ("dtype", self.dtype, "bfloat16"),
             ("compile", self.compile, False),
-            ("engine", self.engine == "paged" and "paged", False),
-            ("device", self.device == "cuda" and "cuda", False),
+            ("engine", self.device == "cuda" and self.engine == "library" and "library", False),
+            ("device", self.weights == "fp8" and self.device == "cpu" and "cpu", False),
         ):
             if value != wanted:
-                raise UserError(f"weights: int8 is for CPUs and bfloat16: leave {key}: {value} out")
+                raise UserError(f"weights: {self.weights} does not go with {key}: {value}; leave {key} out")
         return self
 
 
@@ -363,8 +365,8 @@ class JobConfig(Section):
             raise UserError("budget.money needs price_per_hour, the money for an hour of one device")
         if self.schedule.exact and self.model.compile:
             raise UserError("schedule.exact has kernels of its own: leave out model.compile")
-        if self.model.weights is not None and self.actors.gpus:
-            raise UserError("model.weights: int8 is for CPUs: leave actors.gpus out")
+        if self.model.weights == "fp8" and not self.actors.gpus:
+            raise UserError("model.weights: fp8 is for GPUs: set actors.gpus, or weights: int8")
         if self.scores:
             check_score(self)
         elif self.input.continuations is not None:

@@ -19,7 +19,16 @@ def planned_cache(config: JobConfig, checkpoint: ResolvedCheckpoint, hardware: H
     Raises UserError of one line if there is no such GPU, or its memory does not suffice.
     """
     rows = config.rows_in_flight(has_pages=True)
-    need = memory_needed(checkpoint.checkpoint, config.model.dtype, 0, checkpoint.sizes(), on_gpu=True, paged_rows=rows)
+    model = config.model
+    need = memory_needed(
+        checkpoint.checkpoint,
+        model.dtype,
+        0,
+        checkpoint.sizes(),
+        on_gpu=True,
+        paged_rows=rows,
+        weights=model.weights,
+    )
     free, total = hardware.free_gpu_memory(config.actors)
     check_free(replace(need, cache=LEAST_CACHE), free, total)
     return cache_that_fits(need, free)

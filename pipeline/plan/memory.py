@@ -58,7 +58,7 @@ def log_memory_estimate(
     drafts = checkpoint.checkpoint.schedule(config.schedule.changes()) if config.schedule.exact else None
     if checkpoint.adapter is not None and drafts is not None and not drafts.is_full_depth:
         # layers that draft have weights of their own
-        need = replace(need, weights=2 * need.weights)
+        need = replace(need, weights=2 * need.weights, loading=2 * need.loading)
     how = "scoring" if config.scores else batching.scheduler
     described = describe(need, config.model.dtype, config.actors)
     log.info("%s; %s, at most %d rows in flight", described, how, batching.max_batch)
@@ -67,9 +67,18 @@ def log_memory_estimate(
 
 
 def actor_need(model: ModelConfig, actors: ActorsConfig, checkpoint: ResolvedCheckpoint, batching: Batching) -> Need:
-    """Memory of one actor. Raises UserError if the weights are damaged."""
+    """Memory of one actor. Raises UserError if the weights are damaged, or of 8 bits that the engine does not have."""
     on_gpu = _on_gpu(model, actors)
     paged = uses_pages(model.engine, checkpoint.checkpoint, on_gpu=on_gpu, compiled=model.compile)
+    if model.weights is not None and on_gpu and not paged:
+        raise UserError(
+            f"model.weights: {model.weights}: on a GPU only the paged engine has it, for jobs that generate and models "
+            "with pages: leave it out"
+        )
+    if (stored := checkpoint.checkpoint.stored) is not None and model.weights is None:
+        lacking = f" (expanded to {model.dtype} where a {'GPU' if on_gpu else 'CPU'} lacks the instructions)"
+        runs = stored.run(model.dtype, compiled=model.compile, on_gpu=on_gpu, paged=paged)
+        log.info("model: %s weights%s", stored.kind, lacking if runs else f", expanded to {model.dtype}")
     return memory_needed(
         checkpoint.checkpoint,
         model.dtype,
@@ -77,6 +86,7 @@ def actor_need(model: ModelConfig, actors: ActorsConfig, checkpoint: ResolvedChe
         checkpoint.sizes(),
         on_gpu=on_gpu,
         paged_rows=batching.max_batch if paged else 0,
+        weights=model.weights if paged else None,
     )
 
 

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, EarlyStoppingCallback, PreTrained
 
 from actors.engine import packed_attention
 from actors.engine.decoder import Decoder
-from actors.engine.errors import UserError
-from actors.engine.loading import load_decoder
+from actors.engine.loading import load_decoder, load_model
 from actors.engine.model_shape import ModelShape
 from actors.engine.schedule_file import save_spec
 from actors.engine.trained import Trained
@@ -166,16 +165,7 @@ def _load_model(config: TuneConfig, plan: TrainingPlan) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(plan.architecture, attn_implementation=attention)
         log.warning("new model: %.2fM parameters", sum(weight.numel() for weight in model.parameters()) / 1e6)
     else:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            config.model.path,
-            dtype=torch.float32,
-            attn_implementation=attention,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-        model, loading = loaded
-        if loading["missing_keys"]:  # transformers would train random weights instead
-            raise UserError(f"{config.model.path}: no weights for {sorted(loading['missing_keys'])[0]}")
+        model = load_model(config.model.path, torch.float32, None, attention)
     return model  # type: ignore[no-any-return]
 
 

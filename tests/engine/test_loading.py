@@ -95,7 +95,7 @@ def test_bad_checkpoints_are_refused_in_one_line(checkpoint: Path, tmp_path_fact
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
         ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
         ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}, "bitsandbytes"),
-        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors, no config_groups"),
         ({"compression_config": {"format": "int-quantized"}}, "compression_config"),
     ],
 )
@@ -104,7 +104,8 @@ def test_a_quantized_checkpoint_is_refused_by_name(checkpoint: Path, entry: dict
     with pytest.raises(UserError) as caught:
         inspect(checkpoint)
     assert str(caught.value) == (
-        f"{checkpoint}: quantized weights ({name}) are not supported; give the bfloat16 checkpoint"
+        f"{checkpoint}: quantized weights ({name}) are not supported; give the bfloat16 checkpoint, or one of "
+        "compressed-tensors with 8 bits and a symmetric scale for each tensor or output"
     )
 
 

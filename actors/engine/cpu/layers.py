@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from actors.engine.cpu import kernels
 from actors.engine.cpu.attention import attend
-from actors.engine.cpu.packing import product
-from actors.engine.layer_weights import LayerWeights, NormPlacement, NormWeights
+from actors.engine.cpu.packing import Product, product
+from actors.engine.layer_weights import LayerWeights, NormPlacement, NormWeights, Projection
 
 
 class Norm:
@@ -29,12 +29,15 @@ class Norm:
         return kernels.normalize(hidden, self.weight, self.bias, self.eps)
 
 
+def _product(projection: Projection, int8: bool) -> Product:
+    return product(*projection.joined(), int8=int8, codes=projection.codes())
+
+
 class _Attention:
     """Self-attention between its norm and its residual."""
 
     def __init__(self, weights: LayerWeights, int8: bool) -> None:
-        self.qkv = product(*weights.qkv.joined(), int8=int8)
-        self.output = product(*weights.output.joined(), int8=int8)
+        self.qkv, self.output = (_product(part, int8) for part in (weights.qkv, weights.output))
         self.query_norm, self.key_norm = weights.query_norm, weights.key_norm
         self.layer, self.rope, self.scaling = weights.number, weights.rope, weights.scaling
         self.query_heads, self.kv_heads, self.head_dim = weights.query_heads, weights.kv_heads, weights.head_dim
@@ -65,7 +68,7 @@ class _FeedForward:
     """The feed-forward between its norm and its residual."""
 
     def __init__(self, weights: LayerWeights, int8: bool) -> None:
-        self.up, self.down = (product(*part.joined(), int8=int8) for part in (weights.up, weights.down))
+        self.up, self.down = (_product(part, int8) for part in (weights.up, weights.down))
         self.gated, self.relu = weights.gated, weights.relu
         self.then = None if weights.gated or weights.relu else weights.activate()
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from actors.engine.compressed import Codes, codes_of
 from actors.engine.cpu import kernels, library
 from actors.engine.cpu.quantization import QuantizedProduct
 
@@ -71,11 +72,11 @@ class PackedProduct:
 class PackedLinear(nn.Module):
     """A linear layer with a packed weight: x [..., I] -> x W^T + b [..., O]."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, int8: bool = False) -> None:
-        """weight [O, I]; it is copied, and may be freed."""
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, int8: bool = False, codes: Codes | None = None) -> None:
+        """weight [O, I]; it is copied, and may be freed. int8, codes: see `product`."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.product = product(weight, bias, int8=int8)
+        self.product = product(weight, bias, int8=int8, codes=codes)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., I] -> [..., O]."""
@@ -102,13 +103,14 @@ def give_memory_back() -> None:
 Product = PanelProduct | PackedProduct | PlainProduct | QuantizedProduct
 
 
-def product(weight: Tensor, bias: Tensor | None, *, int8: bool = False) -> Product:
+def product(weight: Tensor, bias: Tensor | None, *, int8: bool = False, codes: Codes | None = None) -> Product:
     """x [..., I] -> x W^T + b [..., O] for weight [O, I], in the fastest way of this machine.
 
-    int8: with weight and x rounded to 8 bits.
+    int8: with weight and x rounded to 8 bits. codes: those of 8 bits that the weight stands for; x is rounded too.
     """
-    if int8:
-        return QuantizedProduct(weight, bias)
+    if int8 or codes is not None:
+        assert codes is None or codes.kind == "int8"
+        return QuantizedProduct(weight, bias, None if codes is None else codes.scales)
     if not can_pack(weight.dtype, weight.device):
         return PlainProduct(weight, bias)
     if weight.shape[1] % 2 == 0 and library.multiplies(weight.dtype, weight.device):
@@ -120,7 +122,7 @@ def pack_linears(module: nn.Module, *, int8: bool = False) -> None:
     """Replace all linear layers below `module` by packed ones; their own weights are freed. int8: see `product`."""
     for name, child in module.named_children():
         if type(child) is nn.Linear:
-            setattr(module, name, PackedLinear(child.weight.detach(), child.bias, int8=int8))
+            setattr(module, name, PackedLinear(child.weight.detach(), child.bias, int8=int8, codes=codes_of(child)))
         elif type(child) is Conv1D:
             setattr(module, name, PackedLinear(child.weight.detach().T, child.bias, int8=int8))
         else:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from actors.engine.compressed import largest_scales
 from actors.engine.cpu import library
 from actors.engine.cpu.kernels import PANEL
 
@@ -18,10 +19,15 @@ GROUP = 64  # GROUP of quantized.h
 LIMIT = 127  # codes are -127 ... 127
 
 
-def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight [O, I] -> int8 codes [O, G * 64] and scales [O] in float32; weight ≈ codes * scales."""
+def quantize_weight(weight: Tensor, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """weight [O, I] -> int8 codes [O, G * 64] and scales [O] in float32; weight ≈ codes * scales.
+
+    scales: of the codes, -128 ... 127, from which the weight has been expanded. These are found again exactly: the
+    weight's rounding to bfloat16 is at most a quarter of its scale. None: the largest code of an output is 127.
+    """
     weight = weight.detach().float()
-    scales = weight.abs().amax(dim=1) / LIMIT
+    if scales is None:
+        scales = largest_scales(weight, "int8")
     codes = (weight / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8)
     return nn.functional.pad(codes, (0, -weight.shape[1] % GROUP)), scales
 
@@ -43,11 +49,11 @@ class QuantizedProduct:
     By a kernel where the CPU has one (AVX512-VNNI); elsewhere by torch, several times slower than bfloat16.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """weight [O, I], bfloat16; it is copied, and may be freed."""
+    def __init__(self, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> None:
+        """weight [O, I], bfloat16; it is copied, and may be freed. scales: see `quantize_weight`."""
         self.outputs, self.inputs = weight.shape
         self.bias = None if bias is None else bias.detach().contiguous()
-        codes, scales = quantize_weight(weight)
+        codes, scales = quantize_weight(weight, scales)
         self.native = library.quantizes(weight.dtype, weight.device)
         self.packed = pack(codes, scales) if self.native else codes  # layer.h reads it
         self.scales = None if self.native else scales

@@ -12,32 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from actors.engine import packed_attention
 from actors.engine.gpu import reference
 from actors.engine.gpu.operations import Lanes, LayerPages, Operations, Rotary
 from actors.engine.gpu.pages import PagedCache
+from actors.engine.gpu.products import EightBits, product_of
 from actors.engine.gpu.prompts import Prompts
 from actors.engine.gpu.splits import Splits
-from actors.engine.layer_weights import LayerWeights, NormPlacement, NormWeights, Projection
+from actors.engine.layer_weights import LayerWeights, NormPlacement, NormWeights
 from actors.engine.packed_attention import Attendance
-
-
-class Product:
-    """x [N, I] -> x W^T + b [N, O]; relu: whether the product itself ends with it."""
-
-    def __init__(self, projection: Projection, relu: bool = False) -> None:
-        self.weight, self.bias = projection.joined()
-        self.relu = relu
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """[N, I] -> [N, O]."""
-        if not self.relu:
-            return linear(hidden, self.weight, self.bias)
-        if self.bias is None:
-            return torch.relu(linear(hidden, self.weight))
-        return torch._addmm_activation(self.bias, hidden, self.weight.t())  # what torch's own compiler uses
 
 
 class FusedNorm(nn.Module):
@@ -54,18 +39,27 @@ class FusedNorm(nn.Module):
 
 
 class FusedLayer(nn.Module):
-    """One decoder layer. operations: `kernels`, or `reference` where there is no Triton."""
+    """One decoder layer."""
 
-    def __init__(self, weights: LayerWeights, operations: Operations = reference) -> None:
-        """weights: of a layer without a window; they are copied, or shared where their layout stays."""
+    def __init__(
+        self, weights: LayerWeights, operations: Operations = reference, eight_bits: EightBits | None = None
+    ) -> None:
+        """
+        Args:
+            weights: of a layer without a window; they are copied, or shared where their layout stays.
+            operations: `kernels`, or `reference` where there is no Triton.
+            eight_bits: products with 8 bits; None: all in 16.
+        """
         super().__init__()
         assert weights.window is None
         self.operations = operations
         self.number, self.scaling, self.rope = weights.number, weights.scaling, weights.rope
         self.query_heads, self.kv_heads, self.head_dim = weights.query_heads, weights.kv_heads, weights.head_dim
-        self.qkv, self.output = Product(weights.qkv), Product(weights.output)
+        self.qkv, self.output, self.down = (
+            product_of(part, eight_bits, operations) for part in (weights.qkv, weights.output, weights.down)
+        )
+        self.up = product_of(weights.up, eight_bits, operations, weights.relu)
         self.query_norm, self.key_norm = weights.query_norm, weights.key_norm
-        self.up, self.down = Product(weights.up, weights.relu), Product(weights.down)
         self.activate: Callable[[Tensor], Tensor] | None = None  # None: part of the product before it
         if not weights.relu:
             self.activate = operations.gate if weights.gated else weights.activate()

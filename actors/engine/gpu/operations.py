@@ -1,9 +1,9 @@
 """The operations of a decode step that exist twice: as Triton `kernels`, and in plain torch as their `reference`.
 
 Shapes: B lanes (one token each), Q query heads, H key/value heads, D head size, R rotary size, T tokens of a page, W
-pages of the longest row, E hidden size, F feed-forward size, V vocabulary size, M positions of the longest row. A layer
-of rank r runs for a lane whose depth is above r: for other lanes nothing is written, and what is returned for them has
-no meaning.
+pages of the longest row, E hidden size, F feed-forward size, I inputs and O outputs of a product, V vocabulary size, M
+positions of the longest row. A layer of rank r runs for a lane whose depth is above r: for other lanes nothing is
+written, and what is returned for them has no meaning.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 from actors.engine.gpu.splits import Splits
@@ -134,6 +135,19 @@ class Operations(Protocol):
 
     def gate(self, wide: Tensor) -> Tensor:
         """[B, 2 F], gate before up -> silu(gate) * up [B, F]."""
+        ...
+
+    def round_rows(self, hidden: Tensor, dtype: torch.dtype, least_rows: int) -> tuple[Tensor, Tensor]:
+        """hidden [B, I] -> codes of int8 or float8_e4m3fn [max(B, least_rows), I], of which rows behind B have no
+        meaning, and their scales, float32 [B]: the largest code of a row is `compressed.LIMITS`. The scale of a row
+        with a number that is not finite is NaN."""
+        ...
+
+    def scale_sums(
+        self, sums: Tensor, row_scales: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype, *, relu: bool
+    ) -> Tensor:
+        """Sums of products of codes, int32 [at least B, O], times both scales [B] and [O], plus bias [O] -> [B, O] in
+        `dtype`, with relu if asked for."""
         ...
 
     def append(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from actors.engine.compressed import LIMITS
 from actors.engine.gpu.operations import Lanes, LayerPages, Rotary, StepTables
 from actors.engine.gpu.splits import Splits
 from actors.engine.layer_weights import NormWeights
@@ -130,6 +131,29 @@ def gate(wide: Tensor) -> Tensor:
     """Implements `Operations.gate`."""
     gates, up = wide.chunk(2, dim=-1)
     return functional.silu(gates) * up
+
+
+def round_rows(hidden: Tensor, dtype: torch.dtype, least_rows: int) -> tuple[Tensor, Tensor]:
+    """Implements `Operations.round_rows`."""
+    limit = LIMITS["int8" if dtype == torch.int8 else "fp8"]
+    wide = hidden.float()
+    highest = wide.abs().amax(dim=1, keepdim=True)
+    scaled = wide * torch.where(highest > 0, limit / highest, 0.0)
+    if dtype == torch.int8:
+        scaled = scaled.round()
+    scaled = torch.where(highest.isfinite(), scaled, 0.0).clamp(-limit, limit)
+    codes = functional.pad(scaled, (0, 0, 0, max(0, least_rows - len(scaled)))).to(dtype)
+    return codes, torch.where(highest.isfinite(), highest / limit, torch.nan)[:, 0]
+
+
+def scale_sums(
+    sums: Tensor, row_scales: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype, *, relu: bool
+) -> Tensor:
+    """Implements `Operations.scale_sums`."""
+    scaled = sums[: len(row_scales)].float() * (row_scales[:, None] * scales)
+    if bias is not None:
+        scaled = scaled + bias.float()
+    return (scaled.relu() if relu else scaled).to(dtype)
 
 
 def rotated(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ NEW_TOKENS = 8
 TOP = 5  # log-probabilities compared at each token
 # most nats of the mean difference; rounding of 16 bits leaves 0.01 to 0.1, a wrong kernel more than 1
 BOUNDS = {torch.float32: 0.01, torch.bfloat16: 0.3, torch.float16: 0.1}
+EIGHT_BITS = 2  # times the bound where products have 8 bits
 log = logging.getLogger(__name__)
 
 
@@ -54,13 +55,16 @@ def difference(wanted: Sequence[Completion], got: Sequence[Completion]) -> float
     return sum(differences) / len(differences)
 
 
-def check(engine: EngineProtocol, wanted: Sequence[Completion]) -> None:
-    """Compare the engine's answers with those of the library's layers.
+def check(engine: EngineProtocol, wanted: Sequence[Completion], *, eight_bits: bool = False) -> None:
+    """Compare the engine's answers with those of the library's layers, in 16 bits.
+
+    eight_bits: whether the engine's products have them.
 
     Raises:
         UserError: They differ by more than rounding.
     """
-    far, bound = difference(wanted, probe(engine)), BOUNDS[engine.decoder.dtype]
+    far = difference(wanted, probe(engine))
+    bound = BOUNDS[engine.decoder.dtype] * (EIGHT_BITS if eight_bits else 1)
     if not far <= bound:
         raise UserError(
             f"engine: here the paged engine's log-probabilities differ from the library's by {far:.2g} nats, more than "

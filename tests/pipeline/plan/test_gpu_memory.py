@@ -108,6 +108,26 @@ def test_a_job_that_asks_for_pages_and_gets_none_is_told_when_it_is_planned(
     assert "engine: library in place of paged, which needs a GPU" in caplog.messages
 
 
+@pytest.mark.parametrize("model", [{"engine": "library"}, {"engine": "auto", "compile": True}])
+def test_8_bits_without_the_paged_engine_are_refused_when_a_job_is_planned(
+    checkpoint: Path, tmp_path: Path, model: dict[str, Any]
+) -> None:
+    if "compile" in model:
+        with pytest.raises(ValueError, match=r"weights: fp8 does not go with compile: True; leave compile out"):
+            job(checkpoint, tmp_path, {"gpus": 1}, weights="fp8", **model)
+        return
+    config = job(checkpoint, tmp_path, {"gpus": 1}, weights="fp8", **model)
+    resolved = resolve_checkpoint(config.model, config.storage)
+    with pytest.raises(ValueError, match=r"^model\.weights: fp8: on a GPU only the paged engine has it, .*"):
+        log_memory_estimate(config, resolved, plan(config).batching, InProcess())
+
+
+def test_8_bits_leave_room_for_cache(checkpoint: Path, tmp_path: Path, asked: list[ActorsConfig]) -> None:
+    plain, int8 = (plan(job(checkpoint, tmp_path, {"gpus": 1}, **model)) for model in ({}, {"weights": "int8"}))
+    assert int8.batching.max_batch == plain.batching.max_batch == 512
+    assert int8.fingerprint != plain.fingerprint
+
+
 @pytest.mark.parametrize("short", [1, 10**6, 2 * CACHE_STEP])
 def test_no_room_is_told_before_anything_is_loaded(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: int

@@ -1,0 +1,326 @@
+"""Checkpoints with weights of 8 bits, against what the libraries expand of them, and refusals of all others."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from compressed_checkpoints import compressed, expanded, scheme
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_adapter import random_adapter
+from safetensors.torch import load_file, save_file
+from tiny_checkpoint import LAYERS, tiny_checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from actors.engine.compressed import LIMITS, Codes, Kind, codes_of, largest_scales
+from actors.engine.cpu import library
+from actors.engine.cpu.layers import CpuLayer
+from actors.engine.cpu.packing import PackedLinear
+from actors.engine.cpu.quantization import QuantizedProduct, quantize_weight
+from actors.engine.decoder import Decoder
+from actors.engine.errors import UserError
+from actors.engine.gpu.products import DTYPES, EightBitProduct
+from actors.engine.loading import inspect, load_decoder, memory_needed
+from actors.engine.schedule import ScheduleSpec
+from actors.generator import Generator
+
+CPU = torch.device("cpu")
+PROMPTS = ["name[Zizzi]", "food[French], area[city centre]", "The Eagle"]
+native = pytest.mark.skipif(not library.quantizes(torch.bfloat16, CPU), reason="no kernel for 8 bits")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def made(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`compressed` of the base, each once."""
+    known: dict[str, Path] = {}
+
+    def make(kind: str, **how: Any) -> Path:
+        name = f"{kind} {how}"
+        if name not in known:
+            known[name] = compressed(base, tmp_path_factory.mktemp("made") / "checkpoint", kind, **how)
+        return known[name]
+
+    return make
+
+
+@torch.inference_mode()
+def logits(decoder: Decoder) -> torch.Tensor:
+    ids = torch.tensor([[5, 9, 3, 7, 250, 11]])
+    hidden, rotary = decoder.embed(ids, torch.arange(6)[None])
+    for layer in range(decoder.num_layers):
+        hidden = decoder.run_layer(layer, hidden, rotary[layer], None)
+    return decoder.logits(hidden[0]).float()
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "channel": {},
+    "tensor": {"strategy": "tensor"},
+    "static inputs": {"inputs": "static"},
+    "weights alone": {"inputs": None},
+    "shards": {"shards": "20KB"},
+    "short scales": {"dtype": torch.bfloat16},
+    "all layers": {"ignore": ()},
+    "some layers": {"ignore": ("lm_head", "re:.*layers.0.*", "model.layers.1.self_attn.q_proj")},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", LIMITS)
+def test_weights_in_float32_are_those_that_the_libraries_expand(
+    made: Callable[..., Path], kind: Kind, way: str, tmp_path: Path
+) -> None:
+    folder = made(kind, **WAYS[way])
+    assert inspect(folder).stored is not None and (way != "shards" or len(list(folder.glob("*.safetensors"))) > 2)
+    plain = expanded(folder, tmp_path / "plain")
+    got, want = (load_decoder(path, torch.float32, CPU) for path in (folder, plain))
+    state, wanted = (one.model.state_dict() for one in (got, want))
+    assert state.keys() == wanted.keys()
+    for name, weight in state.items():
+        rounding = 2**-8 if way == "short scales" else 0  # theirs are in the dtype of their scales
+        torch.testing.assert_close(weight, wanted[name], rtol=rounding, atol=0)
+    assert torch.equal(logits(got), logits(want)) or way == "short scales"
+    assert memory_needed(inspect(folder), "float32", 0, on_gpu=False) == memory_needed(
+        inspect(plain), "float32", 0, on_gpu=False
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(list(LIMITS)),
+    outputs=st.integers(1, 40),
+    inputs=st.integers(1, 100),
+    exponent=st.integers(-30, 10),
+    wide=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_codes_are_found_again_in_expanded_weights(
+    kind: Kind, outputs: int, inputs: int, exponent: int, wide: bool, seed: int
+) -> None:
+    """Of any scale, whether stored in float32 or bfloat16: all codes there are."""
+    chance = torch.Generator().manual_seed(seed)
+    scales = (torch.rand(outputs, generator=chance) + 0.5) * 2.0**exponent
+    scales = scales if wide else scales.bfloat16().float()
+    if kind == "int8":
+        codes = torch.randint(-128, 128, (outputs, inputs), generator=chance).to(torch.int8)
+    else:
+        bits = torch.randint(0, 256, (outputs, inputs), generator=chance).to(torch.uint8)
+        bits[(bits & 127) == 127] = 0  # NaN
+        codes = bits.view(torch.float8_e4m3fn)
+    weight = (codes.float() * scales[:, None]).bfloat16()
+    if kind == "int8":
+        found, kept = quantize_weight(weight, scales)
+        assert torch.equal(found[:, :inputs], codes) and torch.equal(kept, scales)
+    padded = torch.nn.functional.pad(weight, (0, -inputs % 16, 0, -outputs % 16))
+    own = torch.nn.functional.pad(scales, (0, -outputs % 16))
+    product = EightBitProduct(padded, None, Codes(kind, own))
+    assert product.codes.dtype == DTYPES[kind]
+    assert torch.equal(product.codes[:outputs, :inputs].float(), codes.float())
+
+
+def products(decoder: Decoder) -> list[bool]:
+    """Whether each product of the layers has 8 bits."""
+    found = []
+    for layer in decoder.blocks:
+        assert isinstance(layer, CpuLayer)
+        parts = layer.attention.qkv, layer.attention.output, layer.feed_forward.up, layer.feed_forward.down
+        found += [isinstance(part, QuantizedProduct) for part in parts]
+    return found
+
+
+def generator(folder: Path, **settings: Any) -> Generator:
+    return Generator(str(folder), **{"device": "cpu", "sampling": {"max_new_tokens": 8}, "unadapted": True, **settings})
+
+
+@native
+@pytest.mark.parametrize("way", ["channel", "tensor", "static inputs", "all layers", "some layers", "shards"])
+def test_int8_runs_in_8_bits_on_a_cpu(made: Callable[..., Path], way: str) -> None:
+    """The layers that the checkpoint has in 8 bits, by its own codes; answers near those of the expanded weights."""
+    folder = made("int8", **WAYS[way])
+    own = generator(folder).engine.decoder
+    wanted = [True] * 4 * LAYERS
+    if way == "some layers":
+        wanted[:5] = [False] * 5  # a layer, and q, k and v of the next, which are one product
+        assert own.stack is None
+    else:
+        assert own.stack is not None
+    assert products(own) == wanted
+    assert isinstance(own.head, PackedLinear)
+    assert isinstance(own.head.product, QuantizedProduct) == (way == "all layers")
+    stored = load_decoder(folder, torch.bfloat16, CPU, keep_codes=True)
+    for layer, block in zip(own.blocks, stored.blocks, strict=True):
+        assert isinstance(layer, CpuLayer)
+        if codes_of(block.mlp.down_proj) is not None:
+            codes, scales = quantize_weight(block.mlp.down_proj.weight, codes_of(block.mlp.down_proj).scales)
+            name = f"model.layers.{block.self_attn.layer_idx}.mlp.down_proj"
+            theirs = next(
+                held for path in folder.glob("*.safetensors") if f"{name}.weight" in (held := load_file(path))
+            )
+            assert torch.equal(codes[:, :64], theirs[f"{name}.weight"])
+            assert torch.equal(scales, theirs[f"{name}.weight_scale"].float().reshape(-1).expand(32))
+    reference = logits(load_decoder(folder, torch.float32, CPU))
+    error = (logits(own) - reference).abs() / reference.std()
+    assert 0 < error.mean() < 0.1 and error.max() < 0.6
+
+
+@native
+def test_weights_int8_takes_the_head_too(made: Callable[..., Path]) -> None:
+    own = generator(made("int8"), weights="int8").engine.decoder
+    assert all(products(own)) and isinstance(own.head.product, QuantizedProduct)
+    other = generator(made("fp8"), weights="int8").engine.decoder  # its codes are not int8
+    assert all(products(other))
+
+
+@pytest.mark.parametrize(
+    ("kind", "way", "settings"),
+    [
+        ("fp8", "channel", {}),
+        ("fp8", "tensor", {}),
+        ("int8", "weights alone", {}),
+        ("int8", "channel", {"dtype": "float16"}),
+        ("int8", "channel", {"dtype": "float32"}),
+    ],
+)
+def test_where_8_bits_do_not_run_weights_are_expanded_and_a_line_says_so(
+    made: Callable[..., Path],
+    kind: Kind,
+    way: str,
+    settings: dict[str, Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = made(kind, **WAYS[way])
+    with caplog.at_level(logging.INFO):
+        got = generator(folder, **settings)
+    lines = [line for line in caplog.messages if "expanded" in line]
+    assert lines == [f"{folder}: {kind} weights, expanded to {settings.get('dtype', 'bfloat16')}"]
+    assert not any(codes_of(module) for module in got.engine.decoder.model.modules())
+    if "dtype" in settings:
+        return
+    plain = AutoModelForCausalLM.from_pretrained(expanded(folder, tmp_path / "plain"), dtype=torch.float32)
+    plain.load_state_dict(load_decoder(folder, torch.float32, CPU).model.state_dict())
+    plain.save_pretrained(tmp_path / "plain")
+    column = {"prompt": np.array(PROMPTS)}
+    wanted = generator(tmp_path / "plain")(column)
+    assert got(column)["generated_text"].tolist() == wanted["generated_text"].tolist()
+
+
+@pytest.mark.parametrize("kind", LIMITS)
+def test_tied_heads(base: Path, kind: Kind, tmp_path: Path) -> None:
+    """One tensor for embedding and head: plain, in codes, and a plain embedding with a head of its own in codes."""
+    tied = Path(shutil.copytree(base, tmp_path / "tied"))
+    config = AutoConfig.from_pretrained(base)
+    config.tie_word_embeddings = True
+    torch.manual_seed(7)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tied)
+    folder = compressed(tied, tmp_path / "c", kind)
+    held, table = load_file(folder / "model.safetensors"), "model.embed_tokens.weight"
+    assert "lm_head.weight" not in held
+    got, want = (load_decoder(path, torch.float32, CPU) for path in (folder, expanded(folder, tmp_path / "plain")))
+    assert got.model.lm_head.weight is got.model.model.embed_tokens.weight
+    assert torch.equal(logits(got), logits(want))
+    plain, scales = held[table], largest_scales(held[table], kind)
+    codes = (plain / scales.clamp(min=1e-9)[:, None]).to(DTYPES[kind])
+    near = codes.float() * scales[:, None]
+    for coded, expected in (([table], near), (["lm_head.weight"], plain), ([table, "lm_head.weight"], near)):
+        of_codes = {name: codes.clone() for name in coded} | {f"{name}_scale": scales.clone() for name in coded}
+        save_file({**held, **of_codes}, folder / "model.safetensors", {"format": "pt"})
+        model = load_decoder(folder, torch.float32, CPU).model
+        assert torch.equal(model.model.embed_tokens.weight, expected) and torch.equal(model.lm_head.weight, near)
+
+
+@native
+def test_a_speed_adapter_is_merged_into_expanded_weights(
+    base: Path, made: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its layers keep 8 bits, by scales of their own; at full depth the checkpoint's."""
+    folder = made("int8")
+    spec = ScheduleSpec(speedup=2, horizon=4, warmup=2)
+    adapter = random_adapter(base, tmp_path / "adapter", spec)
+    record = json.loads((adapter / "speed_adapter.json").read_text())
+    from actors.engine.speed_adapter import base_digest
+
+    (adapter / "speed_adapter.json").write_text(json.dumps({**record, "base": base_digest(folder)}))
+    fast = generator(folder, speed_adapter=str(adapter)).engine.decoder
+    assert all(products(fast)) and fast.stack is not None
+    plain = generator(folder, speed_adapter=str(adapter), dtype="float32").engine.decoder
+    error = (logits(fast) - logits(plain)).abs() / logits(plain).std()
+    assert 0 < error.mean() < 0.15
+    full = generator(folder, speed_adapter=str(adapter), schedule={"speedup": 1.0}).engine.decoder
+    assert torch.equal(logits(full), logits(generator(folder).engine.decoder))
+
+
+def edited(folder: Path, out: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    shutil.copytree(folder, out)
+    values = json.loads((out / "config.json").read_text())
+    change(values["quantization_config"])
+    (out / "config.json").write_text(json.dumps(values))
+    return out
+
+
+REFUSED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "gptq": lambda entry: entry.update(quant_method="gptq"),
+    "awq": lambda entry: entry.update(quant_method="awq"),
+    "bitsandbytes": lambda entry: entry.update(quant_method="bitsandbytes"),
+    "compressed-tensors, 4 bits": lambda entry: entry["config_groups"]["group_0"]["weights"].update(num_bits=4),
+    "compressed-tensors, asymmetric": lambda entry: entry["config_groups"]["group_0"]["weights"].update(
+        symmetric=False
+    ),
+    "compressed-tensors, strategy group": lambda entry: entry["config_groups"]["group_0"]["weights"].update(
+        strategy="group", group_size=128
+    ),
+    "compressed-tensors, strategy block": lambda entry: entry["config_groups"]["group_0"]["weights"].update(
+        strategy="block"
+    ),
+    "compressed-tensors, format pack-quantized": lambda entry: entry["config_groups"]["group_0"].update(
+        format="pack-quantized"
+    ),
+    "compressed-tensors, transform_config": lambda entry: entry.update(transform_config={"config_groups": {"R1": {}}}),
+    "compressed-tensors, sparsity_config": lambda entry: entry.update(sparsity_config={"format": "sparse-bitmask"}),
+    "compressed-tensors, no config_groups": lambda entry: entry.update(config_groups={}),
+    "compressed-tensors, several schemes": lambda entry: entry["config_groups"].update(
+        group_1={**scheme("fp8"), "format": "float-quantized"}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_run_is_refused_by_name(made: Callable[..., Path], name: str, tmp_path: Path) -> None:
+    folder = edited(made("int8"), tmp_path / "c", REFUSED[name])
+    with pytest.raises(UserError) as caught:
+        inspect(folder)
+    assert str(caught.value).startswith(f"{folder}: quantized weights ({name}) are not supported; give the bfloat16")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", LIMITS)
+def test_scales_that_do_not_fit_are_refused(made: Callable[..., Path], kind: Kind, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(made(kind), tmp_path / "c"))
+    whole, name = load_file(folder / "model.safetensors"), "model.layers.2.mlp.up_proj"
+
+    def refused(match: str, **values: torch.Tensor | None) -> None:
+        changed = {key: value for key, value in {**whole, **values}.items() if value is not None}
+        save_file(changed, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(UserError, match=match) as caught:
+            load_decoder(folder, torch.bfloat16, CPU)
+        assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
+
+    refused(f"no weight_scale for the 8 bits of {name}$", **{f"{name}.weight_scale": None})
+    refused(
+        rf"weight_scale of {name} has shape \[3, 1\], and its weight \[64, 32\]",
+        **{f"{name}.weight_scale": torch.ones(3, 1)},
+    )
+    refused("which is no linear layer", **{"model.norm.weight_scale": torch.ones(1)})
+    refused("is not zero: asymmetric", **{f"{name}.weight_zero_point": torch.ones(64, 1, dtype=torch.int8)})
