@@ -13,10 +13,27 @@ from actors.engine.types import Request
 
 
 class Account:
-    """Bytes and FLOPs that decode must move and make, and the least time for them."""
+    """Bytes and FLOPs that decode must move and make, and the least time for them.
 
-    def __init__(self, decoder: Decoder, weights: Sequence[int], head: int, ceilings: roofline.Ceilings) -> None:
+    Args:
+        decoder: whose passes are counted.
+        weights: numbers of the products of each layer.
+        head: numbers of the vocabulary head.
+        ceilings: of the device, for 16 bits. Products of 8 bits are counted at the same rate: their bytes bound a step.
+        eight_bits: whether weights and head have 8 bits.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        weights: Sequence[int],
+        head: int,
+        ceilings: roofline.Ceilings,
+        *,
+        eight_bits: bool = False,
+    ) -> None:
         self.decoder, self.weights, self.head, self.ceilings = decoder, weights, head, ceilings
+        self.weight_bytes = 1 if eight_bits else decoder.dtype.itemsize
 
     def decode(self, schedule: Schedule, rows: Sequence[Request]) -> tuple[float, float]:
         """Bytes, and least seconds, of these rows in lock step."""
@@ -27,9 +44,9 @@ class Account:
         moved = least = 0.0
         for position in range(max(new for _, new in lengths) - 1):
             live = [prompt + position + 1 for prompt, new in lengths if position < new - 1]
-            parts = [(self.head * item, 2 * len(live) * self.head)]
+            parts = [(self.head * self.weight_bytes, 2 * len(live) * self.head)]
             for layer in schedule.layers(position):
-                parts.append((self.weights[layer] * item, 2 * len(live) * self.weights[layer]))
+                parts.append((self.weights[layer] * self.weight_bytes, 2 * len(live) * self.weights[layer]))
                 parts.append((sum(live) * stored, 4 * sum(live) * width))
             moved += sum(one for one, _ in parts)
             least += sum(max(one / self.ceilings.bandwidth, flops / self.ceilings.flops) for one, flops in parts)

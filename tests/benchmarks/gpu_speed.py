@@ -27,10 +27,12 @@ from gpu_demo import demo
 from gpu_parts import NEW, PROMPT, Clock, attempt, build, give_back, rows_of, run, schedule_of, synchronize
 from gpu_peers import PEER_NEW, ours, peers
 
+from actors.engine.compressed import Kind
 from actors.engine.decoder import Decoder
 from actors.engine.gpu import reference
 from actors.engine.gpu.engine import GpuEngine
 from actors.engine.gpu.operations import Operations
+from actors.engine.gpu.products import EightBits
 from actors.engine.scheduler import generate
 from actors.engine.types import Request
 from actors.engine.weights import ALLOWANCE, Need, cache_that_fits
@@ -72,20 +74,22 @@ def profile(engine: GpuEngine, rows: list[Request]) -> dict[str, Any]:
     }
 
 
-def made_ready(shape: str, given: argparse.Namespace, ceilings: roofline.Ceilings) -> tuple[Decoder, Account, int]:
-    """A model with the GPU's layers, what its passes must move, and bytes for its cache."""
+def made_ready(
+    shape: str, given: argparse.Namespace, ceilings: roofline.Ceilings, weights: Kind | None = None
+) -> tuple[Decoder, Account, int]:
+    """A model with the GPU's layers, what its passes must move, and bytes for its cache. weights: 8 bits, or None."""
     device = torch.device(given.device)
     operations: Operations = reference
     if device.type == "cuda":
         from actors.engine.gpu import kernels as operations
     decoder = Decoder(build(shape, device))
     layers = [sum(one.numel() for one in block.parameters() if one.dim() == 2) for block in decoder.blocks]
-    account = Account(decoder, layers, decoder.head.weight.numel(), ceilings)
-    assert decoder.prepare_for_gpu(operations)
+    account = Account(decoder, layers, decoder.head.weight.numel(), ceilings, eight_bits=weights is not None)
+    assert decoder.prepare_for_gpu(operations, None if weights is None else EightBits(weights))
     give_back(device)
     if device.type != "cuda":
         return decoder, account, given.cache_gib * 2**30
-    beside = working_bytes(decoder.model.config, decoder.dtype.itemsize, given.most_rows) + ALLOWANCE
+    beside = working_bytes(decoder.model.config, decoder.dtype.itemsize, given.most_rows, weights) + ALLOWANCE
     return decoder, account, cache_that_fits(Need(0, 0, 0, beside), torch.cuda.mem_get_info()[0])
 
 
@@ -138,7 +142,11 @@ def measure(
 ) -> None:
     """All there is to know of a shape, as far as the time goes; kept as it comes."""
     device = torch.device(given.device)
-    found = keep["shapes"][shape] = {"runs": [], "schedulers": [], "peers": {}}
+    found = keep["shapes"][shape] = {"runs": [], "eight_bits": [], "schedulers": [], "peers": {}}
+    for weights in given.weights:
+        work = functools.partial(eight_bits, shape, weights, given, ceilings, clock, found)
+        attempt(f"{shape}, {weights}", clock, device, work)
+        write(given.out, keep)
     mine = own(shape, given, ceilings, clock, keep, found)
     give_back(device)  # the engine's model, before the peers'
     if not mine:
@@ -147,6 +155,30 @@ def measure(
     for batch in given.peer_batches:
         found["peers"][batch] = peers(model, batch, mine[batch], clock, device)
         write(given.out, keep)
+
+
+def eight_bits(
+    shape: str,
+    weights: Kind,
+    given: argparse.Namespace,
+    ceilings: roofline.Ceilings,
+    clock: Clock,
+    found: dict[str, Any],
+) -> None:
+    """The first batch with weights of 8 bits, at the first and the last speed; to be compared with `runs`."""
+    _, account, budget = made_ready(shape, given, ceilings, weights)
+    batch = given.batches[0]
+    for speed in sorted({given.speeds[0], given.speeds[-1]}):
+        name = f"{shape}, batch {batch}, {speed:g}x, {weights}"
+        one = cell(account, batch, speed, budget, given, clock, name)
+        if one is None:
+            continue
+        found["eight_bits"].append({"weights": weights, **one})
+        print(
+            f"  {name:34} {one['batch']:5} rows  decode {one['decode']:6.2f} s, "
+            f"{one['decode_tokens_per_second']:8,.0f} tokens/s, {one['of_bandwidth']:.2f} of bandwidth",
+            flush=True,
+        )
 
 
 def own(
@@ -277,6 +309,7 @@ def main() -> None:
     parser.add_argument("--shapes", default=["opt-1.3b", "llama-3-8b", "opt-6.7b"], **listed)
     parser.add_argument("--batches", default=["32", "128", "1", "largest"], **listed)
     parser.add_argument("--speeds", default=[1.0, 2.0, 3.0, 5.0], type=lambda text: [float(x) for x in text.split(",")])
+    parser.add_argument("--weights", default=["int8", "fp8"], **listed, help="8 bits of products, besides bfloat16")
     parser.add_argument("--most-rows", type=int, default=2048, help="of the largest batch")
     parser.add_argument("--tail-rows", type=int, default=512, help="of unequal lengths")
     parser.add_argument("--cache-gib", type=int, default=1, help="without a GPU")

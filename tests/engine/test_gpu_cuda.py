@@ -17,13 +17,17 @@ from tiny_models import LAYERS, tiny_model
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 pytest.importorskip("triton", reason="Triton is not installed: it comes with a GPU's torch, and with .[dev]")
 
+from actors.engine.build import FP8_CAPABILITY  # noqa: E402
+from actors.engine.compressed import LIMITS, Kind  # noqa: E402
 from actors.engine.decoder import Decoder  # noqa: E402
 from actors.engine.exact import Drafter  # noqa: E402
 from actors.engine.gpu import engine as engines  # noqa: E402
-from actors.engine.gpu import kernels, prefill, prompts  # noqa: E402
+from actors.engine.gpu import kernels, prefill, prompts, reference  # noqa: E402
 from actors.engine.gpu.engine import GpuEngine  # noqa: E402
 from actors.engine.gpu.exact import GpuExactEngine  # noqa: E402
 from actors.engine.gpu.pages import page_bytes  # noqa: E402
+from actors.engine.gpu.products import EightBits  # noqa: E402
+from actors.engine.gpu.self_check import difference  # noqa: E402
 from actors.engine.gpu.state import DeviceRows  # noqa: E402
 from actors.engine.schedule import Schedule, ScheduleSpec  # noqa: E402
 from actors.engine.scheduler import generate  # noqa: E402
@@ -132,6 +136,32 @@ def test_logits_in_bfloat16_are_near_the_oracle_in_float32(
         got = torch.stack([logits[place] for logits in seen])
         error = float((got - want[: len(got)]).abs().max())
         assert len(got) == 13 and error < bound, f"{error:.3f}, the bound is {bound:.3f}"
+
+
+@pytest.mark.parametrize("kind", LIMITS)
+@pytest.mark.parametrize("family", ["llama", "opt", "olmo2"])
+def test_8_bits_are_near_the_same_products_on_a_cpu(family: str, kind: Kind) -> None:
+    """By torch's products of the GPU, in graphs, against plain torch; the log-probabilities of whole answers."""
+    if kind == "fp8" and torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        pytest.skip("the GPU has no fp8")
+
+    def engine(device: str) -> GpuEngine:
+        decoder = Decoder(tiny_model(family).bfloat16().to(device))
+        assert decoder.prepare_for_gpu(kernels if device == "cuda" else reference, EightBits(kind))
+        budget = 4000 * page_bytes(decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize)
+        return GpuEngine(decoder, SCHEDULE, STOP, budget_bytes=budget, max_rows=5)
+
+    rows = [
+        Request(row.prompt_ids, SamplingParams(max_new_tokens=14, logprobs=5, ignore_eos=True))
+        for row in requests(5, 3)
+    ]
+    want, got = (generate(engine(device), rows, budget_bytes=2**40, max_rows=5) for device in ("cpu", "cuda"))
+    assert difference(want, got) < 0.1
+    greedy = [Request(row.prompt_ids, SamplingParams(max_new_tokens=14, ignore_eos=True), row.key) for row in rows]
+    captured = engine("cuda")
+    first, *others = (generate(captured, greedy, budget_bytes=2**40, max_rows=5) for _ in range(3))
+    for again in others:  # the third time a step is one graph
+        assert [one.token_ids for one in again] == [one.token_ids for one in first]
 
 
 def test_long_prompts_in_chunks_and_shared_beginnings_change_little(monkeypatch: pytest.MonkeyPatch) -> None:

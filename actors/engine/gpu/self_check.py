@@ -18,7 +18,7 @@ NEW_TOKENS = 8
 TOP = 5  # log-probabilities compared at each token
 # most nats of the mean difference; rounding of 16 bits leaves 0.01 to 0.1, a wrong kernel more than 1
 BOUNDS = {torch.float32: 0.01, torch.bfloat16: 0.3, torch.float16: 0.1}
-EIGHT_BITS = 2  # times the bound where products have 8 bits
+EIGHT_BITS = 3  # times the bound where products have 8 bits, which alone came to 0.40 nats of SmolLM2-135M on a CPU
 log = logging.getLogger(__name__)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
+from compressed_checkpoints import compressed
 
 from actors.engine.loading import memory_needed
 from actors.engine.weights import CACHE_STEP, SPARED
@@ -120,6 +122,32 @@ def test_8_bits_without_the_paged_engine_are_refused_when_a_job_is_planned(
     resolved = resolve_checkpoint(config.model, config.storage)
     with pytest.raises(ValueError, match=r"^model\.weights: fp8: on a GPU only the paged engine has it, .*"):
         log_memory_estimate(config, resolved, plan(config).batching, InProcess())
+
+
+@pytest.mark.parametrize(
+    ("kind", "actors", "model", "line"),
+    [
+        ("int8", {}, {}, "int8 weights (expanded to bfloat16 where a CPU lacks the instructions)"),
+        ("int8", {}, {"dtype": "float32"}, "int8 weights, expanded to float32"),
+        ("fp8", {}, {}, "fp8 weights, expanded to bfloat16"),
+        ("fp8", {"gpus": 1}, {}, "fp8 weights (expanded to bfloat16 where a GPU lacks the instructions)"),
+    ],
+)
+def test_what_becomes_of_a_checkpoints_8_bits_is_told_when_a_job_is_planned(
+    checkpoint: Path,
+    tmp_path: Path,
+    asked: list[ActorsConfig],
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    actors: dict[str, Any],
+    model: dict[str, Any],
+    line: str,
+) -> None:
+    config = job(compressed(checkpoint, tmp_path / kind, kind), tmp_path, actors, **{"engine": "auto", **model})
+    resolved = resolve_checkpoint(config.model, config.storage)
+    with caplog.at_level(logging.INFO):
+        log_memory_estimate(config, resolved, plan(config).batching, InProcess())
+    assert f"model: {line}" in caplog.messages
 
 
 def test_8_bits_leave_room_for_cache(checkpoint: Path, tmp_path: Path, asked: list[ActorsConfig]) -> None:
