@@ -24,16 +24,26 @@ from actors.engine.build import EngineSettings, build_engine, check_choice, curr
 from actors.engine.compressed import Kind
 from actors.engine.errors import UserError
 from actors.engine.loading import inspect, load_tokenizer
+from actors.engine.no_collections import without_collections
 from actors.engine.output_format import OutputFormat
 from actors.engine.reasoning import Reasoning
 from actors.engine.schedule import Schedule
 from actors.engine.speed_adapter import with_adapter
-from actors.engine.types import SCHEDULERS, Completion, EngineName, EngineStats, Request, SamplingParams
+from actors.engine.types import (
+    SCHEDULERS,
+    Completion,
+    EngineName,
+    EngineStats,
+    ProductsName,
+    Request,
+    SamplingParams,
+)
 from actors.requests import RequestBuilder
 from actors.scored_rows import ScoredRow, score_columns, score_rows
 
 if TYPE_CHECKING:
     from actors.engine.call import Call
+    from actors.engine.cpu.choice import Records
     from actors.engine.protocol import EngineProtocol
     from actors.engine.scheduler import CallScheduler
 
@@ -82,6 +92,9 @@ class Generator:
         dtype: float32, bfloat16 or float16, of weights, activations and cache.
         weights: int8 or, on a GPU, fp8: linear layers and head with 8 bits, with bfloat16; None: in `dtype`, or with
             the 8 bits that the checkpoint has.
+        products: On a CPU in bfloat16: kernels, of this package, where the processor has AVX512-BF16; library; or
+            measured, the faster ones, which a machine measures once. They round differently.
+        product_records: Where the measured choice is kept, before this machine's cache, for all machines of a job.
         device: auto, cpu, cuda or cuda:N; auto is cuda where torch sees a GPU.
         threads: torch threads on a CPU; None keeps the process's setting.
         cache_bytes: Bytes of key/value cache of the rows in flight; None: 1 GiB, of the paged engine what the GPU has
@@ -103,6 +116,7 @@ class Generator:
         UserError: Arguments, checkpoint or device that do not fit, in one line.
     """
 
+    @without_collections()
     def __init__(
         self,
         checkpoint: str,
@@ -118,6 +132,8 @@ class Generator:
         strip: bool = True,
         dtype: str = "bfloat16",
         weights: Kind | None = None,
+        products: ProductsName = "measured",
+        product_records: Records | None = None,
         device: str = "auto",
         threads: int | None = None,
         cache_bytes: int | None = None,
@@ -135,7 +151,9 @@ class Generator:
         check_choice("scheduler", scheduler, SCHEDULERS)
         if engine == "auto" and continuation_column is not None:
             engine = "library"
-        settings = EngineSettings(engine, dtype, device, compile, cache_bytes, max_batch, cumulative_logprob, weights)
+        settings = EngineSettings(
+            engine, dtype, device, compile, cache_bytes, max_batch, cumulative_logprob, weights, products
+        )
         self.sampling = SamplingParams().merged(dict(sampling or {}))
         self.prompt_column, self.continuation_column = prompt_column, continuation_column
         self.scheduler, self.share_prefixes = scheduler, share_prefixes
@@ -156,7 +174,7 @@ class Generator:
         assert settings.cache_bytes is not None and settings.max_rows is not None
         self.cache_bytes, self.max_batch = settings.cache_bytes, settings.max_rows
         of_drafts = None if drafts is None else inspected.schedule(dict(drafts))
-        self.engine = build_engine(inspected, self.schedule, self.tokenizer, settings, of_drafts)
+        self.engine = build_engine(inspected, self.schedule, self.tokenizer, settings, of_drafts, product_records)
         self.calls = self._scheduler()
         self._building, self._running = threading.RLock(), threading.Lock()
         self.device = self.engine.decoder.device

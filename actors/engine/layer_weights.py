@@ -61,6 +61,11 @@ class Projection:
         """O, over all layers."""
         return sum(layer.out_features for layer in self.layers)
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the joined weight: [O, I]."""
+        return self.outputs, self.layers[0].in_features
+
     def joined(self) -> tuple[Tensor, Tensor | None]:
         """Weight [O, I] and bias [O] or None; copies, unless there is only one layer."""
         if len(self.layers) == 1:

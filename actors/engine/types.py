@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from actors.engine.schedule import Schedule
 
 EngineName = Literal["auto", "library", "paged"]
+ProductsName = Literal["measured", "kernels", "library"]
 SCHEDULERS = ("lock_step", "refill")
 
 

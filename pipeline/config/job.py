@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from actors.engine.compressed import Kind
 from actors.engine.constraint import check_compatible
 from actors.engine.errors import UserError
-from actors.engine.types import EngineName, SamplingParams, wants_pages
+from actors.engine.types import EngineName, ProductsName, SamplingParams, wants_pages
 from pipeline.config.adapt import AdaptConfig
 from pipeline.config.base import Endpoint, Place
 from pipeline.config.base import Section as Section
@@ -98,6 +98,12 @@ class ModelConfig(Section):
         "int8: on a CPU, where it needs AVX512-VNNI to be fast, and on a GPU by the paged engine; fp8: on a GPU of "
         "compute capability 8.9; neither has run on a GPU; default: weights in dtype, or the 8 bits of the checkpoint",
     )
+    products: ProductsName = Field(
+        "measured",
+        description="on a CPU in bfloat16: kernels: this package's, with AVX512-BF16; library: torch's, with whatever "
+        "the processor has (AMX); measured: the faster ones, measured once on a machine and recorded with the job. "
+        "Roundings differ",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where an actor has a GPU")
     compile: bool = Field(
         False, description="torch.compile the layers, on a CPU in place of the kernels; needs a C++ compiler"
@@ -131,6 +137,7 @@ class ModelConfig(Section):
         for key, value, wanted in (
             ("dtype", self.dtype, "bfloat16"),
             ("compile", self.compile, False),
+            ("products", self.products == "library" and "library", False),
             ("engine", self.device == "cuda" and self.engine == "library" and "library", False),
             ("device", self.weights == "fp8" and self.device == "cpu" and "cpu", False),
         ):

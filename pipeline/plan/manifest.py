@@ -264,10 +264,11 @@ def _identity(
 
 
 def _model_values(model: ModelConfig) -> dict[str, Any]:
-    """Keys of `model` that can change an answer; a job planned before `weights` existed has none."""
+    """Keys of `model` that can change an answer; a job planned before `weights` and `products` existed has none."""
     values = model.model_dump(exclude={"path", "cache", "speed_adapter"})
-    if model.weights is None:
-        del values["weights"]
+    for name in ("weights", "products"):
+        if values[name] == ModelConfig.model_fields[name].default:
+            del values[name]
     return values
 
 

@@ -83,9 +83,8 @@ def available(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `multiply` exists and is the fastest product: with AVX512-BF16, without AMX."""
-    # old compilers do not know AMX, so that the library cannot tell
-    if device.type != "cpu" or dtype != torch.bfloat16 or "amx_bf16" in _processor():
+    """Whether `multiply` exists: in bfloat16, with AVX512-BF16. `choice` measures whether it is the faster product."""
+    if device.type != "cpu" or dtype != torch.bfloat16:
         return False
     loaded = library()
     return loaded is not None and bool(loaded.can_multiply())

@@ -52,7 +52,7 @@ class PanelProduct:
 
 
 class PackedProduct:
-    """`PlainProduct` in bfloat16 in the library's own order, for CPUs on which the kernel is not faster."""
+    """`PlainProduct` in bfloat16 in the library's own order, for CPUs on which the kernel is slower or does not run."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """weight [O, I]; it is copied, and may be freed."""
@@ -72,11 +72,19 @@ class PackedProduct:
 class PackedLinear(nn.Module):
     """A linear layer with a packed weight: x [..., I] -> x W^T + b [..., O]."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, int8: bool = False, codes: Codes | None = None) -> None:
-        """weight [O, I]; it is copied, and may be freed. int8, codes: see `product`."""
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        int8: bool = False,
+        codes: Codes | None = None,
+        kernel: bool = True,
+    ) -> None:
+        """weight [O, I]; it is copied, and may be freed. int8, codes, kernel: see `product`."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.product = product(weight, bias, int8=int8, codes=codes)
+        self.product = product(weight, bias, int8=int8, codes=codes, kernel=kernel)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., I] -> [..., O]."""
@@ -103,27 +111,43 @@ def give_memory_back() -> None:
 Product = PanelProduct | PackedProduct | PlainProduct | QuantizedProduct
 
 
-def product(weight: Tensor, bias: Tensor | None, *, int8: bool = False, codes: Codes | None = None) -> Product:
-    """x [..., I] -> x W^T + b [..., O] for weight [O, I], in the fastest way of this machine.
+def product(
+    weight: Tensor, bias: Tensor | None, *, int8: bool = False, codes: Codes | None = None, kernel: bool = True
+) -> Product:
+    """x [..., I] -> x W^T + b [..., O] for weight [O, I].
 
-    int8: with weight and x rounded to 8 bits. codes: those of 8 bits that the weight stands for; x is rounded too.
+    Args:
+        weight, bias: Of the product.
+        int8: With weight and x rounded to 8 bits.
+        codes: Those of 8 bits that the weight stands for; x is rounded too.
+        kernel: In bfloat16 by this package's kernel where there is one, see `choice`; else the library's product.
     """
     if int8 or codes is not None:
         assert codes is None or codes.kind == "int8"
         return QuantizedProduct(weight, bias, None if codes is None else codes.scales)
     if not can_pack(weight.dtype, weight.device):
         return PlainProduct(weight, bias)
-    if weight.shape[1] % 2 == 0 and library.multiplies(weight.dtype, weight.device):
+    if kernel and weight.shape[1] % 2 == 0 and library.multiplies(weight.dtype, weight.device):
         return PanelProduct(weight, bias)
     return PackedProduct(weight, bias)
 
 
-def pack_linears(module: nn.Module, *, int8: bool = False) -> None:
-    """Replace all linear layers below `module` by packed ones; their own weights are freed. int8: see `product`."""
+def linear_weight(module: nn.Module) -> Tensor | None:
+    """The weight [O, I] of a linear layer; None for another module."""
+    if type(module) is nn.Linear:
+        return module.weight.detach()
+    return module.weight.detach().T if type(module) is Conv1D else None
+
+
+def pack_linears(module: nn.Module, *, int8: bool = False, kernel: bool = True) -> None:
+    """Replace all linear layers below `module` by packed ones; their own weights are freed.
+
+    int8, kernel: see `product`.
+    """
     for name, child in module.named_children():
-        if type(child) is nn.Linear:
-            setattr(module, name, PackedLinear(child.weight.detach(), child.bias, int8=int8, codes=codes_of(child)))
-        elif type(child) is Conv1D:
-            setattr(module, name, PackedLinear(child.weight.detach().T, child.bias, int8=int8))
+        weight = linear_weight(child)
+        if weight is None:
+            pack_linears(child, int8=int8, kernel=kernel)
         else:
-            pack_linears(child, int8=int8)
+            packed = PackedLinear(weight, child.bias, int8=int8, codes=codes_of(child), kernel=kernel)  # type: ignore[arg-type]
+            setattr(module, name, packed)

@@ -1,0 +1,19 @@
+"""Python's garbage collector off for a while: imports of torch and transformers make millions of objects that stay."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """A block, or as a decorator a function, in which nothing is collected; afterwards it is as before."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
