@@ -108,11 +108,21 @@ class OnlineLoop:
         cache_bytes: Bytes of key/value cache of the rows in flight.
         max_rows: Most rows in flight.
         max_waiting: Most rows in the queue.
+        events_per_second: Most events with tokens of rows in flight; where there would be more, tokens of a row share
+            one. A row's first token and its completion are sent at once, and not counted.
     """
 
-    def __init__(self, engine: EngineProtocol, *, cache_bytes: int, max_rows: int, max_waiting: int) -> None:
+    def __init__(
+        self,
+        engine: EngineProtocol,
+        *,
+        cache_bytes: int,
+        max_rows: int,
+        max_waiting: int,
+        events_per_second: float = math.inf,
+    ) -> None:
         self.engine, self.max_rows, self.max_waiting = engine, max_rows, max_waiting
-        self.cache_bytes = cache_bytes
+        self.cache_bytes, self.events_per_second = cache_bytes, events_per_second
         self.totals = Totals()
         self.failures = 0  # turns that have failed since a row ended
         self._space = space_of(engine, cache_bytes, max_rows)
@@ -124,6 +134,7 @@ class OnlineLoop:
         self._step_first = False  # whether a step comes before the next admission
         self._waited = 0  # steps that waiting rows have let pass since the last admission
         self._ends: deque[float] = deque(maxlen=32)  # when the last rows ended
+        self._send_at = 0.0  # when tokens of all rows in flight are sent again
         self._changed = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -357,13 +368,23 @@ class OnlineLoop:
                 self._send(task, completion.token_ids, completion.logprobs, completion)
         if self._limit < self.max_rows:
             self._limit = min(self.max_rows, self._limit + len(ended))
-        if not any(task.submission.streams for task in self._flying.values()):
-            return
-        rows = {row.ticket: row for row in self.engine.rows}
-        for ticket, tokens in self.engine.generated().items():
-            task = self._flying.get(ticket)
-            if task is not None and task.submission.streams and len(tokens) > task.sent:
-                self._send(task, tokens, rows[ticket].logprobs, None)
+        self._stream(now)
+
+    def _stream(self, now: float) -> None:
+        """Send the tokens of the rows in flight whose time has come."""
+        is_time = now >= self._send_at
+        tasks = {
+            ticket: task
+            for ticket, task in self._flying.items()
+            if task.submission.streams and (is_time or not task.sent)
+        }
+        generated = self.engine.generated() if tasks else {}
+        if generated and is_time:
+            self._send_at = now + len(tasks) / self.events_per_second
+        for row in self.engine.rows if generated else ():
+            task, tokens = tasks.get(row.ticket), generated.get(row.ticket, ())
+            if task is not None and len(tokens) > task.sent:
+                self._send(task, tokens, row.logprobs, None)
 
     def _count(self, task: _Task, completion: Completion) -> None:
         totals, steps = self.totals, len(completion.token_ids) - 1

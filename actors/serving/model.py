@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -35,11 +36,13 @@ class ModelSettings:
         name: The model's name in requests.
         generator: Arguments of `Generator`; its `sampling` holds the defaults of a body's keys.
         max_waiting: Largest number of answers in the queue; above it a request is refused with status 429.
+        events_per_second: Most events of streamed answers, but for their first and last; see `OnlineLoop`.
     """
 
     name: str
     generator: Mapping[str, Any]
     max_waiting: int = 256
+    events_per_second: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ class ServedModel:
             cache_bytes=self.generator.cache_bytes,
             max_rows=self.generator.max_batch,
             max_waiting=settings.max_waiting,
+            events_per_second=settings.events_per_second,
         )
         self._schedules: dict[float, Schedule] = {}
 

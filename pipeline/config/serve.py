@@ -48,6 +48,11 @@ class ReplicasConfig(Section):
     )
     max_batch: int = Field(64, ge=1, description="answers in flight at most")
     max_waiting: int = Field(256, ge=1, description="answers that wait at most; above it requests get status 429")
+    events_per_second: float = Field(
+        1000,
+        gt=0,
+        description="events of streamed answers at most, each one's first and last apart; above it tokens share one",
+    )
 
     @model_validator(mode="after")
     def _fixed_or_range(self) -> ReplicasConfig:

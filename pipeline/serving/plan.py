@@ -31,9 +31,10 @@ class ReplicaSettings:
     name: str
     generator: dict[str, Any]
     max_waiting: int
+    events_per_second: float
 
     def __call__(self) -> ModelSettings:
-        return ModelSettings(self.name, fetched(self.generator), self.max_waiting)
+        return ModelSettings(self.name, fetched(self.generator), self.max_waiting, self.events_per_second)
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,9 @@ def plan_server(config: ServeConfig, *, on_this_machine: bool) -> PlannedServer:
     need = actor_need(config.model, actors, checkpoint, batching)
     if on_this_machine:
         check_fits(need, config.model, actors, machine_memory())
-    settings = ReplicaSettings(config.served_name, generator, config.replicas.max_waiting)
+    settings = ReplicaSettings(
+        config.served_name, generator, config.replicas.max_waiting, config.replicas.events_per_second
+    )
     return PlannedServer(config, settings, limits, schedule, describe(need, config.model.dtype, actors))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections import defaultdict
@@ -69,8 +70,15 @@ def fused() -> Decoder:
     return decoder
 
 
-def loop_of(engine: EngineProtocol, budget: int = 2**40, max_rows: int = 4, max_waiting: int = 10_000) -> OnlineLoop:
-    return OnlineLoop(engine, cache_bytes=budget, max_rows=max_rows, max_waiting=max_waiting)
+def loop_of(
+    engine: EngineProtocol,
+    budget: int = 2**40,
+    max_rows: int = 4,
+    max_waiting: int = 10_000,
+    events_per_second: float = math.inf,
+) -> OnlineLoop:
+    how = {"cache_bytes": budget, "max_rows": max_rows, "max_waiting": max_waiting}
+    return OnlineLoop(engine, **how, events_per_second=events_per_second)
 
 
 def run(loop: OnlineLoop) -> None:
@@ -93,6 +101,7 @@ def expected(decoder: Decoder, schedule: Schedule, rows: Sequence[Request]) -> l
     arrivals=st.lists(st.integers(0, 5), min_size=10, max_size=10),
     cancelled=st.sets(st.integers(0, 9), max_size=6),
     paged=st.booleans(),
+    events_per_second=st.sampled_from([math.inf, 1e4, 100, 1e-3]),
 )
 def test_tokens_are_those_of_the_bulk_path_whenever_rows_come_and_go(
     llama: Decoder,
@@ -104,6 +113,7 @@ def test_tokens_are_those_of_the_bulk_path_whenever_rows_come_and_go(
     arrivals: list[int],
     cancelled: set[int],
     paged: bool,
+    events_per_second: float,
 ) -> None:
     rows = requests(10, seed, sampled=True)
     want = expected(llama, schedule, rows)
@@ -114,7 +124,7 @@ def test_tokens_are_those_of_the_bulk_path_whenever_rows_come_and_go(
         engine = GpuEngine(fused, schedule, STOP, budget_bytes=budget, max_rows=max_rows, read_every=1 + seed % 4)
     else:
         engine = Engine(llama, schedule, STOP)
-    loop = loop_of(engine, budget, max_rows)
+    loop = loop_of(engine, budget, max_rows, events_per_second=events_per_second)
     clients = [Client() for _ in rows]
     submissions: list[Submission] = []
     rng = random.Random(seed)
@@ -207,6 +217,21 @@ def test_samples_of_a_request_are_told_apart_and_logprobs_stream(llama: Decoder)
     assert [client.done[index] for index in range(3)] == done
     assert [tuple(client.logprobs[index]) for index in range(3)] == [one.logprobs for one in done]
     assert client.events > 6
+
+
+@pytest.mark.parametrize(("events_per_second", "events"), [(math.inf, 12), (1e-3, 2)])
+def test_the_first_token_and_the_last_are_sent_at_once_the_others_together(
+    llama: Decoder, events_per_second: float, events: int
+) -> None:
+    loop = loop_of(Engine(llama, SCHEDULE, ()), events_per_second=events_per_second)
+    clients = [Client() for _ in range(3)]
+    for number, client in enumerate(clients):
+        loop.submit([Request([number + 3], SamplingParams(max_new_tokens=12), number)], client, streams=True)
+    loop.turn()
+    assert [len(client.tokens[0]) for client in clients] == [1, 1, 1]
+    run(loop)
+    assert [client.events for client in clients] == [events] * 3
+    assert [len(client.done[0].token_ids) for client in clients] == [12] * 3
 
 
 def test_a_cancelled_row_leaves_within_a_turn(llama: Decoder) -> None:
