@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from actors.serving.errors import ApiError
 from actors.serving.http import Limits, create_app
+from actors.serving.listening import Address
 from actors.serving.model import ModelSettings, Render, ServedModel
 
 
@@ -34,6 +35,7 @@ class Server:
         render: See `ServedModel`.
         batches: Deployment whose method `handle` answers /v1/files and /v1/batches; None: nobody does.
         upload_bytes: Most bytes of a body that goes there.
+        listen: Where the replica listens itself, a single one; None: Ray Serve's proxies send it requests.
     """
 
     def __init__(
@@ -43,13 +45,14 @@ class Server:
         render: Render | None = None,
         batches: DeploymentHandle[Any] | None = None,
         upload_bytes: int = 0,
+        listen: Address | None = None,
     ) -> None:
-        self._limits = limits
+        self._limits, self._listen = limits, listen
         self._batches = None if batches is None else forward(batches, upload_bytes)
         self._model = ServedModel(load(), render)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        return create_app(self._model, self._limits, self._batches)
+        return create_app(self._model, self._limits, self._batches, self._listen)
 
     def check_health(self) -> None:
         """Ray Serve replaces a replica whose engine fails."""

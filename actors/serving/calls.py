@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -16,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from actors.engine.online import Event, Submission
 from actors.engine.types import Completion, FinishReason
 from actors.openai_answers import completion_body
-from actors.serving.bodies import read_call
+from actors.serving.bodies import Call, read_call
 from actors.serving.chunks import DONE, Chunks, event
 from actors.serving.errors import ApiError
 from actors.serving.mailbox import ClientGone, Mailbox, Post
@@ -40,16 +41,19 @@ class Calls:
         self._created = int(time.time())
         self._fingerprint = f"fp_{uuid.uuid4().hex[:10]}"
         self._preparing = ThreadPoolExecutor(1, "prepare")  # long prompts and grammars must not hold up the others
+        self._one_prepares = threading.Lock()
         self._post: Post | None = None
 
-    async def answer(self, url: str, body: Any, receive: Receive) -> dict[str, Any] | CallStream:
-        """The response's body, or the stream of it. Raises ApiError, UserError, QueueFull; ClientGone."""
-        loop = asyncio.get_running_loop()
-        self._post = self._post or Post(loop)
+    async def answer(self, url: str, body: Any, receive: Receive, *, is_short: bool) -> dict[str, Any] | CallStream:
+        """The response's body, or the stream of it. Raises ApiError, UserError, QueueFull; ClientGone.
+
+        is_short: The body is short, so that a change of threads would take longer than reading its prompt.
+        """
+        self._post = self._post or Post(asyncio.get_running_loop())
         call = read_call(url, body)
         if call.model not in (None, self._model.name):
             raise ApiError(404, f"model {call.model!r} is not served here; {self._model.name!r} is", "model_not_found")
-        prepared = await loop.run_in_executor(self._preparing, self._model.prepare, call)
+        prepared = await self._prepared(call, is_short)
         if call.echo:
             return await self._echo(prepared, receive)
         if call.stream:
@@ -57,6 +61,22 @@ class Calls:
             submission = self._model.loop.submit(prepared.rows, mailbox, streams=True)
             return CallStream(self, prepared, submission, mailbox, uuid.uuid4().hex[:24])
         return self._body(prepared, await self._answers(prepared, receive))
+
+    async def _prepared(self, call: Call, is_short: bool) -> Prepared:
+        """The call's rows; in the thread that prepares, unless they are ready sooner without."""
+        prompt, *others = call.prompts
+        simple = not (others or prompt.output_format or prompt.tools or "n" in prompt.sampling)
+        if is_short and simple and self._one_prepares.acquire(blocking=False):
+            try:
+                return self._model.prepare(call)
+            finally:
+                self._one_prepares.release()
+
+        def prepare() -> Prepared:
+            with self._one_prepares:
+                return self._model.prepare(call)
+
+        return await asyncio.get_running_loop().run_in_executor(self._preparing, prepare)
 
     async def _answers(self, prepared: Prepared, receive: Receive) -> list[dict[str, Any]]:
         """The whole answers of all rows, in their order."""

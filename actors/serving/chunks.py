@@ -14,11 +14,12 @@ from actors.openai_requests import CHAT
 from actors.serving.texts import Part
 
 DONE = b"data: [DONE]\n\n"
+_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def event(values: Mapping[str, Any]) -> bytes:
     """A server-sent event."""
-    return b"data: " + json.dumps(values, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return f"data: {_json(values)}\n\n".encode()
 
 
 class Chunks:
@@ -42,6 +43,7 @@ class Chunks:
         }
         if usage:
             self._frame["usage"] = None
+        self._head = f'data: {_json(self._frame)[:-1]},"choices":['  # of every event but the last
 
     def first(self, index: int) -> bytes:
         """The chunk before a chat's first text, with the role; nothing for a text."""
@@ -84,4 +86,4 @@ class Chunks:
 
     def _event(self, index: int, content: dict[str, Any], logprobs: dict[str, Any] | None, finish: str | None) -> bytes:
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
-        return event({**self._frame, "choices": [choice]})
+        return f"{self._head}{_json(choice)}]}}\n\n".encode()

@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,13 @@ from actors.engine.online import QueueFull
 from actors.openai_requests import CHAT, ENDPOINTS
 from actors.serving.calls import Calls
 from actors.serving.errors import ApiError, api_error
+from actors.serving.listening import Address, listening
 from actors.serving.mailbox import ClientGone
 from actors.serving.metrics import Metrics
 from actors.serving.model import ServedModel
 from actors.serving.openapi import chat_schema, text_schema
 
+SHORT_BYTES = 2048  # of a body whose prompt is prepared at once
 GONE = 499  # status of a request whose client has gone; nobody reads it
 BATCHES = ("/v1/files", "/v1/batches")
 log = logging.getLogger(__name__)
@@ -48,32 +50,38 @@ class Limits:
     key_sha256: str | None = None
 
 
-def create_app(model: ServedModel, limits: Limits, batches: ASGIApp | None = None) -> ASGIApp:
+def create_app(
+    model: ServedModel, limits: Limits, batches: ASGIApp | None = None, listen: Address | None = None
+) -> ASGIApp:
     """The application over a model, whose loop it starts and closes.
 
     Args:
         model: Its loop is not started yet.
         limits: Bounds of requests.
         batches: Answers what lies under `BATCHES`; None: nobody does.
+        listen: Where the application listens itself, besides; None: nowhere.
     """
     metrics = Metrics(model.loop)
     calls = Calls(model, metrics, limits.timeout_seconds)
     created = int(time.time())
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         model.loop.start()
-        yield
-        calls.close()
-        model.loop.close()
+        try:
+            async with nullcontext() if listen is None else listening(guarded, listen):
+                yield
+        finally:
+            calls.close()
+            model.loop.close()
 
     app = FastAPI(title="skipdecode", lifespan=lifespan, redirect_slashes=False)
 
     async def answer(request: Request, url: str) -> Any:
         began, status = time.perf_counter(), 500
         try:
-            body = await read_json(request, limits.body_bytes)
-            done = await calls.answer(url, body, request.receive)
+            raw = await read_body(request, limits.body_bytes)
+            done = await calls.answer(url, parse_json(raw), request.receive, is_short=len(raw) <= SHORT_BYTES)
             status = 200
             if not isinstance(done, dict):
                 return _Streamed(done)
@@ -129,7 +137,8 @@ def create_app(model: ServedModel, limits: Limits, batches: ASGIApp | None = Non
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return ApiError(500, f"the server failed: {type(error).__name__}").response()
 
-    return _Guard(app, batches, limits.key_sha256)
+    guarded = _Guard(app, batches, limits.key_sha256)
+    return guarded
 
 
 class _Guard:
@@ -172,13 +181,22 @@ class _Streamed(Response):
 
 async def read_json(request: Request, most_bytes: int) -> Any:
     """The values of a JSON body. Raises ApiError for one that is too large or no JSON."""
+    return parse_json(await read_body(request, most_bytes))
+
+
+async def read_body(request: Request, most_bytes: int) -> bytes:
+    """A body. Raises ApiError for one that is too large."""
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
         if size > most_bytes:
             raise ApiError(413, f"the body is larger than {most_bytes} bytes", "request_too_large")
         parts.append(part)
-    raw = b"".join(parts)
+    return b"".join(parts)
+
+
+def parse_json(raw: bytes) -> Any:
+    """The values of a JSON body. Raises ApiError if it is none."""
     try:
         values = json.loads(raw, parse_constant=_refuse_constant)
         if b"\\ud" in raw.lower():  # JSON allows half a character, a tokenizer does not

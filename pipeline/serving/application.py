@@ -18,17 +18,21 @@ from ray.serve import Application
 
 from actors.engine.errors import flat
 from actors.server import Server
+from actors.serving.listening import Address
 from pipeline.config.load import load_config
 from pipeline.config.serve import ReplicasConfig, ServeConfig
 from pipeline.runtime.announce import announce, announced
-from pipeline.runtime.ray_session import actor_cpus, ray_session
+from pipeline.runtime.ray_session import actor_cpus, is_own_ray, ray_session
 from pipeline.runtime.signals import Interrupted, interruptible
 from pipeline.serving.chat import render
 from pipeline.serving.plan import LOOPBACK, PlannedServer, check_port, plan_server
 
 NAME = "skipdecode"
-READY_SECONDS = 300.0  # for the proxy to listen once the model is loaded
-GRACE_SECONDS = 20.0  # for requests in flight when a replica stops
+READY_SECONDS = 300.0  # to listen once the model is loaded
+GRACE_SECONDS = 20  # for requests in flight when a replica stops
+STOP_SECONDS = 5  # of them, for what Ray Serve does besides
+# the replica's requests run in its first event loop, without a change of threads for each message; read by Ray Serve
+ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
 QUIET: Any = {"enable_access_log": False, "log_level": "WARNING"}
 
 
@@ -38,8 +42,8 @@ def build(args: dict[str, str]) -> Application:
     return application(plan_server(config, on_this_machine=False))
 
 
-def application(planned: PlannedServer) -> Application:
-    """The application of a planned server."""
+def application(planned: PlannedServer, listen: Address | None = None) -> Application:
+    """The application of a planned server. listen: where its only replica listens itself."""
     config = planned.config
     replicas, actors = config.replicas, config.replicas.as_actors()
     batches, upload_bytes = None, 0
@@ -49,7 +53,11 @@ def application(planned: PlannedServer) -> Application:
         batches = Batches.bind(config)  # type: ignore[attr-defined]
         upload_bytes = config.batches.max_file_bytes + 2**20  # the form around the file
     options: dict[str, Any] = {
-        "ray_actor_options": {"num_cpus": actor_cpus(actors), "num_gpus": replicas.gpus},
+        "ray_actor_options": {
+            "num_cpus": actor_cpus(actors),
+            "num_gpus": replicas.gpus,
+            "runtime_env": {"env_vars": ONE_LOOP},
+        },
         # a replica's own queue refuses what is too much, with a time to come again
         "max_ongoing_requests": 2 * (replicas.max_batch + replicas.max_waiting),
         "max_queued_requests": replicas.max_waiting,
@@ -59,7 +67,8 @@ def application(planned: PlannedServer) -> Application:
         **_scaling(replicas),
     }
     server = Server.options(**options)  # type: ignore[attr-defined]
-    return server.bind(planned.settings, planned.limits, render, batches, upload_bytes)  # type: ignore[no-any-return]
+    bound = server.bind(planned.settings, planned.limits, render, batches, upload_bytes, listen)
+    return bound  # type: ignore[no-any-return]
 
 
 def _scaling(replicas: ReplicasConfig) -> dict[str, Any]:
@@ -74,6 +83,14 @@ def _scaling(replicas: ReplicasConfig) -> dict[str, Any]:
             "target_ongoing_requests": target,
         },
     }
+
+
+def own_address(config: ServeConfig) -> Address | None:
+    """Where the replica listens itself: where it is alone, on this machine; None: Ray Serve's proxies listen."""
+    replicas, http = config.replicas, config.http
+    if http.haproxy or replicas.max is not None or (replicas.count or 1) > 1 or not is_own_ray():
+        return None
+    return Address(http.host, http.port, GRACE_SECONDS - STOP_SECONDS)
 
 
 def run_server(config: ServeConfig, *, verbose: bool) -> None:
@@ -95,12 +112,16 @@ def run_server(config: ServeConfig, *, verbose: bool) -> None:
                 f"{http.host}: others than this machine can send requests, without a key; http.api_key_env asks for one"
             )
         announce(planned.described)
+        listen = own_address(config)
+        listens: dict[str, Any] = {"http_options": {"host": http.host, "port": http.port}}
+        if listen is not None:
+            listens = {"proxy_location": "Disabled"}
         with ray_session(config.replicas.as_actors(), verbose):
             announce("starting Ray Serve and loading the model")
             try:
                 with suppress(ray.exceptions.GetTimeoutError):  # a busy machine: the proxy is waited for below
-                    serve.start(http_options={"host": http.host, "port": http.port}, logging_config=QUIET)
-                serve.run(application(planned), name=NAME, logging_config=QUIET)
+                    serve.start(**listens, logging_config=QUIET)
+                serve.run(application(planned, listen), name=NAME, logging_config=QUIET)
                 _wait_for_http(f"{url}/health")
                 speed = planned.schedule.speedup or 1
                 announce(f"serving {config.served_name} at {speed:g}x on {url}/v1 (Ctrl-C stops)")

@@ -1,12 +1,14 @@
 """Load test of a server on loopback: time to the first token, between tokens, throughput; beside the bulk engine.
 
     python tests/benchmarks/serve_load.py [--model configs/demo/checkpoint] [--clients 1,8,32] [--requests 64]
-        [--tokens 48] [--through asgi,serve,haproxy] [--url http://127.0.0.1:8000]
+        [--tokens 48] [--through asgi,serve,proxy,haproxy] [--url http://127.0.0.1:8000]
 
-asgi: the application by uvicorn in a process of its own; serve: `skipdecode serve`, on Ray Serve; haproxy: the same
-behind HAProxy, which takes two fixed ports more. --url: a server that
-runs already, such as `vllm serve`. Clients are coroutines of this process; each sends its next request when the last
-one is answered. Short prompts; answers of --tokens tokens on average, from a third to five thirds of it.
+asgi: the application by uvicorn in a process of its own; serve: `skipdecode serve`, whose replica listens itself;
+proxy: the same behind Ray Serve's proxy, as several replicas are; haproxy: behind HAProxy, which takes two fixed ports
+more. --url: a server that runs already, such as `vllm serve`. Clients are coroutines of this process; each sends its
+next request when the last one is answered. Short prompts; answers of --tokens tokens on average, from a third to five
+thirds of it.
+"processor ms": of each request, by part; it holds on a busy machine too, as rates do not.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.error import URLError
@@ -34,6 +37,7 @@ import psutil
 ROOT = Path(__file__).parents[2]
 NAMES = ("Alimentum", "The Eagle", "Zizzi", "Blue Spice", "Giraffe", "The Mill", "Aromi", "Cocum")
 FOODS = ("French", "English", "Italian", "Indian", "Fast food")
+PARTS = {"ray::ServeReplica": "replica", "ray::ProxyActor": "proxy"}  # by the beginning of the command line
 
 
 @dataclass
@@ -121,14 +125,14 @@ import sys, uvicorn
 from actors.serving.http import Limits, create_app
 from actors.serving.model import ModelSettings, ServedModel
 arguments = {"checkpoint": sys.argv[1], "threads": 1, "max_batch": int(sys.argv[3]), "sampling": {"temperature": 1.0}}
-model = ServedModel(ModelSettings("load", arguments))
+model = ServedModel(ModelSettings("load", arguments, events_per_second=1000))
 uvicorn.run(create_app(model, Limits()), port=int(sys.argv[2]), log_level="warning")
 """
 
 
 @contextmanager
-def server(through: str, checkpoint: str, rows: int) -> Iterator[tuple[str, psutil.Process | None]]:
-    """A server for the block; gives its URL, and its process if that is the only one."""
+def server(through: str, checkpoint: str, rows: int) -> Iterator[tuple[str, psutil.Process]]:
+    """A server for the block; gives its URL and its first process."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-c", ASGI, checkpoint, str(port), str(rows)]
@@ -136,13 +140,15 @@ def server(through: str, checkpoint: str, rows: int) -> Iterator[tuple[str, psut
         command = [sys.executable, "-m", "pipeline", "serve", "--model", checkpoint, "--port", str(port)]
         command += ["--set", "name=load", "--set", f"replicas.max_batch={rows}", "--set", "replicas.threads=1"]
         command += ["--set", f"http.haproxy={through == 'haproxy'}"]
+    if through == "proxy":  # one replica of a range
+        command += ["--set", "replicas.min=1", "--set", "replicas.max=1"]
     process = subprocess.Popen(command, env=_environment(), cwd=ROOT)
     url = f"http://127.0.0.1:{port}"
     try:
         while not _healthy(url):
             assert process.poll() is None, "the server has ended"
             time.sleep(0.5)
-        yield url, psutil.Process(process.pid) if through == "asgi" else None
+        yield url, psutil.Process(process.pid)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(180)
@@ -161,7 +167,7 @@ def main() -> None:
     parser.add_argument("--clients", default="1,8,32")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--through", default="asgi,serve,haproxy")
+    parser.add_argument("--through", default="asgi,serve,proxy,haproxy")
     parser.add_argument("--url")
     parser.add_argument("--name", default="load", help="the model's name, with --url")
     options = parser.parse_args()
@@ -194,7 +200,7 @@ def measure(
     for clients in counts:
         for stream in (False, True):
             wanted = requests if clients > 1 else max(8, requests // 8)
-            before = _worked(process)
+            before = worked(process, through)
             got = asyncio.run(load(url, model, clients, wanted, tokens, stream=stream))
             line = {
                 "through": through,
@@ -204,17 +210,26 @@ def measure(
             }
             if rate:
                 line["of bulk"] = round(got.tokens / got.seconds / rate[0], 2)
-                if process is not None:
-                    line["of bulk by processor"] = round(got.tokens / (_worked(process) - before) / rate[1], 2)
+            spent = {part: seconds - before[part] for part, seconds in worked(process, through).items()}
+            line["processor ms"] = {part: round(1000 * seconds / wanted, 2) for part, seconds in spent.items()}
+            if rate and process is not None:
+                line["of bulk by processor"] = round(got.tokens / spent["replica"] / rate[1], 2)
             if stream:
                 line["first ms"] = _percentiles(got.first)
                 line["between ms"] = _percentiles(got.between)
             print(json.dumps(line), flush=True)
 
 
-def _worked(process: psutil.Process | None) -> float:
-    """Seconds of the processor."""
-    return 0.0 if process is None else sum(process.cpu_times()[:2])
+def worked(process: psutil.Process | None, through: str) -> Counter[str]:
+    """Seconds of the processor by part of a server, `clients` being this process; of an unknown server these alone."""
+    seconds = Counter({"clients": time.process_time()})
+    for one in [] if process is None else [process, *process.children(recursive=True)]:
+        with suppress(psutil.Error):  # it has ended
+            command, other = " ".join(one.cmdline()), "replica" if through == "asgi" else "others"
+            other = "haproxy" if one.name() == "haproxy" else other
+            part = next((name for begin, name in PARTS.items() if command.startswith(begin)), other)
+            seconds[part] += sum(one.cpu_times()[:2])
+    return seconds
 
 
 def _percentiles(seconds: list[float]) -> list[float]:

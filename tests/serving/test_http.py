@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -260,6 +261,30 @@ def test_asynchronous_clients_of_different_speeds_share_the_engine(served: Runni
         for speed in (1, 2, 3)
     }
     assert got == [want[1 + number % 3] for number in range(18)]
+
+
+def test_prompts_are_prepared_one_at_a_time_short_ones_too(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare, threads, at_once = served.model.prepare, set(), threading.Lock()
+
+    def alone(call: Any) -> Any:
+        assert at_once.acquire(blocking=False)
+        threads.add(threading.current_thread().name.split("_")[0])
+        time.sleep(0.005)
+        at_once.release()
+        return prepare(call)
+
+    monkeypatch.setattr(served.model, "prepare", alone)
+
+    def ask(number: int) -> str:
+        prompt = ["a", "b"] if number % 2 else "a"  # several prompts are not short
+        body = {"prompt": prompt, "max_tokens": 2, "seed": 1}
+        reply = httpx2.post(f"{served.url}/v1/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        return str(reply.json()["choices"][0]["text"])
+
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(ask, range(40)))) == 1
+    assert len(threads) == 2  # the event loop's and that which prepares
 
 
 def test_a_failure_of_the_engine_is_a_500_without_its_text(chat_checkpoint: Path) -> None:

@@ -143,6 +143,40 @@ def test_a_replica_is_added_under_load(own_ray: None, chat_checkpoint: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.ray
+def test_a_replica_that_dies_is_replaced_at_the_same_port(chat_checkpoint: Path) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "pipeline", "serve", "--model", str(chat_checkpoint), "--port", str(port)]
+    process = subprocess.Popen(
+        [*command, "--set", "name=tiny"], stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert process.stderr is not None
+    try:
+        said = next(line for line in process.stderr if line.startswith("serving"))
+        assert f":{port}/v1" in said
+        others = psutil.Process(process.pid).children(recursive=True)
+        assert not any("ProxyActor" in " ".join(one.cmdline()) for one in others)
+        [replica] = [one for one in others if "ServeReplica" in " ".join(one.cmdline())]
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        how: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 5, "temperature": 0}
+        before = client.completions.create(**how).choices[0].text
+        replica.kill()
+        until = time.monotonic() + 120
+        while True:
+            try:
+                assert client.completions.create(**how).choices[0].text == before
+                break
+            except openai.APIConnectionError:
+                assert time.monotonic() < until
+                time.sleep(0.5)
+        assert not replica.is_running()
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=120)
+    assert process.returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.ray
 @pytest.mark.parametrize("haproxy", [False, True])
 def test_the_command_serves_runs_a_batch_and_stops(chat_checkpoint: Path, tmp_path: Path, haproxy: bool) -> None:
     port, file = free_port(), tmp_path / "serve.yaml"
