@@ -37,7 +37,7 @@ import psutil
 ROOT = Path(__file__).parents[2]
 NAMES = ("Alimentum", "The Eagle", "Zizzi", "Blue Spice", "Giraffe", "The Mill", "Aromi", "Cocum")
 FOODS = ("French", "English", "Italian", "Indian", "Fast food")
-PARTS = {"ray::ServeReplica": "replica", "ray::ProxyActor": "proxy"}  # by the beginning of the command line
+PARTS = {"ServeReplica": "replica", "ProxyActor": "proxy"}  # by a word of the command line
 
 
 @dataclass
@@ -227,7 +227,7 @@ def worked(process: psutil.Process | None, through: str) -> Counter[str]:
         with suppress(psutil.Error):  # it has ended
             command, other = " ".join(one.cmdline()), "replica" if through == "asgi" else "others"
             other = "haproxy" if one.name() == "haproxy" else other
-            part = next((name for begin, name in PARTS.items() if command.startswith(begin)), other)
+            part = next((name for word, name in PARTS.items() if word in command), other)
             seconds[part] += sum(one.cpu_times()[:2])
     return seconds
 

@@ -163,7 +163,7 @@ def _leave(served: Running, requests: int, at_once: int) -> None:
         }
         async with places:
             try:
-                async with asyncio.timeout(rng.choice([0.002, 0.01, 0.03])):
+                async with asyncio.timeout(rng.choice([0.002, 0.01, 0.03, 0.1])):
                     async with session.post(f"{served.url}/v1/completions", json=body) as reply:
                         async for _ in reply.content:
                             pass
