@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-from torch import Tensor, nn
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from actors.engine.errors import UserError
 from actors.engine.layer_weights import SILU, LayerWeights, NormPlacement, NormWeights, Projection
 
-Rotary = tuple[Tensor, Tensor] | None
+if TYPE_CHECKING:  # a driver asks for a config's family without torch
+    from torch import Tensor, nn
+    from transformers import PretrainedConfig
+
+Rotary: TypeAlias = "tuple[Tensor, Tensor] | None"
 
 
 @dataclass(frozen=True)

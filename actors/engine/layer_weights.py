@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
-from transformers.activations import ACT2FN
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 from actors.engine.compressed import Codes, codes_of
 
@@ -37,6 +37,8 @@ class NormWeights:
     @classmethod
     def of(cls, norm: nn.Module) -> NormWeights:
         """The weights of a library norm."""
+        from torch import Tensor, nn
+
         eps = getattr(norm, "variance_epsilon", None)
         if eps is None:
             assert isinstance(norm, nn.LayerNorm) and norm.bias is not None
@@ -53,6 +55,8 @@ class Projection:
 
     @classmethod
     def of(cls, *layers: nn.Module) -> Projection:
+        from torch import nn
+
         assert all(type(layer) is nn.Linear for layer in layers), "only plain linear layers have one weight"
         return cls(layers)  # type: ignore[arg-type]
 
@@ -71,6 +75,8 @@ class Projection:
         if len(self.layers) == 1:
             bias = self.layers[0].bias
             return self.layers[0].weight.detach(), None if bias is None else bias.detach()
+        import torch
+
         weight = torch.cat([layer.weight.detach() for layer in self.layers])
         if all(layer.bias is None for layer in self.layers):
             return weight, None
@@ -149,6 +155,8 @@ class LayerWeights:
 
     def activate(self) -> Callable[[Tensor], Tensor]:
         """The activation [N, F] -> [N, F] of a feed-forward that is not gated."""
+        from transformers.activations import ACT2FN
+
         assert not self.gated
         function: Callable[[Tensor], Tensor] = ACT2FN[self.activation]
         return function

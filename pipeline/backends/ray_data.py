@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 import ray
 from ray.data import ActorPoolStrategy, Dataset
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from pipeline.backends.few_actors import few_actors
 from pipeline.backends.remote import RayWorker, RemoteCoordinator, exporting
 from pipeline.backends.stages import Actors, Read, Stage, Tasks
 from pipeline.config.job import ActorsConfig
@@ -83,7 +84,7 @@ class RayData:
     @contextmanager
     def ready(self, actors: ActorsConfig) -> Iterator[None]:
         """See `Backend`."""
-        with ray_session(actors, self.verbose, self.metrics_port):
+        with ray_session(actors, self.verbose, self.metrics_port, few=True):
             yield
 
     @contextmanager
@@ -94,23 +95,28 @@ class RayData:
             # on the driver's node: it then dies only with the driver
             handle = ray.remote(num_cpus=0)(Coordinator).options(scheduling_strategy=here).remote()
             try:
-                yield RaySession(RemoteCoordinator(handle), output, verbose=self.verbose)
+                few = is_own_ray() and self.metrics_port is None
+                yield RaySession(RemoteCoordinator(handle), output, verbose=self.verbose, few=few)
             finally:
                 ray.kill(cast(Any, handle))
 
 
 class RaySession:
-    """See `Session`."""
+    """See `Session`. few: run without Ray Data's own actors."""
 
-    def __init__(self, coordinator: RemoteCoordinator, output: str, *, verbose: bool) -> None:
+    def __init__(self, coordinator: RemoteCoordinator, output: str, *, verbose: bool, few: bool) -> None:
         self.coordinator = coordinator
         self.output = output
         self.verbose = verbose
+        self.few = few
         self.worker = RayWorker(output)
 
     def run(self, stages: Sequence[Stage], workload: Workload, grace_seconds: float) -> None:
         """See `Session`. Raises RayError of a task that failed for good."""
-        batches = _dataset(stages, self.output, verbose=self.verbose)
+        with few_actors() if self.few else nullcontext():
+            self._run(_dataset(stages, self.output, verbose=self.verbose), workload, grace_seconds)
+
+    def _run(self, batches: Dataset, workload: Workload, grace_seconds: float) -> None:
         with (
             installed(RayMetrics(self.output)),
             Progress(self.coordinator, workload),

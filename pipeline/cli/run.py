@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeline.cli.errors import ROW_ERRORS, Advice, errors_as_exit_status, stop
+from pipeline.cli.no_models import without_models
 from pipeline.cli.notify import Ending
 from pipeline.cli.options import Changes, LogJson, Verbose, setup
 
@@ -70,6 +71,7 @@ def _run(
         import psutil
         from rich.console import Console
 
+        without_models()
         from pipeline import job as jobs
         from pipeline.commit.finalize import summary
         from pipeline.commit.table import recorded

@@ -19,6 +19,7 @@ from ray.autoscaler.sdk import request_resources
 from actors.engine.errors import UserError, flat
 from pipeline.config.job import ActorsConfig
 from pipeline.runtime.announce import announce, announced
+from pipeline.runtime.few_processes import few_processes
 from pipeline.runtime.liveness import endpoints, watched
 from pipeline.runtime.loopback import LOOPBACK, is_on_loopback, on_loopback
 from pipeline.runtime.signals import Interrupted, shielded
@@ -41,7 +42,7 @@ class _Connection:
         self.own_ray = False  # to a Ray that was started for it: nothing can be added to that
         self.levels: dict[logging.Logger | logging.Handler, int] = {}  # before, to be restored
 
-    def enter(self, verbose: bool, metrics_port: int | None) -> None:
+    def enter(self, verbose: bool, metrics_port: int | None, few: bool) -> None:
         with self.lock:
             if self.users == 0:
                 self._set_levels(verbose)
@@ -49,7 +50,7 @@ class _Connection:
                 try:
                     if self.ours:
                         with announced("starting Ray"):
-                            self.own_ray = _connect(verbose, metrics_port)
+                            self.own_ray = _connect(verbose, metrics_port, few)
                     self._set_levels(verbose)  # of handlers that Ray has added
                 except BaseException:
                     self._leave()
@@ -117,13 +118,14 @@ def check_metrics_port(port: int) -> None:
 
 
 @contextmanager
-def connected(verbose: bool, metrics_port: int | None = None) -> Iterator[None]:
+def connected(verbose: bool, metrics_port: int | None = None, *, few: bool = False) -> Iterator[None]:
     """A Ray for the block: the caller's, else the cluster that RAY_ADDRESS names, else one of our own.
 
-    metrics_port: on which one of our own serves metrics; default any. Log levels and signal handlers are the caller's
-    again afterwards. Raises RayDied if it dies meanwhile.
+    metrics_port: on which one of our own serves metrics; default any. few: one of our own has only the processes of
+    `few_processes`, which serve metrics only on a given port. Log levels and signal handlers are the caller's again
+    afterwards. Raises RayDied if it dies meanwhile.
     """
-    _connection.enter(verbose, metrics_port)
+    _connection.enter(verbose, metrics_port, few)
     try:
         with watched(endpoints(own=_connection.own_ray)):
             yield
@@ -132,9 +134,11 @@ def connected(verbose: bool, metrics_port: int | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def ray_session(actors: ActorsConfig, verbose: bool, metrics_port: int | None = None) -> Iterator[None]:
+def ray_session(
+    actors: ActorsConfig, verbose: bool, metrics_port: int | None = None, *, few: bool = False
+) -> Iterator[None]:
     """`connected`, with room for the actors. UserError if they can never be placed."""
-    with connected(verbose, metrics_port):
+    with connected(verbose, metrics_port, few=few):
         wait_for_nodes(actors)
         yield
 
@@ -144,7 +148,7 @@ def free_gpu_memory(actors: ActorsConfig) -> tuple[int, int]:
 
     Waits for a GPU where the cluster has yet to grow. UserError if there is none, or torch sees none.
     """
-    with connected(verbose=False):
+    with connected(verbose=False, few=True):
         wait_for_nodes(actors)
         log.info("reading the free memory of a GPU; actors.cache_bytes sets the cache without")
         # its process must end before the actors start: it holds memory of the GPU as long as it lives
@@ -215,7 +219,7 @@ def placement_problem(actors: ActorsConfig, resources: dict[str, float]) -> str:
     return ""
 
 
-def _connect(verbose: bool, metrics_port: int | None) -> bool:
+def _connect(verbose: bool, metrics_port: int | None, few: bool) -> bool:
     """Connect to the cluster that RAY_ADDRESS names, or start a Ray of our own; whether it is our own."""
     level = logging.INFO if verbose else logging.ERROR
     settings: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
@@ -228,6 +232,7 @@ def _connect(verbose: bool, metrics_port: int | None) -> bool:
         with (
             _quiet_start() if QUIET in os.environ else nullcontext(),
             on_loopback() if is_on_loopback(address) else nullcontext(),
+            few_processes(metrics=metrics_port is not None, logs=verbose) if few and not address else nullcontext(),
         ):
             ray.init(**settings)
     except SystemExit:  # raised by Ray's handler of SIGTERM

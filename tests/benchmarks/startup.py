@@ -1,12 +1,15 @@
-"""How long a user waits: for `skipdecode --help`, and for the first answers of `make demo`'s job.
+"""How long a user waits: for `skipdecode --help`, and for the first answers of `make demo`'s job; and what a job costs.
 
-    .venv/bin/python tests/benchmarks/startup.py [--runs 3] [--set actors.count=1]
+    .venv/bin/python tests/benchmarks/startup.py [--runs 3] [--set actors.count=1] [--processor]
 
 The demo's job goes into a fresh folder; its prompts are written before it, timed apart. What a job has come to is
 read off its output folder, every 20 ms: planned (`_job/job.json` is there), a first shard in preparation, a first
 shard at an actor whose model is loaded (their markers in `_job/quarantine`). The first batch has no time of
 its own: it is taken to end where the earliest shard began, plus that shard's seconds over its batches. Medians; a
 first run, which finds no file in memory, is not told apart. The last line is one JSON object.
+
+--processor: only the processor seconds of the demo's job, generation included, by process, of each run. They hardly
+depend on other work on the machine.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
+from process_seconds import ProcessSeconds
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "pipeline"]  # what `skipdecode` runs
@@ -32,6 +36,7 @@ EVENTS = {
     "a model loaded, first shard begun": "_job/quarantine/*.generate.json",
 }
 FIRST = "first batch answered"
+GENERATION = "of them generation, on the clock"
 
 
 def seconds_of(*arguments: str) -> float:
@@ -41,11 +46,44 @@ def seconds_of(*arguments: str) -> float:
     return time.perf_counter() - began
 
 
+def demo_command(folder: Path, changes: list[str]) -> list[str]:
+    """The demo's job over `folder`/prompts, answers to `folder`/answers."""
+    values = [f"output.path={folder / 'answers'}", f"input.path={folder / 'prompts'}", *changes]
+    return [*COMMAND, "run", str(ROOT / "configs/demo.yaml"), *(one for value in values for one in ("--set", value))]
+
+
+def processor(folder: Path, changes: list[str]) -> dict[str, tuple[int, float]]:
+    """Processes and their processor seconds in the demo's job, by part, and the actors' seconds with rows."""
+    seconds = ProcessSeconds()
+    with (folder / "log").open("w") as log:
+        command = demo_command(folder, changes)
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=seconds.environment)
+        while process.poll() is None:
+            seconds.poll()
+            time.sleep(POLL_SECONDS)
+    if process.returncode:
+        raise SystemExit((folder / "log").read_text())
+    shards = pq.read_table(folder / "answers/_job/stats.parquet")
+    answered = sum(sum(shards[name].to_pylist()) for name in ("prefill_seconds", "decode_seconds"))
+    return {**seconds.by_part(), GENERATION: (0, answered)}
+
+
+def print_processor(runs: list[dict[str, tuple[int, float]]]) -> None:
+    """A table of the runs, and one JSON object."""
+    parts = sorted(
+        {part for run in runs for part in run} - {GENERATION}, key=lambda part: -runs[0].get(part, (0, 0))[1]
+    )
+    for part in [*parts, GENERATION]:
+        each = [run.get(part, (0, 0.0)) for run in runs]
+        print(f"  {statistics.median(one[1] for one in each):6.1f} s  {each[0][0] or ''} {part}")
+    totals = [sum(seconds for part, (_, seconds) in run.items() if part != GENERATION) for run in runs]
+    print(f"  {statistics.median(totals):6.1f} s  in all  ({min(totals):.1f} to {max(totals):.1f})")
+    print(json.dumps({"totals": totals, "runs": runs}))
+
+
 def demo(folder: Path, changes: list[str]) -> dict[str, float]:
     """Seconds from the start of the demo's job to each event, and to its end."""
-    output = folder / "answers"
-    values = [f"output.path={output}", f"input.path={folder / 'prompts'}", *changes]
-    command = [*COMMAND, "run", str(ROOT / "configs/demo.yaml"), *(one for value in values for one in ("--set", value))]
+    output, command = folder / "answers", demo_command(folder, changes)
     seen: dict[str, float] = {}
     with (folder / "log").open("w") as log:
         began = time.time()
@@ -69,7 +107,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--set", dest="changes", action="append", default=[], metavar="A.B=C")
+    parser.add_argument("--processor", action="store_true")
     given = parser.parse_args()
+    if given.processor:
+        costs = []
+        for _ in range(given.runs):
+            with tempfile.TemporaryDirectory() as folder:
+                seconds_of("-m", "pipeline.demo_data", f"{folder}/prompts")
+                costs.append(processor(Path(folder), given.changes))
+        print_processor(costs)
+        return
     help_seconds = statistics.median(seconds_of("-m", "pipeline", "--help") for _ in range(5))
     imports = statistics.median(seconds_of("-c", "import pipeline.job") for _ in range(given.runs))
     writing, runs = [], []

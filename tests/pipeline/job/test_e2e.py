@@ -10,9 +10,12 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from cli_command import Command, parts
 from in_process import run_in_process
 
+from actors.engine.cpu.choice import chosen
+from actors.engine.cpu.library import multiplies
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.storage.folder import open_folder
 
@@ -73,14 +76,34 @@ def test_all_prompts_by_the_command(undisturbed: tuple[Path, dict[str, Any]]) ->
 def test_killed_half_way_and_started_again_the_bytes_are_the_same(
     undisturbed: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    whole = parts(undisturbed[0])
-    first = Command(tmp_path, job(tmp_path / "out"))
+    assert_the_same_when_killed(tmp_path, job(tmp_path / "out"), parts(undisturbed[0]))
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.skipif(not multiplies(torch.bfloat16, torch.device("cpu")), reason="no kernel for products")
+def test_the_same_in_bfloat16_where_shards_share_steps(tmp_path: Path) -> None:
+    """The bytes of no row depend on which rows of which shards were in flight beside it."""
+    changes: dict[str, Any] = {
+        "model": {"path": str(CHECKPOINT), "dtype": "bfloat16"},
+        "actors": {"count": 2, "threads": 1, "scheduler": "refill", "max_batch": 20},
+    }
+    code, _, err = Command(tmp_path, job(tmp_path / "whole", **changes)).end()
+    assert code == 0, err
+    assert_the_same_when_killed(tmp_path, job(tmp_path / "out", **changes), parts(tmp_path / "whole"))
+    [first], [second] = ((tmp_path / name / "_job").glob("products-*.json") for name in ("whole", "out"))
+    assert first.name == second.name and chosen(first.read_bytes()) == chosen(second.read_bytes())
+
+
+def assert_the_same_when_killed(tmp_path: Path, config: JobConfig, whole: dict[str, bytes]) -> None:
+    """Killed half-way and started again, a job into `out` writes these parts, and the early ones once."""
+    first = Command(tmp_path, config)
     first.wait_for_parts(tmp_path / "out", len(whole) // 2)
     os.killpg(first.process.pid, signal.SIGKILL)
     first.process.wait()
     early = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.parquet")}
-    assert len(early) < len(whole)
-    code, out, err = Command(tmp_path, job(tmp_path / "out"), "--json").end()
+    assert 0 < len(early) < len(whole)
+    code, out, err = Command(tmp_path, config, "--json").end()
     assert code == 0, err
     assert json.loads(out.splitlines()[-1])["fresh_rows"] < ROWS
     assert parts(tmp_path / "out") == whole
