@@ -25,7 +25,7 @@ CONFIG_KEYS = ("quantization_config", "compression_config")  # of config.json; t
 METHOD, FORMATS = "compressed-tensors", ("int-quantized", "float-quantized", "naive-quantized")
 TYPES: dict[str, Kind] = {"int": "int8", "float": "fp8"}  # as the format names them
 LIMITS: dict[Kind, float] = {"int8": 127.0, "fp8": 448.0}  # of the codes that a weight is rounded to
-CODES = ("I8", "F8_E4M3")  # as safetensors names the types
+CODES: dict[Kind, str] = {"int8": "I8", "fp8": "F8_E4M3"}  # as safetensors names the types
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,18 @@ def stored_weights(config: Mapping[str, Any], folder: Path) -> StoredWeights | N
             try:
                 return _read(config[key], key)
             except _Unsupported as error:
-                raise UserError(
-                    f"{folder}: quantized weights ({error}) are not supported; give the bfloat16 checkpoint, or one of "
-                    f"{METHOD} with 8 bits and a symmetric scale for each tensor or output"
-                ) from None
+                reason = str(error)
+            except (AttributeError, TypeError):
+                reason = f"{METHOD}, a scheme that cannot be read"
+            raise UserError(
+                f"{folder}: quantized weights ({reason}) are not supported; give the bfloat16 checkpoint, or one of "
+                f"{METHOD} with 8 bits and a symmetric scale for each tensor or output"
+            )
     return None
 
 
 class _Unsupported(Exception):
-    pass
+    """What of a config is not run."""
 
 
 def _read(entry: Any, key: str) -> StoredWeights:
@@ -127,13 +130,19 @@ def expand(model: PreTrainedModel, folder: Path, kind: Kind, *, keep: bool) -> N
         keep: whether linear layers keep their scales, see `codes_of`.
 
     Raises:
-        UserError: scales that are missing or have another shape than their layer needs.
+        UserError: scales that are missing, have no codes or another shape than their layer needs, or codes of another
+            kind.
     """
     import torch
 
     scales, coded = _scales(folder)
-    for layer in sorted(coded - scales.keys()):
-        raise UserError(f"{folder}: no weight_scale for the 8 bits of {layer}")
+    for layer, found_kind in sorted(coded.items()):
+        if found_kind != CODES[kind]:
+            raise UserError(f"{folder}: the weight of {layer} is {found_kind}, and config.json says {kind}")
+        if layer not in scales:
+            raise UserError(f"{folder}: no weight_scale for the 8 bits of {layer}")
+    for layer in sorted(scales.keys() - coded.keys()):
+        raise UserError(f"{folder}: weight_scale of {layer}, whose weight does not have 8 bits")
     modules = {layer: _module(model, layer, folder) for layer in scales}
     expanded = set()  # addresses: head and embedding may share a weight
     for layer, module in modules.items():
@@ -150,18 +159,20 @@ def expand(model: PreTrainedModel, folder: Path, kind: Kind, *, keep: bool) -> N
             set_codes(module, Codes(kind, found))
 
 
-def _scales(folder: Path) -> tuple[dict[str, Tensor], set[str]]:
-    """The scales of a checkpoint folder by layer, and the layers whose weights are codes."""
+def _scales(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The scales of a checkpoint folder by layer, and the types of weights that are codes."""
     from safetensors import safe_open
 
     scales: dict[str, Tensor] = {}
-    coded: set[str] = set()
+    coded: dict[str, str] = {}
     for name in weight_files(folder, names_in(folder)):
         with safe_open(folder / name, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118
                 layer, _, part = key.rpartition(".")
-                if part == "weight" and file.get_slice(key).get_dtype() in CODES:
-                    coded.add(layer)
+                if part == "weight":
+                    kind = file.get_slice(key).get_dtype()
+                    if kind in CODES.values():
+                        coded[layer] = kind
                 elif part == "weight_scale":
                     scales[layer] = file.get_tensor(key)
                 elif part == "weight_zero_point" and file.get_tensor(key).any():

@@ -289,6 +289,9 @@ REFUSED: dict[str, Callable[[dict[str, Any]], Any]] = {
     ),
     "compressed-tensors, transform_config": lambda entry: entry.update(transform_config={"config_groups": {"R1": {}}}),
     "compressed-tensors, sparsity_config": lambda entry: entry.update(sparsity_config={"format": "sparse-bitmask"}),
+    "compressed-tensors, a scheme that cannot be read": lambda entry: entry["config_groups"]["group_0"][
+        "weights"
+    ].update(type=["int"]),
     "compressed-tensors, no config_groups": lambda entry: entry.update(config_groups={}),
     "compressed-tensors, several schemes": lambda entry: entry["config_groups"].update(
         group_1={**scheme("fp8"), "format": "float-quantized"}
@@ -322,5 +325,13 @@ def test_scales_that_do_not_fit_are_refused(made: Callable[..., Path], kind: Kin
         rf"weight_scale of {name} has shape \[3, 1\], and its weight \[64, 32\]",
         **{f"{name}.weight_scale": torch.ones(3, 1)},
     )
-    refused("which is no linear layer", **{"model.norm.weight_scale": torch.ones(1)})
+    refused("of model.norm, whose weight does not have 8 bits$", **{"model.norm.weight_scale": torch.ones(1)})
+    refused(f"of {name}, whose weight does not have 8 bits$", **{f"{name}.weight": torch.ones(64, 32)})
+    other = {f"{name}.weight": torch.ones(64, 32).to(torch.float8_e4m3fn if kind == "int8" else torch.int8)}
+    refused(rf"the weight of {name} is (I8|F8_E4M3), and config.json says {kind}$", **other)
+    table = {
+        "model.norm.weight": whole[f"{name}.weight"][:32, 0].contiguous(),
+        "model.norm.weight_scale": torch.ones(1),
+    }
+    refused("which is no linear layer", **table)
     refused("is not zero: asymmetric", **{f"{name}.weight_zero_point": torch.ones(64, 1, dtype=torch.int8)})
