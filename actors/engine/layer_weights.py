@@ -90,6 +90,8 @@ class Projection:
         found = [codes for layer in self.layers if (codes := codes_of(layer)) is not None]
         if len(found) < len(self.layers):
             return None
+        import torch
+
         return Codes(found[0].kind, torch.cat([codes.scales for codes in found]))
 
 
