@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoint import LAYERS, tiny_checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from actors.engine.build import EngineSettings, products_in_eight_bits
 from actors.engine.compressed import LIMITS, Codes, Kind, codes_of, largest_scales
 from actors.engine.cpu import library
 from actors.engine.cpu.layers import CpuLayer
@@ -335,3 +336,25 @@ def test_scales_that_do_not_fit_are_refused(made: Callable[..., Path], kind: Kin
     }
     refused("which is no linear layer", **table)
     refused("is not zero: asymmetric", **{f"{name}.weight_zero_point": torch.ones(64, 1, dtype=torch.int8)})
+
+
+def test_what_a_gpu_multiplies(made: Callable[..., Path], base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its compute capability, and by the paged engine alone."""
+    cuda, capability = torch.device("cuda"), (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an A100")
+
+    def asked(folder: Path, weights: Kind | None = None, *, paged: bool = True, dtype: str = "bfloat16") -> Kind | None:
+        settings = EngineSettings("auto", dtype, "cuda", False, None, None, False, weights)
+        return products_in_eight_bits(settings, inspect(folder), cuda, paged=paged)
+
+    int8, fp8, alone = made("int8"), made("fp8"), made("int8", inputs=None)
+    assert [asked(one) for one in (base, int8, fp8, alone)] == [None, "int8", "fp8", None]
+    assert [asked(one, "fp8") for one in (base, int8, fp8)] == ["fp8"] * 3
+    assert asked(fp8, paged=False) is None and asked(fp8, dtype="float16") is None
+    with pytest.raises(UserError, match=r"^weights = 'int8': on a GPU only the paged engine has it; "):
+        asked(base, "int8", paged=False)
+    capability = (8, 0)
+    assert [asked(one) for one in (int8, fp8)] == ["int8", None] and asked(fp8, "int8") == "int8"
+    with pytest.raises(UserError, match=r"^weights = 'fp8' needs a GPU of compute capability 8\.9 .*, not an A100$"):
+        asked(base, "fp8")
