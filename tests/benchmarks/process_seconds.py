@@ -69,7 +69,7 @@ class ProcessSeconds:
                 command = " ".join(process.cmdline())
                 if command.startswith("ray::") and not command.startswith("ray::IDLE"):
                     named = {role for part, role in ROLES.items() if part in command}
-                    known.roles |= named or {command.removeprefix("ray::").partition(".")[0]}
+                    known.roles |= named or {command.removeprefix("ray::").partition(".")[0].strip()}
                 known.command = command or known.command
 
     def by_part(self) -> dict[str, tuple[int, float]]:

@@ -52,11 +52,11 @@ def demo_command(folder: Path, changes: list[str]) -> list[str]:
     return [*COMMAND, "run", str(ROOT / "configs/demo.yaml"), *(one for value in values for one in ("--set", value))]
 
 
-def processor(folder: Path, changes: list[str]) -> dict[str, tuple[int, float]]:
+def processor(folder: Path, changes: list[str], limit: int | None) -> dict[str, tuple[int, float]]:
     """Processes and their processor seconds in the demo's job, by part, and the actors' seconds with rows."""
     seconds = ProcessSeconds()
     with (folder / "log").open("w") as log:
-        command = demo_command(folder, changes)
+        command = demo_command(folder, changes) + ([] if limit is None else ["--limit", str(limit)])
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=seconds.environment)
         while process.poll() is None:
             seconds.poll()
@@ -108,13 +108,14 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--set", dest="changes", action="append", default=[], metavar="A.B=C")
     parser.add_argument("--processor", action="store_true")
+    parser.add_argument("--limit", type=int, help="rows of the job whose processor seconds are measured")
     given = parser.parse_args()
     if given.processor:
         costs = []
         for _ in range(given.runs):
             with tempfile.TemporaryDirectory() as folder:
                 seconds_of("-m", "pipeline.demo_data", f"{folder}/prompts")
-                costs.append(processor(Path(folder), given.changes))
+                costs.append(processor(Path(folder), given.changes, given.limit))
         print_processor(costs)
         return
     help_seconds = statistics.median(seconds_of("-m", "pipeline", "--help") for _ in range(5))
