@@ -13,7 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ray import serve
+from ray.serve._private import replica
 from ray.serve.handle import DeploymentHandle
+from ray.util import get_node_ip_address
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -47,6 +49,7 @@ class Server:
         upload_bytes: int = 0,
         listen: Address | None = None,
     ) -> None:
+        stay_on_loopback()
         self._limits, self._listen = limits, listen
         self._batches = None if batches is None else forward(batches, upload_bytes)
         self._model = ServedModel(load(), render)
@@ -58,6 +61,22 @@ class Server:
         """Ray Serve replaces a replica whose engine fails."""
         if not self._model.loop.healthy:
             raise RuntimeError("the engine fails")
+
+
+def stay_on_loopback() -> None:
+    """Call this while a replica is made: on a Ray of the loopback alone, its calls come from there alone.
+
+    A replica takes calls of other deployments, as pickles, on every address of the machine, whatever the node's own is.
+    """
+    names = vars(replica)
+    add_port = names["add_port_to_grpc_server"]
+    if get_node_ip_address().startswith("127."):
+
+        def on_loopback(server: Any, address: str) -> int:
+            port: int = add_port(server, address.replace("[::]", "127.0.0.1"))
+            return port
+
+        names["add_port_to_grpc_server"] = on_loopback
 
 
 def forward(handle: DeploymentHandle[Any], most_bytes: int) -> ASGIApp:

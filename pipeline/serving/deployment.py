@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from actors.server import call_app
+from actors.server import call_app, stay_on_loopback
 from pipeline.config.serve import ServeConfig
 from pipeline.runtime.loopback import loopback_environment
 from pipeline.serving.batches import BatchRunner
@@ -24,6 +24,7 @@ class Batches:
 
     def __init__(self, config: ServeConfig) -> None:
         assert config.batches is not None
+        stay_on_loopback()
         address = ray.get_runtime_context().gcs_address
         store = Store(Path(config.batches.folder))
         self._runner = BatchRunner(
