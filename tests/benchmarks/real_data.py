@@ -2,11 +2,11 @@
 
     .venv/bin/python tests/benchmarks/real_data.py {text,labels,groups,summaries}
 
-text: E2E's facts. labels: Banking77 with its most similar training questions as examples. groups: Banking77's 77
-intents as 10 topics. summaries: passages of QMSum's meetings, cut so that a prompt has 1,500 tokens, those to adapt to
-500. Writes the job's input (train.parquet, without answers) and the rows to score (test.parquet) into work/real/<name>.
-A scored row's prompt is the token ids that the job configs/real/<name>.yaml makes of it. Without the data sets: exit
-status 3.
+text: E2E's facts; own.parquet has its dev prompts, and the test prompts that are not scored. labels: Banking77 with its
+most similar training questions as examples. groups: Banking77's 77 intents as 10 topics. summaries: passages of QMSum's
+meetings, cut so that a prompt has 1,500 tokens, those to adapt to 500. Writes the job's input (train.parquet, without
+answers) and the rows to score (test.parquet) into work/real/<name>. A scored row's prompt is the token ids that the job
+configs/real/<name>.yaml makes of it. Without the data sets: exit status 3.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from pipeline.storage.owned_folder import replacing
 DATA, WORK, JOBS = Path("../shared/data"), Path("work/real"), Path("configs/real")
 MODEL = WORK / "model"
 NO_DATA = 3  # exit status
+SCORED = 300  # of E2E's test prompts; others may be adapted to, without their references
 EXAMPLES = 6  # similar questions before each
 ADAPTED = 3000  # training questions that a job of labels adapts to
 PROMPT_TOKENS, AROUND = 1500, 80  # of a summary's prompt, and of the chat around the passage
@@ -82,6 +83,9 @@ def main() -> None:
     for file, rows in (("train", train), ("test", kept)):
         with replacing(folder / f"{file}.parquet") as temporary:
             pq.write_table(pa.Table.from_pylist(rows), temporary)
+    if name == "text":
+        with replacing(folder / "own.parquet") as temporary:
+            pq.write_table(pa.Table.from_pylist(own(test)), temporary)
     longest = max(len(row["prompt"]) for row in kept)
     print(f"{folder}: {len(train):,} rows to adapt to, {len(kept):,} to score, prompts of up to {longest} tokens")
 
@@ -96,6 +100,13 @@ def text() -> tuple[Rows, Rows]:
     prompts = dict.fromkeys(row["prompt"] for row in read("e2e/train"))
     train = [{"id": f"e2e-{number:05d}", "prompt": prompt} for number, prompt in enumerate(prompts)]
     return train, [{key: row[key] for key in ("id", "prompt", "references")} for row in read("e2e/test")]
+
+
+def own(test: Rows) -> Rows:
+    """What a job that scores the first test prompts would adapt to beside them."""
+    prompts = dict.fromkeys(row["prompt"] for row in read("e2e/dev"))
+    dev = [{"id": f"dev-{number:04d}", "prompt": prompt} for number, prompt in enumerate(prompts)]
+    return dev + [{key: row[key] for key in ("id", "prompt")} for row in test[SCORED:]]
 
 
 def labels() -> tuple[Rows, Rows]:

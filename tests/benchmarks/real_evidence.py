@@ -69,15 +69,20 @@ def of_schedule(kind: str, adapter: Path) -> list[str]:
 
 
 def speed_adapter(name: str, changes: list[str], sample: int | None) -> Path:
-    """The folder of the job's speed adapter: the committed one, else the one that `adapt` trains."""
-    committed, trained = COMMITTED.get(name, JOBS / f"{name}-adapter"), WORK / name / "adapt" / "speed-adapter"
+    """The folder of the job's speed adapter: the committed one, else that of the last `adapt` of the job."""
+    committed, trained = COMMITTED.get(name, JOBS / f"{name}-adapter"), Path()
     if (committed / "skipdecode.json").is_file():
         return committed
-    if not (WORK / name / "adapt" / "after" / "table.json").is_file():
-        if sample is not None:
-            held_out = max(2, sample // 5)
-            changes = [*changes, f"adapt.rows={sample}", f"adapt.held_out={held_out}"]
-        command("adapt", f"{JOBS}/{name}.yaml", *changes, may_fail=(trained / "skipdecode.json").is_file)
+    for config, output in ((f"{name}.yaml", "adapt"), (f"{name}-own.yaml", "adapt-own")):
+        folder = WORK / name / output
+        if not (JOBS / config).is_file():
+            continue
+        trained, given = folder / "speed-adapter", changes
+        if not (folder / "after" / "table.json").is_file():
+            if sample is not None:
+                held_out = max(2, sample // 5)
+                given = [*changes, f"adapt.rows={sample}", f"adapt.held_out={held_out}"]
+            command("adapt", f"{JOBS}/{config}", *given, may_fail=(trained / "skipdecode.json").is_file)
     return trained
 
 
