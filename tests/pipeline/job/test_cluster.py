@@ -86,7 +86,7 @@ def test_the_upload_is_small_and_whole(tmp_path: Path) -> None:
     """What `--working-dir .` packs: all of the code and the job files, neither weights nor tests."""
     target = tmp_path / "package.zip"
     create_package(str(ROOT), target, include_gitignore=True, logger=logging.getLogger("quiet"))
-    assert target.stat().st_size < 2_000_000
+    assert target.stat().st_size < 3_000_000  # nothing in it is compressed
     names = set(zipfile.ZipFile(target).namelist())
     code = {str(path.relative_to(ROOT)) for top in ("actors", "pipeline") for path in (ROOT / top).rglob("*.py")}
     assert code | {"configs/demo.yaml"} <= names
