@@ -84,15 +84,17 @@ def exporter() -> Sink | None:
     return _sink
 
 
-def add(name: str, amount: float = 1.0, *, part: Part | None = None) -> None:
-    """Increase a counter; an amount of 0 or less changes nothing. part: of `seconds`."""
+def add(name: str, amount: float = 1.0, *, part: Part | None = None, sink: Sink | None = None) -> None:
+    """Increase a counter; an amount of 0 or less changes nothing. part: of `seconds`. sink: default the installed one."""
     assert METRICS[name].kind == "counter" and (part is not None) == (PART in METRICS[name].labels), name
-    if _sink is not None and amount > 0:
-        _sink.add(name, amount, {} if part is None else {PART: part})
+    sink = sink or _sink
+    if sink is not None and amount > 0:
+        sink.add(name, amount, {} if part is None else {PART: part})
 
 
-def set_gauge(name: str, value: float) -> None:
-    """Set a gauge. It has to be set again and again: Ray forgets a value after 20 s."""
+def set_gauge(name: str, value: float, *, sink: Sink | None = None) -> None:
+    """Set a gauge. It has to be set again and again: Ray forgets a value after 20 s. sink: default the installed one."""
     assert METRICS[name].kind == "gauge", name
-    if _sink is not None:
-        _sink.set(name, value)
+    sink = sink or _sink
+    if sink is not None:
+        sink.set(name, value)

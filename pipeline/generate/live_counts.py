@@ -38,21 +38,21 @@ class LiveCounts:
         if (sink := metrics.exporter()) is not None:
             threading.Thread(target=_run, args=(weakref.ref(self), sink), name="metrics", daemon=True).start()
 
-    def report(self) -> None:
-        """Report now."""
+    def report(self, sink: metrics.Sink | None = None) -> None:
+        """Report now. sink: default the installed one."""
         engine = self.source.engine
         with self._lock:
-            self._report(engine.stats)
-        metrics.set_gauge("rows_in_flight", len(engine.rows))
-        metrics.set_gauge("cache_bytes", engine.used_cache_bytes())
-        metrics.set_gauge("cache_bytes_limit", self.source.cache_bytes)
+            self._report(engine.stats, sink)
+        metrics.set_gauge("rows_in_flight", len(engine.rows), sink=sink)
+        metrics.set_gauge("cache_bytes", engine.used_cache_bytes(), sink=sink)
+        metrics.set_gauge("cache_bytes_limit", self.source.cache_bytes, sink=sink)
 
-    def _report(self, stats: EngineStats) -> None:
+    def _report(self, stats: EngineStats, sink: metrics.Sink | None) -> None:
         before = self._reported
         for name in COUNTERS:
-            metrics.add(name, getattr(stats, name) - getattr(before, name))
-        metrics.add("seconds", stats.prefill_seconds - before.prefill_seconds, part="prefill")
-        metrics.add("seconds", stats.decode_seconds - before.decode_seconds, part="decode")
+            metrics.add(name, getattr(stats, name) - getattr(before, name), sink=sink)
+        metrics.add("seconds", stats.prefill_seconds - before.prefill_seconds, part="prefill", sink=sink)
+        metrics.add("seconds", stats.decode_seconds - before.decode_seconds, part="decode", sink=sink)
         # counts of dropped rows are taken back; a counter is not
         most = {item.name: max(getattr(stats, item.name), getattr(before, item.name)) for item in fields(stats)}
         self._reported = EngineStats(**most)
@@ -61,6 +61,6 @@ class LiveCounts:
 def _run(reference: weakref.ref[LiveCounts], sink: metrics.Sink) -> None:
     """Report to the sink as long as it is installed and the counts are in use."""
     while metrics.exporter() is sink and (counts := reference()) is not None:
-        counts.report()
+        counts.report(sink)  # another job's may be installed meanwhile
         del counts
         time.sleep(SECONDS)
