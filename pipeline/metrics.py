@@ -85,7 +85,10 @@ def exporter() -> Sink | None:
 
 
 def add(name: str, amount: float = 1.0, *, part: Part | None = None, sink: Sink | None = None) -> None:
-    """Increase a counter; an amount of 0 or less changes nothing. part: of `seconds`. sink: default the installed one."""
+    """Increase a counter; an amount of 0 or less changes nothing.
+
+    part: of `seconds`. sink: default the installed one.
+    """
     assert METRICS[name].kind == "counter" and (part is not None) == (PART in METRICS[name].labels), name
     sink = sink or _sink
     if sink is not None and amount > 0:
@@ -93,7 +96,10 @@ def add(name: str, amount: float = 1.0, *, part: Part | None = None, sink: Sink 
 
 
 def set_gauge(name: str, value: float, *, sink: Sink | None = None) -> None:
-    """Set a gauge. It has to be set again and again: Ray forgets a value after 20 s. sink: default the installed one."""
+    """Set a gauge. It has to be set again and again: Ray forgets a value after 20 s.
+
+    sink: default the installed one.
+    """
     assert METRICS[name].kind == "gauge", name
     sink = sink or _sink
     if sink is not None:
