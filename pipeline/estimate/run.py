@@ -41,7 +41,8 @@ SAMPLE_SHARE = 0.01  # of the job's rows, at least two batches and LEAST_ROWS ro
 LEAST_ROWS = 64  # that an actor is to answer
 SAMPLED_ACTORS = 8  # that measure at the same time, at most
 LONG = 1000  # tokens, by which speeds are ordered
-STAGES_SECONDS = 3.5  # from a loaded model to the first shard; totals, report and the end of the process
+STAGES_SECONDS = 1.5  # from a loaded model to the first shard; totals, report and the end of the process
+WORKER_SHARE = 0.3  # processor seconds of a worker that reads, prepares and commits, over those of planning
 CROWDED = 1.05  # seconds of an actor in a run over those in the sample, where all share the cores of this machine
 
 
@@ -145,7 +146,7 @@ def estimate(
         ray += time.monotonic() - before
     load, crowd = measured.loaded - asked, 1.0
     if backend.on_this_machine and backend.starts_workers:
-        load = load_in_a_run(load, planned, config.actors.most, len(left), os.cpu_count() or 1)
+        load = load_in_a_run(load, WORKER_SHARE * planned, config.actors.most, len(left), os.cpu_count() or 1)
         crowd = 1.0 if config.actors.gpus else CROWDED
     startup = Startup(planned, ray, load, STAGES_SECONDS)
     rows = sum(shard.rows for shard in left)

@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-ENDING_SECONDS = 3.0  # from the last commit to the end of the command: statistics, report, leaving Ray, the process
+ENDING_SECONDS = 1.2  # from the last commit to the end of the command: statistics, report, leaving Ray, the process
 MOST_TURNS = 2000  # shards that are given to actors one by one; of more, the others count by the mean
 
 
