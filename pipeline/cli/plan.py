@@ -42,7 +42,7 @@ def plan(
         with announced("loading libraries"):
             from rich.console import Console
 
-            without_models()
+            without_models(config.model)
             from pipeline.estimate.report import print_estimate, to_dict
             from pipeline.estimate.run import estimate
             from pipeline.report import prediction

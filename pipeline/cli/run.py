@@ -71,7 +71,7 @@ def _run(
         import psutil
         from rich.console import Console
 
-        without_models()
+        without_models(config.model)
         from pipeline import job as jobs
         from pipeline.commit.finalize import summary
         from pipeline.commit.table import recorded
