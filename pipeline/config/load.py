@@ -148,7 +148,9 @@ def _apply(values: dict[str, Any], change: str) -> None:
 def _first_problem(kind: type[BaseModel], error: ValidationError) -> str:
     problems = error.errors()
     problem = next((entry for entry in problems if entry["type"] == "extra_forbidden"), problems[0])
-    where = [str(part) for part in problem["loc"] if not str(part).startswith(("function-", "list[", "literal["))]
+    inner = ("function-", "list[", "literal[")  # pydantic's names of a union's types, and of sections among them
+    where = [str(part) for part in problem["loc"] if not str(part).startswith(inner)]
+    where = [part for part in where[:-1] if not part.endswith("Config")] + where[-1:]
     key = ".".join(part if part.isprintable() else repr(part) for part in where)
     more = f" (and {counted(len(problems) - 1, 'more problem')})" if len(problems) > 1 else ""
     if problem["type"] == "extra_forbidden":

@@ -350,11 +350,11 @@ def test_of_many_shards_the_slowest_are_shown() -> None:
 def test_a_line_of_progress() -> None:
     pace = Pace(shards=1, row_seconds=0.1, token_seconds=0.0, row_tokens=0.0, actors=1, busy=1.0)
     assert progress_line(RunProgress(2, 100, 0, 5000, pace=pace), 12.0, 10.0, Workload(8, 1000, 1, 50)) == (
-        "3/8 shards  150/1,000 rows  10.0 rows/s  500 tokens/s  ETA 1:28  0:12 elapsed"  # 3 s of it for the end
+        "3/8 shards  150/1,000 rows  10.0 rows/s  500 tokens/s  ETA 1:26  0:12 elapsed"  # 3 s of it for the end
     )
     run = RunProgress(3, 1234, 12, 99_999, pace=replace(pace, row_seconds=4000 / 1234))
     assert progress_line(run, 4000.0, 4000.0, Workload(9, 9_999_999, 0, 0)) == (
-        "3/9 shards  1,234/9,999,999 rows (12 errors)  0.3 rows/s  25 tokens/s  ETA 9003:01:51  1:06:40 elapsed"
+        "3/9 shards  1,234/9,999,999 rows (12 errors)  0.3 rows/s  25 tokens/s  ETA 9003:01:49  1:06:40 elapsed"
     )
     last = progress_line(RunProgress(6, 700, 1, 0), 60.0, 59.6, Workload(8, 1000, 2, 300))
     assert last == "8/8 shards  1,000/1,000 rows (1 errors)  11.7 rows/s  1:00 elapsed"
@@ -376,9 +376,9 @@ def test_before_the_first_commit_progress_says_what_it_waits_for(run: RunProgres
 
 def test_before_the_first_commit_the_time_left_is_the_plans() -> None:
     work = Workload(8, 1000, 0, 0, planned=Planned(startup=20, work=40))
-    assert progress_line(RunProgress(), 3.0, 0.0, work).endswith("preparing the first shard  ETA 1:00  0:03 elapsed")
+    assert progress_line(RunProgress(), 3.0, 0.0, work).endswith("preparing the first shard  ETA 0:58  0:03 elapsed")
     run = RunProgress(at_work=(ShardAtWork(10.0),))
-    assert progress_line(run, 32.0, 10.0, work).endswith("answering 1 shard  ETA 0:33  0:32 elapsed")
+    assert progress_line(run, 32.0, 10.0, work).endswith("answering 1 shard  ETA 0:31  0:32 elapsed")
 
 
 def test_the_coordinator_counts_each_shard_once() -> None:
