@@ -5,7 +5,6 @@ A subcommand imports heavy libraries inside its function, after its configuratio
 
 from __future__ import annotations
 
-import atexit
 import gc
 from importlib.metadata import version
 from typing import Annotated
@@ -55,5 +54,4 @@ app.command("try")(try_rows)
 def main() -> None:
     """Entry point of the `skipdecode` command."""
     gc.set_threshold(100_000)  # objects; at 700, imports take a second longer
-    atexit.register(gc.freeze)  # the last to run; else the interpreter's end searches all objects, 0.7 s
     app(prog_name="skipdecode")
