@@ -7,8 +7,10 @@ import json
 import os
 import select
 import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,3 +168,19 @@ class Peer:
         """End it."""
         self.process.kill()
         self.process.wait()
+
+
+def start_peers(
+    peers: Mapping[str, tuple[str, Path, dict[str, str]]], checkpoint: Path, threads: int, max_rows: int
+) -> dict[str, Peer]:
+    """Those that start; the others are passed by, with a line. peers: of each its script, Python and environment."""
+    started: dict[str, Peer] = {}
+    for name, (script, python, environment) in peers.items():
+        if not python.exists():
+            print(f"{name} is not installed: make peers", file=sys.stderr)
+            continue
+        try:
+            started[name] = Peer(str(python), script, checkpoint, threads, max_rows, **environment)
+        except PeerEnded as error:
+            print(f"{name} did not start, passed by: {error}", file=sys.stderr)
+    return started

@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 import pyarrow.parquet as pq  # noqa: E402
 import torch  # noqa: E402
-from contestants import Peer, PeerEnded, Timing  # noqa: E402
+from contestants import Timing, start_peers  # noqa: E402
 from peak_memory import forget_peak, peak_bytes  # noqa: E402
 from real_data import MODEL, WORK  # noqa: E402
 from real_model import ADAPTER, FOLDER, GGUF, make_model  # noqa: E402
@@ -127,16 +127,8 @@ def compare(ours: Ours, workload: Workload, options: argparse.Namespace, folder:
     """Time all, print a table; figures by contestant."""
     checkpoint = folder / "model"
     shutil.copytree(MODEL, checkpoint)  # a peer writes beside it
-    peers: dict[str, Peer] = {}
-    for name in filter(None, options.peers):
-        script, python, environment = OF_REAL_WEIGHTS[name]
-        if not python.exists():
-            print(f"{name} is not installed: make peers", file=sys.stderr)
-            continue
-        try:
-            peers[name] = Peer(str(python), script, checkpoint, options.threads, options.max_rows, **environment)
-        except PeerEnded as error:
-            print(f"{name} did not start, passed by: {error}", file=sys.stderr)
+    chosen = {name: OF_REAL_WEIGHTS[name] for name in options.peers if name}
+    peers = start_peers(chosen, checkpoint, options.threads, options.max_rows)
     contestants: dict[str, Callable[[], Timing]] = {
         name: partial(ours.answer, name, workload) for name in ours.engines
     } | {name: partial(peer.answer, workload) for name, peer in peers.items()}

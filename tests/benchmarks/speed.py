@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from contestants import Ours, Peer, PeerEnded, Timing  # noqa: E402
+from contestants import Ours, PeerEnded, Timing, start_peers  # noqa: E402
 from roofline import Ceilings, Counter, least, measure  # noqa: E402
 from shapes import SHAPES, write  # noqa: E402
 from workloads import CONTEXT, KINDS, Workload, available, make  # noqa: E402
@@ -143,16 +143,8 @@ def compare(
     checkpoint = folder / shape
     config = write(shape, checkpoint)
     ours = Ours(checkpoint, Counter(ceilings), options.max_rows)
-    others: dict[str, Peer] = {}
-    for name in options.peers:
-        script, python, environment = PEERS[name]
-        if not python.exists():
-            print(f"{name} is not installed: make peers", file=sys.stderr)
-            continue
-        try:
-            others[name] = Peer(str(python), script, checkpoint, options.threads, options.max_rows, **environment)
-        except PeerEnded as error:
-            print(f"{name} did not start, passed by: {error}", file=sys.stderr)
+    chosen = {name: PEERS[name] for name in options.peers}
+    others = start_peers(chosen, checkpoint, options.threads, options.max_rows)
     results["model_bytes"] = ours.model_bytes
     results["peers"] = {
         name: {"version": other.version, "start_seconds": other.start_seconds} for name, other in others.items()
