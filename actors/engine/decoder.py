@@ -137,7 +137,7 @@ class Decoder:
                 packing.give_memory_back()
             shared = self.head.weight is self.model.get_input_embeddings().weight
             codes = codes_of(self.head)
-            screens = kernel and not int8 and codes is None  # what is screened must be the kernel's bits
+            screens = kernel and not int8 and codes is None  # the screen's bound holds for the kernel's product
             if screens and self.logit_cap is None and self.head.bias is None and can_screen(self.head.weight):
                 self._screened = self.head.weight.detach()
             self.head = packing.PackedLinear(

@@ -17,14 +17,14 @@ class ProductRecords:
     folder: Folder
 
     def find(self, key: str) -> bytes | None:
-        """What is recorded; None for nothing."""
+        """The record of a key; None if there is none."""
         try:
             return self.folder.read(_name(key))
         except FileNotFoundError:
             return None
 
     def settle(self, key: str, value: bytes) -> bytes:
-        """Record a value where there is none; returns what is recorded then. A damaged record stays as it is."""
+        """Record a value unless there is one; returns the record. A damaged record stays as it is."""
         return value if self.folder.create(_name(key), value) else self.folder.read(_name(key))
 
 

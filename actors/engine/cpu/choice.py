@@ -58,11 +58,11 @@ class Records(Protocol):
     """Where choices are kept, by key."""
 
     def find(self, key: str) -> bytes | None:
-        """What is recorded; None for nothing."""
+        """The record of a key; None if there is none."""
         ...
 
     def settle(self, key: str, value: bytes) -> bytes:
-        """Record a value where there is none; returns what is recorded then."""
+        """Record a value unless there is one; returns the record."""
         ...
 
 

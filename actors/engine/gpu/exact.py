@@ -8,7 +8,7 @@ All on the GPU, in graphs, as steps are: the host learns at its next poll how fa
 share its pages: each layer writes the keys and values of all lanes before any of them attends, and no lane attends
 beyond its own position, so that what rejected drafts have left needs no cut. Where more rows are in flight than a round
 has lanes for, steps are those of `GpuEngine`: there the products are bound by arithmetic, and drafts do not pay. With
-fewer rows the steps between two polls are rounds or plain ones, as `RoundChoice` finds by what they have yielded.
+fewer rows the steps between two polls are rounds or plain ones: `RoundChoice` takes the kind that has been faster.
 """
 
 from __future__ import annotations

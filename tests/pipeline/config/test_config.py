@@ -97,6 +97,7 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
         (merged(output={"keep": "topic"}), r"output\.keep: .*list, not 'topic'"),
         (merged(model={"dtype": "fp8"}), r"model\.dtype: .*'bfloat16'.*, not 'fp8'"),
         (merged(model={"compile": True, "engine": "paged"}), r"model: compile and engine: paged exclude each other"),
+        (merged(reasoning={"strat": "x"}), r"unknown key reasoning\.strat; did you mean start"),
         (merged(model={"weights": "int4"}), r"model\.weights: .*'int8'.*'fp8', not 'int4'"),
         (merged(model={"weights": "int8", "products": "library"}), r"model: weights: int8 .*products: library"),
         (merged(model={"products": "amx"}), r"model\.products: .*'measured', 'kernels' or 'library', not 'amx'"),
