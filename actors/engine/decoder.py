@@ -238,6 +238,13 @@ class Decoder:
         )
         return output
 
+    def skip_layer(self, layer: int, hidden: Tensor, skipping: Tensor) -> Tensor:
+        """Hidden states [1, N, E] behind a layer that the tokens `skipping`, bool [N], do not run: unchanged.
+
+        Called by `token_tree` alone, so that a subclass can try another way past a layer.
+        """
+        return hidden
+
     def _added_mask(self, mask: Tensor | None, hidden: Tensor) -> Tensor | None:
         """The mask for eager attention: numbers added to the scores, and never None for causal."""
         if mask is None:

@@ -110,6 +110,7 @@ def run_level(
     layouts: dict[object, tuple[Tensor | None, Attendance, Places]] = {}
     for layer in range(decoder.num_layers):
         if not runs[layer].any():
+            hidden = decoder.skip_layer(layer, hidden, ~runs[layer])
             continue
         window, seen = decoder.windows[layer], [one for one in above if layer in one.states]
         key = (runs[layer].numpy().tobytes(), window, *(id(one.places[layer]) for one in seen))
@@ -130,7 +131,10 @@ def run_level(
 
         inputs = hidden if index is None else hidden.index_select(1, index)
         output, keys, values = checkpoint(run, inputs, use_reentrant=False) if recompute else run(inputs)
-        hidden = output if index is None else hidden.index_copy(1, index, output)
+        if index is None:
+            hidden = output
+        else:
+            hidden = decoder.skip_layer(layer, hidden, ~runs[layer]).index_copy(1, index, output)
         level.states[layer] = keys, values
     return hidden, level
 

@@ -81,7 +81,7 @@ def _trainer(config: TuneConfig, plan: TrainingPlan) -> SkipTrainer:
     adapted: Any = model if config.adapter is None else adapters.add_adapters(model, config.adapter)
     if settings.compile:
         decoder.compile()
-    arguments = _arguments(config, plan)
+    arguments = training_arguments(config, plan)
     if config.adapter is not None and arguments.bf16:
         adapters.round_frozen(model)
     stopping = settings.early_stopping
@@ -98,7 +98,7 @@ def _trainer(config: TuneConfig, plan: TrainingPlan) -> SkipTrainer:
         together=settings.speeds_per_step,
         loss=config.loss,
         teacher=_teacher(config, decoder, adapted, arguments.device, arguments.bf16),
-        tokens=settings.micro_batch_tokens or _tokens_at_once(model, arguments),
+        tokens=settings.micro_batch_tokens or tokens_at_once(model, arguments),
         prompt_gradient=settings.prompt_gradient,
         recompute=settings.checkpointing,
         callbacks=early_stopping,
@@ -109,7 +109,7 @@ def _with_keys(rows: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, A
     return [{**row, KEY: (name, number)} for number, row in enumerate(rows)]
 
 
-def _tokens_at_once(model: PreTrainedModel, arguments: TrainingArguments) -> int:
+def tokens_at_once(model: PreTrainedModel, arguments: TrainingArguments) -> int:
     """Tokens whose activations fit `ACTIVATIONS` bytes, on a GPU a quarter of its memory; about as many as measured."""
     shape = ModelShape.of(model.config)
     of_layer = (14 * shape.hidden + 5 * shape.feed_forward) * (2 if arguments.bf16 else 4)
@@ -119,7 +119,8 @@ def _tokens_at_once(model: PreTrainedModel, arguments: TrainingArguments) -> int
     return max(MIN_TOKENS, available // (shape.layers * of_layer))
 
 
-def _arguments(config: TuneConfig, plan: TrainingPlan) -> TrainingArguments:
+def training_arguments(config: TuneConfig, plan: TrainingPlan) -> TrainingArguments:
+    """The Trainer's settings."""
     settings = config.training
     workers = config.workers.count if config.workers else 1
     early_stopping = settings.early_stopping is not None

@@ -2,15 +2,16 @@
 
     .venv/bin/python tests/benchmarks/adapter_variants.py CHECKPOINT --minutes 20 [--variants rank-8,rank-8+shared,full]
 
-A variant is rank-N or full, and any of: +each, one adapter a speed; +shared, all speeds at every step, which share the
-prompts' pass (`speeds_per_step`); +answers, no gradient through prompts (`prompt_gradient: false`).
+A variant is rank-N, full, or bottleneck-N (see `skip_bottleneck`), and any of: +each, one adapter a speed; +shared, all
+speeds at every step, which share the prompts' pass (`speeds_per_step`); +answers, no gradient through prompts
+(`prompt_gradient: false`).
 
 The rows are the checkpoint's own greedy answers at full depth to E2E's facts (`--prompts`), in a chat where it has a
 template; or the pairs of an adaptation (`--pairs`, its folder). Every variant trains by `tune` for the same minutes of
 all processors, known from its first steps, or for --steps; one adapter a speed divides either among the speeds. Other
 work on the machine changes processor time less than the clock. Printed, and written to FOLDER/variants.json after every
 variant: token KL, nats, at each speed on held-out rows, rows trained on, seconds on the clock and of the processor,
-bytes of the files. A variant that is already there is not repeated.
+bytes of the files, and what bottlenecks cost at each speed. A variant that is already there is not repeated.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from skip_bottleneck import cost, load_bottlenecks, schedule_of, train_bottlenecks
 
+from actors.engine.decoder import Decoder
 from actors.engine.divergence import Model, teacher_forced
 from actors.engine.loading import inspect, load_decoder
 from actors.engine.schedule import ScheduleSpec
@@ -119,6 +124,7 @@ def _run(asked: argparse.Namespace, variant: str, speedups: Sequence[float]) -> 
     """Train one variant and measure it."""
     groups = [[speedup] for speedup in speedups] if "each" in variant.split("+") else [list(speedups)]
     kl: dict[str, float] = {}
+    costs: dict[str, Any] = {}
     seconds = processor = steps = size = 0.0
     for number, group in enumerate(groups):
         name = f"{variant}-{number}"
@@ -136,8 +142,11 @@ def _run(asked: argparse.Namespace, variant: str, speedups: Sequence[float]) -> 
         output = asked.folder / name
         size += sum(path.stat().st_size for path in output.glob("*.safetensors"))
         kl |= _distances(asked, output, variant, group)
+        if variant.startswith("bottleneck-"):
+            costs |= _costs(asked, output, group)
     rows = steps * asked.batch
-    return {"kl": kl, "seconds": seconds, "processor_seconds": processor, "rows": rows, "bytes": int(size)}
+    result = {"kl": kl, "seconds": seconds, "processor_seconds": processor, "rows": rows, "bytes": int(size)}
+    return {**result, "costs": costs} if costs else result
 
 
 def _trained(
@@ -145,7 +154,8 @@ def _trained(
 ) -> dict[str, Any]:
     """The record of a training, which is not repeated if it is finished."""
     what, *options = variant.split("+")
-    rank = None if what == "full" else int(what.removeprefix("rank-"))
+    kind, _, number = what.partition("-")
+    rank = int(number) if kind == "rank" else None
     columns = {"prompt": "prompt", "train_reference": "response", "dev_reference": "response", "ended": "ended"}
     values: dict[str, Any] = {
         "model": {"path": str(asked.checkpoint)},
@@ -171,7 +181,7 @@ def _trained(
             "speeds_per_step": len(speedups) if "shared" in options else 1,
             "prompt_gradient": "answers" not in options,
             "micro_batch_tokens": asked.micro_batch_tokens,
-            "learning_rate": FULL_RATE if rank is None else ADAPTER_RATE,
+            "learning_rate": FULL_RATE if kind == "full" else ADAPTER_RATE,
             "warmup_steps": max(1, steps // 10),
             "bf16": True,  # where the device has instructions for it
             "eval_steps": 10**6,
@@ -179,7 +189,10 @@ def _trained(
             "threads": asked.threads,
         },
     }
-    output = tune(TuneConfig.model_validate(values))
+    config = TuneConfig.model_validate(values)
+    if kind == "bottleneck":
+        return train_bottlenecks(config, int(number))
+    output = tune(config)
     record: dict[str, Any] = json.loads((output / "tune.json").read_text())
     return record
 
@@ -188,20 +201,36 @@ def _distances(asked: argparse.Namespace, output: Path, variant: str, speedups: 
     """Token KL from the checkpoint at full depth, nats, on the held-out rows at each speed."""
     dtype, device = torch.float32, torch.device("cuda" if torch.cuda.is_available() else "cpu")
     base = load_decoder(asked.checkpoint, dtype, device)
-    if variant.split("+")[0] == "full":
-        found, fast = inspect(output), load_decoder(output, dtype, device)
+    fast: Decoder
+    if variant.startswith("bottleneck-"):
+        fast = load_bottlenecks(asked.checkpoint, output, dtype, device)
+    elif variant.split("+")[0] == "full":
+        fast = load_decoder(output, dtype, device)
     else:
-        found, fast = with_adapter(inspect(asked.checkpoint), output), load_decoder(asked.checkpoint, dtype, device)
-        assert found.adapter is not None
-        merge(fast.model, found.adapter)
-    rows = pq.read_table(asked.folder / "held-out.parquet").to_pylist()[: asked.held_out]
-    pairs = [(row["prompt"], row["response"]) for row in rows]
-    lines = [Model(fast, found.schedule({"speedup": speedup})) for speedup in speedups]
+        fast = load_decoder(asked.checkpoint, dtype, device)
+        adapter = with_adapter(inspect(asked.checkpoint), output).adapter
+        assert adapter is not None
+        merge(fast.model, adapter)
+    pairs = [(row["prompt"], row["response"]) for row in _held_out(asked)]
+    lines = [Model(fast, schedule_of(output, base.num_layers, speedup)) for speedup in speedups]
     scores = teacher_forced(Model(base, ScheduleSpec().build(base.num_layers)), lines, pairs)
     return {
         f"{speedup:g}x": float(score.kl.sum() / score.tokens.sum())
         for speedup, score in zip(speedups, scores, strict=True)
     }
+
+
+def _costs(asked: argparse.Namespace, output: Path, speedups: Sequence[float]) -> dict[str, dict[str, float]]:
+    """What a folder's bottlenecks cost at each speed, over the held-out rows."""
+    decoder = load_bottlenecks(asked.checkpoint, output, torch.bfloat16, torch.device("cpu"))
+    tokens = round(statistics.mean(len(row["response"]) + row["ended"] for row in _held_out(asked)))
+    schedules = {f"{speedup:g}x": schedule_of(output, decoder.num_layers, speedup) for speedup in speedups}
+    return {speed: asdict(cost(decoder, schedule, tokens)) for speed, schedule in schedules.items()}
+
+
+def _held_out(asked: argparse.Namespace) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = pq.read_table(asked.folder / "held-out.parquet").to_pylist()
+    return rows[: asked.held_out]
 
 
 def _print(variant: str, result: dict[str, Any]) -> None:
@@ -212,6 +241,12 @@ def _print(variant: str, result: dict[str, Any]) -> None:
         f"{result['bytes'] / 2**20:.1f} MiB",
         flush=True,
     )
+    for speed, one in result.get("costs", {}).items():
+        print(
+            f"  at {speed} a token's bottlenecks cost {one['share']:.2f} layers: {one['mflop']:.2f} MFLOP and "
+            f"{one['mib']:.2f} MiB of weights; {one['parameters']:,} parameters",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
