@@ -26,7 +26,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ CHECKPOINT = "configs/demo/checkpoint"
 ROUNDS = 4  # of rows: so many times the rows in flight are answered, and at least LEAST
 LEAST = 24
 TOGETHER = 32  # rows of a whole job
+SHARDS = 4  # of it
 MEDIAN, SIGMA = 48, 0.8  # tokens of long-tailed answers
 PASSAGE = 2400  # characters of a meeting
 PASSES, PROMPTS, TOKENS = 40, (20, 200), (1, 2, 4, 8)
@@ -92,6 +94,12 @@ def main() -> None:
     if given.whole:
         for rows in counts:
             found[str(rows)] = _shown(rows, _whole_jobs(given, drafts, rows))
+            if given.workload == "long-tailed":  # the only one whose lengths are known beforehand
+                print(
+                    _few_in_flight(
+                        [own["max_new_tokens"] for _, own in long_tailed(random.Random("long-tailed"), rows)]
+                    )
+                )
     else:
         found = _engines(given, drafts, counts)
     print(json.dumps(found))
@@ -181,7 +189,7 @@ def _whole_jobs(given: argparse.Namespace, drafts: dict[str, dict[str, Any] | No
                     "schedule": {"speedup": 1.0} if keys is None else {**keys, "exact": True},
                     "sampling": {"max_new_tokens": given.tokens, "temperature": given.temperature},
                     "actors": {"threads": given.threads, "scheduler": "refill", "max_batch": TOGETHER},
-                    "shard_rows": max(1, rows // 4),
+                    "shard_rows": max(1, rows // SHARDS),
                 }
             )
             began = time.process_time()
@@ -194,6 +202,26 @@ def _whole_jobs(given: argparse.Namespace, drafts: dict[str, dict[str, Any] | No
             return answers, stats, seconds
 
         return _in_turn(list(drafts), run, given.runs)
+
+
+def _few_in_flight(lengths: Sequence[int]) -> str:
+    """How many steps of a job at 1x have few rows in flight, where exact mode gains most; lengths of its answers.
+
+    Shards of a job in one process do not overlap; those of an actor do, as one shard.
+    """
+    lines = []
+    for kind, shards in (("one shard after another", SHARDS), ("shards that overlap", 1)):
+        steps: Counter[int] = Counter()
+        for first in range(0, len(lengths), size := max(1, len(lengths) // shards)):
+            waiting, left = list(reversed(lengths[first : first + size])), []
+            while waiting or left:
+                while waiting and len(left) < TOGETHER:
+                    left.append(waiting.pop())
+                steps[len(left)] += 1
+                left = [tokens - 1 for tokens in left if tokens > 1]
+        few = ", ".join(f"{sum(steps[n] for n in range(most + 1))} at most {most}" for most in (1, 2, 4, 8))
+        lines.append(f"{kind}: of {steps.total()} steps {few} rows in flight")
+    return "\n".join(lines)
 
 
 def _in_turn(names: list[str], run: Callable[[str], tuple[list[Any], EngineStats, float]], runs: int) -> dict[str, Any]:
