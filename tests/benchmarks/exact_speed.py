@@ -213,7 +213,7 @@ def _few_in_flight(lengths: Sequence[int]) -> str:
     for kind, shards in (("one shard after another", SHARDS), ("shards that overlap", 1)):
         steps: Counter[int] = Counter()
         for first in range(0, len(lengths), size := max(1, len(lengths) // shards)):
-            waiting, left = list(reversed(lengths[first : first + size])), []
+            waiting, left = list(lengths[first : first + size])[::-1], list[int]()
             while waiting or left:
                 while waiting and len(left) < TOGETHER:
                     left.append(waiting.pop())
