@@ -92,6 +92,7 @@ class Generator:
         dtype: float32, bfloat16 or float16, of weights, activations and cache.
         weights: int8 or, on a GPU, fp8: linear layers and head with 8 bits, with bfloat16; None: in `dtype`, or with
             the 8 bits that the checkpoint has.
+        kv_cache: int8 or fp8, of the paged engine, with bfloat16: keys and values with 8 bits; None: in `dtype`.
         products: On a CPU in bfloat16: kernels, of this package, where the processor has AVX512-BF16; library; or
             measured, the faster ones, which a machine measures once. They round differently.
         product_records: Where the measured choice is kept, before this machine's cache, for all machines of a job.
@@ -132,6 +133,7 @@ class Generator:
         strip: bool = True,
         dtype: str = "bfloat16",
         weights: Kind | None = None,
+        kv_cache: Kind | None = None,
         products: ProductsName = "measured",
         product_records: Records | None = None,
         device: str = "auto",
@@ -152,7 +154,7 @@ class Generator:
         if engine == "auto" and continuation_column is not None:
             engine = "library"
         settings = EngineSettings(
-            engine, dtype, device, compile, cache_bytes, max_batch, cumulative_logprob, weights, products
+            engine, dtype, device, compile, cache_bytes, max_batch, cumulative_logprob, weights, products, kv_cache
         )
         self.sampling = SamplingParams().merged(dict(sampling or {}))
         self.prompt_column, self.continuation_column = prompt_column, continuation_column

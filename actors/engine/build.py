@@ -44,10 +44,12 @@ class EngineSettings:
         weights: Linear layers and the head with 8 bits, int8 or, on a GPU, fp8: see `cpu.quantization` and
             `gpu.products`. None: in `dtype`, or with the 8 bits that the checkpoint has, see `products_in_eight_bits`.
         products: On a CPU in bfloat16: by this package's kernels or the library's, see `cpu.choice`.
+        kv_cache: Keys and values of the paged engine's cache as codes of 8 bits, see `gpu.operations.LayerPages`. None:
+            in `dtype`.
 
     Raises:
-        UserError: A value that is not known, `compile` with the paged engine, or `weights` with `compile`, the
-            library's products or another dtype than bfloat16.
+        UserError: A value that is not known, `compile` with the paged engine, `weights` with `compile`, the library's
+            products or another dtype than bfloat16, or `kv_cache` without the paged engine or bfloat16.
     """
 
     engine: EngineName
@@ -59,6 +61,7 @@ class EngineSettings:
     cumulative_logprob: bool
     weights: Kind | None = None
     products: ProductsName = "measured"
+    kv_cache: Kind | None = None
 
     def __post_init__(self) -> None:
         check_choice("engine", self.engine, get_args(EngineName))
@@ -72,6 +75,10 @@ class EngineSettings:
                 raise UserError(f"weights = {self.weights!r} is for bfloat16 without compile")
             if self.products == "library":
                 raise UserError(f"weights = {self.weights!r} and products = 'library' exclude each other")
+        if self.kv_cache is not None:
+            check_choice("kv_cache", self.kv_cache, get_args(Kind))
+            if self.compile or self.engine == "library" or self.dtype != "bfloat16":
+                raise UserError(f"kv_cache = {self.kv_cache!r} is for the paged engine in bfloat16")
 
 
 def check_choice(name: str, value: str, choices: Iterator[str] | tuple[str, ...] | dict[str, int]) -> None:
@@ -140,6 +147,15 @@ def products_in_eight_bits(
     return stored.kind if can else None
 
 
+def check_cache(settings: EngineSettings, device: torch.device, *, paged: bool) -> None:
+    """Raise UserError if the settings ask for a cache of 8 bits that the device or the engine does not have."""
+    kind = settings.kv_cache
+    if kind is not None and not paged:
+        raise UserError(f"kv_cache = {kind!r}: only the paged engine on a GPU has it; leave kv_cache out")
+    if kind == "fp8" and not _has_fp8(device):
+        raise UserError("kv_cache = 'fp8' needs a GPU of compute capability 8.9 (Ada, Hopper); int8 runs on others too")
+
+
 def _has_fp8(device: torch.device) -> bool:
     import torch
 
@@ -194,6 +210,7 @@ def build_engine(
     device = resolve_device(settings.device)
     on_gpu = device.type == "cuda"
     paged = uses_pages(settings.engine, checkpoint, on_gpu=on_gpu, compiled=settings.compile)
+    check_cache(settings, device, paged=paged)
     kind = products_in_eight_bits(settings, checkpoint, device, paged=paged)
     all_layers = settings.weights is not None
     keep_codes = checkpoint.stored is not None and checkpoint.stored.kind == kind
@@ -236,6 +253,7 @@ def build_engine(
                 "budget_bytes": settings.cache_bytes,
                 "max_rows": settings.max_rows,
                 "cumulative_logprob": settings.cumulative_logprob,
+                "kv_cache": settings.kv_cache,
             }
             if drafts is None:
                 engine = GpuEngine(decoder, schedule, ends, **how)
@@ -248,7 +266,7 @@ def build_engine(
                 own = Drafter(drafter, drafts)
                 engine = GpuExactEngine(decoder, schedule, ends, drafter=own, choice=RoundChoice(), **how)
             if wanted is not None:
-                check(engine, wanted, eight_bits=kind is not None)
+                check(engine, wanted, eight_bits=kind is not None or settings.kv_cache is not None)
                 engine.take_stats()
             return engine
         if settings.compile:

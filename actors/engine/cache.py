@@ -27,11 +27,9 @@ def cache_slots(schedule: Schedule, prompt_slots: int, max_new_tokens: int) -> l
     return [prompt_slots + used if used else 0 for used in uses]
 
 
-def cache_bytes_per_row(
-    schedule: Schedule, prompt_slots: int, max_new_tokens: int, kv_heads: int, head_dim: int, itemsize: int
-) -> int:
-    """Exact bytes of one row's keys and values; `itemsize`: bytes of a number."""
-    return sum(cache_slots(schedule, prompt_slots, max_new_tokens)) * kv_heads * head_dim * 2 * itemsize
+def cache_bytes_per_row(schedule: Schedule, prompt_slots: int, max_new_tokens: int, token_bytes: int) -> int:
+    """Exact bytes of one row's keys and values; token_bytes: of a token in one layer."""
+    return sum(cache_slots(schedule, prompt_slots, max_new_tokens)) * token_bytes
 
 
 class CacheKernels(Protocol):

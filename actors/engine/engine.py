@@ -74,6 +74,7 @@ class Engine:
         self._memory: torch.Tensor | None = None
         self._prefix: tuple[tuple[tuple[int, ...], tuple[int, ...]], PrefixKeys] | None = None
         self._tickets = 0
+        self.token_bytes = 2 * decoder.kv_heads * decoder.head_dim * decoder.dtype.itemsize
         self._row_bytes: dict[tuple[int, int], int] = {}
         self._shape = 0, 0, 0  # rows, longest prompt and most new tokens that the cache is for
 
@@ -82,13 +83,11 @@ class Engine:
 
         schedule: as for `open`.
         """
-        decoder = self.decoder
-        numbers = decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize
         if schedule is not None:
-            return cache_bytes_per_row(schedule, prompt_tokens, max_new_tokens, *numbers)
+            return cache_bytes_per_row(schedule, prompt_tokens, max_new_tokens, self.token_bytes)
         lengths = prompt_tokens, max_new_tokens
         if lengths not in self._row_bytes:  # a sum over layers; a job's rows have few lengths
-            self._row_bytes[lengths] = cache_bytes_per_row(self.schedule, *lengths, *numbers)
+            self._row_bytes[lengths] = cache_bytes_per_row(self.schedule, *lengths, self.token_bytes)
         return self._row_bytes[lengths]
 
     def at(self, schedule: Schedule) -> Engine:

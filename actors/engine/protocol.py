@@ -20,6 +20,7 @@ class EngineProtocol(Protocol):
         rows: Rows in flight, oldest first.
         stop_ids: Tokens of the model that end a row.
         cumulative_logprob: Whether completions carry their log-probability.
+        token_bytes: Cache bytes of a token in one layer.
         grows: Whether rows allocate cache as they grow; then admission is an estimate, rows may be preempted, and all
             have the engine's schedule.
         stepped: Whether the last `admit` also made a step for the rows that were in flight.
@@ -32,6 +33,7 @@ class EngineProtocol(Protocol):
     cumulative_logprob: bool
     stats: EngineStats
     rows: list[Row]
+    token_bytes: int
     grows: bool
     stepped: bool
     rounds_to_warm: int

@@ -91,12 +91,18 @@ class ModelConfig(Section):
         None,
         description="folder on each node for downloads; default $SKIPDECODE_CACHE, else ~/.cache/skipdecode",
     )
-    dtype: Dtype = Field("bfloat16", description="weights, activations and cache")
+    dtype: Dtype = Field("bfloat16", description="weights, activations and, without kv_cache, cache")
     weights: Kind | None = Field(
         None,
         description="linear layers and head with 8 bits, one scale for each output of a weight; needs dtype bfloat16; "
         "int8: on a CPU, where it needs AVX512-VNNI to be fast, and on a GPU by the paged engine; fp8: on a GPU of "
         "compute capability 8.9; neither has run on a GPU; default: weights in dtype, or the 8 bits of the checkpoint",
+    )
+    kv_cache: Kind | None = Field(
+        None,
+        description="keys and values with 8 bits, one scale for each token and head: almost twice the rows in the same "
+        "cache; of the paged engine on a GPU, with dtype bfloat16; int8 is the more exact one, fp8 needs compute "
+        "capability 8.9; neither has run on a GPU; default: in dtype",
     )
     products: ProductsName = Field(
         "measured",
@@ -131,18 +137,23 @@ class ModelConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _weights_fit(self) -> ModelConfig:
-        if self.weights is None:
-            return self
-        for key, value, wanted in (
-            ("dtype", self.dtype, "bfloat16"),
-            ("compile", self.compile, False),
-            ("products", self.products == "library" and "library", False),
-            ("engine", self.device == "cuda" and self.engine == "library" and "library", False),
-            ("device", self.weights == "fp8" and self.device == "cpu" and "cpu", False),
+    def _eight_bits_fit(self) -> ModelConfig:
+        """Keys that rule out weights or a cache of 8 bits are named, with their value."""
+        weights, cache = self.weights is not None, self.kv_cache is not None
+        for name, key, conflicts in (
+            ("weights", "dtype", weights and self.dtype != "bfloat16"),
+            ("weights", "compile", weights and self.compile),
+            ("weights", "products", weights and self.products == "library"),
+            ("weights", "engine", weights and self.device == "cuda" and self.engine == "library"),
+            ("weights", "device", self.weights == "fp8" and self.device == "cpu"),
+            ("kv_cache", "dtype", cache and self.dtype != "bfloat16"),
+            ("kv_cache", "compile", cache and self.compile),
+            ("kv_cache", "engine", cache and self.engine == "library"),
+            ("kv_cache", "device", cache and self.device == "cpu"),
         ):
-            if value != wanted:
-                raise UserError(f"weights: {self.weights} does not go with {key}: {value}; leave {key} out")
+            if conflicts:
+                value = f"{key}: {getattr(self, key)}"
+                raise UserError(f"{name}: {getattr(self, name)} does not go with {value}; leave {key} out")
         return self
 
 
@@ -374,6 +385,8 @@ class JobConfig(Section):
             raise UserError("schedule.exact has kernels of its own: leave out model.compile")
         if self.model.weights == "fp8" and not self.actors.gpus:
             raise UserError("model.weights: fp8 is for GPUs: set actors.gpus, or weights: int8")
+        if self.model.kv_cache is not None and not self.actors.gpus:
+            raise UserError(f"model.kv_cache: {self.model.kv_cache} is for GPUs: set actors.gpus, or leave it out")
         if self.scores:
             check_score(self)
         elif self.input.continuations is not None:

@@ -15,7 +15,7 @@ _WITHOUT_MEANING = (
     *("sampling", "choices", "output_format", "reasoning", "adapt"),
     *("input.sampling", "input.choices", "input.output_format", "input.tools"),
     *("output.strip", "output.parse", "output.cumulative_logprob"),
-    *("actors.scheduler", "schedule.exact"),
+    *("actors.scheduler", "schedule.exact", "model.kv_cache"),
 )
 
 

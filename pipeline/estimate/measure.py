@@ -62,10 +62,13 @@ class SpeedSample:
 
 @dataclass(frozen=True)
 class ActorSample:
-    """What one actor measured. loaded: s since 1970 when its model was ready. kv, context, grows: see `EngineShape`."""
+    """What one actor measured.
+
+    loaded: s since 1970 when its model was ready. token_bytes, context, grows: see `EngineShape`.
+    """
 
     loaded: float
-    kv: tuple[int, int, int]
+    token_bytes: int
     context: int
     grows: bool
     speeds: dict[str, SpeedSample]
@@ -148,9 +151,8 @@ def measure_actor(
         left -= len(names)
     assert one is not None
     samples = {name: samples.get(name, SpeedSample()) for name in schedules}
-    decoder = one.engine.decoder
-    kv = (decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize)
-    return ActorSample(loaded, kv, decoder.context_length, one.engine.grows, samples)
+    engine = one.engine
+    return ActorSample(loaded, engine.token_bytes, engine.decoder.context_length, engine.grows, samples)
 
 
 def _scheduled(generator: Generator, name: str, schedule: Schedule) -> Generator | None:

@@ -255,7 +255,7 @@ def _predictions(
     """Every speed that some row was answered at, slowest first."""
     batching, first = job.manifest.batching, samples[0]
     shape = EngineShape(
-        first.kv,
+        first.token_bytes,
         first.context,
         first.grows,
         batching.cache_bytes,

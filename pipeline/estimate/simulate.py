@@ -50,14 +50,14 @@ class EngineShape:
     """What the scheduler asks of an engine.
 
     Args:
-        kv: heads of keys and values, their size, bytes of a number.
+        token_bytes: of cache, of a token in one layer.
         context: tokens, at most.
         grows: whether the cache is paged.
         cache_bytes, max_rows, scheduler, prefix: of the job's batching.
         share_prefixes: the job's `shared_prefix`.
     """
 
-    kv: tuple[int, int, int]
+    token_bytes: int
     context: int
     grows: bool
     cache_bytes: int
@@ -103,7 +103,7 @@ class SimulatedEngine:
         self.schedule, self.costs, self.shape = schedule, costs, shape
         self.decoder = SimpleNamespace(context_length=shape.context)
         self.stats = EngineStats()
-        self.grows, self.stepped = shape.grows, False
+        self.grows, self.stepped, self.token_bytes = shape.grows, False, shape.token_bytes
         self.rows: list[_Flying] = []
         self.totals = Simulated()
         self._tickets = 0
@@ -114,7 +114,7 @@ class SimulatedEngine:
         """See `EngineProtocol`."""
         key = (prompt_tokens, max_new_tokens)
         if key not in self._known:
-            self._known[key] = cache_bytes_per_row(self.schedule, *key, *self.shape.kv)
+            self._known[key] = cache_bytes_per_row(self.schedule, *key, self.token_bytes)
         return self._known[key]
 
     def open(self, rows: int, prompt_tokens: int, max_new_tokens: int) -> None:

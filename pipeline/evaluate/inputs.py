@@ -117,7 +117,8 @@ class EvalInputs:
         # the paged engine's cache stays allocated, once for each model
         paged = config.model.pages(on_gpu=not _on_cpu(config))
         # others are compared with as they are
-        model = config.model if checkpoint is self.model else config.model.model_copy(update={"weights": None})
+        plain = {"weights": None, "kv_cache": None}
+        model = config.model if checkpoint is self.model else config.model.model_copy(update=plain)
         models = 1 + (self.model.adapter is not None) + (self.reference is not None) + len(self.baselines)
         generator = Generator(
             str(fetch(checkpoint.source)),

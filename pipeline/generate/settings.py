@@ -24,6 +24,7 @@ def generator_settings(
         "output_format": None if output_format is None else {output_format.kind: output_format.text},
         "dtype": model.dtype,
         "weights": model.weights,
+        "kv_cache": model.kv_cache,
         "products": model.products,
         "device": model.device,
         "compile": model.compile,

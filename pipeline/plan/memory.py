@@ -67,14 +67,15 @@ def log_memory_estimate(
 
 
 def actor_need(model: ModelConfig, actors: ActorsConfig, checkpoint: ResolvedCheckpoint, batching: Batching) -> Need:
-    """Memory of one actor. Raises UserError if the weights are damaged, or of 8 bits that the engine does not have."""
+    """Memory of one actor. Raises UserError if the weights are damaged, or the engine lacks 8 bits asked for."""
     on_gpu = _on_gpu(model, actors)
     paged = uses_pages(model.engine, checkpoint.checkpoint, on_gpu=on_gpu, compiled=model.compile)
-    if model.weights is not None and on_gpu and not paged:
-        raise UserError(
-            f"model.weights: {model.weights}: on a GPU only the paged engine has it, for jobs that generate and models "
-            "with pages: leave it out"
-        )
+    for key, kind in (("weights", model.weights if on_gpu else None), ("kv_cache", model.kv_cache)):
+        if kind is not None and not paged:
+            raise UserError(
+                f"model.{key}: {kind}: on a GPU only the paged engine has it, for jobs that generate and models with "
+                "pages: leave it out"
+            )
     if (stored := checkpoint.checkpoint.stored) is not None and model.weights is None:
         lacking = f" (expanded to {model.dtype} where a {'GPU' if on_gpu else 'CPU'} lacks the instructions)"
         runs = stored.run(model.dtype, compiled=model.compile, on_gpu=on_gpu, paged=paged)

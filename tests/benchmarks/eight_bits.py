@@ -92,7 +92,7 @@ def _measured(name: str, speed: float, counts: Sequence[int], runs: int, scratch
         engines[line] = Engine(decoder, schedule, (), cumulative_logprob=False)
     lines = []
     for rows in counts:
-        lines += _timed(name, speed, engines, _prompts(name, folder, rows), runs)
+        lines += _timed(name, speed, engines, prompts_of(name, folder, rows), runs)
     return lines
 
 
@@ -103,7 +103,7 @@ def _of_gpu(name: str, rows: int) -> list[dict[str, Any]]:
     def load() -> Decoder:
         return load_decoder(folder, torch.bfloat16, torch.device("cpu"))
 
-    full, prompts = load(), _prompts(name, folder, rows)
+    full, prompts = load(), prompts_of(name, folder, rows)
     full.prepare_for_cpu()
     schedule = ScheduleSpec().build(full.num_layers)
     sampling = SamplingParams(max_new_tokens=TOKENS, ignore_eos=True)
@@ -120,7 +120,8 @@ def _of_gpu(name: str, rows: int) -> list[dict[str, Any]]:
     return lines
 
 
-def _prompts(name: str, folder: Path, rows: int) -> list[list[int]]:
+def prompts_of(name: str, folder: Path, rows: int) -> list[list[int]]:
+    """Token ids of so many prompts of a model."""
     if name not in PLACES:
         generator = torch.Generator().manual_seed(0)
         return torch.randint(10, 40_000, (rows, 48), generator=generator).tolist()

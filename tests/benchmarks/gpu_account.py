@@ -7,7 +7,10 @@ from collections.abc import Sequence
 import roofline
 from gpu_parts import NEW, PROMPT
 
+from actors.engine.compressed import Kind
 from actors.engine.decoder import Decoder
+from actors.engine.gpu.engine import GpuEngine
+from actors.engine.gpu.pages import token_bytes
 from actors.engine.schedule import Schedule
 from actors.engine.types import Request
 
@@ -21,6 +24,7 @@ class Account:
         head: numbers of the vocabulary head.
         ceilings: of the device, for 16 bits. Products of 8 bits are counted at the same rate: their bytes bound a step.
         eight_bits: whether weights and head have 8 bits.
+        kv_cache: 8 bits of keys and values; None: in the model's dtype.
     """
 
     def __init__(
@@ -31,14 +35,16 @@ class Account:
         ceilings: roofline.Ceilings,
         *,
         eight_bits: bool = False,
+        kv_cache: Kind | None = None,
     ) -> None:
         self.decoder, self.weights, self.head, self.ceilings = decoder, weights, head, ceilings
         self.weight_bytes = 1 if eight_bits else decoder.dtype.itemsize
+        self.kv_cache = kv_cache
 
     def decode(self, schedule: Schedule, rows: Sequence[Request]) -> tuple[float, float]:
         """Bytes, and least seconds, of these rows in lock step."""
-        item = self.decoder.dtype.itemsize
-        stored = 2 * self.decoder.kv_heads * self.decoder.head_dim * item
+        item = self.decoder.dtype.itemsize if self.kv_cache is None else 1
+        stored = token_bytes(self.decoder.kv_heads, self.decoder.head_dim, item)
         width = self.decoder.model.config.num_attention_heads * self.decoder.head_dim
         lengths = [(len(row.prompt_ids), row.sampling.max_new_tokens) for row in rows]
         moved = least = 0.0
@@ -58,8 +64,8 @@ class Account:
         return 2 * tokens * sum(self.weights) / self.ceilings.flops
 
 
-def exact_row_bytes(decoder: Decoder, schedule: Schedule) -> int:
+def exact_row_bytes(engine: GpuEngine) -> int:
     """Most bytes of keys and values that a row of PROMPT + NEW tokens ever needs, to the token."""
-    each = 2 * decoder.kv_heads * decoder.head_dim * decoder.dtype.itemsize
+    schedule = engine.schedule
     uses = [schedule.uses(layer, NEW - 1) for layer in range(schedule.num_layers)]
-    return each * max(sum(PROMPT + at + 1 for last in uses if at < last) for at in range(NEW - 1))
+    return engine.token_bytes * max(sum(PROMPT + at + 1 for last in uses if at < last) for at in range(NEW - 1))

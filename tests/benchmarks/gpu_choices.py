@@ -21,11 +21,13 @@ from unittest.mock import patch
 
 import torch
 
+from actors.engine.compressed import Kind
 from actors.engine.decoder import Decoder
 from actors.engine.gpu import engine as engines
 from actors.engine.gpu import pages, splits, steps
 from actors.engine.gpu.engine import GpuEngine
 from actors.engine.gpu.operations import Lanes, LayerPages
+from actors.engine.gpu.products import DTYPES
 from actors.engine.schedule import ScheduleSpec
 from actors.engine.types import Request
 
@@ -105,24 +107,30 @@ def attention(
     bandwidth: float,
     ways: Sequence[tuple[int, int, int]],
     allows: Callable[[str, float], bool],
+    kv_cache: Kind | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Share of the copy's bandwidth of attention over `length` tokens of `batch` rows; ways: (tokens, reads, warps)."""
+    """Share of the copy's bandwidth of attention over `length` tokens of `batch` rows; ways: (tokens, reads, warps).
+
+    kv_cache: codes in place of numbers; their values do not matter.
+    """
     from actors.engine.gpu.kernels import attention as kernels
 
     device, heads = decoder.device, decoder.model.config.num_attention_heads
     size, kv_heads = decoder.head_dim, decoder.kv_heads
     width = -(-length // pages.PAGE_TOKENS)
-    keys, values = (
-        torch.randn(batch * width + 1, kv_heads, pages.PAGE_TOKENS, size, dtype=decoder.dtype, device=device)
-        for _ in range(2)
+    shape = batch * width + 1, kv_heads, pages.PAGE_TOKENS, size
+    dtype = decoder.dtype if kv_cache is None else DTYPES[kv_cache]
+    keys, values = (torch.randn(shape, dtype=decoder.dtype, device=device).to(dtype) for _ in range(2))
+    scales = (
+        None if kv_cache is None else (torch.ones(shape[:-1], device=device), torch.ones(shape[:-1], device=device))
     )
     table = torch.randperm(batch * width, device=device).view(batch, width).int() + 1
     slots = torch.arange(batch, device=device)
     positions = torch.full((batch,), length - 1, dtype=torch.int64, device=device)
     lanes = Lanes(slots, positions, torch.ones(batch, dtype=torch.int32, device=device), None)
-    layer = LayerPages(keys, values, table)
+    layer = LayerPages(keys, values, table, scales)
     queries = torch.randn(batch, heads, size, dtype=decoder.dtype, device=device)
-    moved = 2 * batch * length * kv_heads * size * decoder.dtype.itemsize
+    moved = batch * length * pages.token_bytes(kv_heads, size, dtype.itemsize)
     for tokens, reads, warps in ways:
         if not allows(f"attention: {tokens} tokens, {reads} reads, {warps} warps, {batch} rows", 8):
             continue
@@ -149,6 +157,7 @@ def attention(
                 torch.cuda.synchronize()
                 seconds.append((time.perf_counter() - began) / LAUNCHES)
             yield {
+                "kv_cache": kv_cache,
                 "batch": batch,
                 "length": length,
                 "tokens": tokens,

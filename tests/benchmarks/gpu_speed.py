@@ -75,16 +75,24 @@ def profile(engine: GpuEngine, rows: list[Request]) -> dict[str, Any]:
 
 
 def made_ready(
-    shape: str, given: argparse.Namespace, ceilings: roofline.Ceilings, weights: Kind | None = None
+    shape: str,
+    given: argparse.Namespace,
+    ceilings: roofline.Ceilings,
+    weights: Kind | None = None,
+    kv_cache: Kind | None = None,
 ) -> tuple[Decoder, Account, int]:
-    """A model with the GPU's layers, what its passes must move, and bytes for its cache. weights: 8 bits, or None."""
+    """A model with the GPU's layers, what its passes must move, and bytes for its cache.
+
+    weights, kv_cache: of 8 bits, or None.
+    """
     device = torch.device(given.device)
     operations: Operations = reference
     if device.type == "cuda":
         from actors.engine.gpu import kernels as operations
     decoder = Decoder(build(shape, device))
     layers = [sum(one.numel() for one in block.parameters() if one.dim() == 2) for block in decoder.blocks]
-    account = Account(decoder, layers, decoder.head.weight.numel(), ceilings, eight_bits=weights is not None)
+    bits: dict[str, Any] = {"eight_bits": weights is not None, "kv_cache": kv_cache}
+    account = Account(decoder, layers, decoder.head.weight.numel(), ceilings, **bits)
     assert decoder.prepare_for_gpu(operations, None if weights is None else EightBits(weights))
     give_back(device)
     if device.type != "cuda":
@@ -93,10 +101,17 @@ def made_ready(
     return decoder, account, cache_that_fits(Need(0, 0, 0, beside), torch.cuda.mem_get_info()[0])
 
 
-def engine_for(decoder: Decoder, speed: float, rows: Sequence[Request], budget: int, max_rows: int = 1) -> GpuEngine:
+def engine_for(
+    decoder: Decoder,
+    speed: float,
+    rows: Sequence[Request],
+    budget: int,
+    max_rows: int = 1,
+    kv_cache: Kind | None = None,
+) -> GpuEngine:
     """At a speed that is for rows of such lengths."""
-    schedule = schedule_of(decoder, speed, rows)
-    return GpuEngine(decoder, schedule, (), budget_bytes=budget, max_rows=max_rows, cumulative_logprob=False)
+    how: dict[str, Any] = {"budget_bytes": budget, "max_rows": max_rows, "kv_cache": kv_cache}
+    return GpuEngine(decoder, schedule_of(decoder, speed, rows), (), cumulative_logprob=False, **how)
 
 
 def cell(
@@ -104,7 +119,7 @@ def cell(
 ) -> dict[str, Any] | None:
     """One batch at one speed; None if there is no time for it."""
     decoder, device = account.decoder, torch.device(given.device)
-    engine = engine_for(decoder, speed, rows_of("equal", 1, decoder.vocab_size), budget)
+    engine = engine_for(decoder, speed, rows_of("equal", 1, decoder.vocab_size), budget, kv_cache=account.kv_cache)
     largest = budget // engine.row_bytes(PROMPT, NEW)
     count = engine.max_rows = min(given.most_rows, largest if batch == "largest" else int(batch))
     rows = rows_of("equal", count, decoder.vocab_size)
@@ -130,7 +145,7 @@ def cell(
         "cache_bytes": engine.take_stats().cache_bytes,
         # rows that the pages take, and that as many bytes would take if there were no pages
         "largest_batch": largest,
-        "largest_by_bytes": budget / exact_row_bytes(decoder, engine.schedule),
+        "largest_by_bytes": budget / exact_row_bytes(engine),
     }
     if device.type == "cuda" and batch == "32":
         one["profile"] = profile(engine, rows)
@@ -143,9 +158,9 @@ def measure(
     """All there is to know of a shape, as far as the time goes; kept as it comes."""
     device = torch.device(given.device)
     found = keep["shapes"][shape] = {"runs": [], "eight_bits": [], "schedulers": [], "peers": {}}
-    for weights in given.weights:
-        work = functools.partial(eight_bits, shape, weights, given, ceilings, clock, found)
-        attempt(f"{shape}, {weights}", clock, device, work)
+    for kinds in (*((None, kind) for kind in given.kv_caches), *((kind, None) for kind in given.weights)):
+        work = functools.partial(eight_bits, shape, *kinds, given, ceilings, clock, found)
+        attempt(f"{shape}, weights {kinds[0]}, cache {kinds[1]}", clock, device, work)
         write(given.out, keep)
     mine = own(shape, given, ceilings, clock, keep, found)
     give_back(device)  # the engine's model, before the peers'
@@ -159,24 +174,29 @@ def measure(
 
 def eight_bits(
     shape: str,
-    weights: Kind,
+    weights: Kind | None,
+    kv_cache: Kind | None,
     given: argparse.Namespace,
     ceilings: roofline.Ceilings,
     clock: Clock,
     found: dict[str, Any],
 ) -> None:
-    """The first batch with weights of 8 bits, at the first and the last speed; to be compared with `runs`."""
-    _, account, budget = made_ready(shape, given, ceilings, weights)
-    batch = given.batches[0]
-    for speed in sorted({given.speeds[0], given.speeds[-1]}):
-        name = f"{shape}, batch {batch}, {speed:g}x, {weights}"
+    """The first batch with weights or cache of 8 bits, at the first and the last speed, to be compared with `runs`.
+
+    With such a cache the last batch comes before it, the largest one by default.
+    """
+    _, account, budget = made_ready(shape, given, ceilings, weights, kv_cache)
+    batches = [given.batches[0]] if kv_cache is None else [given.batches[-1], given.batches[0]]
+    for speed, batch in itertools.product(sorted({given.speeds[0], given.speeds[-1]}), batches):
+        name = f"{shape}, batch {batch}, {speed:g}x, weights {weights}, cache {kv_cache}"
         one = cell(account, batch, speed, budget, given, clock, name)
         if one is None:
             continue
-        found["eight_bits"].append({"weights": weights, **one})
+        found["eight_bits"].append({"weights": weights, "kv_cache": kv_cache, **one})
         print(
             f"  {name:34} {one['batch']:5} rows  decode {one['decode']:6.2f} s, "
-            f"{one['decode_tokens_per_second']:8,.0f} tokens/s, {one['of_bandwidth']:.2f} of bandwidth",
+            f"{one['decode_tokens_per_second']:8,.0f} tokens/s, {one['of_bandwidth']:.2f} of bandwidth, "
+            f"largest batch {one['largest_batch']}",
             flush=True,
         )
 
@@ -251,8 +271,9 @@ def chosen_between(
                 flush=True,
             )
         write(given.out, keep)
-    for batch in (1, 8, 32, 128):
-        for one in gpu_choices.attention(decoder, batch, 1024, ceilings.bandwidth, ATTENTION, clock.allows):
+    for batch, kv_cache in itertools.product((1, 8, 32, 128), (None, *given.kv_caches)):
+        ways = ATTENTION if kv_cache is None else ATTENTION[:3]
+        for one in gpu_choices.attention(decoder, batch, 1024, ceilings.bandwidth, ways, clock.allows, kv_cache):
             found["attention"].append(one)
             print(f"  attention: {json.dumps(one)}", flush=True)
     write(given.out, keep)
@@ -310,6 +331,7 @@ def main() -> None:
     parser.add_argument("--batches", default=["32", "128", "1", "largest"], **listed)
     parser.add_argument("--speeds", default=[1.0, 2.0, 3.0, 5.0], type=lambda text: [float(x) for x in text.split(",")])
     parser.add_argument("--weights", default=["int8", "fp8"], **listed, help="8 bits of products, besides bfloat16")
+    parser.add_argument("--kv-caches", default=["int8", "fp8"], **listed, help="8 bits of keys and values, likewise")
     parser.add_argument("--most-rows", type=int, default=2048, help="of the largest batch")
     parser.add_argument("--tail-rows", type=int, default=512, help="of unequal lengths")
     parser.add_argument("--cache-gib", type=int, default=1, help="without a GPU")

@@ -3,13 +3,15 @@ has a real one's layers and pages but no work to do, on a CPU.
 
     .venv/bin/python tests/benchmarks/page_counts.py [--gib 100] [--rows 2000] [--speeds 1,3]
 
-The shape is Llama-3-8B's: 32 layers, pages of 64 KiB. Prompts of 512 tokens, answers lognormal (median 300, sigma 0.7,
-at most 1,536), refill. Time means nothing here; steps do. The last line is one JSON object.
+The shape is Llama-3-8B's: 32 layers, pages of 64 KiB, or of 33 KiB with a cache of 8 bits. Prompts of 512 tokens,
+answers lognormal (median 300, sigma 0.7, at most 1,536), refill. Time means nothing here; steps do. The last line is
+one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 from collections.abc import Sequence
@@ -28,13 +30,14 @@ from actors.engine.scheduler import generate
 from actors.engine.types import Completion, Request, SamplingParams
 
 LAYERS, PROMPT, MOST_NEW = 32, 512, 1536
-REAL_PAGE = page_bytes(8, 128, 2)
+REAL_PAGES = {"bfloat16": page_bytes(8, 128, 2), "8 bits": page_bytes(8, 128, 1)}
 
 
 class Nothing:
     """The kernels of a layer without their work: which row holds which pages does not ask what lies in them."""
 
     begin, finish = staticmethod(reference.begin), staticmethod(reference.finish)
+    round_rows = staticmethod(reference.round_rows)
 
     @staticmethod
     def norm(hidden: Tensor, *rest: Any) -> Tensor:
@@ -138,9 +141,10 @@ def main() -> None:
     decoder = Decoder(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False))
     assert decoder.prepare_for_gpu(Nothing)
     found = {}
-    for speed in given.speeds:
-        found[f"{speed:g}x"] = one = measure(decoder, speed, int(given.gib * 2**30) // REAL_PAGE, lengths, 300)
-        print(f"{speed:g}x, {given.gib:g} GiB, {given.rows} rows")
+    for speed, (kind, size) in itertools.product(given.speeds, REAL_PAGES.items()):
+        name = f"{speed:g}x, {kind}"
+        found[name] = one = measure(decoder, speed, int(given.gib * 2**30) // size, lengths, 300)
+        print(f"{name}, {given.gib:g} GiB, {given.rows} rows")
         for name, value in one.items():
             print(f"  {name:45} {value:8,.0f}")
     print(json.dumps(found))

@@ -80,17 +80,19 @@ def rows_of(count: int, **params: Any) -> list[Request]:
 
 
 @pytest.mark.parametrize(
-    ("name", "params", "weights"),
+    ("name", "params", "weights", "kv_cache"),
     [
-        *(("llama-3-8b", one, None) for one in PARAMS),
-        *((one, "narrowed", None) for one in CONFIGS if one != "llama-3-8b"),
-        *((one, "greedy", weights) for one in ("llama-3-8b", "opt-1.3b", "opt-post-norm") for weights in LIMITS),
+        *(("llama-3-8b", one, None, None) for one in PARAMS),
+        *((one, "narrowed", None, None) for one in CONFIGS if one != "llama-3-8b"),
+        *((one, "greedy", weights, None) for one in ("llama-3-8b", "opt-1.3b", "opt-post-norm") for weights in LIMITS),
+        *((one, "greedy", None, cache) for one in ("llama-3-8b", "opt-1.3b") for cache in LIMITS),
+        ("llama-3-8b", "greedy", "fp8", "int8"),
     ],
 )
 def test_steps_wait_for_nothing_and_graphs_hold_no_memory_of_the_host(
-    gpu: Gpu, name: str, params: str, weights: Kind | None
+    gpu: Gpu, name: str, params: str, weights: Kind | None, kv_cache: Kind | None
 ) -> None:
-    engine = engine_of(name, weights=weights, cumulative_logprob=params != "greedy")
+    engine = engine_of(name, weights=weights, kv_cache=kv_cache, cumulative_logprob=params != "greedy")
     rows = rows_of(4, **PARAMS[params])
     for run in range(3):  # kernels are compiled, graphs captured, graphs replayed
         engine.open(8, 20, 30)
@@ -107,21 +109,26 @@ def test_steps_wait_for_nothing_and_graphs_hold_no_memory_of_the_host(
 
 
 @pytest.mark.parametrize(
-    ("name", "weights", "layer", "around"),
+    ("name", "weights", "kv_cache", "layer", "around"),
     [
-        ("llama-3-8b", None, 11, 5),
-        ("opt-1.3b", None, 9, 5),
+        ("llama-3-8b", None, None, 11, 5),
+        ("opt-1.3b", None, None, 9, 5),
         # a product is two launches in fp8, one more behind a relu, and three in int8
-        ("llama-3-8b", "fp8", 15, 6),
-        ("llama-3-8b", "int8", 19, 7),
-        ("opt-1.3b", "fp8", 14, 6),
-        ("opt-1.3b", "int8", 17, 7),
+        ("llama-3-8b", "fp8", None, 15, 6),
+        ("llama-3-8b", "int8", None, 19, 7),
+        ("opt-1.3b", "fp8", None, 14, 6),
+        ("opt-1.3b", "int8", None, 17, 7),
+        # keys and values are rounded where they are written
+        ("llama-3-8b", None, "int8", 11, 5),
+        ("opt-1.3b", None, "fp8", 9, 5),
     ],
 )
-def test_a_greedy_step_is_few_launches(gpu: Gpu, name: str, weights: Kind | None, layer: int, around: int) -> None:
+def test_a_greedy_step_is_few_launches(
+    gpu: Gpu, name: str, weights: Kind | None, kv_cache: Kind | None, layer: int, around: int
+) -> None:
     """Each takes its microseconds, however little there is to do: at a low depth those around the layers count. A few
     rows of grouped heads are split, and put together again."""
-    engine = engine_of(name, weights=weights, graphs=False, cumulative_logprob=False)
+    engine = engine_of(name, weights=weights, kv_cache=kv_cache, graphs=False, cumulative_logprob=False)
     engine.open(8, 20, 30)
     engine.admit(rows_of(8))
     engine.step()
@@ -261,19 +268,21 @@ DRAWN = {"greedy": {}, "all": {"temperature": 0.8, "top_p": 0.9, "min_new_tokens
 
 
 @pytest.mark.parametrize(
-    ("lengths", "drawn", "weights"),
+    ("lengths", "drawn", "weights", "kv_cache"),
     [
-        *(("short", "all", None), ("many", "greedy", None), ("one", "greedy", None), ("shared", "greedy", None)),
-        *(("riding", "all", None), ("riding", "all", "int8"), ("many", "greedy", "int8"), ("riding", "all", "fp8")),
+        *((one, "all", None, None) for one in ("short", "riding")),
+        *((one, "greedy", None, None) for one in ("many", "one", "shared")),
+        *(("riding", "all", "int8", None), ("many", "greedy", "int8", None), ("riding", "all", "fp8", None)),
+        *(("riding", "all", None, "int8"), ("shared", "greedy", None, "int8"), ("shared", "greedy", None, "fp8")),
     ],
 )
 @pytest.mark.parametrize("name", ["llama-3-8b", "opt-1.3b"])
 def test_a_planned_batch_stays_within_its_memory(
-    gpu: Gpu, name: str, lengths: str, drawn: str, weights: Kind | None
+    gpu: Gpu, name: str, lengths: str, drawn: str, weights: Kind | None, kv_cache: Kind | None
 ) -> None:
     """What prompts, their draws and steps take beside weights and pages, against what is planned for it."""
     max_rows = 512
-    engine = engine_of(name, max_rows=max_rows, weights=weights)
+    engine = engine_of(name, max_rows=max_rows, weights=weights, kv_cache=kv_cache)
     config = engine.decoder.model.config
     params = SamplingParams(**{"max_new_tokens": 8, "ignore_eos": True, **DRAWN[drawn]})
     given = LENGTHS[lengths]
@@ -305,7 +314,7 @@ def test_the_benchmark_comes_to_its_end(gpu: Gpu, tmp_path: Path, monkeypatch: p
     import gpu_speed as benchmark
 
     arguments = "--shapes opt-125m --batches 2,largest --speeds 1,3 --no-peers --device cuda --demo-rows 0"
-    arguments += " --weights int8"
+    arguments += " --weights int8 --kv-caches int8"
     arguments += f" --choices-shape opt-125m --tail-rows 8 --most-rows 4 --out {tmp_path}"
     monkeypatch.setattr("sys.argv", ["gpu.py", *arguments.split()])
     monkeypatch.setattr(gpu, "flags", True)
@@ -317,8 +326,12 @@ def test_the_benchmark_comes_to_its_end(gpu: Gpu, tmp_path: Path, monkeypatch: p
     shape = told["shapes"]["opt-125m"]
     assert [(one["batch"], one["speed"]) for one in shape["runs"]] == [(2, 1), (2, 3), (4, 1), (4, 3)]
     assert all(one["largest_batch"] >= 0.95 * int(one["largest_by_bytes"]) for one in shape["runs"])
-    eight = [(one["weights"], one["batch"], one["speed"]) for one in shape["eight_bits"]]
-    assert eight == [("int8", 2, 1), ("int8", 2, 3)]
+    eight = [(one["weights"], one["kv_cache"], one["batch"], one["speed"]) for one in shape["eight_bits"]]
+    # the largest batch first, for which a cache of 8 bits is made
+    assert eight == [
+        *((None, "int8", rows, speed) for speed in (1, 3) for rows in (4, 2)),
+        *(("int8", None, 2, speed) for speed in (1, 3)),
+    ]
     assert len(shape["schedulers"]) == 8
     assert len(told["choices"]["steps"]) == 32 and told["choices"]["attention"]
 

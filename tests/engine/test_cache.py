@@ -35,7 +35,7 @@ def test_slots_follow_the_schedule() -> None:
 @given(st.integers(1, 9), st.integers(1, 30), st.integers(1, 30))
 def test_bytes_are_known_beforehand(rows: int, prompt_slots: int, max_new_tokens: int) -> None:
     assert make(rows, prompt_slots, max_new_tokens).bytes == rows * cache_bytes_per_row(
-        SCHEDULE, prompt_slots, max_new_tokens, kv_heads=2, head_dim=4, itemsize=2
+        SCHEDULE, prompt_slots, max_new_tokens, token_bytes=2 * 2 * 4 * 2
     )
 
 

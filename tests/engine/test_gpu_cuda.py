@@ -164,6 +164,30 @@ def test_8_bits_are_near_the_same_products_on_a_cpu(family: str, kind: Kind) -> 
         assert [one.token_ids for one in again] == [one.token_ids for one in first]
 
 
+@pytest.mark.parametrize("kind", LIMITS)
+@pytest.mark.parametrize("family", ["llama", "opt", "qwen3"])
+def test_a_cache_of_8_bits_has_the_answers_of_its_reference(family: str, kind: Kind) -> None:
+    """Greedy, in float32, a row alone and beside others, in graphs and without; the reference is plain torch on a CPU.
+
+    A number between two codes may have either, so that one row in nine may differ."""
+    if kind == "fp8" and torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        pytest.skip("the GPU has no fp8")
+
+    def engine(device: str, rows: int, graphs: bool) -> GpuEngine:
+        decoder = Decoder(tiny_model(family).to(device))
+        assert decoder.prepare_for_gpu(kernels if device == "cuda" else reference)
+        how: dict[str, Any] = {"budget_bytes": 2**22, "max_rows": rows, "graphs": graphs}
+        return GpuEngine(decoder, SCHEDULE, STOP, kv_cache=kind, **how)
+
+    asked = requests(9, seed=3)
+    want = [one.token_ids for one in generate(engine("cpu", 5, False), asked, budget_bytes=2**40, max_rows=5)]
+    for rows, graphs in ((5, False), (5, True), (1, True)):
+        captured = engine("cuda", rows, graphs)
+        for _ in range(3 if graphs else 1):  # the third time a step is one graph
+            got = generate(captured, asked, budget_bytes=2**40, max_rows=rows, scheduler="refill")
+            assert sum(one.token_ids != wanted for one, wanted in zip(got, want, strict=True)) <= 1
+
+
 def test_long_prompts_in_chunks_and_shared_beginnings_change_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch's attention over prompts one behind another, which the CPU's tests do not reach."""
     rows = [Request([*PREFIX, *row.prompt_ids], row.sampling, row.key) for row in requests(9, seed=4)]

@@ -368,12 +368,12 @@ def test_schedules_take_turns_on_the_same_pages() -> None:
             assert [list(tokens) for tokens in got] == oracle_answers(library, schedule, rows, STOP, got)
     second = first.at(slower)
     assert isinstance(second, GpuEngine) and second._run is not None and first._run is not None
-    assert second._run.cache.keys is first._run.cache.keys
-    held = weakref.ref(second._run.cache.keys)
+    assert second._run.cache.memory is first._run.cache.memory
+    held = weakref.ref(second._run.cache.memory.keys)
     assert first.release_memory()
     assert held() is None, "the pages are gone, whoever has used them"
     assert answers(second, rows) == [tuple(one) for one in got]
-    assert second._run.cache.keys is second._pool.keys
+    assert second._run.cache.memory is second._pool.memory
 
 
 def test_an_engine_goes_when_nobody_refers_to_it() -> None:
@@ -383,7 +383,7 @@ def test_an_engine_goes_when_nobody_refers_to_it() -> None:
     assert isinstance(other, GpuEngine) and other.at(other.schedule) is other
     answers(other, requests(3, seed=1))
     assert other._run is not None
-    gone = weakref.ref(engine), weakref.ref(other), weakref.ref(other._run.cache.keys)
+    gone = weakref.ref(engine), weakref.ref(other), weakref.ref(other._run.cache.memory.keys)
     gc.disable()
     try:
         del engine, other

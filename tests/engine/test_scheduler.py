@@ -213,9 +213,9 @@ def test_cache_bytes_of_a_row_are_computed_once_for_each_pair_of_lengths(
 ) -> None:
     plain, seen = cache_bytes_per_row, list[tuple[int, int]]()
 
-    def counting(schedule: Any, prompt: int, new: int, *shape: int) -> int:
+    def counting(schedule: Any, prompt: int, new: int, token_bytes: int) -> int:
         seen.append((prompt, new))
-        return plain(schedule, prompt, new, *shape)
+        return plain(schedule, prompt, new, token_bytes)
 
     monkeypatch.setattr("actors.engine.engine.cache_bytes_per_row", counting)
     rows = [Request([5] * (1 + row % 3), SamplingParams(max_new_tokens=2), row) for row in range(30)]
@@ -224,4 +224,4 @@ def test_cache_bytes_of_a_row_are_computed_once_for_each_pair_of_lengths(
         generate(engine, rows, budget_bytes=2**30, max_rows=4, scheduler="refill")
     assert sorted(seen) == sorted(set(seen))
     for prompt, new in seen:
-        assert engine.row_bytes(prompt, new) == plain(SCHEDULE, prompt, new, llama.kv_heads, llama.head_dim, 4)
+        assert engine.row_bytes(prompt, new) == plain(SCHEDULE, prompt, new, 2 * llama.kv_heads * llama.head_dim * 4)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 from actors.engine.decoder import Decoder
 from actors.engine.gpu.layers import FusedLayer
 from actors.engine.gpu.pages import PagedCache, PagePool
@@ -32,7 +34,7 @@ class Buffers:
     def fit(self, rows: int, prompt: int, most_new: int, pool: PagePool) -> bool:
         """Whether they are large enough, over the pool's present memory."""
         enough = rows <= self.rows and prompt <= self.prompt and most_new <= self.most_new
-        return enough and self.cache.count == pool.pages and self.cache.keys is pool.keys
+        return enough and self.cache.count == pool.pages and self.cache.memory is pool.memory
 
 
 def allocate(
@@ -43,6 +45,7 @@ def allocate(
     prompt: int,
     most_new: int,
     *,
+    dtype: torch.dtype,
     stop_tokens: int,
     graphs: bool,
 ) -> Buffers:
@@ -55,6 +58,7 @@ def allocate(
         rows: Most rows in flight.
         prompt: Most tokens of a prompt.
         most_new: Most new tokens of a row.
+        dtype: Of the pages, see `PagedCache`.
         stop_tokens: Most stop tokens of a row that is sampled on the GPU.
         graphs: Whether to capture steps as CUDA graphs.
     """
@@ -66,7 +70,7 @@ def allocate(
         most_new,
         kv_heads=decoder.kv_heads,
         head_dim=decoder.head_dim,
-        dtype=decoder.dtype,
+        dtype=dtype,
         device=decoder.device,
         pool=pool,
     )

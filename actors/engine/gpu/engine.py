@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
+from actors.engine.compressed import Kind
 from actors.engine.decoder import Decoder
 from actors.engine.errors import UserError
 from actors.engine.gpu.admission import AdmissionEstimate
@@ -30,9 +31,10 @@ from actors.engine.gpu.buffers import Buffers, allocate, rounded
 from actors.engine.gpu.completions import CompletionPoll
 from actors.engine.gpu.host_sampling import fetch_tokens, write_tokens
 from actors.engine.gpu.layers import FusedLayer
-from actors.engine.gpu.pages import PagePool, page_bytes, upload
+from actors.engine.gpu.pages import PagePool, page_bytes, token_bytes, upload
 from actors.engine.gpu.prefill import Prefill, passes
 from actors.engine.gpu.prefill_times import PrefillTimes
+from actors.engine.gpu.products import DTYPES
 from actors.engine.gpu.state import SamplingVariant, samples_on_device
 from actors.engine.protocol import Ended
 from actors.engine.row import (
@@ -67,6 +69,7 @@ class GpuEngine:
         read_every: Steps between completion polls.
         pool: Pages to share with other engines of which one runs at a time; its size replaces budget_bytes.
         most_stride: Tokens of a row in a step, at most.
+        kv_cache: Codes of 8 bits for keys and values, see `operations.LayerPages`; None: in the model's dtype.
 
     Raises:
         UserError: A schedule for another number of layers.
@@ -88,6 +91,7 @@ class GpuEngine:
         read_every: int = READ_EVERY,
         pool: PagePool | None = None,
         most_stride: int = 1,
+        kv_cache: Kind | None = None,
     ) -> None:
         if schedule.num_layers != decoder.num_layers:
             raise UserError(f"schedule for {schedule.num_layers} layers, model has {decoder.num_layers}")
@@ -98,7 +102,10 @@ class GpuEngine:
         self.read_every, self.max_rows, self._most_rows = read_every, max_rows, max_rows
         self.stats = EngineStats()
         self.rows: list[Row] = []
-        self._page_bytes = page_bytes(decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize)
+        self.kv_cache = kv_cache
+        self._cache_dtype = decoder.dtype if kv_cache is None else DTYPES[kv_cache]
+        shape = decoder.kv_heads, decoder.head_dim, self._cache_dtype.itemsize
+        self.token_bytes, self._page_bytes = token_bytes(*shape), page_bytes(*shape)
         self._budget_bytes = budget_bytes
         self._pool = PagePool(budget_bytes // self._page_bytes) if pool is None else pool
         self._pool.users.add(self)
@@ -140,6 +147,7 @@ class GpuEngine:
                 graphs=self.graphs,
                 read_every=self.read_every,
                 pool=self._pool,
+                kv_cache=self.kv_cache,
             )
         return self._others[schedule]
 
@@ -157,9 +165,16 @@ class GpuEngine:
             if run is not None:
                 prompt, most_new = max(prompt, run.prompt), max(most_new, run.most_new)
             self._run = run = None  # freed before the new buffers are allocated
-            stops, graphs = len(self.stop_ids) + OWN_STOPS, self.graphs
             run = allocate(
-                self.decoder, self.schedule, self._pool, rows, prompt, most_new, stop_tokens=stops, graphs=graphs
+                self.decoder,
+                self.schedule,
+                self._pool,
+                rows,
+                prompt,
+                most_new,
+                dtype=self._cache_dtype,
+                stop_tokens=len(self.stop_ids) + OWN_STOPS,
+                graphs=self.graphs,
             )
             self._run = run
         run.free_slots = list(range(run.rows - 1, -1, -1))

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from actors.engine import packed_attention
 from actors.engine.gpu import reference
-from actors.engine.gpu.operations import Lanes, LayerPages, Operations, Rotary
+from actors.engine.gpu.operations import Lanes, Operations, Rotary
 from actors.engine.gpu.pages import PagedCache
 from actors.engine.gpu.products import EightBits, product_of
 from actors.engine.gpu.prompts import Prompts
@@ -96,7 +96,7 @@ class FusedLayer(nn.Module):
 
     def _attended(self, states: Tensor, lanes: Lanes, cache: PagedCache, rank: int, splits: Splits) -> Tensor:
         """Heads [B, Q + 2 H, D] of one token of each lane -> [B, Q, D]; keys and values are written to the pages."""
-        pages = LayerPages(cache.keys, cache.values, cache.table[self.number])
+        pages = cache.layer(self.number)
         rotary = lanes.rotary if self.rope else None
         queries = self.operations.append(states, self.query_heads, rotary, pages, lanes, rank)
         return self.operations.attend(queries, pages, lanes, rank, self.scaling, splits)
@@ -136,7 +136,7 @@ class FusedLayer(nn.Module):
         keys, values = (hidden.new_empty(prompt_tokens, self.kv_heads, self.head_dim) for _ in range(2))
         pages = None
         if cache is not None and prompts.unshared and cache.uses[self.number]:
-            pages = LayerPages(cache.keys, cache.values, cache.table[self.number])
+            pages = cache.layer(self.number)
         for chunk in prompts.chunks:
             tokens = chunk.tokens
             before = 0 if chunk.first else count  # the riders that run this layer share the first chunk's products
@@ -152,7 +152,7 @@ class FusedLayer(nn.Module):
                 attended = torch.cat((self._attended(*step), attended))
             self._after_attention(part, attended, lanes, rank)
         if pages is None:
-            prompts.keep(cache, self.number, keys, values)
+            prompts.keep(cache, self.number, keys, values, self.operations)
 
     def forward(
         self,

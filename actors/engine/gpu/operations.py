@@ -8,6 +8,7 @@ written, and what is returned for them has no meaning.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,7 +21,9 @@ from actors.engine.layer_weights import NormWeights
 if TYPE_CHECKING:
     from actors.engine.gpu.state import DeviceRows
 
+LEAST_ROUNDED = 2.0**-100  # of `round_rows`: the inverse of a smaller scale may not be finite
 Rotary = tuple[Tensor, Tensor] | None  # cosines and sines
+RoundRows = Callable[[Tensor, torch.dtype, int], tuple[Tensor, Tensor]]  # `Operations.round_rows`
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,40 @@ class Lanes:
 @dataclass(frozen=True)
 class LayerPages:
     """One layer's keys and values: the pool [pages, H, T, D] that all layers share, and the layer's page table, int32
-    [slots, W]."""
+    [slots, W].
+
+    Args:
+        keys, values: Of a token: numbers in the model's dtype; or, of int8 or float8_e4m3fn, codes.
+        table: Of the layer.
+        scales: Of the codes of keys and of values, float32 [pages, H, T]; None: there are no codes. A number is its
+            code times the scale of its token and head, by `round_rows`; a head with a number that is not finite is NaN.
+    """
 
     keys: Tensor
     values: Tensor
     table: Tensor
+    scales: tuple[Tensor, Tensor] | None = None
+
+    def write(self, pages: Tensor, positions: Tensor, keys: Tensor, values: Tensor, round_rows: RoundRows) -> None:
+        """Keys and values [N, H, D] of N tokens, each into its page of pages, int64 [N], at its position in its row."""
+        places = positions % self.keys.shape[2]
+        for number, (pool, new) in enumerate(((self.keys, keys), (self.values, values))):
+            if self.scales is None:
+                pool[pages, :, places] = new
+                continue
+            codes, scales = round_rows(new.reshape(-1, new.shape[-1]), pool.dtype, 0)
+            self.scales[number][pages, :, places] = scales.view(new.shape[:-1])
+            pool.view(torch.uint8)[pages, :, places] = codes.view(torch.uint8).view(new.shape)
+
+    def read(self, pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values [..., H, T, D] of pages, int64 [...], in `dtype`."""
+        if self.scales is None:
+            return self.keys[pages], self.values[pages]
+        keys, values = (
+            (pool.view(torch.uint8)[pages].view(pool.dtype).float() * scales[pages][..., None]).to(dtype)
+            for pool, scales in zip((self.keys, self.values), self.scales, strict=True)
+        )
+        return keys, values
 
 
 @dataclass(frozen=True)
@@ -140,7 +172,7 @@ class Operations(Protocol):
     def round_rows(self, hidden: Tensor, dtype: torch.dtype, least_rows: int) -> tuple[Tensor, Tensor]:
         """hidden [B, I] -> codes of int8 or float8_e4m3fn [max(B, least_rows), I], of which rows behind B have no
         meaning, and their scales, float32 [B]: the largest code of a row is `compressed.LIMITS`. The scale of a row
-        with a number that is not finite is NaN."""
+        with a number that is not finite is NaN. Numbers below 2^-100 count as 0."""
         ...
 
     def scale_sums(
@@ -160,7 +192,7 @@ class Operations(Protocol):
         rank: int,
         dense: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Rotate queries and keys and write keys and values to their pages; returns the queries [B, Q, D].
+        """Rotate queries and keys and write keys and values, or their codes, to their pages; returns queries [B, Q, D].
 
         Args:
             states: [B, Q + 2 H, D].

@@ -2,13 +2,15 @@
 
 A row has pages only in layers that it will still run: at position t those with t < n_l, for the tokens that it has
 so far. A page that is freed can be allocated again immediately; pages are never copied. Page 0 belongs to no row:
-lanes without a row write there.
+lanes without a row write there. Pages hold keys and values in the model's dtype, or their codes of 8 bits with a scale
+for each token and head, see `operations.LayerPages`.
 Shapes: L layers, R rows, W pages of the longest row, H key/value heads, T tokens of a page, D head size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -19,9 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.engine.errors import UserError
+from actors.engine.gpu.operations import LayerPages
 from actors.engine.schedule import Schedule
 from actors.engine.working_memory import PAGE_TOKENS
 
+SCALE = torch.float32  # dtype of the codes' scales
 SHRINK_SHARE = 12  # the cache loses one page in so many when GPU memory runs out, 8%
 Numbers = NDArray[np.int64]
 
@@ -56,9 +60,27 @@ def row_pages(schedule: Schedule, prompt_tokens: int, max_new_tokens: int, ahead
     return int(pages_at(uses, np.full(len(positions), prompt_tokens), positions, ahead).sum(axis=0).max())
 
 
+def token_bytes(kv_heads: int, head_dim: int, itemsize: int) -> int:
+    """Bytes of a token's key and value in one layer. itemsize: of a number; 1: of a code, and scales count too."""
+    return 2 * kv_heads * (head_dim * itemsize + (SCALE.itemsize if itemsize == 1 else 0))
+
+
 def page_bytes(kv_heads: int, head_dim: int, itemsize: int) -> int:
-    """Bytes of a page's keys and values."""
-    return 2 * kv_heads * PAGE_TOKENS * head_dim * itemsize
+    """Bytes of a page, as `token_bytes`."""
+    return PAGE_TOKENS * token_bytes(kv_heads, head_dim, itemsize)
+
+
+@dataclass(frozen=True)
+class PageMemory:
+    """`keys` and `values` [count + 1, H, T, D] of all pages; of codes the `scales` [count + 1, H, T] of either."""
+
+    keys: Tensor
+    values: Tensor
+    scales: tuple[Tensor, Tensor] | None
+
+    @property
+    def bytes(self) -> int:
+        return sum(one.nbytes for one in (self.keys, self.values, *(self.scales or ())))
 
 
 class PoolUser(Protocol):
@@ -74,7 +96,7 @@ class PagePool:
 
     def __init__(self, pages: int) -> None:
         self.pages = pages
-        self.memory: tuple[Tensor, Tensor] | None = None  # keys, values
+        self.memory: PageMemory | None = None
         self.users: WeakSet[PoolUser] = WeakSet()
 
     def drop(self) -> None:
@@ -91,25 +113,23 @@ class PagePool:
         self.pages = max(min(least, self.pages), self.pages - -(-self.pages // SHRINK_SHARE))
         self.drop()
 
-    @property
-    def keys(self) -> Tensor | None:
-        """The keys' memory, if it is allocated."""
-        return None if self.memory is None else self.memory[0]
-
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Keys and values of this shape; those of the last call if they have it."""
-        if self.memory is None or self.memory[0].shape != shape:
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> PageMemory:
+        """Keys and values of this shape; those of the last call if they have it. A dtype of 8 bits is that of codes."""
+        if self.memory is None or self.memory.keys.shape != shape:
             self.drop()  # freed before the new memory is allocated
+
             # zeros: a masked slot that was never written must not hold a NaN, which a weight of 0 does not remove
-            keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-            self.memory = keys, values
+            def two(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+                return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+
+            self.memory = PageMemory(*two(shape, dtype), two(shape[:-1], SCALE) if dtype.itemsize == 1 else None)
         return self.memory
 
 
 class PagedCache:
-    """`count` pages, `keys` and `values` [count + 1, H, T, D], and the page table [L, R + 1, W] of each layer and row.
+    """`count` pages, their `memory`, and the page table [L, R + 1, W] of each layer and row.
 
-    Row R has page 0 alone, for lanes without a row.
+    Row R has page 0 alone, for lanes without a row. dtype: of keys and values, or, with 8 bits, of their codes.
 
     Raises:
         UserError: No pages at all.
@@ -135,7 +155,7 @@ class PagedCache:
         self.uses = layer_uses(schedule, max_new_tokens)
         width = -(-(prompt_tokens + max_new_tokens) // PAGE_TOKENS)
         shape = (pages + 1, kv_heads, PAGE_TOKENS, head_dim)
-        self.keys, self.values = (pool or PagePool(pages)).allocate(shape, dtype, device)
+        self.memory = (pool or PagePool(pages)).allocate(shape, dtype, device)
         self.table = torch.zeros(schedule.num_layers, rows + 1, width, dtype=torch.int32, device=device)
         self._table: NDArray[np.int32] = np.zeros(self.table.shape, dtype=np.int32)  # the host's copy
         self._counts: Numbers = np.zeros((schedule.num_layers, rows), dtype=np.int64)
@@ -146,7 +166,7 @@ class PagedCache:
     @property
     def longest(self) -> int:
         """Tokens of the longest possible row."""
-        return self.table.shape[2] * self.keys.shape[2]
+        return self.table.shape[2] * self.memory.keys.shape[2]
 
     @property
     def free(self) -> int:
@@ -156,7 +176,11 @@ class PagedCache:
     @property
     def bytes(self) -> int:
         """Bytes of all pages."""
-        return self.keys.nbytes + self.values.nbytes
+        return self.memory.bytes
+
+    def layer(self, number: int) -> LayerPages:
+        """The pages of a layer."""
+        return LayerPages(self.memory.keys, self.memory.values, self.table[number], self.memory.scales)
 
     def row_total(self, row: int) -> int:
         """Pages of a row, over all layers."""

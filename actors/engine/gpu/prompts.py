@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from actors.engine.gpu.operations import Lanes
+from actors.engine.gpu.operations import Lanes, Operations
 from actors.engine.gpu.pages import PagedCache, upload
 from actors.engine.gpu.splits import Splits
 from actors.engine.working_memory import CHUNK_TOKENS, KEY_TOKENS
@@ -139,7 +139,7 @@ class Prompts:
                 upload(torch.cat(parts), device) for parts in (picked, owners, positions)
             )
 
-    def keep(self, cache: PagedCache | None, layer: int, keys: Tensor, values: Tensor) -> None:
+    def keep(self, cache: PagedCache | None, layer: int, keys: Tensor, values: Tensor, operations: Operations) -> None:
         """Write keys and values [N, H, D] of this pass to the pages of its rows, after those of the prefix.
 
         For prompts that are not `unshared`.
@@ -148,16 +148,15 @@ class Prompts:
             self.keep_in.layers[layer] = keys, values
         if not self._kept or cache is None or not cache.uses[layer]:
             return
-        tokens = cache.keys.shape[2]
+        own = cache.layer(layer)
         if self.prefix is not None:
             shared = self.prefix.layers[layer]
             keys, values = (torch.cat(pair) for pair in zip(shared, (keys, values), strict=True))
         # in parts: many rows may share a prompt
         parts = (index.split(KEY_TOKENS) for index in (self._owners, self._positions, self._picked))
         for owners, positions, picked in zip(*parts, strict=True):
-            pages = cache.table[layer][owners, positions // tokens].long()
-            cache.keys[pages, :, positions % tokens] = keys[picked]
-            cache.values[pages, :, positions % tokens] = values[picked]
+            pages = own.table[owners, positions // own.keys.shape[2]].long()
+            own.write(pages, positions, keys[picked], values[picked], operations.round_rows)
 
     def attend(self, layer: int, chunk: Chunk, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """Causal attention of a chunk's queries [M, Q, D] over prefix and prompts -> [M, Q, D].

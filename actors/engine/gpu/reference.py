@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from actors.engine.compressed import LIMITS
-from actors.engine.gpu.operations import Lanes, LayerPages, Rotary, StepTables
+from actors.engine.gpu.operations import LEAST_ROUNDED, Lanes, LayerPages, Rotary, StepTables
 from actors.engine.gpu.splits import Splits
 from actors.engine.layer_weights import NormWeights
 from actors.engine.sampling import draw, narrow
@@ -138,7 +138,7 @@ def round_rows(hidden: Tensor, dtype: torch.dtype, least_rows: int) -> tuple[Ten
     limit = LIMITS["int8" if dtype == torch.int8 else "fp8"]
     wide = hidden.float()
     highest = wide.abs().amax(dim=1, keepdim=True)
-    scaled = wide * torch.where(highest > 0, limit / highest, 0.0)
+    scaled = wide * torch.where(highest > LEAST_ROUNDED, limit / highest, 0.0)
     if dtype == torch.int8:
         scaled = scaled.round()
     scaled = torch.where(highest.isfinite(), scaled, 0.0).clamp(-limit, limit)
@@ -181,11 +181,9 @@ def append(
         states = torch.cat((rotated_states, states[:, query_heads + kv_heads :]), dim=1)
     keys, values = states[:, query_heads : query_heads + kv_heads], states[:, query_heads + kv_heads :]
     if pages is not None:
-        page_tokens = pages.keys.shape[2]
-        own = pages.table[lanes.slots, lanes.positions // page_tokens].long()
+        own = pages.table[lanes.slots, lanes.positions // pages.keys.shape[2]].long()
         own = torch.where(lanes.depths > rank, own, torch.zeros_like(own))  # page 0 belongs to no row
-        pages.keys[own, :, lanes.positions % page_tokens] = keys
-        pages.values[own, :, lanes.positions % page_tokens] = values
+        pages.write(own, lanes.positions, keys, values, round_rows)
     if dense is not None:
         dense[0].copy_(keys)
         dense[1].copy_(values)
@@ -201,13 +199,12 @@ def attend(
     width = int(positions.max()) // page_tokens + 1
     own = pages.table[lanes.slots, :width].long()
 
-    def gathered(pool: Tensor) -> Tensor:
-        """[B, H, width T, D]"""
-        return pool[own].transpose(1, 2).flatten(2, 3)
-
     visible = torch.arange(width * page_tokens, device=positions.device) <= positions[:, None]
     mask = (visible[:, None, None] & runs) | ~runs  # a softmax over no key is NaN
     groups = queries.shape[1] // kv_heads
-    key, value = (gathered(pool).repeat_interleave(groups, dim=1) for pool in (pages.keys, pages.values))
+    read = pages.read(own, queries.dtype)
+    key, value = (
+        one.transpose(1, 2).flatten(2, 3).repeat_interleave(groups, dim=1) for one in read
+    )  # [B, Q, width T, D]
     query = queries[:, :, None]
     return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)[:, :, 0]

@@ -99,9 +99,9 @@ def test_simulated_batches_are_the_engines(checkpoint: Path, scheduler: str, spe
     prompts = [Prompt(random.integers(5, 50, size=1 + row % 17).tolist(), "x", row) for row in range(33)]
     answers = generator.answer(prompts)
     real = generator.take_stats()
-    decoder = generator.engine.decoder
-    kv = (decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize)
-    shape = EngineShape(kv, decoder.context_length, False, generator.cache_bytes, 5, scheduler, ())
+    engine = generator.engine
+    context = engine.decoder.context_length
+    shape = EngineShape(engine.token_bytes, context, False, generator.cache_bytes, 5, scheduler, ())
     rows = [
         SimulatedRow(prompt.ids, generator.token_limit(prompt), answer.generated_tokens, answer.row)
         for prompt, answer in zip(prompts, answers, strict=True)

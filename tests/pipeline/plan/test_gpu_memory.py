@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import ray
 from compressed_checkpoints import compressed
 
-from actors.engine.loading import memory_needed
+from actors.engine.loading import Checkpoint, memory_needed
 from actors.engine.weights import CACHE_STEP, SPARED
 from pipeline.backends.in_process import InProcess
 from pipeline.checkpoints.resolve import resolve_checkpoint
@@ -122,6 +123,37 @@ def test_8_bits_without_the_paged_engine_are_refused_when_a_job_is_planned(
     resolved = resolve_checkpoint(config.model, config.storage)
     with pytest.raises(ValueError, match=r"^model\.weights: fp8: on a GPU only the paged engine has it, .*"):
         log_memory_estimate(config, resolved, plan(config).batching, InProcess())
+
+
+@pytest.mark.parametrize(
+    ("actors", "model", "line"),
+    [
+        ({}, {}, "model.kv_cache: int8 is for GPUs: set actors.gpus, or leave it out"),
+        ({"gpus": 1}, {"device": "cpu"}, "kv_cache: int8 does not go with device: cpu; leave device out"),
+        ({"gpus": 1}, {"engine": "library"}, "kv_cache: int8 does not go with engine: library; leave engine out"),
+        ({"gpus": 1}, {"engine": "auto", "compile": True}, "does not go with compile: True; leave compile out"),
+        ({"gpus": 1}, {"dtype": "float16"}, "kv_cache: int8 does not go with dtype: float16; leave dtype out"),
+    ],
+)
+def test_a_cache_of_8_bits_is_refused_where_it_is_known_not_to_be(
+    checkpoint: Path, tmp_path: Path, actors: dict[str, Any], model: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(line)):
+        job(checkpoint, tmp_path, actors, kv_cache="int8", **model)
+
+
+def test_a_cache_of_8_bits_is_refused_when_a_model_without_pages_is_planned(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[ActorsConfig]
+) -> None:
+    config = job(checkpoint, tmp_path, {"gpus": 1}, engine="auto", kv_cache="int8")
+    resolved = resolve_checkpoint(config.model, config.storage)
+    log_memory_estimate(config, resolved, plan(config).batching, InProcess())
+    monkeypatch.setattr(Checkpoint, "has_pages", False)
+    with pytest.raises(
+        ValueError, match=r"^model\.kv_cache: int8: on a GPU only the paged engine has it, .*"
+    ) as caught:
+        log_memory_estimate(config, resolved, plan(config).batching, InProcess())
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

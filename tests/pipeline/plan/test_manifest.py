@@ -271,6 +271,7 @@ def test_where_and_how_fast_is_not_what(inputs: Path, checkpoint: Path, sections
         ({"model": {"dtype": "float32"}}, ["model.dtype"]),
         ({"model": {"compile": True}}, ["model.compile"]),
         ({"model": {"weights": "int8"}}, ["model.weights"]),
+        ({"model": {"kv_cache": "int8"}, "actors": {"gpus": 1, "cache_bytes": 10**8}}, ["model.kv_cache"]),
         ({"schedule": {"speedup": 1}}, ["schedule.depths", "schedule.speedup"]),
         ({"shard_rows": 2}, ["shard_rows"]),
         ({"shard_bytes": 1000}, ["shard_bytes"]),

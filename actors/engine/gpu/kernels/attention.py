@@ -1,4 +1,4 @@
-"""Writes each lane's keys and values to its pages, and computes its attention over them.
+"""Writes each lane's keys and values, or their codes of 8 bits, to its pages, and computes its attention over them.
 
 Attention over pages in splits after Dao et al., "Flash-Decoding for long-context inference", 2023.
 """
@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from actors.engine.compressed import LIMITS
 from actors.engine.gpu.kernels.compiled import check, check_lanes, check_pages, compiled_once
+from actors.engine.gpu.kernels.rounding import rounded
 from actors.engine.gpu.operations import Lanes, LayerPages, Rotary
 from actors.engine.gpu.splits import Splits
 
@@ -35,16 +37,21 @@ def _append(
     values,
     dense_keys,
     dense_values,
+    key_scales,
+    value_scales,
     table,
     slots,
     positions,
     depths,
     rank,
     table_stride,
+    limit,
     Q: tl.constexpr,
     H: tl.constexpr,
     D: tl.constexpr,
     TOKENS: tl.constexpr,
+    CODES: tl.constexpr,
+    WHOLE: tl.constexpr,
     ROTARY: tl.constexpr,
     WIDTH: tl.constexpr,
     PAGED: tl.constexpr,
@@ -77,11 +84,21 @@ def _append(
             if tl.load(depths + lane) > rank:
                 position = tl.load(positions + lane)
                 page = tl.load(table + tl.load(slots + lane) * table_stride + position // TOKENS).to(tl.int64)
-                target = ((page * H + number) * TOKENS + position % TOKENS) * D + column
-                if head < Q + H:
-                    tl.store(keys + target, one, mask=inside)
+                token = (page * H + number) * TOKENS + position % TOKENS
+                target = token * D + column
+                if CODES:
+                    codes, scale = rounded(one.to(tl.float32), limit, WHOLE)
+                    if head < Q + H:
+                        tl.store(keys + target, codes.to(keys.dtype.element_ty), mask=inside)
+                        tl.store(key_scales + token, scale)
+                    else:
+                        tl.store(values + target, codes.to(values.dtype.element_ty), mask=inside)
+                        tl.store(value_scales + token, scale)
                 else:
-                    tl.store(values + target, one, mask=inside)
+                    if head < Q + H:
+                        tl.store(keys + target, one, mask=inside)
+                    else:
+                        tl.store(values + target, one, mask=inside)
 
 
 def append(
@@ -108,10 +125,12 @@ def append(
         assert turn.shape[1] <= size and turn.shape[1] % 2 == 0
     queries = states.new_empty(count, query_heads, size)
     cosines, sines = rotary or (states, states)
-    keys, values, table, tokens, stride = states, states, lanes.depths, 1, 0
+    keys, values, scales, table, tokens, stride = states, states, None, lanes.depths, 1, 0
     if pages is not None:
-        keys, values, table, tokens = pages.keys, pages.values, pages.table, pages.keys.shape[2]
+        keys, values, scales, table, tokens = pages.keys, pages.values, pages.scales, pages.table, pages.keys.shape[2]
         stride = table.stride(0)
+    key_scales, value_scales = scales or (states, states)
+    whole = keys.dtype == torch.int8
     dense_keys, dense_values = dense or (states, states)
     _append[(count, heads)](
         states,
@@ -122,18 +141,23 @@ def append(
         values,
         dense_keys,
         dense_values,
+        key_scales,
+        value_scales,
         table,
         lanes.slots,
         lanes.positions,
         lanes.depths,
         rank,
         stride,
+        LIMITS["int8" if whole else "fp8"],
         Q=query_heads,
         H=kv_heads,
         D=size,
         TOKENS=tokens,
         PAGED=pages is not None,
         DENSE=dense is not None,
+        CODES=scales is not None,
+        WHOLE=whole,
         ROTARY=0 if rotary is None else cosines.shape[1],
         WIDTH=triton.next_power_of_2(size),
         num_warps=1,
@@ -152,6 +176,8 @@ def _attend(
     queries,
     keys,
     values,
+    key_scales,
+    value_scales,
     table,
     slots,
     positions,
@@ -169,6 +195,7 @@ def _attend(
     TOKENS: tl.constexpr,
     SPLITS: tl.constexpr,
     LEAST: tl.constexpr,
+    CODES: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -200,19 +227,24 @@ def _attend(
         known = start + token < end
         page = tl.load(pages + start // TOKENS + number, mask=start + number * TOKENS < end, other=0).to(tl.int64)
         slot = ((page * H + head) * TOKENS)[:, None] + place[None, :]
-        source = tl.reshape(slot, (BLOCK,))[:, None] * D + column[None, :]
+        slot = tl.reshape(slot, (BLOCK,))
+        source = slot[:, None] * D + column[None, :]
         seen = known[:, None] & inside[None, :]
-        key = tl.load(keys + source, mask=seen, other=0.0)
-        value = tl.load(values + source, mask=seen, other=0.0)
+        key = tl.load(keys + source, mask=seen, other=0.0).to(query.dtype)  # codes are exact in 16 bits
+        value = tl.load(values + source, mask=seen, other=0.0).to(query.dtype)
         if ROWS == 1:
             score = tl.sum(query.to(tl.float32) * key.to(tl.float32), axis=1)[None, :]
         else:
             score = tl.dot(query, tl.trans(key), input_precision="ieee")
+        if CODES:  # a token's scale belongs to its whole column of scores, and to its weight
+            score = score * tl.load(key_scales + slot, mask=known, other=0.0)[None, :]
         score = tl.where(known[None, :], score * scaling, float("-inf"))
         higher = tl.maximum(top, tl.max(score, axis=1))
         shrink = tl.exp(top - higher)
         weight = tl.exp(score - higher[:, None])
         total = total * shrink + tl.sum(weight, axis=1)
+        if CODES:
+            weight = weight * tl.load(value_scales + slot, mask=known, other=0.0)[None, :]
         if ROWS == 1:
             part = tl.sum(tl.trans(weight) * value.to(tl.float32), axis=0)[None, :]
         else:
@@ -289,6 +321,7 @@ def attend(
         parts = queries.new_empty(*heads, size, dtype=torch.float32)
         heaviest, weights = (queries.new_empty(heads, dtype=torch.float32) for _ in range(2))
     least = triton.cdiv(splits.least, BLOCK) * BLOCK
+    key_scales, value_scales = pages.scales or (queries, queries)
     shape: dict[str, Any] = {
         "Q": query_heads,
         "D": size,
@@ -301,6 +334,8 @@ def attend(
         queries,
         pages.keys,
         pages.values,
+        key_scales,
+        value_scales,
         pages.table,
         lanes.slots,
         lanes.positions,
@@ -314,6 +349,7 @@ def attend(
         weights,
         H=kv_heads,
         TOKENS=tokens,
+        CODES=pages.scales is not None,
         ROWS=rows,
         STAGES=STAGES,
         num_warps=WARPS,

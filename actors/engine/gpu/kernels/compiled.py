@@ -26,8 +26,13 @@ def check_lanes(lanes: Lanes, count: int) -> None:
 
 
 def check_pages(pages: LayerPages, dtype: torch.dtype, head_dim: int) -> None:
-    """Assert the layout of a layer's pages; rows of the table may lie apart."""
+    """Assert the layout of a layer's pages; rows of the table may lie apart. dtype: of numbers that are no codes."""
     count, kv_heads, tokens, _ = pages.keys.shape
+    if pages.scales is not None:
+        dtype = pages.keys.dtype
+        assert dtype.itemsize == 1
+        for scales in pages.scales:
+            check(scales, torch.float32, count, kv_heads, tokens)
     check(pages.keys, dtype, count, kv_heads, tokens, head_dim)
     check(pages.values, dtype, count, kv_heads, tokens, head_dim)
     assert pages.table.dtype == torch.int32 and pages.table.stride(1) == 1

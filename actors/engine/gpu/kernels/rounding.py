@@ -11,8 +11,25 @@ from torch import Tensor
 
 from actors.engine.compressed import LIMITS
 from actors.engine.gpu.kernels.compiled import check, compiled_once
+from actors.engine.gpu.operations import LEAST_ROUNDED
 
+LEAST = tl.constexpr(LEAST_ROUNDED)
 HALVES = tl.constexpr(12582912.0)  # 1.5 * 2^23: a sum with it has no place for fractions, and rounds half to even
+
+
+@triton.jit
+def rounded(row, limit, WHOLE: tl.constexpr):
+    """Codes, as float32, and scale of numbers in float32: see `Operations.round_rows`."""
+    size = tl.abs(row)
+    finite = tl.min((size <= 3.4028234663852886e38).to(tl.int32)) > 0
+    highest = tl.max(size)
+    scaled = row * tl.where(highest > LEAST, limit / highest, 0.0)
+    if WHOLE:
+        scaled = (scaled + HALVES) - HALVES
+    scaled = tl.where(finite, scaled, 0.0)
+    # limit / highest may have been rounded up
+    scaled = tl.minimum(tl.maximum(scaled, -limit), limit)
+    return scaled, tl.where(finite, highest / limit, float("nan"))
 
 
 @compiled_once
@@ -21,18 +38,9 @@ def _round_rows(x, codes, scales, limit, width, WHOLE: tl.constexpr, WIDTH: tl.c
     column = tl.arange(0, WIDTH)
     inside = column < width
     row = tl.load(x + lane * width + column, mask=inside, other=0.0).to(tl.float32)
-    size = tl.abs(row)
-    finite = tl.min((size <= 3.4028234663852886e38).to(tl.int32)) > 0
-    highest = tl.max(size)
-    inverse = tl.where(highest > 0, limit / highest, 0.0)
-    scaled = row * inverse
-    if WHOLE:
-        scaled = (scaled + HALVES) - HALVES
-    scaled = tl.where(finite, scaled, 0.0)
-    # limit / highest may have been rounded up
-    scaled = tl.minimum(tl.maximum(scaled, -limit), limit)
+    scaled, scale = rounded(row, limit, WHOLE)
     tl.store(codes + lane * width + column, scaled.to(codes.dtype.element_ty), mask=inside)
-    tl.store(scales + lane, tl.where(finite, highest / limit, float("nan")))
+    tl.store(scales + lane, scale)
 
 
 def round_rows(hidden: Tensor, dtype: torch.dtype, least_rows: int) -> tuple[Tensor, Tensor]:
