@@ -1,11 +1,19 @@
-"""What decode and prefill must move and make on a GPU, and the least time for it. See gpu.py."""
+"""What decode and prefill must move and make on a GPU, and the least time for it. See gpu_speed.py.
+
+    .venv/bin/python tests/benchmarks/gpu_account.py [--shape llama-3-8b] [--rows 1,32,128,512] [--speed 1]
+
+counts, without a GPU, the gigabytes of a step with weights and cache of 16 and of 8 bits.
+"""
 
 from __future__ import annotations
 
+import argparse
+import itertools
 from collections.abc import Sequence
 
 import roofline
-from gpu_parts import NEW, PROMPT
+import torch
+from gpu_parts import NEW, PROMPT, build, rows_of, schedule_of
 
 from actors.engine.compressed import Kind
 from actors.engine.decoder import Decoder
@@ -69,3 +77,33 @@ def exact_row_bytes(engine: GpuEngine) -> int:
     schedule = engine.schedule
     uses = [schedule.uses(layer, NEW - 1) for layer in range(schedule.num_layers)]
     return engine.token_bytes * max(sum(PROMPT + at + 1 for last in uses if at < last) for at in range(NEW - 1))
+
+
+def layer_numbers(decoder: Decoder) -> list[int]:
+    """Numbers of the products of each layer of a model with the library's layers."""
+    return [sum(one.numel() for one in block.parameters() if one.dim() == 2) for block in decoder.blocks]
+
+
+def main() -> None:
+    """Count and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama-3-8b")
+    parser.add_argument("--rows", default=[1, 32, 128, 512], type=lambda text: [int(x) for x in text.split(",")])
+    parser.add_argument("--speed", default=1.0, type=float)
+    given = parser.parse_args()
+    decoder = Decoder(build(given.shape, torch.device("meta")))
+    numbers = layer_numbers(decoder), decoder.head.weight.numel()
+    for count in given.rows:
+        rows = rows_of("equal", count, decoder.vocab_size)
+        schedule = schedule_of(decoder, given.speed, rows)
+        found = {}
+        for weights, cache in itertools.product((16, 8), (16, 8)):
+            bits = {"eight_bits": weights == 8, "kv_cache": "int8" if cache == 8 else None}
+            account = Account(decoder, *numbers, roofline.Ceilings(1.0, 1.0), **bits)
+            found[weights, cache] = account.decode(schedule, rows)[0] / (NEW - 1) / 1e9
+        shown = (f"{bits} bits: {size:.1f} GB ({found[16, 16] / size:.2f})" for bits, size in found.items())
+        print(f"{count:4} rows, weights and cache of", ", ".join(shown))
+
+
+if __name__ == "__main__":
+    main()

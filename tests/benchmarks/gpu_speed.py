@@ -22,7 +22,7 @@ import gpu_choices
 import roofline
 import torch
 import transformers
-from gpu_account import Account, exact_row_bytes
+from gpu_account import Account, exact_row_bytes, layer_numbers
 from gpu_demo import demo
 from gpu_parts import NEW, PROMPT, Clock, attempt, build, give_back, rows_of, run, schedule_of, synchronize
 from gpu_peers import PEER_NEW, ours, peers
@@ -90,7 +90,7 @@ def made_ready(
     if device.type == "cuda":
         from actors.engine.gpu import kernels as operations
     decoder = Decoder(build(shape, device))
-    layers = [sum(one.numel() for one in block.parameters() if one.dim() == 2) for block in decoder.blocks]
+    layers = layer_numbers(decoder)
     bits: dict[str, Any] = {"eight_bits": weights is not None, "kv_cache": kv_cache}
     account = Account(decoder, layers, decoder.head.weight.numel(), ceilings, **bits)
     assert decoder.prepare_for_gpu(operations, None if weights is None else EightBits(weights))

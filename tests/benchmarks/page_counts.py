@@ -1,7 +1,8 @@
 """How many rows a cache in pages holds at once, against slots of full length: the GPU engine itself, over a model that
 has a real one's layers and pages but no work to do, on a CPU.
 
-    .venv/bin/python tests/benchmarks/page_counts.py [--gib 100] [--rows 2000] [--speeds 1,3]
+    .venv/bin/python tests/benchmarks/page_counts.py [--gib 100] [--rows 2000] [--speeds 1,3] [--caches 16,8]
+        [--pages-alone]
 
 The shape is Llama-3-8B's: 32 layers, pages of 64 KiB, or of 33 KiB with a cache of 8 bits. Prompts of 512 tokens,
 answers lognormal (median 300, sigma 0.7, at most 1,536), refill. Time means nothing here; steps do. The last line is
@@ -30,7 +31,7 @@ from actors.engine.scheduler import generate
 from actors.engine.types import Completion, Request, SamplingParams
 
 LAYERS, PROMPT, MOST_NEW = 32, 512, 1536
-REAL_PAGES = {"bfloat16": page_bytes(8, 128, 2), "8 bits": page_bytes(8, 128, 1)}
+REAL_PAGES = {bits: page_bytes(8, 128, bits // 8) for bits in (16, 8)}
 
 
 class Nothing:
@@ -92,7 +93,9 @@ class Watched(GpuEngine):
         return tickets
 
 
-def measure(decoder: Decoder, speed: float, pages: int, lengths: list[int], horizon: int) -> dict[str, float]:
+def measure(
+    decoder: Decoder, speed: float, pages: int, lengths: list[int], horizon: int, *, pages_alone: bool
+) -> dict[str, float]:
     """Rows in flight while some were waiting, and the steps that all rows took, in pages and in two kinds of slots."""
     schedule = ScheduleSpec(speedup=speed, horizon=horizon).build(LAYERS)
     used = [PROMPT + schedule.uses(layer, MOST_NEW) for layer in range(LAYERS) if schedule.uses(layer, MOST_NEW)]
@@ -102,7 +105,7 @@ def measure(decoder: Decoder, speed: float, pages: int, lengths: list[int], hori
         ("pages", len(lengths)),
         ("slots of full length", tokens // (LAYERS * (PROMPT + MOST_NEW))),
         ("slots in the schedule's shape", tokens // sum(used)),
-    ):
+    )[: 1 if pages_alone else None]:
         budget = pages * page_bytes(decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize)
         params = SamplingParams(max_new_tokens=MOST_NEW, ignore_eos=True)
         rows = [Request([3] * PROMPT, params, number) for number in range(len(lengths))]
@@ -124,6 +127,8 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=100, help="of cache")
     parser.add_argument("--rows", type=int, default=2000)
     parser.add_argument("--speeds", default=[1.0, 3.0], type=lambda text: [float(x) for x in text.split(",")])
+    parser.add_argument("--caches", default=[16, 8], type=lambda text: [int(x) for x in text.split(",")], help="bits")
+    parser.add_argument("--pages-alone", action="store_true", help="no slots")
     given = parser.parse_args()
     chance = random.Random(7)
     lengths = [min(MOST_NEW, max(1, round(300 * chance.lognormvariate(0, 0.7)))) for _ in range(given.rows)]
@@ -141,9 +146,9 @@ def main() -> None:
     decoder = Decoder(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False))
     assert decoder.prepare_for_gpu(Nothing)
     found = {}
-    for speed, (kind, size) in itertools.product(given.speeds, REAL_PAGES.items()):
-        name = f"{speed:g}x, {kind}"
-        found[name] = one = measure(decoder, speed, int(given.gib * 2**30) // size, lengths, 300)
+    for speed, bits in itertools.product(given.speeds, given.caches):
+        name, pages = f"{speed:g}x, {bits} bits", int(given.gib * 2**30) // REAL_PAGES[bits]
+        found[name] = one = measure(decoder, speed, pages, lengths, 300, pages_alone=given.pages_alone)
         print(f"{name}, {given.gib:g} GiB, {given.rows} rows")
         for name, value in one.items():
             print(f"  {name:45} {value:8,.0f}")
