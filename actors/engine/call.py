@@ -25,8 +25,7 @@ class Call:
         runs: That have not begun, the next one last.
         on_batch: See `CallScheduler.submit`, also for on_drain.
         completions: So far, by index of the request.
-        stats: What the engine has counted for it, once all have ended: exact but for a GPU's decode steps, of which
-            those of a few steps may be counted for the next call.
+        stats: What the engine has counted for it, once all have ended.
         error: That ended it early.
     """
 

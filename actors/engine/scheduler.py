@@ -293,7 +293,7 @@ class CallScheduler:
         """Tokens and steps of a call's rows so far."""
         tokens = [(row, len(done.token_ids)) for row, done in call.completions.items()]
         stats = EngineStats(generated_tokens=sum(count for _, count in tokens))
-        if self._flight is not None:
+        if self._flight is not None and not self.engine.grows:  # else a row is counted once it has ended
             tokens += self._flight.tokens_of(call)
         for row, count in tokens:
             steps, schedule = max(count - 1, 0), call.requests[row].schedule or self.engine.schedule
