@@ -42,6 +42,8 @@ def working_bytes(config: Any, itemsize: int, max_rows: int, weights: Kind | Non
     logits = max_rows * shape.vocab
     numbers = chunk + prompt + prefix + 2 * logits  # logits of a pass, and of the step's graphs, which keep theirs
     drawn = 2 * DRAWN_BYTES * min(DRAWN_NUMBERS, logits)
+    # float32 with penalties, of a pass and of graphs; int16 counts of tokens; a bit each of masks
+    changed = 2 * 4 * logits + 2 * logits + logits // 8
     tables = max_rows * longest * (4 * shape.layers // PAGE_TOKENS + 8)  # int32 a page and layer; int64 a token
     split = 4 * max_rows * query_heads * LONG_SPLITS  # float32 of attention in few programs a row
     rounded = 0  # codes of a product's inputs, and int32 sums
@@ -49,4 +51,4 @@ def working_bytes(config: Any, itemsize: int, max_rows: int, weights: Kind | Non
         rounded = (CHUNK_TOKENS + max_rows) * shape.feed_forward
     if weights == "int8":
         rounded += 4 * max((CHUNK_TOKENS + max_rows) * 2 * shape.feed_forward, logits)
-    return itemsize * numbers + drawn + tables + split + rounded + GRAPH_BYTES
+    return itemsize * numbers + drawn + changed + tables + split + rounded + GRAPH_BYTES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from tiny_models import MODELS, WINDOWLESS
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from actors.engine.compressed import LIMITS, Kind
+from actors.engine.constraint import Bits
 from actors.engine.decoder import Decoder
 from actors.engine.exact import Drafter
-from actors.engine.gpu import engine as engines
 from actors.engine.gpu import kernels
 from actors.engine.gpu.engine import GpuEngine
 from actors.engine.gpu.exact import GpuExactEngine
@@ -24,6 +25,7 @@ from actors.engine.gpu.products import EightBits
 from actors.engine.row import rows_per_layer
 from actors.engine.schedule import ScheduleSpec
 from actors.engine.scheduler import generate
+from actors.engine.stopping import StopStrings
 from actors.engine.types import Request, SamplingParams
 from actors.engine.weights import ALLOWANCE
 from actors.engine.working_memory import working_bytes
@@ -44,7 +46,30 @@ PARAMS: dict[str, dict[str, Any]] = {
     "sampled": {"temperature": 0.8},
     "narrowed": {"temperature": 0.8, "top_p": 0.9, "top_k": 50},
     "barred": {"min_new_tokens": 3, "ignore_eos": False},
+    "penalized": {"repetition_penalty": 1.1, "frequency_penalty": 0.5},
+    "logprobs": {"temperature": 0.8, "logprobs": 5},
 }
+
+
+class Anything:
+    """A constraint that allows all tokens and never ends."""
+
+    name, most_tokens = "anything", None
+    scored, label, error = True, None, None
+
+    def begin(self) -> Anything:
+        return self
+
+    def prepare(self) -> None: ...
+
+    def write(self, bits: Bits) -> None:
+        bits[:] = -1
+
+    def advance(self, token: int) -> bool:
+        return False
+
+    def is_complete(self) -> bool:
+        return False
 
 
 @pytest.fixture(scope="module")
@@ -191,24 +216,47 @@ def test_kernels_compile_for_other_types(gpu: Gpu, dtype: torch.dtype) -> None:
         assert set(gpu.kernels) > before
 
 
-def test_rows_that_the_host_draws_need_nothing_of_two_devices(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is drawn cannot be known here: the host's own part is left out."""
-    engine = engine_of("llama")
+@pytest.mark.parametrize("name", ["llama-3-8b", "opt-post-norm"])
+def test_steps_with_masks_are_two_graphs_and_wait_for_nothing_else(gpu: Gpu, name: str) -> None:
+    """The layers' graph, then the masks of the rows that have them, then the end of the step for all rows."""
+    engine = engine_of(name)
+    rows = rows_of(4)
+    rows += [Request(row.prompt_ids, row.sampling, row.key, constraint=Anything()) for row in rows_of(4)]
+    for run in range(3):  # kernels are compiled, graphs captured, graphs replayed
+        engine.open(8, 20, 30)
+        engine.admit(rows)
+        gpu.waits.clear()
+        before = gpu.captures, gpu.replays, gpu.own_launches
+        for _ in range(STEPS):
+            engine.step()
+        assert not gpu.waits
+        engine.close()
+        done = gpu.captures - before[0], gpu.replays - before[1], gpu.own_launches - before[2]
+        assert run < 2 or done == (0, 2 * STEPS, 0)
 
-    def draw(rows: list[Any], logits: torch.Tensor, *, logprobs: bool) -> None:
-        assert len(rows) == len(logits)
-        for row in rows:
-            row.tokens.append(5)
-            row.position = len(row.tokens) - 1
 
-    monkeypatch.setattr(engines, "sample_rows", draw)
-    engine.open(8, 20, 30)
-    engine.admit(rows_of(4))
-    engine.step()
-    engine.admit(rows_of(4, repetition_penalty=1.1))  # from here on the host draws for all
-    for _ in range(6):
+@pytest.mark.parametrize(
+    ("params", "ending", "launches"),
+    [
+        ({}, StopStrings(["b"], lambda tokens: "a"), 0),
+        ({"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5}, None, 1),
+        ({"min_new_tokens": 3}, None, 1),
+        ({"logprobs": 5}, None, 14),
+    ],
+)
+def test_launches_of_features(gpu: Gpu, params: dict[str, Any], ending: StopStrings | None, launches: int) -> None:
+    """Beside those of a greedy step of the same rows."""
+    counts = []
+    for one, end in (({}, None), (params, ending)):
+        engine = engine_of("llama-3-8b", graphs=False, cumulative_logprob=False)
+        engine.open(8, 20, 30)
+        engine.admit([replace(row, ending=end) for row in rows_of(8, **one)])
         engine.step()
-    engine.close()
+        before = gpu.launches
+        engine.step()  # which gives no pages and starts no poll
+        counts.append(gpu.launches - before)
+        engine.close()
+    assert counts[1] - counts[0] == launches
 
 
 @pytest.mark.parametrize("scheduler", ["lock_step", "refill"])
@@ -264,7 +312,18 @@ def test_pages_run_out(gpu: Gpu) -> None:
 
 
 LENGTHS = {"short": [20] * 512, "many": [400] * 20, "one": [2000], "shared": [330] * 60, "riding": [20] * 512}
-DRAWN = {"greedy": {}, "all": {"temperature": 0.8, "top_p": 0.9, "min_new_tokens": 3, "ignore_eos": False}}
+DRAWN = {
+    "greedy": {},
+    "all": {
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "min_new_tokens": 3,
+        "ignore_eos": False,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.5,
+        "logprobs": 20,
+    },
+}
 
 
 @pytest.mark.parametrize(
@@ -348,6 +407,8 @@ def test_what_was_compiled_spills_nothing_and_fits_a_multiprocessor(gpu: Gpu) ->
         "_attend",
         "_combine",
         "_sample",
+        "_adjust",
+        "_masked_logprobs",
         "_round_rows",
         "_scale_sums",
     } <= {one.metadata.name for one in gpu.kernels.values()}

@@ -93,17 +93,13 @@ def test_greedy_rows_equal_the_oracle(family: str, spec: int, scheduler: str) ->
     st.integers(1, 9),
     st.integers(1, 6),
     st.sampled_from(["lock_step", "refill"]),
-    st.booleans(),
 )
 def test_what_a_row_draws_hangs_on_no_other(
-    schedule: Schedule, seed: int, max_rows: int, read_every: int, scheduler: str, hosted: bool
+    schedule: Schedule, seed: int, max_rows: int, read_every: int, scheduler: str
 ) -> None:
-    """Greedy and sampled rows, however many are in flight and however seldom the host looks; with features that the
-    host must draw for, and without."""
+    """Greedy and sampled rows, with and without penalties, however many are in flight and however seldom the host
+    polls."""
     rows = requests(9, seed, sampled=True)
-    if not hosted:
-        plain = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-        rows = [Request(row.prompt_ids, row.sampling.merged(plain), row.key) for row in rows]
     library = Decoder(tiny_model("llama"))
     engine = engine_of(fused("llama"), schedule, max_rows=max_rows, read_every=read_every)
     got = answers(engine, rows, scheduler)
@@ -114,15 +110,14 @@ def test_what_a_row_draws_hangs_on_no_other(
     assert stats.layer_steps == sum(schedule.layer_steps(len(one) - 1) for one in got)
 
 
-def test_rows_that_outgrow_the_pages_are_preempted_and_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages for the longest row and little more, and rows admitted as if none in flight would grow."""
-    preempted = 0
+def preemptions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tickets of preempted rows, from now on; rows are admitted as if none in flight would grow."""
+    preempted: list[int] = []
     take = GpuEngine.take_preempted
 
-    def counted(engine: GpuEngine) -> list[int]:
-        nonlocal preempted
+    def noted(engine: GpuEngine) -> list[int]:
         found = take(engine)
-        preempted += len(found)
+        preempted.extend(found)
         return found
 
     def trusting(engine: GpuEngine, waiting: Sequence[Request]) -> int:
@@ -130,17 +125,27 @@ def test_rows_that_outgrow_the_pages_are_preempted_and_not_lost(monkeypatch: pyt
         needed = [row_pages(SCHEDULE, len(one.prompt_ids), 6, 4) for one in waiting]
         return sum(total <= engine._run.cache.free for total in itertools.accumulate(needed))
 
-    monkeypatch.setattr(GpuEngine, "take_preempted", counted)
+    monkeypatch.setattr(GpuEngine, "take_preempted", noted)
     monkeypatch.setattr(GpuEngine, "admission_estimate", trusting)
+    return preempted
+
+
+def largest(rows: Sequence[Request]) -> int:
+    """Pages of the largest row."""
+    return max(row_pages(SCHEDULE, len(row.prompt_ids), row.sampling.max_new_tokens + 8, 4) for row in rows)
+
+
+def test_rows_that_outgrow_the_pages_are_preempted_and_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages for the longest row and little more."""
+    preempted = preemptions(monkeypatch)
     library, decoder = Decoder(tiny_model("llama")), fused("llama")
     for seed in range(4):
         rows = requests(25, seed, most_new=40, longest=20)
         rows = [Request(row.prompt_ids, row.sampling.merged({"ignore_eos": seed % 2 == 0}), row.key) for row in rows]
-        needed = [row_pages(SCHEDULE, len(row.prompt_ids), row.sampling.max_new_tokens + 8, 4) for row in rows]
-        engine = engine_of(decoder, SCHEDULE, pages=max(needed) + 3 * seed, max_rows=8)
+        engine = engine_of(decoder, SCHEDULE, pages=largest(rows) + 3 * seed, max_rows=8)
         got = answers(engine, rows)
         assert [list(tokens) for tokens in got] == oracle_answers(library, SCHEDULE, rows, STOP, got)
-    assert preempted > 0
+    assert preempted
 
 
 def test_more_rows_are_in_flight_than_would_fit_at_full_length() -> None:
@@ -197,19 +202,22 @@ def test_long_prompts_in_chunks_change_no_token(tokens: int, family: str, monkey
         assert [list(tokens) for tokens in got] == oracle_answers(library, SCHEDULE, rows, STOP, got)
 
 
-@pytest.mark.parametrize("hosted", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("prompt", ["full", "first"])
-def test_rows_in_flight_step_with_each_pass_or_between_passes(
-    prompt: str, hosted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They ride along, or the host samples and a step lies between. All newcomers come at once if none is in flight."""
+def test_rows_in_flight_step_with_each_pass(prompt: str, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They ride along, also where the host writes masks. All newcomers come at once if none is in flight."""
     for module in (prompts, prefill):
         monkeypatch.setattr(module, "CHUNK_TOKENS", 20)
-    penalty = 1.1 if hosted else 1.0
+    stops = tuple(range(40, 80)) if masked else ()  # more than the GPU checks
     rows = [
         Request(
             row.prompt_ids,
-            SamplingParams(max_new_tokens=3 + 5 * (place % 4), ignore_eos=True, repetition_penalty=penalty),
+            SamplingParams(
+                max_new_tokens=3 + 5 * (place % 4),
+                min_new_tokens=3 + 5 * (place % 4),
+                ignore_eos=True,
+                stop_token_ids=stops,
+            ),
         )
         for place, row in enumerate(requests(40, 3))
     ]
@@ -223,7 +231,7 @@ def test_rows_in_flight_step_with_each_pass_or_between_passes(
         events.append((busy, sum(len(one.prompt_ids) for one in wanted)))
         ready = busy > 0 and all(row.position > 0 for row in engine.rows)
         tickets = admit(wanted, prefix)
-        assert engine.stepped == (ready and not hosted)
+        assert engine.stepped == ready
         return tickets
 
     def stepped(*, last: bool = False) -> Any:
@@ -240,8 +248,7 @@ def test_rows_in_flight_step_with_each_pass_or_between_passes(
     assert events[0][0] == 0 and events[0][1] > 20 + longest
     late = [place for place, (busy, _) in enumerate(events) if busy]
     assert len(late) > 4 and all(events[place][1] <= max(20, longest) for place in late)
-    between = [events[place - 1] == (0, 0) for place in late]
-    assert all(between) == hosted
+    assert not all(events[place - 1] == (0, 0) for place in late)
 
 
 @pytest.mark.parametrize("many", [1, 100, 10**9])
@@ -267,8 +274,7 @@ def test_several_answers_to_a_prompt_share_its_pass() -> None:
     assert engine.take_stats().prompt_tokens == 4
 
 
-def test_rows_that_the_host_must_draw_come_beside_others() -> None:
-    """The device's rows in flight are handed over, with what they have drawn so far."""
+def test_rows_with_masks_come_beside_others() -> None:
     trie = ChoiceTrie([[7, 8], [7, 9, 3], [20]], 2)
     bound = Request([9, 8, 7], SamplingParams(max_new_tokens=5), 1, constraint=trie)
     rows = [*requests(6, seed=4), bound, *requests(5, 8)]
@@ -287,9 +293,11 @@ def test_rows_that_the_host_must_draw_come_beside_others() -> None:
         assert (one.logprobs is None) == (other.logprobs is None)
 
 
-def test_a_row_with_many_stop_tokens_is_drawn_by_the_host() -> None:
+@pytest.mark.parametrize("least", [0, 3])
+def test_more_stop_tokens_than_the_gpu_checks(least: int) -> None:
     stops = tuple(range(40, 80))
-    rows = [Request(row.prompt_ids, row.sampling.merged({"stop_token_ids": stops})) for row in requests(6, seed=2)]
+    changes = {"stop_token_ids": stops, "max_new_tokens": 12, "min_new_tokens": least}
+    rows = [Request(row.prompt_ids, row.sampling.merged(changes)) for row in requests(6, seed=2)]
     library = Decoder(tiny_model("llama"))
     got = answers(engine_of(fused("llama"), SCHEDULE), rows)
     assert [list(tokens) for tokens in got] == oracle_answers(library, SCHEDULE, rows, STOP | set(stops), got)

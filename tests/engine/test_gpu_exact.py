@@ -22,7 +22,6 @@ from actors.engine.types import Request, SamplingParams
 
 FULL = ScheduleSpec().build(LAYERS)
 HALF = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)
-UNPENALIZED = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
 def exact(
@@ -41,15 +40,10 @@ def exact(
     )
 
 
-def on_device(rows: Sequence[Request]) -> list[Request]:
-    """Rows that the GPU alone can sample."""
-    return [Request(row.prompt_ids, row.sampling.merged(UNPENALIZED), row.key) for row in rows]
-
-
 @pytest.mark.parametrize("scheduler", ["lock_step", "refill"])
 @pytest.mark.parametrize("family", FUSED)
 def test_answers_equal_the_oracle_at_full_depth(family: str, scheduler: str) -> None:
-    rows = requests(5, seed=3) + on_device(requests(6, seed=3, sampled=True))
+    rows = requests(5, seed=3) + requests(6, seed=3, sampled=True)
     library, engine = Decoder(tiny_model(family)), exact(fused(family))
     got = answers(engine, rows, scheduler)
     assert [list(tokens) for tokens in got] == oracle_answers(library, FULL, rows, STOP, got)
@@ -66,17 +60,13 @@ def test_answers_equal_the_oracle_at_full_depth(family: str, scheduler: str) -> 
     max_rows=st.integers(1, 60),
     read_every=st.integers(1, 6),
     pages=st.sampled_from([4000, 4000, 150]),
-    hosted=st.booleans(),
     seed=st.integers(0, 999),
 )
 def test_any_drafts_equal_the_oracle(
-    drafts: Schedule, count: int, max_rows: int, read_every: int, pages: int, hosted: bool, seed: int
+    drafts: Schedule, count: int, max_rows: int, read_every: int, pages: int, seed: int
 ) -> None:
-    """However many rows are in flight, how seldom the host looks, and where pages run out; with rows that the host
-    must sample for, and without."""
+    """However many rows are in flight, how seldom the host polls, and where pages run out."""
     rows = requests(9, seed, sampled=True)
-    if not hosted:
-        rows = on_device(rows)
     engine = exact(fused("llama"), drafts, count=count, max_rows=max_rows, read_every=read_every, pages=pages)
     got = answers(engine, rows)
     assert [list(tokens) for tokens in got] == oracle_answers(Decoder(tiny_model("llama")), FULL, rows, STOP, got)
@@ -105,6 +95,6 @@ def test_a_drafter_with_other_weights_changes_no_answer() -> None:
     with torch.no_grad():
         for weight in other.model.parameters():
             weight += 0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
-    rows = on_device(requests(7, seed=5, sampled=True))
+    rows = requests(7, seed=5, sampled=True)
     got = answers(exact(fused("llama"), drafter=other), rows)
     assert [list(tokens) for tokens in got] == oracle_answers(Decoder(tiny_model("llama")), FULL, rows, STOP, got)

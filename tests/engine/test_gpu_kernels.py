@@ -10,7 +10,11 @@ from hypothesis import strategies as st
 CUDA = torch.cuda.is_available()
 pytest.importorskip("triton", reason="Triton is not installed: it comes with a GPU's torch, and with .[dev]")
 
+from actors.engine.constraint import words_of  # noqa: E402
 from actors.engine.gpu import kernels, reference  # noqa: E402
+from actors.engine.gpu import logits as gpu_logits  # noqa: E402
+from actors.engine.gpu.kernels import logits as kernel_logits  # noqa: E402
+from actors.engine.gpu.logits import MOST_SEEN  # noqa: E402
 from actors.engine.gpu.operations import Lanes, LayerPages, Operations, StepTables  # noqa: E402
 from actors.engine.gpu.pages import PAGE_TOKENS  # noqa: E402
 from actors.engine.gpu.splits import Splits  # noqa: E402
@@ -112,7 +116,7 @@ def rows_in_flight(count: int, stop_tokens: int, seed: int) -> DeviceRows:
     def numbers(low: int, high: int, *shape: int) -> torch.Tensor:
         return torch.randint(low, high, (count + 1, *shape), generator=chance).to(DEVICE)
 
-    rows = DeviceRows(count, 12, stop_tokens, DEVICE)
+    rows = DeviceRows(count, 12, stop_tokens, 20, DEVICE)
     rows.last, rows.counts, rows.limits, rows.least = numbers(0, 20), numbers(0, 12), numbers(1, 13), numbers(0, 4)
     rows.generated, rows.positions = rows.counts - 1, rows.counts + numbers(0, 30)
     rows.tokens, rows.stops = numbers(0, 20, 12), numbers(-1, 6, stop_tokens)
@@ -155,7 +159,7 @@ def test_tokens_are_sampled_as_by_torch(
     adjusted = logits
     if barred and width > 1:
         adjusted = logits.index_fill(1, torch.randint(width, (1,), generator=chance).to(DEVICE), -torch.inf)
-    rows = DeviceRows(lanes, 4, 1, DEVICE)
+    rows = DeviceRows(lanes, 4, 1, width, DEVICE)
     slots = torch.randperm(lanes + 1, generator=chance)[:lanes].to(DEVICE)
 
     def chosen(values: list[float]) -> torch.Tensor:
@@ -176,6 +180,49 @@ def test_tokens_are_sampled_as_by_torch(
         assert int(tokens[lane]) in [int(one) for one in allowed]
     same = tokens == wanted
     torch.testing.assert_close(scores[same], wanted_scores[same], atol=2e-5, rtol=1e-5)
+
+
+@many
+@given(
+    lanes=st.integers(1, 4),
+    padding=st.integers(0, 2),
+    width=st.sampled_from([1, 5, 64, 300, 2500]),
+    penalized=st.booleans(),
+    barred=st.booleans(),
+    masked=st.booleans(),
+    dtype=DTYPES,
+    seed=st.integers(0, 999),
+)
+def test_logits_are_adjusted_as_by_torch(
+    lanes: int, padding: int, width: int, penalized: bool, barred: bool, masked: bool, dtype: torch.dtype, seed: int
+) -> None:
+    """Also of rows before their first token, and of padding lanes, which share a slot. One logit is no number."""
+    chance = torch.Generator().manual_seed(seed)
+
+    def numbers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, (lanes + 1, *shape), generator=chance).to(DEVICE)
+
+    rows = DeviceRows(lanes, 4, 3, width, DEVICE)
+    rows.last, rows.counts, rows.least, rows.stops = numbers(0, width), numbers(0, 4), numbers(0, 4), numbers(-1, 9, 3)
+    rows.counts[-1] = 0
+    rows.penalties = 0.5 + torch.rand(lanes + 1, 3, generator=chance).to(DEVICE)
+    seen = (numbers(0, 5, width) * numbers(0, 2, width)).to(torch.int16)
+    seen[0] = torch.where(seen[0] > 0, MOST_SEEN, 0)
+    rows.masks = numbers(-(2**31), 2**31, words_of(width)).to(torch.int32)
+    slots = torch.cat((torch.full((padding,), lanes), torch.randperm(lanes, generator=chance))).to(DEVICE)
+    logits = (3 * torch.randn(len(slots), width, generator=chance)).to(DEVICE, dtype)
+    logits[-1, width // 2] = torch.nan
+    how = {"penalized": penalized, "barred": barred, "masked": masked}
+    counted, done = [], []
+    for operations in (gpu_logits, kernel_logits):
+        rows.seen = seen.clone()
+        done.append(operations.adjust(logits, slots, rows, **how))
+        counted.append(rows.seen)
+    torch.testing.assert_close(done[1], done[0], equal_nan=True)
+    assert torch.equal(*counted) and (penalized or torch.equal(counted[0], seen))
+    tokens = torch.randint(width, (len(slots),), generator=chance).to(DEVICE)
+    got, want = (one.masked_logprobs(logits, slots, tokens, rows) for one in (kernel_logits, gpu_logits))
+    torch.testing.assert_close(got[:-1], want[:-1], atol=2e-5, rtol=1e-5)
 
 
 @many

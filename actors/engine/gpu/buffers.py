@@ -47,6 +47,7 @@ def allocate(
     *,
     dtype: torch.dtype,
     stop_tokens: int,
+    window: int,
     graphs: bool,
 ) -> Buffers:
     """Buffers over all pages of the pool.
@@ -59,7 +60,8 @@ def allocate(
         prompt: Most tokens of a prompt.
         most_new: Most new tokens of a row.
         dtype: Of the pages, see `PagedCache`.
-        stop_tokens: Most stop tokens of a row that is sampled on the GPU.
+        stop_tokens: Most stop tokens of a row that the GPU checks.
+        window: More tokens than a row samples between two polls.
         graphs: Whether to capture steps as CUDA graphs.
     """
     cache = PagedCache(
@@ -76,7 +78,7 @@ def allocate(
     )
     layer = decoder.blocks[0]
     assert isinstance(layer, FusedLayer)
-    state = DeviceRows(rows, most_new, stop_tokens, decoder.device, layer.operations)
+    state = DeviceRows(rows, most_new, stop_tokens, decoder.vocab_size, decoder.device, layer.operations, window=window)
     return Buffers(rows, prompt, most_new, cache, state, Steps(decoder, schedule, cache, state, rows, graphs=graphs))
 
 

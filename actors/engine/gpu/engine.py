@@ -2,11 +2,13 @@
 
     step                       the GPU samples tokens and marks rows that have ended; the host only launches it
     every `read_every` steps   the host polls which rows have ended, and reads the answer during the next step
+    masked rows in flight      the host polls after each step, and while the GPU runs the next one's layers it reads the
+                               answer and uploads which tokens these rows allow, before the step's end is launched
 
 Rows allocate pages as they grow (`pages`), so that more of them are in flight than would fit at full length. Where
 pages run out, the youngest rows are preempted: they run again from their prompt and sample the same tokens.
-Rows that need more than the GPU can do (penalties, choices, stop strings, log-probabilities of each token) are
-sampled by the host, as on a CPU, over the same layers.
+What ends a row unseen by the GPU (a stop string, a constraint) the host sees when it reads a poll: what the row has
+sampled since is dropped.
 
 Ordering on the GPU's streams. One compute stream, the current one, runs all passes, steps and graphs; every write to
 the page tables, every reuse of a slot and every reuse of a page is launched on it after the work that used the old
@@ -28,14 +30,13 @@ from actors.engine.decoder import Decoder
 from actors.engine.errors import UserError
 from actors.engine.gpu.admission import AdmissionEstimate
 from actors.engine.gpu.buffers import Buffers, allocate, rounded
-from actors.engine.gpu.completions import CompletionPoll
-from actors.engine.gpu.host_sampling import fetch_tokens, write_tokens
+from actors.engine.gpu.completions import CompletionPoll, count_ended
 from actors.engine.gpu.layers import FusedLayer
 from actors.engine.gpu.pages import PagePool, page_bytes, token_bytes, upload
 from actors.engine.gpu.prefill import Prefill, passes
 from actors.engine.gpu.prefill_times import PrefillTimes
 from actors.engine.gpu.products import DTYPES
-from actors.engine.gpu.state import SamplingVariant, samples_on_device
+from actors.engine.gpu.variant import SamplingVariant
 from actors.engine.protocol import Ended
 from actors.engine.row import (
     Row,
@@ -43,7 +44,6 @@ from actors.engine.row import (
     distinct_prompts,
     input_depths,
     rows_per_layer,
-    sample_rows,
 )
 from actors.engine.schedule import Schedule
 from actors.engine.types import EngineStats, Request
@@ -51,7 +51,7 @@ from actors.engine.weights import gib
 from actors.engine.working_memory import PREFIX_TOKENS
 
 READ_EVERY = 4
-OWN_STOPS = 8  # stop tokens of a row, besides the model's, that the GPU checks; a row with more is sampled by the host
+OWN_STOPS = 8  # stop tokens of a row, besides the model's, that the GPU checks; a row with more is watched
 log = logging.getLogger(__name__)
 
 
@@ -117,7 +117,7 @@ class GpuEngine:
         self._slots: dict[int, int] = {}  # ticket -> slot of rows in flight
         self._poll = CompletionPoll()
         self._variant: SamplingVariant | None = None
-        self._host_samples = False
+        self._seen_ended: list[Row] = []  # rows in flight of a step whose end has not been launched
         self.stepped = False
         self._steps_since_open = 0
         self._preempted: list[int] = []
@@ -165,7 +165,7 @@ class GpuEngine:
             if run is not None:
                 prompt, most_new = max(prompt, run.prompt), max(most_new, run.most_new)
             self._run = run = None  # freed before the new buffers are allocated
-            run = allocate(
+            self._run = run = allocate(
                 self.decoder,
                 self.schedule,
                 self._pool,
@@ -174,11 +174,11 @@ class GpuEngine:
                 most_new,
                 dtype=self._cache_dtype,
                 stop_tokens=len(self.stop_ids) + OWN_STOPS,
+                window=self._ahead + 2,  # with the first token, and one that a row which has ended overwrites
                 graphs=self.graphs,
             )
-            self._run = run
         run.free_slots = list(range(run.rows - 1, -1, -1))
-        self._host_samples, self._variant, self._steps_since_open = False, None, 0
+        self._variant, self._steps_since_open = None, 0
         self._poll.cancel()
         self._estimate.reset()
         run.cache.most = 0
@@ -211,7 +211,7 @@ class GpuEngine:
     def admit(self, requests: Sequence[Request], prefix: Sequence[int] = ()) -> list[int]:
         """Run the prompts' passes and sample each row's first token; returns a ticket a request.
 
-        Rows in flight make a step in the first pass, where the GPU samples and finds pages for it: see `stepped`.
+        Rows in flight make a step in the first pass, where there are pages for it: see `stepped`.
 
         Raises:
             MemoryError: More rows than `admission_estimate` found pages for.
@@ -225,22 +225,19 @@ class GpuEngine:
         slots = [run.free_slots.pop() for _ in newcomers]
         lengths = [len(row.request.prompt_ids) for row in newcomers]
         self._ensure_pages(lambda: run.cache.grow(slots, lengths, [0] * len(slots), self._ahead), least=0)
-        if not all(samples_on_device(row, run.state) for row in newcomers):
-            self._move_sampling_to_host()
         run.state.begin(slots, newcomers)
         due = self._steps_since_open % self.read_every == 0
         # rows just admitted wait for the others of their batch
-        ready = bool(self.rows) and all(row.position > 0 for row in self.rows) and not self._host_samples
+        ready = bool(self.rows) and all(row.position > 0 for row in self.rows)
         self.stepped = ready and (not due or self._grow())
         self._run_prompts(run, newcomers, slots, prefix[:PREFIX_TOKENS])
         if self.stepped:
-            self._ended_early += self._after_device_step(run)
+            self._ended_early += self._after_step(run)
         for row, slot in zip(newcomers, slots, strict=True):
-            self._slots[row.ticket] = slot
-            if not self._host_samples:
-                row.position = 0
+            self._slots[row.ticket], row.position = slot, 0
         self.rows += newcomers
         self._update_lanes()
+        self._poll_if_due(run, stepped=self.stepped)
         self.stats.prefill_seconds += time.perf_counter() - began
         self._prefill_times.end()
         return [row.ticket for row in newcomers]
@@ -259,22 +256,17 @@ class GpuEngine:
             logits, of_riders = self._prefill(prompts[first:end], pass_slots, pass_sources, run.cache, prefix, riders)
             if riders is not None:
                 assert self._variant is not None
+                if self._variant.masked:
+                    self._set_masks()
                 run.steps.sample(of_riders, self._variant)
-            logits = logits[upload(pass_sources, logits.device)]
-            self._sample([rows[index] for index in members], upload(pass_slots, logits.device), logits)
+            pass_rows = [rows[index] for index in members]
+            run.state.set_masks(pass_slots, pass_rows)
+            variant = run.state.variant(pass_rows, self.cumulative_logprob)
+            run.state.sample(upload(pass_slots, logits.device), logits[upload(pass_sources, logits.device)], variant)
         computed = sum(map(len, prompts)) - len(prefix) * len(prompts)
         self.stats.prompt_tokens += computed + prefix_tokens
         self.stats.padded_prompt_tokens += computed + prefix_tokens
         self.stats.shared_prompt_tokens += sum(len(row.request.prompt_ids) for row in rows) - computed
-
-    def _sample(self, rows: Sequence[Row], slots: torch.Tensor, logits: torch.Tensor) -> None:
-        """First tokens of rows from logits [B, V], by the host or on the GPU."""
-        assert self._run is not None
-        if self._host_samples:
-            sample_rows(rows, logits, logprobs=self.cumulative_logprob)
-            write_tokens(rows, slots, self._run.state)
-        else:
-            self._run.state.sample(slots, logits, SamplingVariant.of(rows, self.cumulative_logprob))
 
     @torch.inference_mode()
     def step(self, *, last: bool = False) -> Ended:
@@ -288,37 +280,47 @@ class GpuEngine:
         began = time.perf_counter()
         run = self._run
         assert run is not None and self.rows
-        if self._steps_since_open % self.read_every == 0 or self._host_samples:
+        if self._steps_since_open % self.read_every == 0:
             self._ensure_pages(self._grow, least=1)
-        if self.rows:
-            logits = self._launch(run)
-            ended = self._after_device_step(run) if logits is None else self._after_host_step(run, logits)
-        else:
-            ended = []  # all have ended
+        ended: Ended = []
+        if self.rows:  # else all have ended
+            assert self._variant is not None
+            self._launch(run, self._variant)
+            ended = self._after_step(run)
+            self._poll_if_due(run, stepped=True)
         self.stats.decode_seconds += time.perf_counter() - began
         return self._take_ended_early() + ended
 
-    def _launch(self, run: Buffers) -> torch.Tensor | None:
-        """Launch a step; the logits [B, V] of its lanes where the host samples."""
+    def _launch(self, run: Buffers, variant: SamplingVariant) -> None:
         per_layer = rows_per_layer(input_depths(self.rows), self.schedule)
-        return run.steps.run(per_layer, None if self._host_samples else self._variant)
+        run.steps.run(per_layer, variant, self._set_masks if variant.masked else None)
 
-    def _after_device_step(self, run: Buffers) -> Ended:
-        """Read the poll in progress, while the GPU runs the step just launched, and start the next one."""
+    def _set_masks(self) -> None:
+        """Before a step's end is launched: read the tokens that masked rows have sampled, and write their next masks.
+
+        Rows that have ended keep their lanes until the step has been launched.
+        """
+        assert self._run is not None
+        self._seen_ended += self._poll.finish(self.rows, self._run.state)
+        self._run.state.set_masks([self._slots[row.ticket] for row in self.rows], self.rows)
+
+    def _after_step(self, run: Buffers) -> Ended:
+        """Read the poll in progress, while the GPU runs the step just launched; returns the rows that have ended."""
         for row in self.rows:
             row.position += self._stride
-        ended = self._finish(self._poll.finish(self.rows, run.state))
+        seen, self._seen_ended = self._seen_ended, []
         self._steps_since_open += 1
-        if self._steps_since_open % self.read_every == 0:
-            self._poll.start(run.state, self._slots)
-        return ended
+        return self._finish(seen + self._poll.finish(self.rows, run.state))
 
-    def _after_host_step(self, run: Buffers, logits: torch.Tensor) -> Ended:
-        """Sample from logits [B, V], the last rows of which are those in flight, and upload the tokens."""
-        sample_rows(self.rows, logits[-len(self.rows) :], logprobs=self.cumulative_logprob)
-        slots = torch.tensor([self._slots[row.ticket] for row in self.rows], device=logits.device)
-        write_tokens(self.rows, slots, run.state)
-        return self._finish([row for row in self.rows if row.finish is not None])
+    def _poll_if_due(self, run: Buffers, *, stepped: bool) -> None:
+        """Start a poll every `read_every` steps, and with masked rows in flight whenever they have sampled a token."""
+        masked = self._variant is not None and self._variant.masked
+        if masked or (stepped and self._steps_since_open % self.read_every == 0):
+            self._ended_early += self._finish(self._poll.finish(self.rows, run.state))
+            self._start_poll(run)
+
+    def _start_poll(self, run: Buffers) -> None:
+        self._poll.start(run.state, self.rows, self._slots)
 
     def retire(self) -> Ended:
         """Remove the rows that the host has seen end; returns them."""
@@ -336,17 +338,18 @@ class GpuEngine:
             self._remove(rows)
 
     def generated(self) -> Mapping[int, Sequence[int]]:
-        """The tokens so far of the rows in flight, by ticket. Where the GPU samples, it is read, and waited for, every
-        `read_every` steps; between them there are none."""
-        if self._host_samples:
-            return {row.ticket: row.tokens for row in self.rows}
-        if not self.rows or self._steps_since_open % self.read_every:
+        """The tokens so far of the rows in flight, by ticket: of watched rows those that the last poll has brought. The
+        GPU is read, and waited for, for the others every `read_every` steps; between them there are none of these."""
+        if not self.rows:
             return {}
         assert self._run is not None
-        state, slots = self._run.state, [self._slots[row.ticket] for row in self.rows]
-        counts = state.counts.tolist()
-        tokens = state.tokens[:, : max(counts[slot] for slot in slots)].tolist()
-        return {row.ticket: tokens[slot][: counts[slot]] for row, slot in zip(self.rows, slots, strict=True)}
+        state = self._run.state
+        watched = {row.ticket: row.tokens for row in self.rows if state.is_watched(row)}
+        others = [row.ticket for row in self.rows if row.ticket not in watched]
+        if not others or self._steps_since_open % self.read_every:
+            return watched
+        tokens = state.tokens_of([self._slots[ticket] for ticket in others])
+        return watched | dict(zip(others, tokens, strict=True))
 
     def take_preempted(self) -> list[int]:
         """Tickets of rows preempted since the last call; they must be admitted again."""
@@ -361,7 +364,8 @@ class GpuEngine:
             cache = self._run.cache
             self.stats.cache_bytes = max(self.stats.cache_bytes, cache.most * self._page_bytes)
             cache.release(list(self._slots.values()))
-        self.rows, self._slots, self._preempted, self._ended_early = [], {}, [], []
+        self.rows, self._slots = [], {}
+        self._preempted, self._ended_early, self._seen_ended = [], [], []
         self._poll.cancel()
 
     def release_memory(self) -> bool:
@@ -440,20 +444,14 @@ class GpuEngine:
         assert self._run is not None
         self._estimate.changed()
         self._run.steps.set_lanes([self._slots[row.ticket] for row in self.rows])
-        if self.rows and not self._host_samples:
-            self._variant = SamplingVariant.of(self.rows, self.cumulative_logprob)
+        if self.rows:
+            self._variant = self._run.state.variant(self.rows, self.cumulative_logprob)
 
     def _finish(self, ended: Sequence[Row]) -> Ended:
         """Count rows that have ended, free their slots and pages; returns (ticket, completion) of each."""
         if not ended:
             return []
-        for row in ended:
-            steps = len(row.tokens) - 1
-            self.stats.decode_steps += steps
-            self.stats.idle_row_steps += max(0, row.position - steps)
-            self.stats.layer_steps += row.schedule.layer_steps(steps)
-            self.stats.full_layer_steps += self.schedule.num_layers * steps
-            self.stats.generated_tokens += len(row.tokens)
+        count_ended(ended, self.stats)
         self._estimate.add_ended(ended)
         self._remove(ended)
         return [(row.ticket, row.completion(self.cumulative_logprob)) for row in ended]
@@ -467,12 +465,3 @@ class GpuEngine:
         self._run.free_slots += slots
         self.rows = [row for row in self.rows if row.ticket not in removed]
         self._update_lanes()
-
-    def _move_sampling_to_host(self) -> None:
-        """Until the next `open` the host samples; fetch the tokens of the rows in flight."""
-        if self._host_samples:
-            return
-        assert self._run is not None
-        self._host_samples = True
-        self._poll.cancel()
-        fetch_tokens(self.rows, self._slots, self._run.state)

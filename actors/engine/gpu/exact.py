@@ -28,8 +28,9 @@ from actors.engine.gpu.engine import GpuEngine
 from actors.engine.gpu.operations import Lanes
 from actors.engine.gpu.pages import PagedCache
 from actors.engine.gpu.round_choice import RoundChoice
-from actors.engine.gpu.state import DeviceRows, SamplingVariant
+from actors.engine.gpu.state import DeviceRows
 from actors.engine.gpu.steps import Steps, buckets
+from actors.engine.gpu.variant import SamplingVariant
 from actors.engine.protocol import Ended
 from actors.engine.row import Row
 from actors.engine.schedule import Schedule
@@ -46,7 +47,7 @@ class DraftSteps(Steps):
 
     columns: Tensor  # int64 [R + 1, S]: the last tokens of each row
 
-    def _end(self, count: int, variant: SamplingVariant | None) -> None:
+    def _end(self, count: int, variant: SamplingVariant) -> None:
         super()._end(count, variant)
         self.columns.copy_(torch.cat((self.columns[:, 1:], self.state.last[:, None]), dim=1))
 
@@ -78,7 +79,7 @@ class VerifySteps(Steps):
         device = decoder.device
         self._offsets = torch.arange(self._width, device=device)
         # the inputs of a lane lie in a state of their own, S places a row
-        self._inputs = DeviceRows((state.rows + 1) * self._width - 1, 1, 1, device, state.operations)
+        self._inputs = DeviceRows((state.rows + 1) * self._width - 1, 1, 1, 1, device, state.operations)
         self._places = torch.zeros(self.lanes, dtype=torch.int64, device=device)
 
     def set_lanes(self, slots: Sequence[int]) -> None:
@@ -105,8 +106,7 @@ class VerifySteps(Steps):
             embedded, _ = self.decoder.embed(inputs.last[places.slots][:, None], inside[:, None])
             hidden.copy_(embedded[:, 0])
 
-    def _end(self, count: int, variant: SamplingVariant | None) -> None:
-        assert variant is not None, "the host samples plain steps only"
+    def _end(self, count: int, variant: SamplingVariant) -> None:
         state, width = self.state, self._width
         logits = self.decoder.logits(self._hidden[-count:]).view(count // width, width, -1)
         slots = self._slots[-count:].view(-1, width)[:, 0]
@@ -144,7 +144,8 @@ class Rounds:
         self.most_rows = max(1, run.rows // self.width)  # as many lanes as steps have: no more memory than theirs
         state, device = run.state, decoder.device
         self._columns = torch.zeros(state.rows + 1, self.width, dtype=torch.int64, device=device)
-        self._guess = DeviceRows(state.rows, run.most_new, state.stops.shape[1], device, state.operations)
+        stops, vocabulary = state.stops.shape[1], state.vocabulary
+        self._guess = DeviceRows(state.rows, run.most_new, stops, vocabulary, device, state.operations)
         for name in SHARED:
             setattr(self._guess, name, getattr(state, name))
         layers = replace(drafter.schedule, depths=(drafter.schedule.mean_layers,), speedup=None, prompt="full")
@@ -175,7 +176,7 @@ class Rounds:
         for name in COPIED:
             getattr(self._guess, name).copy_(getattr(state, name))
         self._columns[:, -1] = state.last
-        drawn = replace(variant, logprobs=False)
+        drawn = variant.of_drafts()
         for _ in range(self.width - 1):
             self._drafts.run([rows * runs for runs in self._ranks], drawn)
         self._verify.run([rows * self.width] * len(self._ranks), variant)
@@ -261,34 +262,37 @@ class GpuExactEngine(GpuEngine):
         self._counters.zero_()
         return stats
 
-    def _launch(self, run: Buffers) -> Tensor | None:
-        rounds, variant = self._rounds, self._variant
+    def _launch(self, run: Buffers, variant: SamplingVariant) -> None:
+        rounds = self._rounds
         if self._choice is not None and self._steps_since_open % self.read_every == 0:
             self._drafting = self._choice.rounds(len(self.rows))
-        able = variant is not None and rounds is not None and len(self.rows) <= rounds.most_rows
-        if self._host_samples or not able or not self._drafting:
+        # a mask holds for a row's next token alone
+        if rounds is None or len(self.rows) > rounds.most_rows or variant.masked or not self._drafting:
             self._stride = 1
-            return super()._launch(run)
-        assert rounds is not None and variant is not None
+            super()._launch(run, variant)
+            return
         self._stride = rounds.width
         rounds(len(self.rows), variant)
-        return None
 
-    def _after_device_step(self, run: Buffers) -> Ended:
+    def _after_step(self, run: Buffers) -> Ended:
+        assert self._variant is not None
         self._since += self._stride
-        self._window.kinds.add(self._stride > 1)
+        # what a mask costs says nothing about plain steps: of two kinds, the window is not measured
+        self._window.kinds |= {True, False} if self._variant.masked else {self._stride > 1}
         polled = self._steps_since_open > 0 and self._steps_since_open % self.read_every == 0
-        ended = super()._after_device_step(run)
+        ended = super()._after_step(run)
         if polled and self._choice is not None:
             self._window.polled(self._poll.counts, self._choice)
         for row in self.rows:
             if row.ticket in self._poll.counts:
                 row.position = min(row.position, self._poll.counts[row.ticket] - 1 + self._since)
         self._poll.counts = {}
-        if self._steps_since_open % self.read_every == 0:  # a poll has begun
-            self._since = 0
-            self._window.end(len(self.rows))
         return ended
+
+    def _start_poll(self, run: Buffers) -> None:
+        super()._start_poll(run)
+        self._since = 0
+        self._window.end(len(self.rows))
 
     def _finish(self, ended: Sequence[Row]) -> Ended:
         for row in ended:

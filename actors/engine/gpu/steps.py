@@ -21,7 +21,8 @@ from actors.engine.gpu.operations import Lanes, StepTables
 from actors.engine.gpu.pages import PagedCache, upload
 from actors.engine.gpu.prompts import Riders
 from actors.engine.gpu.splits import Splits, parallel_programs, planned_splits
-from actors.engine.gpu.state import DeviceRows, SamplingVariant
+from actors.engine.gpu.state import DeviceRows
+from actors.engine.gpu.variant import SamplingVariant
 from actors.engine.schedule import Schedule
 from actors.engine.working_memory import GRAPH_BYTES, NODE_BYTES
 
@@ -77,7 +78,6 @@ class Steps:
             size = self._tables.rotary[0].shape[1]
             self._rotary = self._hidden.new_zeros(lanes, size), self._hidden.new_zeros(lanes, size)
         self._programs = parallel_programs(device)
-        self._logits: dict[int, Tensor] = {}  # by bucket: for the host where it samples
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._use_graphs = graphs
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
@@ -99,26 +99,33 @@ class Steps:
         padded = [self.state.rows] * (self.lanes - len(slots)) + list(slots)
         self._slots.copy_(upload(padded, self._slots.device))
 
-    def run(self, rows_per_layer: Sequence[int], variant: SamplingVariant | None) -> Tensor | None:
+    def run(
+        self, rows_per_layer: Sequence[int], variant: SamplingVariant, before_end: Callable[[], None] | None = None
+    ) -> None:
         """Generate one token for all lanes.
 
         Args:
             rows_per_layer: How many of the youngest rows each layer runs for.
-            variant: How to sample. With None the logits [B, V] of the bucket's lanes are returned, for the host.
+            variant: How to sample.
+            before_end: Called once the layers have been launched, before what follows them is.
         """
         counts = [self.bucket(count) if count else 0 for count in rows_per_layer]
         most = max(counts)
         alike = all(count in (0, most) for count in counts)
-        whole = ("step", tuple(counts), variant)
+        ends = variant if before_end is None else None
+        whole = ("step", tuple(counts), ends)
         if self._use_graphs and alike and self._has_step_graph(whole):
-            self._graphed(whole, lambda: self._whole(counts, most, variant))
+            self._graphed(whole, lambda: self._whole(counts, most, ends))
+            if ends is not None:
+                return
         else:
             self._graphed(("begin", most), lambda: self._begin(most))
             for layer, count in enumerate(counts):
                 if count:
                     self._graphed(("layer", layer, count), partial(self._layer, layer, count))
-            self._graphed(("end", most, variant), lambda: self._end(most, variant))
-        return self._logits[most] if variant is None else None
+        if before_end is not None:
+            before_end()
+        self._graphed(("end", most, variant), lambda: self._end(most, variant))
 
     def riders(self, rows_per_layer: Sequence[int]) -> Riders:
         """All lanes as riders of a prefill pass, in place of `run`. rows_per_layer: see `run`."""
@@ -143,11 +150,13 @@ class Steps:
         return False
 
     def _whole(self, counts: Sequence[int], most: int, variant: SamplingVariant | None) -> None:
+        """A step; without its end if there is no variant."""
         self._begin(most)
         for layer, count in enumerate(counts):
             if count:
                 self._layer(layer, count)
-        self._end(most, variant)
+        if variant is not None:
+            self._end(most, variant)
 
     def _begin(self, count: int) -> None:
         """Hidden states, positions, depths and rope of the youngest `count` lanes, from their tokens."""
@@ -171,14 +180,8 @@ class Steps:
         assert isinstance(block, FusedLayer)
         return planned_splits(count, block.kv_heads, self._tables.longest, self._programs)
 
-    def _end(self, count: int, variant: SamplingVariant | None) -> None:
-        logits = self.decoder.logits(self._hidden[-count:])
-        if variant is None:
-            if count not in self._logits:
-                self._logits[count] = torch.empty_like(logits)
-            self._logits[count].copy_(logits)
-        else:
-            self.sample(logits, variant)
+    def _end(self, count: int, variant: SamplingVariant) -> None:
+        self.sample(self.decoder.logits(self._hidden[-count:]), variant)
 
     def _graphed(self, key: Hashable, work: Callable[[], None]) -> None:
         """Replay the graph of this work. The first time the work runs without one, which compiles kernels and allocates
