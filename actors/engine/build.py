@@ -266,7 +266,7 @@ def build_engine(
                 own = Drafter(drafter, drafts)
                 engine = GpuExactEngine(decoder, schedule, ends, drafter=own, choice=RoundChoice(), **how)
             if wanted is not None:
-                check(engine, wanted, eight_bits=kind is not None or settings.kv_cache is not None)
+                check(engine, wanted, eight_bits=kind is not None)
                 engine.take_stats()
             return engine
         if settings.compile:

@@ -177,6 +177,7 @@ def test_try_and_the_report_show_scores(in_process: None, tmp_path: Path, checkp
         ({"reasoning": {}}, "reasoning has no meaning"),
         ({"output": {"path": "b", "strip": False}}, r"output\.strip has no meaning"),
         ({"actors": {"scheduler": "refill"}}, r"actors\.scheduler has no meaning"),
+        ({"model": {"path": "m", "kv_cache": "int8"}, "actors": {"gpus": 1}}, r"model\.kv_cache has no meaning"),
         ({"input": {"path": "a"}}, r"task: score needs input\.continuations"),
         ({"input": {"path": "a", "continuations": "c", "choices": "d"}}, r"input\.choices has no meaning"),
         ({"input": {"path": "a", "format": "openai_batch"}}, r"does not go with input\.format: openai_batch"),
