@@ -5,7 +5,7 @@
 The paged engine's layers, by plain torch on a CPU, over the same tokens, of greedy answers, with a cache in the model's
 dtype and with codes. Token KL of the latter from the former, nats, and the share of tokens with the same likeliest one;
 tokens that the prompt's own pass predicts do not count, since it attends to no code. Models as in eight_bits.py. The
-last line is one JSON object.
+last line is one JSON object. start: nats from the library's layers, by the comparison that an actor starts with.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from actors.engine.compressed import Kind
 from actors.engine.decoder import Decoder
+from actors.engine.engine import Engine
 from actors.engine.gpu import reference
 from actors.engine.gpu.engine import GpuEngine
 from actors.engine.gpu.layers import FusedLayer
@@ -28,6 +29,7 @@ from actors.engine.gpu.operations import Lanes
 from actors.engine.gpu.pages import PagedCache
 from actors.engine.gpu.prefill import Prefill, passes
 from actors.engine.gpu.products import DTYPES
+from actors.engine.gpu.self_check import difference, probe
 from actors.engine.gpu.splits import Splits
 from actors.engine.loading import inspect, load_decoder
 from actors.engine.schedule import Schedule
@@ -60,7 +62,7 @@ def main() -> None:
 
 
 def compared(name: str, speed: float, dtype: torch.dtype, rows: int) -> list[dict[str, float | str]]:
-    """A line for each kind of codes."""
+    """A line for a plain cache, and for each kind of codes."""
     folder = PLACES[name]
     checkpoint = inspect(folder)
     if name == "smollm2" and speed > 1:
@@ -68,9 +70,10 @@ def compared(name: str, speed: float, dtype: torch.dtype, rows: int) -> list[dic
     decoder = load_decoder(folder, dtype, torch.device("cpu"))
     if checkpoint.adapter is not None:
         merge(decoder.model, checkpoint.adapter)
-    assert decoder.prepare_for_gpu(reference)
     horizon = {} if checkpoint.spec is not None else {"horizon": TOKENS}
     schedule = checkpoint.schedule({"speedup": speed, **horizon})
+    wanted = probe(Engine(decoder, schedule, ()))
+    assert decoder.prepare_for_gpu(reference)
     prompts = prompts_of(name, folder, rows)
     sampling = SamplingParams(max_new_tokens=TOKENS, ignore_eos=True)
     engine = GpuEngine(decoder, schedule, (), budget_bytes=2**30, max_rows=rows, cumulative_logprob=False)
@@ -86,7 +89,14 @@ def compared(name: str, speed: float, dtype: torch.dtype, rows: int) -> list[dic
             divergence[kind] += float((log_p.exp() * (log_p - log_q)).sum())
             agreed[kind] += float((log_p.argmax(dim=-1) == log_q.argmax(dim=-1)).sum())
     count = rows * (TOKENS - 1)
-    return [{"cache": kind, "kl": divergence[kind] / count, "same top token": agreed[kind] / count} for kind in KINDS]
+    lines: list[dict[str, float | str]] = []
+    for kind in (None, *KINDS):
+        one = GpuEngine(decoder, schedule, (), budget_bytes=2**28, max_rows=3, kv_cache=kind)
+        line: dict[str, float | str] = {"cache": kind or "plain", "start": difference(wanted, probe(one))}
+        if kind is not None:
+            line |= {"kl": divergence[kind] / count, "same top token": agreed[kind] / count}
+        lines.append(line)
+    return lines
 
 
 @torch.inference_mode()

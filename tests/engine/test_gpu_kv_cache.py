@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -325,6 +326,31 @@ def test_what_a_row_draws_hangs_on_no_other(
     ]
     engine = engine_of(fused("llama"), schedule, kind, pages, max_rows=max_rows, read_every=read_every)
     same("llama", schedule, rows, kind, answers(engine, rows, scheduler))
+
+
+def test_preempted_rows_come_to_the_same_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages for the longest row and little more, and rows admitted as if none in flight would grow."""
+    found: list[int] = []
+    take = GpuEngine.take_preempted
+
+    def counted(engine: GpuEngine) -> list[int]:
+        tickets = take(engine)
+        found.extend(tickets)
+        return tickets
+
+    def trusting(engine: GpuEngine, waiting: Sequence[Request]) -> int:
+        assert engine._run is not None
+        needed = [row_pages(SCHEDULE, len(one.prompt_ids), 6, 4) for one in waiting]
+        return sum(total <= engine._run.cache.free for total in itertools.accumulate(needed))
+
+    monkeypatch.setattr(GpuEngine, "take_preempted", counted)
+    monkeypatch.setattr(GpuEngine, "admission_estimate", trusting)
+    rows = requests(16, 1, most_new=40)
+    rows = [Request(row.prompt_ids, row.sampling.merged({"ignore_eos": True}), row.key) for row in rows]
+    needed = [row_pages(SCHEDULE, len(row.prompt_ids), row.sampling.max_new_tokens + 8, 4) for row in rows]
+    engine = engine_of(fused("llama"), SCHEDULE, "int8", max(needed) + 3, max_rows=8)
+    same("llama", SCHEDULE, rows, "int8", answers(engine, rows))
+    assert found
 
 
 @pytest.mark.parametrize("kind", LIMITS)
