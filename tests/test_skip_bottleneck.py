@@ -136,12 +136,12 @@ def test_a_variant_is_trained_and_scored(tmp_path: Path) -> None:
         held_out=8,
     )
     kl = {}
-    for steps in (1, 60):
+    for steps in (1, 40):
         adapter_variants._trained(asked, f"of-{steps}", "bottleneck-16+shared", [2.0, 3.0], steps)
         output = tmp_path / f"of-{steps}"
         kl[steps] = adapter_variants._distances(asked, output, "bottleneck-16+shared", [2.0, 3.0])
         assert json.loads((output / "tune.json").read_text())["steps"] == steps
-    assert kl[60].keys() == {"2x", "3x"}
-    assert all(kl[60][speed] < 0.9 * kl[1][speed] for speed in kl[60])
-    decoder = load_bottlenecks(checkpoint, tmp_path / "of-60", torch.float32, torch.device("cpu"))
-    assert cost(decoder, schedule_of(tmp_path / "of-60", 4, 2.0), 9).share > 0
+    assert kl[40].keys() == {"2x", "3x"}
+    assert all(kl[40][speed] < 0.98 * kl[1][speed] for speed in kl[40])
+    decoder = load_bottlenecks(checkpoint, tmp_path / "of-40", torch.float32, torch.device("cpu"))
+    assert cost(decoder, schedule_of(tmp_path / "of-40", 4, 2.0), 9).share > 0

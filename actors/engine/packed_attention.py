@@ -62,6 +62,9 @@ def attend(
 ) -> tuple[Tensor, None]:
     """query [1, A, N, D], key and value [1, H, N, D] -> [1, N, A, D]. attention_mask: an `Attendance`."""
     attendance = cast(Attendance, attention_mask)
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # before they are copied; rotation leaves float32
+        query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
     queries, keys, values = (attendance.padded(states) for states in (query, key, value))
     attendance.states = keys, values
     if attendance.earlier:
@@ -72,10 +75,12 @@ def attend(
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     visible = attendance.visible
     kept = torch.is_grad_enabled() and visible.shape[2] * visible.shape[3] <= KEPT_SCORES
-    if softcap is None and (not kept or query.device.type == "cuda"):
+    if softcap is None and (not kept or device == "cuda"):
         output = nn.functional.scaled_dot_product_attention(
             queries, keys, values, visible, dropout, scale=scale, enable_gqa=queries.shape[1] != keys.shape[1]
         )
+    elif softcap is None and dropout == 0:
+        output = _KeptProbabilities.apply(queries, keys, values, visible, scale)  # type: ignore[no-untyped-call]
     else:
         probabilities = nn.functional.dropout(_probabilities(queries, keys, visible, scale, softcap), dropout)
         output = (probabilities.flatten(2, 3) @ values).view_as(queries)
@@ -91,6 +96,38 @@ def _probabilities(queries: Tensor, keys: Tensor, visible: Tensor, scale: float,
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~visible[:, None], -torch.inf)
     return scores.softmax(-1, dtype=torch.float32).to(queries.dtype)
+
+
+class _KeptProbabilities(torch.autograd.Function):
+    """softmax(scale * queries keys^T) values over the visible keys; of the scores only the probabilities are kept, in
+    the states' dtype. The query heads of a key head are one matrix product.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float) -> Tensor:
+        heads = keys.shape[1]
+        rows = queries.unflatten(1, (heads, -1)).flatten(2, 3).flatten(0, 1)  # [G H, A / H Q, D]
+        keys, values = keys.flatten(0, 1), values.flatten(0, 1)  # [G H, K, D]
+        with torch.autocast(rows.device.type, enabled=False):
+            scores = torch.baddbmm(rows.new_empty(1, 1, 1), rows, keys.transpose(1, 2), beta=0, alpha=scale)
+            by_query = scores.view(len(queries), queries.shape[1], *visible.shape[2:])
+            probabilities = by_query.masked_fill_(~visible, -torch.inf).softmax(-1).view_as(scores)
+            output = (probabilities @ values).view(queries.shape)
+        ctx.save_for_backward(rows, keys, values, probabilities)
+        ctx.scale, ctx.heads = scale, heads
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        rows, keys, values, probabilities = ctx.saved_tensors
+        of_output = gradients[0].reshape(rows.shape)
+        of_values = probabilities.transpose(1, 2) @ of_output
+        of_scores = of_output @ values.transpose(1, 2)
+        of_scores = torch._softmax_backward_data(of_scores, probabilities, -1, of_scores.dtype)
+        of_keys = (of_scores.transpose(1, 2) @ rows).mul_(ctx.scale)
+        of_rows = (of_scores @ keys).mul_(ctx.scale)
+        by_head = [states.unflatten(0, (-1, ctx.heads)) for states in (of_keys, of_values)]
+        return of_rows.view(gradients[0].shape), *by_head, None, None
 
 
 def register() -> str:

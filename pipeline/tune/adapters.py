@@ -60,11 +60,15 @@ def add_adapters(model: PreTrainedModel, adapter: AdapterConfig) -> PeftModel:
 def round_frozen(model: torch.nn.Module) -> None:
     """Round the weights of frozen linear layers to bfloat16: autocast would do the same at every use.
 
-    A head whose weights are the embeddings gets its own; embeddings and norms stay as they are.
+    A head whose weights are the embeddings gets its own. Embeddings and norms keep their type; they are copied, since
+    one tensor that lies in the checkpoint's file keeps all of it in memory.
     """
     for module in model.modules():
         if isinstance(module, torch.nn.Linear) and not module.weight.requires_grad:
             module.weight = torch.nn.Parameter(module.weight.detach().to(torch.bfloat16), requires_grad=False)
+    for weight in model.parameters():
+        if not weight.requires_grad and weight.dtype != torch.bfloat16:
+            weight.data = weight.data.clone()
 
 
 def save_adapters(model: PeftModel, base: str, folder: Path) -> None:

@@ -17,6 +17,8 @@ from actors.engine.decoder import Decoder
 from pipeline.config.tune import LossConfig
 from pipeline.tune.objective import Targets, chunks
 
+BLOCK_BYTES = 4 * 2**20  # of the logits that are differentiated at once, in fp32: they stay in the processor's caches
+
 LogitsLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 
@@ -30,7 +32,13 @@ def summed_loss(
     """
 
     def logits_loss(logits: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
-        return loss_and_gradient(logits, labels[chunk], None if targets is None else targets[chunk], loss, smoothing)
+        total, of_logits = logits.new_zeros((), dtype=torch.float32), torch.empty_like(logits)
+        for block in chunks(len(logits), decoder.vocab_size, BLOCK_BYTES):
+            tokens = slice(chunk.start + block.start, chunk.start + block.stop)
+            taught = None if targets is None else targets[tokens]
+            part, of_logits[block] = loss_and_gradient(logits[block], labels[tokens], taught, loss, smoothing)
+            total += part
+        return total, of_logits
 
     layers = {id(weight) for block in decoder.blocks for weight in block.parameters()}
     others = [weight for weight in decoder.model.parameters() if weight.requires_grad and id(weight) not in layers]
@@ -51,7 +59,8 @@ def loss_and_gradient(
     if targets is not None:
         divergence, taught = _divergence(logits[:, : targets.entries], targets, loss.temperature)
         total = total + loss.distillation * loss.temperature**2 * divergence
-        taught.mul_(loss.distillation * loss.temperature)
+        if (factor := loss.distillation * loss.temperature) != 1:
+            taught.mul_(factor)
         if gradient is None and targets.entries == logits.shape[1]:
             gradient = taught
         else:

@@ -115,8 +115,8 @@ def losses_without_gradient(
         )
 
 
-def chunks(tokens: int, vocabulary: int) -> list[slice]:
-    """Equal slices of `tokens` tokens whose logits fit `CHUNK_BYTES`."""
-    count = -(-tokens // max(1, CHUNK_BYTES // (4 * vocabulary)))
+def chunks(tokens: int, vocabulary: int, most: int | None = None) -> list[slice]:
+    """Equal slices of `tokens` tokens whose logits fit `most` bytes in fp32, default `CHUNK_BYTES`."""
+    count = -(-tokens // max(1, (most or CHUNK_BYTES) // (4 * vocabulary)))
     size = -(-tokens // count)
-    return [slice(start, start + size) for start in range(0, tokens, size)]
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]

@@ -19,6 +19,8 @@ from actors.engine.schedule_file import save_spec
 from actors.engine.trained import Trained
 from pipeline.config.tune import TuneConfig
 from pipeline.tune import adapters, resume
+from pipeline.tune.kept_heap import kept_heap
+from pipeline.tune.lean_layers import make_lean
 from pipeline.tune.plan import TrainingPlan
 from pipeline.tune.trainer import KEY, SkipTrainer, Teacher, collate_pairs
 
@@ -45,7 +47,8 @@ def train(config: TuneConfig, plan: TrainingPlan, recorded: TuneConfig | None = 
     if last is not None:
         log.warning("resuming from %s", last)
     processor = time.process_time()
-    trained = trainer.train(resume_from_checkpoint=last)
+    with kept_heap():
+        trained = trainer.train(resume_from_checkpoint=last)
     processor = time.process_time() - processor
     losses = _last_losses(trainer) or trainer.evaluate()
     if trainer.is_world_process_zero():
@@ -82,8 +85,11 @@ def _trainer(config: TuneConfig, plan: TrainingPlan) -> SkipTrainer:
     if settings.compile:
         decoder.compile()
     arguments = training_arguments(config, plan)
-    if config.adapter is not None and arguments.bf16:
-        adapters.round_frozen(model)
+    if config.adapter is not None:
+        if arguments.bf16:
+            adapters.round_frozen(model)
+        if not settings.compile:  # the compiler makes its own
+            make_lean(adapted)
     stopping = settings.early_stopping
     early_stopping = [] if stopping is None else [EarlyStoppingCallback(stopping)]
     keyed = _with_keys(plan.train, "train") if arguments.num_train_epochs > 1 or arguments.max_steps > 0 else plan.train

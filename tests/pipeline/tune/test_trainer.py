@@ -18,7 +18,7 @@ from actors.engine.decoder import Decoder
 from actors.engine.packed_forcing import predicting_states, response_labels
 from actors.engine.schedule import ScheduleSpec
 from pipeline.config.tune import AdapterConfig, LossConfig
-from pipeline.tune import adapters, objective
+from pipeline.tune import adapters, chunked_loss, objective
 from pipeline.tune.chunked_loss import summed_loss
 from pipeline.tune.objective import Targets, losses_without_gradient, token_losses
 from pipeline.tune.trainer import LengthGroups, Teacher
@@ -90,6 +90,7 @@ def test_the_sum_in_chunks_has_the_gradients_of_the_whole(
     targets, labels = Teacher(decoder, loss, VOCAB).targets(rows), response_labels(rows)
     schedule = ScheduleSpec(speedup=3, horizon=4).build(LAYERS)
     monkeypatch.setattr(objective, "CHUNK_BYTES", 4 * VOCAB * 7)
+    monkeypatch.setattr(chunked_loss, "BLOCK_BYTES", 4 * VOCAB * 3)
     found = []
     for chunked in (False, True):
         model.zero_grad()
