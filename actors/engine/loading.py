@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Collection, Mapping
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from actors.engine.compressed import CONFIG_KEYS, Kind, StoredWeights, expand, stored_weights
 from actors.engine.errors import UserError
 from actors.engine.json_file import read_object
+from actors.engine.library_index import keep_index
 from actors.engine.schedule import Schedule, ScheduleSpec
 from actors.engine.schedule_file import SCHEDULE_FILE, load_spec, load_trained
 from actors.engine.trained import Trained
@@ -135,6 +138,7 @@ def inspect(path: str | Path, names: Collection[str] | None = None) -> Checkpoin
 
 def read_config(folder: str | Path) -> PretrainedConfig:
     """The library's config of a checkpoint folder, as of plain weights: `expand` reads the others."""
+    keep_index()
     from transformers import AutoConfig
 
     config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -225,6 +229,7 @@ def load_tokenizer(path: str | Path, class_name: str | None = None) -> PreTraine
         class_name: `tokenizer_class_name` of this tokenizer. None: AutoTokenizer chooses the class, and imports torch
             and all model configurations for that, which takes some five seconds in a new process.
     """
+    keep_index()
     from transformers import PreTrainedTokenizerBase
 
     module, name = (class_name or "transformers:AutoTokenizer").split(":")
@@ -270,13 +275,14 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     stored = stored_weights(read_object(Path(path) / "config.json"), Path(path))
-    with building_models:
+    on_cpu = device is None or device.type == "cpu"
+    with building_models, _without_meta_tensors() if on_cpu else nullcontext():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=read_config(path),
             output_loading_info=True,
             dtype=dtype,
-            device_map=None if device is None else {"": device},
+            device_map=None if on_cpu else {"": device},  # by accelerate
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
@@ -290,6 +296,33 @@ def load_model(
         if not keep_codes:
             log.info("%s: %s weights, expanded to %s", path, stored.kind, str(dtype).removeprefix("torch."))
     return model  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _without_meta_tensors() -> Iterator[None]:
+    """Models that this thread makes have weights of undefined content, whose memory is used once they are read.
+
+    The library makes them on the device meta, where torch's compiler computes some of what a model makes by itself: its
+    import takes longer than all else that loads a small model. Undefined weights it makes too, with deepspeed.
+    """
+    import torch
+    from transformers import PreTrainedModel
+    from transformers.initialization import no_init_weights
+
+    this, model = threading.get_ident(), cast(Any, PreTrainedModel)
+    contexts = vars(PreTrainedModel)["get_init_context"]
+
+    def undefined(cls: Any, *arguments: Any, **named: Any) -> list[Any]:
+        found: list[Any] = contexts.__func__(cls, *arguments, **named)
+        if threading.get_ident() != this:
+            return found
+        return [no_init_weights() if one == torch.device("meta") else one for one in found]
+
+    model.get_init_context = classmethod(undefined)
+    try:
+        yield
+    finally:
+        model.get_init_context = contexts
 
 
 def stop_ids(decoder: Decoder, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -7,13 +7,14 @@ A query heads, H key/value heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
@@ -48,7 +49,6 @@ class Attendance:
         return states.transpose(1, 2).flatten(0, 1).index_select(0, self.places)[None]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend(
     module: Any,
     query: Tensor,
@@ -61,6 +61,21 @@ def attend(
     **settings: Any,
 ) -> tuple[Tensor, None]:
     """query [1, A, N, D], key and value [1, H, N, D] -> [1, N, A, D]. attention_mask: an `Attendance`."""
+    arguments = module, query, key, value, attention_mask, dropout, scaling, softcap
+    # decorated, the compiler would be imported by processes that do without
+    return _outside_compiled_code(*arguments) if torch.compiler.is_compiling() else _attend(*arguments)
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | Attendance | None,
+    dropout: float,
+    scaling: float | None,
+    softcap: float | None,
+) -> tuple[Tensor, None]:
     attendance = cast(Attendance, attention_mask)
     device = query.device.type
     if torch.is_autocast_enabled(device):  # before they are copied; rotation leaves float32
@@ -85,6 +100,9 @@ def attend(
         probabilities = nn.functional.dropout(_probabilities(queries, keys, visible, scale, softcap), dropout)
         output = (probabilities.flatten(2, 3) @ values).view_as(queries)
     return attendance.packed(output), None
+
+
+_outside_compiled_code: Callable[..., tuple[Tensor, None]] = _disable_dynamo(_attend)
 
 
 def _probabilities(queries: Tensor, keys: Tensor, visible: Tensor, scale: float, softcap: float | None) -> Tensor:

@@ -9,10 +9,11 @@ from typing import Any, TypeVar, cast
 
 import ray
 from ray.data import ActorPoolStrategy, Dataset
+from ray.data.context import AutoscalingConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.backends.few_actors import few_actors
-from pipeline.backends.remote import RayWorker, RemoteCoordinator, exporting
+from pipeline.backends.remote import RayWorker, RemoteCoordinator, exporting, with_models
 from pipeline.backends.stages import Actors, Read, Stage, Tasks
 from pipeline.config.job import ActorsConfig
 from pipeline.generate.coordinator import Coordinator, Workload
@@ -74,7 +75,7 @@ class RayData:
         """See `Backend`. Raises Died if a process dies."""
         with self.ready(actors):
             remote: Any = ray.remote(num_cpus=actor_cpus(actors), num_gpus=actors.gpus, max_retries=CALL_RETRIES)
-            task = remote(function)
+            task = remote(with_models(function))
             try:
                 results: list[Result] = ray.get([task.remote(*arguments) for arguments in calls])
             except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as error:
@@ -150,16 +151,23 @@ def _dataset(stages: Sequence[Stage], output: str, *, verbose: bool) -> Dataset:
         context = shards.context  # a copy of the caller's, inherited by the datasets below
         context.enable_progress_bars = verbose
         context.print_on_execution_start = verbose
-        # Ray divides the tasks of an actor by the calls that it takes at once
-        calls = max((stage.calls for stage in others if isinstance(stage, Actors)), default=1)
-        context.autoscaling_config.actor_pool_util_upscaling_threshold /= calls
-        context.autoscaling_config.actor_pool_util_downscaling_threshold /= calls
+        scale_for(context.autoscaling_config, max((one.calls for one in others if isinstance(one, Actors)), default=1))
         context.execution_no_progress_timeout_s = -1  # a slow shard is not a dead one
         context.raise_original_map_exception = True  # else an error's last line is "UDF failed", not why
         batches: Dataset = shards.repartition(target_num_rows_per_block=1)
         for stage in others:
             batches = batches.map_batches(**_arguments(stage, output), batch_size=1)
     return batches
+
+
+def scale_for(scaling: AutoscalingConfig, calls: int) -> None:
+    """Have a pool, whose actors take so many calls at once, grow and shrink as one whose actors take one.
+
+    Ray measures by its calls how busy an actor is. One with a shard at work and another waiting is as busy as can be,
+    be the other in a call that has begun or not.
+    """
+    scaling.actor_pool_util_upscaling_threshold /= calls
+    scaling.actor_pool_util_downscaling_threshold /= calls
 
 
 def _arguments(stage: Stage, output: str) -> dict[str, Any]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
+from actors.engine.cpu.lean_imports import import_models
 from pipeline.generate.coordinator import RunProgress
 from pipeline.runtime.ray_metrics import export
 
+Result = TypeVar("Result")
 ANSWER_SECONDS = 5.0  # in which the driver expects the coordinator to answer
 
 
@@ -98,4 +100,15 @@ def exporting(function: Callable[..., Any], output: str) -> Callable[..., Any]:
         return function(batch, **arguments)
 
     call.__name__ = function.__name__
+    return call
+
+
+def with_models(function: Callable[..., Result]) -> Callable[..., Result]:
+    """A function that answers rows in a worker process: the models are imported there as in an actor's."""
+
+    def call(*arguments: Any) -> Result:
+        import_models()
+        return function(*arguments)
+
+    call.__name__ = call.__qualname__ = function.__name__
     return call
