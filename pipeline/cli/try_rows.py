@@ -28,9 +28,11 @@ def try_rows(
         advice.file = str(job)
         from rich.console import Console
 
+        from actors.engine.cpu.lean_imports import import_models
         from pipeline.messages import counted
         from pipeline.try_rows import answer_first_rows
 
+        import_models()
         console = Console(soft_wrap=True)
         for row in answer_first_rows(config, rows):
             lines = [f"\n[{row.id}]", f"  prompt: {row.prompt}" if row.prompt else ""]
