@@ -114,6 +114,22 @@ class ServeConfig(Section):
     batches: BatchesConfig | None = Field(None, description="default: files and batches are not served")
     storage: StorageConfig = Field(default_factory=StorageConfig)
 
+    @model_validator(mode="after")
+    def _eight_bits_fit(self) -> ServeConfig:
+        model = self.model
+        if model.kv_cache is not None and model.engine != "paged":
+            raise UserError(
+                f"model.kv_cache: {model.kv_cache} is for the paged engine: set engine: paged, or leave it out"
+            )
+        places = {"replicas": self.replicas.gpus}
+        if self.batches is not None:
+            places["batches.actors"] = self.batches.actors.gpus
+        for key, kind in (("weights: fp8", model.weights == "fp8"), (f"kv_cache: {model.kv_cache}", model.kv_cache)):
+            for place, gpus in places.items():
+                if kind and not gpus:
+                    raise UserError(f"model.{key} is for GPUs: set {place}.gpus, or leave it out")
+        return self
+
     @property
     def served_name(self) -> str:
         """The model's name in requests."""

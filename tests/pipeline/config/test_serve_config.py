@@ -17,6 +17,8 @@ from pipeline.config.serve import ServeConfig
 from pipeline.serving.chat import render
 from pipeline.serving.plan import batch_job, plan_server
 
+PAGED = ("--set", "model.kv_cache=int8", "--set", "model.engine=paged")
+
 
 def config_of(checkpoint: Path, **sections: Any) -> ServeConfig:
     model = {"path": str(checkpoint), "dtype": "float32", **sections.pop("model", {})}
@@ -41,6 +43,10 @@ def refusal(*arguments: str) -> str:
         (("{file}", "--set", "batches.folder=s3://b/x"), "must be a local folder"),
         (("{file}", "--set", "schedule.speedup=0.5"), "speedup = 0.5"),
         (("{file}", "--set", "http.api_key_env=NO_SUCH_KEY"), "NO_SUCH_KEY is empty"),
+        (("{file}", "--set", "model.weights=fp8"), "model.weights: fp8 is for GPUs: set replicas.gpus"),
+        (("{file}", "--set", "model.kv_cache=int8"), "is for the paged engine: set engine: paged"),
+        (("{file}", *PAGED), "model.kv_cache: int8 is for GPUs: set replicas.gpus"),
+        (("{file}", *PAGED, "--set", "replicas.gpus=1", "--set", "batches.folder=b"), "set batches.actors.gpus"),
         (("{file}", "--set", "replicas.cache_bytes=99999999999999"), "do not fit in this machine's"),
         (("{file}", "--port", "{used}"), "choose another"),
     ],
