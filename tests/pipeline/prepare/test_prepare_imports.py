@@ -20,7 +20,8 @@ checkpoint = KnownTokenizer(sys.argv[1], sys.argv[2])
 rows = to_ipc(pa.table({"prompt": ["name[Zizzi], area[riverside]"]}))
 batch = {"shard": [0], "url": ["a"], "first_row": [0], "rows": [rows]}
 [prepared] = prepare(batch, PromptSpec(checkpoint, 300, 64, column="prompt"))["rows"]
-print(len(from_ipc(prepared)[PROMPT_IDS][0]), sorted({"torch", "ray", "transformers.modeling_utils"} & set(sys.modules)))
+heavy = {"torch", "ray", "transformers.modeling_utils"}
+print(len(from_ipc(prepared)[PROMPT_IDS][0]), sorted(heavy & set(sys.modules)))
 """
 
 
