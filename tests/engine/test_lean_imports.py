@@ -58,6 +58,16 @@ import accelerate, scipy.optimize
 """
 
 
+ASKED_BEFORE = """
+from transformers.utils import import_utils
+assert import_utils.is_accelerate_available() and import_utils.is_peft_available() and import_utils.is_scipy_available()
+from actors.engine.cpu.lean_imports import import_models
+import_models()
+import sys
+assert "transformers.modeling_utils" in sys.modules and "accelerate" not in sys.modules
+"""
+
+
 def outcome(script: str, *arguments: str) -> Any:
     done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -76,6 +86,11 @@ def test_answers_are_the_same_and_the_heavy_libraries_are_not_imported() -> None
 
 def test_what_was_left_out_can_be_imported_afterwards() -> None:
     outcome(AFTERWARDS)
+
+
+def test_a_process_that_has_asked_for_the_libraries_before_imports_the_models() -> None:
+    """A worker of Ray's that has tokenized, say."""
+    outcome(ASKED_BEFORE)
 
 
 @pytest.mark.parametrize("name", MODELS)

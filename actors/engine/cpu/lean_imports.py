@@ -44,8 +44,11 @@ def import_models() -> None:
 
         if hasattr(import_utils, "get_device_type"):
             stack.enter_context(_attribute(import_utils, "get_device_type", lambda: "tpu"))  # without flex attention
-        for name in QUESTIONS:
-            getattr(import_utils, f"is_{name}_available", bool)()  # it remembers its first answer
+        for name in QUESTIONS:  # it remembers its answers
+            ask: Any = getattr(import_utils, f"is_{name}_available", None)
+            if hasattr(ask, "cache_clear"):
+                ask.cache_clear()  # another function of this process may have asked while the package was there
+                ask()
         if "torch._dynamo" not in sys.modules:
             stack.enter_context(_without_compiler())
         import transformers.generation.utils
