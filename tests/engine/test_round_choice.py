@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import oracle_answers
 from test_gpu_engine import answers, fused
-from test_gpu_exact import FULL, exact, on_device
+from test_gpu_exact import FULL, exact
 from tiny_models import tiny_model
 
 from actors.engine.decoder import Decoder
@@ -74,7 +74,7 @@ class Alternating(RoundChoice):
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 999), read_every=st.integers(1, 4), max_rows=st.integers(4, 40))
 def test_answers_are_the_same_whatever_is_chosen(seed: int, read_every: int, max_rows: int) -> None:
-    rows = on_device(requests(8, seed, sampled=True))
+    rows = requests(8, seed, sampled=True)
     engine = exact(fused("llama"), choice=Alternating(), read_every=read_every, max_rows=max_rows)
     got = answers(engine, rows)
     assert [list(tokens) for tokens in got] == oracle_answers(Decoder(tiny_model("llama")), FULL, rows, STOP, got)
