@@ -16,7 +16,7 @@ from typing import Any
 from actors.engine.library_index import keep_index
 from actors.engine.no_collections import without_collections
 
-PACKAGES = "accelerate", "peft", "PIL", "scipy", "sklearn"  # by which transformers extends what it can
+PACKAGES = "accelerate", "peft", "PIL", "scipy", "sklearn"  # transformers imports them where they are installed
 QUESTIONS = "accelerate", "peft", "scipy", "sklearn", "torch_distributed", "torch_flex_attn", "vision"
 MASKS = "torch._dynamo._trace_wrapped_higher_order_op"  # of which transformers' masks import one class
 

@@ -1,4 +1,4 @@
-"""What is done to logits before a token is sampled from them, and log-probabilities among the allowed tokens.
+"""Penalties, barred tokens and masks applied to logits, and log-probabilities among the allowed tokens.
 
 Defined here in plain torch; a GPU has the same as Triton kernels, `kernels.logits`. As in `penalties` and `sampling`:
 penalties first, then barred and masked tokens.

@@ -33,8 +33,8 @@ class RecentLogprobs:
         self.ids = torch.zeros(rows + 1, window, self.most, dtype=torch.int32, device=device)
 
     def places(self, slots: Tensor, counts: Tensor) -> Places:
-        """Of tokens `counts` [B] of these slots [B]. A row that has ended writes behind its last token, where nobody
-        reads."""
+        """Where token number `counts` [B] of each slot [B] is stored. A row that has ended writes behind its last
+        token; nobody reads that place."""
         return slots, counts % self.window
 
     def write(self, places: Places, own: Tensor, masked: Tensor | None) -> None:
@@ -70,7 +70,7 @@ class Recent:
     ids: Tensor | None
 
     def to_host(self) -> Recent:
-        """Copies on the host, complete once the device has run what was launched until now."""
+        """Copies on the host; they are complete when the device has run all work launched before."""
 
         def copied(part: Tensor) -> Tensor:
             return part.to("cpu", non_blocking=True, copy=True)

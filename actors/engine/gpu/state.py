@@ -158,8 +158,8 @@ class DeviceRows:
 
     def set_masks(self, slots: Sequence[int], rows: Sequence[Row]) -> None:
         """Write which tokens may come next in rows that are masked and have not ended. slots: of the rows."""
-        masked = [(slot, row) for slot, row in zip(slots, rows, strict=True) if self.is_masked(row)]
-        masked = [(slot, row) for slot, row in masked if row.finish is None]
+        both = zip(slots, rows, strict=True)
+        masked = [(slot, row) for slot, row in both if row.finish is None and self.is_masked(row)]
         if not masked:
             return
         assert self.masks is not None
@@ -206,7 +206,7 @@ class DeviceRows:
         self.operations.finish(slots, tokens, logprobs, self)
 
     def recent(self, slots: Sequence[int], *, top: bool) -> Recent:
-        """The last W tokens of these slots. top: with the likeliest ones."""
+        """The last W tokens of these slots. top: whether with the likeliest tokens at each place."""
         index = upload(slots, self.last.device)[:, None]
         columns = self.counts[index] + self._window
         tokens = self.tokens[index, columns.clamp(0, self.tokens.shape[1] - 1)]
