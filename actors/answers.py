@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.engine.output_format import OutputFormat
+from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.types import FinishReason
 from actors.tool_calls import ToolCall
 

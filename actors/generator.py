@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 from actors.answers import Answer, Prompt, answer_columns, as_column, error_answer
 from actors.engine.batching import constant_prefix
 from actors.engine.build import EngineSettings, build_engine, check_choice, current_device, with_memory
-from actors.engine.compressed import Kind
+from actors.engine.checkpoint.compressed import Kind
+from actors.engine.checkpoint.loading import inspect, load_tokenizer
+from actors.engine.checkpoint.speed_adapter import with_adapter
+from actors.engine.constraints.output_format import OutputFormat
+from actors.engine.constraints.reasoning import Reasoning
 from actors.engine.errors import UserError
-from actors.engine.loading import inspect, load_tokenizer
 from actors.engine.no_collections import without_collections
-from actors.engine.output_format import OutputFormat
-from actors.engine.reasoning import Reasoning
-from actors.engine.schedule import Schedule
-from actors.engine.speed_adapter import with_adapter
+from actors.engine.schedules.schedule import Schedule
 from actors.engine.types import (
     SCHEDULERS,
     Completion,
@@ -219,7 +219,7 @@ class Generator:
 
         drafter: whose schedule and weights draft, beside prompt lookup; only one of the three may have rows in flight.
         """
-        from actors.engine.exact import exact_engine
+        from actors.engine.exact.engine import exact_engine
 
         engine = exact_engine(self.engine, None if drafter is None else drafter.engine)
         if engine is None:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.errors import UserError, suggestion
-from actors.engine.output_format import OutputFormat
 from actors.tool_calls import forced_call, form_of
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

@@ -11,13 +11,13 @@ import jinja2
 
 from actors.answers import Answer, Prompt
 from actors.continuations import boundary_texts, checked_ids, checked_texts, split
-from actors.engine.constraint import Constraint, check_compatible
+from actors.engine.constraints.constraint import Constraint, check_compatible
+from actors.engine.constraints.grammar import GrammarCompiler
+from actors.engine.constraints.label_trie import ChoiceTrie
+from actors.engine.constraints.output_format import OutputFormat
+from actors.engine.constraints.reasoning import AfterReasoning, Reasoning
 from actors.engine.errors import UserError
-from actors.engine.grammar import GrammarCompiler
-from actors.engine.label_trie import ChoiceTrie
-from actors.engine.output_format import OutputFormat
-from actors.engine.reasoning import AfterReasoning, Reasoning
-from actors.engine.stopping import StopStrings
+from actors.engine.sampling.stopping import StopStrings
 from actors.engine.types import Completion, FinishReason, Request, SamplingParams, row_key
 from actors.tool_calls import form_of, split_calls
 

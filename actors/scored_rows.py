@@ -10,7 +10,7 @@ import numpy as np
 
 from actors.answers import Column, Prompt, object_column
 from actors.engine.errors import UserError
-from actors.engine.scores import ContinuationScore, ScoreRequest
+from actors.engine.scoring.types import ContinuationScore, ScoreRequest
 
 if TYPE_CHECKING:
     from actors.engine.protocol import EngineProtocol
@@ -84,7 +84,7 @@ def score_rows(
 
     on_batch: called with numbers of rows, and with no rows at the end.
     """
-    from actors.engine.scoring import check_request, score_continuations
+    from actors.engine.scoring.score import check_request, score_continuations
 
     asked: list[ScoreRequest] = []
     owners: list[int] = []  # the row of each request

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.errors import UserError, flat
-from actors.engine.output_format import OutputFormat
 
 ToolFormat = Literal["hermes", "llama3_json"]
 BEGIN, END = "<tool_call>", "</tool_call>"

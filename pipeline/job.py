@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from actors.engine.errors import UserError
-from actors.engine.schedule import Schedule
+from actors.engine.schedules.schedule import Schedule
 from pipeline.backends.stages import Actors, Backend, Read, Session, Stage, Tasks
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, resolve_checkpoint
 from pipeline.commit.budget import open_budget

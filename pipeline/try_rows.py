@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from actors.answers import Answer, Prompt
-from actors.engine.scores import ContinuationScore
+from actors.engine.scoring.types import ContinuationScore
 from actors.scored_rows import ScoredRow
 from pipeline.backends.in_process import InProcess
 from pipeline.checkpoints.resolve import resolve_checkpoint

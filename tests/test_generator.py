@@ -20,7 +20,7 @@ from transformers import AutoConfig
 
 from actors.answers import Prompt
 from actors.engine.build import uses_pages
-from actors.engine.loading import inspect
+from actors.engine.checkpoint.loading import inspect
 from actors.generator import Generator
 from actors.scored_rows import SCORES
 
@@ -395,7 +395,7 @@ def test_a_new_process_imports_little_prints_nothing_and_leaves_transformers_as_
     code = f"""
 import importlib, logging, pkgutil, sys
 import actors.engine
-for module in pkgutil.iter_modules(actors.engine.__path__):
+for module in pkgutil.walk_packages(actors.engine.__path__):
     importlib.import_module(f"actors.engine.{{module.name}}")
 found = [name for name in ("ray", "pyarrow", "pipeline") if name in sys.modules]
 assert not found, f"actors.engine imports {{found}}"

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
-from actors.engine.schedule import ScheduleSpec
 from actors.engine.scheduler import generate
+from actors.engine.schedules.schedule import ScheduleSpec
 from actors.engine.types import Request, SamplingParams
 
 CATEGORIES = Path("../shared/data/banking77/categories.json")

@@ -18,10 +18,10 @@ from tiny_checkpoint import tiny_checkpoint
 from tiny_models import LAYERS, VOCAB, tiny_model
 from torch import Tensor
 
-from actors.engine import packed_attention
 from actors.engine.decoder import Decoder, causal_mask
-from actors.engine.packed_forcing import predicting_states
-from actors.engine.schedule import Schedule, ScheduleSpec
+from actors.engine.forcing import packed_attention
+from actors.engine.forcing.packed_forcing import predicting_states
+from actors.engine.schedules.schedule import Schedule, ScheduleSpec
 
 SPECS = [
     ScheduleSpec(speedup=2, horizon=6),

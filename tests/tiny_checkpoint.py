@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from actors.engine.schedule import PROMPT_POLICIES, ScheduleSpec
-from actors.engine.schedule_file import save_spec
-from actors.engine.trained import Trained
+from actors.engine.schedules.file import save_spec
+from actors.engine.schedules.schedule import PROMPT_POLICIES, ScheduleSpec
+from actors.engine.schedules.trained import Trained
 from pipeline.tune.data import Pair
 from pipeline.tune.new_model import train_tokenizer
 

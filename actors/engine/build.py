@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
-from actors.engine.compressed import Kind
+from actors.engine.checkpoint.compressed import Kind
+from actors.engine.checkpoint.loading import Checkpoint, load_decoder, memory_needed, stop_ids
+from actors.engine.checkpoint.speed_adapter import base_digest, merge
+from actors.engine.checkpoint.weights import ITEM_BYTES, cache_that_fits, check_free
 from actors.engine.errors import UserError
-from actors.engine.loading import Checkpoint, load_decoder, memory_needed, stop_ids
-from actors.engine.schedule import Schedule
-from actors.engine.speed_adapter import base_digest, merge
+from actors.engine.schedules.schedule import Schedule
 from actors.engine.types import EngineName, ProductsName, wants_pages
-from actors.engine.weights import ITEM_BYTES, cache_that_fits, check_free
 
 if TYPE_CHECKING:
     import torch
@@ -193,8 +193,8 @@ def build_engine(
     A speed adapter is merged unless the schedule runs every layer for every token.
 
     Args:
-        drafts: For exact mode: the schedule of `exact.Drafter`, or full depth, with which nothing is drafted but what
-            is looked up. A speed adapter is merged into a second copy of the weights.
+        drafts: For exact mode: the schedule of `exact.engine.Drafter`, or full depth, with which nothing is drafted but
+            what is looked up. A speed adapter is merged into a second copy of the weights.
         product_records: Where a measured choice of products is kept, before this machine's cache.
 
     Raises:
@@ -204,7 +204,7 @@ def build_engine(
     import torch
 
     from actors.engine.engine import Engine
-    from actors.engine.exact import Drafter, ExactEngine
+    from actors.engine.exact.engine import Drafter, ExactEngine
 
     assert settings.cache_bytes is not None and settings.max_rows is not None
     device = resolve_device(settings.device)

@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from actors.engine.cache import SkipCache
-from actors.engine.compressed import codes_of
+from actors.engine.checkpoint.compressed import codes_of
+from actors.engine.checkpoint.families import Rotary, context_length, family_of, has_pages, has_weights, layer_weights
+from actors.engine.checkpoint.layer_weights import LayerWeights, NormWeights
+from actors.engine.checkpoint.model_shape import ModelShape
 from actors.engine.cpu import attention, kernels, library, packing
 from actors.engine.cpu.choice import Choice, Products
 from actors.engine.cpu.layers import CpuLayer
 from actors.engine.cpu.native_buffers import NativeBuffers
 from actors.engine.cpu.native_stack import NativeStack, can_stack
 from actors.engine.cpu.screen import Screen, can_screen
-from actors.engine.families import Rotary, context_length, family_of, has_pages, has_weights, layer_weights
-from actors.engine.layer_weights import LayerWeights, NormWeights
-from actors.engine.model_shape import ModelShape
-from actors.engine.packed_attention import Attendance
-from actors.engine.sampling import argmax
+from actors.engine.forcing.packed_attention import Attendance
+from actors.engine.sampling.sampler import argmax
 
 if TYPE_CHECKING:
     from actors.engine.gpu.operations import Operations

@@ -35,8 +35,8 @@ from actors.engine.row import (
     rows_per_layer,
     sample_rows,
 )
-from actors.engine.sampling import sample_behind
-from actors.engine.schedule import Schedule
+from actors.engine.sampling.sampler import sample_behind
+from actors.engine.schedules.schedule import Schedule
 from actors.engine.types import EngineStats, Request
 
 

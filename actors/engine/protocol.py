@@ -7,7 +7,7 @@ from typing import Protocol
 
 from actors.engine.decoder import Decoder
 from actors.engine.row import Row
-from actors.engine.schedule import Schedule
+from actors.engine.schedules.schedule import Schedule
 from actors.engine.types import Completion, EngineStats, Request
 
 Ended = list[tuple[int, Completion]]  # (ticket, completion) of rows that have ended

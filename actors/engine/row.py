@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from actors.engine.constraint import AllowedTokens
-from actors.engine.row_sampling import Drawn, RowSampling
-from actors.engine.sampling import sample
-from actors.engine.schedule import Schedule
+from actors.engine.constraints.constraint import AllowedTokens
+from actors.engine.sampling.sampler import sample
+from actors.engine.sampling.state import Drawn, RowSampling
+from actors.engine.schedules.schedule import Schedule
 from actors.engine.types import Completion, FinishReason, Request, TokenLogprob
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from actors.engine.engine import Engine
 from actors.engine.protocol import EngineProtocol
-from actors.engine.schedule import Schedule, envelope
+from actors.engine.schedules.schedule import Schedule, envelope
 from actors.engine.types import Request
 
 Shape = tuple[int, int, Schedule]  # longest prompt, most new tokens, the deepest schedule at each position

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from actors.engine.errors import UserError, suggestion
 
 if TYPE_CHECKING:
-    from actors.engine.constraint import Constraint
-    from actors.engine.schedule import Schedule
+    from actors.engine.constraints.constraint import Constraint
+    from actors.engine.schedules.schedule import Schedule
 
 EngineName = Literal["auto", "library", "paged"]
 ProductsName = Literal["measured", "kernels", "library"]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from actors.engine.compressed import Kind
-from actors.engine.model_shape import ModelShape
+from actors.engine.checkpoint.compressed import Kind
+from actors.engine.checkpoint.model_shape import ModelShape
 
 PAGE_TOKENS = 16
 LONG_SPLITS = 4  # attention programs of a long row and head where every row and head has a program already

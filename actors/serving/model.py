@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any
 
 from actors.answers import Prompt
+from actors.engine.constraints.reasoning import AfterReasoning
 from actors.engine.errors import UserError
 from actors.engine.online import PASS_TOKENS, OnlineLoop
-from actors.engine.reasoning import AfterReasoning
-from actors.engine.schedule import Schedule
-from actors.engine.scores import ScoreRequest
-from actors.engine.scoring import score_continuations
+from actors.engine.schedules.schedule import Schedule
+from actors.engine.scoring.score import score_continuations
+from actors.engine.scoring.types import ScoreRequest
 from actors.engine.types import Completion, Request
 from actors.generator import Generator
 from actors.openai_requests import CompletionRequest

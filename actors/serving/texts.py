@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from actors.engine.reasoning import Reasoning
+from actors.engine.constraints.reasoning import Reasoning
 from actors.openai_answers import REPLACEMENT
 from actors.tool_calls import BEGIN, PYTHON_TAG, ToolFormat
 

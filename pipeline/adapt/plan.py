@@ -12,7 +12,7 @@ import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
 from actors.engine.errors import UserError
-from actors.engine.schedule import MEASURED
+from actors.engine.schedules.schedule import MEASURED
 from pipeline.adapt import configs
 from pipeline.adapt.sample import layout
 from pipeline.adapt.state import StageRecord

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from actors.engine.schedule_file import load_spec
+from actors.engine.schedules.file import load_spec
 from pipeline import job as jobs
 from pipeline.adapt import configs
 from pipeline.adapt.choice import BreakEven, Measured, Quality, choose, full_depth, nearest, parallel_actors

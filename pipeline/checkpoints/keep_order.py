@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from actors.engine.checkpoint.file_digests import cache_record, write_record
 from actors.engine.decoder import Decoder
 from actors.engine.errors import UserError
-from actors.engine.file_digests import cache_record, write_record
-from actors.engine.layer_ranking import Row, rank_layers
-from actors.engine.schedule import Schedule
+from actors.engine.forcing.layer_ranking import Row, rank_layers
+from actors.engine.schedules.schedule import Schedule
 
 log = logging.getLogger(__name__)
 ROWS = 32  # prompts and responses that an order is measured on, at most

@@ -20,13 +20,20 @@ from typing import Any
 
 from filelock import FileLock
 
+from actors.engine.checkpoint.file_digests import (
+    CACHE_VARIABLE,
+    SMALL,
+    cache_root,
+    digests,
+    file_digest,
+    weights_digest,
+)
+from actors.engine.checkpoint.loading import Checkpoint, inspect, refuse_file
+from actors.engine.checkpoint.speed_adapter import FILES as ADAPTER_FILES
+from actors.engine.checkpoint.speed_adapter import base_digest, with_adapter
+from actors.engine.checkpoint.weights import tensor_sizes, weight_files
 from actors.engine.errors import UserError
-from actors.engine.file_digests import CACHE_VARIABLE, SMALL, cache_root, digests, file_digest, weights_digest
-from actors.engine.loading import Checkpoint, inspect, refuse_file
-from actors.engine.schedule import Schedule
-from actors.engine.speed_adapter import FILES as ADAPTER_FILES
-from actors.engine.speed_adapter import base_digest, with_adapter
-from actors.engine.weights import tensor_sizes, weight_files
+from actors.engine.schedules.schedule import Schedule
 from pipeline.checkpoints.download_progress import download_progress
 from pipeline.checkpoints.local import PinnedFolder, check_same, pin
 from pipeline.checkpoints.stores import BucketStore, HubStore, RemoteFile, Store

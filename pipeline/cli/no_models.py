@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from actors.engine.library_index import keep_index
+from actors.engine.checkpoint.library_index import keep_index
 
 if TYPE_CHECKING:
     from pipeline.config.job import ModelConfig

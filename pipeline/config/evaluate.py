@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from actors.engine.constraint import check_compatible
+from actors.engine.constraints.constraint import check_compatible
 from actors.engine.errors import UserError
 from pipeline.config.base import Place
 from pipeline.config.input import Paths

@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from actors.engine.compressed import Kind
-from actors.engine.constraint import check_compatible
+from actors.engine.checkpoint.compressed import Kind
+from actors.engine.constraints.constraint import check_compatible
 from actors.engine.errors import UserError
 from actors.engine.types import EngineName, ProductsName, SamplingParams, wants_pages
 from pipeline.config.adapt import AdaptConfig

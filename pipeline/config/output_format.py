@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer
 
+from actors.engine.constraints.output_format import KINDS, OutputFormat
 from actors.engine.errors import UserError, flat
-from actors.engine.output_format import KINDS, OutputFormat
 
 _FILES = {"json_schema": ".json", "grammar": ".lark"}
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from actors.engine.errors import UserError
-from actors.engine.schedule import MEASURED
+from actors.engine.schedules.schedule import MEASURED
 from pipeline.config.base import Place
 from pipeline.config.input import Paths
 from pipeline.config.job import Decay, KeepOrder, Labels, ScheduleConfig, Section

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.engine.schedule import Schedule
+from actors.engine.schedules.schedule import Schedule
 
 Numbers = NDArray[np.float64]
 SWEEPS = 20_000  # of coordinate descent, at most

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from actors.answers import Prompt
-from actors.engine.schedule import Schedule
+from actors.engine.schedules.schedule import Schedule
 from pipeline.estimate.costs import KeptPrefix, pass_terms, step_terms
 from pipeline.generate.settings import fetched
 

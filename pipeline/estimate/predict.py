@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from actors.answers import Prompt
-from actors.engine.schedule import Schedule
+from actors.engine.schedules.schedule import Schedule
 from pipeline.estimate.costs import Costs
 from pipeline.estimate.measure import ActorSample, Chunk
 from pipeline.estimate.rows import Rows

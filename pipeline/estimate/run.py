@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from actors.answers import Prompt
 from actors.engine.errors import UserError
-from actors.engine.schedule import Schedule
+from actors.engine.schedules.schedule import Schedule
 from pipeline import job as jobs
 from pipeline.backends.stages import Backend
 from pipeline.commit.claim import check_same_job, stored_job

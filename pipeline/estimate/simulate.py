@@ -15,8 +15,8 @@ import numpy as np
 
 from actors.engine.cache import cache_bytes_per_row
 from actors.engine.protocol import Ended
-from actors.engine.schedule import Schedule
 from actors.engine.scheduler import generate
+from actors.engine.schedules.schedule import Schedule
 from actors.engine.types import Completion, EngineStats, FinishReason
 from actors.engine.working_memory import CHUNK_TOKENS
 from pipeline.estimate.costs import Costs, KeptPrefix, pass_terms, step_terms

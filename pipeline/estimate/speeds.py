@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.engine.errors import UserError
-from actors.engine.schedule import Schedule
+from actors.engine.schedules.schedule import Schedule
 from pipeline.config.adapt import TOLERANCES
 from pipeline.config.job import JobConfig
 from pipeline.estimate.measure import EXACT, LOOKUP

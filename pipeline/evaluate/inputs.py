@@ -13,12 +13,12 @@ import psutil
 import torch
 
 from actors.answers import Prompt
+from actors.engine.checkpoint.loading import load_tokenizer
+from actors.engine.constraints.label_trie import ChoiceTrie
 from actors.engine.errors import UserError
-from actors.engine.label_trie import ChoiceTrie
-from actors.engine.loading import load_tokenizer
-from actors.engine.schedule import MEASURED, ScheduleSpec
-from actors.engine.schedule_file import SCHEDULE_FILE
-from actors.engine.schedule_variants import Variant, comparisons, speeds
+from actors.engine.schedules.file import SCHEDULE_FILE
+from actors.engine.schedules.schedule import MEASURED, ScheduleSpec
+from actors.engine.schedules.variants import Variant, comparisons, speeds
 from actors.generator import Generator
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, fetch, resolve_checkpoint
 from pipeline.config.adapt import SHORT

@@ -139,7 +139,7 @@ def answer_statistics(answers: Sequence[Sequence[int]], own: Sequence[Sequence[i
 
     Args:
         answers, own: token ids, the end token included.
-        regret: `actors.engine.divergence.answer_regret` of the answers, nats, [N]; zeros if fidelity is not asked for.
+        regret: `forcing.divergence.answer_regret` of the answers, nats, [N]; zeros if fidelity is not asked for.
     """
     counts = [(len(answer), len(other), *repeated_ngrams(answer)) for answer, other in zip(answers, own, strict=True)]
     return np.concatenate([np.array(counts, dtype=np.float64), regret[:, None]], axis=1)

@@ -15,10 +15,10 @@ from importlib.metadata import version
 
 import torch
 
-from actors.engine.layer_ranking import Row, rank_layers
-from actors.engine.schedule import MEASURED, Schedule, ScheduleSpec
-from actors.engine.schedule_file import SCHEDULE_FILE
-from actors.engine.schedule_variants import Variant, comparisons, speeds
+from actors.engine.forcing.layer_ranking import Row, rank_layers
+from actors.engine.schedules.file import SCHEDULE_FILE
+from actors.engine.schedules.schedule import MEASURED, Schedule, ScheduleSpec
+from actors.engine.schedules.variants import Variant, comparisons, speeds
 from actors.generator import Generator
 from pipeline.checkpoints.keep_order import ROWS, measured_order
 from pipeline.checkpoints.resolve import ResolvedCheckpoint

@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.engine.errors import UserError
-from actors.engine.schedule import ScheduleSpec, depths_for_speedup
-from actors.engine.schedule_file import SCHEDULE_FILE, save_spec
-from actors.engine.schedule_variants import Variant
+from actors.engine.schedules.file import SCHEDULE_FILE, save_spec
+from actors.engine.schedules.schedule import ScheduleSpec, depths_for_speedup
+from actors.engine.schedules.variants import Variant
 from pipeline.config.evaluate import EvalConfig
 from pipeline.evaluate.inputs import EvalInputs, prepare
 from pipeline.evaluate.intervals import paired_scores

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from actors.answers import Prompt
-from actors.engine.schedule import Schedule
+from actors.engine.schedules.schedule import Schedule
 from actors.generator import Generator
 from pipeline.config.job import StorageConfig
 from pipeline.generate.settings import fetched
@@ -110,7 +110,7 @@ def measure_agreement(
         generator: arguments of `Generator`, checkpoint and speed adapter as `fetch` takes them.
         prefix: token ids with which the prompts begin.
     """
-    from actors.engine.divergence import Model, teacher_forced
+    from actors.engine.forcing.divergence import Model, teacher_forced
 
     given = _prepared(rows, files, schema, storage, spec)
     if not given:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from actors.engine.output_format import OutputFormat
+from actors.engine.constraints.output_format import OutputFormat
 from pipeline.checkpoints.resolve import fetch
 from pipeline.config.job import ModelConfig, SamplingConfig
 

@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa
 
 from actors.answers import Prompt
+from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.cpu.lean_imports import import_models
-from actors.engine.output_format import OutputFormat
 from actors.engine.types import EngineStats
 from actors.generator import Generator
 from pipeline.generate.coordinator import RunCoordinator

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from actors.engine.loading import memory_needed
-from actors.engine.weights import CACHE_STEP, cache_that_fits, check_free
+from actors.engine.checkpoint.loading import memory_needed
+from actors.engine.checkpoint.weights import CACHE_STEP, cache_that_fits, check_free
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import JobConfig
 from pipeline.plan.memory import Hardware

@@ -20,7 +20,7 @@ import psutil
 import pyarrow as pa
 
 from actors.engine.errors import UserError
-from actors.engine.schedule import Schedule
+from actors.engine.schedules.schedule import Schedule
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import JobConfig, ModelConfig
 from pipeline.generate.agreement import Agreement

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import psutil
 
 from actors.engine.build import uses_pages
+from actors.engine.checkpoint.loading import memory_needed
+from actors.engine.checkpoint.weights import Need, gib
 from actors.engine.errors import UserError
-from actors.engine.loading import memory_needed
-from actors.engine.weights import Need, gib
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import ActorsConfig, JobConfig, ModelConfig
 

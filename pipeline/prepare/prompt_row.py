@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from actors.continuations import boundary_texts, checked_ids, split
+from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.errors import UserError
-from actors.engine.output_format import OutputFormat
 from actors.engine.types import SamplingParams
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.tokenizer import fewest_tokens, tokenizer_of

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from actors.engine.constraints.grammar import GrammarCompiler
+from actors.engine.constraints.label_trie import ChoiceTrie
+from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.errors import UserError
-from actors.engine.grammar import GrammarCompiler
-from actors.engine.label_trie import ChoiceTrie
-from actors.engine.output_format import OutputFormat
 from actors.engine.types import SamplingParams
 from actors.tool_calls import form_of
 from pipeline.checkpoints.resolve import ResolvedCheckpoint

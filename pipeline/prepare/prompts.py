@@ -14,9 +14,9 @@ from typing import Any
 import pyarrow as pa
 
 from actors.continuations import checked_texts
-from actors.engine.constraint import check_compatible
+from actors.engine.constraints.constraint import check_compatible
+from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.errors import UserError
-from actors.engine.output_format import OutputFormat
 from actors.openai_requests import CompletionRequest
 from actors.tool_calls import checked_tools, form_of
 from pipeline.config.labels import check_labels

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from actors.engine.reasoning import Reasoning
+from actors.engine.constraints.reasoning import Reasoning
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import JobConfig
 from pipeline.prepare.tokenizer import known_tokenizer, tokenizer_of

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
+from actors.engine.checkpoint.loading import load_tokenizer, tokenizer_class_name
 from actors.engine.errors import UserError
-from actors.engine.loading import load_tokenizer, tokenizer_class_name
 from pipeline.checkpoints.local import PinnedFolder
 from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint, fetch
 from pipeline.messages import one_line

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from actors.engine.file_digests import cache_record, write_record
+from actors.engine.checkpoint.file_digests import cache_record, write_record
 from pipeline.generate.time_left import ENDING_SECONDS, Planned
 from pipeline.storage.folder import Folder
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.engine.errors import UserError, flat
-from actors.engine.schedule import Schedule
+from actors.engine.schedules.schedule import Schedule
 from actors.serving.http import Limits
 from actors.serving.model import ModelSettings
 from pipeline.checkpoints.resolve import resolve_checkpoint

@@ -8,9 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from actors.engine.checkpoint.loading import Checkpoint
+from actors.engine.checkpoint.speed_adapter import (
+    CONFIG,
+    WEIGHTS,
+    base_digest,
+    linear_layers,
+    save_record,
+    with_adapter,
+)
 from actors.engine.errors import UserError
-from actors.engine.loading import Checkpoint
-from actors.engine.speed_adapter import CONFIG, WEIGHTS, base_digest, linear_layers, save_record, with_adapter
 from pipeline.config.tune import RANK, AdapterConfig
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
+from actors.engine.checkpoint.file_digests import digests
+from actors.engine.checkpoint.loading import load_decoder
 from actors.engine.decoder import Decoder
-from actors.engine.file_digests import digests
-from actors.engine.loading import load_decoder
 from pipeline.checkpoints.keep_order import measured_order
 from pipeline.config.tune import TuneConfig
 from pipeline.runtime.announce import announce

@@ -9,8 +9,8 @@ from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
+from actors.engine.checkpoint.families import family_of
 from actors.engine.errors import UserError, flat, nearest
-from actors.engine.families import family_of
 from pipeline.tune.data import Pair
 
 

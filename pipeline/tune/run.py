@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from actors.engine.schedule import MEASURED
+from actors.engine.schedules.schedule import MEASURED
 from pipeline.config.tune import TuneConfig
 from pipeline.runtime.announce import announce
 from pipeline.tune import resume

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, PreTrainedModel, TrainingArguments
 
-from actors.engine import packed_attention
+from actors.engine.checkpoint.loading import load_decoder, load_model
+from actors.engine.checkpoint.model_shape import ModelShape
 from actors.engine.decoder import Decoder
-from actors.engine.loading import load_decoder, load_model
-from actors.engine.model_shape import ModelShape
-from actors.engine.schedule_file import save_spec
-from actors.engine.trained import Trained
+from actors.engine.forcing import packed_attention
+from actors.engine.schedules.file import save_spec
+from actors.engine.schedules.trained import Trained
 from pipeline.config.tune import TuneConfig
 from pipeline.tune import adapters, resume
 from pipeline.tune.kept_heap import kept_heap

@@ -24,8 +24,8 @@ from workloads import Forced, Workload
 
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
-from actors.engine.schedule import ScheduleSpec
 from actors.engine.scheduler import generate
+from actors.engine.schedules.schedule import ScheduleSpec
 from actors.engine.types import EngineStats, Request, SamplingParams
 
 HERE = Path(__file__).parent

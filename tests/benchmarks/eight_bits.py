@@ -28,15 +28,15 @@ import torch
 from real_model import ADAPTER
 from torch import Tensor
 
+from actors.engine.checkpoint.loading import inspect, load_decoder, load_tokenizer
+from actors.engine.checkpoint.speed_adapter import merge, with_adapter
 from actors.engine.decoder import Decoder
-from actors.engine.divergence import Model, teacher_forced
 from actors.engine.engine import Engine
+from actors.engine.forcing.divergence import Model, teacher_forced
 from actors.engine.gpu import reference
 from actors.engine.gpu.products import EightBits
-from actors.engine.loading import inspect, load_decoder, load_tokenizer
-from actors.engine.schedule import Schedule, ScheduleSpec
 from actors.engine.scheduler import generate
-from actors.engine.speed_adapter import merge, with_adapter
+from actors.engine.schedules.schedule import Schedule, ScheduleSpec
 from actors.engine.types import Request, SamplingParams
 from pipeline.demo_data import write_prompts
 

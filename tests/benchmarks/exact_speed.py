@@ -37,9 +37,9 @@ import torch
 from workloads import DATA
 
 from actors.answers import Answer, Prompt
-from actors.engine.draft_length import MOST_DRAFTS
+from actors.engine.checkpoint.loading import load_tokenizer
 from actors.engine.engine import Engine
-from actors.engine.loading import load_tokenizer
+from actors.engine.exact.draft_length import MOST_DRAFTS
 from actors.engine.types import EngineStats, Request, SamplingParams
 from actors.generator import Generator
 from pipeline import job as jobs

@@ -15,11 +15,11 @@ import roofline
 import torch
 from gpu_parts import NEW, PROMPT, build, rows_of, schedule_of
 
-from actors.engine.compressed import Kind
+from actors.engine.checkpoint.compressed import Kind
 from actors.engine.decoder import Decoder
 from actors.engine.gpu.engine import GpuEngine
 from actors.engine.gpu.pages import token_bytes
-from actors.engine.schedule import Schedule
+from actors.engine.schedules.schedule import Schedule
 from actors.engine.types import Request
 
 

@@ -21,14 +21,14 @@ from unittest.mock import patch
 
 import torch
 
-from actors.engine.compressed import Kind
+from actors.engine.checkpoint.compressed import Kind
 from actors.engine.decoder import Decoder
 from actors.engine.gpu import engine as engines
 from actors.engine.gpu import pages, splits, steps
 from actors.engine.gpu.engine import GpuEngine
 from actors.engine.gpu.operations import Lanes, LayerPages
 from actors.engine.gpu.products import DTYPES
-from actors.engine.schedule import ScheduleSpec
+from actors.engine.schedules.schedule import ScheduleSpec
 from actors.engine.types import Request
 
 Run = Callable[[GpuEngine, list[Request]], tuple[float, float]]

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from actors.engine.decoder import Decoder
 from actors.engine.gpu.engine import GpuEngine
-from actors.engine.schedule import Schedule, ScheduleSpec
+from actors.engine.schedules.schedule import Schedule, ScheduleSpec
 from actors.engine.types import Request, SamplingParams
 
 PROMPT, NEW = 512, 512

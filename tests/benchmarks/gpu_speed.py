@@ -27,7 +27,8 @@ from gpu_demo import demo
 from gpu_parts import NEW, PROMPT, Clock, attempt, build, give_back, rows_of, run, schedule_of, synchronize
 from gpu_peers import PEER_NEW, ours, peers
 
-from actors.engine.compressed import Kind
+from actors.engine.checkpoint.compressed import Kind
+from actors.engine.checkpoint.weights import ALLOWANCE, Need, cache_that_fits
 from actors.engine.decoder import Decoder
 from actors.engine.gpu import reference
 from actors.engine.gpu.engine import GpuEngine
@@ -35,7 +36,6 @@ from actors.engine.gpu.operations import Operations
 from actors.engine.gpu.products import EightBits
 from actors.engine.scheduler import generate
 from actors.engine.types import Request
-from actors.engine.weights import ALLOWANCE, Need, cache_that_fits
 from actors.engine.working_memory import working_bytes
 
 PROFILED = 10  # steps

@@ -17,9 +17,9 @@ import torch
 from workloads import DATA
 
 from actors.answers import Prompt
-from actors.engine.layer_ranking import ResponsePasses, Row, batches, rank_layers
-from actors.engine.loading import load_tokenizer
-from actors.engine.schedule import paper_order
+from actors.engine.checkpoint.loading import load_tokenizer
+from actors.engine.forcing.layer_ranking import ResponsePasses, Row, batches, rank_layers
+from actors.engine.schedules.schedule import paper_order
 from actors.generator import Generator
 
 SHARES = (0.9, 0.75)  # of the layers, at every position

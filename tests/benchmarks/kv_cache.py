@@ -19,7 +19,9 @@ from eight_bits import PLACES, TOKENS, prompts_of
 from real_model import ADAPTER
 from torch import Tensor
 
-from actors.engine.compressed import Kind
+from actors.engine.checkpoint.compressed import Kind
+from actors.engine.checkpoint.loading import inspect, load_decoder
+from actors.engine.checkpoint.speed_adapter import merge, with_adapter
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.gpu import reference
@@ -31,10 +33,8 @@ from actors.engine.gpu.prefill import Prefill, passes
 from actors.engine.gpu.products import DTYPES
 from actors.engine.gpu.self_check import difference, probe
 from actors.engine.gpu.splits import Splits
-from actors.engine.loading import inspect, load_decoder
-from actors.engine.schedule import Schedule
 from actors.engine.scheduler import generate
-from actors.engine.speed_adapter import merge, with_adapter
+from actors.engine.schedules.schedule import Schedule
 from actors.engine.types import Request, SamplingParams
 from actors.engine.working_memory import PAGE_TOKENS
 

@@ -26,8 +26,8 @@ from actors.engine.decoder import Decoder
 from actors.engine.gpu import reference
 from actors.engine.gpu.engine import GpuEngine
 from actors.engine.gpu.pages import PAGE_TOKENS, page_bytes
-from actors.engine.schedule import ScheduleSpec
 from actors.engine.scheduler import generate
+from actors.engine.schedules.schedule import ScheduleSpec
 from actors.engine.types import Completion, Request, SamplingParams
 
 LAYERS, PROMPT, MOST_NEW = 32, 512, 1536

@@ -34,8 +34,8 @@ from workloads import DATA, SEED, TOKENS_A_WORD
 
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
-from actors.engine.schedule import ScheduleSpec
 from actors.engine.scheduler import generate
+from actors.engine.schedules.schedule import ScheduleSpec
 from actors.engine.types import Request, SamplingParams
 
 QUESTIONS = DATA / "banking77" / "test.parquet"

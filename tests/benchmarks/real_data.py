@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from actors.engine.loading import load_tokenizer
+from actors.engine.checkpoint.loading import load_tokenizer
 from pipeline.adapt.pairs import prompt_ids
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig

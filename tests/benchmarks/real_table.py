@@ -22,8 +22,8 @@ from real_data import JOBS, WORK
 from real_model import values_stated
 from roofline import Ceilings, measure
 
-from actors.engine.loading import Checkpoint, inspect
-from actors.engine.speed_adapter import with_adapter
+from actors.engine.checkpoint.loading import Checkpoint, inspect
+from actors.engine.checkpoint.speed_adapter import with_adapter
 from pipeline.config.evaluate import BootstrapConfig, EvalConfig
 from pipeline.config.load import load_config
 from pipeline.evaluate.intervals import interval, resampled_sums

@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.trainer_utils import SaveStrategy
 
-from actors.engine import packed_attention
+from actors.engine.checkpoint.loading import load_decoder, load_model
 from actors.engine.decoder import Decoder
-from actors.engine.loading import load_decoder, load_model
-from actors.engine.schedule import MEASURED, Schedule
-from actors.engine.schedule_file import load_spec, save_spec
+from actors.engine.forcing import packed_attention
+from actors.engine.schedules.file import load_spec, save_spec
+from actors.engine.schedules.schedule import MEASURED, Schedule
 from pipeline.config.tune import TuneConfig
 from pipeline.tune.adapters import round_frozen
 from pipeline.tune.measured_order import with_measured_order

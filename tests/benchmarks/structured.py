@@ -29,8 +29,8 @@ from typing import Any
 import jsonschema
 
 from actors.answers import Prompt
+from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.errors import UserError
-from actors.engine.output_format import OutputFormat
 from actors.generator import Generator
 
 # a record that never ends by itself, so that all rows run as many steps as free ones

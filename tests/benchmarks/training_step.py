@@ -26,12 +26,12 @@ from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from actors.engine import packed_attention
+from actors.engine.checkpoint.loading import inspect
 from actors.engine.decoder import Decoder
-from actors.engine.loading import inspect
-from actors.engine.packed_forcing import micro_batches, predicting_states, response_labels
-from actors.engine.schedule import Schedule
-from actors.engine.teacher_forcing import IGNORED, ResponseBatch, response_logits
+from actors.engine.forcing import packed_attention
+from actors.engine.forcing.packed_forcing import micro_batches, predicting_states, response_labels
+from actors.engine.forcing.teacher_forcing import IGNORED, ResponseBatch, response_logits
+from actors.engine.schedules.schedule import Schedule
 from pipeline.config.tune import LossConfig
 from pipeline.tune.chunked_loss import summed_loss
 from pipeline.tune.objective import Targets, token_losses

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
-from actors.engine.schedule import Schedule, ScheduleSpec
 from actors.engine.scheduler import generate
+from actors.engine.schedules.schedule import Schedule, ScheduleSpec
 from actors.engine.types import Completion, Request, SamplingParams
 
 STOP = {2, 5, 9, 33}

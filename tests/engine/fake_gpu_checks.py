@@ -14,20 +14,20 @@ from fake_gpu import Gpu, fake_gpu
 from tiny_models import MODELS, WINDOWLESS
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from actors.engine.compressed import LIMITS, Kind
-from actors.engine.constraint import Bits
+from actors.engine.checkpoint.compressed import LIMITS, Kind
+from actors.engine.checkpoint.weights import ALLOWANCE
+from actors.engine.constraints.constraint import Bits
 from actors.engine.decoder import Decoder
-from actors.engine.exact import Drafter
+from actors.engine.exact.engine import Drafter
 from actors.engine.gpu import kernels
 from actors.engine.gpu.engine import GpuEngine
 from actors.engine.gpu.exact import GpuExactEngine
 from actors.engine.gpu.products import EightBits
 from actors.engine.row import rows_per_layer
-from actors.engine.schedule import ScheduleSpec
+from actors.engine.sampling.stopping import StopStrings
 from actors.engine.scheduler import generate
-from actors.engine.stopping import StopStrings
+from actors.engine.schedules.schedule import ScheduleSpec
 from actors.engine.types import Request, SamplingParams
-from actors.engine.weights import ALLOWANCE
 from actors.engine.working_memory import working_bytes
 
 STOP = (2,)

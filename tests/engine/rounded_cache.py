@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.engine.compressed import LIMITS, Kind
+from actors.engine.checkpoint.compressed import LIMITS, Kind
 from actors.engine.decoder import Decoder
-from actors.engine.row_sampling import RowSampling
-from actors.engine.sampling import sample_by_torch
-from actors.engine.schedule import Schedule
+from actors.engine.sampling.sampler import sample_by_torch
+from actors.engine.sampling.state import RowSampling
+from actors.engine.schedules.schedule import Schedule
 from actors.engine.types import Request
 
 

@@ -21,7 +21,8 @@ from tiny_checkpoint import LAYERS, tiny_checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from actors.engine.build import EngineSettings, products_in_eight_bits
-from actors.engine.compressed import LIMITS, Codes, Kind, codes_of, largest_scales
+from actors.engine.checkpoint.compressed import LIMITS, Codes, Kind, codes_of, largest_scales
+from actors.engine.checkpoint.loading import inspect, load_decoder, memory_needed
 from actors.engine.cpu import library
 from actors.engine.cpu.layers import CpuLayer
 from actors.engine.cpu.packing import PackedLinear
@@ -29,8 +30,7 @@ from actors.engine.cpu.quantization import QuantizedProduct, quantize_weight
 from actors.engine.decoder import Decoder
 from actors.engine.errors import UserError
 from actors.engine.gpu.products import DTYPES, EightBitProduct
-from actors.engine.loading import inspect, load_decoder, memory_needed
-from actors.engine.schedule import ScheduleSpec
+from actors.engine.schedules.schedule import ScheduleSpec
 from actors.generator import Generator
 
 CPU = torch.device("cpu")
@@ -251,7 +251,7 @@ def test_a_speed_adapter_is_merged_into_expanded_weights(
     spec = ScheduleSpec(speedup=2, horizon=4, warmup=2)
     adapter = random_adapter(base, tmp_path / "adapter", spec)
     record = json.loads((adapter / "speed_adapter.json").read_text())
-    from actors.engine.speed_adapter import base_digest
+    from actors.engine.checkpoint.speed_adapter import base_digest
 
     (adapter / "speed_adapter.json").write_text(json.dumps({**record, "base": base_digest(folder)}))
     fast = generator(folder, speed_adapter=str(adapter)).engine.decoder

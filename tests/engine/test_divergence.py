@@ -10,13 +10,13 @@ import torch
 from oracle import oracle_logits_each
 from tiny_models import LAYERS, VOCAB, tiny_model
 
-from actors.engine import divergence
 from actors.engine.decoder import Decoder
-from actors.engine.divergence import Model, Pair, answer_regret, teacher_forced
 from actors.engine.engine import Engine
+from actors.engine.forcing import divergence
+from actors.engine.forcing.divergence import Model, Pair, answer_regret, teacher_forced
 from actors.engine.gpu import reference
-from actors.engine.schedule import ScheduleSpec
 from actors.engine.scheduler import generate
+from actors.engine.schedules.schedule import ScheduleSpec
 from actors.engine.types import Request, SamplingParams
 
 FULL = ScheduleSpec().build(LAYERS)

@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.engine.draft_length import FIRST, MOST_DRAFTS, DraftLength, Plan, Round, expected_tokens
+from actors.engine.exact.draft_length import FIRST, MOST_DRAFTS, DraftLength, Plan, Round, expected_tokens
 
 ROUNDS = 1500
 

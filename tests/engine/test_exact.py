@@ -17,16 +17,16 @@ from oracle import oracle, oracle_answers
 from test_engine import refill
 from tiny_models import CONTEXT, LAYERS, tiny_model
 
-from actors.engine.constraint import Constraint
+from actors.engine.constraints.constraint import Constraint
+from actors.engine.constraints.label_trie import ChoiceTrie
 from actors.engine.cpu import library
 from actors.engine.decoder import Decoder
-from actors.engine.draft_length import MOST_DRAFTS, DraftLength, Plan, Round
 from actors.engine.engine import Engine
-from actors.engine.exact import Drafter, ExactEngine, draft_layers
-from actors.engine.label_trie import ChoiceTrie
+from actors.engine.exact.draft_length import MOST_DRAFTS, DraftLength, Plan, Round
+from actors.engine.exact.engine import Drafter, ExactEngine, draft_layers
 from actors.engine.row import sample_rows
-from actors.engine.schedule import Schedule, ScheduleSpec
 from actors.engine.scheduler import generate
+from actors.engine.schedules.schedule import Schedule, ScheduleSpec
 from actors.engine.types import SCHEDULERS, Completion, FinishReason, Request, SamplingParams
 
 FULL = ScheduleSpec().build(LAYERS)
@@ -262,7 +262,7 @@ def test_memory_that_runs_out_within_a_round_changes_no_answer_and_no_count(
             raise MemoryError
         sample_rows(*given, **options)
 
-    monkeypatch.setattr("actors.engine.exact.sample_rows", sampled)
+    monkeypatch.setattr("actors.engine.exact.engine.sample_rows", sampled)
     engine = exact(decoder, counts=(4,))
     got = answer(engine, rows)
     assert [one.token_ids for one in got] == [one.token_ids for one in answer(Engine(decoder, FULL, STOP), rows)]

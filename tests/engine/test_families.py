@@ -11,11 +11,11 @@ from engine_cases import answer, requests
 from tiny_models import CONTEXT, LAYERS, MODELS, WINDOW, tiny_model
 from transformers import AutoConfig
 
+from actors.engine.checkpoint.families import FAMILIES, family_of
+from actors.engine.checkpoint.loading import load_decoder
 from actors.engine.decoder import Decoder, causal_mask
 from actors.engine.engine import Engine
-from actors.engine.families import FAMILIES, family_of
-from actors.engine.loading import load_decoder
-from actors.engine.schedule import ScheduleSpec
+from actors.engine.schedules.schedule import ScheduleSpec
 
 FULL = ScheduleSpec().build(LAYERS)
 IDS = torch.tensor([[7, 50, 3, 91, 22, 8, 64, 17, 80, 5, 33, 41], [90, 4, 71, 12, 9, 60, 31, 2, 77, 18, 6, 55]])

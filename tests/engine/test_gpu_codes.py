@@ -14,7 +14,7 @@ from torch import Tensor
 CUDA = torch.cuda.is_available()
 pytest.importorskip("triton", reason="Triton is not installed: it comes with a GPU's torch, and with .[dev]")
 
-from actors.engine.compressed import LIMITS, Kind  # noqa: E402
+from actors.engine.checkpoint.compressed import LIMITS, Kind  # noqa: E402
 from actors.engine.gpu import kernels, reference  # noqa: E402
 from actors.engine.gpu.operations import Lanes, LayerPages  # noqa: E402
 from actors.engine.gpu.pages import PAGE_TOKENS  # noqa: E402

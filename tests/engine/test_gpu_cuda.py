@@ -18,9 +18,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 pytest.importorskip("triton", reason="Triton is not installed: it comes with a GPU's torch, and with .[dev]")
 
 from actors.engine.build import FP8_CAPABILITY  # noqa: E402
-from actors.engine.compressed import LIMITS, Kind  # noqa: E402
+from actors.engine.checkpoint.compressed import LIMITS, Kind  # noqa: E402
 from actors.engine.decoder import Decoder  # noqa: E402
-from actors.engine.exact import Drafter  # noqa: E402
+from actors.engine.exact.engine import Drafter  # noqa: E402
 from actors.engine.gpu import kernels, prefill, prompts, reference  # noqa: E402
 from actors.engine.gpu.engine import GpuEngine  # noqa: E402
 from actors.engine.gpu.exact import GpuExactEngine  # noqa: E402
@@ -28,8 +28,8 @@ from actors.engine.gpu.pages import page_bytes  # noqa: E402
 from actors.engine.gpu.products import EightBits  # noqa: E402
 from actors.engine.gpu.self_check import difference  # noqa: E402
 from actors.engine.gpu.state import DeviceRows  # noqa: E402
-from actors.engine.schedule import Schedule, ScheduleSpec  # noqa: E402
 from actors.engine.scheduler import generate  # noqa: E402
+from actors.engine.schedules.schedule import Schedule, ScheduleSpec  # noqa: E402
 from actors.engine.types import Request, SamplingParams  # noqa: E402
 from actors.generator import Generator  # noqa: E402
 

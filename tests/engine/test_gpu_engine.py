@@ -19,15 +19,15 @@ from oracle import oracle_answers
 from tiny_models import LAYERS, MODELS, WINDOWLESS, tiny_model
 from transformers import AutoConfig
 
+from actors.engine.checkpoint.families import has_pages
+from actors.engine.constraints.label_trie import ChoiceTrie
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
-from actors.engine.families import has_pages
 from actors.engine.gpu import prefill, prompts, reference
 from actors.engine.gpu.engine import GpuEngine
 from actors.engine.gpu.pages import PAGE_TOKENS, PagedCache, page_bytes, row_pages
-from actors.engine.label_trie import ChoiceTrie
-from actors.engine.schedule import Schedule, ScheduleSpec
 from actors.engine.scheduler import generate
+from actors.engine.schedules.schedule import Schedule, ScheduleSpec
 from actors.engine.types import Request, SamplingParams
 
 FUSED = ["llama", "opt", "opt-post-norm", "mistral-full", "qwen2", "qwen3", "olmo2", *WINDOWLESS]

@@ -15,9 +15,9 @@ from test_gpu_engine import FUSED, PREFIX, answers, bytes_of, fused
 from tiny_models import LAYERS, tiny_model
 
 from actors.engine.decoder import Decoder
-from actors.engine.exact import Drafter
+from actors.engine.exact.engine import Drafter
 from actors.engine.gpu.exact import GpuExactEngine
-from actors.engine.schedule import Schedule, ScheduleSpec
+from actors.engine.schedules.schedule import Schedule, ScheduleSpec
 from actors.engine.types import Request, SamplingParams
 
 FULL = ScheduleSpec().build(LAYERS)

@@ -19,20 +19,20 @@ from tiny_checkpoint import tiny_checkpoint
 from tiny_models import VOCAB, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from actors.engine.constraint import Bits, Constraint
+from actors.engine.constraints.constraint import Bits, Constraint
+from actors.engine.constraints.grammar import GrammarCompiler
+from actors.engine.constraints.label_trie import ChoiceTrie
+from actors.engine.constraints.output_format import OutputFormat
+from actors.engine.constraints.reasoning import AfterReasoning, Reasoning
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.gpu import reference
 from actors.engine.gpu.completions import CompletionPoll
 from actors.engine.gpu.engine import GpuEngine
 from actors.engine.gpu.state import DeviceRows
-from actors.engine.grammar import GrammarCompiler
-from actors.engine.label_trie import ChoiceTrie
-from actors.engine.output_format import OutputFormat
-from actors.engine.reasoning import AfterReasoning, Reasoning
-from actors.engine.schedule import Schedule, ScheduleSpec
+from actors.engine.sampling.stopping import StopStrings
 from actors.engine.scheduler import CallScheduler, generate
-from actors.engine.stopping import StopStrings
+from actors.engine.schedules.schedule import Schedule, ScheduleSpec
 from actors.engine.types import Completion, FinishReason, Request, SamplingParams
 
 LABELS = [[7, 8, 9], [7, 8, 12], [20], [21, 22, 23, 24], [7, 9, 33, 5]]  # 9, 33 and 5 end other rows

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 CUDA = torch.cuda.is_available()
 pytest.importorskip("triton", reason="Triton is not installed: it comes with a GPU's torch, and with .[dev]")
 
-from actors.engine.constraint import words_of  # noqa: E402
+from actors.engine.checkpoint.layer_weights import NormWeights  # noqa: E402
+from actors.engine.constraints.constraint import words_of  # noqa: E402
 from actors.engine.gpu import kernels, reference  # noqa: E402
 from actors.engine.gpu import logits as gpu_logits  # noqa: E402
 from actors.engine.gpu.kernels import logits as kernel_logits  # noqa: E402
@@ -19,7 +20,6 @@ from actors.engine.gpu.operations import Lanes, LayerPages, Operations, StepTabl
 from actors.engine.gpu.pages import PAGE_TOKENS  # noqa: E402
 from actors.engine.gpu.splits import Splits  # noqa: E402
 from actors.engine.gpu.state import DeviceRows  # noqa: E402
-from actors.engine.layer_weights import NormWeights  # noqa: E402
 
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPES = st.sampled_from(

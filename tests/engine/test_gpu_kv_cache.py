@@ -20,16 +20,16 @@ from test_gpu_engine import FUSED, fused
 from tiny_models import LAYERS, tiny_model
 
 from actors.engine import build
-from actors.engine.compressed import LIMITS, Kind
+from actors.engine.checkpoint.compressed import LIMITS, Kind
 from actors.engine.decoder import Decoder
 from actors.engine.errors import UserError
-from actors.engine.exact import Drafter
+from actors.engine.exact.engine import Drafter
 from actors.engine.gpu.engine import GpuEngine
 from actors.engine.gpu.exact import GpuExactEngine
 from actors.engine.gpu.pages import PAGE_TOKENS, PagedCache, page_bytes, row_pages, token_bytes
 from actors.engine.gpu.products import DTYPES
-from actors.engine.schedule import Schedule, ScheduleSpec
 from actors.engine.scheduler import generate
+from actors.engine.schedules.schedule import Schedule, ScheduleSpec
 from actors.engine.types import Request
 from actors.generator import Generator
 

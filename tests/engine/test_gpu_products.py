@@ -16,14 +16,14 @@ from torch import Tensor, nn
 CUDA = torch.cuda.is_available()
 pytest.importorskip("triton", reason="Triton is not installed: it comes with a GPU's torch, and with .[dev]")
 
-from actors.engine.compressed import LIMITS, Codes, Kind, largest_scales  # noqa: E402
+from actors.engine.checkpoint.compressed import LIMITS, Codes, Kind, largest_scales  # noqa: E402
 from actors.engine.decoder import Decoder  # noqa: E402
 from actors.engine.gpu import kernels, reference  # noqa: E402
 from actors.engine.gpu.engine import GpuEngine  # noqa: E402
 from actors.engine.gpu.layers import FusedLayer  # noqa: E402
 from actors.engine.gpu.products import DTYPES, EightBitHead, EightBitProduct, EightBits, Product  # noqa: E402
-from actors.engine.schedule import ScheduleSpec  # noqa: E402
 from actors.engine.scheduler import generate  # noqa: E402
+from actors.engine.schedules.schedule import ScheduleSpec  # noqa: E402
 
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 KINDS = st.sampled_from(list(LIMITS))

@@ -17,11 +17,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from actors.answers import Prompt
-from actors.engine.constraint import words_of
-from actors.engine.grammar import GrammarCompiler
-from actors.engine.output_format import OutputFormat
-from actors.engine.row_sampling import RowSampling
-from actors.engine.sampling import sample
+from actors.engine.constraints.constraint import words_of
+from actors.engine.constraints.grammar import GrammarCompiler
+from actors.engine.constraints.output_format import OutputFormat
+from actors.engine.sampling.sampler import sample
+from actors.engine.sampling.state import RowSampling
 from actors.engine.types import Request
 from actors.generator import Generator
 

@@ -16,8 +16,8 @@ from actors.engine.call import Call
 from actors.engine.cpu import library
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
-from actors.engine.schedule import ScheduleSpec
 from actors.engine.scheduler import CallScheduler, generate
+from actors.engine.schedules.schedule import ScheduleSpec
 from actors.engine.types import Completion, Request, SamplingParams
 
 SCHEDULE = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from actors.engine import kernel_sampling
 from actors.engine.cpu import library
-from actors.engine.row_sampling import RowSampling
-from actors.engine.sampling import narrow, sample_by_torch, uniforms
+from actors.engine.sampling import kernel as kernel_sampling
+from actors.engine.sampling.sampler import narrow, sample_by_torch, uniforms
+from actors.engine.sampling.state import RowSampling
 from actors.engine.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from oracle import oracle_logits
 from tiny_models import LAYERS, tiny_model
 
+from actors.engine.constraints.label_trie import ChoiceTrie
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
-from actors.engine.label_trie import ChoiceTrie
-from actors.engine.row_sampling import RowSampling
-from actors.engine.sampling import sample
-from actors.engine.schedule import Schedule, ScheduleSpec
+from actors.engine.sampling.sampler import sample
+from actors.engine.sampling.state import RowSampling
 from actors.engine.scheduler import generate
+from actors.engine.schedules.schedule import Schedule, ScheduleSpec
 from actors.engine.types import FinishReason, Request, SamplingParams
 
 END = 2

@@ -10,10 +10,10 @@ import torch
 from oracle import oracle_logits, oracle_logits_each
 from tiny_models import LAYERS, VOCAB, tiny_model
 
-from actors.engine import layer_ranking
 from actors.engine.decoder import Decoder, part
-from actors.engine.layer_ranking import LayerRanking, Row, rank_layers
-from actors.engine.schedule import Schedule, ScheduleSpec
+from actors.engine.forcing import layer_ranking
+from actors.engine.forcing.layer_ranking import LayerRanking, Row, rank_layers
+from actors.engine.schedules.schedule import Schedule, ScheduleSpec
 
 FULL = ScheduleSpec().build(LAYERS)
 SILENT = ("self_attn.o_proj", "mlp.down_proj")

@@ -13,7 +13,7 @@ import torch
 from tiny_models import MODELS, tiny_model
 from transformers import AutoModelForCausalLM
 
-from actors.engine.loading import load_model
+from actors.engine.checkpoint.loading import load_model
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs/demo/checkpoint"
@@ -28,7 +28,7 @@ if sys.argv[2] == "lean":
     import_models()
     import_models()
 from actors.generator import Generator
-from actors.engine.divergence import Model, teacher_forced
+from actors.engine.forcing.divergence import Model, teacher_forced
 sampling = {"max_new_tokens": 12, "temperature": 1.0}
 texts = [f"name[Zizzi], area[{word}]" for word in ("riverside", "city centre", "river")]
 found = {}

@@ -14,7 +14,7 @@ import pytest
 import transformers
 from transformers.utils import import_utils
 
-from actors.engine.library_index import kept
+from actors.engine.checkpoint.library_index import kept
 
 MODELS = Path(transformers.__file__).parent / "models"
 
@@ -78,12 +78,12 @@ def test_without_a_cache_it_is_made(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 SCRIPT = """
 import sys
-from actors.engine.library_index import keep_index
+from actors.engine.checkpoint.library_index import keep_index
 keep_index()
 keep_index()
 from transformers import AutoConfig, LlamaForCausalLM
 keep_index()
-left = [one for one in sys.meta_path if type(one).__module__ == "actors.engine.library_index"]
+left = [one for one in sys.meta_path if type(one).__module__ == "actors.engine.checkpoint.library_index"]
 print(left, LlamaForCausalLM.__name__)
 """
 

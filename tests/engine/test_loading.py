@@ -10,11 +10,11 @@ import torch
 from tiny_models import LAYERS, tiny_model
 from transformers import PreTrainedModel
 
+from actors.engine.checkpoint.loading import inspect, load_decoder
+from actors.engine.checkpoint.weights import folder_sizes
 from actors.engine.errors import UserError
-from actors.engine.loading import inspect, load_decoder
-from actors.engine.schedule import ScheduleSpec
-from actors.engine.schedule_file import save_spec
-from actors.engine.weights import folder_sizes
+from actors.engine.schedules.file import save_spec
+from actors.engine.schedules.schedule import ScheduleSpec
 
 
 @pytest.fixture

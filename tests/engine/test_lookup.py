@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.engine.lookup import SIZES, Acceptance, Lookup
+from actors.engine.exact.lookup import SIZES, Acceptance, Lookup
 
 TOKENS = st.lists(st.integers(0, 3), max_size=30)
 

@@ -25,8 +25,8 @@ from actors.engine.gpu.engine import GpuEngine
 from actors.engine.gpu.pages import page_bytes
 from actors.engine.online import Event, OnlineLoop, QueueFull, Submission
 from actors.engine.protocol import EngineProtocol
-from actors.engine.schedule import Schedule, ScheduleSpec, envelope
 from actors.engine.scheduler import generate
+from actors.engine.schedules.schedule import Schedule, ScheduleSpec, envelope
 from actors.engine.types import Completion, FinishReason, Request, SamplingParams
 
 SCHEDULE = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from tiny_models import LAYERS, VOCAB, tiny_model
 from torch import Tensor, nn
 
-from actors.engine import packed_attention
 from actors.engine.decoder import Decoder
-from actors.engine.packed_forcing import micro_batches, predicting_states, response_labels, shared_tokens
-from actors.engine.schedule import Schedule, ScheduleSpec
-from actors.engine.teacher_forcing import IGNORED, ResponseBatch, response_logits
+from actors.engine.forcing import packed_attention
+from actors.engine.forcing.packed_forcing import micro_batches, predicting_states, response_labels, shared_tokens
+from actors.engine.forcing.teacher_forcing import IGNORED, ResponseBatch, response_logits
+from actors.engine.schedules.schedule import Schedule, ScheduleSpec
 
 CPU = torch.device("cpu")
 # plain, post-norm, capped, windows of two kinds, parallel residual, learned positions

@@ -18,8 +18,8 @@ from actors.engine.cpu.quantization import GROUP, QuantizedProduct, quantize_wei
 from actors.engine.cpu.screen import Screen, can_screen
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
-from actors.engine.sampling import argmax
-from actors.engine.schedule import ScheduleSpec
+from actors.engine.sampling.sampler import argmax
+from actors.engine.schedules.schedule import ScheduleSpec
 
 BF16 = torch.bfloat16
 native = pytest.mark.skipif(not library.quantizes(BF16, torch.device("cpu")), reason="no kernel for 8 bits")

@@ -10,9 +10,9 @@ import pytest
 import regex
 from tiny_checkpoint import tiny_checkpoint
 
-from actors.engine.grammar import GrammarCompiler
-from actors.engine.output_format import OutputFormat
-from actors.engine.reasoning import AfterReasoning, Reasoning
+from actors.engine.constraints.grammar import GrammarCompiler
+from actors.engine.constraints.output_format import OutputFormat
+from actors.engine.constraints.reasoning import AfterReasoning, Reasoning
 from actors.generator import Generator
 
 END, VOCAB = 2, 300

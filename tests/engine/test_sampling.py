@@ -15,11 +15,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from actors.engine import sampling
-from actors.engine.constraint import AllowedTokens
-from actors.engine.label_trie import ChoiceTrie
-from actors.engine.row_sampling import RowSampling
-from actors.engine.sampling import _adjust, narrow, sample, uniforms
+from actors.engine.constraints.constraint import AllowedTokens
+from actors.engine.constraints.label_trie import ChoiceTrie
+from actors.engine.sampling import sampler as sampling
+from actors.engine.sampling.sampler import _adjust, narrow, sample, uniforms
+from actors.engine.sampling.state import RowSampling
 from actors.engine.types import SamplingParams, row_key
 
 

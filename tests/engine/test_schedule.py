@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.engine.schedule import (
+from actors.engine.schedules.file import SCHEDULE_FILE, load_spec, load_trained, read_spec, save_spec
+from actors.engine.schedules.schedule import (
     DECAYS,
     KEEP_ORDERS,
     Schedule,
@@ -20,8 +21,7 @@ from actors.engine.schedule import (
     even_order,
     paper_order,
 )
-from actors.engine.schedule_file import SCHEDULE_FILE, load_spec, load_trained, read_spec, save_spec
-from actors.engine.trained import Trained
+from actors.engine.schedules.trained import Trained
 
 
 @st.composite

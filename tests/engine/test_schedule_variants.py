@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.engine.schedule import ScheduleSpec
-from actors.engine.schedule_variants import comparison_schedules, comparisons, speeds
+from actors.engine.schedules.schedule import ScheduleSpec
+from actors.engine.schedules.variants import comparison_schedules, comparisons, speeds
 
 
 @settings(deadline=None, max_examples=40)

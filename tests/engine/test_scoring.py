@@ -15,15 +15,16 @@ from oracle import oracle_logits_each
 from tiny_models import CONTEXT, LAYERS, VOCAB, tiny_model
 from torch import Tensor
 
-from actors.engine import scoring_batches, scoring_passes
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.errors import UserError
 from actors.engine.gpu import reference
-from actors.engine.schedule import Schedule, ScheduleSpec
 from actors.engine.scheduler import generate
-from actors.engine.scores import ContinuationScore, RequestScore, ScoreRequest
-from actors.engine.scoring import score_continuations, scoring_bytes
+from actors.engine.schedules.schedule import Schedule, ScheduleSpec
+from actors.engine.scoring import batches as scoring_batches
+from actors.engine.scoring import passes as scoring_passes
+from actors.engine.scoring.score import score_continuations, scoring_bytes
+from actors.engine.scoring.types import ContinuationScore, RequestScore, ScoreRequest
 from actors.engine.types import Request, SamplingParams
 
 FULL = ScheduleSpec().build(LAYERS)

@@ -15,7 +15,7 @@ from actors.engine.errors import UserError
 from actors.engine.gpu import reference, self_check
 from actors.engine.gpu.engine import GpuEngine
 from actors.engine.gpu.pages import page_bytes
-from actors.engine.schedule import ScheduleSpec
+from actors.engine.schedules.schedule import ScheduleSpec
 
 
 @pytest.mark.parametrize("speedup", [1, 2])

@@ -19,8 +19,8 @@ from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.gpu import reference
 from actors.engine.gpu.engine import GpuEngine
-from actors.engine.schedule import ScheduleSpec
 from actors.engine.scheduler import generate
+from actors.engine.schedules.schedule import ScheduleSpec
 from actors.engine.shared_prefixes import shared_prefixes
 from actors.engine.types import Request, SamplingParams
 

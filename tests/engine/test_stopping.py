@@ -8,9 +8,9 @@ from tiny_models import LAYERS, tiny_model
 
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
-from actors.engine.schedule import ScheduleSpec
+from actors.engine.sampling.stopping import StopStrings
 from actors.engine.scheduler import generate
-from actors.engine.stopping import StopStrings
+from actors.engine.schedules.schedule import ScheduleSpec
 from actors.engine.types import FinishReason, Request, SamplingParams
 
 # token -> bytes; 0 is special and decodes to nothing, 8 to 11 are the four bytes of one character

@@ -17,12 +17,21 @@ from safetensors.torch import save, save_file
 from tiny_models import tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from actors.engine.compressed import Kind
+from actors.engine.checkpoint.compressed import Kind
+from actors.engine.checkpoint.loading import inspect, load_decoder, memory_needed
+from actors.engine.checkpoint.weights import (
+    ALLOWANCE,
+    INDEX,
+    Need,
+    check_free,
+    folder_sizes,
+    need,
+    tensor_sizes,
+    weight_files,
+)
 from actors.engine.gpu import reference
 from actors.engine.gpu.layers import FusedLayer
 from actors.engine.gpu.products import EightBitHead, EightBitProduct, EightBits
-from actors.engine.loading import inspect, load_decoder, memory_needed
-from actors.engine.weights import ALLOWANCE, INDEX, Need, check_free, folder_sizes, need, tensor_sizes, weight_files
 
 SHAPES = st.dictionaries(
     st.text("abc.", min_size=1, max_size=8), st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=5

@@ -7,7 +7,7 @@ from typing import Any
 
 from tiny_models import VOCAB
 
-from actors.engine.schedule import ScheduleSpec
+from actors.engine.schedules.schedule import ScheduleSpec
 
 SPECS = [
     ScheduleSpec(),

@@ -18,7 +18,7 @@ import torch
 from http_server import Running, running
 from transformers import AutoModelForCausalLM
 
-from actors.engine.output_format import OutputFormat
+from actors.engine.constraints.output_format import OutputFormat
 from actors.generator import Generator
 from actors.serving.http import Limits
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.engine.loading import load_tokenizer
-from actors.engine.reasoning import Reasoning
-from actors.engine.stopping import StopStrings
+from actors.engine.checkpoint.loading import load_tokenizer
+from actors.engine.constraints.reasoning import Reasoning
+from actors.engine.sampling.stopping import StopStrings
 from actors.serving.texts import AnswerStream, Part, TextStream
 from actors.tool_calls import ToolFormat, split_calls
 

@@ -16,9 +16,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from actors.engine import packed_attention
 from actors.engine.cpu import kernels, library
-from actors.engine.packed_attention import Attendance
+from actors.engine.forcing import packed_attention
+from actors.engine.forcing.packed_attention import Attendance
 
 NAME = "skipdecode_cpu"
 

@@ -22,10 +22,10 @@ from uuid import uuid4
 
 import torch
 
+from actors.engine.checkpoint.file_digests import cache_root
 from actors.engine.cpu import kernels, library
 from actors.engine.cpu.packing import PackedProduct, PanelProduct, can_pack
 from actors.engine.errors import UserError
-from actors.engine.file_digests import cache_root
 from actors.engine.types import ProductsName
 
 VERSION = 1  # raise by hand when a change of the code calls for another measurement

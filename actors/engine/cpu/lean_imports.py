@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
-from actors.engine.library_index import keep_index
+from actors.engine.checkpoint.library_index import keep_index
 from actors.engine.no_collections import without_collections
 
 PACKAGES = "accelerate", "peft", "PIL", "scipy", "sklearn"  # transformers imports them where they are installed

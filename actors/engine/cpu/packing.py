@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from actors.engine.compressed import Codes, codes_of
+from actors.engine.checkpoint.compressed import Codes, codes_of
 from actors.engine.cpu import kernels, library
 from actors.engine.cpu.quantization import QuantizedProduct
 

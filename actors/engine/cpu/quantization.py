@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from actors.engine.compressed import largest_scales
+from actors.engine.checkpoint.compressed import largest_scales
 from actors.engine.cpu import library
 from actors.engine.cpu.kernels import PANEL
 

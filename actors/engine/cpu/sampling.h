@@ -1,6 +1,6 @@
 // The next token of each row, from its logits: excluded and penalized tokens, temperature, top-k, top-p, min-p, and the
 // log-probabilities that are asked for. One pass over memory for each row, the rest in the processor's cache; no sorting.
-// The definition is that of `sampling.py`: the inverse distribution function, in the vocabulary's order, at the row's
+// The definition is that of `sampling/sampler.py`: the inverse distribution function, in the vocabulary's order, at the row's
 // random number. Weights are float32, their sums double. The last token that top-k or top-p keeps is found by bisection.
 
 #pragma once

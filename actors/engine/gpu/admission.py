@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from actors.engine.gpu.pages import row_pages
 from actors.engine.row import Row
-from actors.engine.schedule import Schedule
+from actors.engine.schedules.schedule import Schedule
 from actors.engine.types import Request
 
 FEW_ENDED = 16  # rows; the average length of fewer is no estimate

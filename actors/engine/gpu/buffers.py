@@ -11,7 +11,7 @@ from actors.engine.gpu.layers import FusedLayer
 from actors.engine.gpu.pages import PagedCache, PagePool
 from actors.engine.gpu.state import DeviceRows
 from actors.engine.gpu.steps import Steps
-from actors.engine.schedule import Schedule
+from actors.engine.schedules.schedule import Schedule
 
 LEAST_TOKENS = 256  # of prompts and of answers that buffers are made for: they serve all shorter rows too
 

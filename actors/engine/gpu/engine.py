@@ -25,7 +25,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from actors.engine.compressed import Kind
+from actors.engine.checkpoint.compressed import Kind
+from actors.engine.checkpoint.weights import gib
 from actors.engine.decoder import Decoder
 from actors.engine.errors import UserError
 from actors.engine.gpu.admission import AdmissionEstimate
@@ -45,9 +46,8 @@ from actors.engine.row import (
     input_depths,
     rows_per_layer,
 )
-from actors.engine.schedule import Schedule
+from actors.engine.schedules.schedule import Schedule
 from actors.engine.types import EngineStats, Request
-from actors.engine.weights import gib
 from actors.engine.working_memory import PREFIX_TOKENS
 
 READ_EVERY = 4

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from actors.engine.decoder import Decoder
-from actors.engine.exact import Drafter
+from actors.engine.exact.engine import Drafter
 from actors.engine.gpu.buffers import Buffers
 from actors.engine.gpu.engine import GpuEngine
 from actors.engine.gpu.operations import Lanes
@@ -33,7 +33,7 @@ from actors.engine.gpu.steps import Steps, buckets
 from actors.engine.gpu.variant import SamplingVariant
 from actors.engine.protocol import Ended
 from actors.engine.row import Row
-from actors.engine.schedule import Schedule
+from actors.engine.schedules.schedule import Schedule
 from actors.engine.types import EngineStats
 
 DRAFTS = 3  # of a row in a round

@@ -1,7 +1,7 @@
 """Penalties, barred tokens and masks applied to logits, and log-probabilities among the allowed tokens.
 
-Defined here in plain torch; a GPU has the same as Triton kernels, `kernels.logits`. As in `penalties` and `sampling`:
-penalties first, then barred and masked tokens.
+Defined here in plain torch; a GPU has the same as Triton kernels, `kernels.logits`. As in `sampling.penalties` and
+`sampling.sampler`: penalties first, then barred and masked tokens.
 Shapes: B lanes, V vocabulary size, R rows, S most stop tokens of a row.
 """
 

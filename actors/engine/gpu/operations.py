@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from actors.engine.checkpoint.layer_weights import NormWeights
 from actors.engine.gpu.splits import Splits
-from actors.engine.layer_weights import NormWeights
 
 if TYPE_CHECKING:
     from actors.engine.gpu.state import DeviceRows

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from actors.engine.errors import UserError
 from actors.engine.gpu.operations import LayerPages
-from actors.engine.schedule import Schedule
+from actors.engine.schedules.schedule import Schedule
 from actors.engine.working_memory import PAGE_TOKENS
 
 SCALE = torch.float32  # dtype of the codes' scales

@@ -14,7 +14,7 @@ from actors.engine.decoder import Decoder
 from actors.engine.gpu.layers import FusedLayer
 from actors.engine.gpu.pages import PagedCache, upload
 from actors.engine.gpu.prompts import PrefixPages, Prompts, Riders
-from actors.engine.schedule import Schedule
+from actors.engine.schedules.schedule import Schedule
 from actors.engine.working_memory import CHUNK_TOKENS, KEY_TOKENS
 
 

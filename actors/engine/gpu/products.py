@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from actors.engine.compressed import LIMITS, Codes, Kind, codes_of, largest_scales
+from actors.engine.checkpoint.compressed import LIMITS, Codes, Kind, codes_of, largest_scales
+from actors.engine.checkpoint.layer_weights import Projection
 from actors.engine.gpu import reference
 from actors.engine.gpu.operations import Operations
-from actors.engine.layer_weights import Projection
 
 ALIGNMENT = 16  # of I and O, for tensor cores
 LEAST_ROWS = 32  # torch's int8 product of 2.11 to 2.13 refuses 16 and fewer

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from actors.engine.compressed import LIMITS
+from actors.engine.checkpoint.compressed import LIMITS
+from actors.engine.checkpoint.layer_weights import NormWeights
 from actors.engine.gpu.operations import LEAST_ROUNDED, Lanes, LayerPages, Rotary, StepTables
 from actors.engine.gpu.splits import Splits
-from actors.engine.layer_weights import NormWeights
-from actors.engine.sampling import draw, narrow
+from actors.engine.sampling.sampler import draw, narrow
 from actors.engine.working_memory import DRAWN_NUMBERS
 
 if TYPE_CHECKING:

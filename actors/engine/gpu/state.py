@@ -1,7 +1,7 @@
 """State of the rows in flight on the GPU, and the end of a step: logits -> tokens, and whether they end a row.
 
 All shapes are fixed and nothing is read back, so that a CUDA graph can hold it; the host reads which rows have
-ended some steps later. Tokens are sampled as in `sampling`, with each row's own key and number of tokens.
+ended some steps later. Tokens are sampled as in `sampling.sampler`, with each row's own key and number of tokens.
 Shapes: R rows, B lanes, V vocabulary size, S most stop tokens of a row, M most new tokens, W more tokens than a row
 samples between two polls.
 """
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from actors.engine.constraint import words_of
+from actors.engine.constraints.constraint import words_of
 from actors.engine.gpu import logits as plain_logits
 from actors.engine.gpu import reference
 from actors.engine.gpu.logits import LogitsOperations
@@ -25,7 +25,7 @@ from actors.engine.gpu.pages import upload
 from actors.engine.gpu.recent import Recent, RecentLogprobs
 from actors.engine.gpu.variant import SamplingVariant
 from actors.engine.row import Row
-from actors.engine.sampling import uniforms
+from actors.engine.sampling.sampler import uniforms
 
 
 class DeviceRows:

@@ -23,7 +23,7 @@ from actors.engine.gpu.prompts import Riders
 from actors.engine.gpu.splits import Splits, parallel_programs, planned_splits
 from actors.engine.gpu.state import DeviceRows
 from actors.engine.gpu.variant import SamplingVariant
-from actors.engine.schedule import Schedule
+from actors.engine.schedules.schedule import Schedule
 from actors.engine.working_memory import GRAPH_BYTES, NODE_BYTES
 
 LAYER_KERNELS = 10  # of a layer's graph, about

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from poison_stages import prompt_ids_or_death
 
-from actors.engine.schedule import ScheduleSpec
+from actors.engine.schedules.schedule import ScheduleSpec
 from pipeline.adapt import configs
 from pipeline.adapt import run as adaptation
 from pipeline.adapt.configs import job_text

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hub_server import REPO, Hub, running_hub
 
-from actors.engine.weights import folder_sizes
+from actors.engine.checkpoint.weights import folder_sizes
 from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint, fetch, resolve_checkpoint
 from pipeline.config.job import ModelConfig, StorageConfig
 from pipeline.storage.errors import StoreFailed

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.engine import file_digests
+from actors.engine.checkpoint import file_digests
 from actors.engine.errors import UserError
 from pipeline.checkpoints import local
 from pipeline.checkpoints.resolve import fetch, resolve_checkpoint

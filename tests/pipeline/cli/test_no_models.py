@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from random_adapter import random_adapter
 
-from actors.engine.schedule import ScheduleSpec
+from actors.engine.schedules.schedule import ScheduleSpec
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import ModelConfig, StorageConfig
 from pipeline.prepare.tokenizer import known_tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from actors.engine.loading import load_tokenizer
+from actors.engine.checkpoint.loading import load_tokenizer
 from actors.engine.types import SamplingParams
 from pipeline.prepare.label_tokens import longest, tokenize_labels
 from pipeline.prepare.prompt_spec import PromptSpec, check_spec

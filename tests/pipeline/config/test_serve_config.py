@@ -106,7 +106,7 @@ def test_a_batch_s_job_has_the_server_s_model_and_sampling(checkpoint: Path, tmp
 
 
 def test_messages_are_checked_and_rendered_by_the_sandbox(chat_checkpoint: Path, checkpoint: Path) -> None:
-    from actors.engine.loading import load_tokenizer
+    from actors.engine.checkpoint.loading import load_tokenizer
 
     tokenizer = load_tokenizer(chat_checkpoint)
     assert render(tokenizer, [{"role": "user", "content": "hi"}]).endswith("[user]hi</s>[assistant]")

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from actors.answers import Prompt
 from actors.engine.cache import cache_bytes_per_row
 from actors.engine.gpu.pages import token_bytes
-from actors.engine.schedule import ScheduleSpec
+from actors.engine.schedules.schedule import ScheduleSpec
 from actors.generator import Generator
 from pipeline.backends.in_process import InProcess
 from pipeline.cli.app import app

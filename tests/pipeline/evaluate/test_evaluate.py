@@ -19,8 +19,8 @@ from botocore.exceptions import EndpointConnectionError
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from actors.engine.checkpoint.loading import inspect, load_tokenizer
 from actors.engine.cpu import library
-from actors.engine.loading import inspect, load_tokenizer
 from pipeline.cli.app import app
 from pipeline.config.evaluate import EvalConfig
 from pipeline.evaluate.results import Evaluation, Line, Score, print_tables, write_table

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.engine.schedule import ScheduleSpec
-from actors.engine.schedule_variants import Variant
+from actors.engine.schedules.schedule import ScheduleSpec
+from actors.engine.schedules.variants import Variant
 from pipeline.evaluate.results import Score
 from pipeline.evaluate.search import candidates, search
 

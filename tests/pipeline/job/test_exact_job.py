@@ -16,7 +16,7 @@ from rich.console import Console
 
 from actors.engine.cpu import library
 from actors.engine.errors import UserError
-from actors.engine.schedule import ScheduleSpec
+from actors.engine.schedules.schedule import ScheduleSpec
 from pipeline.backends.in_process import InProcess
 from pipeline.config.job import JobConfig
 from pipeline.estimate.report import print_estimate

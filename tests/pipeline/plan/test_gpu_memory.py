@@ -13,8 +13,8 @@ import pytest
 import ray
 from compressed_checkpoints import compressed
 
-from actors.engine.loading import Checkpoint, memory_needed
-from actors.engine.weights import CACHE_STEP, SPARED
+from actors.engine.checkpoint.loading import Checkpoint, memory_needed
+from actors.engine.checkpoint.weights import CACHE_STEP, SPARED
 from pipeline.backends.in_process import InProcess
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import ActorsConfig, JobConfig

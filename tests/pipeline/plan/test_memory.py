@@ -14,7 +14,7 @@ import ray
 import yaml
 from typer.testing import CliRunner
 
-from actors.engine.weights import ALLOWANCE, Need
+from actors.engine.checkpoint.weights import ALLOWANCE, Need
 from pipeline.cli.app import app
 from pipeline.config.job import ActorsConfig, ModelConfig
 from pipeline.plan import memory

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.errors import UserError
-from actors.engine.output_format import OutputFormat
 from actors.openai_requests import CHAT, TEXT, read_request
 from pipeline.prepare.chat import Chat
 from pipeline.prepare.prompt_spec import PromptSpec

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from actors.engine.loading import load_tokenizer
+from actors.engine.checkpoint.loading import load_tokenizer
 from actors.engine.types import SamplingParams
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig

@@ -15,7 +15,7 @@ from memory_probe import watch_peak
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from actors.engine.loading import load_tokenizer
+from actors.engine.checkpoint.loading import load_tokenizer
 from actors.engine.types import SamplingParams
 from pipeline.prepare import tokenizer as tokenizers
 from pipeline.prepare.length_bound import LengthBound

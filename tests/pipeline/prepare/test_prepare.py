@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.engine.loading import inspect, load_tokenizer
+from actors.engine.checkpoint.loading import inspect, load_tokenizer
 from actors.engine.types import SamplingParams
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.prepare.prompt_spec import PromptSpec, check_spec

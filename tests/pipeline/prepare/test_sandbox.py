@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 from memory_probe import watch_peak
 
-from actors.engine.loading import load_tokenizer
+from actors.engine.checkpoint.loading import load_tokenizer
 from actors.engine.types import SamplingParams
 from pipeline.prepare import sandbox
 from pipeline.prepare.chat import Chat

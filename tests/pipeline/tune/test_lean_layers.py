@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tiny_models import LAYERS, VOCAB, tiny_model
 from training_cases import pairs
 
-from actors.engine import packed_attention
 from actors.engine.decoder import Decoder
-from actors.engine.packed_forcing import predicting_states, response_labels
-from actors.engine.schedule import ScheduleSpec
+from actors.engine.forcing import packed_attention
+from actors.engine.forcing.packed_forcing import predicting_states, response_labels
+from actors.engine.schedules.schedule import ScheduleSpec
 from pipeline.config.tune import AdapterConfig, LossConfig
 from pipeline.tune import adapters
 from pipeline.tune.chunked_loss import summed_loss

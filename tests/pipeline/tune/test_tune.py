@@ -22,13 +22,13 @@ from tiny_models import LAYERS, tiny_model
 from training_cases import SPECS, pairs
 from tune_recipes import copying_recipe, train_recipe
 
+from actors.engine.checkpoint.loading import inspect, load_decoder, load_tokenizer
+from actors.engine.checkpoint.speed_adapter import FILES, WEIGHTS, base_digest, merge, with_adapter
 from actors.engine.decoder import Decoder
-from actors.engine.divergence import Model, teacher_forced
 from actors.engine.errors import UserError
-from actors.engine.loading import inspect, load_decoder, load_tokenizer
-from actors.engine.schedule import ScheduleSpec
-from actors.engine.speed_adapter import FILES, WEIGHTS, base_digest, merge, with_adapter
-from actors.engine.teacher_forcing import IGNORED, ResponseBatch, collate, response_logits
+from actors.engine.forcing.divergence import Model, teacher_forced
+from actors.engine.forcing.teacher_forcing import IGNORED, ResponseBatch, collate, response_logits
+from actors.engine.schedules.schedule import ScheduleSpec
 from pipeline.config.tune import TuneConfig, TuneDataConfig
 from pipeline.tune.data import encode, read_pairs
 from pipeline.tune.plan import plan_training

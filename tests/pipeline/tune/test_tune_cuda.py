@@ -10,8 +10,8 @@ from tiny_models import LAYERS, tiny_model
 from training_cases import SPECS, pairs
 
 from actors.engine.decoder import Decoder
-from actors.engine.schedule import ScheduleSpec
-from actors.engine.teacher_forcing import ResponseBatch, collate, response_logits
+from actors.engine.forcing.teacher_forcing import ResponseBatch, collate, response_logits
+from actors.engine.schedules.schedule import ScheduleSpec
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from actors.engine.compressed import LIMITS
+from actors.engine.checkpoint.compressed import LIMITS
 from actors.engine.gpu.kernels.compiled import check, check_lanes, check_pages, compiled_once
 from actors.engine.gpu.kernels.rounding import rounded
 from actors.engine.gpu.operations import Lanes, LayerPages, Rotary

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from actors.engine.constraint import words_of
+from actors.engine.constraints.constraint import words_of
 from actors.engine.gpu.kernels.compiled import check, compiled_once
 from actors.engine.gpu.logits import MOST_SEEN, NO_NUMBER
 

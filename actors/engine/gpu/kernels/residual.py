@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from actors.engine.checkpoint.layer_weights import NormWeights
 from actors.engine.gpu.kernels.compiled import check, compiled_once
 from actors.engine.gpu.operations import Lanes
-from actors.engine.layer_weights import NormWeights
 
 
 @compiled_once

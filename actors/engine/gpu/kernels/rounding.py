@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from actors.engine.compressed import LIMITS
+from actors.engine.checkpoint.compressed import LIMITS
 from actors.engine.gpu.kernels.compiled import check, compiled_once
 from actors.engine.gpu.operations import LEAST_ROUNDED
 

@@ -1,8 +1,8 @@
 """Logits -> tokens, one program a row: no sorting, and the logits come from memory once, after that from the L2 cache.
 
-The definition is that of `sampling.py`: the inverse distribution function, in the vocabulary's order, at the row's
-random number. The last token that top-k or top-p keeps is found by a search that halves its interval several times in
-one pass.
+The definition is that of `sampling/sampler.py`: the inverse distribution function, in the vocabulary's order, at the
+row's random number. The last token that top-k or top-p keeps is found by a search that halves its interval
+several times in one pass.
 """
 
 # ruff: noqa: N803

@@ -1,0 +1,308 @@
+"""The supported model families: how to reach the parts of the library's models. Only this file knows families.
+
+A further family is one more entry of FAMILIES and one more tiny model in the engine's tests. With a function from the
+library's layer to `LayerWeights` it also runs by the fast layers of `cpu` and `gpu`.
+Shapes: B rows, S columns, N hidden states, E hidden size, V vocabulary size, R rotary size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from actors.engine.checkpoint.layer_weights import SILU, LayerWeights, NormPlacement, NormWeights, Projection
+from actors.engine.errors import UserError
+
+if TYPE_CHECKING:  # a driver asks for a config's family without torch
+    from torch import Tensor, nn
+    from transformers import PretrainedConfig
+
+Rotary: TypeAlias = "tuple[Tensor, Tensor] | None"
+
+
+@dataclass(frozen=True)
+class Family:
+    """How to reach the parts of one model family.
+
+    Args:
+        layers: model -> its decoder layers.
+        embed: (model, ids [B, S], positions [B, S]) -> hidden states [B, S, E].
+        rotary: (model, hidden states, positions) -> for each layer cosines and sines [B, S, R], or None.
+        finish: (model, hidden states [N, E]) -> input of the vocabulary head: the final norm.
+        windows: config -> for each layer how many keys a token attends to, its own included; None is all.
+        attention: the library's attention implementation that computes the family's attention.
+        cache_argument: name of the cache argument of the library's layers.
+        unsupported: config -> why this checkpoint cannot be run exactly, None if it can.
+        embeddings: model -> the tables by token [V, E] and by position [positions, E] or None, if `embed` is the sum
+            of their rows; else None.
+        weights: the library's layer -> its description, without the window; None: only the library's layers run.
+    """
+
+    layers: Callable[[Any], nn.ModuleList]
+    embed: Callable[[Any, Tensor, Tensor], Tensor]
+    rotary: Callable[[Any, Tensor, Tensor], Sequence[Rotary]]
+    finish: Callable[[Any, Tensor], Tensor]
+    windows: Callable[[PretrainedConfig], list[int | None]] = lambda config: [None] * config.num_hidden_layers
+    attention: str = "sdpa"
+    cache_argument: str = "past_key_values"
+    unsupported: Callable[[PretrainedConfig], str | None] = lambda config: None
+    embeddings: Callable[[Any], tuple[Tensor, Tensor | None] | None] = lambda model: None
+    weights: Callable[[Any], LayerWeights] | None = None
+
+
+def _no_rotary(model: Any, hidden: Tensor, positions: Tensor) -> list[Rotary]:
+    return [None] * int(model.config.num_hidden_layers)
+
+
+def _one_window(config: PretrainedConfig) -> list[int | None]:
+    """Mistral and Phi-3 have their window at every layer; they ignore `layer_types`."""
+    return [config.sliding_window] * config.num_hidden_layers
+
+
+def _window_by_layer(config: PretrainedConfig) -> list[int | None]:
+    return [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
+
+
+def _unsupported_layers(config: PretrainedConfig) -> str | None:
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if unknown := kinds - {"full_attention", "sliding_attention"}:
+        return f"layer_types has {sorted(unknown)[0]!r}; full_attention and sliding_attention can be run"
+    if "sliding_attention" in kinds and config.sliding_window is None:
+        return "layer_types has 'sliding_attention', but sliding_window is null"
+    if getattr(config, "use_bidirectional_attention", None):
+        return "use_bidirectional_attention: earlier tokens would see later ones"
+    return None
+
+
+def _by_token(model: Any) -> tuple[Tensor, None]:
+    return model.model.embed_tokens.weight, None
+
+
+def _opt_embed(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
+    decoder = model.model.decoder
+    hidden: Tensor = decoder.embed_tokens(ids)
+    if decoder.project_in is not None:
+        hidden = decoder.project_in(hidden)
+    # the mask argument is unused when positions are given
+    learned: Tensor = decoder.embed_positions(None, position_ids=positions)
+    return hidden + learned
+
+
+def _opt_embeddings(model: Any) -> tuple[Tensor, Tensor | None] | None:
+    decoder = model.model.decoder
+    if decoder.project_in is not None:
+        return None
+    learned = decoder.embed_positions
+    return decoder.embed_tokens.weight, learned.weight[learned.offset :]
+
+
+def _opt_finish(model: Any, hidden: Tensor) -> Tensor:
+    decoder = model.model.decoder
+    if decoder.final_layer_norm is not None:
+        hidden = decoder.final_layer_norm(hidden)
+    if decoder.project_out is not None:
+        hidden = decoder.project_out(hidden)
+    return hidden
+
+
+def _gpt2_embed(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
+    parts = model.transformer
+    hidden: Tensor = parts.drop(parts.wte(ids) + parts.wpe(positions))
+    return hidden
+
+
+def _gpt2_unsupported(config: PretrainedConfig) -> str | None:
+    return "add_cross_attention: there is no encoder" if config.add_cross_attention else None
+
+
+def _rotary_by_kind(model: Any, hidden: Tensor, positions: Tensor) -> list[Rotary]:
+    """Sliding and full layers have rope parameters of their own."""
+    kinds = model.config.layer_types
+    by_kind = {kind: model.model.rotary_emb(hidden, positions, kind) for kind in set(kinds)}
+    return [by_kind[kind] for kind in kinds]
+
+
+def _gated_layer(layer: Any, attention_norm: Any, mlp_norm: Any, qkv: Projection, up: Projection) -> LayerWeights:
+    """The parts that all families with a gated feed-forward and RMSNorm share."""
+    attention, config = layer.self_attn, layer.self_attn.config
+    return LayerWeights(
+        number=attention.layer_idx,
+        query_heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=attention.head_dim,
+        scaling=attention.scaling,
+        qkv=qkv,
+        output=Projection.of(attention.o_proj),
+        up=up,
+        down=Projection.of(layer.mlp.down_proj),
+        activation=config.hidden_act,
+        gated=True,
+        attention_norm=NormWeights.of(attention_norm),
+        mlp_norm=NormWeights.of(mlp_norm),
+    )
+
+
+def _llama_layer(layer: Any, attention_norm: Any = None, mlp_norm: Any = None) -> LayerWeights:
+    """Llama, Mistral, Qwen2. The norms default to Llama's."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return _gated_layer(
+        layer,
+        attention_norm or layer.input_layernorm,
+        mlp_norm or layer.post_attention_layernorm,
+        Projection.of(attention.q_proj, attention.k_proj, attention.v_proj),
+        Projection.of(mlp.gate_proj, mlp.up_proj),
+    )
+
+
+def _qwen3_layer(layer: Any) -> LayerWeights:
+    """Llama's with norms of each head's queries and keys."""
+    attention = layer.self_attn
+    query_norm, key_norm = NormWeights.of(attention.q_norm), NormWeights.of(attention.k_norm)
+    return replace(_llama_layer(layer), query_norm=query_norm, key_norm=key_norm)
+
+
+def _phi3_layer(layer: Any) -> LayerWeights:
+    """Llama's, but the checkpoint holds queries, keys and values as one matrix, and gate and up as one."""
+    qkv, up = Projection.of(layer.self_attn.qkv_proj), Projection.of(layer.mlp.gate_up_proj)
+    return _gated_layer(layer, layer.input_layernorm, layer.post_attention_layernorm, qkv, up)
+
+
+def _olmo2_layer(layer: Any) -> LayerWeights:
+    """Norms of the outputs of attention and feed-forward, and of all heads' queries and keys together."""
+    attention = layer.self_attn
+    weights = _llama_layer(layer, layer.post_attention_layernorm, layer.post_feedforward_layernorm)
+    return replace(
+        weights,
+        placement=NormPlacement.OUTPUT,
+        query_norm=NormWeights.of(attention.q_norm),
+        key_norm=NormWeights.of(attention.k_norm),
+    )
+
+
+def _smollm3_layer(layer: Any) -> LayerWeights:
+    """Llama's, but some layers have no rope."""
+    return replace(_llama_layer(layer), rope=bool(layer.self_attn.use_rope))
+
+
+def _opt_layer(layer: Any) -> LayerWeights:
+    """LayerNorm before attention and feed-forward, in OPT-350M behind the residual; no rope."""
+    attention = layer.self_attn
+    return LayerWeights(
+        number=attention.layer_idx,
+        query_heads=attention.num_heads,
+        kv_heads=attention.num_heads,
+        head_dim=attention.head_dim,
+        scaling=attention.scaling,
+        qkv=Projection.of(attention.q_proj, attention.k_proj, attention.v_proj),
+        output=Projection.of(attention.out_proj),
+        up=Projection.of(layer.fc1),
+        down=Projection.of(layer.fc2),
+        activation=attention.config.activation_function,
+        gated=False,
+        attention_norm=NormWeights.of(layer.self_attn_layer_norm),
+        mlp_norm=NormWeights.of(layer.final_layer_norm),
+        placement=NormPlacement.INPUT if layer.do_layer_norm_before else NormPlacement.RESIDUAL,
+        rope=False,
+    )
+
+
+_LLAMA = Family(
+    layers=lambda model: model.model.layers,
+    embed=lambda model, ids, positions: model.model.embed_tokens(ids),
+    rotary=lambda model, hidden, positions: (
+        [model.model.rotary_emb(hidden, position_ids=positions)] * model.config.num_hidden_layers
+    ),
+    finish=lambda model, hidden: model.model.norm(hidden),
+)
+_BY_LAYER = replace(_LLAMA, windows=_window_by_layer, unsupported=_unsupported_layers)
+
+FAMILIES: dict[str, Family] = {
+    "llama": replace(_LLAMA, embeddings=_by_token, weights=_llama_layer),
+    "mistral": replace(_LLAMA, windows=_one_window, embeddings=_by_token, weights=_llama_layer),
+    "qwen2": replace(_BY_LAYER, embeddings=_by_token, weights=_llama_layer),
+    "qwen3": replace(_BY_LAYER, embeddings=_by_token, weights=_qwen3_layer),
+    "gemma": replace(_LLAMA, unsupported=_unsupported_layers),
+    "gemma2": replace(_BY_LAYER, attention="eager"),  # sdpa cannot cap scores
+    "gemma3_text": replace(_BY_LAYER, rotary=_rotary_by_kind),
+    "phi3": replace(_LLAMA, windows=_one_window, embeddings=_by_token, weights=_phi3_layer),
+    "olmo2": replace(_LLAMA, embeddings=_by_token, weights=_olmo2_layer),
+    "olmo3": replace(_BY_LAYER, rotary=_rotary_by_kind),
+    "smollm3": replace(_BY_LAYER, embeddings=_by_token, weights=_smollm3_layer),
+    "gpt_neox": Family(
+        layers=lambda model: model.gpt_neox.layers,
+        embed=lambda model, ids, positions: model.gpt_neox.emb_dropout(model.gpt_neox.embed_in(ids)),
+        rotary=lambda model, hidden, positions: (
+            [model.gpt_neox.rotary_emb(hidden, position_ids=positions)] * model.config.num_hidden_layers
+        ),
+        finish=lambda model, hidden: model.gpt_neox.final_layer_norm(hidden),
+        cache_argument="layer_past",
+    ),
+    "gpt2": Family(
+        layers=lambda model: model.transformer.h,
+        embed=_gpt2_embed,
+        rotary=_no_rotary,
+        finish=lambda model, hidden: model.transformer.ln_f(hidden),
+        unsupported=_gpt2_unsupported,
+    ),
+    "opt": Family(
+        layers=lambda model: model.model.decoder.layers,
+        embed=_opt_embed,
+        embeddings=_opt_embeddings,
+        weights=_opt_layer,
+        rotary=_no_rotary,
+        finish=_opt_finish,
+    ),
+}
+
+
+def family_of(config: PretrainedConfig) -> Family:
+    """The family of a model. UserError, listing the supported families, if a model of this config cannot be run."""
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        only = "; of Gemma 3 only the text models (gemma3_text)" if config.model_type == "gemma3" else ""
+        raise UserError(f"model_type {config.model_type!r} is not supported; supported: {', '.join(FAMILIES)}{only}")
+    if reason := family.unsupported(config):
+        raise UserError(f"model_type {config.model_type!r}: {reason}")
+    return family
+
+
+def has_weights(config: PretrainedConfig) -> bool:
+    """Whether `layer_weights` can describe the layers, so that the fast layers of `cpu` and `gpu` apply."""
+    if family_of(config).weights is None:
+        return False
+    if config.model_type == "opt":
+        return bool(config.layer_norm_elementwise_affine)
+    return config.hidden_act in SILU
+
+
+def layer_weights(config: PretrainedConfig, layer: Any) -> LayerWeights:
+    """The description of the library's layer, of a model that `has_weights`; it shares the layer's tensors."""
+    family = family_of(config)
+    assert family.weights is not None
+    weights = family.weights(layer)
+    return replace(weights, window=family.windows(config)[weights.number])
+
+
+def context_length(config: PretrainedConfig) -> int:
+    """Most tokens of a row, prompt and answer together.
+
+    The rope types `dynamic` and `longrope` change the rotation of all earlier keys beyond a length. No cache can follow
+    that, so rows end there; for `dynamic` that length is the context itself.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    lengths: list[int] = [config.max_position_embeddings]
+    # Gemma 3 nests them by the kind of layer
+    for parameters in (rope, *(nested for nested in rope.values() if isinstance(nested, dict))):
+        if parameters.get("rope_type") == "longrope":
+            lengths.append(parameters["original_max_position_embeddings"])
+    return min(lengths)
+
+
+def has_pages(config: PretrainedConfig) -> bool:
+    """Whether a GPU can run the model by `gpu`'s layers over a paged cache: described layers without windows."""
+    if not has_weights(config) or any(window is not None for window in family_of(config).windows(config)):
+        return False
+    # these rope types depend on the rows' lengths, which a CUDA graph cannot follow
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    return rope not in ("dynamic", "longrope")

@@ -1,0 +1,164 @@
+"""One description of a decoder layer, whatever its family: `families` builds it, `cpu` and `gpu` compute from it.
+
+Shapes: E hidden size, F feed-forward size, Q query heads, H key/value heads, D head size, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+from actors.engine.checkpoint.compressed import Codes, codes_of
+
+SILU = ("silu", "swish")
+
+
+class NormPlacement(IntEnum):
+    """Where attention and feed-forward have their norm; the values are those of `Layer.placement` in cpu/layer.h."""
+
+    INPUT = 0  # x + block(norm(x)): Llama, OPT
+    RESIDUAL = 1  # norm(x + block(x)): OPT-350M
+    OUTPUT = 2  # x + norm(block(x)): OLMo 2
+
+
+@dataclass(frozen=True)
+class NormWeights:
+    """LayerNorm with a bias, RMSNorm without: weight and bias [E], or [D] or [heads D] for queries and keys."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+    @classmethod
+    def of(cls, norm: nn.Module) -> NormWeights:
+        """The weights of a library norm."""
+        from torch import Tensor, nn
+
+        eps = getattr(norm, "variance_epsilon", None)
+        if eps is None:
+            assert isinstance(norm, nn.LayerNorm) and norm.bias is not None
+            return cls(norm.weight.detach(), norm.bias.detach(), norm.eps)
+        assert isinstance(norm.weight, Tensor)
+        return cls(norm.weight.detach(), None, float(eps))
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Linear layers over one input, whose outputs are concatenated."""
+
+    layers: tuple[nn.Linear, ...]
+
+    @classmethod
+    def of(cls, *layers: nn.Module) -> Projection:
+        from torch import nn
+
+        assert all(type(layer) is nn.Linear for layer in layers), "only plain linear layers have one weight"
+        return cls(layers)  # type: ignore[arg-type]
+
+    @property
+    def outputs(self) -> int:
+        """O, over all layers."""
+        return sum(layer.out_features for layer in self.layers)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the joined weight: [O, I]."""
+        return self.outputs, self.layers[0].in_features
+
+    def joined(self) -> tuple[Tensor, Tensor | None]:
+        """Weight [O, I] and bias [O] or None; copies, unless there is only one layer."""
+        if len(self.layers) == 1:
+            bias = self.layers[0].bias
+            return self.layers[0].weight.detach(), None if bias is None else bias.detach()
+        import torch
+
+        weight = torch.cat([layer.weight.detach() for layer in self.layers])
+        if all(layer.bias is None for layer in self.layers):
+            return weight, None
+        biases = [
+            weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach() for layer in self.layers
+        ]
+        return weight, torch.cat(biases)
+
+    def codes(self) -> Codes | None:
+        """The scales [O] of the joined weight's codes; None unless all layers have them."""
+        found = [codes for layer in self.layers if (codes := codes_of(layer)) is not None]
+        if len(found) < len(self.layers):
+            return None
+        import torch
+
+        return Codes(found[0].kind, torch.cat([codes.scales for codes in found]))
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """A decoder layer: self-attention and feed-forward, each with a norm and a residual connection.
+
+    Args:
+        number: index of the layer in the model.
+        query_heads: Q.
+        kv_heads: H.
+        head_dim: D.
+        scaling: factor of the attention scores.
+        qkv: queries, keys and values, in this order: [(Q + 2 H) D, E].
+        output: projection behind attention: [E, Q D].
+        up: gate and up, in this order, [2 F, E] if gated, else [F, E].
+        down: [E, F].
+        activation: a name of transformers' ACT2FN.
+        gated: whether the feed-forward computes activation(gate) * up.
+        attention_norm: norm of self-attention.
+        mlp_norm: norm of the feed-forward.
+        placement: where both norms are applied.
+        query_norm: RMSNorm of queries before rope: [D], of each head, or [Q D], of all heads together.
+        key_norm: the same for keys: [D] or [H D].
+        rope: whether queries and keys are rotated by their positions. How many numbers of a head are rotated follows
+            from the cosines' width.
+        window: how many keys a token attends to, its own included; None is all.
+    """
+
+    number: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    scaling: float
+    qkv: Projection
+    output: Projection
+    up: Projection
+    down: Projection
+    activation: str
+    gated: bool
+    attention_norm: NormWeights
+    mlp_norm: NormWeights
+    placement: NormPlacement = NormPlacement.INPUT
+    query_norm: NormWeights | None = None
+    key_norm: NormWeights | None = None
+    rope: bool = True
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        queries, keys = self.query_heads * self.head_dim, self.kv_heads * self.head_dim
+        assert self.query_heads % self.kv_heads == 0 and self.qkv.outputs == queries + 2 * keys
+        assert not self.gated or self.activation in SILU
+        assert (self.query_norm is None) == (self.key_norm is None)
+        if self.query_norm is not None and self.key_norm is not None:
+            sizes = len(self.query_norm.weight), len(self.key_norm.weight)
+            assert sizes in ((self.head_dim, self.head_dim), (queries, keys))
+            assert self.query_norm.eps == self.key_norm.eps
+
+    @property
+    def relu(self) -> bool:
+        """Whether the activation can be part of the product before it."""
+        return not self.gated and self.activation == "relu"
+
+    def activate(self) -> Callable[[Tensor], Tensor]:
+        """The activation [N, F] -> [N, F] of a feed-forward that is not gated."""
+        from transformers.activations import ACT2FN
+
+        assert not self.gated
+        function: Callable[[Tensor], Tensor] = ACT2FN[self.activation]
+        return function

@@ -1,0 +1,344 @@
+"""Checkpoint folder -> decoder, tokenizer and schedule. Safetensors only; never runs code from a checkpoint."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from actors.engine.checkpoint.compressed import CONFIG_KEYS, Kind, StoredWeights, expand, stored_weights
+from actors.engine.checkpoint.json_file import read_object
+from actors.engine.checkpoint.library_index import keep_index
+from actors.engine.checkpoint.weights import (
+    ITEM_BYTES,
+    Need,
+    building_models,
+    folder_sizes,
+    names_in,
+    need,
+    weight_files,
+)
+from actors.engine.errors import UserError
+from actors.engine.schedules.file import SCHEDULE_FILE, load_spec, load_trained
+from actors.engine.schedules.schedule import Schedule, ScheduleSpec
+from actors.engine.schedules.trained import Trained
+from actors.engine.working_memory import working_bytes
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from actors.engine.checkpoint.speed_adapter import SpeedAdapter
+    from actors.engine.decoder import Decoder
+
+SIZE_LIMITS = {  # keys of config.json, several names for one size
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer"), 1024),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head"), 4096),
+    **dict.fromkeys(("hidden_size", "n_embd", "head_dim", "word_embed_proj_dim"), 2**18),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner"), 2**20),
+    "vocab_size": 2**24,
+    "max_position_embeddings": 2**28,
+}
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder that has been looked at, but not loaded.
+
+    stored: of weights with 8 bits; None: plain ones.
+    """
+
+    path: Path
+    config: PretrainedConfig
+    spec: ScheduleSpec | None
+    trained: Trained | None
+    num_layers: int
+    context_length: int
+    adapter: SpeedAdapter | None = None
+    stored: StoredWeights | None = None
+
+    @property
+    def has_pages(self) -> bool:
+        """See `families`."""
+        from actors.engine.checkpoint.families import has_pages
+
+        return has_pages(self.config)
+
+    def schedule(self, changes: dict[str, Any]) -> Schedule:
+        """The stored schedule with a job's `changes` on top; ValueError says what does not fit."""
+        try:
+            return (self.spec or ScheduleSpec()).overridden(changes).build(self.num_layers)
+        except ValueError as error:
+            raise UserError(f"schedule: {error}") from None
+
+    def check_adapted(self, schedule: Schedule, name: str, remedy: str) -> None:
+        """Raise UserError if the model skips layers in a way that it was not trained for.
+
+        Args:
+            name: of the checkpoint, for the message.
+            remedy: what allows the schedule anyway, for the message.
+        """
+        if schedule.is_full_depth:
+            return
+        if self.trained is None:
+            reason = f"{SCHEDULE_FILE} records no training" if self.spec else f"it has no {SCHEDULE_FILE}"
+        elif (difference := self.trained.difference(schedule)) is None:
+            return
+        else:
+            reason = difference
+        raise UserError(
+            f"schedule: {name} is not adapted to it ({reason}), and its answers would be ruined: run `skipdecode adapt "
+            f"JOB`, or {remedy}"
+        )
+
+
+def inspect(path: str | Path, names: Collection[str] | None = None) -> Checkpoint:
+    """Check a checkpoint folder without reading its weights.
+
+    Args:
+        path: the folder.
+        names: files of the whole checkpoint, where the folder holds only the small ones.
+
+    Raises:
+        UserError: no such folder, no safetensors or not all of them, quantized weights that are not run, a family
+            that is not supported, a size that no model has, or a ``skipdecode.json`` that does not fit the model.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+
+    from actors.engine.checkpoint.families import context_length, family_of
+
+    folder = Path(path)
+    refuse_file(str(path))
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such checkpoint folder")
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        base = read_object(folder / "adapter_config.json").get("base_model_name_or_path")
+        raise UserError(f"{folder}: adapters of {base}: give them as model.speed_adapter, and {base} as model.path")
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder}: not a checkpoint: no config.json")
+    values = read_object(folder / "config.json")
+    _check_values(values, folder / "config.json")
+    stored = stored_weights(values, folder)
+    weight_files(folder, names_in(folder) if names is None else names)
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        raise UserError(f"{folder}: no tokenizer ({' or '.join(TOKENIZERS)})")
+    for name in (*TOKENIZERS, "generation_config.json"):
+        if (folder / name).is_file():
+            read_object(folder / name)
+    try:
+        config = read_config(folder)
+        family_of(config)
+    except (ValueError, KeyError, OSError, TypeError, AttributeError, StrictDataclassError) as error:
+        raise UserError(f"{folder}: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
+    layers = config.num_hidden_layers
+    spec = load_spec(folder, layers)
+    trained = load_trained(folder, layers, spec)
+    return Checkpoint(folder, config, spec, trained, layers, context_length(config), stored=stored)
+
+
+def read_config(folder: str | Path) -> PretrainedConfig:
+    """The library's config of a checkpoint folder, as of plain weights: `expand` reads the others."""
+    keep_index()
+    from transformers import AutoConfig
+
+    config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    for key in CONFIG_KEYS:
+        if hasattr(config, key):
+            delattr(config, key)
+    return config
+
+
+def refuse_file(path: str) -> None:
+    """Raise UserError if a path names one file of a checkpoint instead of its folder."""
+    if path.endswith(".gguf"):
+        raise UserError(f"{path}: GGUF is not run; convert it (skipdecode convert {path} FOLDER) and give that folder")
+    if path.endswith(".safetensors"):
+        raise UserError(f"{path}: one file of a checkpoint; give its folder, {os.path.dirname(path) or '.'}")
+    if os.path.isfile(path):
+        raise UserError(f"{path}: a file; give the folder of a checkpoint")
+
+
+def _check_values(values: Mapping[str, Any], source: Path) -> None:
+    """Raise UserError if a config runs code, or holds a size that no model has."""
+    if "auto_map" in values:
+        raise UserError(f"{source.parent}: wants to run code of its own (auto_map), which is never done")
+    for name, limit in SIZE_LIMITS.items():
+        size = values.get(name)
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= limit):
+            raise UserError(f"{source}: {name} = {str(size)[:40]}: must be a whole number in [1, {limit}]")
+
+
+def memory_needed(
+    checkpoint: Checkpoint,
+    dtype: str,
+    cache_bytes: int,
+    sizes: Mapping[str, int] | None = None,
+    *,
+    on_gpu: bool,
+    paged_rows: int = 0,
+    weights: Kind | None = None,
+) -> Need:
+    """Memory that an actor needs for the checkpoint.
+
+    Args:
+        sizes: how many numbers every tensor has; None: read from the headers in the folder.
+        on_gpu: whether the actor has a GPU; else a CPU that packs weights in bfloat16 is assumed.
+        paged_rows: most rows in flight of the paged engine; 0: another engine runs.
+        weights: 8 bits of its products, if the job asks for them.
+
+    Raises UserError if weights are missing or damaged.
+    """
+    config = checkpoint.config
+    sizes = folder_sizes(checkpoint.path) if sizes is None else sizes
+    tied = bool(config.tie_word_embeddings)
+    needed = need(sizes, tied=tied, dtype=dtype, cache_bytes=cache_bytes)
+    if dtype == "bfloat16" and not on_gpu:  # the head is kept as it is, packed, and in 8 bits
+        head = config.vocab_size * (getattr(config, "word_embed_proj_dim", None) or config.hidden_size)
+        needed = replace(needed, weights=needed.weights + head * ITEM_BYTES[dtype] + head * 17 // 16)
+    if paged_rows:
+        working = working_bytes(config, ITEM_BYTES[dtype], paged_rows, weights)
+        needed = replace(needed, working=needed.working + working)
+        if weights is not None:  # they load in 16 bits
+            saved = _saved_bytes(config, tied=tied)
+            needed = replace(needed, loading=needed.weights, weights=needed.weights - saved)
+    return needed
+
+
+def _saved_bytes(config: PretrainedConfig, *, tied: bool) -> int:
+    """Bytes that 8 bits for linear layers and head save; a tied head is a copy of the embeddings."""
+    from actors.engine.checkpoint.speed_adapter import linear_layers
+    from actors.engine.gpu.products import ALIGNMENT
+
+    layers: Any = linear_layers(config).values()
+    shapes = [tuple(layer.weight.shape) for layer in layers]
+    head = config.vocab_size, getattr(config, "word_embed_proj_dim", None) or config.hidden_size
+    saved = 0
+    for outputs, inputs in (*shapes, head):
+        if outputs % ALIGNMENT == inputs % ALIGNMENT == 0:
+            saved += outputs * inputs - 4 * outputs  # float32 scales
+    if tied and head[0] % ALIGNMENT == head[1] % ALIGNMENT == 0:
+        saved -= 2 * head[0] * head[1]
+    return saved
+
+
+def load_tokenizer(path: str | Path, class_name: str | None = None) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer.
+
+    Args:
+        path: the checkpoint's folder.
+        class_name: `tokenizer_class_name` of this tokenizer. None: AutoTokenizer chooses the class, and imports torch
+            and all model configurations for that, which takes some five seconds in a new process.
+    """
+    keep_index()
+    from transformers import PreTrainedTokenizerBase
+
+    module, name = (class_name or "transformers:AutoTokenizer").split(":")
+    loader = getattr(importlib.import_module(module), name)
+    tokenizer = loader.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
+
+
+def tokenizer_class_name(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The class of a loaded tokenizer as `module:name`, for `load_tokenizer` in other processes."""
+    return f"{type(tokenizer).__module__}:{type(tokenizer).__name__}"
+
+
+def load_decoder(path: str | Path, dtype: torch.dtype, device: torch.device, *, keep_codes: bool = False) -> Decoder:
+    """The checkpoint's model as a decoder in inference mode, see `load_model`."""
+    from actors.engine.checkpoint.families import family_of
+    from actors.engine.decoder import Decoder
+
+    attention = family_of(read_config(path)).attention
+    model = load_model(path, dtype, device, attention, keep_codes=keep_codes)
+    return Decoder(model.eval().requires_grad_(False))
+
+
+def load_model(
+    path: str | Path, dtype: torch.dtype, device: torch.device | None, attention: str, *, keep_codes: bool = False
+) -> PreTrainedModel:
+    """The checkpoint's model, `dtype` on `device`.
+
+    Weights are read tensor by tensor into `device`: there is no copy of the model in another dtype or elsewhere. Those
+    of 8 bits are expanded to `dtype`.
+
+    Args:
+        path: the checkpoint's folder.
+        dtype: of all parameters.
+        device: None: the CPU, or where the caller moves the model.
+        attention: the library's attention implementation.
+        keep_codes: keep the scales of weights of 8 bits, see `compressed.codes_of`.
+
+    Raises:
+        UserError: weights or scales are missing.
+    """
+    from transformers import AutoModelForCausalLM
+
+    stored = stored_weights(read_object(Path(path) / "config.json"), Path(path))
+    on_cpu = device is None or device.type == "cpu"
+    with building_models, _without_meta_tensors() if on_cpu else nullcontext():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=read_config(path),
+            output_loading_info=True,
+            dtype=dtype,
+            device_map=None if on_cpu else {"": device},  # by accelerate
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            attn_implementation=attention,
+        )
+    model, report = loaded
+    if report["missing_keys"]:  # the library fills them with random numbers
+        raise UserError(f"{path}: no weights for {sorted(report['missing_keys'])[0]}")
+    if stored is not None:
+        expand(model, Path(path), stored.kind, keep=keep_codes)
+        if not keep_codes:
+            log.info("%s: %s weights, expanded to %s", path, stored.kind, str(dtype).removeprefix("torch."))
+    return model  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _without_meta_tensors() -> Iterator[None]:
+    """Models that this thread makes have weights of undefined content, whose memory is used once they are read.
+
+    The library makes them on the device meta, where torch's compiler computes some of what a model makes by itself: its
+    import takes longer than all else that loads a small model. Undefined weights it makes too, with deepspeed.
+    """
+    import torch
+    from transformers import PreTrainedModel
+    from transformers.initialization import no_init_weights
+
+    this, model = threading.get_ident(), cast(Any, PreTrainedModel)
+    contexts = vars(PreTrainedModel)["get_init_context"]
+
+    def undefined(cls: Any, *arguments: Any, **named: Any) -> list[Any]:
+        found: list[Any] = contexts.__func__(cls, *arguments, **named)
+        if threading.get_ident() != this:
+            return found
+        return [no_init_weights() if one == torch.device("meta") else one for one in found]
+
+    model.get_init_context = classmethod(undefined)
+    try:
+        yield
+    finally:
+        model.get_init_context = contexts
+
+
+def stop_ids(decoder: Decoder, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Token ids that end a row: those of the generation config, else the tokenizer's end of sequence."""
+    config = decoder.model.generation_config
+    ids = config.eos_token_id if config is not None else None
+    if ids is None:
+        ids = tokenizer.eos_token_id
+    if ids is None:
+        return frozenset()
+    return frozenset(ids if isinstance(ids, list) else [ids])

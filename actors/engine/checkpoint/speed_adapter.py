@@ -1,0 +1,203 @@
+"""Speed adapters: low-rank weights for speeds above 1x, added to a frozen base model while it loads.
+
+A folder in the format of peft (LoRA, Hu et al. 2021, arXiv 2106.09685): ``adapter_config.json`` and
+``adapter_model.safetensors``, with the schedule in ``skipdecode.json`` and the digest of the base's weights in
+``speed_adapter.json``. At full depth the base runs as published; the adapter is not read.
+Shapes: I inputs and O outputs of a linear layer, R the adapter's rank.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from actors.engine.checkpoint.compressed import renew
+from actors.engine.checkpoint.file_digests import digests, file_digest, weights_digest
+from actors.engine.checkpoint.json_file import read_object
+from actors.engine.checkpoint.weights import building_models, names_in, weight_files
+from actors.engine.errors import UserError
+from actors.engine.schedules.file import SCHEDULE_FILE, load_spec, load_trained
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from actors.engine.checkpoint.loading import Checkpoint
+
+CONFIG, WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "speed_adapter.json"
+FILES = (CONFIG, WEIGHTS, RECORD, SCHEDULE_FILE)
+PREFIX = "base_model.model."  # of the names of tensors, before the path of the layer
+PARTS = ("lora_A", "lora_B")
+# keys of adapter_config.json that change no product of an adapter, or are read here
+NEUTRAL = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_alpha",
+    "lora_dropout",
+    "megatron_core",
+    "peft_type",
+    "peft_version",
+    "qalora_group_size",
+    "r",
+    "revision",
+    "target_modules",
+    "task_type",
+}
+OFF: tuple[Any, ...] = (None, False, "none", {}, [])  # values of a feature that is not used
+
+
+@dataclass(frozen=True)
+class SpeedAdapter:
+    """A speed adapter's folder, checked against a model, but not loaded.
+
+    Args:
+        path: the folder.
+        base: digest of the weights that it was trained for, see `weights_digest`.
+        rank: R.
+        scale: factor of every product of an adapter.
+    """
+
+    path: Path
+    base: str
+    rank: int
+    scale: float
+
+    def check_base(self, digest: str, name: str) -> None:
+        """Raise UserError if the base, which a user knows by `name`, has another digest."""
+        if digest != self.base:
+            raise UserError(
+                f"{self.path}: trained for a base with weights {self.base[:16]}, and {name} has {digest[:16]}: give "
+                "its own base as model.path, or train an adapter for this one (skipdecode adapt)"
+            )
+
+
+def with_adapter(checkpoint: Checkpoint, folder: str | Path) -> Checkpoint:
+    """The checkpoint with a speed adapter, whose schedule takes the place of its own; reads no weights.
+
+    Raises:
+        UserError: no speed adapter, a damaged one, features of peft other than plain LoRA, or layers and shapes that
+            the model does not have.
+    """
+    path = Path(folder)
+    for name in FILES:
+        if not (path / name).is_file():
+            raise UserError(f"{path}: not a speed adapter: no {name}; skipdecode adapt and tune write one")
+    record, config = read_object(path / RECORD), read_object(path / CONFIG)
+    if record.keys() != {"base", "weights"}:
+        raise UserError(f"{path / RECORD}: holds {', '.join(sorted(record)) or 'nothing'}, not base and weights")
+    if file_digest(path / WEIGHTS, "sha256") != record["weights"]:
+        raise UserError(f"{path / WEIGHTS}: damaged: its SHA-256 is not the one in {RECORD}; fetch it again")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    _check_features(config, path / CONFIG)
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+        raise UserError(f"{path / CONFIG}: r = {rank} and lora_alpha = {alpha}: not a rank and a scale")
+    _check_shapes(path / WEIGHTS, rank, checkpoint.config)
+    layers = checkpoint.num_layers
+    spec = load_spec(path, layers)
+    trained = load_trained(path, layers, spec)
+    return replace(
+        checkpoint, spec=spec, trained=trained, adapter=SpeedAdapter(path, str(record["base"]), rank, alpha / rank)
+    )
+
+
+def base_digest(checkpoint: Path) -> str:
+    """The digest of a checkpoint folder's weights, by which an adapter names its base."""
+    found = digests(checkpoint)
+    return weights_digest({name: found[name] for name in weight_files(checkpoint, names_in(checkpoint))})
+
+
+def save_record(folder: Path, base: str) -> None:
+    """Write ``speed_adapter.json`` into a folder that holds the adapter's weights. base: digest of the base."""
+    record = {"base": base, "weights": file_digest(folder / WEIGHTS, "sha256")}
+    (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def linear_layers(config: PretrainedConfig) -> dict[str, nn.Module]:
+    """The linear layers of the decoder layers of a model of this config, by path, on no device."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.pytorch_utils import Conv1D
+
+    from actors.engine.checkpoint.families import family_of
+
+    with building_models, torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    blocks = family_of(config).layers(model)
+    prefix = next(name for name, module in model.named_modules() if module is blocks)
+    return {
+        f"{prefix}.{name}": module
+        for name, module in blocks.named_modules()
+        if isinstance(module, torch.nn.Linear | Conv1D)
+    }
+
+
+def merge(model: PreTrainedModel, adapter: SpeedAdapter) -> None:
+    """Add every adapter's product to its linear layer's weight, in place: W + scale · B A in fp32, then W's dtype."""
+    from safetensors import safe_open
+    from transformers.pytorch_utils import Conv1D
+
+    with safe_open(adapter.path / WEIGHTS, framework="pt") as file:
+        for layer in _layers_in(file.keys()):
+            module = model.get_submodule(layer)
+            weight: Any = module.weight
+            down, up = (
+                file.get_tensor(f"{PREFIX}{layer}.{part}.weight").to(weight.device).float() for part in PARTS
+            )  # [R, I], [O, R]
+            product = up @ down  # [O, I]
+            if isinstance(module, Conv1D):  # its weight is [I, O]
+                product = product.T
+            weight.data.copy_(weight.data.float() + product * adapter.scale)
+            renew(module)
+
+
+def _check_features(config: dict[str, Any], source: Path) -> None:
+    """Raise UserError that names a feature of peft which `merge` lacks."""
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"{source}: peft_type {config.get('peft_type')!r}: LORA can be merged")
+    start = config.get("init_lora_weights", True)
+    if not isinstance(start, bool) and start != "gaussian":
+        raise UserError(
+            f"{source}: init_lora_weights {start!r} changes the base's weights, which a speed adapter keeps"
+        )
+    for key, value in config.items():
+        if key not in NEUTRAL and key != "init_lora_weights" and value not in OFF:
+            raise UserError(f"{source}: {key} = {str(value)[:60]!r} is not supported; plain LoRA can be merged")
+
+
+def _check_shapes(path: Path, rank: int, config: PretrainedConfig) -> None:
+    """Raise UserError if a tensor is of no linear layer of the model, or has another shape than its layer needs."""
+    from safetensors import SafetensorError, safe_open
+    from transformers.pytorch_utils import Conv1D
+
+    linear = linear_layers(config)
+    try:
+        with safe_open(path, framework="pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise UserError(f"{path}: damaged: {error}; fetch it again") from None
+    layers = _layers_in(shapes)
+    if not layers:
+        raise UserError(f"{path}: holds no adapter")
+    wanted: dict[str, tuple[int, ...]] = {}
+    for layer in layers:
+        if layer not in linear:
+            known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+            raise UserError(f"{path}: the model has no linear layer {layer} in its decoder layers; it has {known}")
+        weight: Any = linear[layer].weight
+        outputs, inputs = reversed(weight.shape) if isinstance(linear[layer], Conv1D) else weight.shape
+        wanted |= {f"{PREFIX}{layer}.lora_A.weight": (rank, inputs), f"{PREFIX}{layer}.lora_B.weight": (outputs, rank)}
+    for name in sorted(wanted.keys() | shapes.keys()):
+        if wanted.get(name) != shapes.get(name):
+            raise UserError(f"{path}: {name} has shape {shapes.get(name)}, and the model needs {wanted.get(name)}")
+
+
+def _layers_in(names: Any) -> list[str]:
+    """Sorted paths of the layers to which an adapter's tensors belong. names: of the tensors."""
+    return sorted({name.removeprefix(PREFIX).rpartition(".weight")[0].rpartition(".")[0] for name in names})

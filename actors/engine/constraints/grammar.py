@@ -1,0 +1,126 @@
+"""Answers in the form of a JSON Schema, a regular expression or a grammar: llguidance says which tokens may come next.
+
+https://github.com/guidance-ai/llguidance. A form is compiled once; each row follows it with a matcher of its own, a
+copy of the compiled one. A row ends as soon as nothing can follow; where its answer may end or go on, the tokens that
+end an answer are among the allowed ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from actors.engine.constraints.constraint import Bits
+from actors.engine.constraints.output_format import OutputFormat
+from actors.engine.errors import UserError, flat
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+    from transformers import PreTrainedTokenizerBase
+
+
+class GrammarCompiler:
+    """Compiles forms for one tokenizer.
+
+    Args:
+        tokenizer: The model's.
+        vocab_size: Token ids of the model are below it.
+        stop_ids: Tokens that end an answer, at least one.
+
+    Raises:
+        UserError: A tokenizer whose tokens' bytes are not known, or a model without a token that ends an answer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop_ids: Collection[int]) -> None:
+        from llguidance.hf import from_tokenizer
+        from transformers import PreTrainedTokenizerFast
+
+        if not stop_ids:
+            raise UserError("output_format: the model has no token that ends an answer")
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise UserError("output_format: the checkpoint has no tokenizer.json, from which tokens' bytes are read")
+        self.stop_ids = frozenset(stop_ids)
+        vocabulary = max(vocab_size, len(tokenizer))
+        try:
+            self.tokenizer = from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=sorted(self.stop_ids))
+        except ValueError as error:
+            raise UserError(f"output_format: this tokenizer is not supported: {flat(error)}") from None
+
+    def compile(self, form: OutputFormat) -> Grammar:
+        """The form as a constraint; raises UserError for one that is wrong or not supported."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        form.check()
+        limits = LLParserLimits(verbose_errors=False)  # else a row's error holds the parser's state
+        matcher = LLMatcher(self.tokenizer, form.source(), log_level=0, limits=limits)
+        if matcher.is_error():
+            raise UserError(f"{form.kind}: {flat(matcher.get_error())}")
+        return Grammar(self, form, matcher)
+
+
+class Grammar:
+    """A compiled form; see `Constraint`."""
+
+    most_tokens = None
+
+    def __init__(self, compiler: GrammarCompiler, form: OutputFormat, matcher: LLMatcher) -> None:
+        self.name = form.kind
+        self.stop_ids = compiler.stop_ids
+        self._tokenizer, self._matcher = compiler.tokenizer, matcher
+
+    def begin(self) -> GrammarProgress:
+        """A row before its first token."""
+        return GrammarProgress(self._matcher.deep_copy(), self.stop_ids)
+
+    def text(self, tokens: Sequence[int], label: int | None) -> str:
+        """The text that the grammar has read; bytes of a character that was cut off become U+FFFD."""
+        return bytes(self._tokenizer.decode_bytes(list(tokens))).decode(errors="replace")
+
+
+class GrammarProgress:
+    """The state of a row's matcher; see `AllowedTokens`."""
+
+    scored = False
+    label = None
+
+    def __init__(self, matcher: LLMatcher, stop_ids: frozenset[int]) -> None:
+        self._matcher, self._stop_ids = matcher, stop_ids
+        self._mask: Future[bytes] | None = None
+
+    @property
+    def error(self) -> str | None:
+        matcher = self._matcher
+        if not matcher.is_stopped() or matcher.is_accepting():
+            return None
+        return flat(matcher.get_error() or matcher.stop_reason())
+
+    def allows(self, token: int) -> bool:
+        if token in self._stop_ids:
+            return self.is_complete()
+        return bool(self._matcher.validate_tokens([token]) == 1)
+
+    def prepare(self) -> None:
+        """The mask is computed without Python's lock, while the model runs its next step."""
+        self._mask = _mask_thread().submit(self._matcher.compute_bitmask)
+
+    def write(self, bits: Bits) -> None:
+        mask = self._matcher.compute_bitmask() if self._mask is None else self._mask.result()
+        self._mask = None
+        bits[:] = np.frombuffer(mask, np.int32, count=len(bits))
+
+    def advance(self, token: int) -> bool:
+        if token in self._stop_ids:
+            return self.is_complete()
+        return bool(self._matcher.consume_token(token)) and self._matcher.is_stopped() and self.is_complete()
+
+    def is_complete(self) -> bool:
+        return bool(self._matcher.is_accepting())
+
+
+@cache
+def _mask_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "masks")

@@ -1,0 +1,132 @@
+"""Answers restricted to a list of labels: the trie of their tokens gives the tokens that are allowed next.
+
+A row ends as soon as a single label is left: its remaining tokens are certain and are not computed. Where a label is
+the beginning of another, the model's end token means the shorter one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from actors.engine.constraints.constraint import Bits
+from actors.engine.errors import UserError
+
+
+@dataclass
+class Node:
+    """A node of the trie.
+
+    Args:
+        children: Token -> node.
+        label: Number of the label whose tokens end here.
+        only: Number of the label at or below this node, if it is the only one.
+    """
+
+    children: dict[int, Node] = field(default_factory=dict)
+    label: int | None = None
+    only: int | None = None
+
+
+class ChoiceTrie:
+    """The labels of a row.
+
+    Args:
+        labels: Token ids of each label, at least one.
+        end_id: Token that ends an answer; None if the model has none.
+        texts: The labels' texts, for `text`.
+
+    Raises:
+        UserError: Labels that cannot be distinguished, named by their numbers.
+    """
+
+    name = "choices"
+
+    def __init__(self, labels: Sequence[Sequence[int]], end_id: int | None, texts: Sequence[str] = ()) -> None:
+        if not labels:
+            raise UserError("no choices")
+        self.end_id, self.texts = end_id, texts
+        self.root = Node()
+        for number, tokens in enumerate(labels):
+            if not tokens:
+                raise UserError(f"choice {number} has no tokens")
+            if end_id in tokens:
+                raise UserError(f"choice {number} holds the token that ends an answer")
+            node = self.root
+            for token in tokens:
+                node = node.children.setdefault(token, Node())
+            if node.label is not None:
+                raise UserError(f"choices {node.label} and {number} are the same tokens")
+            node.label = number
+        self.most_tokens = max(1, self._settle())
+
+    def _settle(self) -> int:
+        """Set `only` of every node; returns the most tokens that are generated."""
+        order = [self.root]
+        for node in order:  # parents before children; no recursion, since a label may be long
+            order += node.children.values()
+        deepest: dict[int, int] = {}
+        for node in reversed(order):
+            if node.label is not None and node.children and self.end_id is None:
+                raise UserError(f"choice {node.label} is the beginning of another, and the model has no end token")
+            labels = {child.only for child in node.children.values()}
+            if node.label is not None:
+                labels.add(node.label)
+            node.only = labels.pop() if len(labels) == 1 else None
+            below = max((1 + deepest[id(child)] for child in node.children.values()), default=0)
+            deepest[id(node)] = 0 if node.only is not None else max(below, 1)
+        return deepest[id(self.root)]
+
+    def allowed(self, node: Node) -> Collection[int]:
+        """Tokens that are allowed next."""
+        if node.label is None:
+            return node.children.keys()
+        assert self.end_id is not None
+        return [*node.children, self.end_id]
+
+    def follow(self, node: Node, token: int) -> tuple[Node, int | None]:
+        """The node after an allowed token, and the label if it is decided there."""
+        if token == self.end_id:
+            assert node.label is not None
+            return node, node.label
+        below = node.children[token]
+        return below, below.only
+
+    def begin(self) -> LabelProgress:
+        """A row before its first token."""
+        return LabelProgress(self)
+
+    def text(self, tokens: Sequence[int], label: int | None) -> str:
+        """The label's own text."""
+        assert label is not None
+        return self.texts[label]
+
+
+class LabelProgress:
+    """The node of a trie that a row's tokens have reached; see `AllowedTokens`."""
+
+    scored = True
+    error = None
+
+    def __init__(self, trie: ChoiceTrie) -> None:
+        self.trie, self.node = trie, trie.root
+        self.label: int | None = None
+
+    def allows(self, token: int) -> bool:
+        return token in self.trie.allowed(self.node)
+
+    def prepare(self) -> None:
+        """Nothing: the tokens of a node are known."""
+
+    def write(self, bits: Bits) -> None:
+        bits[:] = 0
+        masks = bits.view("uint32")
+        for token in self.trie.allowed(self.node):
+            masks[token // 32] |= 1 << token % 32
+
+    def advance(self, token: int) -> bool:
+        self.node, self.label = self.trie.follow(self.node, token)
+        return self.label is not None
+
+    def is_complete(self) -> bool:
+        return self.label is not None

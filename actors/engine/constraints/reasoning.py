@@ -1,0 +1,162 @@
+"""Answers of models that think first: the thinking is free text, the answer after it may have a form of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from actors.engine.constraints.constraint import AllowedTokens, Bits, Constraint
+from actors.engine.errors import UserError
+
+# marks of thinking that chat templates write
+_KNOWN = (
+    ("<think>", "</think>"),
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"),
+    ("<seed:think>", "</seed:think>"),
+    ("◁think▷", "◁/think▷"),
+    ("[THINK]", "[/THINK]"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+)
+_WINDOW = 16  # tokens beyond the marker's bytes that are decoded: a character may be four
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """The texts that mark thinking.
+
+    Args:
+        start: Begins it; the chat template may have written it into the prompt.
+        end: Ends it.
+    """
+
+    start: str = "<think>"
+    end: str = "</think>"
+
+    def __post_init__(self) -> None:
+        for name in ("start", "end"):
+            if not getattr(self, name).strip():
+                raise UserError(f"reasoning.{name} is empty")
+
+    @classmethod
+    def of_template(cls, template: str) -> Reasoning | None:
+        """The marks that a chat template writes; None if it writes none that are known."""
+        return next((cls(start, end) for start, end in _KNOWN if end in template), None)
+
+    def check(self, special_tokens: Collection[str]) -> None:
+        """Raise UserError for a mark that is a special token, and so has no text to split."""
+        for mark in (self.start, self.end):
+            if mark in special_tokens:
+                raise UserError(f"reasoning: {mark!r} is a special token, which has no text: leave reasoning out")
+
+    def split(self, text: str, *, begun: bool) -> tuple[str | None, str]:
+        """The thinking without its marks, None if there was none, and the answer.
+
+        begun: Whether the prompt ends inside thinking. Thinking that does not end has no answer.
+        """
+        begins = text.lstrip().startswith(self.start)
+        thinking, end, answer = text.partition(self.end)
+        if not end and not begins and not begun:
+            return None, text
+        if begins:
+            thinking = thinking.lstrip().removeprefix(self.start)
+        return thinking, answer
+
+    def begun_by(self, prompt: str) -> bool:
+        """Whether a prompt ends inside thinking."""
+        return prompt.rfind(self.start) > prompt.rfind(self.end)
+
+
+class AfterReasoning:
+    """A constraint on the tokens that follow the end of thinking, before which all but stop tokens are allowed.
+
+    Args:
+        inner: The constraint on the answer.
+        reasoning: The marks.
+        decode: Token ids -> text.
+        stop_ids: Tokens that end an answer.
+    """
+
+    most_tokens = None
+
+    def __init__(
+        self, inner: Constraint, reasoning: Reasoning, decode: Callable[[list[int]], str], stop_ids: Collection[int]
+    ) -> None:
+        self.inner, self.reasoning, self.decode, self.stop_ids = inner, reasoning, decode, frozenset(stop_ids)
+        self.window = len(reasoning.end.encode()) + _WINDOW
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    def begin(self) -> ReasoningProgress:
+        """A row before its first token."""
+        return ReasoningProgress(self)
+
+    def ends(self, tokens: Sequence[int]) -> bool:
+        """Whether the last of `tokens` completes the end of thinking."""
+        return self.reasoning.end in self.decode(list(tokens[-self.window :]))
+
+    def split(self, tokens: Sequence[int], label: int | None) -> tuple[str, str]:
+        """The thinking without its marks, and the text of the answer after it; empty if there is none."""
+        length = next((count for count in range(1, len(tokens) + 1) if self.ends(tokens[:count])), len(tokens))
+        thinking, _ = self.reasoning.split(self.decode(list(tokens[:length])), begun=True)
+        answer = tokens[length:]
+        return thinking or "", self.inner.text(answer, label) if answer or label is not None else ""
+
+    def text(self, tokens: Sequence[int], label: int | None) -> str:
+        """The answer of `split`."""
+        return self.split(tokens, label)[1]
+
+
+class ReasoningProgress:
+    """The place of a row that thinks, and then that of its answer; see `AllowedTokens`."""
+
+    def __init__(self, constraint: AfterReasoning) -> None:
+        self._constraint = constraint
+        self._inner: AllowedTokens = constraint.inner.begin()
+        self._thinking: list[int] | None = []
+
+    @property
+    def scored(self) -> bool:
+        return self._thinking is None and self._inner.scored
+
+    @property
+    def label(self) -> int | None:
+        return self._inner.label
+
+    @property
+    def error(self) -> str | None:
+        return self._inner.error
+
+    def allows(self, token: int) -> bool:
+        if self._thinking is not None:
+            return token not in self._constraint.stop_ids
+        return self._inner.allows(token)
+
+    def prepare(self) -> None:
+        if self._thinking is None:
+            self._inner.prepare()
+
+    def write(self, bits: Bits) -> None:
+        if self._thinking is None:
+            self._inner.write(bits)
+            return
+        bits[:] = -1
+        masks = bits.view("uint32")
+        for token in self._constraint.stop_ids:
+            if token < 32 * len(bits):
+                masks[token // 32] &= ~(1 << token % 32) & 0xFFFFFFFF
+
+    def advance(self, token: int) -> bool:
+        if self._thinking is None:
+            return self._inner.advance(token)
+        self._thinking.append(token)
+        if self._constraint.ends(self._thinking):
+            self._thinking = None
+        return False
+
+    def is_complete(self) -> bool:
+        return self._thinking is None and self._inner.is_complete()

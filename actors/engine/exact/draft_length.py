@@ -1,0 +1,220 @@
+"""How many tokens exact mode drafts: from measured seconds and measured acceptance, none where drafting does not pay.
+
+With an acceptance a of each draft behind accepted ones, γ drafts yield (1 - a^(γ+1)) / (1 - a) tokens a row on average
+(Leviathan et al. 2023, arXiv 2211.17192). They cost γ steps of few layers and one pass of all layers over γ + 1 tokens,
+whose seconds grow with γ: slowly where weights are read from memory, in proportion where the processor computes.
+Drafts that a row looks up cost that pass alone: each is worth it whose chance to count is above its share of a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+
+from actors.engine.exact.lookup import Acceptance
+
+MOST_DRAFTS = 8
+FIRST = 2  # drafts of the layers in a round that only measures, of all rows: a single one would bear its other costs
+MEASURED = 4  # tokens looked up in such a round; one token's time is too short to measure
+KEPT = 7  # newest measurements, of which the median counts: a step beside other work takes twice as long
+NEEDED = 3  # plain steps before the first choice
+JUDGED = 64.0  # drafts over which acceptance is taken, about; tokens for the yield
+GAIN = 1.1  # drafting must promise so many times the tokens per second of plain steps
+WORTH = 1.2  # least ratio of a lookup draft's expected gain to its cost
+PROBE, RAREST = 32, 1024  # plain steps between two rounds that only measure: at first, and at most
+RARER = 4  # times as many after each that finds nothing
+LOOKED = 16  # steps after which looking up is judged
+LOSS = 0.005  # share that it may lose then
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step drafts.
+
+    Args:
+        count: Tokens that the layers draft for each row; 0: none.
+        most: Tokens that are looked up for a row, at most; 0: none.
+        least: Chance to count that such a draft must have.
+        total: Tokens that are looked up for all rows, at most.
+    """
+
+    count: int = 0
+    most: int = 0
+    least: float = 0.0
+    total: float = math.inf
+
+    def looked_up(self, acceptance: float) -> int:
+        """Drafts to verify of those that a row has looked up; acceptance: of each behind accepted ones."""
+        chance, count = acceptance, 0
+        while count < self.most and chance >= self.least:
+            chance, count = chance * acceptance, count + 1
+        return count
+
+
+@dataclass
+class Round:
+    """What a round has drafted and verified, and what counted.
+
+    Args:
+        rows: In flight.
+        steps: Of the drafting layers.
+        draft_seconds: Of these steps.
+        verify_seconds: Of the pass of all layers, and of sampling.
+        drafted: Tokens that the layers have drafted, for `drafting` rows.
+        looked_up: Tokens that were looked up.
+        accepted, judged: Of the layers' drafts: those that counted, and those behind accepted ones.
+        tokens: Of the rows that the layers drafted for.
+    """
+
+    rows: int
+    steps: int = 0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    drafted: int = 0
+    drafting: int = 0
+    looked_up: int = 0
+    accepted: int = 0
+    judged: int = 0
+    tokens: int = 0
+
+
+class _Costs:
+    """Seconds at about one number of rows: of a plain step, of a draft, and of each further token that is verified."""
+
+    def __init__(self) -> None:
+        self.plain: deque[float] = deque(maxlen=KEPT)
+        self.drafts: deque[float] = deque(maxlen=KEPT)
+        self.tokens: deque[tuple[float, int]] = deque(maxlen=KEPT)  # each, and how many tokens it is the mean of
+        self.rounds = self.steps = 0  # since the other was last measured
+        self.interval = PROBE
+        self.best = 0  # drafts, by the measurements so far
+        self.looked = self.rest = 0  # steps since looking up was judged; steps without it that are left
+        self.looked_interval = PROBE
+        self.made = self.spent = 0.0  # in these steps: tokens and seconds, each over those of a plain step
+        self.gain = 1.0  # speed-up of these steps over plain ones, at the last decision
+
+    def rate(self, rows: int, count: int, acceptance: float) -> float:
+        """Tokens per second of a row with `count` drafts of the layers."""
+        seconds = median(self.plain)
+        if count:
+            seconds += count * (median(self.drafts) + rows * self.token)
+        return expected_tokens(count, acceptance) / max(seconds, 1e-9)
+
+    @property
+    def token(self) -> float:
+        """Seconds of a further token that is verified."""
+        ordered, half = sorted(self.tokens), sum(tokens for _, tokens in self.tokens) / 2
+        for seconds, tokens in ordered:
+            half -= tokens
+            if half <= 0:
+                return seconds
+        return 0.0  # nothing is known
+
+    def share(self, rows: int) -> float:
+        """Seconds of a further token that is verified, as a share of those of a plain step's token."""
+        return self.token * rows / max(median(self.plain), 1e-9)
+
+
+class DraftLength:
+    """Chooses γ for a number of rows. Up to four, each number has its costs; above, those that share a power of two.
+
+    Args:
+        layers: Whether there are layers that draft.
+    """
+
+    def __init__(self, *, layers: bool = True) -> None:
+        self._layers = layers
+        self._costs: dict[int, _Costs] = {}
+        self._acceptance = Acceptance(kept=JUDGED)
+        self._yield = Acceptance(1.0, 1.0, JUDGED)  # tokens of rounds: fewer than expected, where rows end within one
+
+    @property
+    def acceptance(self) -> float:
+        """Of each draft of the layers behind accepted ones."""
+        return self._acceptance.rate
+
+    def choose(self, rows: int) -> Plan:
+        """Drafts of the next step; without any it is a plain one."""
+        costs = self._at(rows)
+        if len(costs.plain) < NEEDED or costs.rounds >= PROBE:
+            return Plan()
+        count = costs.best
+        if self._layers and (not costs.drafts or costs.steps >= costs.interval):
+            count = max(1, FIRST // rows)
+        if costs.rest > 0:
+            costs.rest -= 1
+            return Plan(count)
+        measuring = Plan(count, MEASURED, total=max(MEASURED, math.ceil(rows / 4)))
+        if not costs.tokens:
+            return measuring
+        least = WORTH * costs.share(rows) * costs.gain  # a further draft must yield more than the others do
+        if least < 1:
+            return Plan(count, MOST_DRAFTS, least)
+        self._rest(costs)
+        return measuring  # what a token has cost may have been another load's
+
+    def looked(self, rows: int, seconds: float, drafts: int, accepted: int) -> None:
+        """Record the seconds of a step's lookup; `accepted` counts its drafts that saved a plain step."""
+        costs = self._at(rows)
+        plain = median(costs.plain)
+        costs.looked += 1
+        costs.made += 1 + accepted / rows
+        costs.spent += 1 + (seconds + drafts * costs.token) / max(plain, 1e-9)
+        if costs.looked >= LOOKED:
+            costs.gain = max(1.0, costs.made / costs.spent)
+            if costs.made < (1 - LOSS) * costs.spent:
+                self._rest(costs)
+            else:
+                costs.looked_interval = PROBE
+            costs.looked, costs.made, costs.spent = 0, 0.0, 0.0
+
+    def stepped(self, rows: int, seconds: float) -> None:
+        """A plain step has taken so long."""
+        costs = self._at(rows)
+        costs.plain.append(seconds)
+        if costs.rounds and len(costs.plain) >= NEEDED:
+            costs.best = self._best(rows, costs)
+        costs.rounds, costs.steps = 0, costs.steps + 1
+
+    def drafted(self, done: Round) -> None:
+        """A round is done."""
+        costs, further = self._at(done.rows), done.drafted + done.looked_up
+        costs.tokens.append((max(0.0, done.verify_seconds - median(costs.plain)) / further, further))
+        costs.rounds += 1
+        if not done.steps:
+            return
+        costs.drafts.append(done.draft_seconds / done.steps)
+        self._acceptance.add(done.accepted, done.judged)
+        expected = done.drafting * expected_tokens(done.drafted // done.drafting, self._acceptance.rate)
+        self._yield.add(done.tokens, round(expected))
+        probed = costs.steps >= costs.interval
+        costs.steps = 0
+        costs.best = self._best(done.rows, costs)
+        if costs.best > 0:
+            costs.interval = PROBE
+        elif probed:
+            costs.interval = min(RAREST, RARER * costs.interval)
+
+    def _best(self, rows: int, costs: _Costs) -> int:
+        """The number of drafts that promises most; 0 unless it promises enough."""
+        if not costs.drafts:
+            return 0
+        rates = [costs.rate(rows, count, self._acceptance.rate) for count in range(MOST_DRAFTS + 1)]
+        best = rates.index(max(rates))
+        return best if rates[best] * min(1.0, self._yield.rate) > GAIN * rates[0] else 0
+
+    @staticmethod
+    def _rest(costs: _Costs) -> None:
+        costs.rest, costs.looked_interval = costs.looked_interval, min(RAREST, RARER * costs.looked_interval)
+        while len(costs.tokens) > 1:  # behind the rest it is measured again
+            costs.tokens.popleft()
+
+    def _at(self, rows: int) -> _Costs:
+        return self._costs.setdefault(rows if rows <= 4 else 4 * rows.bit_length(), _Costs())
+
+
+def expected_tokens(count: int, acceptance: float) -> float:
+    """Tokens of a round of `count` drafts, on average; acceptance: of each behind accepted ones."""
+    return sum(acceptance**number for number in range(count + 1))

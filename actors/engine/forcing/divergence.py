@@ -1,0 +1,170 @@
+"""Distances of a schedule from full depth: of its distributions over the same tokens, and of its own answers.
+
+KL and top-1 agreement follow given responses under the schedule, regret the schedule's answers under full depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from actors.engine.decoder import Decoder
+from actors.engine.forcing.packed_attention import packed
+from actors.engine.forcing.packed_forcing import Pair as Row
+from actors.engine.forcing.packed_forcing import micro_batches, predicting_states, response_labels
+from actors.engine.schedules.schedule import Schedule
+
+TOKENS = 4096  # of a pass
+LOGITS_AT_ONCE = 2**24  # numbers of one line's logits that exist together; 64 MiB in fp32
+
+Array = npt.NDArray[np.float64]
+Pair = tuple[Sequence[int], Sequence[int]]
+Report = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Model:
+    """Weights under a schedule."""
+
+    decoder: Decoder
+    schedule: Schedule
+
+
+@dataclass(frozen=True)
+class ForcedScores:
+    """Sums over each row's response tokens, [N] for N rows.
+
+    kl: KL(full depth || line), nats. nll: -log p of the tokens under the line, nats. agreed: positions at which both
+    have the same most likely token. tokens: their number.
+    """
+
+    kl: Array
+    nll: Array
+    agreed: Array
+    tokens: Array
+
+
+@torch.inference_mode()
+def teacher_forced(
+    full: Model,
+    lines: Sequence[Model],
+    pairs: Sequence[Pair],
+    *,
+    first: int = 0,
+    report: Report = lambda rows: None,
+) -> list[ForcedScores]:
+    """Scores of every line over (prompt ids, response ids) pairs, none of them empty.
+
+    Every token's distribution [V] under the line, computed as at inference, is compared with full depth's. Models share
+    a vocabulary; padding of one is ignored. Lines with the same weights and prompt layers share the prompts' pass.
+
+    Args:
+        first: number of the first response token that counts; 1 leaves out the token that the prompt's pass predicts.
+        report: called with the number of rows done, before each pass and at the end.
+    """
+    sums = np.zeros((len(lines), 3, len(pairs)))
+    tokens = np.array([max(len(response) - first, 0) for _, response in pairs], dtype=np.float64)
+    models = [full, *lines]
+    for batch in _batches(pairs, len(models), report):
+        states = _states(models, batch.rows)
+        for chunk in batch.chunks(full.decoder.vocab_size, first):
+            expected, labels = full.decoder.logits(states[0][chunk]), batch.labels[chunk]
+            for number, line in enumerate(lines):
+                logits = line.decoder.logits(states[number + 1][chunk])
+                batch.add(sums[number], chunk, _divergence(expected, logits, labels.to(logits.device)))
+    return [ForcedScores(kl, nll, agreed, tokens) for kl, nll, agreed in sums]
+
+
+@torch.inference_mode()
+def answer_regret(full: Model, pairs: Sequence[Pair], report: Report = lambda rows: None) -> Array:
+    """How much less likely each answer's tokens are than full depth's own choices at their places: nats an answer, [N].
+
+    log p of the likeliest token - log p of the answer's token under full depth, summed over the answer's tokens, the
+    end token included. 0 for full depth's own greedy answers. pairs: (prompt ids, answer ids), none of them empty.
+    report: called with the number of rows done, before each pass and at the end.
+    """
+    regret: Array = np.zeros((1, len(pairs)))
+    for batch in _batches(pairs, 1, report):
+        [states] = _states([full], batch.rows)
+        for chunk in batch.chunks(full.decoder.vocab_size, 0):
+            logits = full.decoder.logits(states[chunk]).float()
+            chosen = logits.gather(-1, batch.labels[chunk, None].to(logits.device))[:, 0]
+            batch.add(regret, chunk, (logits.amax(dim=-1) - chosen)[None])
+    sums: Array = regret[0]
+    return sums
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Rows of one pass, and their M response tokens, one row behind another.
+
+    labels: [M], the tokens. owners: [M], the number of each token's row among all. places: [M], its place in its
+    response.
+    """
+
+    rows: Sequence[Row]
+    labels: Tensor
+    owners: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
+
+    def chunks(self, vocabulary: int, first: int) -> Iterator[Any]:
+        """Indices of the response tokens from place `first` on, as many at once as logits of them may exist."""
+        counted = np.flatnonzero(self.places >= first)
+        size = max(1, LOGITS_AT_ONCE // vocabulary)
+        for start in range(0, len(counted), size):
+            yield torch.from_numpy(counted[start : start + size])
+
+    def add(self, sums: Array, chunk: Tensor, values: Tensor) -> None:
+        """Add values [K, M] of a chunk's tokens to the sums [K, N] of their rows."""
+        for total, each in zip(sums, values.double().cpu().numpy(), strict=True):
+            np.add.at(total, self.owners[chunk.numpy()], each)
+
+
+def _batches(pairs: Sequence[Pair], models: int, report: Report) -> Iterator[_Batch]:
+    """Batches of rows of similar length."""
+    order = sorted(range(len(pairs)), key=lambda row: (len(pairs[row][1]), len(pairs[row][0])))
+    rows = [
+        {"input_ids": [*pairs[number][0], *pairs[number][1]], "prompt_tokens": len(pairs[number][0]), "row": number}
+        for number in order
+    ]
+    done = 0
+    for batch in micro_batches(rows, models, TOKENS) if rows else ():
+        report(done)
+        lengths = [len(row["input_ids"]) - row["prompt_tokens"] for row in batch]
+        owners = np.repeat([row["row"] for row in batch], lengths)
+        yield _Batch(batch, response_labels(batch), owners, np.concatenate([np.arange(length) for length in lengths]))
+        done += len(batch)
+    report(done)
+
+
+def _states(models: Sequence[Model], rows: Sequence[Row]) -> list[Tensor]:
+    """States [M, E] that predict the response tokens under each model; those that can share the prompts' pass do."""
+    together: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    same = [models.index(model) for model in models]  # equal ones are computed once
+    for number in dict.fromkeys(same):
+        model = models[number]
+        together.setdefault((id(model.decoder), model.schedule.prompt_layers), []).append(number)
+    found: dict[int, Tensor] = {}
+    for numbers in together.values():
+        decoder = models[numbers[0]].decoder
+        with packed(decoder.model):
+            states = predicting_states(decoder, rows, [models[number].schedule for number in numbers])
+        found |= dict(zip(numbers, states, strict=True))
+    return [found[number] for number in same]
+
+
+def _divergence(expected: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
+    """Logits [M, V] twice, labels [M] -> KL, -log p of the labels, and whether the likeliest tokens agree: [3, M]."""
+    shared = min(expected.shape[-1], logits.shape[-1])
+    log_p = expected[..., :shared].float().log_softmax(dim=-1)
+    log_q = logits[..., :shared].float().log_softmax(dim=-1)
+    nll = -log_q.gather(-1, labels[:, None])[:, 0]
+    kl = (log_p.exp() * (log_p - log_q)).sum(dim=-1).clamp(min=0)  # negative only by rounding
+    agreed = log_p.argmax(dim=-1) == log_q.argmax(dim=-1)
+    return torch.stack([kl, nll, agreed.to(kl.dtype)])

@@ -1,0 +1,106 @@
+"""Teacher forcing without padding: the same states as `teacher_forcing`, each prompt computed once for all schedules.
+
+Tokens form a tree, see `token_tree`: the tokens that all prompts begin with, then each prompt's own ones, then the
+response once for each schedule.
+Shapes: E hidden size, S schedules, M response tokens of all pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actors.engine.batching import common_length
+from actors.engine.decoder import Decoder
+from actors.engine.forcing.token_tree import Level, Tokens, prompt_ranks, prompt_tokens, run_level
+from actors.engine.schedules.schedule import Schedule
+
+Pair = Mapping[str, Any]  # `input_ids`, prompt and response, and `prompt_tokens`
+LEAST_SAVED = 16  # tokens; for fewer a pass of their own costs more
+
+
+def predicting_states(
+    decoder: Decoder,
+    pairs: Sequence[Pair],
+    schedules: Sequence[Schedule],
+    *,
+    prompt_gradient: bool = True,
+    recompute: bool = False,
+) -> Tensor:
+    """Hidden states [S, M, E] before the final norm that predict each response token under each schedule.
+
+    Args:
+        decoder: its model's attention is that of `packed_attention`.
+        pairs: prompts and responses, at least one.
+        schedules: they must run the same layers over prompts.
+        prompt_gradient: whether gradients flow through all prompt tokens; else through each prompt's last one alone.
+        recompute: keep only each layer's input for the backward pass (gradient checkpointing).
+    """
+    assert len({schedule.prompt_layers for schedule in schedules}) == 1
+    shared = shared_tokens(pairs)
+    above: list[Level] = []
+    with nullcontext() if prompt_gradient else torch.no_grad():
+        prefix = prompt_tokens([pairs[0]["input_ids"][:shared]], 0)
+        own = prompt_tokens([pair["input_ids"][shared : pair["prompt_tokens"] - 1] for pair in pairs], shared)
+        for tokens, groups in ((prefix, 1), (own, len(pairs))):
+            if len(tokens.ids):
+                ranks = prompt_ranks(schedules[0])
+                _, level = run_level(decoder, tokens, ranks, groups, above, recompute=recompute)
+                above.append(level)
+    ranks = torch.tensor([schedule.ranks for schedule in schedules])
+    responses = _responses(pairs, schedules)
+    hidden, _ = run_level(decoder, responses, ranks, len(pairs), above, recompute=recompute)
+    return hidden.view(len(schedules), -1, hidden.shape[-1])
+
+
+def response_labels(pairs: Sequence[Pair]) -> Tensor:
+    """[M], the responses' tokens, in the order of `predicting_states`."""
+    return torch.tensor([token for pair in pairs for token in pair["input_ids"][pair["prompt_tokens"] :]])
+
+
+def shared_tokens(pairs: Sequence[Pair]) -> int:
+    """How many tokens of the prompts are computed once for all pairs; never a prompt's last one."""
+    shared = common_length([pair["input_ids"][: pair["prompt_tokens"] - 1] for pair in pairs])
+    return shared if shared * (len(pairs) - 1) >= LEAST_SAVED else 0
+
+
+def micro_batches(pairs: Sequence[Pair], schedules: int, tokens: int) -> Iterator[Sequence[Pair]]:
+    """Cut pairs, in their order, into batches of about equal size, of at most `tokens` tokens where a pair allows."""
+    shared = shared_tokens(pairs)
+    costs = [
+        pair["prompt_tokens"] - 1 - shared + schedules * (len(pair["input_ids"]) - pair["prompt_tokens"])
+        for pair in pairs
+    ]
+    room = max(tokens - shared, tokens // 4, 1)
+    each = sum(costs) / -(-sum(costs) // room)
+    first, cost = 0, 0
+    for number, more in enumerate(costs):
+        if number > first and (cost + more > room or cost + more / 2 > each):
+            yield pairs[first:number]
+            first, cost = number, 0
+        cost += more
+    yield pairs[first:]
+
+
+def _responses(pairs: Sequence[Pair], schedules: Sequence[Schedule]) -> Tokens:
+    """For each schedule and pair the prompt's last token and the response, whose last token is never an input."""
+    ids: list[int] = []
+    positions: list[int] = []
+    groups: list[int] = []
+    branches: list[int] = []
+    depths: list[int] = []
+    for branch, schedule in enumerate(schedules):
+        for group, pair in enumerate(pairs):
+            first = pair["prompt_tokens"] - 1
+            tokens = pair["input_ids"][first:-1]
+            ids += tokens
+            positions += range(first, first + len(tokens))
+            groups += [group] * len(tokens)
+            branches += [branch] * len(tokens)
+            depths.append(len(schedule.prompt_layers))
+            depths += [schedule.depth(place) for place in range(len(tokens) - 1)]
+    return Tokens(*(torch.tensor(values) for values in (ids, positions, groups, branches, depths)))

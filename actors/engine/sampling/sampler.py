@@ -1,0 +1,237 @@
+"""Logits -> tokens: each row with its own parameters, history and random numbers.
+
+A row's random number for a position is a hash of its key and that position alone, so that batch composition, retries
+and resumed jobs do not change it. Order of the operations, as in transformers: penalties, barred tokens, temperature,
+top-k, top-p, min-p. On a CPU the kernel of `kernel` does the same in a fraction of the time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from actors.engine.cpu import library
+from actors.engine.sampling import kernel as kernel_sampling
+from actors.engine.sampling.penalties import changed_logits
+from actors.engine.sampling.state import Drawn, RowSampling, allowed_bits
+from actors.engine.types import TokenLogprob
+from actors.engine.working_memory import DRAWN_NUMBERS
+
+if TYPE_CHECKING:
+    from actors.engine.decoder import Decoder
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+
+
+def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
+    """keys, positions [B] int64 -> uniform float64 [B] in [0, 1): SplitMix64 (Steele et al., 2014)."""
+    bits = keys + (positions + 1) * _GOLDEN
+    bits = (bits ^ _shift(bits, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    bits = (bits ^ _shift(bits, 27)) * -7723592293110705685  # 0x94D049BB133111EB
+    bits = bits ^ _shift(bits, 31)
+    return _shift(bits, 11).double() * 2.0**-53
+
+
+def _shift(bits: Tensor, count: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)
+
+
+def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True) -> Drawn:
+    """Sample the next token of each row from logits [B, V]. The rows' states are read, not changed.
+
+    logprobs: whether to compute the tokens' log-probabilities. They take an exponential for each logit, longer than
+    everything else together for a greedy row.
+    """
+    if not logprobs and all(row.is_argmax for row in rows):
+        return greedy(argmax(logits).tolist())
+    if library.available(logits.dtype, logits.device) and logits.is_contiguous():
+        return kernel_sampling.sample(logits, rows, logprobs=logprobs)
+    return sample_by_torch(logits, rows, logprobs=logprobs)
+
+
+def sample_behind(decoder: Decoder, hidden: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True) -> Drawn:
+    """`sample` from hidden states [B, E] behind the last layer; computes only the logits that the rows ask for."""
+    if not logprobs and all(row.is_argmax for row in rows):
+        return greedy(decoder.likeliest(hidden))
+    return sample(decoder.logits(hidden), rows, logprobs=logprobs)
+
+
+def greedy(tokens: list[int]) -> Drawn:
+    """Tokens of rows without log-probabilities."""
+    missing = [math.nan] * len(tokens)
+    return Drawn(tokens, missing, missing, {})
+
+
+def sample_by_torch(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True) -> Drawn:
+    """`sample` in torch's operations: the definition, and the way of a GPU and of a machine without a compiler."""
+    chunk = max(1, DRAWN_NUMBERS // logits.shape[1])
+    parts = [
+        _sample(logits[first : first + chunk], rows[first : first + chunk], logprobs)
+        for first in range(0, len(rows), chunk)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return Drawn(
+        [token for part in parts for token in part.tokens],
+        [logprob for part in parts for logprob in part.logprobs],
+        [logprob for part in parts for logprob in part.choice_logprobs],
+        {number * chunk + row: top for number, part in enumerate(parts) for row, top in part.top.items()},
+    )
+
+
+def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Drawn:
+    """`sample` for few enough rows that all temporaries fit the memory."""
+    logits = logits.float()
+    missing = torch.full_like(logits[:, 0], torch.nan)
+    asked = logprobs or any(row.params.logprobs is not None for row in rows)
+    normalizer = logits.logsumexp(dim=-1) if asked else missing
+    adjusted = _adjust(logits, rows)
+    tokens = argmax(adjusted)
+    members, excluded = _excluded(rows, tokens, logits)
+    choice_normalizer = missing.clone()
+    if members:
+        at = torch.tensor(members, device=logits.device)
+        everyone = len(members) == len(rows)
+        possible = (adjusted if everyone else adjusted[at]).masked_fill(excluded, -torch.inf)
+        adjusted = possible if everyone else adjusted.index_copy(0, at, possible)
+        tokens[at] = argmax(possible)
+        scored = [place for place, row in enumerate(members) if _scored(rows[row])]
+        if scored:
+            own = logits[at[scored]].masked_fill(excluded[scored], -torch.inf)
+            choice_normalizer[at[scored]] = own.logsumexp(dim=-1)
+    drawn = [index for index, row in enumerate(rows) if row.params.temperature > 0]
+    # per row, not per batch: a row's method must not depend on its neighbours
+    for narrowed in (False, True):
+        alike = [index for index in drawn if rows[index].narrowed == narrowed]
+        if alike:
+            of_alike = torch.tensor(alike, device=logits.device)
+            chosen = adjusted if len(alike) == len(rows) else adjusted[of_alike]
+            tokens[of_alike] = _draw(chosen, [rows[index] for index in alike], narrowed)
+    if members:  # with NaN logits too the token must be an allowed one
+        outside = excluded.gather(1, tokens[at, None])[:, 0]
+        if outside.any():
+            tokens[at] = torch.where(outside, excluded.int().argmin(dim=-1), tokens[at])
+    picked = logits.gather(1, tokens[:, None])[:, 0]
+    return Drawn(
+        tokens.tolist(),
+        (picked - normalizer).tolist(),
+        (picked - choice_normalizer).tolist(),
+        _top(logits, normalizer, tokens, rows),
+    )
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """argmax of [B, V]: [B], the first of equal ones. On a CPU by numpy, which takes a tenth of torch's time."""
+    if logits.device.type != "cpu":
+        return logits.argmax(dim=-1)
+    if logits.dtype != torch.bfloat16:
+        return torch.from_numpy(logits.float().numpy().argmax(axis=-1))
+    # as integers, bfloat16 bits order positive numbers correctly, above all negative ones (and above a negative NaN)
+    bits = logits.view(torch.int16)
+    tokens = torch.from_numpy(bits.numpy().argmax(axis=-1))
+    for row in (bits.gather(1, tokens[:, None])[:, 0] <= 0).nonzero()[:, 0].tolist():
+        tokens[row] = int(logits[row].float().numpy().argmax())
+    return tokens
+
+
+def _draw(logits: Tensor, rows: Sequence[RowSampling], narrowed: bool) -> Tensor:
+    """Random tokens [N] of rows with a temperature, from logits [N, V]."""
+
+    def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, device=logits.device, dtype=dtype)
+
+    params = [row.params for row in rows]
+    scaled = logits / column([param.temperature for param in params], torch.float32)[:, None]
+    if narrowed:
+        probabilities = narrow(
+            scaled,
+            column([param.top_k for param in params], torch.int64),
+            column([param.top_p for param in params], torch.float64),
+            column([param.min_p for param in params], torch.float64),
+        )
+    else:
+        probabilities = scaled.double().softmax(dim=-1)
+    keys, drawn = (column(values, torch.int64) for values in ([row.key for row in rows], [row.drawn for row in rows]))
+    return draw(probabilities, uniforms(keys, drawn))
+
+
+def draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
+    """Tokens [N] by the inverse distribution function at each row's random number.
+
+    probabilities: [N, V] in the vocabulary's order; sorted ones would let rounding exchange tokens. numbers [N]: see
+    `uniforms`.
+    """
+    cumulative = probabilities.cumsum(dim=-1)
+    choice = torch.searchsorted(cumulative, numbers[:, None] * cumulative[:, -1:], right=True)
+    last = (probabilities > 0).long().cumsum(dim=-1).argmax(dim=-1, keepdim=True)
+    return torch.minimum(choice, last)[:, 0]  # rounding must not pass the last possible token
+
+
+def narrow(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Probabilities [N, V] that are 0 outside top-k, then top-p, then min-p.
+
+    scaled: logits divided by temperature [N, V]. top_k: int64 [N], 0 for all. top_p, min_p: float64 [N].
+    """
+    ordered, vocabulary = scaled.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(scaled.shape[1], device=scaled.device)
+    ordered = ordered.double().masked_fill((rank >= top_k[:, None]) & (top_k > 0)[:, None], -torch.inf)
+    probabilities = ordered.softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    outside = (before >= top_p[:, None]) | (probabilities < min_p[:, None] * probabilities[:, :1])
+    return torch.zeros_like(probabilities).scatter(1, vocabulary, probabilities.masked_fill(outside & (rank > 0), 0.0))
+
+
+def _adjust(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
+    """Logits [B, V] after penalties, -inf for barred tokens."""
+    changes = changed_logits(logits, rows)
+    if changes is None:
+        return logits
+    index, tokens, values = changes
+    adjusted = logits.clone()
+    adjusted[index, tokens] = values
+    return adjusted
+
+
+def _excluded(rows: Sequence[RowSampling], likeliest: Tensor, logits: Tensor) -> tuple[list[int], Tensor]:
+    """The rows whose next token depends on which tokens are allowed, and bool [rows, V]: the tokens that are not.
+
+    A greedy row whose likeliest token [B] is allowed needs no mask, unless it wants its log-probability among the
+    allowed ones.
+    """
+    members = [
+        index
+        for index, row in enumerate(rows)
+        if row.needs_mask or (row.allowed is not None and not row.allowed.allows(int(likeliest[index])))
+    ]
+    vocabulary = logits.shape[1]
+    if not members:
+        return members, logits.new_empty((0, vocabulary), dtype=torch.bool)
+    bits = allowed_bits([rows[index] for index in members], vocabulary)
+    excluded = np.unpackbits(~bits.view(np.uint8), axis=1, count=vocabulary, bitorder="little").view(np.bool_)
+    return members, torch.from_numpy(excluded).to(logits.device)
+
+
+def _scored(row: RowSampling) -> bool:
+    return row.allowed is not None and row.allowed.scored
+
+
+def _top(logits: Tensor, normalizer: Tensor, tokens: Tensor, rows: Sequence[RowSampling]) -> dict[int, TokenLogprob]:
+    """Row -> its token and the likeliest tokens under the model's own distribution, for rows with `logprobs`."""
+    counts = {index: row.params.logprobs for index, row in enumerate(rows) if row.params.logprobs is not None}
+    top: dict[int, TokenLogprob] = {}
+    for most in sorted(set(counts.values())):  # by count: ties must not depend on a neighbour's count
+        members = [row for row, count in counts.items() if count == most]
+        index = torch.tensor(members, device=logits.device)
+        logprobs = logits[index] - normalizer[index, None]
+        values, ids = logprobs.topk(min(most, logits.shape[1]), dim=-1)
+        sampled = logprobs.gather(1, tokens[index, None])[:, 0].tolist()
+        for number, row in enumerate(members):
+            likeliest = zip(ids[number].tolist(), values[number].tolist(), strict=True)
+            top[row] = TokenLogprob(int(tokens[row]), sampled[number], tuple(likeliest))
+    return top

@@ -1,0 +1,122 @@
+"""State from which a row's next token is sampled, and the result of sampling a batch of rows. Plain values."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.engine.constraints.constraint import AllowedTokens, words_of
+from actors.engine.cpu.sampling import packed
+from actors.engine.types import SamplingParams, TokenLogprob
+
+
+class TokenCounts:
+    """Tokens to which penalties apply, and how often each occurs in the answer.
+
+    Attributes:
+        tokens: int64, in the order of their first occurrence.
+        times: float32, 0 for a token of the prompt alone.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        distinct = dict.fromkeys(prompt_ids)
+        self.tokens, self.times = array("q", distinct), array("f", bytes(4 * len(distinct)))
+        self._places = {token: place for place, token in enumerate(distinct)}
+
+    def add(self, token: int) -> None:
+        """Count a token of the answer."""
+        place = self._places.setdefault(token, len(self.tokens))
+        if place == len(self.tokens):
+            self.tokens.append(token)
+            self.times.append(0.0)
+        self.times[place] += 1
+
+
+@dataclass
+class RowSampling:
+    """State from which the next token of a row is sampled, with its logits.
+
+    Args:
+        params: Sampling parameters.
+        key: Key of the row's random numbers.
+        drawn: Number of tokens so far.
+        counts: Of the tokens so far; kept only for penalties.
+        allowed: The only possible tokens; None for all. Not changed by sampling.
+        barred: Tokens that are not possible.
+    """
+
+    params: SamplingParams
+    key: int
+    drawn: int = 0
+    counts: TokenCounts = field(default_factory=lambda: TokenCounts(()))
+    allowed: AllowedTokens | None = None
+    barred: Collection[int] = ()
+    packed: bytes = field(init=False, repr=False)  # params and key, for the CPU's kernel
+
+    def __post_init__(self) -> None:
+        self.packed = packed(self.params, self.key)
+
+    @classmethod
+    def begin(cls, params: SamplingParams, key: int, prompt_ids: Sequence[int]) -> RowSampling:
+        """The state before the first token."""
+        counted = prompt_ids if params.repetition_penalty != 1 else ()
+        return cls(params, key, counts=TokenCounts(counted))
+
+    def add(self, token: int) -> None:
+        """Record a sampled token."""
+        self.drawn += 1
+        if self.penalized:
+            self.counts.add(token)
+
+    @property
+    def penalized(self) -> bool:
+        """Whether a penalty applies to earlier tokens."""
+        params = self.params
+        return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the next token is the argmax of the unchanged logits, without log-probabilities of others."""
+        bound = self.allowed is not None or self.barred or (self.penalized and self.counts.tokens)
+        return self.params.temperature == 0 and self.params.logprobs is None and not bound
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether tokens that are not allowed must be excluded, even if the likeliest one is allowed."""
+        return self.allowed is not None and (self.params.temperature > 0 or self.allowed.scored)
+
+    @property
+    def narrowed(self) -> bool:
+        """Whether top-k, top-p or min-p excludes tokens."""
+        return self.params.top_k > 0 or self.params.top_p < 1 or self.params.min_p > 0
+
+
+def allowed_bits(rows: Sequence[RowSampling], vocabulary: int) -> NDArray[np.int32]:
+    """Masks [rows, words_of(V)] of rows that have allowed tokens, see `constraint.Bits`."""
+    bits = np.zeros((len(rows), words_of(vocabulary)), dtype=np.int32)
+    for place, row in enumerate(rows):
+        assert row.allowed is not None
+        row.allowed.write(bits[place])
+    return bits
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Sampled tokens of rows.
+
+    Args:
+        tokens: One id a row.
+        logprobs: Their log-probabilities under the model's own distribution, nats; NaN if they were not computed.
+        choice_logprobs: The same under the distribution restricted to the allowed tokens; NaN for rows without them,
+            or that do not want it.
+        top: Row -> its likeliest tokens, for rows with `logprobs`.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    choice_logprobs: list[float]
+    top: dict[int, TokenLogprob]

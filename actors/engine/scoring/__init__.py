@@ -1,0 +1,1 @@
+"""Log-probabilities of given continuations of prompts, by prefill alone."""
