@@ -7,7 +7,8 @@ The model of `make real-model`, E2E's test prompts after two examples, greedy. E
 with as many new tokens each as the model's own answer at 1x has, in rounds taken in turn after one that only warms up;
 medians of tokens a second of the whole run. The beginning that all prompts share is computed once by the engine, vLLM
 (prefix caching on, emptied before each round) and llama.cpp, which takes the best of 8, 16, 32 and 64 rows in flight.
-2x and 3x run the committed speed adapter. Peers (`make peers`) that are not installed are passed by, with a line.
+2x and 3x run the committed speed adapter. The ceiling is what 1x's work takes at the rates measured in the same run
+(`roofline`), that beginning computed once. Peers (`make peers`) that are not installed are passed by, with a line.
 Without the data sets: exit status 3. The last line is one JSON object.
 """
 
@@ -33,13 +34,17 @@ sys.path.insert(0, str(ROOT))
 import pyarrow.parquet as pq  # noqa: E402
 import torch  # noqa: E402
 from contestants import Timing, start_peers  # noqa: E402
+from ideal import Shape, least  # noqa: E402
 from peak_memory import forget_peak, peak_bytes  # noqa: E402
 from real_data import MODEL, WORK  # noqa: E402
 from real_model import ADAPTER, FOLDER, GGUF, make_model  # noqa: E402
+from roofline import measure  # noqa: E402
 from speed import INSTALLED, PEERS, median, processor, rounds  # noqa: E402
 from workloads import Workload  # noqa: E402
 
 from actors.answers import Prompt  # noqa: E402
+from actors.engine.batching import common_length  # noqa: E402
+from actors.engine.checkpoint.loading import read_config  # noqa: E402
 from actors.generator import Generator  # noqa: E402
 
 NEW_TOKENS = 96  # at most, as configs/real/text.yaml has them
@@ -138,6 +143,17 @@ def compare(ours: Ours, workload: Workload, options: argparse.Namespace, folder:
         for peer in peers.values():
             peer.close()
     lines = {name: _figures(timings[1:]) for name, timings in seen.items()}
+    ceilings = measure(torch.bfloat16, torch.device("cpu"))
+    shortest = least(
+        [(len(prompt), new) for prompt, new in zip(workload.prompts, workload.new, strict=True)],
+        ours.of_1x[""].schedule_at(1.0),
+        Shape.of(read_config(MODEL)),
+        ceilings,
+        torch.bfloat16.itemsize,
+        options.max_rows,
+        common_length(workload.prompts),
+    )
+    lines["ceiling of 1x"] = {"tokens_per_second": workload.generated / shortest.whole, "peak_bytes": 0}
     prompt_tokens = sum(map(len, workload.prompts))
     rows = len(workload.prompts)
     print(f"SmolLM2-135M-Instruct (from Q4_1), {rows} rows, {prompt_tokens} prompt and {workload.generated} new tokens")
@@ -152,6 +168,8 @@ def compare(ours: Ours, workload: Workload, options: argparse.Namespace, folder:
         "machine": processor(),
         "torch": torch.__version__,
         "command": shlex.join(["python", "tests/benchmarks/published.py", *sys.argv[1:]]),
+        "gflops": ceilings.flops / 1e9,
+        "gigabytes_per_second": ceilings.bandwidth / 1e9,
         "peers": {name: peer.version for name, peer in peers.items()},
         "lines": lines,
     }
