@@ -2,10 +2,12 @@
 
     .venv/bin/python tests/benchmarks/features.py [--rows 128] [--batch 64] [--threads 2] [--runs 3]
     .venv/bin/python tests/benchmarks/features.py --checkpoint work/real/model --speed 1 --rows 64
+    .venv/bin/python tests/benchmarks/features.py --shape opt-125m --speed 1 --rows 64
 
-By default the demo checkpoint at 3x. Demo prompts, bf16, bare engine; contestants run in turn after one warm-up round,
-medians are shown. Every row draws exactly 32 tokens (ignore_eos), so that all contestants do the same work; choices,
-which end by themselves, are shown by rows per second alone. The last line is one JSON object.
+With --shape: random weights of that shape, with the tokenizer of --checkpoint. By default the demo checkpoint at 3x.
+Demo prompts, bf16, bare engine; contestants run in turn after one warm-up round, medians are shown. Every row draws
+exactly 32 tokens (ignore_eos), so that all contestants do the same work; choices, which end by themselves, are shown by
+rows per second alone. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+import shapes
 import torch
 
 from actors.answers import Prompt
+from actors.engine.checkpoint.loading import load_tokenizer
 from actors.generator import Generator
 from pipeline.demo_data import write_prompts
 
@@ -51,7 +55,18 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--checkpoint", default=CHECKPOINT)
     parser.add_argument("--speed", type=float, default=3.0, help="nominal")
+    parser.add_argument("--shape", choices=sorted(shapes.SHAPES), help="default the checkpoint's own weights")
     given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="features-") as folder:
+        if given.shape is not None:
+            shapes.write(given.shape, Path(folder))
+            load_tokenizer(given.checkpoint).save_pretrained(folder)
+            given.checkpoint = folder
+        measure(given)
+
+
+def measure(given: argparse.Namespace) -> None:
+    """Time all features on a checkpoint, print a table."""
     with tempfile.TemporaryDirectory() as folder:
         write_prompts(Path(folder), given.rows, 1, seed=1)
         texts = pq.read_table(folder)["prompt"].to_pylist()
