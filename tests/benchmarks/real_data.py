@@ -2,7 +2,8 @@
 
     .venv/bin/python tests/benchmarks/real_data.py {text,labels,groups,summaries}
 
-text: E2E's facts; own.parquet has its dev prompts, and the test prompts that are not scored. labels: Banking77 with its
+text: E2E's facts; own.parquet has its dev prompts, and the test prompts that are not scored; recombined.parquet has
+prompts of six to eight facts drawn from those. labels: Banking77 with its
 most similar training questions as examples. groups: Banking77's 77 intents as 10 topics. summaries: passages of QMSum's
 meetings, cut so that a prompt has 1,500 tokens, those to adapt to 500. Writes the job's input (train.parquet, without
 answers) and the rows to score (test.parquet) into work/real/<name>. A scored row's prompt is the token ids that the job
@@ -41,7 +42,9 @@ EXAMPLES = 6  # similar questions before each
 ADAPTED = 3000  # training questions that a job of labels adapts to
 PROMPT_TOKENS, AROUND = 1500, 80  # of a summary's prompt, and of the chat around the passage
 ADAPT_TOKENS = 500  # of such prompts that are adapted to: a step takes a third of the time
+RECOMBINED, FACTS = 1600, (6, 8)  # such prompts; facts of each, name included
 SEED = 7
+E2E_FACTS = ("name", "eatType", "food", "priceRange", "customer rating", "area", "familyFriendly", "near")
 # Banking77's intents by topic, a word of their names each; the first match counts
 TOPICS: dict[str, Sequence[str]] = {
     "exchange": ("exchange", "fiat"),
@@ -84,8 +87,9 @@ def main() -> None:
         with replacing(folder / f"{file}.parquet") as temporary:
             pq.write_table(pa.Table.from_pylist(rows), temporary)
     if name == "text":
-        with replacing(folder / "own.parquet") as temporary:
-            pq.write_table(pa.Table.from_pylist(own(test)), temporary)
+        for file, rows in (("own", own(test)), ("recombined", recombined(own(test)))):
+            with replacing(folder / f"{file}.parquet") as temporary:
+                pq.write_table(pa.Table.from_pylist(rows), temporary)
     longest = max(len(row["prompt"]) for row in kept)
     print(f"{folder}: {len(train):,} rows to adapt to, {len(kept):,} to score, prompts of up to {longest} tokens")
 
@@ -107,6 +111,21 @@ def own(test: Rows) -> Rows:
     prompts = dict.fromkeys(row["prompt"] for row in read("e2e/dev"))
     dev = [{"id": f"dev-{number:04d}", "prompt": prompt} for number, prompt in enumerate(prompts)]
     return dev + [{key: row[key] for key in ("id", "prompt")} for row in test[SCORED:]]
+
+
+def recombined(rows: Rows) -> Rows:
+    """Prompts that name more facts: each fact from another of the rows, in E2E's order of facts."""
+    chance = random.Random(SEED)
+    values: dict[str, list[str]] = {}
+    for row in rows:
+        for fact, value in re.findall(r"([\w ]+)\[(.*?)\]", row["prompt"]):
+            values.setdefault(fact.strip(), []).append(value)
+    order = [fact for fact in E2E_FACTS if fact in values]
+    made: dict[str, None] = {}
+    while len(made) < RECOMBINED:
+        chosen = {"name", *chance.sample(order[1:], chance.randint(*FACTS) - 1)}
+        made[", ".join(f"{fact}[{chance.choice(values[fact])}]" for fact in order if fact in chosen)] = None
+    return [{"id": f"recombined-{number:04d}", "prompt": prompt} for number, prompt in enumerate(made)]
 
 
 def labels() -> tuple[Rows, Rows]:

@@ -28,6 +28,21 @@ DENSE_LAYERS = 15
 UNADAPTED_ROWS = 100  # their losses are large
 COMMITTED = {"text": ADAPTER}  # that of `make real`
 HERE = Path(__file__).parent
+# trainings after that of configs/real/<name>.yaml, each from the adapter of the one before: job file, folder, changes
+FURTHER: dict[str, list[tuple[str, str, list[str]]]] = {
+    "text": [
+        ("text-own.yaml", "adapt-own", []),
+        (
+            "text-own.yaml",
+            "adapt-recombined",
+            [
+                'input.path=["work/real/text/own.parquet", "work/real/text/recombined.parquet"]',
+                "adapt.rows=2351",
+                "adapt.training.epochs=1",
+            ],
+        ),
+    ],
+}
 
 
 def main() -> None:
@@ -73,15 +88,14 @@ def speed_adapter(name: str, changes: list[str], sample: int | None) -> Path:
     committed, trained = COMMITTED.get(name, JOBS / f"{name}-adapter"), Path()
     if (committed / "skipdecode.json").is_file():
         return committed
-    for config, output in ((f"{name}.yaml", "adapt"), (f"{name}-own.yaml", "adapt-own")):
-        folder = WORK / name / output
-        if not (JOBS / config).is_file():
-            continue
-        trained, given = folder / "speed-adapter", changes
+    for config, output, own in [(f"{name}.yaml", "adapt", []), *FURTHER.get(name, [])]:
+        folder, given = WORK / name / output, [*own, *changes]
+        if own:
+            given += [f"adapt.output={folder}", f"adapt.adapter.start={trained}"]
+        trained = folder / "speed-adapter"
         if not (folder / "after" / "table.json").is_file():
             if sample is not None:
-                held_out = max(2, sample // 5)
-                given = [*changes, f"adapt.rows={sample}", f"adapt.held_out={held_out}"]
+                given += [f"adapt.rows={sample}", f"adapt.held_out={max(2, sample // 5)}"]
             command("adapt", f"{JOBS}/{config}", *given, may_fail=(trained / "skipdecode.json").is_file)
     return trained
 
