@@ -50,6 +50,8 @@ def made(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
 
     def make(kind: str, **how: Any) -> Path:
         name = f"{kind} {how}"
+        if "groups" in how:
+            how = {**how, "groups": [scheme(kind, **group) for group in how["groups"]]}
         if name not in known:
             known[name] = compressed(base, tmp_path_factory.mktemp("made") / "checkpoint", kind, **how)
         return known[name]
@@ -70,11 +72,23 @@ WAYS: dict[str, dict[str, Any]] = {
     "channel": {},
     "tensor": {"strategy": "tensor"},
     "static inputs": {"inputs": "static"},
-    "weights alone": {"inputs": None},
+    "weights alone": {"inputs": None, "layout": "naive-quantized"},
     "shards": {"shards": "20KB"},
     "short scales": {"dtype": torch.bfloat16},
     "all layers": {"ignore": ()},
     "some layers": {"ignore": ("lm_head", "re:.*layers.0.*", "model.layers.1.self_attn.q_proj")},
+    "groups of layers": {"groups": ({"targets": "re:.*self_attn.*"}, {"targets": "re:.*mlp.*", "strategy": "tensor"})},
+}
+PACKED: dict[str, dict[str, Any]] = {  # int8 alone; the library's choice for weights alone
+    "channel": {},
+    "tensor": {"strategy": "tensor"},
+    "group": {"strategy": "group"},
+    "short scales": {"dtype": torch.bfloat16},
+    "shards": {"shards": "20KB"},
+    "all layers": {"ignore": ()},
+    "asymmetric": {"symmetric": False},
+    "asymmetric tensor": {"symmetric": False, "strategy": "tensor"},
+    "asymmetric group": {"symmetric": False, "strategy": "group"},
 }
 
 
@@ -83,7 +97,33 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_weights_in_float32_are_those_that_the_libraries_expand(
     made: Callable[..., Path], kind: Kind, way: str, tmp_path: Path
 ) -> None:
-    folder = made(kind, **WAYS[way])
+    check_expanded(made(kind, **WAYS[way]), way, tmp_path)
+
+
+@pytest.mark.parametrize("way", PACKED)
+def test_packed_weights_are_those_that_the_libraries_expand(
+    made: Callable[..., Path], way: str, tmp_path: Path
+) -> None:
+    folder = made("int8", **PACKED[way], inputs=None)
+    assert json.loads((folder / "config.json").read_text())["quantization_config"]["format"] == "pack-quantized"
+    check_expanded(folder, way, tmp_path)
+
+
+@pytest.mark.parametrize("strategy", ["channel", "tensor", "group"])
+def test_asymmetric_weights_that_are_not_packed(made: Callable[..., Path], strategy: str, tmp_path: Path) -> None:
+    """Products of their codes would need the zero points too: they are expanded."""
+    folder = made("int8", symmetric=False, strategy=strategy)
+    check_expanded(folder, strategy, tmp_path)
+    stored = inspect(folder).stored
+    assert stored is not None and not stored.multiplied
+    assert not any(products(generator(folder).engine.decoder))
+    decoder = load_decoder(folder, torch.bfloat16, CPU, keep_codes=True)
+    kept = [module for module in decoder.model.modules() if codes_of(module)]
+    assert not kept or strategy == "tensor"  # of one scale a zero point may happen to be 0
+
+
+def check_expanded(folder: Path, way: str, tmp_path: Path) -> None:
+    """Weights, logits and planned memory of the checkpoint are those of its expansion by the libraries."""
     assert inspect(folder).stored is not None and (way != "shards" or len(list(folder.glob("*.safetensors"))) > 2)
     plain = expanded(folder, tmp_path / "plain")
     got, want = (load_decoder(path, torch.float32, CPU) for path in (folder, plain))
@@ -276,17 +316,15 @@ REFUSED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "awq": lambda entry: entry.update(quant_method="awq"),
     "bitsandbytes": lambda entry: entry.update(quant_method="bitsandbytes"),
     "compressed-tensors, 4 bits": lambda entry: entry["config_groups"]["group_0"]["weights"].update(num_bits=4),
-    "compressed-tensors, asymmetric": lambda entry: entry["config_groups"]["group_0"]["weights"].update(
-        symmetric=False
-    ),
-    "compressed-tensors, strategy group": lambda entry: entry["config_groups"]["group_0"]["weights"].update(
-        strategy="group", group_size=128
+    "compressed-tensors, actorder group": lambda entry: entry["config_groups"]["group_0"]["weights"].update(
+        strategy="group", group_size=16, actorder="group"
     ),
     "compressed-tensors, strategy block": lambda entry: entry["config_groups"]["group_0"]["weights"].update(
         strategy="block"
     ),
-    "compressed-tensors, format pack-quantized": lambda entry: entry["config_groups"]["group_0"].update(
-        format="pack-quantized"
+    "compressed-tensors, format marlin-24": lambda entry: entry["config_groups"]["group_0"].update(format="marlin-24"),
+    "compressed-tensors, type float in format pack-quantized": lambda entry: entry["config_groups"]["group_0"].update(
+        {**scheme("fp8"), "format": "pack-quantized"}
     ),
     "compressed-tensors, transform_config": lambda entry: entry.update(transform_config={"config_groups": {"R1": {}}}),
     "compressed-tensors, sparsity_config": lambda entry: entry.update(sparsity_config={"format": "sparse-bitmask"}),
@@ -335,7 +373,12 @@ def test_scales_that_do_not_fit_are_refused(made: Callable[..., Path], kind: Kin
         "model.norm.weight_scale": torch.ones(1),
     }
     refused("which is no linear layer", **table)
-    refused("is not zero: asymmetric", **{f"{name}.weight_zero_point": torch.ones(64, 1, dtype=torch.int8)})
+    points = f"{name}.weight_zero_point"
+    refused(f"{points.rpartition('.')[2]} of {name} is not zero, and .* symmetric$", **{points: torch.ones(64, 1)})
+    refused(r"weight_zero_point \[3, 1\]$", **{points: torch.ones(3, 1)})
+    if kind == "int8":
+        no_weight = {f"{name}.weight": None, f"{name}.weight_packed": torch.ones(64, 7, dtype=torch.int32)}
+        refused(rf"weight_packed of {name} has shape \[64, 7\], and its weight \[64, 32\]$", **no_weight)
 
 
 def test_what_a_gpu_multiplies(made: Callable[..., Path], base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ def test_a_quantized_checkpoint_is_refused_by_name(checkpoint: Path, entry: dict
         inspect(checkpoint)
     assert str(caught.value) == (
         f"{checkpoint}: quantized weights ({name}) are not supported; give the bfloat16 checkpoint, or one of "
-        "compressed-tensors with 8 bits and a symmetric scale for each tensor or output"
+        "compressed-tensors with 8 bits and scales for tensors, outputs or groups"
     )
 
 

@@ -1,14 +1,17 @@
 """Checkpoints whose weights have 8 bits, in the format of compressed-tensors: which of them run, and how they are read.
 
-A quantized layer has `weight`, codes of int8 or float8_e4m3fn, and `weight_scale`, one number or one for each output:
-weight = code * scale. Layers without `weight_scale` are plain, such as those of the `ignore` list. The scales of
-activations and of the cache (`input_scale`, `kv_cache_scheme`) are not read: the engine computes its own.
-Shapes: I inputs, O outputs.
+A quantized layer has codes and `weight_scale`: one number, one for each output, or one for each group of an output's
+inputs; weight = (code - zero point) * scale. The codes are `weight`, int8 or float8_e4m3fn, or `weight_packed`, an
+int32 of four int8, each plus 128. Asymmetric layers have a `weight_zero_point` for each scale. Layers without
+`weight_scale` are plain, such as those of the `ignore` list. The scales of activations and of the cache (`input_scale`,
+`kv_cache_scheme`) are not read: the engine computes its own.
+Shapes: I inputs, O outputs, G groups of inputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,10 +25,14 @@ if TYPE_CHECKING:
 
 Kind = Literal["int8", "fp8"]
 CONFIG_KEYS = ("quantization_config", "compression_config")  # of config.json; the second one is older
-METHOD, FORMATS = "compressed-tensors", ("int-quantized", "float-quantized", "naive-quantized")
+METHOD, PACKED_FORMAT = "compressed-tensors", "pack-quantized"
+FORMATS = ("int-quantized", "float-quantized", "naive-quantized", PACKED_FORMAT)
+STRATEGIES = ("tensor", "channel", "group")
 TYPES: dict[str, Kind] = {"int": "int8", "float": "fp8"}  # as the format names them
 LIMITS: dict[Kind, float] = {"int8": 127.0, "fp8": 448.0}  # of the codes that a weight is rounded to
 CODES: dict[Kind, str] = {"int8": "I8", "fp8": "F8_E4M3"}  # as safetensors names the types
+WEIGHT, PACKED, SCALE, ZERO_POINT = "weight", "weight_packed", "weight_scale", "weight_zero_point"  # tensors of a layer
+CODES_IN_INT32 = 4
 
 
 @dataclass(frozen=True)
@@ -34,15 +41,17 @@ class StoredWeights:
 
     Args:
         kind: of their codes.
-        inputs_too: whether the checkpoint is made for products whose inputs have 8 bits too.
+        multiplied: whether the checkpoint is made for products of its codes, whose inputs have 8 bits too.
+        symmetric: whether there are no zero points, or all are 0.
     """
 
     kind: Kind
-    inputs_too: bool
+    multiplied: bool
+    symmetric: bool = True
 
     def run(self, dtype: str, *, compiled: bool, on_gpu: bool, paged: bool) -> bool:
         """Whether an engine multiplies such codes, if the device has the instructions; else it expands them."""
-        return self.inputs_too and dtype == "bfloat16" and not compiled and (paged if on_gpu else self.kind == "int8")
+        return self.multiplied and dtype == "bfloat16" and not compiled and (paged if on_gpu else self.kind == "int8")
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,7 @@ def stored_weights(config: Mapping[str, Any], folder: Path) -> StoredWeights | N
                 reason = f"{METHOD}, a scheme that cannot be read"
             raise UserError(
                 f"{folder}: quantized weights ({reason}) are not supported; give the bfloat16 checkpoint, or one of "
-                f"{METHOD} with 8 bits and a symmetric scale for each tensor or output"
+                f"{METHOD} with 8 bits and scales for tensors, outputs or groups"
             )
     return None
 
@@ -92,42 +101,59 @@ def _read(entry: Any, key: str) -> StoredWeights:
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict):
             raise _Unsupported(f"{METHOD}, a group of layers without a scheme of weights")
-        inputs = group.get("input_activations")
-        kind = _kind(weights, group.get("format") or entry.get("format"))
-        found.add(StoredWeights(kind, isinstance(inputs, dict) and inputs.get("num_bits", 8) == 8))
+        found.add(_scheme(weights, group.get("input_activations"), group.get("format") or entry.get("format")))
     if len(found) != 1:
         raise _Unsupported(f"{METHOD}, {'several schemes' if found else 'no config_groups'}")
     return found.pop()
 
 
-def _kind(weights: Mapping[str, Any], form: Any) -> Kind:
-    """The codes of a scheme of weights."""
+def _scheme(weights: Mapping[str, Any], inputs: Any, form: Any) -> StoredWeights:
+    """What the layers of one config group have."""
     size = weights.get("group_size")
     strategy = weights.get("strategy") or {None: "tensor", -1: "channel"}.get(size, "group")
-    bits = weights.get("num_bits", 8)
+    bits, type_name = weights.get("num_bits", 8), weights.get("type", "int")
     if bits != 8:
         raise _Unsupported(f"{METHOD}, {bits} bits")
     if form not in FORMATS:
         raise _Unsupported(f"{METHOD}, format {form}")
-    if weights.get("symmetric", True) is not True:
-        raise _Unsupported(f"{METHOD}, asymmetric")
-    if strategy not in ("tensor", "channel"):
+    if strategy not in STRATEGIES:
         raise _Unsupported(f"{METHOD}, strategy {strategy}")
-    if weights.get("type", "int") not in TYPES:
-        raise _Unsupported(f"{METHOD}, type {weights['type']}")
-    return TYPES[weights.get("type", "int")]
+    if weights.get("actorder") in ("group", "dynamic"):  # groups of inputs that are not neighbours
+        raise _Unsupported(f"{METHOD}, actorder {weights['actorder']}")
+    if type_name not in TYPES or (form == PACKED_FORMAT and type_name != "int"):
+        raise _Unsupported(f"{METHOD}, type {type_name} in format {form}")
+    inputs_too = isinstance(inputs, dict) and inputs.get("num_bits", 8) == 8
+    symmetric = weights.get("symmetric", True) is True
+    return StoredWeights(TYPES[type_name], inputs_too and symmetric and strategy != "group", symmetric)
 
 
-def expand(model: PreTrainedModel, folder: Path, kind: Kind, *, keep: bool) -> None:
-    """Multiply the codes that the library has loaded as weights by their scales, in place.
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor of a checkpoint, not read yet."""
 
-    Codes are exact in float32, bfloat16 and float16.
+    file: Any
+    key: str
+
+    @property
+    def kind(self) -> str:
+        return str(self.file.get_slice(self.key).get_dtype())
+
+    def read(self) -> Tensor:
+        tensor: Tensor = self.file.get_tensor(self.key)
+        return tensor
+
+
+def expand(model: PreTrainedModel, folder: Path, stored: StoredWeights, *, keep: bool) -> set[str]:
+    """Replace codes by the weights that they stand for, in place; each is computed in float32 and rounded once.
 
     Args:
-        model: loaded from the folder, as if its codes were weights.
+        model: loaded from the folder, as if its codes were weights: they are exact in float32, bfloat16 and float16.
         folder: of the checkpoint.
-        kind: of its codes.
-        keep: whether linear layers keep their scales, see `codes_of`.
+        stored: what its config says.
+        keep: whether linear layers keep their scales, see `codes_of`; not those with groups or zero points.
+
+    Returns:
+        The names of weights that were packed, which the library has not found.
 
     Raises:
         UserError: scales that are missing, have no codes or another shape than their layer needs, or codes of another
@@ -135,53 +161,98 @@ def expand(model: PreTrainedModel, folder: Path, kind: Kind, *, keep: bool) -> N
     """
     import torch
 
-    scales, coded = _scales(folder)
-    for layer, found_kind in sorted(coded.items()):
-        if found_kind != CODES[kind]:
-            raise UserError(f"{folder}: the weight of {layer} is {found_kind}, and config.json says {kind}")
-        if layer not in scales:
-            raise UserError(f"{folder}: no weight_scale for the 8 bits of {layer}")
-    for layer in sorted(scales.keys() - coded.keys()):
-        raise UserError(f"{folder}: weight_scale of {layer}, whose weight does not have 8 bits")
-    modules = {layer: _module(model, layer, folder) for layer in scales}
-    expanded = set()  # addresses: head and embedding may share a weight
-    for layer, module in modules.items():
-        weight: torch.Tensor = module.weight.data
-        found = scales[layer].to(weight.device).float()
-        if found.numel() not in (1, len(weight)):
-            shapes = f"{list(found.shape)}, and its weight {list(weight.shape)}"
-            raise UserError(f"{folder}: weight_scale of {layer} has shape {shapes}: not one scale, nor one an output")
-        found = found.reshape(-1).expand(len(weight)).contiguous()
-        if weight.data_ptr() not in expanded:
-            weight.copy_(weight.float() * found[:, None])
-        expanded.add(weight.data_ptr())
-        if keep and type(module) is torch.nn.Linear:
-            set_codes(module, Codes(kind, found))
+    unpacked, expanded = set(), set()  # expanded: addresses: head and embedding may share a weight
+    with ExitStack() as opened:
+        layers = _layers(folder, stored.kind, opened)
+        modules = {layer: _module(model, layer, folder) for layer in layers}
+        for layer, (name, module) in modules.items():
+            parts, weight = layers[layer], module.weight.data
+            scales, zeros = _grids(parts, weight, f"{folder}: weight_scale of {layer}")
+            if stored.symmetric and zeros.any():
+                raise UserError(f"{folder}: weight_zero_point of {layer} is not zero, and config.json says symmetric")
+            if weight.data_ptr() not in expanded:
+                codes = _codes(parts, weight, f"{folder}: weight_packed of {layer}")
+                groups = codes.view(len(weight), scales.shape[1], -1)  # [O, G, I / G]
+                weight.copy_(((groups - zeros[..., None]) * scales[..., None]).view(weight.shape))
+            expanded.add(weight.data_ptr())
+            if PACKED in parts:
+                unpacked.add(f"{name}.weight")
+            if keep and type(module) is torch.nn.Linear and scales.shape[1] == 1 and not zeros.any():
+                set_codes(module, Codes(stored.kind, scales.reshape(-1).expand(len(weight)).contiguous()))
+    return unpacked
 
 
-def _scales(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The scales of a checkpoint folder by layer, and the types of weights that are codes."""
+def _layers(folder: Path, kind: Kind, opened: ExitStack) -> dict[str, dict[str, _Tensor]]:
+    """The tensors of each layer with codes, by the last part of their names; layers sorted.
+
+    Args:
+        opened: closes the files.
+
+    Raises UserError if codes and scales are not of the same layers, or codes not of this kind.
+    """
     from safetensors import safe_open
 
-    scales: dict[str, Tensor] = {}
-    coded: dict[str, str] = {}
+    found: dict[str, dict[str, _Tensor]] = {}
     for name in weight_files(folder, names_in(folder)):
-        with safe_open(folder / name, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118
-                layer, _, part = key.rpartition(".")
-                if part == "weight":
-                    kind = file.get_slice(key).get_dtype()
-                    if kind in CODES.values():
-                        coded[layer] = kind
-                elif part == "weight_scale":
-                    scales[layer] = file.get_tensor(key)
-                elif part == "weight_zero_point" and file.get_tensor(key).any():
-                    raise UserError(f"{folder}: {key} is not zero: asymmetric weights are not supported")
-    return scales, coded
+        file: Any = opened.enter_context(safe_open(folder / name, framework="pt"))
+        for key in file.keys():  # noqa: SIM118
+            layer, _, part = key.rpartition(".")
+            tensor = _Tensor(file, key)
+            if part in (PACKED, SCALE, ZERO_POINT) or (part == WEIGHT and tensor.kind in CODES.values()):
+                found.setdefault(layer, {})[part] = tensor
+    for layer, parts in sorted(found.items()):
+        if WEIGHT in parts and parts[WEIGHT].kind != CODES[kind]:
+            raise UserError(f"{folder}: the weight of {layer} is {parts[WEIGHT].kind}, and config.json says {kind}")
+        if SCALE not in parts:
+            raise UserError(f"{folder}: no weight_scale for the 8 bits of {layer}")
+        if WEIGHT not in parts and PACKED not in parts:
+            raise UserError(f"{folder}: weight_scale of {layer}, whose weight does not have 8 bits")
+    return dict(sorted(found.items()))
 
 
-def _module(model: PreTrainedModel, layer: str, folder: Path) -> Any:
-    """The linear layer or embedding of a name in a checkpoint, which may lack the model's prefix."""
+def _codes(parts: Mapping[str, _Tensor], weight: Tensor, what: str) -> Tensor:
+    """The codes of a layer as numbers, float32 [O, I]; weight: of the model, which has those that are not packed."""
+    if PACKED not in parts:
+        return weight.float()
+    packed = parts[PACKED].read()
+    outputs, inputs = weight.shape
+    if list(packed.shape) != [outputs, -(-inputs // CODES_IN_INT32)]:
+        raise UserError(f"{what} has shape {list(packed.shape)}, and its weight [{outputs}, {inputs}]")
+    return _unpacked(packed, inputs).to(weight.device)
+
+
+def _grids(parts: Mapping[str, _Tensor], weight: Tensor, what: str) -> tuple[Tensor, Tensor]:
+    """Scales and zero points of a layer's codes, float32 [O or 1, G]."""
+    import torch
+
+    found = parts[SCALE].read()
+    outputs, inputs = weight.shape
+    shape = (1, 1) if found.numel() == 1 else (len(found), found.numel() // len(found))
+    if shape[0] not in (1, outputs) or shape[1] == 0 or inputs % shape[1]:
+        raise UserError(
+            f"{what} has shape {list(found.shape)}, and its weight {list(weight.shape)}: not one scale, nor one an "
+            "output or a group of its inputs"
+        )
+    scales = found.to(weight.device).float().view(shape)
+    if ZERO_POINT not in parts:
+        return scales, torch.zeros_like(scales)
+    points = parts[ZERO_POINT].read()
+    if points.dtype is torch.int32:  # packed along the outputs
+        points = _unpacked(points.T, outputs).T
+    if points.numel() != scales.numel():
+        raise UserError(f"{what} has shape {list(found.shape)}, and weight_zero_point {list(points.shape)}")
+    return scales, points.to(weight.device).float().reshape(shape)
+
+
+def _unpacked(packed: Tensor, count: int) -> Tensor:
+    """`count` codes of each row, float32 [rows, count]; packed: int32 [rows, words]."""
+    import torch
+
+    return packed.contiguous().view(torch.uint8)[:, :count].float() - 128
+
+
+def _module(model: PreTrainedModel, layer: str, folder: Path) -> tuple[str, Any]:
+    """The linear layer or embedding of a name in a checkpoint, which may lack the model's prefix, and its own name."""
     import torch
 
     for name in (layer, f"{model.base_model_prefix}.{layer}"):
@@ -190,7 +261,7 @@ def _module(model: PreTrainedModel, layer: str, folder: Path) -> Any:
         except AttributeError:
             continue
         if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
-            return module
+            return name, module
     raise UserError(f"{folder}: weight_scale of {layer}, which is no linear layer and no embedding of this model")
 
 

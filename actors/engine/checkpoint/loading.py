@@ -297,12 +297,11 @@ def load_model(
             attn_implementation=attention,
         )
     model, report = loaded
-    if report["missing_keys"]:  # the library fills them with random numbers
-        raise UserError(f"{path}: no weights for {sorted(report['missing_keys'])[0]}")
-    if stored is not None:
-        expand(model, Path(path), stored.kind, keep=keep_codes)
-        if not keep_codes:
-            log.info("%s: %s weights, expanded to %s", path, stored.kind, str(dtype).removeprefix("torch."))
+    unpacked = set() if stored is None else expand(model, Path(path), stored, keep=keep_codes)
+    if missing := set(report["missing_keys"]) - unpacked:  # the library fills them with random numbers
+        raise UserError(f"{path}: no weights for {min(missing)}")
+    if stored is not None and not keep_codes:
+        log.info("%s: %s weights, expanded to %s", path, stored.kind, str(dtype).removeprefix("torch."))
     return model  # type: ignore[no-any-return]
 
 

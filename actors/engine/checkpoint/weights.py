@@ -21,7 +21,8 @@ CACHE_STEP = 2**26  # bytes; a cache planned from free memory is a multiple
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # held while transformers makes a model: meanwhile it replaces a method of a class and torch's default dtype
 building_models = threading.Lock()
-SCALES = ("_scale", "_zero_point")  # ends of the names of tensors beside weights of 8 bits
+SCALES = ("_scale", "_zero_point", ".weight_shape")  # ends of the names of tensors beside weights of 8 bits
+PACKED = ".weight_packed"  # four of them in an int32, see `compressed`
 _HEADS = ("lm_head.weight", "embed_out.weight")
 
 
@@ -117,7 +118,9 @@ def names_in(folder: Path) -> list[str]:
 
 def need(sizes: Mapping[str, int], *, tied: bool, dtype: str, cache_bytes: int) -> Need:
     """Memory for a model of these tensors in `dtype`; tied: head and embedding are one tensor, even if stored twice."""
-    count = sum(size for name, size in sizes.items() if not name.endswith(SCALES))
+    count = sum(
+        4 * size if name.endswith(PACKED) else size for name, size in sizes.items() if not name.endswith(SCALES)
+    )
     if tied and len(sizes) > 1:
         count -= sum(sizes.get(name, 0) for name in _HEADS)
     return Need(count, count * ITEM_BYTES[dtype], cache_bytes)
