@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import urlopen
@@ -15,6 +16,7 @@ from urllib.request import urlopen
 import ray
 from ray import serve
 from ray.serve import Application
+from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
 from actors.engine.errors import flat
 from actors.server import Server
@@ -31,6 +33,7 @@ NAME = "skipdecode"
 READY_SECONDS = 300.0  # to listen once the model is loaded
 GRACE_SECONDS = 20  # for requests in flight when a replica stops
 STOP_SECONDS = 5  # of them, for what Ray Serve does besides
+SHUTDOWN_SECONDS = 30.0  # for all of Ray Serve to stop
 # the replica's requests run in its first event loop, without a change of threads for each message; read by Ray Serve
 ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
 QUIET: Any = {"enable_access_log": False, "log_level": "WARNING"}
@@ -118,16 +121,39 @@ def run_server(config: ServeConfig, *, verbose: bool) -> None:
             listens = {"proxy_location": "Disabled"}
         with ray_session(config.replicas.as_actors(), verbose):
             announce("starting Ray Serve and loading the model")
-            try:
-                with suppress(ray.exceptions.GetTimeoutError):  # a busy machine: the proxy is waited for below
-                    serve.start(**listens, logging_config=QUIET)
+            with _ray_serve(listens):
                 serve.run(application(planned, listen), name=NAME, logging_config=QUIET)
                 _wait_for_http(f"{url}/health")
                 speed = planned.schedule.speedup or 1
                 announce(f"serving {config.served_name} at {speed:g}x on {url}/v1 (Ctrl-C stops)")
                 _wait()
-            finally:
-                serve.shutdown()
+
+
+@contextmanager
+def _ray_serve(listens: dict[str, Any]) -> Iterator[None]:
+    """Ray Serve for the block; listens: arguments of `serve.start`."""
+    controller: Any = None
+    try:
+        with suppress(ray.exceptions.GetTimeoutError):  # a busy machine: the proxy is waited for later
+            serve.start(**listens, logging_config=QUIET)
+        controller = ray.get_actor(SERVE_CONTROLLER_NAME, SERVE_NAMESPACE)
+        yield
+    finally:
+        if controller is None:
+            serve.shutdown()
+        else:
+            _end(controller)
+
+
+def _end(controller: Any) -> None:
+    """As `serve.shutdown`, where Ray repeats the call and reports it failed: the controller ends without an answer."""
+    stopped = controller.graceful_shutdown.options(max_task_retries=0).remote()
+    try:
+        ray.get(stopped, timeout=SHUTDOWN_SECONDS)
+    except ray.exceptions.RayActorError:
+        pass  # it has ended
+    except ray.exceptions.GetTimeoutError:
+        announce(f"Ray Serve did not stop within {SHUTDOWN_SECONDS:g} s")
 
 
 def _wait_for_http(url: str) -> None:

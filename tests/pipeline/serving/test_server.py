@@ -164,8 +164,9 @@ def test_a_replica_that_dies_is_replaced_at_the_same_port(chat_checkpoint: Path)
         assert not replica.is_running()
     finally:
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=120)
+        said = process.communicate(timeout=120)[1]
     assert process.returncode == 0
+    assert "stopping" in said and "graceful_shutdown" not in said
 
 
 @pytest.mark.slow
@@ -223,4 +224,4 @@ def test_the_command_serves_runs_a_batch_and_stops(chat_checkpoint: Path, tmp_pa
         said.append(process.communicate(timeout=120)[1])
     assert process.returncode == 0, said
     assert time.monotonic() - began < 30
-    assert "stopping" in said[-1] and "secret" not in "".join(said)
+    assert said[-1] == "stopping\n" and "secret" not in "".join(said)
