@@ -14,7 +14,7 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from actors.engine.online import Event, Submission
+from actors.engine.online.submissions import Event, Submission
 from actors.engine.types import Completion, FinishReason
 from actors.openai_answers import completion_body
 from actors.serving.bodies import Call, read_call

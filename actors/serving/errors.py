@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from starlette.responses import JSONResponse
 
 from actors.engine.errors import UserError
-from actors.engine.online import QueueFull
+from actors.engine.online.submissions import QueueFull
 
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 

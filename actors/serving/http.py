@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from actors.engine.errors import UserError
-from actors.engine.online import QueueFull
+from actors.engine.online.submissions import QueueFull
 from actors.openai_requests import CHAT, ENDPOINTS
 from actors.serving.calls import Calls
 from actors.serving.errors import ApiError, api_error

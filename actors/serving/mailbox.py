@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from actors.engine.online import Event
+from actors.engine.online.submissions import Event
 
 
 class ClientGone(Exception):

@@ -13,7 +13,7 @@ from typing import Any
 from actors.answers import Prompt
 from actors.engine.constraints.reasoning import AfterReasoning
 from actors.engine.errors import UserError
-from actors.engine.online import PASS_TOKENS, OnlineLoop
+from actors.engine.online.loop import PASS_TOKENS, OnlineLoop
 from actors.engine.schedules.schedule import Schedule
 from actors.engine.scoring.score import score_continuations
 from actors.engine.scoring.types import ScoreRequest

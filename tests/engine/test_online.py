@@ -23,7 +23,8 @@ from actors.engine.errors import UserError
 from actors.engine.gpu import reference
 from actors.engine.gpu.engine import GpuEngine
 from actors.engine.gpu.pages import page_bytes
-from actors.engine.online import Event, OnlineLoop, QueueFull, Submission
+from actors.engine.online.loop import OnlineLoop
+from actors.engine.online.submissions import Event, QueueFull, Submission
 from actors.engine.protocol import EngineProtocol
 from actors.engine.scheduler import generate
 from actors.engine.schedules.schedule import Schedule, ScheduleSpec, envelope

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.engine.online import Event
+from actors.engine.online.submissions import Event
 from actors.engine.types import Completion, FinishReason
 from actors.serving.mailbox import ClientGone, Mailbox, Post
 
