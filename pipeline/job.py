@@ -38,6 +38,7 @@ from pipeline.generate.product_records import ProductRecords
 from pipeline.generate.settings import generator_settings
 from pipeline.generate.stage import ShardGenerator
 from pipeline.generate.stats import Totals
+from pipeline.generate.value_fields import value_fields
 from pipeline.plan import manifest as manifests
 from pipeline.plan.agreement import announce_no_gain, is_measured, with_agreement
 from pipeline.plan.columns import check_columns, kept_columns, optional_columns, parsed_column, scored_lists
@@ -341,6 +342,7 @@ def _part(job: PlannedJob) -> PartSpec:
         num_layers=job.checkpoint.checkpoint.num_layers,
         parsed=parsed_column(job.config),
         scored=scored_lists(job.config, job.manifest.schema),
+        value_fields=value_fields(job.manifest.identity.get("output_format")),
     )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from actors.answers import Answer
 from pipeline.generate.parsed import parse_answers
+from pipeline.generate.value_fields import VALUES_KEY, ValueFields, to_footer
 from pipeline.read.shards import Shard
 
 ANSWER_FIELDS = [
@@ -56,6 +57,7 @@ class PartSpec:
         num_layers: of the model, for the footer.
         parsed: type of the column `parsed`, which holds the texts as values; None for no such column.
         scored: whether a row's scores are lists; None for answers.
+        value_fields: whose values the statistics count, for the footer.
     """
 
     id_column: str | None
@@ -65,6 +67,7 @@ class PartSpec:
     num_layers: int
     parsed: pa.DataType | None = None
     scored: bool | None = None
+    value_fields: ValueFields = field(default_factory=dict)
 
 
 def row_ids(rows: pa.Table, id_column: str | None, url: str, first_row: int) -> pa.Array | pa.ChunkedArray:
@@ -97,14 +100,14 @@ def part_table(rows: pa.Table, answers: Sequence[Answer], spec: PartSpec, url: s
     errors = [answer.error for answer in answers]
     if spec.parsed is not None:
         parsed, errors = parse_answers([answer.generated_text for answer in answers], errors, spec.parsed)
-    for field in [*ANSWER_FIELDS, *(OPTIONAL_FIELDS[name] for name in spec.optional)]:
-        values = [getattr(answer, field.name) for answer in answers]
-        if field.name == "error":
+    for column in [*ANSWER_FIELDS, *(OPTIONAL_FIELDS[name] for name in spec.optional)]:
+        values = [getattr(answer, column.name) for answer in answers]
+        if column.name == "error":
             values = errors
-        if field.name == "tool_calls":
+        if column.name == "tool_calls":
             values = [None if each is None else [one.to_dict() for one in each] for each in values]
-        names.append(field.name)
-        columns.append(pa.array(values, field.type))
+        names.append(column.name)
+        columns.append(pa.array(values, column.type))
     if spec.parsed is not None:
         names.append(PARSED)
         columns.append(parsed)
@@ -118,6 +121,8 @@ def part_bytes(table: pa.Table, spec: PartSpec, shard: Shard) -> bytes:
         **shard_metadata(shard),
         "skipdecode.num_layers": str(spec.num_layers),
     }
+    if spec.value_fields:
+        metadata[VALUES_KEY.decode()] = to_footer(spec.value_fields)
     sink = pa.BufferOutputStream()
     combined = table.replace_schema_metadata(metadata).combine_chunks()  # pages must not depend on input batches
     pq.write_table(combined, sink, compression="zstd", write_page_checksum=True)

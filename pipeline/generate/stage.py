@@ -264,7 +264,7 @@ class ShardGenerator:
                 rebuilt=False,
                 actor=self.worker.actor() or "",
                 loaded=self.loaded,
-                **distributions_of(table),
+                **distributions_of(table, self.part.value_fields),
             )
         finally:
             before.ended.wait()

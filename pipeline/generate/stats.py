@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.generate.distributions import depth_histogram, error_kinds, histogram, label_counts
+from pipeline.generate.value_fields import ValueFields, field_counts, from_footer
 
 
 def _unit(unit: str, total: str = "sum") -> Any:
@@ -22,7 +23,7 @@ def _unit(unit: str, total: str = "sum") -> Any:
 
 DRAFTS = ("drafted_tokens", "accepted_tokens", "verified_tokens")
 LOOKUPS = ("looked_up_tokens", "accepted_lookup_tokens", "verified_lookup_tokens")
-LATER = {**dict.fromkeys((*DRAFTS, *LOOKUPS), 0), "label_counts": ""}  # that older records lack
+LATER = {**dict.fromkeys((*DRAFTS, *LOOKUPS), 0), "label_counts": "", "field_counts": ""}  # that older records lack
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class ShardStats:
     answer_depths: list[int] = _unit("answers by mean depth, a layer a bin", "none")  # noqa: RUF009
     error_kinds: str = _unit("JSON of `distributions.error_kinds`", "none")
     label_counts: str = _unit("JSON of `distributions.label_counts`", "none")
+    field_counts: str = _unit("JSON of `value_fields.field_counts`", "none")
 
     @classmethod
     def from_record(cls, values: dict[str, Any]) -> ShardStats:
@@ -97,7 +99,10 @@ class ShardStats:
 
     @classmethod
     def of_part(cls, shard: int, part: pa.Table, num_layers: int) -> ShardStats:
-        """Statistics of a rebuilt record: counts from the part; times, memory and device are unknown and zero."""
+        """Statistics of a rebuilt record: counts from the part; times, memory and device are unknown and zero.
+
+        part: with its footer.
+        """
         tokens, depths = (_of_answers(part, name) for name in (_tokens_column(part), "mean_depth"))
         steps = [max(count - 1, 0) for count in tokens]
         layer_steps = round(sum(count * (depth or 0.0) for count, depth in zip(steps, depths, strict=True)))
@@ -114,14 +119,14 @@ class ShardStats:
             "layer_steps": layer_steps,
             "full_layer_steps": num_layers * sum(steps),
             "rebuilt": True,
-            **distributions_of(part),
+            **distributions_of(part, from_footer(part)),
         }
         unknown = {"int": 0, "float": 0.0, "str": "", "bool": False, "list[int]": []}
         return cls(**{item.name: known.get(item.name, unknown[str(item.type)]) for item in fields(cls)})
 
 
-def distributions_of(part: pa.Table) -> dict[str, Any]:
-    """The fields of `ShardStats` that say how a part's rows are distributed."""
+def distributions_of(part: pa.Table, counted: ValueFields) -> dict[str, Any]:
+    """The fields of `ShardStats` that say how a part's rows are distributed. counted: see `PartSpec.value_fields`."""
     good = part.filter(pc.is_null(part["error"]))
     scored = "finish_reason" not in part.column_names
     answered = good if scored else part.filter(pc.not_equal(part["finish_reason"], "error"))
@@ -134,6 +139,7 @@ def distributions_of(part: pa.Table) -> dict[str, Any]:
         "answer_depths": depth_histogram(_of_answers(part, "mean_depth")),
         "error_kinds": error_kinds(part),
         "label_counts": label_counts(part),
+        "field_counts": field_counts(part, counted),
     }
 
 
@@ -221,11 +227,16 @@ class Totals:
     cut_off: int
     padding_tokens: int
     labels: dict[str, int]  # how many answers each label is, the most frequent first
+    fields: dict[str, dict[str, int]]  # how many structured answers have each value, of fields with few values
 
     @property
     def unnamed_labels(self) -> int:
         """Answers of a job with choices that `labels` does not count, since their shards have too many labels."""
         return self.stopped + self.cut_off - sum(self.labels.values()) if self.labels else 0
+
+    def answers_without(self, field_name: str) -> int:
+        """Answers whose value of one of `fields` is not counted: they are cut off, lack it, or have another form."""
+        return self.stopped + self.cut_off - sum(self.fields[field_name].values())
 
     @property
     def mean_depth(self) -> float | None:
@@ -270,16 +281,25 @@ def add_up(shards: pa.Table) -> Totals:
     labels: Counter[str] = Counter()
     for text in shards["label_counts"].to_pylist():
         labels.update(json.loads(text) if text else {})
+    by_field: dict[str, Counter[str]] = {}
+    for text in shards["field_counts"].to_pylist():
+        for name, counts in (json.loads(text) if text else {}).items():
+            by_field.setdefault(name, Counter()).update(counts)
     values: dict[str, Any] = {
         "shards": shards.num_rows,
         "padding_tokens": round(pc.sum(padding).as_py() or 0.0),
-        "labels": dict(sorted(labels.items(), key=lambda pair: (-pair[1], pair[0]))),
+        "labels": _most_frequent_first(labels),
+        "fields": {name: _most_frequent_first(counts) for name, counts in sorted(by_field.items())},
     }
     for item in fields(ShardStats):
         if item.metadata["total"] != "none":
             total = pc.max(shards[item.name]) if item.metadata["total"] == "max" else pc.sum(shards[item.name])
             values[item.name] = total.as_py() or 0
     return Totals(**values)
+
+
+def _most_frequent_first(counts: Counter[str]) -> dict[str, int]:
+    return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
 
 
 _TYPES = {

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import time
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -18,6 +19,7 @@ from pipeline.commit.sink import part_name
 from pipeline.config.job import JobConfig
 from pipeline.error_log import write_log
 from pipeline.generate.stats import STATS_SCHEMA, Totals, add_up, slowest_shards
+from pipeline.generate.value_fields import field_name, value_fields
 from pipeline.messages import one_line
 from pipeline.plan.manifest import Manifest
 from pipeline.report import prediction as predictions
@@ -106,7 +108,8 @@ def job_page(folder: Folder, manifest: Manifest, shards: pa.Table, prediction: d
         "part_sums": _part_sums(found, totals),
         "histograms": _histograms(shards, scores, of_tokens),
         "reasons": _reasons(totals),
-        "labels": _labels(totals, manifest),
+        "labels": _labels(totals.labels, manifest.identity.get("choices") or (), totals.unnamed_labels),
+        "fields": _fields(totals, manifest),
         "kinds": kinds,
         "slowest": _slowest(shards, manifest),
         "configuration": flat(last.config) if last else [],
@@ -170,15 +173,30 @@ def _reasons(totals: Totals) -> list[tuple[str, int]]:
     return [*ended, ("error", totals.answers - totals.stopped - totals.cut_off)]
 
 
-def _labels(totals: Totals, manifest: Manifest) -> list[tuple[str, int]]:
-    """Label and answers: the most frequent ones, then those of the job that no answer is; then all others."""
-    counts = dict(totals.labels)
+def _labels(found: Mapping[str, int], known: Iterable[str], others: int) -> list[tuple[str, int]]:
+    """Label and answers: the most frequent ones, then those that no answer is; then all others.
+
+    Args:
+        found: Answers by label, the most frequent first.
+        known: Labels that an answer may be.
+        others: Answers that are no label in `found`.
+    """
+    counts = dict(found)
     if counts:
-        counts |= {label: 0 for label in manifest.identity.get("choices") or () if label not in counts}
+        counts |= {label: 0 for label in known if label not in counts}
     listed = list(counts.items())
-    rest = sum(count for _, count in listed[SHOWN_LABELS:]) + totals.unnamed_labels
+    rest = sum(count for _, count in listed[SHOWN_LABELS:]) + others
     shown = [(label[:LABEL_CHARS], count) for label, count in listed[:SHOWN_LABELS]]
     return [*shown, ("all others", rest)] if rest or len(listed) > SHOWN_LABELS else shown
+
+
+def _fields(totals: Totals, manifest: Manifest) -> list[tuple[str, list[tuple[str, int]]]]:
+    """Name and values, as `_labels`, of each counted field of structured answers."""
+    known = {field_name(path): texts for path, texts in value_fields(manifest.identity.get("output_format")).items()}
+    return [
+        (name[:LABEL_CHARS], _labels(values, known.get(name, {}).values(), totals.answers_without(name)))
+        for name, values in totals.fields.items()
+    ]
 
 
 def _slowest(shards: pa.Table, manifest: Manifest) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ from pipeline.storage.folder import Folder
 
 SHOWN_SHARDS = 20
 SHOWN_LABELS, LABEL_CHARS = 10, 60
+SHOWN_FIELDS = 8
+UNNAMED, WITHOUT = "labels that are not counted by name", "answers without one"
 SHOWN_SCORES = ("cumulative_logprob", "perplexity", "is_greedy")
 
 
@@ -80,7 +82,12 @@ def print_report(console: Console, manifest: Manifest, shards: pa.Table, totals:
         highlight=False,
     )
     if totals.labels:
-        console.print(_labels(totals), markup=False, highlight=False)
+        console.print(_labels("labels", totals.labels, UNNAMED, totals.unnamed_labels), markup=False, highlight=False)
+    for name, values in list(totals.fields.items())[:SHOWN_FIELDS]:
+        without = totals.answers_without(name)
+        console.print(_labels(_short(name), values, WITHOUT, without), markup=False, highlight=False)
+    if len(totals.fields) > SHOWN_FIELDS:
+        console.print(f"and {len(totals.fields) - SHOWN_FIELDS} more fields in {SUMMARY}", highlight=False)
     if manifest.agreement is not None:
         console.print(f"agreement with full depth, before the start: {manifest.agreement}", highlight=False)
     if totals.shared_prompt_tokens:
@@ -117,17 +124,23 @@ def _columns(manifest: Manifest, totals: Totals) -> dict[str, Callable[[ShardSta
     return {title: cell for title, is_shown, cell in columns if is_shown}
 
 
-def _labels(totals: Totals) -> str:
-    """How many answers each of the most frequent labels is."""
-    counts = [(" ".join(label.split())[:LABEL_CHARS], count) for label, count in totals.labels.items()]
+def _labels(title: str, found: Mapping[str, int], others: str, other_answers: int) -> str:
+    """How many answers each of the most frequent labels is, and how many are none of them."""
+    counts = [(_short(label), count) for label, count in found.items()]
     rest = sum(count for _, count in counts[SHOWN_LABELS:])
     shown = counts[:SHOWN_LABELS]
     if rest:
         shown.append((f"{len(counts) - SHOWN_LABELS} other labels", rest))
-    if totals.unnamed_labels:
-        shown.append(("labels that are not counted by name", totals.unnamed_labels))
+    if other_answers:
+        shown.append((others, other_answers))
     answers = sum(count for _, count in shown)
-    return "labels: " + ", ".join(f"{label} {count:,} ({count / answers:.1%})" for label, count in shown)
+    listed = ", ".join(f"{label} {count:,} ({count / answers:.1%})" for label, count in shown)
+    return f"{title}: {listed or 'no answer has one'}"
+
+
+def _short(text: str) -> str:
+    """On one line."""
+    return " ".join(text.split())[:LABEL_CHARS]
 
 
 def _cost(totals: Totals, unit: str) -> str:

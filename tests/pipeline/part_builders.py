@@ -111,6 +111,7 @@ def part_stats(shard: Shard, **changes: Any) -> ShardStats:
         "answer_depths": [0, 0, 0, len(good) - 1] if len(good) > 1 else [],
         "error_kinds": json.dumps([[error, bad, f"row-{shard.first_row + 1}", error]]) if bad else "",
         "label_counts": "",
+        "field_counts": "",
     }
     return ShardStats(**{**values, **changes})
 

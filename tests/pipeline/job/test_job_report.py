@@ -110,6 +110,42 @@ def test_a_labelling_job_says_how_often_each_label_was_chosen(
     assert json.loads((output / "_job" / "summary.json").read_text())["labels"] == counts  # of rebuilt records
 
 
+def test_a_job_with_a_schema_says_how_often_each_value_was_answered(
+    tmp_path: Path, checkpoint: Path, reports: None
+) -> None:
+    """By field; one answer is cut off. Records that are rebuilt from their parts say the same."""
+    schema = {
+        "type": "object",
+        "properties": {"place": {"$ref": "#/$defs/place"}, "cheap": {"type": "boolean"}, "n": {"type": "integer"}},
+        "required": ["place", "cheap"],
+        "additionalProperties": False,
+        "$defs": {"place": {"enum": ["river", "pub", "moor"]}},
+    }
+    sampling = {"temperature": 1.0, "max_new_tokens": 40}
+    config = job(tmp_path, checkpoint, output_format={"json_schema": schema}, sampling=sampling)
+    output = tmp_path / "out"
+    run_in_process(config)
+    answers = [json.loads(row["generated_text"]) for row in answered_rows(output) if row["error"] is None]
+    assert len(answers) > 3
+    counts = {
+        "cheap": {"true": sum(one["cheap"] for one in answers), "false": sum(not one["cheap"] for one in answers)},
+        "place": {name: sum(one["place"] == name for one in answers) for name in ("river", "pub", "moor")},
+    }
+    some = {name: {value: count for value, count in values.items() if count} for name, values in counts.items()}
+    read = lambda: json.loads((output / "_job" / "summary.json").read_text())["fields"]  # noqa: E731
+    assert read() == some
+    printed = CliRunner().invoke(app, ["report", str(output)], env={"COLUMNS": "200"}).output
+    page = (output / REPORT).read_text()
+    for name, values in counts.items():
+        assert f"{name}: " in printed and f"How often each value of {name} was answered" in page
+        for value, count in values.items():
+            assert not count or f"{value} {count} (" in printed
+            assert f'<th scope="row" class="path">{value}</th><td class="number">{count}</td>' in page
+    for record in (output / "_job" / "commits").iterdir():
+        record.unlink()
+    assert run_in_process(config).fresh_rows == 0 and read() == some
+
+
 def test_a_report_that_fails_does_not_fail_the_job(
     tmp_path: Path, checkpoint: Path, reports: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
