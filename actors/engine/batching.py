@@ -5,6 +5,7 @@ Pure functions: the same rows give the same batches.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from actors.engine.errors import UserError
@@ -20,6 +21,7 @@ def plan_batches(
     budget_bytes: int,
     max_rows: int,
     groups: Sequence[int] | None = None,
+    shared: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Batches of row numbers, longest prompts first, so that a batch that does not fit the memory comes first.
 
@@ -32,11 +34,12 @@ def plan_batches(
         budget_bytes: Bytes of a batch's cache.
         max_rows: Most rows of a batch.
         groups: Group of each row; None: one.
+        shared: First tokens of each row's prompt that the cache stores once for its group; None: none.
 
     Raises:
         UserError: A row that does not fit the budget alone.
     """
-    groups = groups or [0] * len(prompt_tokens)
+    groups, shared = groups or [0] * len(prompt_tokens), shared or [0] * len(prompt_tokens)
     longest_of: dict[int, int] = {}
     for group, tokens in zip(groups, prompt_tokens, strict=True):
         longest_of[group] = max(tokens, longest_of.get(group, 0))
@@ -46,13 +49,16 @@ def plan_batches(
     )
     batches: list[list[int]] = []
     longest = most_new = 0
+    stored = Counter[int]()  # rows of the batch by tokens that another one of it has stored
     for row in order:
         if batches:
             batch = batches[-1]
             new, long = max(most_new, max_new_tokens[row]), max(longest, prompt_tokens[row])
-            if len(batch) < max_rows and (len(batch) + 1) * row_bytes(long, new) <= budget_bytes:
+            counts = stored + Counter((shared[row] if groups[row] == groups[batch[-1]] else 0,))
+            size = sum(count * row_bytes(long - before, new) for before, count in counts.items())
+            if len(batch) < max_rows and size <= budget_bytes:
                 batch.append(row)
-                most_new, longest = new, long
+                most_new, longest, stored = new, long, counts
                 continue
         longest, most_new = prompt_tokens[row], max_new_tokens[row]
         alone = row_bytes(longest, most_new)
@@ -62,6 +68,7 @@ def plan_batches(
                 f"the budget is {budget_bytes}"
             )
         batches.append([row])
+        stored = Counter((0,))
     return batches
 
 

@@ -289,7 +289,11 @@ class Engine:
             self.stats.full_layer_steps -= self.schedule.num_layers * steps
         self.rows, self.cache = [], None
 
-    def admission_estimate(self, requests: Sequence[Request]) -> int:
+    def shared_tokens(self, prefix: Sequence[int]) -> int:
+        """None: each row has a copy in its slot."""
+        return 0
+
+    def admission_estimate(self, requests: Sequence[Request], prefixes: Sequence[Sequence[int]] = ()) -> int:
         """All of them: `open` has allocated their cache."""
         return len(requests)
 

@@ -89,7 +89,9 @@ class Flight:
         first = list(islice(self.waiting, self.capacity - len(engine.rows)))
         if not first or (busy and not self.has_free_slots):
             return []
-        estimate = engine.admission_estimate([call.requests[row] for call, row in first])
+        estimate = engine.admission_estimate(
+            [call.requests[row] for call, row in first], [call.prefixes[row] for call, row in first]
+        )
         if not busy:
             return first[: max(1, estimate)]
         if estimate < min(len(first), math.ceil(len(engine.rows) / self._share)):

@@ -42,6 +42,10 @@ class EngineProtocol(Protocol):
         """Most cache bytes of a row at any time, in a batch with these as its longest prompt and most new tokens."""
         ...
 
+    def shared_tokens(self, prefix: Sequence[int]) -> int:
+        """First tokens of a prefix that the cache stores once for all rows in flight that begin with it."""
+        ...
+
     def at(self, schedule: Schedule) -> EngineProtocol:
         """An engine of the same decoder under another schedule; only one of the two may have rows in flight."""
         ...
@@ -79,8 +83,11 @@ class EngineProtocol(Protocol):
         """Drop the rows in flight; their counts are taken back."""
         ...
 
-    def admission_estimate(self, requests: Sequence[Request]) -> int:
-        """How many of these requests, in their order, the cache has space for now."""
+    def admission_estimate(self, requests: Sequence[Request], prefixes: Sequence[Sequence[int]] = ()) -> int:
+        """How many of these requests, in their order, the cache has space for now.
+
+        prefixes: Of each request, the beginning that it shares with others; (): none has one.
+        """
         ...
 
     def first_pass(self, requests: Sequence[Request], prefix: Sequence[int]) -> int:

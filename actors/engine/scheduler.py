@@ -129,6 +129,7 @@ class CallScheduler:
             budget_bytes=self.budget_bytes,
             max_rows=self.max_rows,
             groups=[numbers.setdefault(prefix, len(numbers)) for prefix in prefixes],
+            shared=[engine.shared_tokens(prefix) for prefix in prefixes],
         )
         runs = [Run(batch, len(batch)) for batch in batches]
         if not self.refills:

@@ -14,11 +14,12 @@ from typing import Any, cast
 import numpy as np
 
 from actors.engine.cache import cache_bytes_per_row
+from actors.engine.gpu.pages import shared_tokens
 from actors.engine.protocol import Ended
 from actors.engine.scheduler import generate
 from actors.engine.schedules.schedule import Schedule
 from actors.engine.types import Completion, EngineStats, FinishReason
-from actors.engine.working_memory import CHUNK_TOKENS
+from actors.engine.working_memory import CHUNK_TOKENS, PREFIX_TOKENS
 from pipeline.estimate.costs import Costs, KeptPrefix, pass_terms, step_terms
 
 DONE = Completion((), FinishReason.STOP, None)
@@ -71,6 +72,7 @@ class EngineShape:
 class _Flying:
     ticket: int
     row: SimulatedRow
+    prefix: tuple[int, ...]
     made: int = 1  # tokens, the first comes from the prompts' pass
 
 
@@ -117,6 +119,10 @@ class SimulatedEngine:
             self._known[key] = cache_bytes_per_row(self.schedule, *key, self.token_bytes)
         return self._known[key]
 
+    def shared_tokens(self, prefix: Sequence[int]) -> int:
+        """See `EngineProtocol`."""
+        return shared_tokens(min(len(prefix), PREFIX_TOKENS)) if self.grows else 0
+
     def open(self, rows: int, prompt_tokens: int, max_new_tokens: int) -> None:
         """See `EngineProtocol`."""
         self.totals.batches += 1
@@ -140,7 +146,7 @@ class SimulatedEngine:
         self.stepped = self.grows and bool(self.rows) and all(row.made > 1 for row in self.rows)
         if self.stepped:
             self._step(rides=True)
-        begun = [_Flying(self._tickets + index, row) for index, row in enumerate(requests)]
+        begun = [_Flying(self._tickets + index, row, tuple(prefix)) for index, row in enumerate(requests)]
         self._tickets += len(begun)
         self.rows += begun
         return [row.ticket for row in begun]
@@ -178,16 +184,28 @@ class SimulatedEngine:
         """See `EngineProtocol`."""
         self.rows = []
 
-    def admission_estimate(self, requests: Sequence[SimulatedRow]) -> int:
+    def admission_estimate(self, requests: Sequence[SimulatedRow], prefixes: Sequence[Sequence[int]]) -> int:
         """See `EngineProtocol`."""
         if not self.grows:
             return len(requests)
-        held = sum(self.row_bytes(len(row.row.prompt_ids), row.row.tokens) for row in self.rows)
-        for count, row in enumerate(requests):
-            held += self.row_bytes(len(row.prompt_ids), row.tokens)
+        shared: set[int] = set()
+        held = sum(self._own_bytes(row.row, row.prefix, shared) for row in self.rows)
+        for count, (row, prefix) in enumerate(zip(requests, prefixes, strict=True)):
+            held += self._own_bytes(row, tuple(prefix), shared)
             if held > self.shape.cache_bytes:
                 return count
         return len(requests)
+
+    def _own_bytes(self, row: SimulatedRow, prefix: tuple[int, ...], shared: set[int]) -> int:
+        """Bytes of a row's pages, without those of its prefix if that is one of `shared`, which it is from then on.
+
+        shared: `id` of prefixes: rows of a group have the same object, and comparing its tokens takes long.
+        """
+        tokens = len(row.prompt_ids)
+        if id(prefix) in shared:
+            tokens -= self.shared_tokens(prefix)
+        shared.add(id(prefix))
+        return self.row_bytes(tokens, row.tokens)
 
     def first_pass(self, requests: Sequence[SimulatedRow], prefix: Sequence[int]) -> int:
         """See `EngineProtocol`."""

@@ -3,6 +3,10 @@ has a real one's layers and pages but no work to do, on a CPU.
 
     .venv/bin/python tests/benchmarks/page_counts.py [--gib 100] [--rows 2000] [--speeds 1,3] [--caches 16,8]
         [--pages-alone]
+    .venv/bin/python tests/benchmarks/page_counts.py --prefix 1000 --rows 512 [--gib 100]
+
+The second counts the bytes of so many rows in flight at once that begin with the same tokens, with a copy for each and
+with one for all, and the rows in flight that a cache of --gib holds of them.
 
 The shape is Llama-3-8B's: 32 layers, pages of 64 KiB, or of 33 KiB with a cache of 8 bits. Prompts of 512 tokens,
 answers lognormal (median 300, sigma 0.7, at most 1,536), refill. Time means nothing here; steps do. The last line is
@@ -25,12 +29,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from actors.engine.decoder import Decoder
 from actors.engine.gpu import reference
 from actors.engine.gpu.engine import GpuEngine
-from actors.engine.gpu.pages import PAGE_TOKENS, page_bytes
+from actors.engine.gpu.pages import PAGE_TOKENS, page_bytes, row_pages
 from actors.engine.scheduler import generate
 from actors.engine.schedules.schedule import ScheduleSpec
 from actors.engine.types import Completion, Request, SamplingParams
 
 LAYERS, PROMPT, MOST_NEW = 32, 512, 1536
+OWN, ANSWER = 64, 128  # tokens behind a prefix, and of the answers to such prompts
 REAL_PAGES = {bits: page_bytes(8, 128, bits // 8) for bits in (16, 8)}
 
 
@@ -121,6 +126,32 @@ def measure(
     return found
 
 
+def measure_shared(decoder: Decoder, speed: float, prefix: int, rows: int, cache_pages: int) -> dict[str, float]:
+    """Most pages of rows that begin with the same prefix, all in flight, and how many rows `cache_pages` hold."""
+    schedule = ScheduleSpec(speedup=speed, horizon=ANSWER).build(LAYERS)
+    beginning, params = tuple([3] * prefix), SamplingParams(max_new_tokens=ANSWER, ignore_eos=True)
+    requests = [Request([*beginning, 4, *[5 + number % 8] * (OWN - 1)], params, number) for number in range(rows)]
+    each = row_pages(schedule, prefix + OWN, ANSWER + 8, 4)
+    found: dict[str, float] = {}
+    for name, shared in (("a copy for each", ()), ("one for all", beginning)):
+        size = page_bytes(decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize)
+        for pages, what in ((rows * each, "pages"), (cache_pages, "rows in flight")):
+            engine = Watched(
+                [ANSWER] * rows,
+                decoder,
+                schedule,
+                (),
+                cumulative_logprob=False,
+                budget_bytes=pages * size,
+                max_rows=rows,
+            )
+            how = {"budget_bytes": pages * size, "max_rows": rows, "scheduler": "refill"}
+            generate(engine, requests, prefix=shared, share_prefixes=False, **how)
+            assert engine._run is not None and not engine.returned
+            found[f"{name}: {what}"] = engine._run.cache.most if what == "pages" else max(engine.flights)
+    return found
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -129,6 +160,7 @@ def main() -> None:
     parser.add_argument("--speeds", default=[1.0, 3.0], type=lambda text: [float(x) for x in text.split(",")])
     parser.add_argument("--caches", default=[16, 8], type=lambda text: [int(x) for x in text.split(",")], help="bits")
     parser.add_argument("--pages-alone", action="store_true", help="no slots")
+    parser.add_argument("--prefix", type=int, help="tokens with which all prompts begin")
     given = parser.parse_args()
     chance = random.Random(7)
     lengths = [min(MOST_NEW, max(1, round(300 * chance.lognormvariate(0, 0.7)))) for _ in range(given.rows)]
@@ -148,10 +180,16 @@ def main() -> None:
     found = {}
     for speed, bits in itertools.product(given.speeds, given.caches):
         name, pages = f"{speed:g}x, {bits} bits", int(given.gib * 2**30) // REAL_PAGES[bits]
-        found[name] = one = measure(decoder, speed, pages, lengths, 300, pages_alone=given.pages_alone)
+        if given.prefix is None:
+            one = measure(decoder, speed, pages, lengths, 300, pages_alone=given.pages_alone)
+        else:
+            one = measure_shared(decoder, speed, given.prefix, given.rows, pages)
+            sizes = {key.replace("pages", "GB"): one[key] * REAL_PAGES[bits] / 1e9 for key in one if "pages" in key}
+            one |= sizes
+        found[name] = one
         print(f"{name}, {given.gib:g} GiB, {given.rows} rows")
         for name, value in one.items():
-            print(f"  {name:45} {value:8,.0f}")
+            print(f"  {name:45} {f'{value:,.1f}'.removesuffix('.0'):>9}")
     print(json.dumps(found))
 
 

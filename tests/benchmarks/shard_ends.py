@@ -44,13 +44,16 @@ class CountingEngine:
         """See `EngineProtocol`, also for the methods below."""
         return prompt_tokens + max_new_tokens
 
+    def shared_tokens(self, prefix: Sequence[int]) -> int:
+        return 0
+
     def open(self, rows: int, prompt_tokens: int, max_new_tokens: int) -> None:
         pass
 
     def widen(self, rows: int, prompt_tokens: int, max_new_tokens: int) -> bool:
         return True
 
-    def admission_estimate(self, requests: Sequence[Request]) -> int:
+    def admission_estimate(self, requests: Sequence[Request], prefixes: Sequence[Sequence[int]] = ()) -> int:
         return len(requests)
 
     def admit(self, requests: Sequence[Request], prefix: Sequence[int] = ()) -> list[int]:

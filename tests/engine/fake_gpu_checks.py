@@ -258,13 +258,15 @@ def test_launches_of_features(gpu: Gpu, params: dict[str, Any], ending: StopStri
 
 @pytest.mark.parametrize("scheduler", ["lock_step", "refill"])
 @pytest.mark.parametrize("name", ["llama"])
-def test_rows_end_and_others_take_their_places(gpu: Gpu, name: str, scheduler: str) -> None:
-    """All end at the first look; many share a beginning, and some a prompt."""
+@pytest.mark.parametrize("tokens", [2, 20])
+def test_rows_end_and_others_take_their_places(gpu: Gpu, name: str, scheduler: str, tokens: int) -> None:
+    """All end at the first look; many share a beginning, which may fill a page, and some a prompt."""
     engine = engine_of(name, max_rows=4)
-    rows = rows_of(21)
+    prefix = [3, 4] * (tokens // 2)
+    rows = [Request([*prefix, *row.prompt_ids[2:]], row.sampling, row.key) for row in rows_of(21)]
     gpu.flags = True
     try:
-        done = generate(engine, rows, budget_bytes=2**30, max_rows=4, prefix=[3, 4], scheduler=scheduler)
+        done = generate(engine, rows, budget_bytes=2**30, max_rows=4, prefix=prefix, scheduler=scheduler)
     finally:
         gpu.flags = False
     assert [len(one.token_ids) for one in done] == [1] * 21 and all(one.error is None for one in done)
@@ -348,7 +350,7 @@ def test_a_planned_batch_stays_within_its_memory(
     ]
     with gpu.counted():
         engine.open(len(rows), max(given), 8)
-        rows = rows[: engine.admission_estimate(rows)]
+        rows = rows[: engine.admission_estimate(rows, [shared] * len(rows))]
         first = len(rows) // 2 if lengths == "riding" else len(rows)
         engine.admit(rows[:first], shared)
         if first < len(rows):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,6 +26,34 @@ def test_batches_hold_every_row_once_within_the_budget(rows: list[tuple[int, int
         assert len(batch) * bytes_of(longest, new) <= budget
     lengths = [prompts[row] for batch in batches for row in batch]
     assert lengths == sorted(lengths, reverse=True)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50), st.integers(0, 3)), max_size=60),
+    st.integers(450, 3000),
+    st.integers(1, 20),
+)
+def test_what_a_group_stores_once_counts_once_a_batch(rows: list[tuple[int, int, int]], budget: int, most: int) -> None:
+    """And a batch ends only where the next row would not fit."""
+    shared = [20 * group for _, _, group in rows]
+    prompts, news = [own + before for (own, _, _), before in zip(rows, shared, strict=True)], [row[1] for row in rows]
+    groups = [row[2] for row in rows]
+    batches = plan_batches(
+        prompts, news, row_bytes=bytes_of, budget_bytes=budget, max_rows=most, groups=groups, shared=shared
+    )
+    assert sorted(row for batch in batches for row in batch) == list(range(len(rows)))
+
+    def size(batch: list[int]) -> int:
+        longest, new, first = max(prompts[row] for row in batch), max(news[row] for row in batch), set[int]()
+        total = 0
+        for row in batch:
+            total += bytes_of(longest - (shared[row] if groups[row] in first else 0), new)
+            first.add(groups[row])
+        return total
+
+    for batch, then in itertools.pairwise([*batches, []]):
+        assert 1 <= len(batch) <= most and size(batch) <= budget
+        assert not then or len(batch) == most or size([*batch, then[0]]) > budget
 
 
 def test_a_row_that_fits_no_budget_is_named() -> None:

@@ -120,7 +120,7 @@ def preemptions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         preempted.extend(found)
         return found
 
-    def trusting(engine: GpuEngine, waiting: Sequence[Request]) -> int:
+    def trusting(engine: GpuEngine, waiting: Sequence[Request], prefixes: Any) -> int:
         assert engine._run is not None
         needed = [row_pages(SCHEDULE, len(one.prompt_ids), 6, 4) for one in waiting]
         return sum(total <= engine._run.cache.free for total in itertools.accumulate(needed))
@@ -175,12 +175,12 @@ def test_a_shared_beginning_changes_no_token(spec: int, scheduler: str) -> None:
     rows = with_prefix(13, seed=1)
     library = Decoder(tiny_model("llama"))
     engine = engine_of(fused("llama"), schedule)
-    for prefix in (PREFIX, PREFIX, PREFIX[:9]):
+    for prefix in (PREFIX, PREFIX, PREFIX[:16], PREFIX[:9]):
         got = answers(engine, rows, scheduler, prefix=prefix)
         assert [list(tokens) for tokens in got] == oracle_answers(library, schedule, rows, STOP, got)
     whole = sum(len(row.prompt_ids) for row in rows)
     stats = engine.take_stats()
-    assert stats.prompt_tokens < 3 * whole and stats.padded_prompt_tokens == stats.prompt_tokens
+    assert stats.prompt_tokens < 4 * whole and stats.padded_prompt_tokens == stats.prompt_tokens
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tiny_models import LAYERS, tiny_model
 
 from actors.engine.decoder import Decoder
 from actors.engine.exact.engine import Drafter
+from actors.engine.gpu import buffers
 from actors.engine.gpu.exact import GpuExactEngine
 from actors.engine.schedules.schedule import Schedule, ScheduleSpec
 from actors.engine.types import Request, SamplingParams
@@ -88,6 +89,17 @@ def test_perfect_drafts_are_all_accepted_and_save_steps() -> None:
     answers(engine, rows)
     stats = engine.take_stats()
     assert stats.drafted_tokens == stats.accepted_tokens == 4 * 18 and stats.verified_tokens == 4 * 24
+
+
+def test_rows_keep_their_pages_up_to_their_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they may have come to it since the last poll, but have not: others would write into their pages."""
+    monkeypatch.setattr(buffers, "LEAST_TOKENS", 8)
+    rows = [
+        Request(row.prompt_ids, SamplingParams(max_new_tokens=32 if place % 3 else 16, ignore_eos=True), row.key)
+        for place, row in enumerate(requests(12, seed=1))
+    ]
+    got = answers(exact(fused("llama"), max_rows=24, pages=60), rows)
+    assert [list(tokens) for tokens in got] == oracle_answers(Decoder(tiny_model("llama")), FULL, rows, STOP, got)
 
 
 def test_a_drafter_with_other_weights_changes_no_answer() -> None:

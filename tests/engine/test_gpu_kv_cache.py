@@ -130,7 +130,7 @@ def test_preempted_rows_come_to_the_same_codes(monkeypatch: pytest.MonkeyPatch) 
         found.extend(tickets)
         return tickets
 
-    def trusting(engine: GpuEngine, waiting: Sequence[Request]) -> int:
+    def trusting(engine: GpuEngine, waiting: Sequence[Request], prefixes: Any) -> int:
         assert engine._run is not None
         needed = [row_pages(SCHEDULE, len(one.prompt_ids), 6, 4) for one in waiting]
         return sum(total <= engine._run.cache.free for total in itertools.accumulate(needed))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from actors.engine.gpu.pages import row_pages
+from actors.engine.gpu.pages import row_pages, shared_tokens
 from actors.engine.row import Row
 from actors.engine.schedules.schedule import Schedule
 from actors.engine.types import Request
@@ -45,35 +45,57 @@ class AdmissionEstimate:
         return row_pages(self.schedule, prompt_tokens, new_tokens + 2 * self.read_every, self.read_every)
 
     def admissible(
-        self, requests: Sequence[Request], rows: Sequence[Row], allocated: Callable[[Row], int], free: int
+        self,
+        requests: Sequence[Request],
+        prefixes: Sequence[tuple[int, ...]],
+        rows: Sequence[Row],
+        held: Callable[[Row], tuple[int, int]],
+        missing: Callable[[tuple[int, ...]], int],
+        free: int,
     ) -> int:
         """How many of these requests, in their order, find pages while the rows in flight grow to the average length,
         or to their limit while few have ended.
 
         Args:
             requests: The waiting rows.
+            prefixes: Of each request, the prefix whose pages it shares.
             rows: Rows in flight.
-            allocated: Pages of a row in flight.
+            held: Pages of a row in flight, see `PagedCache.held_by`.
+            missing: Pages to allocate for a prefix.
             free: Free pages.
         """
         if self._estimate is None:
-            self._estimate = self._compute(requests, rows, allocated, free)
+            self._estimate = self._compute(requests, prefixes, rows, held, missing, free)
         return self._estimate
 
     def _compute(
-        self, requests: Sequence[Request], rows: Sequence[Row], allocated: Callable[[Row], int], free: int
+        self,
+        requests: Sequence[Request],
+        prefixes: Sequence[tuple[int, ...]],
+        rows: Sequence[Row],
+        held: Callable[[Row], tuple[int, int]],
+        missing: Callable[[tuple[int, ...]], int],
+        free: int,
     ) -> int:
         few = self.ended_rows < FEW_ENDED
         mean = 0 if few else -(-self._ended_tokens // self.ended_rows)
 
-        def expected(request: Request, limit: int, tokens: int) -> int:
+        def expected(request: Request, limit: int, tokens: int, shared: int) -> int:
             new = limit if few else min(limit, max(mean, tokens + self.read_every))
-            return self.row_pages(len(request.prompt_ids), new)
+            return self.row_pages(len(request.prompt_ids) - shared, new)
 
         for row in rows:
-            free -= max(0, expected(row.request, row.limit, row.position + 1) - allocated(row))
-        for count, request in enumerate(requests):
-            free -= expected(request, request.new_tokens_limit(self.context_length), 0)
+            own, shared = held(row)
+            free -= max(0, expected(row.request, row.limit, row.position + 1, shared) - own)
+        counted: set[tuple[int, ...]] = set()
+        last: tuple[int, ...] | None = None
+        for count, (request, prefix) in enumerate(zip(requests, prefixes, strict=True)):
+            if prefix is not last and prefix not in counted:  # rows that share one have the same object
+                counted.add(prefix)
+                free -= missing(prefix)
+            last = prefix
+            limit = request.new_tokens_limit(self.context_length)
+            free -= expected(request, limit, 0, shared_tokens(len(prefix)))
             if free < 0:
                 return count
         return len(requests)

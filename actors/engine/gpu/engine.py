@@ -33,7 +33,7 @@ from actors.engine.gpu.admission import AdmissionEstimate
 from actors.engine.gpu.buffers import Buffers, allocate, rounded
 from actors.engine.gpu.completions import CompletionPoll, count_ended
 from actors.engine.gpu.layers import FusedLayer
-from actors.engine.gpu.pages import PagePool, page_bytes, token_bytes, upload
+from actors.engine.gpu.pages import PagePool, page_bytes, shared_tokens, token_bytes, upload
 from actors.engine.gpu.prefill import Prefill, passes
 from actors.engine.gpu.prefill_times import PrefillTimes
 from actors.engine.gpu.products import DTYPES
@@ -155,6 +155,10 @@ class GpuEngine:
         """Most bytes of pages that such a row holds at any time."""
         return self._page_bytes * self._estimate.row_pages(prompt_tokens, max_new_tokens)
 
+    def shared_tokens(self, prefix: Sequence[int]) -> int:
+        """Those of its whole pages."""
+        return shared_tokens(len(_kept(prefix)))
+
     def open(self, rows: int, prompt_tokens: int, max_new_tokens: int) -> None:
         """Allocate for `rows` rows in flight; large enough buffers and graphs of an earlier run are kept."""
         assert not self.rows, "rows are in flight"
@@ -194,17 +198,22 @@ class GpuEngine:
         self._largest_row = max(self._largest_row, pages)
         return True
 
-    def admission_estimate(self, requests: Sequence[Request]) -> int:
+    def admission_estimate(self, requests: Sequence[Request], prefixes: Sequence[Sequence[int]] = ()) -> int:
         """How many of these requests, in their order, find pages now, as far as can be foreseen."""
         assert self._run is not None
         cache = self._run.cache
         return self._estimate.admissible(
-            requests, self.rows, lambda row: cache.row_total(self._slots[row.ticket]), cache.free
+            requests,
+            [_kept(prefix) for prefix in prefixes] or [()] * len(requests),
+            self.rows,
+            lambda row: cache.held_by(self._slots[row.ticket]),
+            cache.missing,
+            cache.free,
         )
 
     def first_pass(self, requests: Sequence[Request], prefix: Sequence[int]) -> int:
         """How many of these requests, in their order, fit one pass: steps come between passes."""
-        shared = min(len(prefix), PREFIX_TOKENS)
+        shared = len(_kept(prefix))
         return passes([len(request.prompt_ids) - shared for request in requests], shared)[0][1]
 
     @torch.inference_mode()
@@ -223,14 +232,14 @@ class GpuEngine:
         assert len(requests) <= len(run.free_slots), "more rows than open() allocated for"
         newcomers = [self._begin(request) for request in requests]
         slots = [run.free_slots.pop() for _ in newcomers]
-        lengths = [len(row.request.prompt_ids) for row in newcomers]
-        self._ensure_pages(lambda: run.cache.grow(slots, lengths, [0] * len(slots), self._ahead), least=0)
+        lengths, shared = [len(row.request.prompt_ids) for row in newcomers], _kept(prefix)
+        self._ensure_pages(lambda: run.cache.admit(slots, lengths, self._ahead, shared), least=0)
         run.state.begin(slots, newcomers)
         due = self._steps_since_open % self.read_every == 0
         # rows just admitted wait for the others of their batch
         ready = bool(self.rows) and all(row.position > 0 for row in self.rows)
         self.stepped = ready and (not due or self._grow())
-        self._run_prompts(run, newcomers, slots, prefix[:PREFIX_TOKENS])
+        self._run_prompts(run, newcomers, slots, shared)
         if self.stepped:
             self._ended_early += self._after_step(run)
         for row, slot in zip(newcomers, slots, strict=True):
@@ -242,10 +251,10 @@ class GpuEngine:
         self._prefill_times.end()
         return [row.ticket for row in newcomers]
 
-    def _run_prompts(self, run: Buffers, rows: Sequence[Row], slots: Sequence[int], prefix: Sequence[int]) -> None:
+    def _run_prompts(self, run: Buffers, rows: Sequence[Row], slots: Sequence[int], prefix: tuple[int, ...]) -> None:
         """Prompts of rows through the layers, and each row's first token; a step of the rows in flight if `stepped`."""
         prompts, sources = distinct_prompts([row.request for row in rows])
-        prefix_tokens = self._prefill.share(prefix)
+        prefix_tokens = self._prefill.share(prefix, slots[0], run.cache)
         for first, end in passes([len(prompt) - len(prefix) for prompt in prompts], len(prefix)):
             members = [index for index, source in enumerate(sources) if first <= source < end]
             pass_sources = [sources[index] - first for index in members]
@@ -363,7 +372,7 @@ class GpuEngine:
         if self._run is not None:
             cache = self._run.cache
             self.stats.cache_bytes = max(self.stats.cache_bytes, cache.most * self._page_bytes)
-            cache.release(list(self._slots.values()))
+            cache.release(range(self._run.rows))  # also of rows whose pass has failed
         self.rows, self._slots = [], {}
         self._preempted, self._ended_early, self._seen_ended = [], [], []
         self._poll.cancel()
@@ -419,7 +428,8 @@ class GpuEngine:
         return self._run.cache.grow(
             [self._slots[row.ticket] for row in self.rows],
             [len(row.request.prompt_ids) for row in self.rows],
-            [row.position for row in self.rows],
+            # a row that has not been seen to end may be less far than its position, and reads up to its limit
+            [min(row.position, max(0, row.limit - 2)) for row in self.rows],
             self._ahead,
         )
 
@@ -465,3 +475,8 @@ class GpuEngine:
         self._run.free_slots += slots
         self.rows = [row for row in self.rows if row.ticket not in removed]
         self._update_lanes()
+
+
+def _kept(prefix: Sequence[int]) -> tuple[int, ...]:
+    """The tokens of a prefix that are computed and stored once for all prompts."""
+    return tuple(prefix[:PREFIX_TOKENS])

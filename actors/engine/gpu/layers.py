@@ -151,8 +151,7 @@ class FusedLayer(nn.Module):
                 step = states[:before], riders.lanes.youngest(before), cache, rank, riders.splits[self.number]
                 attended = torch.cat((self._attended(*step), attended))
             self._after_attention(part, attended, lanes, rank)
-        if pages is None:
-            prompts.keep(cache, self.number, keys, values, self.operations)
+        prompts.keep(cache, self.number, keys, values, self.operations)
 
     def forward(
         self,

@@ -1,10 +1,11 @@
 """Paged key/value cache: rows allocate pages as they grow, and free them layer by layer as their depth falls.
 
 A row has pages only in layers that it will still run: at position t those with t < n_l, for the tokens that it has
-so far. A page that is freed can be allocated again immediately; pages are never copied. Page 0 belongs to no row:
-lanes without a row write there. Pages hold keys and values in the model's dtype, or their codes of 8 bits with a scale
-for each token and head, see `operations.LayerPages`.
-Shapes: L layers, R rows, W pages of the longest row, H key/value heads, T tokens of a page, D head size.
+so far. Rows that begin with the same prefix read the same pages of it, see `SharedPages`. A page that is freed can be
+allocated again immediately; pages are never copied. Page 0 belongs to no row: lanes without a row write there. Pages
+hold keys and values in the model's dtype, or their codes of 8 bits with a scale for each token and head, see
+`operations.LayerPages`.
+Shapes: L layers, R rows, W pages of the longest row, S of a prefix, H key/value heads, T tokens of a page, D head size.
 """
 
 from __future__ import annotations
@@ -58,6 +59,11 @@ def row_pages(schedule: Schedule, prompt_tokens: int, max_new_tokens: int, ahead
     # the count is largest just before a layer's pages are freed
     positions = np.unique(np.maximum(uses - 1, 0))
     return int(pages_at(uses, np.full(len(positions), prompt_tokens), positions, ahead).sum(axis=0).max())
+
+
+def shared_tokens(prefix_tokens: int) -> int:
+    """First tokens of such a prefix whose pages rows share; the others, which fill no page, each row stores itself."""
+    return prefix_tokens // PAGE_TOKENS * PAGE_TOKENS
 
 
 def token_bytes(kv_heads: int, head_dim: int, itemsize: int) -> int:
@@ -126,6 +132,29 @@ class PagePool:
         return self.memory
 
 
+class SharedPages:
+    """The whole pages of a prefix: the first pages of all rows in flight that begin with it.
+
+    A layer's pages are allocated with its first reader and freed with its last one.
+
+    Attributes:
+        pages: int32 [L, S], of layers that have readers.
+        readers: int64 [L], rows that read them.
+        unwritten: Layers whose pages have been allocated and not been written.
+    """
+
+    def __init__(self, prefix: tuple[int, ...], layers: int) -> None:
+        self.prefix = prefix
+        self.pages = np.zeros((layers, shared_tokens(len(prefix)) // PAGE_TOKENS), dtype=np.int32)
+        self.readers = np.zeros(layers, dtype=np.int64)
+        self.unwritten: list[int] = []
+
+    @property
+    def width(self) -> int:
+        """S."""
+        return self.pages.shape[1]
+
+
 class PagedCache:
     """`count` pages, their `memory`, and the page table [L, R + 1, W] of each layer and row.
 
@@ -158,7 +187,9 @@ class PagedCache:
         self.memory = (pool or PagePool(pages)).allocate(shape, dtype, device)
         self.table = torch.zeros(schedule.num_layers, rows + 1, width, dtype=torch.int32, device=device)
         self._table: NDArray[np.int32] = np.zeros(self.table.shape, dtype=np.int32)  # the host's copy
-        self._counts: Numbers = np.zeros((schedule.num_layers, rows), dtype=np.int64)
+        self._counts: Numbers = np.zeros((schedule.num_layers, rows), dtype=np.int64)  # shared pages included
+        self._shared: dict[tuple[int, ...], SharedPages] = {}  # by prefix
+        self._shared_of: dict[int, SharedPages] = {}  # by row
         self._free: NDArray[np.int32] = np.arange(pages, 0, -1, dtype=np.int32)  # a stack, the lowest numbers on top
         self.count = self._left = pages
         self.most = 0  # most pages allocated at any time
@@ -182,9 +213,49 @@ class PagedCache:
         """The pages of a layer."""
         return LayerPages(self.memory.keys, self.memory.values, self.table[number], self.memory.scales)
 
-    def row_total(self, row: int) -> int:
-        """Pages of a row, over all layers."""
-        return int(self._counts[:, row].sum())
+    def held_by(self, row: int) -> tuple[int, int]:
+        """Pages of a row, over all layers, without those that it shares; and the tokens in these."""
+        shared, counts = self._shared_of.get(row), self._counts[:, row]
+        width = 0 if shared is None else shared.width
+        return int(counts.sum()) - width * int((counts > 0).sum()), width * PAGE_TOKENS
+
+    def missing(self, prefix: tuple[int, ...]) -> int:
+        """Pages to allocate, over all layers, before rows can share those of a prefix."""
+        shared, width = self._shared.get(prefix), shared_tokens(len(prefix)) // PAGE_TOKENS
+        return width * int(((self.uses > 0) & (True if shared is None else shared.readers == 0)).sum())
+
+    def admit(self, rows: Sequence[int], prompt: Sequence[int], ahead: int, prefix: tuple[int, ...] = ()) -> bool:
+        """Allocate pages of new rows, for their prompts and `ahead` more tokens.
+
+        They share the whole pages of the prefix, with which all their prompts begin. Layers whose shared pages are new
+        are `take_unwritten`'s. False if there are too few pages; then none is allocated.
+        """
+        width, layers = shared_tokens(len(prefix)) // PAGE_TOKENS, np.flatnonzero(self.uses > 0)
+        if width and len(layers):
+            index = np.asarray(rows, dtype=np.int64)
+            needed = pages_at(self.uses, np.asarray(prompt), np.zeros_like(index), ahead)
+            own = int(needed.sum()) - width * len(layers) * len(index)
+            if own + self.missing(prefix) > self._left:
+                return False
+            shared = self._shared.setdefault(prefix, SharedPages(prefix, len(self.uses)))
+            new = layers[shared.readers[layers] == 0]
+            shared.pages[new] = self._take(len(new) * width).reshape(-1, width)
+            shared.unwritten += new.tolist()
+            shared.readers[layers] += len(index)
+            self._shared_of.update(dict.fromkeys(index.tolist(), shared))
+            of_layers, of_rows, columns = np.meshgrid(layers, index, np.arange(width), indexing="ij")
+            pages = np.repeat(shared.pages[layers], len(index), axis=0)
+            self._write(of_layers.ravel(), of_rows.ravel(), columns.ravel(), pages.ravel())
+            self._counts[np.ix_(layers, index)] = width
+        return self.grow(rows, prompt, [0] * len(rows), ahead)
+
+    def take_unwritten(self, prefix: tuple[int, ...]) -> list[int]:
+        """Layers in which the shared pages of a prefix must be written now."""
+        shared = self._shared.get(prefix)
+        if shared is None:
+            return []
+        layers, shared.unwritten = shared.unwritten, []
+        return layers
 
     def grow(self, rows: Sequence[int], prompt: Sequence[int], positions: Sequence[int], ahead: int) -> bool:
         """Allocate pages of `ahead` more tokens for each row, and free those of layers that it will not run again.
@@ -204,32 +275,47 @@ class PagedCache:
             new = missing[layers, members]
             within = np.arange(total) - np.repeat(np.cumsum(new) - new, new)
             columns = np.repeat(counts[layers, members], new) + within
-            self._left -= total
-            pages = self._free[self._left : self._left + total]
-            self._write(np.repeat(layers, new), np.repeat(index[members], new), columns, pages)
+            self._write(np.repeat(layers, new), np.repeat(index[members], new), columns, self._take(total))
             self._counts[:, index] += missing
-            self.most = max(self.most, self.count - self._left)
         return True
 
     def release(self, rows: Sequence[int]) -> None:
-        """Free all pages of rows."""
+        """Free all pages of rows that no other row reads."""
         index = np.asarray(rows, dtype=np.int64)
         self._free_pages(index, self._counts[:, index] > 0)
+        for row in index.tolist():
+            shared = self._shared_of.pop(row, None)
+            if shared is not None and not shared.readers.any():
+                self._shared.pop(shared.prefix, None)
 
     def _free_pages(self, index: Numbers, which: NDArray[np.bool_]) -> None:
         """Free the pages of rows index [N] in the layers of which [L, N]. The table keeps their numbers, unread."""
         layers, members = np.nonzero(which)
         for layer, row in zip(layers.tolist(), index[members].tolist(), strict=True):
-            count = int(self._counts[layer, row])
-            self._free[self._left : self._left + count] = self._table[layer, row, :count]
-            self._left += count
+            shared, count = self._shared_of.get(row), int(self._counts[layer, row])
+            self._put(self._table[layer, row, 0 if shared is None else shared.width : count])
+            if shared is not None:
+                shared.readers[layer] -= 1
+                if not shared.readers[layer]:
+                    self._put(shared.pages[layer])
             self._counts[layer, row] = 0
+
+    def _take(self, count: int) -> NDArray[np.int32]:
+        """Pages from the stack of free ones, of which there are so many."""
+        self._left -= count
+        self.most = max(self.most, self.count - self._left)
+        return self._free[self._left : self._left + count].copy()
+
+    def _put(self, pages: NDArray[np.int32]) -> None:
+        """Pages back on the stack."""
+        self._free[self._left : self._left + len(pages)] = pages
+        self._left += len(pages)
 
     def _write(self, layers: Numbers, rows: Numbers, columns: Numbers, pages: NDArray[np.int32]) -> None:
         """Write page numbers into both tables, without waiting for the GPU's."""
         self._table[layers, rows, columns] = pages
         flat = (layers * self._table.shape[1] + rows) * self._table.shape[2] + columns
-        self.table.view(-1).index_copy_(0, upload(flat, self.table.device), upload(pages.copy(), self.table.device))
+        self.table.view(-1).index_copy_(0, upload(flat, self.table.device), upload(pages, self.table.device))
 
 
 def upload(numbers: Tensor | NDArray[Any] | Sequence[int], device: torch.device) -> Tensor:

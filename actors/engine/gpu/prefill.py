@@ -12,8 +12,8 @@ from torch import Tensor
 
 from actors.engine.decoder import Decoder
 from actors.engine.gpu.layers import FusedLayer
-from actors.engine.gpu.pages import PagedCache, upload
-from actors.engine.gpu.prompts import PrefixPages, Prompts, Riders
+from actors.engine.gpu.pages import PagedCache, shared_tokens, upload
+from actors.engine.gpu.prompts import PrefixKeys, Prompts, Riders
 from actors.engine.schedules.schedule import Schedule
 from actors.engine.working_memory import CHUNK_TOKENS, KEY_TOKENS
 
@@ -23,16 +23,24 @@ class Prefill:
 
     def __init__(self, decoder: Decoder, schedule: Schedule) -> None:
         self.decoder, self.schedule = decoder, schedule
-        self._shared: tuple[tuple[int, ...], PrefixPages] | None = None
+        self._shared: tuple[tuple[int, ...], PrefixKeys] | None = None
 
-    def share(self, prefix: Sequence[int]) -> int:
-        """Keep the keys and values of a shared prefix; returns how many tokens had to be computed."""
-        if not prefix or (self._shared is not None and self._shared[0] == tuple(prefix)):
-            return 0
-        shared = PrefixPages()
-        self._run(prefix, Prompts([len(prefix)], [], [], self.decoder.device, keep_in=shared), None)
-        self._shared = tuple(prefix), shared
-        return len(prefix)
+    def share(self, prefix: tuple[int, ...], row: int, cache: PagedCache) -> int:
+        """Keep the keys and values of a shared prefix, and write them to its pages where that has not been done.
+
+        Returns how many tokens had to be computed. row: slot of a row that begins with the prefix.
+        """
+        computed = 0
+        if prefix and (self._shared is None or self._shared[0] != prefix):
+            shared, computed = PrefixKeys(), len(prefix)
+            self._run(prefix, Prompts([computed], [], [], self.decoder.device, keep_in=shared), None)
+            self._shared = prefix, shared
+        layers = cache.take_unwritten(prefix)
+        if layers:
+            first = self.decoder.blocks[0]
+            assert self._shared is not None and isinstance(first, FusedLayer)
+            self._shared[1].write(layers, row, shared_tokens(len(prefix)), cache, first.operations)
+        return computed
 
     def forget(self) -> None:
         """Free the shared prefix."""
@@ -44,7 +52,7 @@ class Prefill:
         rows: Sequence[int],
         sources: Sequence[int],
         cache: PagedCache,
-        prefix: Sequence[int],
+        prefix: tuple[int, ...],
         riders: Riders | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Logits [P, V] at the last token of each prompt, and [B, V] of the riders.
@@ -61,7 +69,7 @@ class Prefill:
         """
         shared, before = None, len(prefix)
         if before:
-            assert self._shared is not None and self._shared[0] == tuple(prefix)
+            assert self._shared is not None and self._shared[0] == prefix
             shared = self._shared[1]
         lengths = [len(prompt) - before for prompt in prompts]
         batch = Prompts(lengths, rows, sources, self.decoder.device, prefix=shared, before=before, riders=riders)

@@ -14,12 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from actors.engine.gpu.operations import Lanes, Operations
-from actors.engine.gpu.pages import PagedCache, upload
+from actors.engine.gpu.operations import Lanes, LayerPages, Operations
+from actors.engine.gpu.pages import PagedCache, shared_tokens, upload
 from actors.engine.gpu.splits import Splits
 from actors.engine.working_memory import CHUNK_TOKENS, KEY_TOKENS
 
@@ -32,11 +33,45 @@ EVERY_LAYER = 2**31 - 1  # a depth above every rank
 _PARAMETERS = set() if varlen_attn is None else set(inspect.signature(varlen_attn).parameters)
 
 
-class PrefixPages:
-    """Keys and values [C, H, D] of a shared prefix, layer by layer."""
+class PrefixKeys:
+    """Keys and values [C, H, D] of a shared prefix, layer by layer, for the passes over what comes behind it."""
 
     def __init__(self) -> None:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def write(self, layers: Sequence[int], row: int, tokens: int, cache: PagedCache, operations: Operations) -> None:
+        """Write the first `tokens` to the pages that a row has for them in these layers."""
+        copies = _Copies.of([(row, 0, tokens, 0)], cache.table.device)
+        assert copies is not None
+        for layer in layers:
+            copies.write(cache.layer(layer), *self.layers[layer], operations)
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """Tokens that are copied to pages, int64 [tokens] each: the row, the position in it, the token's index."""
+
+    rows: Tensor
+    positions: Tensor
+    index: Tensor
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[int, int, int, int]], device: torch.device) -> _Copies | None:
+        """parts: row, first and end position, and the index of position 0 among the tokens that are copied."""
+        lengths = [end - first for _, first, end, _ in parts]
+        if not any(lengths):
+            return None
+        positions = np.concatenate([np.arange(first, end) for _, first, end, _ in parts])
+        rows, zeros = (np.repeat([part[place] for part in parts], lengths) for place in (0, 3))
+        return cls(*(upload(one, device) for one in (rows, positions, positions + zeros)))
+
+    def write(self, pages: LayerPages, keys: Tensor, values: Tensor, operations: Operations) -> None:
+        """keys, values: [N, H, D], of which `index` picks."""
+        # in parts: many rows may share a prompt
+        parts = (one.split(KEY_TOKENS) for one in (self.rows, self.positions, self.index))
+        for rows, positions, index in zip(*parts, strict=True):
+            numbers = pages.table[rows, positions // pages.keys.shape[2]].long()
+            pages.write(numbers, positions, keys[index], values[index], operations.round_rows)
 
 
 @dataclass(frozen=True)
@@ -109,9 +144,9 @@ class Prompts:
         sources: Sequence[int],
         device: torch.device,
         *,
-        prefix: PrefixPages | None = None,
+        prefix: PrefixKeys | None = None,
         before: int = 0,
-        keep_in: PrefixPages | None = None,
+        keep_in: PrefixKeys | None = None,
         riders: Riders | None = None,
     ) -> None:
         assert len(lengths) == 1 or sum(lengths) <= CHUNK_TOKENS
@@ -120,43 +155,34 @@ class Prompts:
         self.positions = upload(torch.cat([torch.arange(before, before + length) for length in lengths]), device)
         self.last = upload(torch.tensor(starts[1:]) - 1, device)
         self.chunks = list(_chunks(lengths, starts, before, device))
-        # each prompt has one row and no prefix: its tokens go to their pages as they are computed
-        self.unshared = not before and len(rows) == len(lengths) and len(set(sources)) == len(sources)
+        # each prompt has one row: its tokens go to their pages as they are computed
+        self.unshared = len(rows) == len(lengths) and len(set(sources)) == len(sources)
         owner = dict(zip(sources, rows, strict=True)) if self.unshared else {}
         slots = torch.cat([torch.full((length,), owner.get(prompt, 0)) for prompt, length in enumerate(lengths)])
         depths = torch.full((starts[-1],), EVERY_LAYER, dtype=torch.int32, device=device)
         self.own_lanes = self.lanes = Lanes(upload(slots, device), self.positions, depths, None)
         if riders is not None:
             self.lanes = _joined(riders.lanes, self.own_lanes)
-        self._kept = len(rows) > 0 and not self.unshared
-        if self._kept:  # of each token that `keep` writes: its index in prefix + pass, its row, its position in the row
-            picked, owners, positions = [], [], []
-            for row, source in zip(rows, sources, strict=True):
-                picked.append(_with_prefix(starts[source], starts[source + 1], before))
-                owners.append(torch.full((before + lengths[source],), row))
-                positions.append(torch.arange(before + lengths[source]))
-            self._picked, self._owners, self._positions = (
-                upload(torch.cat(parts), device) for parts in (picked, owners, positions)
-            )
+        # tokens that `keep` writes: of the prefix those that no shared page holds, and of prompts that rows share all
+        both = list(zip(rows, sources, strict=True))
+        self._of_prefix = _Copies.of([(row, shared_tokens(before), before, 0) for row, _ in both], device)
+        ends = [(row, before, before + lengths[source], starts[source] - before) for row, source in both]
+        self._of_pass = _Copies.of([] if self.unshared else ends, device)
 
     def keep(self, cache: PagedCache | None, layer: int, keys: Tensor, values: Tensor, operations: Operations) -> None:
-        """Write keys and values [N, H, D] of this pass to the pages of its rows, after those of the prefix.
+        """Write to the pages of the rows what is not written as it is computed.
 
-        For prompts that are not `unshared`.
+        keys, values: [N, H, D] of this pass.
         """
         if self.keep_in is not None:
             self.keep_in.layers[layer] = keys, values
-        if not self._kept or cache is None or not cache.uses[layer]:
+        if cache is None or not cache.uses[layer]:
             return
         own = cache.layer(layer)
-        if self.prefix is not None:
-            shared = self.prefix.layers[layer]
-            keys, values = (torch.cat(pair) for pair in zip(shared, (keys, values), strict=True))
-        # in parts: many rows may share a prompt
-        parts = (index.split(KEY_TOKENS) for index in (self._owners, self._positions, self._picked))
-        for owners, positions, picked in zip(*parts, strict=True):
-            pages = own.table[owners, positions // own.keys.shape[2]].long()
-            own.write(pages, positions, keys[picked], values[picked], operations.round_rows)
+        if self._of_prefix is not None and self.prefix is not None:
+            self._of_prefix.write(own, *self.prefix.layers[layer], operations)
+        if self._of_pass is not None:
+            self._of_pass.write(own, keys, values, operations)
 
     def attend(self, layer: int, chunk: Chunk, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """Causal attention of a chunk's queries [M, Q, D] over prefix and prompts -> [M, Q, D].

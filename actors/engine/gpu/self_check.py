@@ -14,6 +14,7 @@ from actors.engine.scheduler import generate
 from actors.engine.types import Completion, Request, SamplingParams
 
 PROMPT_TOKENS = (3, 40, 200)  # of the rows
+SHARED_TOKENS = 36  # with which all but the shortest begin: whole pages, and tokens behind them
 NEW_TOKENS = 8
 TOP = 5  # log-probabilities compared at each token
 # most nats of the mean difference; rounding of 16 bits leaves 0.01 to 0.1, a wrong kernel more than 1
@@ -27,12 +28,19 @@ def probe(engine: EngineProtocol) -> list[Completion]:
     decoder, chance = engine.decoder, random.Random(0)
     params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, logprobs=TOP)
     most = decoder.context_length - NEW_TOKENS
+    tokens = [chance.randrange(decoder.vocab_size) for _ in range(SHARED_TOKENS)]
     requests = [
-        Request(tuple(chance.randrange(decoder.vocab_size) for _ in range(min(length, most))), params)
+        Request(
+            [
+                *(tokens if length > SHARED_TOKENS else ()),
+                *(chance.randrange(decoder.vocab_size) for _ in range(length)),
+            ][: min(length, most)],
+            params,
+        )
         for length in PROMPT_TOKENS
     ]
     budget = len(requests) * engine.row_bytes(max(PROMPT_TOKENS), NEW_TOKENS)
-    return generate(engine, requests, budget_bytes=budget, max_rows=len(requests), scheduler="refill")
+    return generate(engine, requests, budget_bytes=budget, max_rows=len(requests), prefix=tokens, scheduler="refill")
 
 
 def difference(wanted: Sequence[Completion], got: Sequence[Completion]) -> float:
