@@ -13,6 +13,7 @@
 #include <cstring>
 #include <immintrin.h>
 #include <omp.h>
+#include <type_traits>
 
 #include "numbers.h"
 
@@ -28,17 +29,18 @@ inline __mmask16 first_lanes(int64_t n) { return n >= LANES ? 0xffff : (1 << n) 
 
 inline __m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
 
-// Adds `pairs` products of two to the sums [ROWS, PANEL], or initializes them. weights: [pairs, PANEL, 2]; both are
-// aligned to 64 bytes. Prefetches `lines` cache lines from `next` on.
-template <int ROWS>
-void add_products(const BFloat16* x, int64_t x_row, const BFloat16* weights, int64_t pairs, float* sums,
-                  int64_t sums_row, bool first, const char* next, int64_t lines) {
+// Adds `pairs` products of two to the sums [ROWS, PANEL], which begin at `before`, or at 0 where that is null, and gives
+// each row's to `end`. weights: [pairs, PANEL, 2]; they and `before` are aligned to 64 bytes. Prefetches `lines` cache
+// lines from `next` on.
+template <int ROWS, class End>
+void add_products(const BFloat16* x, int64_t x_row, const BFloat16* weights, int64_t pairs, const float* before,
+                  int64_t before_row, const char* next, int64_t lines, const End& end, int64_t row) {
     __m512 held[ROWS][VECTORS];
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 3
         for (int n = 0; n < VECTORS; n++)
-            held[m][n] = first ? _mm512_setzero_ps() : _mm512_load_ps(sums + m * sums_row + n * LANES);
+            held[m][n] = before ? _mm512_load_ps(before + m * before_row + n * LANES) : _mm512_setzero_ps();
     const int64_t each = (lines + pairs - 1) / pairs;
     for (int64_t k = 0; k < pairs; k++) {
         __builtin_prefetch(next + k * each * 64, 0, 3);
@@ -58,16 +60,27 @@ void add_products(const BFloat16* x, int64_t x_row, const BFloat16* weights, int
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 3
-        for (int n = 0; n < VECTORS; n++) _mm512_store_ps(sums + m * sums_row + n * LANES, held[m][n]);
+        for (int n = 0; n < VECTORS; n++) end(row + m, n, held[m][n]);
 }
 
-constexpr decltype(&add_products<1>) TILES[TILE + 1] = {
-    nullptr,         add_products<1>, add_products<2>, add_products<3>, add_products<4>,
-    add_products<5>, add_products<6>, add_products<7>, add_products<8>};
+template <class End>
+constexpr decltype(&add_products<1, End>) TILES[TILE + 1] = {
+    nullptr,              add_products<1, End>, add_products<2, End>, add_products<3, End>, add_products<4, End>,
+    add_products<5, End>, add_products<6, End>, add_products<7, End>, add_products<8, End>};
 
-// Rows of x by one panel: sums [rows, PANEL]. Prefetches the weights behind the panel.
-inline void sum_panel(const BFloat16* x, int64_t x_row, const BFloat16* weights, int64_t inputs, int64_t rows, float* sums,
-                      int64_t sums_row) {
+// Keeps sums in memory: an `End` of add_products.
+struct Keep {
+    float* sums;
+    int64_t row;
+
+    void operator()(int64_t m, int64_t n, __m512 sum) const { _mm512_store_ps(sums + m * row + n * LANES, sum); }
+};
+
+// Rows of x by one panel; `sums` [rows, PANEL] holds them between parts of the inputs, and `end` gets the last ones.
+// Prefetches the weights behind the panel.
+template <class End>
+inline void sum_panel(const BFloat16* x, int64_t x_row, const BFloat16* weights, int64_t inputs, int64_t rows, const Keep& sums,
+                      const End& end) {
     const int64_t tiles = (rows + TILE - 1) / TILE;
     for (int64_t begin = 0; begin < inputs; begin += DEPTH) {
         const int64_t depth = std::min(DEPTH, inputs - begin), lines = DEPTH * PANEL * 2 / 64;
@@ -75,8 +88,15 @@ inline void sum_panel(const BFloat16* x, int64_t x_row, const BFloat16* weights,
         for (int64_t t = 0; t < tiles; t++) {
             const int64_t from = t * rows / tiles, to = (t + 1) * rows / tiles;
             const int64_t fetched = t * lines / tiles, upto = (t + 1) * lines / tiles;
-            TILES[to - from](x + from * x_row + begin, x_row, here, depth / 2, sums + from * sums_row, sums_row,
-                             begin == 0, (const char*)(here + depth * PANEL) + fetched * 64, upto - fetched);
+            auto run = [&](const auto& then) {
+                TILES<std::decay_t<decltype(then)>>[to - from](
+                    x + from * x_row + begin, x_row, here, depth / 2, begin ? sums.sums + from * sums.row : nullptr, sums.row,
+                    (const char*)(here + depth * PANEL) + fetched * 64, upto - fetched, then, from);
+            };
+            if (begin + depth < inputs)
+                run(sums);
+            else
+                run(end);
         }
     }
 }
@@ -90,21 +110,27 @@ struct Product {
     bool relu;
 };
 
+// Writes the outputs of rows from `first` on, of the panel that begins at output `at`: an `End` of add_products.
+struct Write {
+    const Product& p;
+    int64_t first, at;
+
+    void operator()(int64_t m, int64_t n, __m512 y) const {
+        const int64_t output = at + n * LANES, place = (first + m) * p.outputs + output, left = p.outputs - output;
+        if (left <= 0) return;
+        const __mmask16 mask = first_lanes(left);
+        if (p.bias) y = _mm512_add_ps(y, widen(_mm256_maskz_loadu_epi16(mask, p.bias + output)));
+        if (p.relu) y = _mm512_max_ps(_mm512_setzero_ps(), y);  // with the operands in this order NaN stays NaN
+        if (p.residual) y = _mm512_add_ps(y, widen(_mm256_maskz_loadu_epi16(mask, p.residual + place)));
+        _mm256_mask_storeu_epi16(p.out + place, mask, (__m256i)_mm512_cvtneps_pbh(y));
+    }
+};
+
 // Rows first ... last - 1, at most MOST_ROWS, of the outputs of one panel.
 inline void multiply_panel(const Product& p, int64_t panel, int64_t first, int64_t last) {
     alignas(64) float sums[MOST_ROWS * PANEL];
-    sum_panel(p.x + first * p.inputs, p.inputs, p.weight + panel * PANEL * p.inputs, p.inputs, last - first, sums, PANEL);
-    for (int64_t at = panel * PANEL, n = 0; n < VECTORS && at < p.outputs; n++, at += LANES) {
-        const __mmask16 mask = first_lanes(p.outputs - at);
-        const __m512 bias = p.bias ? widen(_mm256_maskz_loadu_epi16(mask, p.bias + at)) : _mm512_setzero_ps();
-        for (int64_t row = first; row < last; row++) {
-            const int64_t place = row * p.outputs + at;
-            __m512 y = _mm512_add_ps(_mm512_load_ps(sums + (row - first) * PANEL + n * LANES), bias);
-            if (p.relu) y = _mm512_max_ps(_mm512_setzero_ps(), y);  // with the operands in this order NaN stays NaN
-            if (p.residual) y = _mm512_add_ps(y, widen(_mm256_maskz_loadu_epi16(mask, p.residual + place)));
-            _mm256_mask_storeu_epi16(p.out + place, mask, (__m256i)_mm512_cvtneps_pbh(y));
-        }
-    }
+    sum_panel(p.x + first * p.inputs, p.inputs, p.weight + panel * PANEL * p.inputs, p.inputs, last - first,
+              Keep{sums, PANEL}, Write{p, first, panel * PANEL});
 }
 
 // All rows, divided among the threads of the calling parallel region.

@@ -121,7 +121,11 @@ inline void attend_prompts(const PromptAttention& a) {
             for (int64_t begin = begin_at; begin < tokens; begin += parts * QUERIES) {
                 const int64_t end = std::min(begin + QUERIES, tokens), held = end - begin;
                 auto score = [&](const BFloat16* panel, int64_t at) {
-                    sum_panel(query + begin * a.query_token, a.query_token, panel, a.size, held, scores + at, width);
+                    const Keep kept{scores + at, width};
+                    sum_panel(query + begin * a.query_token, a.query_token, panel, a.size, held, kept, kept);
+                };
+                auto mean = [&](const BFloat16* by, const BFloat16* panel, int64_t keys, float* to) {
+                    sum_panel(by, width, panel, keys, held, Keep{to, size}, Keep{to, size});
                 };
                 for (int64_t key = 0; key < before; key += PANEL) score(keys_before + key * a.size, key);
                 for (int64_t key = 0; key < end; key += PANEL) score(keys + key * a.size, before + key);
@@ -131,16 +135,15 @@ inline void attend_prompts(const PromptAttention& a) {
                                              before + rounded_up(end, 2), a.scale);
                 }
                 for (int64_t d = 0; d < a.size; d += PANEL) {
-                    sum_panel(weights + before, width, values + d * even, rounded_up(end, 2), held, sums + d, size);
-                    if (before)
-                        sum_panel(weights, width, values_before + d * before, before, held, sums_before + d, size);
+                    mean(weights + before, values + d * even, rounded_up(end, 2), sums + d);
+                    if (before) mean(weights, values_before + d * before, before, sums_before + d);
                 }
                 for (int64_t m = 0; m < held; m++)
                     for (int64_t d = 0; d < a.size; d += LANES) {
                         __m512 sum = _mm512_load_ps(sums + m * size + d);
                         if (before) sum = _mm512_add_ps(sum, _mm512_load_ps(sums_before + m * size + d));
-                        const __m256i mean = (__m256i)_mm512_cvtneps_pbh(_mm512_div_ps(sum, _mm512_set1_ps(totals[m])));
-                        _mm256_mask_storeu_epi16(out + (begin + m) * out_token + d, first_lanes(a.size - d), mean);
+                        const __m256i quotient = (__m256i)_mm512_cvtneps_pbh(_mm512_div_ps(sum, _mm512_set1_ps(totals[m])));
+                        _mm256_mask_storeu_epi16(out + (begin + m) * out_token + d, first_lanes(a.size - d), quotient);
                     }
             }
         }
