@@ -328,8 +328,7 @@ class Engine:
         began = time.perf_counter()
         ended = self.retire()
         if self.rows:
-            self._sort_by_depth()
-            depths = input_depths(self.rows)
+            depths = self._sort_by_depth()
             hidden = self._run_layers(rows_per_layer(depths, self.schedule), last)
             samplings = [row.sampling for row in self.rows]
             record(self.rows, sample_behind(self.decoder, hidden, samplings, logprobs=self.cumulative_logprob))
@@ -370,11 +369,14 @@ class Engine:
         self.stats.generated_tokens += sum(len(row.tokens) for row in left)
         return left
 
-    def _sort_by_depth(self) -> None:
-        """Move rows, where a row of another speed has fallen below one that lies before it."""
-        order = depth_order(self.rows)
-        if order is not None:
-            self._arrange(order)
+    def _sort_by_depth(self) -> list[int]:
+        """Move rows, where a row of another speed has fallen below one that lies before it; depths of their inputs."""
+        depths = input_depths(self.rows)
+        order = depth_order(depths)
+        if order is None:
+            return depths
+        self._arrange(order)
+        return [depths[row] for row in order]
 
     def _arrange(self, order: Sequence[int]) -> None:
         """Give the rows, and their keys and values, a new order, as old row numbers."""

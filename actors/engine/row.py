@@ -132,35 +132,35 @@ def record(rows: Sequence[Row], sampled: Drawn) -> None:
         row.position += 1
         if row.finish is not None:  # ended, and not yet retired
             continue
-        row.tokens.append(sampled.tokens[index])
-        row.sampling.add(sampled.tokens[index])
+        token, sampling = sampled.tokens[index], row.sampling
+        row.tokens.append(token)
+        sampling.add(token)
         row.logprob += sampled.logprobs[index]
         if index in sampled.top:
             row.logprobs.append(sampled.top[index])
-        if row.sampling.allowed is not None and row.sampling.allowed.scored:
+        if sampling.allowed is not None and sampling.allowed.scored:
             row.choice_logprob += sampled.choice_logprobs[index]
         row.finish = row.advance()
 
 
 def input_depths(rows: Sequence[Row]) -> list[int]:
-    """Depth of each row's next input; rows lie in `depth_order`, so it never falls along them."""
-    depths = [row.schedule.depth(row.position) for row in rows]
-    assert depths == sorted(depths), "rows must lie in the order of their depth"
-    return depths
+    """Depth of each row's next input."""
+    return [row.schedule.depth(row.position) for row in rows]
 
 
-def depth_order(rows: Sequence[Row]) -> list[int] | None:
-    """The rows' numbers by rising depth of their next input; None if they lie so. Equal depths keep their order.
+def depth_order(depths: list[int]) -> list[int] | None:
+    """The numbers of rows by their rising depths; None if they lie so. Equal depths keep their order.
 
     Rows of one schedule that lie oldest first need no new order.
     """
-    depths = [row.schedule.depth(row.position) for row in rows]
-    order = sorted(range(len(rows)), key=depths.__getitem__)
-    return None if order == list(range(len(rows))) else order
+    if depths == sorted(depths):
+        return None
+    return sorted(range(len(depths)), key=depths.__getitem__)
 
 
-def rows_per_layer(depths: Sequence[int], schedule: Schedule) -> list[int]:
-    """How many of the youngest rows each layer runs for, from the depths of `input_depths`."""
+def rows_per_layer(depths: list[int], schedule: Schedule) -> list[int]:
+    """How many of the youngest rows each layer runs for, from the depths of `input_depths`, which never fall."""
+    assert depths == sorted(depths), "rows must lie in the order of their depth"
     return [len(depths) - bisect_right(depths, rank) for rank in schedule.ranks]
 
 

@@ -29,6 +29,11 @@ void attend_head(const Head<T>& head, const T* next_keys, int64_t next_count, in
     float* scores = (float*)(sums + group * PAIRS);          // [group, blocks * 16]
     float* totals = scores + group * blocks * LANES;         // [group]
     auto read = [&](const T* x, int p) { return p < whole ? load_pair(x + p * PAIR) : load_some(x + p * PAIR, tail); };
+    auto prefetch_slots = [](const T* from, int64_t slot) {  // 16, some of which may lie behind the last one
+#pragma GCC unroll 16
+        for (int64_t k = 0; k < LANES; k++)
+            for (int64_t at = 0; at < PAIRS * PAIR; at += 64 / int64_t(sizeof(T))) __builtin_prefetch(from + k * slot + at, 0, 2);
+    };
     for (int64_t g = 0; g < group; g++)
         for (int p = 0; p < PAIRS; p++) {
             queries[g * PAIRS + p] = p < whole ? load_factor(head.query + g * size + p * PAIR)
@@ -37,42 +42,35 @@ void attend_head(const Head<T>& head, const T* next_keys, int64_t next_count, in
         }
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t begin = head.first + block * LANES, held = std::min(LANES, head.last - begin);
-        prefetch(head.values + begin * value_slot, held * size * sizeof(T));
+        prefetch_slots(head.values + begin * value_slot, value_slot);
         for (int64_t g = 0; g < group; g++) {
             Floats dots[LANES];
-#pragma GCC unroll 16
-            for (int64_t k = 0; k < LANES; k++) {
-                const T* key = head.keys + (begin + std::min(k, held - 1)) * key_slot;
+            auto multiply = [&](int64_t k, const T* key) {
                 Floats dot = {};
                 for (int p = 0; p < PAIRS; p++)
                     dot = add_product(dot, queries[g * PAIRS + p],
                                       p < whole ? load_factor(key + p * PAIR) : load_some_factor(key + p * PAIR, tail));
                 dots[k] = dot;
+            };
+            const T* key = head.keys + begin * key_slot;
+            if (held == LANES) {
+#pragma GCC unroll 16
+                for (int64_t k = 0; k < LANES; k++) multiply(k, key + k * key_slot);
+            } else {
+                for (int64_t k = 0; k < LANES; k++) multiply(k, key + std::min(k, held - 1) * key_slot);
             }
-            // a tree of sums; its last vector holds the 16 dot products in their order
-            for (int i = 0; i < 8; i++) dots[i] = sums_of_neighbours(dots[2 * i], dots[2 * i + 1]);
-            for (int i = 0; i < 4; i++) dots[i] = sums_of_neighbours(dots[2 * i], dots[2 * i + 1]);
-            for (int i = 0; i < 2; i++) dots[i] = sums_of_neighbours(dots[2 * i], dots[2 * i + 1]);
-            dots[0] = sums_of_neighbours(dots[0], dots[1]);
-            std::memcpy(scores + (g * blocks + block) * LANES, dots, sizeof dots[0]);
+            const Floats sum = sums_of(dots);
+            std::memcpy(scores + (g * blocks + block) * LANES, &sum, sizeof sum);
         }
     }
     for (int64_t g = 0; g < group; g++) {
         float* s = scores + g * blocks * LANES;
         std::fill(s + count, s + blocks * LANES, -INFINITY);  // whole vectors from here on
-        const float most = highest(s, blocks);
-        float total = 0;
-#pragma omp simd reduction(+ : total)
-        for (int64_t k = 0; k < blocks * LANES; k++) {
-            s[k] = exponential((s[k] - most) * scale);
-            total += s[k];
-        }
-        totals[g] = total;
+        totals[g] = exponentials(s, blocks, scale);
     }
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t begin = head.first + block * LANES, held = std::min(LANES, head.last - begin);
-        if (block * LANES < next_count)
-            prefetch(next_keys + block * LANES * key_slot, std::min(LANES, next_count - block * LANES) * size * sizeof(T));
+        if (block * LANES < next_count) prefetch_slots(next_keys + block * LANES * key_slot, key_slot);
         for (int64_t g = 0; g < group; g++) {
             const float* weights = scores + (g * blocks + block) * LANES;
             Pair sum[CHAINS][PAIRS] = {};

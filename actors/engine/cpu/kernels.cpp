@@ -96,7 +96,7 @@ extern "C" int64_t step_workspace_bfloat16(const Layer* layer, int64_t rows) {
 }
 
 extern "C" int64_t prompts_workspace_bfloat16(const Layer* layer, const Prompts* prompts) {
-    return Workspace(*layer, most_together(*prompts), nullptr).numbers;
+    return numbers_for(*layer, Groups(*prompts));
 }
 
 extern "C" bool layers_step_bfloat16(const Layer* layers, const Buffers* buffers, const int64_t* counts,

@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include <vector>
+
 #include "attention.h"
 #include "products.h"
 #include "prompt_attention.h"
@@ -59,7 +61,8 @@ struct Prompts {
     int64_t rotary, prompts, rows, buffer_row, buffer_head;
 };
 
-constexpr int64_t TOKENS = 1024;  // run together where prompts allow: intermediate results stay in the CPU caches
+constexpr int64_t TOKENS = 256;  // run together where prompts allow: intermediate results stay in the second cache
+constexpr int64_t FEWEST = 64;   // of a thread's own, which reads all weights for them
 
 // Intermediate results between products, in memory that the caller keeps.
 struct Workspace {
@@ -208,41 +211,68 @@ bool run_steps(const Layer* layers, const Buffers* buffers, const int64_t* count
     return true;
 }
 
-// The end of the prompts that are run together from `first` on: up to TOKENS tokens, or one longer prompt.
-inline int64_t end_of(const Prompts& p, int64_t first) {
-    int64_t last = first + 1;
-    while (last < p.prompts && p.starts[last + 1] - p.starts[first] <= TOKENS) last++;
-    return last;
+// Prompts that are run together: group g is prompts firsts[g] ... firsts[g + 1] - 1.
+struct Groups {
+    std::vector<int64_t> firsts;
+    int64_t most = 0;     // tokens of a group
+    int64_t threads = 1;  // groups that are run at once, each by one thread; 1: all threads run each group
+
+    // About TOKENS tokens a group, or one longer prompt, equally many to each thread where no prompt is too long.
+    explicit Groups(const Prompts& p) : firsts{0} {
+        const int64_t all = p.starts[p.prompts], available = omp_get_max_threads();
+        const int64_t rounds = std::max<int64_t>(1, (all / available + TOKENS / 2) / TOKENS), count = rounds * available;
+        for (int64_t prompt = 1; prompt < p.prompts; prompt++) {
+            const int64_t middle = (p.starts[prompt] + p.starts[prompt + 1]) / 2;
+            if (middle * count >= int64_t(firsts.size()) * all) firsts.push_back(prompt);
+        }
+        firsts.push_back(p.prompts);
+        for (size_t g = 0; g + 1 < firsts.size(); g++) most = std::max(most, p.starts[firsts[g + 1]] - p.starts[firsts[g]]);
+        if (all >= FEWEST * available && most * count <= all + all / 8) threads = available;
+    }
+};
+
+// Numbers of the workspace of all groups that are run at once.
+inline int64_t numbers_for(const Layer& l, const Groups& g) {
+    return g.threads * rounded_up(Workspace(l, g.most, nullptr).numbers, 2 * LANES);
 }
 
-// Most tokens of prompts that are run together.
-inline int64_t most_together(const Prompts& p) {
-    int64_t most = 0;
-    for (int64_t first = 0; first < p.prompts; first = end_of(p, first))
-        most = std::max(most, p.starts[end_of(p, first)] - p.starts[first]);
-    return most;
+// A layer over prompts first ... last - 1, by all threads of the calling parallel region.
+inline void run_group(const Layer& l, const Prompts& p, const Workspace& w, int64_t first, int64_t last) {
+    BFloat16 *keys = w.qkv + w.queries, *values = keys + l.heads * l.size;
+    const int64_t start = p.starts[first], tokens = p.starts[last] - start;
+    BFloat16* hidden = p.hidden + start * l.hidden;
+    project(l, w, hidden, tokens);
+    if (l.rope)
+        rotate(w.qkv, p.cosines + start * p.rotary, p.sines + start * p.rotary, tokens, l.heads * (l.group + 1), l.size,
+               p.rotary, w.states);
+    if (p.keys) {
+        fill(keys, p.keys, p.starts, p.places, p.sources, first, last, p.rows, l.heads, l.size, w.states, p.buffer_row,
+             p.buffer_head);
+        fill(values, p.values, p.starts, p.places, p.sources, first, last, p.rows, l.heads, l.size, w.states, p.buffer_row,
+             p.buffer_head);
+    }
+    attend_prompts({w.qkv, keys, values, p.starts + first, w.attended, last - first, l.heads, l.group, l.size, w.states,
+                    w.states, w.states, l.scale, p.prefix});
+    finish(l, w, hidden, tokens);
 }
 
 void run_prompts(const Layer& l, const Prompts& p) {
-    const Workspace w(l, most_together(p), p.workspace);
-    BFloat16 *keys = w.qkv + w.queries, *values = keys + l.heads * l.size;
+    const Groups groups(p);
+    const int64_t count = groups.firsts.size() - 1, numbers = numbers_for(l, groups) / groups.threads;
+    if (groups.threads == 1) {
+        const Workspace w(l, groups.most, p.workspace);
 #pragma omp parallel
-    for (int64_t first = 0; first < p.prompts; first = end_of(p, first)) {
-        const int64_t last = end_of(p, first), start = p.starts[first], tokens = p.starts[last] - start;
-        BFloat16* hidden = p.hidden + start * l.hidden;
-        project(l, w, hidden, tokens);
-        if (l.rope)
-            rotate(w.qkv, p.cosines + start * p.rotary, p.sines + start * p.rotary, tokens, l.heads * (l.group + 1),
-                   l.size, p.rotary, w.states);
-        if (p.keys) {
-            fill(keys, p.keys, p.starts, p.places, p.sources, first, last, p.rows, l.heads, l.size, w.states, p.buffer_row,
-                 p.buffer_head);
-            fill(values, p.values, p.starts, p.places, p.sources, first, last, p.rows, l.heads, l.size, w.states, p.buffer_row,
-                 p.buffer_head);
+        for (int64_t g = 0; g < count; g++) run_group(l, p, w, groups.firsts[g], groups.firsts[g + 1]);
+        return;
+    }
+#pragma omp parallel
+    {
+        const Workspace w(l, groups.most, p.workspace + omp_get_thread_num() * numbers);
+#pragma omp for schedule(dynamic)
+        for (int64_t g = 0; g < count; g++) {
+#pragma omp parallel num_threads(1)
+            run_group(l, p, w, groups.firsts[g], groups.firsts[g + 1]);
         }
-        attend_prompts({w.qkv, keys, values, p.starts + first, w.attended, last - first, l.heads, l.group, l.size,
-                        w.states, w.states, w.states, l.scale, p.prefix});
-        finish(l, w, hidden, tokens);
     }
 }
 

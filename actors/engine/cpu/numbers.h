@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -74,6 +74,50 @@ inline float highest(const float* x, int64_t vectors) {
     return found;
 }
 
+#ifdef __AVX512F__
+inline __mmask16 first_lanes(int64_t n) { return n >= LANES ? 0xffff : (1 << n) - 1; }
+
+inline __m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+
+// `exponential` of 16 numbers, which compilers do not find.
+inline __m512 exponential(__m512 x) {
+    x = _mm512_min_ps(_mm512_set1_ps(88.0f), _mm512_max_ps(_mm512_set1_ps(-87.0f), x));  // NaN stays NaN
+    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT);
+    const __m512 near = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    const __m512 r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), near);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+    for (const float factor : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(factor));
+    p = _mm512_add_ps(_mm512_fmadd_ps(_mm512_mul_ps(p, r), r, r), _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(p, n);
+}
+#endif
+
+// x -> exp(scale (x - the highest of x)) of `vectors` (at least one) times 16 numbers; returns their sum.
+inline float exponentials(float* x, int64_t vectors, float scale) {
+#ifdef __AVX512F__
+    __m512 most = _mm512_loadu_ps(x), total = _mm512_setzero_ps();
+    for (int64_t i = 1; i < vectors; i++) most = _mm512_max_ps(most, _mm512_loadu_ps(x + i * LANES));
+    most = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+    for (int64_t i = 0; i < vectors; i++) {
+        const __m512 below = _mm512_sub_ps(_mm512_loadu_ps(x + i * LANES), most);
+        const __m512 y = exponential(_mm512_mul_ps(below, _mm512_set1_ps(scale)));
+        _mm512_storeu_ps(x + i * LANES, y);
+        total = _mm512_add_ps(total, y);
+    }
+    return _mm512_reduce_add_ps(total);
+#else
+    const float most = highest(x, vectors);
+    float total = 0;
+#pragma omp simd reduction(+ : total)
+    for (int64_t k = 0; k < vectors * LANES; k++) {
+        x[k] = exponential((x[k] - most) * scale);
+        total += x[k];
+    }
+    return total;
+#endif
+}
+
 // 32 numbers, in the same order for queries, keys and values: of bfloat16 the even ones, then the odd ones, which takes
 // one instruction each.
 struct Pair {
@@ -135,6 +179,27 @@ inline Factor<T> load_some_factor(const T* x, int64_t n) {
     return load_factor(padded);
 }
 
+// The sums of 16 vectors, in their order.
+#ifdef __AVX512F__
+inline Floats sums_of(const Floats* given) {
+    const __m512* x = (const __m512*)given;
+    __m512 fours[4], eights[2];  // sums of each four numbers of four vectors; of each eight of eight
+    for (int i = 0; i < 4; i++) {
+        __m512d twos[2];
+        for (int j = 0; j < 2; j++) {
+            const __m512 a = x[4 * i + 2 * j], b = x[4 * i + 2 * j + 1];
+            twos[j] = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+        }
+        fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(twos[0], twos[1])),
+                                 _mm512_castpd_ps(_mm512_unpackhi_pd(twos[0], twos[1])));
+    }
+    auto halves = [](__m512 a, __m512 b) {
+        return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    };
+    for (int i = 0; i < 2; i++) eights[i] = halves(fours[2 * i], fours[2 * i + 1]);
+    return (Floats)halves(eights[0], eights[1]);
+}
+#else
 inline Floats sums_of_neighbours(Floats x, Floats y) {
     const Places even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
 #ifdef __clang__
@@ -145,8 +210,13 @@ inline Floats sums_of_neighbours(Floats x, Floats y) {
 #endif
 }
 
-inline void prefetch(const void* from, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char*)from + at, 0, 2);
+inline Floats sums_of(const Floats* x) {
+    Floats sums[LANES];
+    std::memcpy(sums, x, sizeof sums);
+    for (int64_t count = LANES / 2; count; count /= 2)
+        for (int64_t i = 0; i < count; i++) sums[i] = sums_of_neighbours(sums[2 * i], sums[2 * i + 1]);
+    return sums[0];
 }
+#endif
 
 }  // namespace

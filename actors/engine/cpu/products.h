@@ -25,10 +25,6 @@ constexpr int64_t TILE = 8;             // rows held in registers: 8 x 3 sums, 3
 constexpr int64_t DEPTH = 384;          // numbers summed before the next rows: 48 x 384 weights fit the L1 cache
 constexpr int64_t MOST_ROWS = 64;       // that a panel is multiplied with in one pass
 
-inline __mmask16 first_lanes(int64_t n) { return n >= LANES ? 0xffff : (1 << n) - 1; }
-
-inline __m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
-
 // Adds `pairs` products of two to the sums [ROWS, PANEL], which begin at `before`, or at 0 where that is null, and gives
 // each row's to `end`. weights: [pairs, PANEL, 2]; they and `before` are aligned to 64 bytes. Prefetches `lines` cache
 // lines from `next` on.

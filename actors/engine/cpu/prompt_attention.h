@@ -67,19 +67,17 @@ inline void pack_prefix(const BFloat16* keys, const BFloat16* values, int64_t to
 
 // exp(scale (score - highest)) of the first `seen` scores as bfloat16, 0 up to `width`; returns their sum. Both arrays
 // are padded to whole vectors.
-inline float exponentials(float* scores, BFloat16* out, int64_t seen, int64_t width, float scale) {
+inline float weights_of(float* scores, BFloat16* out, int64_t seen, int64_t width, float scale) {
     const int64_t whole = rounded_up(seen, LANES);
-    std::fill(scores + seen, scores + whole, -INFINITY);
-    const float most = highest(scores, whole / LANES);
-    float total = 0;
-#pragma omp simd reduction(+ : total)
-    for (int64_t k = 0; k < whole; k++) {
-        scores[k] = exponential((scores[k] - most) * scale);
-        total += scores[k];
+    if (whole > seen) {
+        float* last = scores + whole - LANES;
+        _mm512_store_ps(last, _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), first_lanes(seen - (whole - LANES)), _mm512_load_ps(last)));
     }
-    std::fill(scores + seen, scores + rounded_up(width, LANES), 0.0f);
-    for (int64_t k = 0; k < width; k += LANES)
-        _mm256_storeu_epi16(out + k, (__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(scores + k)));
+    const float total = exponentials(scores, whole / LANES, scale);
+    for (int64_t k = 0; k < width; k += LANES) {
+        const __m512 y = k < whole ? _mm512_load_ps(scores + k) : _mm512_setzero_ps();
+        _mm256_storeu_si256((__m256i*)(out + k), (__m256i)_mm512_cvtneps_pbh(y));
+    }
     return total;
 }
 
@@ -130,9 +128,9 @@ inline void attend_prompts(const PromptAttention& a) {
                 for (int64_t key = 0; key < before; key += PANEL) score(keys_before + key * a.size, key);
                 for (int64_t key = 0; key < end; key += PANEL) score(keys + key * a.size, before + key);
                 for (int64_t m = 0; m < held; m++) {
-                    std::fill(scores + m * width + a.prefix.tokens, scores + m * width + before, -INFINITY);
-                    totals[m] = exponentials(scores + m * width, weights + m * width, before + begin + m + 1,
-                                             before + rounded_up(end, 2), a.scale);
+                    if (before) std::fill(scores + m * width + a.prefix.tokens, scores + m * width + before, -INFINITY);
+                    totals[m] = weights_of(scores + m * width, weights + m * width, before + begin + m + 1,
+                                            before + rounded_up(end, 2), a.scale);
                 }
                 for (int64_t d = 0; d < a.size; d += PANEL) {
                     mean(weights + before, values + d * even, rounded_up(end, 2), sums + d);

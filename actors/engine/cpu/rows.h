@@ -111,19 +111,32 @@ void add(const T* x, const T* y, T* out, int64_t count) {
     for (int64_t i = 0; i < count; i++) store(out + i, load(x[i]) + load(y[i]));
 }
 
+template <class T>
+inline void gate_row(const T* gates, const T* ups, T* to, int64_t size) {
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++) {
+        const float g = load(gates[i]);
+        store(to + i, g / (1 + exponential(-g)) * load(ups[i]));
+    }
+}
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+inline void gate_row(const BFloat16* gates, const BFloat16* ups, BFloat16* to, int64_t size) {
+    for (int64_t i = 0; i < size; i += LANES) {
+        const __mmask16 mask = first_lanes(size - i);
+        const __m512 g = widen(_mm256_maskz_loadu_epi16(mask, gates + i)), up = widen(_mm256_maskz_loadu_epi16(mask, ups + i));
+        const __m512 divisor = _mm512_add_ps(_mm512_set1_ps(1), exponential(_mm512_sub_ps(_mm512_setzero_ps(), g)));
+        const __m512 y = _mm512_mul_ps(_mm512_div_ps(g, divisor), up);
+        _mm256_mask_storeu_epi16(to + i, mask, (__m256i)_mm512_cvtneps_pbh(y));
+    }
+}
+#endif
+
 // silu(gate) * up; x holds [gate, up] of each row.
 template <class T>
 void gate(const T* x, T* out, int64_t rows, int64_t size) {
 #pragma omp for schedule(static)
-    for (int64_t row = 0; row < rows; row++) {
-        const T *gates = x + row * 2 * size, *ups = gates + size;
-        T* to = out + row * size;
-#pragma omp simd
-        for (int64_t i = 0; i < size; i++) {
-            const float g = load(gates[i]);
-            store(to + i, g / (1 + exponential(-g)) * load(ups[i]));
-        }
-    }
+    for (int64_t row = 0; row < rows; row++) gate_row(x + row * 2 * size, x + (row * 2 + 1) * size, out + row * size, size);
 }
 
 }  // namespace

@@ -47,6 +47,10 @@ class RowSampling:
         counts: Of the tokens so far; kept only for penalties.
         allowed: The only possible tokens; None for all. Not changed by sampling.
         barred: Tokens that are not possible.
+
+    Attributes:
+        penalized: Whether a penalty applies to earlier tokens.
+        packed: params and key, for the CPU's kernel.
     """
 
     params: SamplingParams
@@ -55,10 +59,13 @@ class RowSampling:
     counts: TokenCounts = field(default_factory=lambda: TokenCounts(()))
     allowed: AllowedTokens | None = None
     barred: Collection[int] = ()
-    packed: bytes = field(init=False, repr=False)  # params and key, for the CPU's kernel
+    penalized: bool = field(init=False)
+    packed: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.packed = packed(self.params, self.key)
+        params = self.params
+        self.penalized = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
+        self.packed = packed(params, self.key)
 
     @classmethod
     def begin(cls, params: SamplingParams, key: int, prompt_ids: Sequence[int]) -> RowSampling:
@@ -73,16 +80,12 @@ class RowSampling:
             self.counts.add(token)
 
     @property
-    def penalized(self) -> bool:
-        """Whether a penalty applies to earlier tokens."""
-        params = self.params
-        return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-
-    @property
     def is_argmax(self) -> bool:
         """Whether the next token is the argmax of the unchanged logits, without log-probabilities of others."""
-        bound = self.allowed is not None or self.barred or (self.penalized and self.counts.tokens)
-        return self.params.temperature == 0 and self.params.logprobs is None and not bound
+        params = self.params
+        if params.temperature != 0 or params.logprobs is not None or self.allowed is not None or self.barred:
+            return False
+        return not (self.penalized and self.counts.tokens)
 
     @property
     def needs_mask(self) -> bool:

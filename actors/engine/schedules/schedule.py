@@ -77,7 +77,8 @@ class Schedule:
 
     def depth(self, position: int) -> int:
         """d(t): layers run when generated token `position` is the input."""
-        return self.depths[min(position, len(self.depths) - 1)]
+        depths = self.depths
+        return depths[position] if position < len(depths) else depths[-1]  # no call: asked for each token
 
     def layers(self, position: int) -> tuple[int, ...]:
         """The layers run when generated token `position` is the input, lowest first."""
