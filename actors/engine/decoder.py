@@ -22,7 +22,8 @@ from actors.engine.checkpoint.layer_weights import LayerWeights, NormWeights
 from actors.engine.checkpoint.model_shape import ModelShape
 from actors.engine.cpu import attention, kernels, library, packing
 from actors.engine.cpu.choice import Choice, Products
-from actors.engine.cpu.layers import CpuLayer
+from actors.engine.cpu.greedy import GreedySteps
+from actors.engine.cpu.layers import CpuLayer, Norm
 from actors.engine.cpu.native_buffers import NativeBuffers
 from actors.engine.cpu.native_stack import NativeStack, can_stack
 from actors.engine.cpu.screen import Screen, can_screen
@@ -88,6 +89,9 @@ class Decoder:
         self.screens = True  # whether `likeliest` screens the head where it can
         self.screen: Screen | None = None  # made at its first use: a job that samples does without
         self._screened: Tensor | None = None  # the head's weight [V, E], where the CPU can screen it
+        self.joins_steps = True  # whether `greedy_steps` is used where it exists
+        self._last_norm: Norm | None = None  # the CPU's, in place of the library's
+        self._greedy_steps: GreedySteps | None = None  # made at their first use
         self._adds_masks = config._attn_implementation == "eager"
         self.device: torch.device = next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype
@@ -104,6 +108,28 @@ class Decoder:
         So where kernels run whole layers; the library's products round by the number of rows.
         """
         return self.joins_prompts
+
+    @property
+    def greedy_steps(self) -> GreedySteps | None:
+        """Steps of greedy rows in one native call, or None. The first call makes the head's screen."""
+        if self.stack is None or self._last_norm is None or self._screened is None:
+            return None
+        if not (self.joins_steps and self.screens):
+            return None
+        if self._greedy_steps is None:
+            embeddings = self.family.embeddings(self.model)
+            if embeddings is None:
+                return None
+            self.screen = self.screen or Screen(self._screened)
+            parts = embeddings, self._rotary_table, self._last_norm, self.screen
+            self._greedy_steps = GreedySteps(self.stack, *parts, self._decide, self.context_length)
+        return self._greedy_steps
+
+    def _rotary_table(self, positions: int) -> Rotary:
+        """Cosines and sines [positions, R] of the first positions; all layers of `cpu` and `gpu` have these."""
+        hidden = torch.empty(1, 1, 1, dtype=self.dtype, device=self.device)
+        table = self._rotary(hidden, torch.arange(positions, device=self.device)[None])[0]
+        return None if table is None else (table[0][0].contiguous(), table[1][0].contiguous())
 
     def native_buffers(self) -> NativeBuffers | None:
         """Kernels for one cache of this decoder; None: it runs without."""
@@ -130,7 +156,8 @@ class Decoder:
                 self._replace_layers(functools.partial(CpuLayer, int8=int8, kernel=kernel))
                 layers = [block for block in self.blocks if isinstance(block, CpuLayer)]
                 if all(map(can_stack, layers)):
-                    self.stack = NativeStack(layers)
+                    self.stack, last = NativeStack(layers), self.family.last_norm(self.model)
+                    self._last_norm = None if last is None else Norm(NormWeights.of(last))
         if int8 or packing.can_pack(self.dtype, self.device):
             for block in self.blocks:
                 packing.pack_linears(block, int8=int8, kernel=kernel)
@@ -203,11 +230,15 @@ class Decoder:
     def embed(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Sequence[Rotary]]:
         """ids, positions [B, S] -> hidden states [B, S, E] and each layer's rotary cosines and sines [B, S, R]."""
         hidden = self.family.embed(self.model, ids, positions)
+        return hidden, self._rotary(hidden, positions)
+
+    def _rotary(self, hidden: Tensor, positions: Tensor) -> Sequence[Rotary]:
+        """See `embed`; of `hidden` dtype and device count."""
         rotary = self.family.rotary(self.model, hidden, positions)
         if self._fast and rotary[0] is not None and rotary[0][0].dtype != hidden.dtype:
             # OLMo 2 has float32; the fast layers compute in one dtype
             rotary = [(rotary[0][0].to(hidden.dtype), rotary[0][1].to(hidden.dtype))] * self.num_layers
-        return hidden, rotary
+        return rotary
 
     def run_layer(
         self,
@@ -257,10 +288,18 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and vocabulary head over [N, E] -> [N, V], capped if the family does so."""
-        output: Tensor = self.head(self.family.finish(self.model, hidden))
+        output: Tensor = self.head(self._finish(hidden))
         if self.logit_cap is not None:
             output = torch.tanh(output / self.logit_cap) * self.logit_cap
         return output
+
+    def _finish(self, hidden: Tensor) -> Tensor:
+        """The head's input [N, E]."""
+        return self.family.finish(self.model, hidden) if self._last_norm is None else self._last_norm(hidden)
+
+    def _decide(self, finished: Tensor) -> Tensor:
+        """The likeliest tokens [N] by the whole head, whose input [N, E] is given."""
+        return argmax(self.head(finished))
 
     def likeliest(self, hidden: Tensor) -> list[int]:
         """Tokens of the highest of `logits` of [N, E], the first of equal ones; most of them are not computed where
@@ -269,11 +308,11 @@ class Decoder:
             tokens = argmax(self.logits(hidden))
         else:
             self.screen = self.screen or Screen(self._screened)
-            hidden = self.family.finish(self.model, hidden)
+            hidden = self._finish(hidden)
             tokens = self.screen(hidden)
             undecided = (tokens < 0).nonzero()[:, 0]
             if len(undecided):
-                tokens[undecided] = argmax(self.head(hidden[undecided]))
+                tokens[undecided] = self._decide(hidden[undecided])
         found: list[int] = tokens.tolist()
         return found
 

@@ -35,7 +35,8 @@ from actors.engine.row import (
     rows_per_layer,
     sample_rows,
 )
-from actors.engine.sampling.sampler import sample_behind
+from actors.engine.sampling.sampler import greedy, is_greedy, sample_behind
+from actors.engine.sampling.state import Drawn
 from actors.engine.schedules.schedule import Schedule
 from actors.engine.types import EngineStats, Request
 
@@ -329,24 +330,27 @@ class Engine:
         ended = self.retire()
         if self.rows:
             depths = self._sort_by_depth()
-            hidden = self._run_layers(rows_per_layer(depths, self.schedule), last)
-            samplings = [row.sampling for row in self.rows]
-            record(self.rows, sample_behind(self.decoder, hidden, samplings, logprobs=self.cumulative_logprob))
+            record(self.rows, self._sampled(rows_per_layer(depths, self.schedule), last))
             self._count_step(depths)
             ended += self.retire()
         self.stats.decode_seconds += time.perf_counter() - began
         return ended
 
-    def _run_layers(self, per_layer: Sequence[int], last: bool) -> torch.Tensor:
-        """Hidden states [B, E] behind the rows' last tokens; per_layer: how many youngest rows each layer runs for."""
+    def _sampled(self, per_layer: Sequence[int], last: bool) -> Drawn:
+        """The rows' next tokens; per_layer: how many youngest rows each layer runs for."""
         cache, decoder, rows = self.cache, self.decoder, self.rows
         assert cache is not None
         if last:
             cache.free(min(row.position for row in rows))
         positions = [len(row.request.prompt_ids) + row.position for row in rows]
         cache.begin_step(positions, decoder.device)
-        tokens = torch.tensor([row.tokens[-1] for row in rows]).to(decoder.device)
-        return decoder.step(tokens[:, None], torch.tensor(positions).to(decoder.device)[:, None], per_layer, cache)
+        tokens = [row.tokens[-1] for row in rows]
+        samplings = [row.sampling for row in rows]
+        if is_greedy(samplings, logprobs=self.cumulative_logprob) and (steps := decoder.greedy_steps) is not None:
+            return greedy(steps(tokens, per_layer, cache)[0])
+        ids, places = (torch.tensor(column).to(decoder.device)[:, None] for column in (tokens, positions))
+        hidden = decoder.step(ids, places, per_layer, cache)
+        return sample_behind(decoder, hidden, samplings, logprobs=self.cumulative_logprob)
 
     def _count_step(self, depths: Sequence[int]) -> None:
         """After the step: one that ran out of memory counts nothing."""

@@ -246,8 +246,10 @@ def test_bfloat16_answers_are_those_of_full_depth_on_the_same_kernels() -> None:
         rows = requests(12, seed=8, most_new=30) + requests(6, seed=8, sampled=True, most_new=30) + copying(6, seed=8)
         want = answer(Engine(decoder, FULL, STOP), rows)
         for max_rows, drafts, looked_up in ((1, HALF, (0,)), (7, HALF, (3, 0)), (24, None, (MOST_DRAFTS,))):
-            got = answer(exact(decoder, drafts, (4, 2), looked_up), rows, max_rows=max_rows)
-            assert [one.token_ids for one in got] == [one.token_ids for one in want]
+            for logprobs in (True, False):  # without, greedy rows draft and verify in one native call each
+                engine = exact(decoder, drafts, (4, 2), looked_up, cumulative_logprob=logprobs)
+                got = answer(engine, rows, max_rows=max_rows)
+                assert [one.token_ids for one in got] == [one.token_ids for one in want]
 
 
 @thoroughly

@@ -30,6 +30,7 @@ class Family:
         embed: (model, ids [B, S], positions [B, S]) -> hidden states [B, S, E].
         rotary: (model, hidden states, positions) -> for each layer cosines and sines [B, S, R], or None.
         finish: (model, hidden states [N, E]) -> input of the vocabulary head: the final norm.
+        last_norm: model -> the norm that is all of `finish`, of families with `weights`; None: it is more, or less.
         windows: config -> for each layer how many keys a token attends to, its own included; None is all.
         attention: the library's attention implementation that computes the family's attention.
         cache_argument: name of the cache argument of the library's layers.
@@ -49,6 +50,7 @@ class Family:
     unsupported: Callable[[PretrainedConfig], str | None] = lambda config: None
     embeddings: Callable[[Any], tuple[Tensor, Tensor | None] | None] = lambda model: None
     weights: Callable[[Any], LayerWeights] | None = None
+    last_norm: Callable[[Any], nn.Module | None] = lambda model: model.model.norm
 
 
 def _no_rotary(model: Any, hidden: Tensor, positions: Tensor) -> list[Rotary]:
@@ -104,6 +106,12 @@ def _opt_finish(model: Any, hidden: Tensor) -> Tensor:
     if decoder.project_out is not None:
         hidden = decoder.project_out(hidden)
     return hidden
+
+
+def _opt_last_norm(model: Any) -> nn.Module | None:
+    decoder = model.model.decoder
+    norm: nn.Module | None = decoder.final_layer_norm
+    return norm if decoder.project_out is None else None
 
 
 def _gpt2_embed(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
@@ -250,6 +258,7 @@ FAMILIES: dict[str, Family] = {
         embed=_opt_embed,
         embeddings=_opt_embeddings,
         weights=_opt_layer,
+        last_norm=_opt_last_norm,
         rotary=_no_rotary,
         finish=_opt_finish,
     ),

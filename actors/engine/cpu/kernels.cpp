@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "greedy.h"
 #include "layer.h"
 #include "products.h"
 #include "prompt_attention.h"
@@ -126,5 +127,11 @@ extern "C" void likeliest_bfloat16(const BFloat16* x, const BFloat16* weight, co
     for (int64_t row = 0; row < rows; row += MOST_ROWS)
         likeliest({x + row * inputs, weight, packed, norms, tokens + row, candidates + row,
                    std::min(MOST_ROWS, rows - row), inputs, outputs, most});
+}
+
+extern "C" bool greedy_steps_bfloat16(const Layer* layers, const Buffers* buffers, const int64_t* counts, const Step* step,
+                                      const Ends* ends, BFloat16* normed, int64_t* tokens, int64_t* candidates,
+                                      int64_t count, int64_t number) {
+    return run_greedy(layers, buffers, counts, count, *step, *ends, normed, tokens, candidates, number);
 }
 #endif

@@ -55,6 +55,7 @@ _MULTIPLYING: dict[str, tuple[int, int, int, Any]] = {  # only for bfloat16, on 
 _QUANTIZING: dict[str, tuple[int, int, int, Any]] = {  # on fewer still
     "multiply_int8": (5, 4, 0, None),
     "likeliest": (6, 4, 0, None),
+    "greedy_steps": (8, 2, 0, ctypes.c_bool),
 }
 
 

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from actors.engine.cpu import kernels
+from actors.engine.cpu import kernels, library
 from actors.engine.cpu.kernels import PackedPrefix
 from actors.engine.cpu.layers import CpuLayer
 from actors.engine.cpu.library import kernel
@@ -90,6 +90,8 @@ class NativeStack:
         self._packed: WeakKeyDictionary[SharedPrefix, dict[int, PackedPrefix]] = WeakKeyDictionary()
         self._run_step = kernel("layers_step", torch.bfloat16)
         self._run_prompts = kernel("layer_prompts", torch.bfloat16)
+        can_screen = library.quantizes(torch.bfloat16, torch.device("cpu"))
+        self._run_greedy = kernel("greedy_steps", torch.bfloat16) if can_screen else None
         self._step_workspace = kernel("step_workspace", torch.bfloat16)
         self._prompts_workspace = kernel("prompts_workspace", torch.bfloat16)
 
@@ -119,13 +121,8 @@ class NativeStack:
         """
         rows, step = len(hidden), self._step
         assert hidden.shape == (rows, 1, self._hidden) and hidden.is_contiguous() and hidden.dtype == torch.bfloat16
-        for one in (places, slots):
-            assert one.dtype == torch.int64 and one.shape == (rows,) and one.is_contiguous()
-        assert len(rows_per_layer) == len(self._held) == len(buffers.table) and max(rows_per_layer) <= rows
-        assert not torch.is_grad_enabled()
-        self._counts[:] = list(rows_per_layer)
-        step.hidden, step.places, step.slots = hidden.data_ptr(), places.data_ptr(), slots.data_ptr()
-        step.rows, step.width, step.shared = rows, width, shared
+        self._describe(rows, rows_per_layer, places, slots, width, buffers, shared)
+        step.hidden = hidden.data_ptr()
         tables = self._rotary(step, rotary, hidden)
         workspace = _workspace(self._step_workspace(ctypes.addressof(self._layers), rows))
         step.workspace = workspace.data_ptr()
@@ -134,6 +131,67 @@ class NativeStack:
         assert inside, "a place or a slot lies outside the buffers, or there are none"
         del tables  # alive until here: the structure holds addresses alone
         return hidden
+
+    def greedy_steps(
+        self,
+        ends: Any,
+        tokens: Sequence[int],
+        rows_per_layer: Sequence[int],
+        places: Tensor,
+        slots: Tensor,
+        width: int,
+        buffers: NativeBuffers,
+        *,
+        count: int = 1,
+        shared: bool = False,
+    ) -> tuple[list[list[int]], Sequence[int], Tensor]:
+        """Steps of every row, each token the likeliest one behind the last; bit by bit those of `step`.
+
+        Args:
+            ends: `Ends` of greedy.h, with all positions up to the last slot's, but those behind the model's context.
+            tokens: [B], the first step's input.
+            rows_per_layer, places, buffers, shared: see `step`.
+            slots, width: of the first step. Slots are positions.
+            count: of steps.
+
+        Returns:
+            Tokens [count][B], -1 where the head's screen decides nothing; a step behind such a token is of no use. Of
+            the last step [B] how many logits were computed, and the hidden states [B, E] behind the norm.
+        """
+        rows, step = len(tokens), self._step
+        self._describe(rows, rows_per_layer, places, slots, width, buffers, shared)
+        workspace = _workspace(self._step_workspace(ctypes.addressof(self._layers), rows))
+        step.workspace = workspace.data_ptr()
+        normed = torch.empty(rows, self._hidden, dtype=torch.bfloat16)
+        found = (ctypes.c_int64 * ((count + 1) * rows))(*tokens)
+        candidates = (ctypes.c_int64 * rows)()
+        parts = self._layers, buffers.table, self._counts, step, ends
+        addresses = [ctypes.addressof(part) for part in parts]
+        addresses += normed.data_ptr(), ctypes.addressof(found), ctypes.addressof(candidates)
+        assert self._run_greedy is not None, "no kernel screens a head"
+        inside = self._run_greedy(*addresses, len(self._held), count)
+        assert inside, "a token, a place or a slot lies outside the tables and buffers, or there are none"
+        return [found[first : first + rows] for first in range(rows, len(found), rows)], candidates[:], normed
+
+    def _describe(
+        self,
+        rows: int,
+        rows_per_layer: Sequence[int],
+        places: Tensor,
+        slots: Tensor,
+        width: int,
+        buffers: NativeBuffers,
+        shared: bool,
+    ) -> None:
+        """Write what both kinds of steps share; arguments as in `step`."""
+        for one in (places, slots):
+            assert one.dtype == torch.int64 and one.shape == (rows,) and one.is_contiguous()
+        assert len(rows_per_layer) == len(self._held) == len(buffers.table) and max(rows_per_layer) <= rows
+        assert not torch.is_grad_enabled()
+        self._counts[:] = list(rows_per_layer)
+        step = self._step
+        step.places, step.slots = places.data_ptr(), slots.data_ptr()
+        step.rows, step.width, step.shared = rows, width, shared
 
     def prompts(
         self,

@@ -7,6 +7,8 @@ Shapes: N rows, V vocabulary size, E hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,9 @@ class Screen:
     """Hidden states -> their likeliest tokens.
 
     Attributes:
+        outputs: V.
+        most: candidates of a row that is decided.
+        addresses: of the weight, its packed panels and their norms, for the kernel.
         rows: that were screened since the start.
         candidates: logits that were computed for them.
         undecided: rows that need the whole head.
@@ -32,6 +37,8 @@ class Screen:
         self._weight = weight.detach()
         packed, norms = zip(*map(_bounded, self._weight.split(PANEL * PANELS_AT_ONCE)), strict=True)
         self._packed, self._norms = torch.cat(packed), torch.cat(norms)
+        self.outputs, self.most = len(self._weight), len(self._weight) // UNDECIDED
+        self.addresses = self._weight.data_ptr(), self._packed.data_ptr(), self._norms.data_ptr()
         self.rows = self.candidates = self.undecided = 0
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -40,14 +47,16 @@ class Screen:
         rows, size = hidden.shape
         assert hidden.dtype == torch.bfloat16 and size == self._weight.shape[1]
         tokens, candidates = (torch.empty(rows, dtype=torch.int64) for _ in range(2))
-        library.kernel("likeliest", hidden.dtype)(
-            *(part.data_ptr() for part in (hidden, self._weight, self._packed, self._norms, tokens, candidates)),
-            *(rows, size, len(self._weight), len(self._weight) // UNDECIDED),
-        )
-        self.rows += rows
-        self.candidates += int(candidates.sum())
-        self.undecided += int((tokens < 0).sum())
+        addresses = hidden.data_ptr(), *self.addresses, tokens.data_ptr(), candidates.data_ptr()
+        library.kernel("likeliest", hidden.dtype)(*addresses, rows, size, self.outputs, self.most)
+        self.count(tokens.tolist(), candidates.tolist())
         return tokens
+
+    def count(self, tokens: Sequence[int], candidates: Sequence[int]) -> None:
+        """Count screened rows; both [N], as the kernel has returned them."""
+        self.rows += len(tokens)
+        self.candidates += sum(candidates)
+        self.undecided += sum(token < 0 for token in tokens)
 
 
 def _bounded(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,10 +15,10 @@ Which rows draft how many, and how, is `draft_length`'s choice; where nothing pa
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -67,6 +67,15 @@ class _Drafts:
     looked_up: bool = False
     accepted: int = 0
     judged: int = 0
+
+    def goes_on(self, row: Row, number: int) -> bool:
+        """Judge draft `number` by the row's last token; whether the token behind it counts."""
+        if number == len(self.tokens):
+            return False
+        self.judged += 1
+        right = row.tokens[-1] == self.tokens[number]
+        self.accepted += right
+        return right and row.finish is None
 
 
 class ExactEngine(Engine):
@@ -218,7 +227,7 @@ class ExactEngine(Engine):
             return []
         done.draft_seconds = time.perf_counter() - began
         before = [len(row.tokens) for row in rows]
-        self._accept(drafts, self._verify([one.tokens for one in drafts]))
+        self._accept(drafts)
         stats.decode_seconds += (seconds := time.perf_counter() - began)
         done.verify_seconds = seconds - done.draft_seconds
         for row, one, length in zip(rows, drafts, before, strict=True):
@@ -237,32 +246,32 @@ class ExactEngine(Engine):
         self.length.drafted(done)
         return self.retire()
 
-    def _accept(self, drafts: Sequence[_Drafts], hidden: Tensor) -> None:
-        """Sample from the hidden states [N, E] of `_verify`, and keep each row's tokens up to the first other one."""
-        rows, starts = self.rows, list(accumulate((len(one.tokens) + 1 for one in drafts), initial=0))
-        tokens, logits = None, hidden
+    def _accept(self, drafts: Sequence[_Drafts]) -> None:
+        """Verify the drafts, and keep each row's tokens up to the first that full depth samples otherwise."""
+        rows, starts = self.rows, list(itertools.accumulate((len(one.tokens) + 1 for one in drafts), initial=0))
+        tokens = [one.tokens for one in drafts]
         if not self.cumulative_logprob and all(row.sampling.is_argmax and not row.sampling.penalized for row in rows):
-            tokens = self.decoder.likeliest(hidden)
-        else:
-            logits = self.decoder.logits(hidden)
+            return self._accept_likeliest(drafts, self._likeliest(tokens), starts)
+        logits = self.decoder.logits(self._verify(tokens))
         running, number = list(range(len(rows))), 0
         while running:
             some, places = [rows[index] for index in running], [starts[index] + number for index in running]
-            if tokens is not None:
-                record(some, greedy([tokens[place] for place in places]))
-            else:
-                sample_rows(some, logits[self._ids(places)], logprobs=self.cumulative_logprob)
+            sample_rows(some, logits[self._ids(places)], logprobs=self.cumulative_logprob)
             self._count_step([self.schedule.num_layers] * len(running))
-            going = []
-            for index in running:
-                one, row = drafts[index], rows[index]
-                if number < len(one.tokens):
-                    one.judged += 1
-                    if row.tokens[-1] == one.tokens[number]:
-                        one.accepted += 1
-                        if row.finish is None:
-                            going.append(index)
-            running, number = going, number + 1
+            running = [index for index in running if drafts[index].goes_on(rows[index], number)]
+            number += 1
+
+    def _accept_likeliest(self, drafts: Sequence[_Drafts], likeliest: Sequence[int], starts: Sequence[int]) -> None:
+        """`_accept` for rows whose tokens are the likeliest ones; those of row i begin at starts[i]."""
+        steps = 0
+        for row, one, start in zip(self.rows, drafts, starts, strict=False):
+            number = 0
+            record([row], greedy([likeliest[start]]))
+            while one.goes_on(row, number):
+                number += 1
+                record([row], greedy([likeliest[start + number]]))
+            steps += number + 1
+        self._count_step([self.schedule.num_layers] * steps)
 
     def _draft(self, drafter: Drafter, drafting: Sequence[int], count: int) -> list[list[int]]:
         """The next `count` tokens of these rows by the drafter's layers."""
@@ -271,14 +280,20 @@ class ExactEngine(Engine):
         rows = [self.rows[index] for index in members]
         positions = [_position(row) for row in rows]
         per_layer = [len(rows) * (layer in self._runs) for layer in range(self.decoder.num_layers)]
-        columns = [[row.tokens[-1] for row in rows]]
-        for number in range(count):
-            places = [position + number for position in positions]
-            hidden = self._step(drafter.decoder, columns[-1], places, per_layer, members)
-            guesses = [self._guess(row, number) for row in rows]
-            columns.append(sample_behind(drafter.decoder, hidden, guesses, logprobs=False).tokens)
-        found = dict(zip(members, map(list, zip(*columns[1:], strict=True)), strict=True))
-        return [found[index] for index in drafting]
+        columns, decoder = [[row.tokens[-1] for row in rows]], drafter.decoder
+        is_greedy = all(row.sampling.params.temperature == 0 for row in rows)
+        if is_greedy and (steps := decoder.greedy_steps) is not None:
+            assert self.cache is not None
+            self.cache.begin_step(positions, decoder.device, members)
+            columns += steps(columns[0], per_layer, self.cache, count=count)
+        else:
+            for number in range(count):
+                places = [position + number for position in positions]
+                hidden = self._step(decoder, columns[-1], places, per_layer, members)
+                guesses = [self._guess(row, number) for row in rows]
+                columns.append(sample_behind(decoder, hidden, guesses, logprobs=False).tokens)
+        found = dict(zip(members, zip(*columns[1:], strict=True), strict=True))
+        return [[max(token, 0) for token in found[index]] for index in drafting]  # not decided: any draft will do
 
     def _step(
         self,
@@ -300,22 +315,38 @@ class ExactEngine(Engine):
         Without kernels that run all layers these are single steps: other kernels would round otherwise.
         """
         assert self.cache is not None
-        everyone = range(len(self.rows))
-        counts = [len(tokens) + 1 for tokens in drafts]
-        of_rows = [[row.tokens[-1], *tokens] for row, tokens in zip(self.rows, drafts, strict=True)]
-        places = [_position(row) for row in self.rows]
         if self.decoder.stack is None:
+            everyone, counts = range(len(self.rows)), [len(tokens) + 1 for tokens in drafts]
+            of_rows = [[row.tokens[-1], *tokens] for row, tokens in zip(self.rows, drafts, strict=True)]
             per_layer, steps = [len(self.rows)] * self.decoder.num_layers, []
             for number in range(max(counts)):
                 column = [tokens[min(number, len(tokens) - 1)] for tokens in of_rows]  # rows with fewer: a token unread
-                positions = [place + number for place in places]
-                steps.append(self._step(self.decoder, column, positions, per_layer, everyone))
+                places = [_position(row) + number for row in self.rows]
+                steps.append(self._step(self.decoder, column, places, per_layer, everyone))
             return torch.cat([torch.stack(steps, dim=1)[index, : counts[index]] for index in everyone])
-        owners = [index for index in everyone for _ in range(counts[index])]
-        positions = [places[index] + number for index in everyone for number in range(counts[index])]
+        ids, positions = self._announced(drafts)
+        return self.decoder.steps(self._ids(ids)[:, None], self._places(positions)[:, None], self.cache)
+
+    def _likeliest(self, drafts: Sequence[Sequence[int]]) -> list[int]:
+        """The likeliest tokens [N] by the logits of `_verify`."""
+        assert self.cache is not None
+        steps = self.decoder.greedy_steps
+        if steps is None:
+            return self.decoder.likeliest(self._verify(drafts))
+        ids, _ = self._announced(drafts)
+        return steps(ids, [len(ids)] * self.decoder.num_layers, self.cache, shared=True)[0]
+
+    def _announced(self, drafts: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+        """Announce the pass of `_verify` to the cache; its tokens and their positions."""
+        assert self.cache is not None
+        ids, positions, owners = list[int](), list[int](), list[int]()
+        for index, (row, tokens) in enumerate(zip(self.rows, drafts, strict=True)):
+            first, count = _position(row), len(tokens) + 1
+            ids += row.tokens[-1], *tokens
+            positions += range(first, first + count)
+            owners += [index] * count
         self.cache.begin_step(positions, self.decoder.device, owners)
-        ids = self._ids([token for tokens in of_rows for token in tokens])
-        return self.decoder.steps(ids[:, None], self._places(positions)[:, None], self.cache)
+        return ids, positions
 
     def _ids(self, tokens: Sequence[int]) -> Tensor:
         return torch.tensor(tokens, device=self.decoder.device)

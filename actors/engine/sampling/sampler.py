@@ -48,7 +48,7 @@ def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True
     logprobs: whether to compute the tokens' log-probabilities. They take an exponential for each logit, longer than
     everything else together for a greedy row.
     """
-    if not logprobs and all(row.is_argmax for row in rows):
+    if is_greedy(rows, logprobs=logprobs):
         return greedy(argmax(logits).tolist())
     if library.available(logits.dtype, logits.device) and logits.is_contiguous():
         return kernel_sampling.sample(logits, rows, logprobs=logprobs)
@@ -57,9 +57,14 @@ def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True
 
 def sample_behind(decoder: Decoder, hidden: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True) -> Drawn:
     """`sample` from hidden states [B, E] behind the last layer; computes only the logits that the rows ask for."""
-    if not logprobs and all(row.is_argmax for row in rows):
+    if is_greedy(rows, logprobs=logprobs):
         return greedy(decoder.likeliest(hidden))
     return sample(decoder.logits(hidden), rows, logprobs=logprobs)
+
+
+def is_greedy(rows: Sequence[RowSampling], *, logprobs: bool) -> bool:
+    """Whether the argmax of the logits is all that these rows ask for."""
+    return not logprobs and all(row.is_argmax for row in rows)
 
 
 def greedy(tokens: list[int]) -> Drawn:
