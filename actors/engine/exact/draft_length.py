@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
-from statistics import median
 
 from actors.engine.exact.lookup import Acceptance
 
@@ -20,11 +20,14 @@ FIRST = 2  # drafts of the layers in a round that only measures, of all rows: a 
 MEASURED = 4  # tokens looked up in such a round; one token's time is too short to measure
 KEPT = 7  # newest measurements, of which the median counts: a step beside other work takes twice as long
 NEEDED = 3  # plain steps before the first choice
+TRIALS = 2  # rounds of the layers before it, of which the first one prepares what it runs
 JUDGED = 64.0  # drafts over which acceptance is taken, about; tokens for the yield
+PRIOR = 3.0, 4.0  # drafts accepted and judged before the first: too high costs rounds, too low the whole gain
 GAIN = 1.1  # drafting must promise so many times the tokens per second of plain steps
 WORTH = 1.2  # least ratio of a lookup draft's expected gain to its cost
 PROBE, RAREST = 32, 1024  # plain steps between two rounds that only measure: at first, and at most
-RARER = 4  # times as many after each that finds nothing
+RARER = 4  # times as many after each lookup that finds nothing
+LAYERS_RARER, TRIAL_LOSS = 2, 0.01  # the same for the layers, whose rounds may take so much of the time in vain
 LOOKED = 16  # steps after which looking up is judged
 LOSS = 0.005  # share that it may lose then
 
@@ -95,12 +98,14 @@ class _Costs:
         self.made = self.spent = 0.0  # in these steps: tokens and seconds, each over those of a plain step
         self.gain = 1.0  # speed-up of these steps over plain ones, at the last decision
 
-    def rate(self, rows: int, count: int, acceptance: float) -> float:
-        """Tokens per second of a row with `count` drafts of the layers."""
-        seconds = median(self.plain)
-        if count:
-            seconds += count * (median(self.drafts) + rows * self.token)
-        return expected_tokens(count, acceptance) / max(seconds, 1e-9)
+    @property
+    def step(self) -> float:
+        """Seconds of a plain step."""
+        return max(1e-9, _middle(self.plain))
+
+    def draft(self, rows: int) -> float:
+        """Seconds of one draft of each row by the layers, verified, over those of a plain step."""
+        return (_middle(self.drafts) + rows * self.token) / self.step
 
     @property
     def token(self) -> float:
@@ -114,7 +119,7 @@ class _Costs:
 
     def share(self, rows: int) -> float:
         """Seconds of a further token that is verified, as a share of those of a plain step's token."""
-        return self.token * rows / max(median(self.plain), 1e-9)
+        return self.token * rows / self.step
 
 
 class DraftLength:
@@ -127,7 +132,7 @@ class DraftLength:
     def __init__(self, *, layers: bool = True) -> None:
         self._layers = layers
         self._costs: dict[int, _Costs] = {}
-        self._acceptance = Acceptance(kept=JUDGED)
+        self._acceptance = Acceptance(*PRIOR, JUDGED)
         self._yield = Acceptance(1.0, 1.0, JUDGED)  # tokens of rounds: fewer than expected, where rows end within one
 
     @property
@@ -141,7 +146,7 @@ class DraftLength:
         if len(costs.plain) < NEEDED or costs.rounds >= PROBE:
             return Plan()
         count = costs.best
-        if self._layers and (not costs.drafts or costs.steps >= costs.interval):
+        if self._layers and (len(costs.drafts) < TRIALS or costs.steps >= costs.interval):
             count = max(1, FIRST // rows)
         if costs.rest > 0:
             costs.rest -= 1
@@ -158,10 +163,9 @@ class DraftLength:
     def looked(self, rows: int, seconds: float, drafts: int, accepted: int) -> None:
         """Record the seconds of a step's lookup; `accepted` counts its drafts that saved a plain step."""
         costs = self._at(rows)
-        plain = median(costs.plain)
         costs.looked += 1
         costs.made += 1 + accepted / rows
-        costs.spent += 1 + (seconds + drafts * costs.token) / max(plain, 1e-9)
+        costs.spent += 1 + (seconds + drafts * costs.token) / costs.step
         if costs.looked >= LOOKED:
             costs.gain = max(1.0, costs.made / costs.spent)
             if costs.made < (1 - LOSS) * costs.spent:
@@ -181,7 +185,7 @@ class DraftLength:
     def drafted(self, done: Round) -> None:
         """A round is done."""
         costs, further = self._at(done.rows), done.drafted + done.looked_up
-        costs.tokens.append((max(0.0, done.verify_seconds - median(costs.plain)) / further, further))
+        costs.tokens.append((max(0.0, done.verify_seconds - costs.step) / further, further))
         costs.rounds += 1
         if not done.steps:
             return
@@ -189,21 +193,25 @@ class DraftLength:
         self._acceptance.add(done.accepted, done.judged)
         expected = done.drafting * expected_tokens(done.drafted // done.drafting, self._acceptance.rate)
         self._yield.add(done.tokens, round(expected))
-        probed = costs.steps >= costs.interval
+        if costs.steps >= costs.interval:
+            costs.interval *= LAYERS_RARER
         costs.steps = 0
         costs.best = self._best(done.rows, costs)
         if costs.best > 0:
             costs.interval = PROBE
-        elif probed:
-            costs.interval = min(RAREST, RARER * costs.interval)
+        elif len(costs.drafts) >= TRIALS:
+            count = max(1, FIRST // done.rows)
+            loss = 1 + count * costs.draft(done.rows) - expected_tokens(count, self._acceptance.rate)
+            costs.interval = min(RAREST, max(costs.interval, math.ceil(loss / TRIAL_LOSS)))
 
     def _best(self, rows: int, costs: _Costs) -> int:
         """The number of drafts that promises most; 0 unless it promises enough."""
         if not costs.drafts:
             return 0
-        rates = [costs.rate(rows, count, self._acceptance.rate) for count in range(MOST_DRAFTS + 1)]
+        draft, acceptance = costs.draft(rows), self._acceptance.rate
+        rates = [expected_tokens(count, acceptance) / (1 + count * draft) for count in range(MOST_DRAFTS + 1)]
         best = rates.index(max(rates))
-        return best if rates[best] * min(1.0, self._yield.rate) > GAIN * rates[0] else 0
+        return best if rates[best] * min(1.0, self._yield.rate) > GAIN else 0
 
     @staticmethod
     def _rest(costs: _Costs) -> None:
@@ -218,3 +226,8 @@ class DraftLength:
 def expected_tokens(count: int, acceptance: float) -> float:
     """Tokens of a round of `count` drafts, on average; acceptance: of each behind accepted ones."""
     return sum(acceptance**number for number in range(count + 1))
+
+
+def _middle(seconds: Collection[float]) -> float:
+    """The median, of two the lower one: what disturbs a step makes it slower."""
+    return sorted(seconds)[(len(seconds) - 1) // 2]
