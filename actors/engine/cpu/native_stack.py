@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from actors.engine.cpu import kernels, library
+from actors.engine.cpu import huge_pages, kernels, library
 from actors.engine.cpu.kernels import PackedPrefix
 from actors.engine.cpu.layers import CpuLayer
 from actors.engine.cpu.library import kernel
@@ -77,7 +77,8 @@ class NativeStack:
     """L layers of one shape. For one thread at a time."""
 
     def __init__(self, layers: Sequence[CpuLayer]) -> None:
-        """layers: all that `can_stack`; their weights are shared."""
+        """layers: all that `can_stack`; their weights are shared, and moved to huge pages."""
+        huge_pages.move(_packed(product) for layer in layers for product in _products(layer))
         self._held = list(layers)  # the structures hold addresses alone
         self._layers = (_Layer * len(layers))(*map(_fields, layers))
         first = self._layers[0]
@@ -275,8 +276,7 @@ def can_stack(layer: object) -> bool:
     """Whether layer.h can compute a layer: by packed products, with the activations that it knows."""
     if not isinstance(layer, CpuLayer):
         return False
-    attention, mlp = layer.attention, layer.feed_forward
-    products = attention.qkv, attention.output, mlp.up, mlp.down
+    attention, mlp, products = layer.attention, layer.feed_forward, _products(layer)
     packed = all(isinstance(one, PanelProduct) for one in products)
     quantized = all(isinstance(one, QuantizedProduct) and one.native for one in products)
     return (packed or quantized) and (mlp.gated or mlp.relu) and attention.head_dim % 2 == 0
@@ -284,7 +284,7 @@ def can_stack(layer: object) -> bool:
 
 def _fields(layer: CpuLayer) -> _Layer:
     attention, mlp = layer.attention, layer.feed_forward
-    qkv, output, up, down = map(_packed, (attention.qkv, attention.output, mlp.up, mlp.down))
+    qkv, output, up, down = map(_packed, _products(layer))
     norms = layer.attention_norm, layer.mlp_norm
     head_norms = attention.query_norm, attention.key_norm
     parts = [part for norm in norms for part in (norm.weight, norm.bias)]
@@ -306,6 +306,10 @@ def _fields(layer: CpuLayer) -> _Layer:
         *(attention.rope, layer.window or 0, isinstance(qkv, QuantizedProduct)),
         *(norms[0].eps, norms[1].eps, 0.0 if query_norm is None else query_norm.eps, attention.scaling),
     )
+
+
+def _products(layer: CpuLayer) -> tuple[Product, ...]:
+    return layer.attention.qkv, layer.attention.output, layer.feed_forward.up, layer.feed_forward.down
 
 
 def _packed(product: Product) -> PanelProduct | QuantizedProduct:

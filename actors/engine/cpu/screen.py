@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from actors.engine.cpu import library
+from actors.engine.cpu import huge_pages, library
 from actors.engine.cpu.kernels import PANEL
 from actors.engine.cpu.quantization import pack, quantize_weight
 
@@ -36,7 +36,7 @@ class Screen:
         """weight [V, E] bfloat16, of the head; it is shared. Requires `can_screen`."""
         self._weight = weight.detach()
         packed, norms = zip(*map(_bounded, self._weight.split(PANEL * PANELS_AT_ONCE)), strict=True)
-        self._packed, self._norms = torch.cat(packed), torch.cat(norms)
+        self._packed, self._norms = huge_pages.moved(torch.cat(packed)), torch.cat(norms)
         self.outputs, self.most = len(self._weight), len(self._weight) // UNDECIDED
         self.addresses = self._weight.data_ptr(), self._packed.data_ptr(), self._norms.data_ptr()
         self.rows = self.candidates = self.undecided = 0

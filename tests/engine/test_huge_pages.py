@@ -1,0 +1,48 @@
+"""Weights in huge pages: the same numbers, aligned for the kernels, alive as long as they are used."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.engine.cpu import huge_pages
+from actors.engine.cpu.huge_pages import ALIGNED, PAGE
+
+DTYPES = [torch.bfloat16, torch.uint8, torch.float32]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=6),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_moved_weights_are_the_same_numbers_side_by_side(shapes: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randint(0, 255, shape, generator=generator).to(dtype) for shape in shapes]
+    products = [SimpleNamespace(packed=weight.clone()) for weight in weights]
+    huge_pages.move(iter(products))
+    gc.collect()
+    first = products[0].packed.data_ptr()
+    assert first % PAGE == 0
+    for one, weight in zip(products, weights, strict=True):
+        assert torch.equal(one.packed, weight) and one.packed.is_contiguous() and one.packed.data_ptr() % ALIGNED == 0
+        assert first <= one.packed.data_ptr() < first + sum(each.nbytes + ALIGNED for each in weights)
+
+
+def test_a_kernel_without_huge_pages_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refused(mmap.mmap):
+        def madvise(self, *_: Any) -> None:
+            raise OSError(22, "Invalid argument")
+
+    weight = torch.arange(1000)
+    monkeypatch.setattr(mmap, "mmap", Refused)
+    assert torch.equal(huge_pages.moved(weight), weight)
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
+    assert torch.equal(huge_pages.moved(weight), weight)
