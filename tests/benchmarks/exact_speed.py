@@ -10,10 +10,13 @@ engine meets only as rows end. --pairs: a Parquet file with a column `prompt` of
 it. Without the data sets: exit status 3.
 
 Contestants: 1x; lookup: prompt lookup alone; of each speed, drafts of its layers and prompt lookup. bf16, refill;
-contestants run in turn after a warm-up round, medians are shown: of wall clock, and of the processor's seconds, which
-other work disturbs less (give --threads 1: threads that wait for another spin). --whole: whole jobs in this process in
-place of rows in flight: read, answered at most 32 together, committed. --passes: what a pass of all layers over several
-tokens of a row costs, alone: the processor's milliseconds of one thread. The last line is one JSON object.
+contestants run in turn, in an order of each round, behind a round that warms them up. Shown are medians over the rounds
+of each contestant's speed over 1x's in the same round, and an interval that holds the true median with a chance of 95%
+(with six rounds or more): of wall clock, and of the processor's seconds, prompts included, which other work disturbs
+less (give --threads 1: threads that wait for another spin). --fresh: each round makes its engines anew, and warms them
+up: where their memory lies differs too. --whole: whole jobs in this process in place of rows in flight: read, answered
+at most 32 together, committed. --passes: what a pass of all layers over several tokens of a row costs, alone: the
+processor's milliseconds of one thread. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -74,6 +77,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--fresh", action="store_true")
     parser.add_argument("--whole", action="store_true")
     parser.add_argument("--passes", action="store_true")
     given = parser.parse_args()
@@ -88,7 +92,8 @@ def main() -> None:
         drafts[f"{speed:g}x"] = {"speedup": speed} | ({} if given.horizon is None else {"horizon": given.horizon})
     counts = list(map(int, given.rows.split(",")))
     print(
-        "rows  drafts  tokens/s  of 1x  of 1x, processor  layers' accepted  looked up  tokens a step  answers as at 1x"
+        "rows  drafts  tokens/s  of 1x (95%)          of 1x, processor     layers' accepted  looked up  "
+        "tokens a step  answers as at 1x"
     )
     found: dict[str, Any] = {}
     if given.whole:
@@ -106,7 +111,8 @@ def main() -> None:
 
 
 def _engines(given: argparse.Namespace, drafts: dict[str, dict[str, Any] | None], counts: list[int]) -> dict[str, Any]:
-    """One engine of each contestant, which answers the same rows with different numbers of them in flight."""
+    """One engine of each contestant, which answers the same rows with different numbers of them in flight; with --fresh
+    one of each round."""
     options: dict[str, Any] = {
         "sampling": {"max_new_tokens": given.tokens, "temperature": given.temperature},
         "dtype": given.dtype,
@@ -115,26 +121,33 @@ def _engines(given: argparse.Namespace, drafts: dict[str, dict[str, Any] | None]
         "cumulative_logprob": False,
         "schedule": {"speedup": 1.0},
     }
-    generators = {
-        name: Generator(given.checkpoint, drafts=keys, speed_adapter=_adapter(given, keys), **options)
-        for name, keys in drafts.items()
-    }
+
+    def made(name: str) -> Generator:
+        keys = drafts[name]
+        return Generator(given.checkpoint, drafts=keys, speed_adapter=_adapter(given, keys), **options)
+
+    generators = {} if given.fresh else {name: made(name) for name in drafts}
     prompts = _prompts(given, max(LEAST, max(counts) * ROUNDS))
     found = {}
     for rows in counts:
         some = prompts[: max(LEAST, rows * ROUNDS)]
-        limited = {name: one.at(one.schedule, max_batch=rows) for name, one in generators.items()}
+        limited: dict[str, Generator] = {}
 
         def run(
-            name: str, some: list[Prompt] = some, limited: dict[str, Generator] = limited
+            name: str, some: list[Prompt] = some, limited: dict[str, Generator] = limited, rows: int = rows
         ) -> tuple[list[Any], EngineStats, float]:
+            if name not in limited:
+                one = generators.get(name) or made(name)
+                limited[name] = one.at(one.schedule, max_batch=rows)
+                limited[name].answer(some)
             one = limited[name]
             one.take_stats()
             began = time.process_time()
             answers = [answer.token_ids for answer in one.answer(some)]
             return answers, one.take_stats(), time.process_time() - began
 
-        found[str(rows)] = _shown(rows, _in_turn(list(drafts), run, given.runs))
+        between = limited.clear if given.fresh else lambda: None
+        found[str(rows)] = _shown(rows, _in_turn(list(drafts), run, given.runs, between))
     return found
 
 
@@ -224,26 +237,34 @@ def _few_in_flight(lengths: Sequence[int]) -> str:
     return "\n".join(lines)
 
 
-def _in_turn(names: list[str], run: Callable[[str], tuple[list[Any], EngineStats, float]], runs: int) -> dict[str, Any]:
-    """Medians of each contestant; run returns answers, counts and the processor's seconds."""
+def _in_turn(
+    names: list[str],
+    run: Callable[[str], tuple[list[Any], EngineStats, float]],
+    runs: int,
+    between: Callable[[], None] | None = None,
+) -> dict[str, Any]:
+    """Medians of each contestant; run returns answers, counts and the processor's seconds. between: before each round;
+    None: there is a first round that is not counted."""
     rates: dict[str, list[float]] = {name: [] for name in names}
     processor: dict[str, list[float]] = {name: [] for name in names}
     answers: dict[str, list[Answer]] = {}
     stats: dict[str, EngineStats] = {}
-    for number in range(runs + 1):
-        for name in names:
+    for number in range(0 if between is None else 1, runs + 1):
+        if between is not None:
+            between()
+        for name in random.Random(number).sample(names, len(names)):
             answers[name], stats[name], seconds = run(name)
             if number:
                 rates[name].append(stats[name].decode_steps / stats[name].decode_seconds)
-                processor[name].append(seconds)
+                processor[name].append(1 / seconds)
     lines = {}
     for name, one in stats.items():
         rounds = one.verified_tokens - one.drafted_tokens + one.verified_lookup_tokens - one.looked_up_tokens  # of rows
         extra = one.accepted_tokens + one.accepted_lookup_tokens
         lines[name] = {
             "tokens_per_second": statistics.median(rates[name]),
-            "of_1x": statistics.median(rates[name]) / statistics.median(rates["1x"]),
-            "processor_of_1x": statistics.median(processor["1x"]) / statistics.median(processor[name]),
+            "of_1x": _of_1x(rates, name),
+            "processor_of_1x": _of_1x(processor, name),
             "drafted": one.drafted_tokens,
             "accepted": one.accepted_tokens / max(1, one.drafted_tokens),
             "looked_up": one.looked_up_tokens,
@@ -255,11 +276,22 @@ def _in_turn(names: list[str], run: Callable[[str], tuple[list[Any], EngineStats
     return lines
 
 
+def _of_1x(rates: dict[str, list[float]], name: str) -> tuple[float, float, float]:
+    """Median over the rounds of a contestant's rate over 1x's, and the interval of rounds that holds the true median
+    with a chance of 95%: from the least to the most, where there are fewer than six."""
+    ratios = sorted(own / base for own, base in zip(rates[name], rates["1x"], strict=True))
+    outside, most = 0, len(ratios)
+    while 2 * sum(math.comb(most, below) for below in range(outside + 2)) <= 0.05 * 2**most:
+        outside += 1
+    return statistics.median(ratios), ratios[outside], ratios[-1 - outside]
+
+
 def _shown(rows: int, lines: dict[str, Any]) -> dict[str, Any]:
     for name, one in lines.items():
         layers = f"{one['accepted']:.2f} of {one['drafted']:,}"
         looked_up = f"{one['accepted_lookups']:.2f} of {one['looked_up']:,}"
-        speed = f"{one['tokens_per_second']:8,.0f}  {one['of_1x']:5.2f}  {one['processor_of_1x']:16.2f}"
+        ratios = "  ".join("{:.2f} [{:.2f}, {:.2f}]".format(*one[kind]) for kind in ("of_1x", "processor_of_1x"))
+        speed = f"{one['tokens_per_second']:8,.0f}  {ratios}"
         rest = f"{layers:>16}  {looked_up:>9}  {one['tokens_a_step']:13.2f}  {one['same']:16.3f}"
         print(f"{rows:4}  {name:>6}  {speed}  {rest}", flush=True)
     return lines

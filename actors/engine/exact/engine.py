@@ -10,7 +10,8 @@ that position, so that it is the token of a run at full depth, whatever was draf
 that is sampled with the same random number from similar logits is often that token.
 Drafts attend to full depth's keys and values and to each other's; the verifying pass overwrites theirs. A row that
 accepts fewer drafts than another is behind it: the cache needs no cut, since a token attends to no slot after its own.
-Which rows draft how many, and how, is `draft_length`'s choice; where nothing pays, steps are those of `Engine`.
+Which rows draft how many, and how, is `draft_length`'s choice; where nothing pays, steps are those of `Engine`. It
+compares this thread's processor time, for waiting for another process is no cost of a step.
 """
 
 from __future__ import annotations
@@ -146,24 +147,24 @@ class ExactEngine(Engine):
         plan = self.length.choose(len(self.rows))
         if not plan.count and not plan.most:
             return ended + self._plain(last)
-        rows, began = list(self.rows), time.perf_counter()
+        rows, began, spent = list(self.rows), time.perf_counter(), time.thread_time()
         drafts = self._look_up(plan)
-        looked = time.perf_counter() - began
+        self.stats.decode_seconds += time.perf_counter() - began
+        looked = time.thread_time() - spent
         lengths = [len(row.tokens) for row in rows]
         if plan.count or any(one.tokens for one in drafts):
             ended += self._round(plan, drafts)
         if not any(one.tokens for one in drafts):  # no row has drafts, or space for one
             ended += self._plain(last)
-        self.stats.decode_seconds += looked
         if plan.most:
             self._judge(rows, drafts, lengths, looked)
         return ended
 
     def _plain(self, last: bool) -> Ended:
         """One token a row, as `Engine` steps."""
-        rows, began = len(self.rows), time.perf_counter()
+        rows, spent = len(self.rows), time.thread_time()
         ended = super().step(last=last)
-        self.length.stepped(rows, time.perf_counter() - began)
+        self.length.stepped(rows, time.thread_time() - spent)
         return ended
 
     def close(self) -> None:
@@ -215,7 +216,7 @@ class ExactEngine(Engine):
 
     def _round(self, plan: Plan, drafts: list[_Drafts]) -> Ended:
         """Draft, verify, and add the tokens that full depth samples; returns the rows that have ended."""
-        began, rows, stats = time.perf_counter(), self.rows, self.stats
+        began, spent, rows, stats = time.perf_counter(), time.thread_time(), self.rows, self.stats
         done = Round(len(rows))
         drafting = [index for index, row in enumerate(rows) if not drafts[index].looked_up and _drafts_left(row)]
         if plan.count and drafting:
@@ -225,11 +226,11 @@ class ExactEngine(Engine):
                 drafts[index].tokens = tokens[: _drafts_left(rows[index])]
         if not any(one.tokens for one in drafts):
             return []
-        done.draft_seconds = time.perf_counter() - began
+        done.draft_seconds = time.thread_time() - spent
         before = [len(row.tokens) for row in rows]
         self._accept(drafts)
-        stats.decode_seconds += (seconds := time.perf_counter() - began)
-        done.verify_seconds = seconds - done.draft_seconds
+        stats.decode_seconds += time.perf_counter() - began
+        done.verify_seconds = time.thread_time() - spent - done.draft_seconds
         for row, one, length in zip(rows, drafts, before, strict=True):
             if one.looked_up:
                 done.looked_up += len(one.tokens)
