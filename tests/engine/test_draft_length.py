@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from statistics import median
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +23,10 @@ def played(
     found: float = 0.0,
     copied: float = 0.0,
     look: float = 0.0,
+    cold: float = 1.0,
+    disturbed: float = 0.0,
     rounds: int = ROUNDS,
+    seed: int = 0,
 ) -> float:
     """Tokens of simulated rounds over those of plain steps, which take a second for each row's token.
 
@@ -33,8 +37,13 @@ def played(
         found: Share of rows that find something.
         copied: Acceptance of what they find.
         look: Seconds of looking up for all rows.
+        cold: Times as long as the others take the first drafts of the layers.
+        disturbed: Share of steps and rounds that seem to take three times as long as they do.
     """
-    rng, seconds, tokens = random.Random(0), 0.0, 0
+    rng, seconds, tokens = random.Random(seed), 0.0, 0
+
+    def seen(real: float) -> float:
+        return real * (3 if rng.random() < disturbed else 1)
 
     def counted(count: int, chance: float) -> int:
         made = 0
@@ -57,16 +66,17 @@ def played(
             done.accepted, done.judged = done.accepted + made, done.judged + min(made + 1, plan.count)
             done.tokens += made + 1
         done.steps = plan.count if drafting else 0
-        done.draft_seconds = draft * done.steps
-        done.verify_seconds = 1.0 + token * (done.drafted + done.looked_up) / rows
+        drafts, verify = draft * done.steps, 1.0 + token * (done.drafted + done.looked_up) / rows
+        done.draft_seconds, done.verify_seconds = seen(drafts * cold), seen(verify)
+        cold = 1.0 if done.steps else cold
         if done.drafted or done.looked_up:
             length.drafted(done)
         else:
-            length.stepped(rows, 1.0)
+            length.stepped(rows, seen(1.0))
         if plan.most:
             length.looked(rows, look, done.looked_up, accepted)
             seconds += look
-        seconds += done.draft_seconds + done.verify_seconds
+        seconds += drafts + verify
         tokens += rows + done.accepted + accepted
     return tokens / rows / seconds
 
@@ -88,6 +98,24 @@ def test_layers_never_lose_and_find_what_pays(rows: int, draft: float, token: fl
     rate = played(DraftLength(), rows, draft=draft, token=token, acceptance=acceptance)
     assert rate >= 0.98
     assert rate >= 0.8 * best(draft=draft, token=token, acceptance=acceptance)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    rows=st.integers(1, 8),
+    draft=st.floats(0.05, 0.2),
+    token=st.floats(0.0, 0.1),
+    acceptance=st.floats(0.75, 0.99),
+    cold=st.floats(1.0, 300.0),
+    disturbed=st.floats(0.0, 0.2),
+)
+def test_short_jobs_find_layers_that_pay_whatever_their_first_drafts_took(
+    rows: int, draft: float, token: float, acceptance: float, cold: float, disturbed: float
+) -> None:
+    """The first drafts make what later ones find, and other work disturbs some measurements."""
+    costs = {"draft": draft, "token": token, "acceptance": acceptance}
+    rates = [played(DraftLength(), rows, **costs, cold=cold, disturbed=disturbed, rounds=200, seed=n) for n in range(5)]
+    assert median(rates) >= 0.75 * best(**costs)  # of a single job the first drafts may all be wrong
 
 
 @settings(max_examples=40, deadline=None)

@@ -133,7 +133,7 @@ class DraftLength:
         self._layers = layers
         self._costs: dict[int, _Costs] = {}
         self._acceptance = Acceptance(*PRIOR, JUDGED)
-        self._yield = Acceptance(1.0, 1.0, JUDGED)  # tokens of rounds: fewer than expected, where rows end within one
+        self._yield = Acceptance(16.0, 16.0, JUDGED)  # tokens of rounds: fewer than expected, where rows end within
 
     @property
     def acceptance(self) -> float:
