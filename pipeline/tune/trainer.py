@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 from transformers import Trainer
@@ -49,6 +50,7 @@ class Teacher:
         self.alone = alone
         self.schedule = ScheduleSpec().build(decoder.num_layers)
         self._kept: dict[Any, Targets] = {}
+        self._new: list[tuple[Any, Targets]] = []  # kept since the last exchange
 
     def targets(self, pairs: Sequence[Pair]) -> Targets:
         """Distributions of the pairs' response tokens; those of a pair with a key are computed once."""
@@ -57,8 +59,20 @@ class Teacher:
         if missing:
             found = self._computed(missing)
             known |= {id(pair): targets for pair, targets in zip(missing, found, strict=True)}
-            self._kept |= {pair[KEY]: targets for pair, targets in zip(missing, found, strict=True) if KEY in pair}
+            self._keep([(pair[KEY], targets) for pair, targets in zip(missing, found, strict=True) if KEY in pair])
         return Targets.joined([known[id(pair)] for pair in pairs]).to(self.decoder.device)
+
+    def exchange(self, gather: Callable[[list[Any]], list[Any]]) -> None:
+        """Keep what all workers computed since the last call: a pair comes to another worker in the next epoch.
+
+        gather: the lists of all workers, joined; each of them calls it.
+        """
+        found, self._new = gather(self._new), []
+        self._kept |= dict(found)
+
+    def _keep(self, found: Sequence[tuple[Any, Targets]]) -> None:
+        self._kept |= dict(found)
+        self._new += found
 
     def _computed(self, pairs: Sequence[Pair]) -> list[Targets]:
         model = self.decoder.model
@@ -153,6 +167,8 @@ class SkipTrainer(Trainer):
                 loss = model(pairs=pairs, names=names) * scale
                 self.accelerator.backward(loss)
             total += loss.detach()
+        if self.teacher is not None and self.accelerator.num_processes > 1:
+            self.teacher.exchange(gather_object)
         self.progress.loss = total
         return total
 

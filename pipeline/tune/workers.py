@@ -90,8 +90,12 @@ def absolute(config: TuneConfig) -> TuneConfig:
             "dev": [of(path) for path in config.data.dev],
         }
     )
+    adapter = config.adapter
+    if adapter is not None:
+        adapter = adapter.model_copy(update={"start": of(adapter.start)})
     return config.model_copy(
         update={
+            "adapter": adapter,
             "data": data,
             "model": config.model.model_copy(update={"path": of(config.model.path)}),
             "loss": config.loss.model_copy(update={"teacher": of(config.loss.teacher)}),

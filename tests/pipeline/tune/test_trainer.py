@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -173,6 +174,31 @@ def test_a_teacher_answers_alone_and_once_for_each_key() -> None:
     expected = Targets.joined([plain[starts[row] : starts[row] + counts[row]] for row in (0, 3)])
     torch.testing.assert_close(some.log_probs, expected.log_probs, rtol=1e-4, atol=1e-4)
     assert len(again.ids) == counts[0] + counts[1]
+
+
+def test_workers_keep_what_each_of_them_computed() -> None:
+    """In the next epoch a pair may come to another worker."""
+    entered = []
+
+    @contextmanager
+    def alone() -> Iterator[None]:
+        entered.append(True)
+        yield
+
+    decoder = packed_decoder("llama")
+    keyed = [{**row, "key": number} for number, row in enumerate(pairs(seed=4))]
+    workers = [Teacher(decoder, ALL, VOCAB, alone) for _ in range(2)]
+    for half, worker in enumerate(workers):
+        worker.targets(keyed[half::2])
+    computed = [one for worker in workers for one in worker._new]
+    assert [key for key, _ in computed] == [*range(0, len(keyed), 2), *range(1, len(keyed), 2)]
+    for worker in workers:
+        worker.exchange(lambda _: computed)
+    found = [worker.targets(keyed) for worker in workers]
+    assert len(entered) == 2 and torch.equal(found[0].log_probs, found[1].log_probs)
+    sent: list[Any] = []
+    workers[0].exchange(lambda new: sent.extend(new) or [])  # type: ignore[func-returns-value]
+    assert not sent
 
 
 def test_a_teacher_that_is_the_student_in_training_does_not_drop_out() -> None:

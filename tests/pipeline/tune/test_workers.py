@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_checkpoint import tiny_checkpoint
 from tune_recipes import copying_recipe, train_recipe
 
 from pipeline.config.tune import TuneConfig
@@ -61,6 +62,26 @@ def test_two_processes_learn_as_one(recipe: dict[str, Any], tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(workers, "train_in_workers", in_two_processes)
     check_two_workers(recipe)
+
+
+def test_two_processes_train_a_speed_adapter_as_one(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From another adapter, whose path is relative, on distributions of the base, over two epochs."""
+    monkeypatch.chdir(tmp_path)
+    tiny_checkpoint(tmp_path / "base")
+    taught = {**recipe, "model": {"path": "base"}, "loss": {"references": 0, "distillation": 1}}
+    schedule = {"speedups": [1.5, 2], "horizon": 5, "prompt": "first"}
+    settings = {"bf16": False, "speeds_per_step": 2, "learning_rate": 0.05}
+    first = {**taught, "adapter": {"rank": 4}, "schedule": schedule, "output": "first"}
+    train_recipe(first, max_steps=2, **settings)
+    second = {**taught, "adapter": {"start": "first"}, "schedule": schedule, "output": "alone"}
+    epochs = {**settings, "max_steps": -1, "epochs": 2, "eval_steps": 4}
+    alone = train_recipe(second, **epochs)
+    monkeypatch.setattr(workers, "train_in_workers", in_two_processes)
+    both = train_recipe({**second, "output": "both", "workers": {"count": 2}}, **epochs)
+    assert both["steps"] == alone["steps"] == 8
+    assert both["dev_loss"] == pytest.approx(alone["dev_loss"], rel=0.03)
 
 
 @pytest.mark.slow
