@@ -170,6 +170,7 @@ def tune_config(
             "bf16": config.model.dtype != "float32",
             **adapt.training,
         },
+        "workers": adapt.workers or None,
     }
     return validated(TuneConfig, values, "adapt")
 

@@ -99,6 +99,10 @@ class AdaptConfig(Section):
         description="keys of tune's training; default 3 epochs, 16 rows and all speeds a step, learning rate 1e-3, of "
         "all weights 1e-4, 20 warm-up steps, bf16 unless model.dtype is float32",
     )
+    workers: dict[str, Any] = Field(
+        default_factory=dict,
+        description="keys of tune's workers: processes that train, such as count: 2 on two cores; default one",
+    )
     runs: int = Field(2, ge=1, description="timed runs of each speed of the tuned checkpoint; the median counts")
 
     @model_validator(mode="after")

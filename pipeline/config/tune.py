@@ -137,8 +137,8 @@ class TrainingConfig(Section):
     micro_batch_tokens: int | None = Field(
         None,
         ge=1,
-        description="most tokens computed at once; default as many as 3 GiB of activations allow, on a GPU a quarter "
-        "of its memory",
+        description="most tokens computed at once, by each worker; default as many as 3 GiB of activations allow, "
+        "shared by workers of one machine, on a GPU a quarter of its memory",
     )
     checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, more time")
     learning_rate: float = Field(1e-3, gt=0, description="peak; cosine to zero after the warm-up")

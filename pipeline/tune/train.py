@@ -104,7 +104,7 @@ def _trainer(config: TuneConfig, plan: TrainingPlan) -> SkipTrainer:
         together=settings.speeds_per_step,
         loss=config.loss,
         teacher=_teacher(config, decoder, adapted, arguments.device, arguments.bf16),
-        tokens=settings.micro_batch_tokens or tokens_at_once(model, arguments),
+        tokens=settings.micro_batch_tokens or tokens_at_once(model, arguments, _on_this_machine(config)),
         prompt_gradient=settings.prompt_gradient,
         recompute=settings.checkpointing,
         callbacks=early_stopping,
@@ -115,11 +115,19 @@ def _with_keys(rows: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, A
     return [{**row, KEY: (name, number)} for number, row in enumerate(rows)]
 
 
-def tokens_at_once(model: PreTrainedModel, arguments: TrainingArguments) -> int:
-    """Tokens whose activations fit `ACTIVATIONS` bytes, on a GPU a quarter of its memory; about as many as measured."""
+def _on_this_machine(config: TuneConfig) -> int:
+    """Workers that share its memory, as far as is known."""
+    return config.workers.count if config.workers is not None and config.workers.address is None else 1
+
+
+def tokens_at_once(model: PreTrainedModel, arguments: TrainingArguments, workers: int = 1) -> int:
+    """Tokens whose activations fit `ACTIVATIONS` bytes, on a GPU a quarter of its memory; about as many as measured.
+
+    workers: that share the bytes, or have a GPU each.
+    """
     shape = ModelShape.of(model.config)
     of_layer = (14 * shape.hidden + 5 * shape.feed_forward) * (2 if arguments.bf16 else 4)
-    available = ACTIVATIONS
+    available = ACTIVATIONS // workers
     if arguments.device.type == "cuda":
         available = torch.cuda.get_device_properties(arguments.device).total_memory // 4
     return max(MIN_TOKENS, available // (shape.layers * of_layer))

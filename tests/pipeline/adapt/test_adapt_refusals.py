@@ -60,7 +60,8 @@ def test_options_of_a_stage_not_done_may_still_change(fakes: Fakes, command: Run
     fakes.fail = "tune"
     assert command().exit_code == 4
     fakes.fail = ""
-    assert command(training={"epochs": 1.0}).exit_code == 0
+    assert command(training={"epochs": 1.0}, workers={"count": 2}).exit_code == 0
+    assert fakes.recipe.workers is not None and fakes.recipe.workers.count == 2
     assert fakes.calls == ["answers", "tune", "tune", "before", "after"]
 
 
@@ -94,6 +95,7 @@ def test_new_input_files_are_logged_and_not_sampled(
         ({"training": {"epoch": 1.0}}, {}, "adapt: unknown key training.epoch; did you mean epochs?"),
         ({"training": {"early_stopping": 2}}, {}, "training.early_stopping would choose by the held-out rows"),
         ({"adapter": {"rank": 0}}, {}, "adapt: adapter.rank"),
+        ({"workers": {"count": 3}}, {}, "batch_size = 16 cannot be cut into 3 equal parts"),
         ({"lora": {"targets": ["q_proj"]}}, {}, "lora is now adapter, which is trained unless weights: full is set"),
         ({"weights": "full", "adapter": {"rank": 2}}, {}, "adapter has no effect with weights: full"),
         ({"loss": {"distillation": 0.0}}, {}, "there is nothing to learn from"),
