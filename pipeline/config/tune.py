@@ -160,12 +160,14 @@ class TrainingConfig(Section):
 
 
 class WorkersConfig(Section):
-    """Data parallel training by Ray Train; each worker holds the model."""
+    """Data parallel training in processes of this machine, or of a Ray cluster; each worker holds the model."""
 
     count: int = Field(ge=1, description="processes")
     gpus: Literal[0, 1] = Field(0, description="GPUs a worker")
     cpus: float = Field(1, gt=0, description="CPUs a worker")
-    address: str | None = Field(None, description="of a running Ray cluster; default one on this machine")
+    address: str | None = Field(
+        None, description="of a running Ray cluster, auto for this machine's; default none: processes of this machine"
+    )
 
 
 class TuneConfig(Section):
@@ -182,7 +184,7 @@ class TuneConfig(Section):
         None, description="train a speed adapter (model.speed_adapter of a job) instead of all weights"
     )
     training: TrainingConfig = Field(default_factory=TrainingConfig)
-    workers: WorkersConfig | None = Field(None, description="train in several processes under Ray Train")
+    workers: WorkersConfig | None = Field(None, description="train in several processes")
 
     @model_validator(mode="after")
     def _fits(self) -> TuneConfig:

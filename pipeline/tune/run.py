@@ -16,6 +16,7 @@ from pipeline.runtime.announce import announce
 from pipeline.tune import resume
 from pipeline.tune.measured_order import with_measured_order
 from pipeline.tune.plan import plan_training, with_order
+from pipeline.tune.processes import train_in_processes
 from pipeline.tune.train import train
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ def tune(config: TuneConfig) -> Path:
         plan = with_order(config, plan)
     if config.workers is None:
         train(config, plan, recorded)
+    elif config.workers.address is None:
+        train_in_processes(config, recorded)
     else:
         from pipeline.tune.workers import train_in_workers  # imports Ray
 

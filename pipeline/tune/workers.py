@@ -1,17 +1,15 @@
-"""A training in several processes, on one machine or many, by Ray Train: data parallel, gradients averaged."""
+"""A training in processes of a Ray cluster, by Ray Train: data parallel, gradients averaged."""
 
 from __future__ import annotations
 
 import logging
-import math
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from actors.engine.errors import UserError
 from pipeline.config.tune import TuneConfig
 from pipeline.tune import resume
 from pipeline.tune.plan import plan_training
+from pipeline.tune.processes import check_fits
 from pipeline.tune.train import train
 
 
@@ -30,20 +28,14 @@ def train_in_workers(config: TuneConfig, recorded: TuneConfig) -> None:
     from ray.train.torch import TorchConfig, TorchTrainer
     from ray.train.v2.api.exceptions import TrainingFailedError
 
-    from pipeline.runtime.loopback import LOOPBACK, on_loopback
-
     workers = config.workers
-    assert workers is not None
+    assert workers is not None and workers.address is not None
     resolved = absolute(config)
     owns_ray = not ray.is_initialized()
     if owns_ray:
-        settings: dict[str, Any] = {"address": workers.address, "logging_level": logging.ERROR}
-        if workers.address is None:
-            settings |= {**LOOPBACK, "num_cpus": math.ceil(workers.cpus * workers.count)}
-        with on_loopback() if workers.address is None else nullcontext():
-            ray.init(**settings)
+        ray.init(address=workers.address, logging_level=logging.ERROR)
     try:
-        _check_fits(ray.cluster_resources(), workers.count, workers.cpus, workers.gpus)
+        check_fits(workers, ray.cluster_resources(), "the cluster")
         TorchTrainer(
             work,
             train_loop_config={
@@ -102,11 +94,3 @@ def absolute(config: TuneConfig) -> TuneConfig:
             "output": of(config.output),
         }
     )
-
-
-def _check_fits(resources: dict[str, float], count: int, cpus: float, gpus: float) -> None:
-    for name, each in (("CPU", cpus), ("GPU", gpus)):
-        if count * each > resources.get(name, 0):
-            raise UserError(
-                f"workers: {count} × {each:g} {name} asked for, and the cluster has {resources.get(name, 0):g}"
-            )

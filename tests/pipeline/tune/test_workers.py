@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import socket
+import json
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tiny_checkpoint import tiny_checkpoint
 from tune_recipes import copying_recipe, train_recipe
-
-from pipeline.config.tune import TuneConfig
-from pipeline.tune import workers
 
 
 @pytest.fixture
@@ -21,46 +21,19 @@ def recipe(tmp_path: Path) -> dict[str, Any]:
     return copying_recipe(tmp_path)
 
 
-def rank_of_two(number: int, port: int, options: dict[str, Any]) -> None:
-    """One of two workers, with the environment and the process group that Ray Train gives it."""
-    import torch
-
-    rank = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {**rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
-    workers.work(options)
-
-
-def in_two_processes(config: TuneConfig, recorded: TuneConfig) -> None:
-    """Stands for `train_in_workers`: both are forked from a process that has imported what they need."""
-    resolved = workers.absolute(config)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pipeline.tune.train", "transformers.models.llama.modeling_llama"])
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    options = {name: one.model_dump(exclude_unset=True) for name, one in (("config", resolved), ("recorded", recorded))}
-    processes = [context.Process(target=rank_of_two, args=(number, port, options)) for number in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-        assert process.exitcode == 0
-
-
-def check_two_workers(recipe: dict[str, Any]) -> None:
+def check_two_workers(recipe: dict[str, Any], **where: str) -> None:
     alone = train_recipe(recipe, bf16=False)
-    both = train_recipe({**recipe, "output": "both", "workers": {"count": 2}}, bf16=False)
+    workers = {"count": 2, **where}
+    both = train_recipe({**recipe, "output": "both", "workers": workers}, bf16=False)
     assert both["steps"] == alone["steps"] == 12
     # the same pairs in another order
     assert both["dev_loss"] == pytest.approx(alone["dev_loss"], rel=0.03)
     assert both["config"]["output"] == "both"
-    assert train_recipe({**recipe, "output": "both", "workers": {"count": 2}}, bf16=False) == both  # finished
+    assert train_recipe({**recipe, "output": "both", "workers": workers}, bf16=False) == both  # finished
 
 
 def test_two_processes_learn_as_one(recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(workers, "train_in_workers", in_two_processes)
     check_two_workers(recipe)
 
 
@@ -78,10 +51,47 @@ def test_two_processes_train_a_speed_adapter_as_one(
     second = {**taught, "adapter": {"start": "first"}, "schedule": schedule, "output": "alone"}
     epochs = {**settings, "max_steps": -1, "epochs": 2, "eval_steps": 4}
     alone = train_recipe(second, **epochs)
-    monkeypatch.setattr(workers, "train_in_workers", in_two_processes)
     both = train_recipe({**second, "output": "both", "workers": {"count": 2}}, **epochs)
     assert both["steps"] == alone["steps"] == 8
     assert both["dev_loss"] == pytest.approx(alone["dev_loss"], rel=0.03)
+
+
+@pytest.mark.slow
+def test_after_a_process_died_the_same_training_goes_on(recipe: dict[str, Any], tmp_path: Path) -> None:
+    output = tmp_path / "both"
+    killed: list[int] = []
+
+    def kill_one() -> None:
+        while not (output / "_training/checkpoint-40").is_dir():  # that of step 20 is whole then
+            time.sleep(0.05)
+        workers = [one for one in psutil.Process().children() if "spawn_main" in " ".join(one.cmdline())]
+        killed.append(workers[0].pid)
+        workers[0].kill()
+
+    threading.Thread(target=kill_one, daemon=True).start()
+    two = {**recipe, "output": str(output), "workers": {"count": 2}}
+    settings = {"bf16": False, "max_steps": 100, "save_steps": 20}
+    with pytest.raises(RuntimeError, match=r"worker|Signal 9|gloo|closed"):
+        train_recipe(two, **settings)
+    done = train_recipe(two, **settings)
+    assert killed and done["steps"] == 100 and done["resumed_at_step"] >= 20
+
+
+@pytest.mark.slow
+def test_processes_end_with_the_one_that_launched_them(recipe: dict[str, Any], tmp_path: Path) -> None:
+    output = tmp_path / "both"
+    values = {**recipe, "output": str(output), "workers": {"count": 2}}
+    (tmp_path / "tune.json").write_text(json.dumps({**values, "training": {**recipe["training"], "max_steps": 4000}}))
+    launcher = subprocess.Popen([sys.executable, "-m", "pipeline", "tune", str(tmp_path / "tune.json")])
+    while not list(output.glob("_training/checkpoint-*")):
+        time.sleep(0.1)
+        assert launcher.poll() is None
+    workers = psutil.Process(launcher.pid).children()
+    assert len(workers) >= 2
+    launcher.kill()
+    launcher.wait()
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert not alive
 
 
 @pytest.mark.slow
@@ -90,9 +100,13 @@ def test_two_workers_of_ray_train_learn_as_one(
 ) -> None:
     """Ray Train's own actors take longer than the training."""
     monkeypatch.chdir(tmp_path)
-    check_two_workers(recipe)
+    check_two_workers(recipe, address="auto")
 
 
-def test_more_workers_than_cores_are_refused(recipe: dict[str, Any], own_ray: None, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="workers: 64 × 1 CPU asked for"):
-        train_recipe({**recipe, "output": str(tmp_path / "many"), "workers": {"count": 64}}, batch_size=64)
+@pytest.mark.parametrize("where", [{}, {"address": "auto"}])
+def test_more_workers_than_cores_are_refused(
+    recipe: dict[str, Any], own_ray: None, tmp_path: Path, where: dict[str, str]
+) -> None:
+    many = {**recipe, "output": str(tmp_path / "many"), "workers": {"count": 64, **where}}
+    with pytest.raises(ValueError, match="workers: 64 × 1 CPU asked for, and "):
+        train_recipe(many, batch_size=64)
