@@ -15,8 +15,9 @@ LONG_SPLITS = 4  # attention programs of a long row and head where every row and
 CHUNK_TOKENS = 8192  # most tokens of prompts whose activations exist together; products need far fewer to be efficient
 KEY_TOKENS = 2 * CHUNK_TOKENS  # most keys that a pass attends to; a shared prefix counts once for each prompt
 PREFIX_TOKENS = 4096  # most tokens of a shared prefix whose keys and values are kept; the rest belongs to each prompt
-DRAWN_NUMBERS = 2**23  # most logits from which tokens are sampled together
-DRAWN_BYTES = 80  # bytes of temporaries for each of these logits: float32 and float64, sorted, cumulated
+DRAWN_NUMBERS = (
+    2**23
+)  # most logits from which tokens are sampled together by torch; the GPU's kernel has no temporaries
 LONG_ROW = 2**17  # tokens of the longest row that is planned for, if the context has so many
 GRAPH_BYTES = 2**30  # of the driver, for CUDA graphs; no more graphs of whole steps are captured than fit it
 NODE_BYTES = 2**14  # of the driver, for a kernel of a graph; estimated from others' reports, not measured
@@ -41,7 +42,6 @@ def working_bytes(config: Any, itemsize: int, max_rows: int, weights: Kind | Non
     prefix = min(shape.context, PREFIX_TOKENS) * shape.layers * 2 * own_heads
     logits = max_rows * shape.vocab
     numbers = chunk + prompt + prefix + 2 * logits  # logits of a pass, and of the step's graphs, which keep theirs
-    drawn = 2 * DRAWN_BYTES * min(DRAWN_NUMBERS, logits)
     # float32 with penalties, of a pass and of graphs; int16 counts of tokens; a bit each of masks
     changed = 2 * 4 * logits + 2 * logits + logits // 8
     tables = max_rows * longest * (4 * shape.layers // PAGE_TOKENS + 8)  # int32 a page and layer; int64 a token
@@ -51,4 +51,4 @@ def working_bytes(config: Any, itemsize: int, max_rows: int, weights: Kind | Non
         rounded = (CHUNK_TOKENS + max_rows) * shape.feed_forward
     if weights == "int8":
         rounded += 4 * max((CHUNK_TOKENS + max_rows) * 2 * shape.feed_forward, logits)
-    return itemsize * numbers + drawn + changed + tables + split + rounded + GRAPH_BYTES
+    return itemsize * numbers + changed + tables + split + rounded + GRAPH_BYTES

@@ -62,6 +62,8 @@ class Anything:
 
     def prepare(self) -> None: ...
 
+    matcher = None
+
     def write(self, bits: Bits) -> None:
         bits[:] = -1
 
@@ -206,6 +208,21 @@ def test_rounds_of_exact_mode_stay_within_the_memory_of_steps(gpu: Gpu) -> None:
     taken = gpu.peak - engine._run.cache.bytes
     planned = working_bytes(engine.decoder.model.config, 2, 512) + ALLOWANCE
     assert taken < 0.9 * planned, f"{taken / 2**20:.0f} of {planned / 2**20:.0f} MiB"
+    engine.close()
+
+
+def test_a_draw_takes_no_memory_of_the_vocabularys_size(gpu: Gpu) -> None:
+    """`working_bytes` counts none for it, but for logits that penalties, masks and bars have changed."""
+    engine = engine_of("llama-3-8b", max_rows=512)
+    asked = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "logprobs": 20}
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True, **asked)
+    engine.open(512, 20, 8)
+    engine.admit([Request([4] * 19 + [row], params, row) for row in range(512)])
+    assert engine._run is not None and engine._variant is not None
+    logits = torch.zeros(512, engine.decoder.vocab_size, dtype=torch.bfloat16, device="cuda")
+    with gpu.counted():
+        engine._run.state.sample(torch.arange(512, device="cuda"), logits, engine._variant)
+    assert 0 < gpu.peak < logits.numel() // 8
     engine.close()
 
 
