@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from actors.engine.constraints.constraint import AllowedTokens
+from actors.engine.constraints.constraint import AllowedTokens, Constraint
 from actors.engine.sampling.sampler import sample
 from actors.engine.sampling.state import Drawn, RowSampling
 from actors.engine.schedules.schedule import Schedule
@@ -25,6 +25,7 @@ class Row:
         limit: Most new tokens.
         stop_ids: Tokens that end the row.
         schedule: Layers of each of its positions.
+        prepares_masks: Whether another thread computes a sampled row's next mask as soon as its last token is known.
         progress: Place that the tokens have reached in the request's constraint.
         position: t of the token that the next step takes as input, -1 before the first token.
         finish: Why the row has ended; None while it runs.
@@ -36,6 +37,7 @@ class Row:
     sampling: RowSampling
     stop_ids: frozenset[int]
     schedule: Schedule
+    prepares_masks: bool = True
     progress: AllowedTokens | None = None
     position: int = -1
     tokens: list[int] = field(default_factory=list)
@@ -91,11 +93,19 @@ class Row:
         elif len(self.tokens) >= self.limit:
             finish = FinishReason.LENGTH
         else:
-            if self.request.sampling.temperature > 0:
-                progress.prepare()
+            self._prepare(progress)
             return None
         self.sampling.allowed = None
         return finish
+
+    def begin_constraint(self, constraint: Constraint) -> None:
+        """Before the first token."""
+        self.progress = self.sampling.allowed = constraint.begin()
+        self._prepare(self.progress)
+
+    def _prepare(self, progress: AllowedTokens) -> None:
+        if self.prepares_masks and self.request.sampling.temperature > 0:  # a greedy row seldom needs its mask
+            progress.prepare()
 
 
 def begin_row(
@@ -106,16 +116,15 @@ def begin_row(
     vocab_size: int,
     stop_ids: frozenset[int],
     schedule: Schedule,
+    prepares_masks: bool = True,
 ) -> Row:
     """A row before its first token. stop_ids: those of the model. schedule: of rows without their own."""
     sampling = RowSampling.begin(request.sampling, request.key, request.prompt_ids)
     ends = request.sampling.all_stop_ids(stop_ids)
     limit = request.new_tokens_limit(context_length)
-    row = Row(request, ticket, limit, sampling, ends, request.schedule or schedule)
+    row = Row(request, ticket, limit, sampling, ends, request.schedule or schedule, prepares_masks)
     if request.constraint is not None:
-        row.progress = sampling.allowed = request.constraint.begin()
-        if request.sampling.temperature > 0:  # a greedy row seldom needs its mask
-            row.progress.prepare()
+        row.begin_constraint(request.constraint)
     elif request.sampling.min_new_tokens > 0:
         sampling.barred = [token for token in ends if token < vocab_size]
     return row

@@ -77,6 +77,8 @@ class FormProgress:
             return len(self.tokens) > 1
         return not self.tokens or 1 <= (token - self.tokens[-1]) % VOCAB <= 40
 
+    matcher = None
+
     def prepare(self) -> None: ...
 
     def write(self, bits: Bits) -> None:

@@ -35,6 +35,8 @@ class Allowed:
     def allows(self, token: int) -> bool:
         return token in self.tokens
 
+    matcher = None
+
     def prepare(self) -> None: ...
 
     def write(self, bits: NDArray[np.int32]) -> None:

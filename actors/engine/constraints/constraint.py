@@ -14,6 +14,7 @@ from actors.engine.types import SamplingParams
 
 if TYPE_CHECKING:  # configuration is read without numpy
     import numpy as np
+    from llguidance import LLMatcher
     from numpy.typing import NDArray
 
 _CONFLICTING = ("stop", "stop_token_ids", "min_new_tokens", "ignore_eos")
@@ -53,6 +54,12 @@ class AllowedTokens(Protocol):
 
     def write(self, bits: Bits) -> None:
         """Set exactly the bits of the tokens that may come next."""
+        ...
+
+    @property
+    def matcher(self) -> tuple[LLMatcher, int] | None:
+        """The matcher that alone decides which tokens may come next, and the words of its masks; None: `write` does,
+        or its mask has been prepared."""
         ...
 
     def advance(self, token: int) -> bool:

@@ -420,6 +420,7 @@ class GpuEngine:
             vocab_size=decoder.vocab_size,
             stop_ids=self.stop_ids,
             schedule=self.schedule,
+            prepares_masks=False,  # all rows' masks are computed together
         )
 
     def _grow(self) -> bool:

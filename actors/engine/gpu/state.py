@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.engine.constraints.constraint import words_of
+from actors.engine.constraints.grammar import write_masks
 from actors.engine.gpu import logits as plain_logits
 from actors.engine.gpu import reference
 from actors.engine.gpu.logits import LogitsOperations
@@ -164,11 +165,15 @@ class DeviceRows:
             return
         assert self.masks is not None
         bits = np.full((len(masked), self.masks.shape[1]), -1, dtype=np.int32)
+        bound = [
+            (place, row.sampling.allowed) for place, (_, row) in enumerate(masked) if row.sampling.allowed is not None
+        ]
+        if bound:
+            of_bound = np.empty((len(bound), bits.shape[1]), dtype=np.int32)
+            write_masks([allowed for _, allowed in bound], of_bound)
+            bits[[place for place, _ in bound]] = of_bound
         for mask, (_, row) in zip(bits, masked, strict=True):
-            if row.sampling.allowed is not None:
-                row.sampling.allowed.write(mask)
-            else:
-                _clear(mask, row.sampling.barred)
+            _clear(mask, row.sampling.barred)
         device = self.masks.device
         self.masks.index_copy_(0, upload([slot for slot, _ in masked], device), upload(bits, device))
 
