@@ -493,6 +493,40 @@ def test_prompts_one_behind_another_are_prompts_side_by_side(
 
 
 @multiplying
+@pytest.mark.parametrize(("family", "changes"), [("llama", {"num_key_value_heads": 1}), ("opt", {}), ("qwen3", {})])
+@torch.inference_mode()
+def test_prompts_that_threads_run_apart_are_prompts_of_one_thread(family: str, changes: dict[str, Any]) -> None:
+    """To the bit: groups of prompts, each run by one thread in memory of its own, and one group by one thread."""
+    decoder = Decoder(tiny_model(family, max_position_embeddings=200, **changes).to(BF16))
+    decoder.prepare_for_cpu()
+    assert decoder.stack is not None
+    lengths = (95, 90, 85, 80, 75, 70, 60, 60)
+    prompts = [[5 + length % 40, *(7 + token % 20 for token in range(length - 1))] for length in lengths]
+    rows = [Request(prompt, SamplingParams(max_new_tokens=3 + row)) for row, prompt in enumerate(prompts)]
+    before, logits, memory = torch.get_num_threads(), [], []
+    numbers_of = decoder.stack._prompts_workspace
+    most = 0
+
+    def noted(*addresses: int) -> int:
+        nonlocal most
+        numbers: int = numbers_of(*addresses)
+        most = max(most, numbers)
+        return numbers
+
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            most = 0
+            with mock.patch.object(decoder.stack, "_prompts_workspace", noted):
+                logits.append(drawn_logits(decoder, rows))
+            memory.append(most)
+    finally:
+        torch.set_num_threads(before)
+    assert memory[1] > memory[0]  # two groups at once: the longer one's memory twice
+    assert len(logits[0]) > 8 and all(torch.equal(*pair) for pair in zip(*logits, strict=True))
+
+
+@multiplying
 @pytest.mark.parametrize("family", ["llama", "opt"])
 @torch.inference_mode()
 def test_a_prefix_computed_once_changes_no_more_than_rounding(family: str) -> None:
