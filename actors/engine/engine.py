@@ -14,16 +14,16 @@ Knows nothing of Ray, Parquet or text: token ids in, token ids out.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from actors.engine.cache import PrefixKeys, SkipCache, cache_bytes_per_row, compaction
+from actors.engine.cache import SkipCache, cache_bytes_per_row, compaction
 from actors.engine.decoder import Decoder
 from actors.engine.errors import UserError
 from actors.engine.out_of_memory import is_out_of_memory
+from actors.engine.prompt_passes import PromptPasses
 from actors.engine.protocol import Ended
 from actors.engine.row import (
     Row,
@@ -73,7 +73,7 @@ class Engine:
         self.rows: list[Row] = []
         self.cache: SkipCache | None = None
         self._memory: torch.Tensor | None = None
-        self._prefix: tuple[tuple[tuple[int, ...], tuple[int, ...]], PrefixKeys] | None = None
+        self._prompt_passes = PromptPasses(decoder)
         self._tickets = 0
         self.token_bytes = 2 * decoder.kv_heads * decoder.head_dim * decoder.dtype.itemsize
         self._row_bytes: dict[tuple[int, int], int] = {}
@@ -206,7 +206,7 @@ class Engine:
         token leaves with the next `retire` or `step`. All run the same layers over their prompts.
         """
         began = time.perf_counter()
-        cache, decoder = self.cache, self.decoder
+        cache = self.cache
         assert cache is not None, "open() comes first"
         assert len(self.rows) + len(requests) <= cache.capacity, "more rows than open() allocated for"
         newcomers = [self._begin(request) for request in requests]
@@ -216,70 +216,16 @@ class Engine:
         lengths = [len(prompt) for prompt in prompts]
         assert max(lengths) <= cache.prompt_slots, "a longer prompt than open() allocated for"
         assert max(row.limit for row in newcomers) <= cache.max_new_tokens, "more new tokens than open() allocated for"
-        shared = self._shared_prefix(prefix, layers)
-        own = sum(lengths) - len(prefix) * len(prompts)
-        if decoder.joins_prompts:
-            ends = itertools.accumulate(length - len(prefix) for length in lengths)
-            starts = torch.tensor([0, *ends], device=decoder.device)
-            cache.begin_prefill(len(self.rows), sources, shared, starts=starts)
-            logits, computed = self._prefill_joined(prompts, len(prefix), starts, layers), own
-        else:
-            cache.begin_prefill(len(self.rows), sources, shared)
-            logits = self._prefill_padded(prompts, len(prefix), layers)
-            computed = len(prompts) * (max(lengths) - len(prefix))
-        logits = logits[torch.tensor(sources, device=logits.device)]
+        place = len(self.rows)  # of the first newcomer
+        logits, computed = self._prompt_passes.run(prompts, sources, prefix, layers, cache, place, self.stats)
         sample_rows(newcomers, logits, logprobs=self.cumulative_logprob)
         self.rows += newcomers
+        own = sum(lengths) - len(prefix) * len(prompts)
         self.stats.prompt_tokens += own
-        self.stats.shared_prompt_tokens += sum(len(request.prompt_ids) for request in requests) - own
         self.stats.padded_prompt_tokens += computed
+        self.stats.shared_prompt_tokens += sum(len(request.prompt_ids) for request in requests) - own
         self.stats.prefill_seconds += time.perf_counter() - began
         return [row.ticket for row in newcomers]
-
-    def _prefill_joined(
-        self, prompts: Sequence[tuple[int, ...]], prefix: int, starts: torch.Tensor, layers: Sequence[int]
-    ) -> torch.Tensor:
-        """Logits [P, V] at the last token of each prompt, after `cache.begin_prefill`; joined without padding.
-
-        prefix: first tokens of each prompt whose keys and values exist already. starts: int64 [P + 1].
-        """
-        device = self.decoder.device
-        ids = torch.tensor([[token for prompt in prompts for token in prompt[prefix:]]], device=device)
-        positions = torch.cat([torch.arange(prefix, len(prompt), device=device) for prompt in prompts])[None]
-        assert self.cache is not None
-        return self.decoder.prefill_joined(ids, positions, starts, layers, self.cache)
-
-    def _prefill_padded(self, prompts: Sequence[tuple[int, ...]], prefix: int, layers: Sequence[int]) -> torch.Tensor:
-        """Logits [P, V] at the last token of each prompt, after `cache.begin_prefill`; prompts padded to one length."""
-        device = self.decoder.device
-        columns = max(map(len, prompts)) - prefix
-        ids = torch.zeros(len(prompts), columns, dtype=torch.long)
-        for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt) - prefix] = torch.tensor(prompt[prefix:])
-        assert self.cache is not None
-        return self.decoder.prefill(
-            ids.to(device),
-            torch.arange(prefix, prefix + columns, device=device).expand(len(prompts), -1),
-            torch.tensor([len(prompt) - prefix - 1 for prompt in prompts], device=device),
-            layers,
-            self.cache,
-            prefix_columns=prefix,
-        )
-
-    def _shared_prefix(self, prefix: Sequence[int], layers: Sequence[int]) -> PrefixKeys | None:
-        """Keys and values of the prompts' common beginning in these layers; the last one is kept."""
-        if not prefix:
-            return None
-        if self._prefix is None or self._prefix[0] != (tuple(prefix), tuple(layers)):
-            shared, device = PrefixKeys(), self.decoder.device
-            ids = torch.tensor([list(prefix)], device=device)
-            positions = torch.arange(len(prefix), device=device)[None]
-            last = torch.tensor([len(prefix) - 1], device=device)
-            self.decoder.prefill(ids, positions, last, layers, shared)
-            self._prefix = ((tuple(prefix), tuple(layers)), shared)
-            self.stats.prompt_tokens += len(prefix)
-            self.stats.padded_prompt_tokens += len(prefix)
-        return self._prefix[1]
 
     def close(self) -> None:
         """Drop the rows in flight; the counts of their steps are taken back. The cache's memory stays."""
