@@ -132,6 +132,18 @@ def test_a_cache_of_8_bits_is_planned_in_fewer_batches() -> None:
     assert batches == [10, 6]  # of 10 rows, and of 19
 
 
+def test_a_prefix_in_pages_is_planned_once_a_batch() -> None:
+    """96 of its 100 tokens fill pages: beside a row of 120 and 40 tokens come 22 of 24 and 40 in the bytes of 10."""
+    schedule, prefix = ScheduleSpec().build(32), tuple([5] * 100)
+    rows = [SimulatedRow([*prefix, *[6 + number] * 20], 40, 40, number) for number in range(100)]
+    size, found = cache_bytes_per_row(schedule, 120, 40, 4096), []
+    for shared in ((), prefix):
+        shape = EngineShape(4096, 4096, True, 10 * size, 64, "lock_step", shared, share_prefixes=False)
+        found.append(simulate(rows, schedule, NO_COSTS, shape))
+    assert [one.batches for one in found] == [10, 5]
+    assert found[0].row_steps == found[1].row_steps
+
+
 def test_an_actor_notes_every_pass_and_step(checkpoint: Path) -> None:
     generator = {
         "checkpoint": str(checkpoint),
