@@ -91,7 +91,7 @@ def test_the_upload_is_small_and_whole(tmp_path: Path) -> None:
     code = {str(path.relative_to(ROOT)) for top in ("actors", "pipeline") for path in (ROOT / top).rglob("*.py")}
     assert code | {"configs/demo.yaml"} <= names
     assert {name.split("/")[0] for name in names if "/" in name} == {"actors", "configs", "pipeline"}
-    assert not [name for name in names if "checkpoint/" in name]
+    assert not [name for name in names if name.startswith("configs/demo/checkpoint/")]
 
 
 def test_a_cluster_with_a_token_refuses_who_has_none(cluster: LocalCluster) -> None:
