@@ -58,7 +58,7 @@ lint: .venv/installed-dev
 	.venv/bin/lint-imports
 	.venv/bin/deptry .
 
-# Speed of the engine against the machine's limits and against peers, under ten minutes.
+# Speed of the engine against the machine's limits and against peers; half an hour.
 bench: .venv/installed-dev
 	.venv/bin/python tests/benchmarks/speed.py --out work/speed.json
 	@.venv/bin/python tests/benchmarks/chart.py work/speed.json work/speed.png
@@ -116,7 +116,8 @@ bench-scale: .venv/installed-dev
 soak: .venv/installed-dev
 	.venv/bin/python tests/soak.py $(OPTIONS)
 
-# The README's tables, from nothing but the data sets beside the repository; each trains for half an hour to two hours.
+# The tables of tests/benchmarks/README.md, from nothing but the data sets beside the repository; all but evidence-slots train for
+# half an hour to two hours.
 evidence-e2e: work/evidence/full-depth-2/tune.json
 	.venv/bin/skipdecode evaluate configs/demo/evaluate-test.yaml
 	.venv/bin/skipdecode evaluate configs/evidence/evaluate-e2e.yaml
@@ -170,7 +171,7 @@ clean:
 .venv/installed: pyproject.toml constraints.txt
 	@echo "setting up .venv (a few minutes the first time)"
 	@$(PYTHON) -m venv .venv
-	@$(PIP_INSTALL) --editable .
+	@$(PIP_INSTALL) --editable '.[tune,eval]'
 	@touch $@
 
 .venv/installed-dev: .venv/installed

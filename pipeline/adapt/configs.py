@@ -72,7 +72,7 @@ def check_installed(config: JobConfig) -> None:
     packages = ["sacrebleu", "rouge_score", "matplotlib", *(["peft"] if trains_adapter(config) else [])]
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
-        raise UserError(f"{missing[0]} is not installed: pip install 'skipdecode[tune,eval]'")
+        raise UserError(f"{missing[0]} is not installed: pip install '.[tune,eval]' in skipdecode's folder")
 
 
 def full_depth_job(config: JobConfig, resolved: ResolvedCheckpoint, folder: Path) -> JobConfig:

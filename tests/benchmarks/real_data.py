@@ -3,10 +3,10 @@
     .venv/bin/python tests/benchmarks/real_data.py {text,labels,groups,summaries}
 
 text: E2E's facts; own.parquet has its dev prompts, and the test prompts that are not scored; recombined.parquet has
-prompts of six to eight facts drawn from those. labels: Banking77 with its
-most similar training questions as examples. groups: Banking77's 77 intents as 10 topics. summaries: passages of QMSum's
-meetings, cut so that a prompt has 1,500 tokens, those to adapt to 500. Writes the job's input (train.parquet, without
-answers) and the rows to score (test.parquet) into work/real/<name>. A scored row's prompt is the token ids that the job
+prompts of six to eight facts drawn from those. labels: Banking77 with its most similar training questions as examples;
+further.parquet has more of them. groups: Banking77's 77 intents as 10 topics. summaries: passages of QMSum's meetings,
+cut so that a prompt has 1,500 tokens, those to adapt to 250. Writes the job's input (train.parquet, without answers) and
+the rows to score (test.parquet) into work/real/<name>. A scored row's prompt is the token ids that the job
 configs/real/<name>.yaml makes of it. Without the data sets: exit status 3.
 """
 
@@ -39,9 +39,9 @@ MODEL = WORK / "model"
 NO_DATA = 3  # exit status
 SCORED = 300  # of E2E's test prompts; others may be adapted to, without their references
 EXAMPLES = 6  # similar questions before each
-ADAPTED = 3000  # training questions that a job of labels adapts to
+ADAPTED, FURTHER = 3000, 1900  # training questions that a job of labels adapts to, and those of its second training
 PROMPT_TOKENS, AROUND = 1500, 80  # of a summary's prompt, and of the chat around the passage
-ADAPT_TOKENS = 500  # of such prompts that are adapted to: a step takes a third of the time
+ADAPT_TOKENS = 250  # of such prompts that are adapted to: a step takes a fifth of the time
 RECOMBINED, FACTS = 1600, (6, 8)  # such prompts; facts of each, name included
 SEED = 7
 E2E_FACTS = ("name", "eatType", "food", "priceRange", "customer rating", "area", "familyFriendly", "near")
@@ -62,6 +62,7 @@ TOPICS: dict[str, Sequence[str]] = {
 LABELLING = "You name the topic of a bank customer's question."
 
 Rows = list[dict[str, Any]]
+Made = tuple[Rows, Rows, dict[str, Rows]]  # to adapt to, to score, for further trainings by file
 
 
 def main() -> None:
@@ -72,7 +73,7 @@ def main() -> None:
     if not DATA.is_dir():
         print(f"skipped: the data sets are not in {DATA}", file=sys.stderr)
         sys.exit(NO_DATA)
-    train, test = MAKERS[name]()
+    train, test, more = MAKERS[name]()
     random.Random(SEED).shuffle(train)
     folder = WORK / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,13 +84,9 @@ def main() -> None:
         for row, tokens in zip(test, ids, strict=True)
         if tokens is not None
     ]
-    for file, rows in (("train", train), ("test", kept)):
+    for file, rows in {"train": train, "test": kept, **more}.items():
         with replacing(folder / f"{file}.parquet") as temporary:
             pq.write_table(pa.Table.from_pylist(rows), temporary)
-    if name == "text":
-        for file, rows in (("own", own(test)), ("recombined", recombined(own(test)))):
-            with replacing(folder / f"{file}.parquet") as temporary:
-                pq.write_table(pa.Table.from_pylist(rows), temporary)
     longest = max(len(row["prompt"]) for row in kept)
     print(f"{folder}: {len(train):,} rows to adapt to, {len(kept):,} to score, prompts of up to {longest} tokens")
 
@@ -99,11 +96,12 @@ def read(name: str) -> Rows:
     return rows
 
 
-def text() -> tuple[Rows, Rows]:
+def text() -> Made:
     """The distinct prompts of E2E's training set; its test prompts with all references."""
     prompts = dict.fromkeys(row["prompt"] for row in read("e2e/train"))
     train = [{"id": f"e2e-{number:05d}", "prompt": prompt} for number, prompt in enumerate(prompts)]
-    return train, [{key: row[key] for key in ("id", "prompt", "references")} for row in read("e2e/test")]
+    test = [{key: row[key] for key in ("id", "prompt", "references")} for row in read("e2e/test")]
+    return train, test, {"own": own(test), "recombined": recombined(own(test))}
 
 
 def own(test: Rows) -> Rows:
@@ -128,12 +126,12 @@ def recombined(rows: Rows) -> Rows:
     return [{"id": f"recombined-{number:04d}", "prompt": prompt} for number, prompt in enumerate(made)]
 
 
-def labels() -> tuple[Rows, Rows]:
+def labels() -> Made:
     """Each question after the most similar training questions and their intents."""
     return with_examples(lambda intent: intent)
 
 
-def groups() -> tuple[Rows, Rows]:
+def groups() -> Made:
     """The same with topics in place of intents."""
     return with_examples(topic_of)
 
@@ -143,7 +141,7 @@ def topic_of(intent: str) -> str:
     return next(topic for topic, parts in TOPICS.items() if any(part in intent.lower() for part in parts))
 
 
-def with_examples(label_of: Callable[[str], str]) -> tuple[Rows, Rows]:
+def with_examples(label_of: Callable[[str], str]) -> Made:
     known, asked = read("banking77/train"), read("banking77/test")
     random.Random(SEED).shuffle(asked)
     random.Random(SEED).shuffle(known)
@@ -163,7 +161,8 @@ def with_examples(label_of: Callable[[str], str]) -> tuple[Rows, Rows]:
             result.append({**row, "nearest": label_of(shots[-1]["label"])})  # for comparison
         return result
 
-    return made(known[:ADAPTED], 1), made(asked, 0)
+    further = known[ADAPTED : ADAPTED + FURTHER]
+    return made(known[:ADAPTED], 1), made(asked, 0), {"further": made(further, 1)}
 
 
 class Similar:
@@ -200,7 +199,7 @@ def _words(text: str) -> list[str]:
     return re.findall(r"[a-z0-9']+", text.lower())
 
 
-def summaries() -> tuple[Rows, Rows]:
+def summaries() -> Made:
     """A question on a meeting and the passage that answers it, cut at its end."""
     tokenizer = load_tokenizer(MODEL)
 
@@ -213,10 +212,11 @@ def summaries() -> tuple[Rows, Rows]:
         return {"id": given["id"], "prompt": f"{cut}\n\n{question}"}
 
     train = [row(given, ADAPT_TOKENS) for name in ("train", "dev") for given in read(f"qmsum/{name}")]
-    return train, [{**row(given, PROMPT_TOKENS), "references": given["references"]} for given in read("qmsum/test")]
+    test = [{**row(given, PROMPT_TOKENS), "references": given["references"]} for given in read("qmsum/test")]
+    return train, test, {}
 
 
-MAKERS: dict[str, Callable[[], tuple[Rows, Rows]]] = {
+MAKERS: dict[str, Callable[[], Made]] = {
     "text": text,
     "labels": labels,
     "groups": groups,

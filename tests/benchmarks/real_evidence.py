@@ -42,6 +42,7 @@ FURTHER: dict[str, list[tuple[str, str, list[str]]]] = {
             ],
         ),
     ],
+    "labels": [("labels-further.yaml", "adapt-further", [])],
 }
 
 
@@ -90,7 +91,7 @@ def speed_adapter(name: str, changes: list[str], sample: int | None) -> Path:
         return committed
     for config, output, own in [(f"{name}.yaml", "adapt", []), *FURTHER.get(name, [])]:
         folder, given = WORK / name / output, [*own, *changes]
-        if own:
+        if trained.name:
             given += [f"adapt.output={folder}", f"adapt.adapter.start={trained}"]
         trained = folder / "speed-adapter"
         if not (folder / "after" / "table.json").is_file():

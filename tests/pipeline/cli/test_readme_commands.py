@@ -32,6 +32,7 @@ RUN_BY = {
     ".venv/bin/skipdecode plan": HERE,
     ".venv/bin/skipdecode run": HERE,
     ".venv/bin/skipdecode report": HERE,
+    ".venv/bin/skipdecode adapt": HERE,
     ".venv/bin/skipdecode serve": HERE,
     "curl": HERE,
     "export RAY_AUTH_MODE=token": "tests/pipeline/job/test_cluster.py",
@@ -138,15 +139,16 @@ def test_a_server_answers_the_request(monkeypatch: pytest.MonkeyPatch, example: 
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("example", ["README.md", "configs/adapt-demo.yaml"])
 def test_adapt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: str) -> None:
-    """As shown, on fewer rows, two steps of training and any tolerance."""
+    """As shown, on fewer rows, two steps of training and any tolerance; then the job that it writes, as the README does."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
     run_commands(["python -m pipeline.demo_data work/demo/prompts --rows 80 --files 1"])
     shutil.copy(ROOT / "configs" / "demo.yaml", "job.yaml")
-    command = re.search(r"skipdecode adapt [^`\n]*", (ROOT / example).read_text())
-    assert command is not None
+    shown = [block for block in blocks("README.md") if " adapt " in block[0]]
+    adapt, *then = shown[0] if example == "README.md" else commands_of_example("adapt-demo.yaml")[-1:]
     training = json.dumps({"max_steps": 2, "batch_size": 4, "threads": 1})
     fewer = {"rows": "40", "held_out": "8", "speedups": "[1, 2]", "tolerance": "100", "runs": "1", "training": training}
     settings = [f"--set {shlex.quote(f'adapt.{key}={value}')}" for key, value in fewer.items()]
-    [said] = run_commands([" ".join([command[0], *settings, "--set actors.count=1"])])
+    said, *ran = run_commands([" ".join([adapt, *settings, "--set actors.count=1 --set output.path=answers"]), *then])
     assert "job.yaml" in said
+    assert all("80 rows in " in one for one in ran)

@@ -88,4 +88,4 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(
     monkeypatch.setitem(sys.modules, package, None)
     result = CliRunner().invoke(app, ["run", str(written(tmp_path, **sections))])
     assert result.exit_code == 2
-    assert result.stderr == f"skipdecode: {package} is not installed: pip install 'skipdecode[tables]'\n"
+    assert result.stderr == f"skipdecode: {package} is not installed: pip install '.[tables]' in skipdecode's folder\n"
