@@ -13,40 +13,38 @@ from pipeline.adapt.choice import full_depth
 from pipeline.adapt.configs import AFTER, BEFORE
 from pipeline.adapt.run import Adapted
 from pipeline.config.adapt import MEANINGS
+from pipeline.runtime.wide_console import wide
 
 FURTHER = {"token_kl": "token KL", "length_ratio": "length", "repetition": "repeats %"}  # of the table, if measured
 
 
 def print_adapted(console: Console, adapted: Adapted) -> None:
     """Print the table before and after, the choice, the break-even and the paths."""
-    counts = adapted.counts
+    console, counts = wide(console), adapted.counts
     console.print(
         f"{counts['drawn']:,} of {counts['job']:,} rows drawn: {counts['train']:,} trained on, {counts['held_out']:,} "
         f"held out; left out: {counts['unreadable'] + counts['errors']:,} with an error, {counts['empty']:,} with an "
         f"empty answer, {counts['unreferenced']:,} without a reference, {counts['repeated']:,} with a held-out row's "
         "prompt",
-        highlight=False,
     )
     console.print(_table(adapted))
     unit = "nats" if adapted.metric == "token_kl" else "points of 100"
-    console.print(f"{adapted.metric}: {MEANINGS[adapted.metric]}", highlight=False)
+    console.print(f"{adapted.metric}: {MEANINGS[adapted.metric]}")
     console.print(
         f"losses are against the job's own checkpoint at full depth, over the held-out rows, greedy, in {unit}; "
         f"tolerance {adapted.tolerance:g}",
-        highlight=False,
     )
     if adapted.break_even is not None and adapted.chosen is not None:
         for line in adapted.break_even.sentences(adapted.chosen.name):
-            console.print(line, highlight=False)
+            console.print(line)
     shown = ", ".join(f"{stage} {seconds:,.1f} s" for stage, seconds in adapted.seconds.items())
-    console.print(f"time: {shown}", highlight=False)
+    console.print(f"time: {shown}")
     folder = adapted.folder
     console.print(
         f"trained: {folder / adapted.trained}\ntables: {folder / BEFORE} (before), {folder / AFTER} (after)",
-        highlight=False,
     )
     if adapted.job_file is not None:
-        console.print(f"next: skipdecode run {adapted.job_file}", highlight=False)
+        console.print(f"next: skipdecode run {adapted.job_file}")
 
 
 def too_tight(adapted: Adapted) -> str:

@@ -91,7 +91,9 @@ def _end(error: Exception, advice: Advice) -> typer.Exit:
         return stop(BAD_CONFIG, ": ".join(filter(None, (advice.file, str(wrong)))))
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if package in EXTRAS:
-        return stop(BAD_CONFIG, f"{package} is not installed: pip install '.[{EXTRAS[package]}]' in skipdecode's folder")
+        return stop(
+            BAD_CONFIG, f"{package} is not installed: pip install '.[{EXTRAS[package]}]' in skipdecode's folder"
+        )
     if not isinstance(error, ImportError) and _is_held(error):
         return stop(LEASE, f"another run holds {advice.output}: {error}")
     clauses = [f"failed: {_described(error)}", advice.failed]

@@ -14,9 +14,9 @@ from pipeline.estimate.measure import EXACT
 from pipeline.estimate.predict import Prediction
 from pipeline.estimate.run import Estimate
 from pipeline.messages import counted
+from pipeline.runtime.wide_console import wide
 
 BINS = 8  # of the histogram
-WIDTH = 150  # of the table
 BAR = 30  # characters of its longest bar
 
 
@@ -105,21 +105,20 @@ def _line(config: JobConfig, name: str, one: Prediction, found: Estimate) -> dic
 
 def print_estimate(console: Console, found: Estimate) -> None:
     """Print rows, prompts, batches, the table of speeds, and what the job's speed saves and loses."""
-    console = Console(file=console.file, width=max(console.width, WIDTH), soft_wrap=True)  # no column is cut off
+    console = wide(console, 150)
     values = to_dict(found)
     config, tokens, batching = found.job.config, values["prompt_tokens"], values["batching"]
     left = "" if values["rows_left"] == values["rows"] else f", {values['rows_left']:,} rows left"
     rows, files, shards = (counted(values[f"{noun}s"], noun) for noun in ("row", "file", "shard"))
-    console.print(f"{rows} in {files}, {shards}{left}", highlight=False)
+    console.print(f"{rows} in {files}, {shards}{left}")
     console.print(
         f"prompts: {tokens['mean']:,.0f} tokens on average, {tokens['most']:,} at most, of {tokens['rows']:,} rows"
         + (f"; all begin with the same {tokens['shared_prefix']:,}" if tokens["shared_prefix"] else ""),
-        highlight=False,
     )
     most = max(entry["rows"] for entry in tokens["histogram"])
     for entry in tokens["histogram"]:
         bar = "#" * round(BAR * entry["rows"] / most)
-        console.print(f"  {entry['from']:>7,} to {entry['to']:>7,}  {entry['rows']:>6,}  {bar}", highlight=False)
+        console.print(f"  {entry['from']:>7,} to {entry['to']:>7,}  {entry['rows']:>6,}  {bar}")
     if found.bad[0]:
         console.print(f"rows with an error in the sample: {found.bad[0]:,}; the first: {found.bad[1]}", markup=False)
     how = "" if config.scores else f"{batching['scheduler']}, "
@@ -127,19 +126,17 @@ def print_estimate(console: Console, found: Estimate) -> None:
         f"batches: {how}at most {batching['max_batch']:,} rows in flight and "
         f"{batching['cache_bytes'] / 2**20:,.0f} MiB of cache an actor; "
         f"{counted(values['actors'], 'actor')}\n",
-        highlight=False,
     )
     console.print(_table(found, values))
     actors, done = "an actor" if values["actors"] == 1 else "actors", "scored" if config.scores else "answered"
     console.print(
         f"\nwall clock with {found.startup.seconds:.0f} s of start-up, in brackets a 90% interval; from "
         f"{values['sample']['rows']:,} rows that {actors} {done} here",
-        highlight=False,
     )
     if values["saves"] is not None:
-        console.print(_saves(found, values), highlight=False)
+        console.print(_saves(found, values))
     if config.budget is not None:
-        console.print(_budget(config, values), highlight=False)
+        console.print(_budget(config, values))
 
 
 def _table(found: Estimate, values: dict[str, Any]) -> Table:

@@ -17,10 +17,10 @@ from rich.table import Table
 
 from actors.answers import Answer
 from pipeline.evaluate.metrics import METRICS
+from pipeline.runtime.wide_console import wide
 
 RECORD = "evaluate.json"
 TABLES = ("table.json", "table.parquet", "plot.png", "plot.svg")
-WIDTH = 120  # columns of the tables, whatever width a pipe reports
 
 
 @dataclass(frozen=True)
@@ -142,13 +142,13 @@ def write_answers(output: Path, columns: Mapping[str, Sequence[Any]], answers: M
 
 def print_tables(console: Console, evaluation: Evaluation) -> None:
     """Print speed and the metric that lines are judged by, and the other metrics below."""
-    wide = Console(file=console.file, width=max(console.width, WIDTH), soft_wrap=True, highlight=False)
-    wide.print(_main_table(evaluation))
-    wide.print()
-    wide.print(_further_table(evaluation))
+    console = wide(console)
+    console.print(_main_table(evaluation))
+    console.print()
+    console.print(_further_table(evaluation))
     metric = METRICS[evaluation.metric]
     percent = f"{100 * evaluation.confidence:g}%"
-    wide.print(
+    console.print(
         f"\n{evaluation.rows:,} rows, batches of up to {evaluation.batch}. In brackets: {percent} intervals, paired "
         f"bootstrap over rows.\nLoss: {metric.title} lost against {evaluation.full_depth}; below 0 is a gain."
     )

@@ -24,10 +24,11 @@ from pipeline.evaluate.inputs import EvalInputs, prepare
 from pipeline.evaluate.intervals import paired_scores
 from pipeline.evaluate.line_statistics import available_metrics, line_statistics
 from pipeline.evaluate.metrics import METRICS
-from pipeline.evaluate.results import WIDTH, Score, bracketed
+from pipeline.evaluate.results import Score, bracketed
 from pipeline.evaluate.run import load_models, with_measured_order
 from pipeline.evaluate.timed_runs import answer
 from pipeline.runtime.announce import announce
+from pipeline.runtime.wide_console import wide
 
 SPEED_STEP = 20  # candidates have nominal speed-ups that are multiples of 1 / SPEED_STEP
 MOST = 32  # measurements; two chains of candidates need about 15
@@ -159,11 +160,11 @@ def print_search(console: Console, report: SearchReport, data: str) -> None:
             bracketed(score.loss, score.loss_low, score.loss_high, metric.decimals, signed=True),
             "yes" if score.loss_high <= report.tolerance else "no",
         )
-    wide = Console(file=console.file, width=max(console.width, WIDTH), soft_wrap=True, highlight=False)
-    wide.print(table)
-    wide.print(f"\n{report.result.summary(report.tolerance)}")
+    console = wide(console)
+    console.print(table)
+    console.print(f"\n{report.result.summary(report.tolerance)}")
     if report.file is not None:
-        wide.print(
+        console.print(
             f"schedule: {report.file}; copy it into the checkpoint's folder, or give a job its keys,\n"
             f"but num_layers, as `schedule`. It was chosen on {data}: that must be\n"
             "dev data; score it with `evaluate` on rows that had no part in the choice."

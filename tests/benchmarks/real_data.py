@@ -5,8 +5,8 @@
 text: E2E's facts; own.parquet has its dev prompts, and the test prompts that are not scored; recombined.parquet has
 prompts of six to eight facts drawn from those. labels: Banking77 with its most similar training questions as examples;
 further.parquet has more of them. groups: Banking77's 77 intents as 10 topics. summaries: passages of QMSum's meetings,
-cut so that a prompt has 1,500 tokens, those to adapt to 250. Writes the job's input (train.parquet, without answers) and
-the rows to score (test.parquet) into work/real/<name>. A scored row's prompt is the token ids that the job
+cut so that a prompt has 1,500 tokens, those to adapt to 250. Writes the job's input (train.parquet, without answers)
+and the rows to score (test.parquet) into work/real/<name>. A scored row's prompt is the token ids that the job
 configs/real/<name>.yaml makes of it. Without the data sets: exit status 3.
 """
 

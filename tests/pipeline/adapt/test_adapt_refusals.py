@@ -194,7 +194,11 @@ def test_a_text_metric_of_labels_is_refused_before_training(fakes: Fakes, comman
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (ModuleNotFoundError("no", name="peft"), 2, "peft is not installed: pip install '.[tune]' in skipdecode's folder"),
+        (
+            ModuleNotFoundError("no", name="peft"),
+            2,
+            "peft is not installed: pip install '.[tune]' in skipdecode's folder",
+        ),
         (RuntimeError("a worker\nended"), 1, "failed: ended; the same command goes on from the last stage"),
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. And\nmore."),
