@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from actors.engine.errors import UserError, flat
-from pipeline.generate.stats import STATS_SCHEMA, ShardStats, to_table
+from pipeline.generate.stats import LATER, STATS_SCHEMA, ShardStats, to_table
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import STORE_ERRORS, Folder
 
@@ -132,12 +132,21 @@ def read_segments(folder: Folder, fingerprint: str) -> tuple[dict[str, pa.Table]
         table = pq.read_table(io.BytesIO(data))
         if table.schema.metadata.get(b"skipdecode.fingerprint") != fingerprint.encode():
             return None
+        table = _with_later_columns(table)
         return table if table.schema.equals(RECORDS_SCHEMA) else None
 
     names = folder.names(SEGMENTS)
     tables = dict(zip(names, in_parallel(read, names), strict=True))
     segments = {name: table for name, table in tables.items() if table is not None}
     return segments, [name for name in names if name not in segments]
+
+
+def _with_later_columns(table: pa.Table) -> pa.Table:
+    """A segment with the columns that those of older versions lack; others as they are."""
+    for name in LATER.keys() - set(table.column_names):
+        value = pa.scalar(LATER[name], RECORDS_SCHEMA.field(name).type)
+        table = table.append_column(name, pa.repeat(value, table.num_rows))
+    return table.select(RECORDS_SCHEMA.names) if set(table.column_names) == set(RECORDS_SCHEMA.names) else table
 
 
 def merge_records(tables: Iterable[pa.Table]) -> pa.Table:

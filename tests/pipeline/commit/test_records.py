@@ -16,13 +16,24 @@ from memory_folder import MemoryFolder, Stepped
 from part_builders import FINGERPRINT, finish, manifest_of, part, part_stats
 from typer.testing import CliRunner
 
+from actors.engine.errors import UserError
 from pipeline.cli.app import app
 from pipeline.commit import records, sink
 from pipeline.commit.finalize import RowsMissing, finalize
-from pipeline.commit.records import COMMITS, RECORDS_SCHEMA, SEGMENTS, Compaction, compact, read_records, write_segment
+from pipeline.commit.records import (
+    COMMITS,
+    RECORDS_SCHEMA,
+    SEGMENTS,
+    Compaction,
+    compact,
+    read_records,
+    record_name,
+    write_segment,
+)
 from pipeline.commit.sink import SUCCESS, commit, committed_shards, part_name
 from pipeline.commit.verify import verify
 from pipeline.config.job import StorageConfig
+from pipeline.generate.stats import LATER
 from pipeline.plan import plan_files
 from pipeline.read.shards import Shard
 from pipeline.storage.concurrency import in_parallel
@@ -149,6 +160,29 @@ def test_a_segment_of_another_job_is_removed(folder: Folder, caplog: pytest.LogC
     assert folder.names(SEGMENTS) == [] and "damaged or another job's, removed" in caplog.text
     run_job(folder)
     assert_complete(folder)
+
+
+@pytest.mark.parametrize("lacking", [["field_counts"], list(LATER)], ids=["the last", "all"])
+def test_a_segment_of_an_older_version_keeps_its_records(folder: Folder, lacking: list[str]) -> None:
+    """Its columns are those of the older version's statistics."""
+    commit_all(folder)
+    current = read_records(folder, FINGERPRINT)
+    write_segment(folder, current.drop_columns(lacking), FINGERPRINT)
+    folder.remove_all([record_name(shard.index) for shard in SHARDS])
+    read = read_records(folder, FINGERPRINT)
+    assert read.drop_columns(lacking).equals(current.drop_columns(lacking))
+    assert all(read[name].unique().to_pylist() == [LATER[name]] for name in lacking)
+    names = folder.names(SEGMENTS)
+    run_job(folder)
+    assert_complete(folder)
+    assert folder.names(SEGMENTS) == names and not any(read_records(folder, FINGERPRINT)["rebuilt"].to_pylist())
+
+
+def test_a_segment_that_lacks_another_column_is_damaged(folder: Folder) -> None:
+    commit_all(folder)
+    write_segment(folder, read_records(folder, FINGERPRINT).drop_columns("rows"), FINGERPRINT)
+    with pytest.raises(UserError, match="damaged; run the job again"):
+        read_records(folder, FINGERPRINT)
 
 
 @given(data=st.data())
