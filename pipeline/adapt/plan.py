@@ -11,6 +11,8 @@ from typing import Any
 import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
+from actors.engine.checkpoint.file_digests import file_digest
+from actors.engine.checkpoint.speed_adapter import WEIGHTS
 from actors.engine.errors import UserError
 from actors.engine.schedules.schedule import MEASURED
 from pipeline.adapt import configs
@@ -30,6 +32,8 @@ from pipeline.runtime.ray_session import on_cluster
 from pipeline.storage.folder import filesystem
 from pipeline.storage.owned_folder import check_apart
 from pipeline.tune.adapters import started
+
+START = "adapt.adapter.start"  # key of a speed adapter to go on from
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,11 @@ def plan_adaptation(config: JobConfig, source: str, folder: Path, record: StageR
         order = "paper" if shape["keep_order"] == MEASURED else shape["keep_order"]
         resolved.checkpoint.schedule({"horizon": 2, **shape, "keep_order": order, "speedup": speedup})
     inputs = hashlib.sha256(repr(sorted(listed.items())).encode()).hexdigest()
-    return Task(config, source, folder, resolved, files, schema, shape, inputs, _settings(config, resolved, shape))
+    settings = _settings(config, resolved, shape)
+    trained = record.settings("tune")
+    if start is not None and (trained is None or START in trained):  # earlier versions recorded its path alone
+        settings["tune"][START] = {"weights": file_digest(Path(start) / WEIGHTS, "sha256")}
+    return Task(config, source, folder, resolved, files, schema, shape, inputs, settings)
 
 
 def _check_folder(
@@ -110,6 +118,9 @@ def _check_folder(
     others["input.path"] = [file.url for file in files if "://" not in file.url]
     if isinstance(resolved.source, str):
         others["model.path"] = [resolved.source]
+    start = configs.options(config).adapter.get("start")
+    if start is not None:
+        others[START] = [start]
     check_apart("adapt.output", record.folder.path, others)
     record.folder.check([*configs.STAGE_FILES, configs.JOB_FILE])
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from actors.engine.checkpoint.speed_adapter import FILES
 from actors.engine.errors import UserError
 from pipeline.config.tune import TuneConfig
 from pipeline.storage.owned_folder import OwnedFolder, check_apart
@@ -30,7 +31,7 @@ def folder(config: TuneConfig) -> Path:
 def finished(config: TuneConfig) -> bool:
     """Whether the output holds the checkpoint that this config makes of these files."""
     record = _read(Path(config.output) / RECORD)
-    if not isinstance(record, dict) or "config" not in record or _read(folder(config) / RECIPE) != _recipe(config):
+    if not isinstance(record, dict) or "config" not in record or not _is_recorded(config):
         return False
     return _without_hardware(record["config"]) == _without_hardware(config.model_dump(mode="json"))
 
@@ -41,13 +42,13 @@ def begin(config: TuneConfig) -> None:
     Raises UserError if the output folder holds files of the user, a checkpoint, or the state of another recipe's run.
     """
     output, state = Path(config.output), folder(config)
-    models = {"model.path": config.model.path, "loss.teacher": config.loss.teacher}
+    models = {"model.path": config.model.path, "loss.teacher": config.loss.teacher, "adapter.start": _start(config)}
     others: dict[str, list[str]] = {key: [path] for key, path in models.items() if path is not None}
     check_apart("output", output, {**others, "data.train": config.data.train, "data.dev": config.data.dev})
     owned = OwnedFolder(output, RECORD, "output")
     owned.check([])
     if any(state.glob("checkpoint-*")):
-        if _read(state / RECIPE) != _recipe(config):
+        if not _is_recorded(config):
             raise UserError(
                 f"output: {state} holds a run of another recipe, or of files that have changed; remove it, or choose "
                 "another output"
@@ -89,15 +90,33 @@ def finish(config: TuneConfig, save: Callable[[Path], None], record: Mapping[str
     owned.save(record)
 
 
+def _is_recorded(config: TuneConfig) -> bool:
+    """Whether the recorded recipe is this one."""
+    stored, recipe = _read(folder(config) / RECIPE), _recipe(config)
+    earlier = {key: value for key, value in recipe.items() if key != "start"}  # recorded by earlier versions
+    return stored in (recipe, earlier)
+
+
 def _recipe(config: TuneConfig) -> dict[str, Any]:
-    """The config without the keys in FREE, and size and time of every file that it reads."""
+    """The config without the keys in FREE, and size and time of every file that it reads, the start adapter's apart."""
     files = [Path(path) for path in (*config.data.train, *config.data.dev)]
     for checkpoint in (config.model.path, config.loss.teacher):
         if checkpoint is not None:
             files += sorted(Path(checkpoint).glob("*.safetensors"))
-    versions = {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
+    start = _start(config)
+    adapter = [] if start is None else [Path(start) / name for name in FILES]
     recipe: dict[str, Any] = json.loads(config.model_dump_json(exclude=FREE))
-    return {"config": recipe, "files": versions}
+    return {"config": recipe, "files": _versions(files), "start": _versions(adapter)}
+
+
+def _start(config: TuneConfig) -> str | None:
+    return None if config.adapter is None else config.adapter.start
+
+
+def _versions(files: Iterable[Path]) -> dict[str, list[int]]:
+    """Size and time of each file."""
+    states = {str(path): path.stat() for path in files}
+    return {path: [state.st_size, state.st_mtime_ns] for path, state in states.items()}
 
 
 def _without_hardware(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,8 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from adapt_fakes import ROWS, Fakes, Run, command_over
+from random_adapter import random_adapter
 from typer.testing import CliRunner
 
+from actors.engine.schedules.schedule import ScheduleSpec
 from pipeline.cli.app import app
 
 
@@ -54,6 +56,31 @@ def test_other_settings_are_refused_by_name(
     assert result.exit_code == 2
     lines = result.stderr.strip().splitlines()
     assert len(lines) == 1 and f"differs in {named}; remove the folder, or choose another adapt.output" in lines[0]
+
+
+def test_an_adapter_to_go_on_from_that_has_changed_is_refused(
+    tmp_path: Path, checkpoint: Path, fakes: Fakes, command: Run
+) -> None:
+    start = random_adapter(checkpoint, tmp_path / "start", ScheduleSpec(speedup=2, horizon=6))
+    going_on = {"adapter": {"start": str(start)}}
+    assert command(**going_on).exit_code == 0
+    record = tmp_path / "out-adapt" / "adapt.json"
+    written = json.loads(record.read_text())
+    random_adapter(checkpoint, start, ScheduleSpec(speedup=2, horizon=6), rank=2)
+    result = command(**going_on)
+    assert result.exit_code == 2 and "differs in adapt.adapter.start.weights; remove the folder" in result.stderr
+    del written["done"]["tune"]["settings"]["adapt.adapter.start"]  # an earlier version recorded the path alone
+    record.write_text(json.dumps(written))
+    assert command(**going_on).exit_code == 0
+
+
+def test_the_folder_must_not_lie_in_the_adapter_to_go_on_from(
+    tmp_path: Path, checkpoint: Path, fakes: Fakes, command: Run
+) -> None:
+    start = random_adapter(checkpoint, tmp_path / "start", ScheduleSpec(speedup=2, horizon=6))
+    result = command(adapter={"start": str(start)}, output=str(start / "adapt"))
+    assert result.exit_code == 2 and "adapt.adapter.start " in result.stderr
+    assert "lie in each other; choose another folder" in result.stderr
 
 
 def test_options_of_a_stage_not_done_may_still_change(fakes: Fakes, command: Run) -> None:

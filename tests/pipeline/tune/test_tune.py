@@ -16,6 +16,7 @@ from compressed_checkpoints import compressed
 from engine_cases import layer_columns
 from oracle import oracle_logits_each
 from pydantic import ValidationError
+from random_adapter import random_adapter
 from safetensors.torch import load_file, save_file
 from tiny_checkpoint import tiny_checkpoint
 from tiny_models import LAYERS, tiny_model
@@ -313,6 +314,42 @@ def test_training_goes_on_from_a_speed_adapter(recipe: dict[str, Any], start: Pa
         train_recipe(bad, **settings)
     with pytest.raises(UserError, match=r"adapter.start: .*not a speed adapter"):
         train_recipe({**going_on, "adapter": {"start": str(start)}, "output": str(tmp_path / "third")}, **settings)
+
+
+@pytest.mark.parametrize("ended", ["finished", "killed"])
+def test_an_adapter_to_go_on_from_that_has_changed_is_another_recipe(
+    recipe: dict[str, Any], start: Path, tmp_path: Path, ended: str
+) -> None:
+    first = random_adapter(start, tmp_path / "first", ScheduleSpec(speedup=2, horizon=5), rank=2)
+    going_on = {
+        **recipe,
+        "model": {"path": str(start)},
+        "adapter": {"start": str(first)},
+        "schedule": {"speedups": [2], "horizon": 5},
+        "training": {**recipe["training"], "max_steps": 1, "warmup_steps": 0, "eval_steps": 1, "save_steps": 1},
+    }
+    record = train_recipe(going_on)
+    written = tmp_path / "out" / "_training" / "recipe.json"
+    recorded = written.read_text()
+    if ended == "killed":
+        (tmp_path / "out" / "tune.json").write_text('{"files": ["_training"]}')
+    else:
+        # an earlier version did not record the adapter's files
+        written.write_text(json.dumps({key: json.loads(recorded)[key] for key in ("config", "files")}))
+        assert train_recipe(going_on) == record
+        written.write_text(recorded)
+    random_adapter(start, first, ScheduleSpec(speedup=3, horizon=5), rank=2)
+    with pytest.raises(UserError, match="holds a run of another recipe, or of files that have changed"):
+        train_recipe(going_on)
+
+
+def test_the_output_does_not_lie_in_the_adapter_to_go_on_from(
+    recipe: dict[str, Any], start: Path, tmp_path: Path
+) -> None:
+    first = random_adapter(start, tmp_path / "first", ScheduleSpec(speedup=2, horizon=5), rank=2)
+    inside = {"adapter": {"start": str(first)}, "schedule": {"speedups": [2]}, "output": str(first / "second")}
+    with pytest.raises(UserError, match=r"adapter.start .* lie in each other"):
+        train_recipe({**recipe, "model": {"path": str(start)}, **inside})
 
 
 def test_a_speed_adapter_needs_a_speed(recipe: dict[str, Any], start: Path) -> None:
