@@ -167,6 +167,7 @@ def _write(
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     names = sorted((path.name for path in partial.iterdir()), key=lambda name: (name == CONFIG, name))
+    folder.check(names)  # before anything is removed
     folder.discard([CONFIG, *(folder.files() - {PARTIAL, *names})])  # of an earlier conversion
     folder.claim(names)
     mode = (partial / CONFIG).stat().st_mode

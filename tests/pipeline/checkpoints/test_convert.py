@@ -173,6 +173,18 @@ def test_files_of_the_user_are_never_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "model.safetensors").read_bytes() == before
 
 
+def test_a_refused_conversion_leaves_the_earlier_one_whole(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    converted(write_gguf(tmp_path / "a.gguf", *made("llama"), template=None), out)
+    (out / "chat_template.jinja").write_text("mine")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    with pytest.raises(UserError, match=r"chat_template.jinja exists and convert.json does not list it; move it"):
+        converted(write_gguf(tmp_path / "b.gguf", *made("llama")), out)
+    after = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    assert {**after, "convert.json": b""} == {**before, "convert.json": b""}
+    assert inspect(out).num_layers == 2
+
+
 @pytest.mark.parametrize("calls", [0, 5])
 def test_a_killed_conversion_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
     """Stopped while files are moved into place, at the last one too; a further conversion completes the folder."""
