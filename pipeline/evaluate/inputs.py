@@ -32,6 +32,7 @@ from pipeline.storage.owned_folder import OwnedFolder, check_apart
 from pipeline.storage.parquet import MissingColumn, column_names, read_columns
 
 REFERENCE = "reference model"  # name of its line, at full depth
+EXACT = "exact"  # name of exact mode's line, whose answers are not written
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def prepare(config: EvalConfig, *, search: bool = False) -> EvalInputs:
         changes["keep_order"] = "paper"  # until it is measured
     spec = (model.checkpoint.spec or ScheduleSpec()).overridden(changes)
     names = [REFERENCE, *(variant.name for variant in _planned(config, spec, model.checkpoint.num_layers))]
-    _check_names(config.baselines, names)
+    _check_names(config.baselines, [*names, EXACT])
     folder.check([SCHEDULE_FILE] if search else output_files([*names, *config.baselines]))
     trie = _trie(config, model)
     reserved = 1 if trie is None else trie.most_tokens

@@ -23,7 +23,7 @@ from actors.generator import Generator
 from pipeline.checkpoints.keep_order import ROWS, measured_order
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.evaluate import EvalConfig
-from pipeline.evaluate.inputs import REFERENCE, EvalInputs, prepare
+from pipeline.evaluate.inputs import EXACT, REFERENCE, EvalInputs, prepare
 from pipeline.evaluate.intervals import paired_scores
 from pipeline.evaluate.line_statistics import available_metrics, line_statistics
 from pipeline.evaluate.plot import write_plot
@@ -31,7 +31,6 @@ from pipeline.evaluate.results import Evaluation, Line, Score, output_files, wri
 from pipeline.evaluate.timed_runs import TimedRun, answer, common_batch, time_in_turn
 from pipeline.runtime.announce import announce
 
-EXACT = "exact"
 OTHER_MODELS = ("reference", "model")  # groups of lines whose layers are another model's
 
 

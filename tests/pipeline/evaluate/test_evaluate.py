@@ -357,6 +357,7 @@ BAD = [
     ({"beside": {"dense": "other"}}, "beside is now baselines"),
     ({"baselines": {"2x": "other"}}, "baselines: '2x' is the name of another line, '2x'"),
     ({"baselines": {"reference/model": "other"}}, "'reference/model' is the name of another line, 'reference model'"),
+    ({"baselines": {"exact": "other"}}, "baselines: 'exact' is the name of another line, 'exact'"),
     ({"baselines": {"a b": "other", "a/b": "other"}}, "baselines: 'a/b' is the name of another line, 'a b'"),
     ({"baselines": {" / ": "other"}}, "baselines: ' / ' leaves nothing to name a file by"),
     ({"compare": 2, "baselines": {"2x learned order": "other"}}, "'2x learned order' is the name of another line"),
