@@ -25,7 +25,9 @@ from pipeline.messages import without_secrets
 from pipeline.serving.store import Store
 
 RUN = (sys.executable, "-m", "pipeline", "run")
-OK, ROW_ERRORS, INTERRUPTED = 0, 3, 4  # exit statuses of the job
+OK, ROW_ERRORS, LEASE_HELD = 0, 3, 5  # exit statuses of the job
+INTERRUPTED = (4, -signal.SIGTERM)  # the latter before the job handles signals
+HELD_SECONDS = 30.0  # before a job is started again whose output another run holds
 MOST_ERRORS = 10  # of a file that are listed
 ENDED = ("completed", "failed", "cancelled")
 JobOf = Callable[[str, str], JobConfig]  # (file of requests, folder for answers) -> job
@@ -82,7 +84,7 @@ class BatchRunner:
         with self._changed:
             self.store.save_batch(record)
             self._waiting.append(record["id"])
-            self._changed.notify()
+            self._changed.notify_all()
         return record
 
     def cancel(self, key: str) -> dict[str, Any] | None:
@@ -97,6 +99,7 @@ class BatchRunner:
                 return self._save(record, "cancelled")
             if key in self._running:
                 self._running[key].send_signal(signal.SIGTERM)
+            self._changed.notify_all()
         return record
 
     def close(self) -> None:
@@ -136,13 +139,29 @@ class BatchRunner:
             return
         output, job = folder / "answers", folder / "job.yaml"
         job.write_text(dump_yaml(self._job(str(requests), str(output)).model_dump(mode="json", exclude_none=True)))
-        with self._changed, open(folder / "log", "a") as log:
-            record = self.store.batch(key) or record
-            if self._closed or record["status"] == "cancelling":
-                self._save(record, "cancelled" if record["status"] == "cancelling" else "validating")
-                return
-            counts = {**record["request_counts"], "total": total}
-            record = self._save({**record, "request_counts": counts}, "in_progress")
+        while (process := self._start(key, job, total)) is not None:
+            said, _ = process.communicate()
+            with self._changed:
+                del self._running[key]
+                if process.returncode != LEASE_HELD:
+                    self._end(key, process.returncode, said, output, folder / "log")
+                    return
+                # the job that an earlier server started is at work, as that server was killed
+                self._changed.wait_for(lambda: self._closed or self._is_cancelling(key), HELD_SECONDS)
+
+    def _start(self, key: str, job: Path, total: int) -> subprocess.Popen[str] | None:
+        """The process of a batch in progress; None if the batch is cancelled, or the server stops."""
+        with self._changed, open(job.parent / "log", "a") as log:
+            record = self.store.batch(key)
+            assert record is not None
+            if record["status"] == "cancelling":
+                self._save(record, "cancelled")
+                return None
+            if self._closed:
+                return None
+            if record["status"] != "in_progress":
+                counts = {**record["request_counts"], "total": total}
+                self._save({**record, "request_counts": counts}, "in_progress")
             self._running[key] = process = subprocess.Popen(
                 [*self._command, str(job), "--json"],
                 stdout=subprocess.PIPE,
@@ -151,17 +170,18 @@ class BatchRunner:
                 env=self._environment,
                 start_new_session=True,
             )
-        said, _ = process.communicate()
-        with self._changed:
-            del self._running[key]
-            if self._closed and process.returncode == INTERRUPTED:
-                return
-            self._end(key, process.returncode, said, output, folder / "log")
+        return process
+
+    def _is_cancelling(self, key: str) -> bool:
+        record = self.store.batch(key)
+        return record is not None and record["status"] == "cancelling"
 
     def _end(self, key: str, status: int, said: str, output: Path, log: Path) -> None:
         record = self.store.batch(key)
         assert record is not None
-        if record["status"] == "cancelling" and status == INTERRUPTED:
+        if self._closed and status in INTERRUPTED:
+            return
+        if record["status"] == "cancelling" and status in INTERRUPTED:
             self._save(record, "cancelled")
             return
         if status not in (OK, ROW_ERRORS):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from actors.engine.errors import UserError
 from pipeline.config.load import validated
 from pipeline.config.serve import ServeConfig
-from pipeline.serving.batches import BatchRunner, check_lines
+from pipeline.serving.batches import ENDED, BatchRunner, check_lines
 from pipeline.serving.files_api import create_files_app
 from pipeline.serving.plan import batch_job
 from pipeline.serving.store import Store
@@ -220,6 +221,68 @@ def test_a_running_batch_is_cancelled(chat_checkpoint: Path, tmp_path: Path, for
     assert runner.cancel(key)["status"] == "cancelling"  # type: ignore[index]
     _until(lambda: runner.store.batch(key)["status"] == "cancelled")  # type: ignore[index]
     runner.close()
+
+
+# stand-ins for the job, which say how often they were started
+IMPORTING = "import time; time.sleep(100)"  # no handler of signals yet
+HELD = "import sys; sys.exit(5)"
+HELD_ONCE = """
+import json, sys
+if open("STARTS").read() == "x":
+    sys.exit(5)
+print(json.dumps({"errors": 0}))
+"""
+
+
+def begun(folder: Path, job: str) -> tuple[BatchRunner, str, Path]:
+    """A runner whose only batch was started once at least, its key, and the file with a letter for each start."""
+    starts, script = folder / "starts", folder / "job.py"
+    script.write_text(f"open({str(starts)!r}, 'a').write('x')\n" + job.replace("STARTS", str(starts)))
+    runner = runner_of(folder / "checkpoint", folder / "store", (sys.executable, "-S", str(script)))
+    source = folder / "requests.jsonl"
+    source.write_bytes(lines(2))
+    file = runner.store.add_file(source, "requests.jsonl", "batch")
+    key = runner.create(file["id"], ENDPOINT, "24h", None)["id"]
+    _until(lambda: starts.exists() and starts.read_text())
+    return runner, key, starts
+
+
+def status_of(runner: BatchRunner, key: str) -> Any:
+    return runner.store.batch(key)["status"]  # type: ignore[index]
+
+
+def test_a_batch_whose_job_handles_no_signals_yet_is_cancelled(tmp_path: Path) -> None:
+    runner, key, _ = begun(tmp_path, IMPORTING)
+    runner.cancel(key)
+    _until(lambda: status_of(runner, key) in ENDED)
+    assert status_of(runner, key) == "cancelled"
+    runner.close()
+
+
+def test_a_server_stopped_before_a_job_handles_signals_leaves_its_batch_to_the_next_one(tmp_path: Path) -> None:
+    runner, key, _ = begun(tmp_path, IMPORTING)
+    runner.close()
+    assert status_of(runner, key) == "in_progress"
+
+
+def test_a_batch_whose_job_outlived_its_server_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.serving.batches.HELD_SECONDS", 0.05)
+    runner, key, starts = begun(tmp_path, HELD_ONCE)
+    _until(lambda: status_of(runner, key) in ENDED)
+    assert status_of(runner, key) == "completed" and starts.read_text() == "xx"
+    runner.close()
+
+
+@pytest.mark.parametrize(("stop", "status"), [("cancel", "cancelled"), ("close", "in_progress")])
+def test_a_batch_that_waits_for_a_job_is_stopped_at_once(tmp_path: Path, stop: str, status: str) -> None:
+    runner, key, _ = begun(tmp_path, HELD)
+    _until(lambda: not runner._running)
+    began = time.monotonic()
+    if stop == "cancel":
+        runner.cancel(key)
+        _until(lambda: status_of(runner, key) in ENDED)
+    runner.close()
+    assert status_of(runner, key) == status and time.monotonic() - began < 10
 
 
 def _until(reached: Any) -> None:
