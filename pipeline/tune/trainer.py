@@ -90,7 +90,7 @@ class Teacher:
         whole, first, found = Targets.joined(parts), 0, []
         for pair in pairs:
             last = first + len(pair["input_ids"]) - pair["prompt_tokens"]
-            found.append(whole[first:last])
+            found.append(whole[first:last].copied())
             first = last
         return found
 

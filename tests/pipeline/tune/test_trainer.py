@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -192,6 +193,10 @@ def test_workers_keep_what_each_of_them_computed() -> None:
         worker.targets(keyed[half::2])
     computed = [one for worker in workers for one in worker._new]
     assert [key for key, _ in computed] == [*range(0, len(keyed), 2), *range(1, len(keyed), 2)]
+    for _, targets in computed:  # a view would be sent with all that it was cut from
+        numbers = (targets.ids, targets.log_probs, targets.rest)
+        assert all(one.untyped_storage().nbytes() == one.nbytes for one in numbers)
+        assert len(pickle.dumps(targets)) < sum(one.nbytes for one in numbers) + 1500
     for worker in workers:
         worker.exchange(lambda _: computed)
     found = [worker.targets(keyed) for worker in workers]
