@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import torch
@@ -33,5 +34,8 @@ def with_measured_order(config: TuneConfig, plan: TrainingPlan) -> TuneConfig:
     given = config.schedule.warmup if "warmup" in config.schedule.model_fields_set else None
     identity = {"files": digests(path), "dtype": str(dtype).removeprefix("torch.")}
     order, warmup = measured_order(identity, load, rows, given, None, announce)
+    if not on_cpu:  # the training, perhaps in another process, has the GPU's memory
+        gc.collect()
+        torch.cuda.empty_cache()
     schedule = config.schedule.model_copy(update={"keep_order": list(order), "warmup": warmup})
     return config.model_copy(update={"schedule": schedule})
