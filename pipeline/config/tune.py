@@ -156,7 +156,9 @@ class TrainingConfig(Section):
         None, ge=1, description="dev-set losses without improvement before training stops; the best weights are kept"
     )
     compile: bool = Field(False, description="torch.compile the layers; needs a C++ compiler, and minutes at first")
-    threads: int | None = Field(None, ge=1, description="torch threads; default all cores")
+    threads: int | None = Field(
+        None, ge=1, description="torch threads; default all cores, with workers of this machine workers.cpus each"
+    )
 
 
 class WorkersConfig(Section):
