@@ -1,88 +1,103 @@
-"""A training in several processes of this machine, by torch's launcher: data parallel, gradients averaged."""
+"""A function in several processes of this machine, which end together.
+
+An interrupt reaches the parent alone, by the handlers that it had before; it ends the others.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable
+from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from actors.engine.errors import UserError
-from pipeline.config.tune import TuneConfig, WorkersConfig
-from pipeline.tune.plan import plan_training
-from pipeline.tune.train import train
-
-SECONDS = 1.0  # between looks at whether the parent lives
+SECONDS = 1.0  # between looks at whether the parent lives, and at interrupts of a thread
+OUT_OF_MEMORY = f"{torch.OutOfMemoryError.__module__}.{torch.OutOfMemoryError.__qualname__}: "  # of a last line
 
 
-def train_in_processes(config: TuneConfig, recorded: TuneConfig) -> None:
-    """Run `train` in `workers.count` processes, each of which loads the model.
+def run_processes(count: int, function: Callable[..., None], *arguments: Any) -> None:
+    """Call `function(rank, folder, *arguments)` in `count` new processes; none of them is left at the end.
 
-    recorded: as in `train`.
+    folder: a temporary one that they share.
 
     Raises:
-        UserError: the machine is too small for the workers.
-        RuntimeError: training failed, or a process died.
-        KeyboardInterrupt: it was interrupted.
+        torch.OutOfMemoryError: that of a process.
+        RuntimeError: a process failed or died. The text is the last line of the first one's traceback, with the type's
+            name, so that a command recognizes a UserError; its cause is the whole traceback.
     """
-    workers = config.workers
-    assert workers is not None and workers.address is None
-    check_fits(workers, {"CPU": os.cpu_count() or 1, "GPU": torch.cuda.device_count()}, "this machine")
-    settings = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=workers.count,
-        run_id="training",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,  # the same command goes on from the last saved step
-    )
-    values = [one.model_dump(exclude_unset=True) for one in (config, recorded)]
-    try:
-        elastic_launch(settings, work)(*values, os.getpid())
-    except SignalException:
-        raise KeyboardInterrupt from None
-    except ChildFailedError as failed:
-        _, first = failed.get_first_failure()
-        lines = [line.strip() for line in str(first.message).splitlines() if line.strip()]
-        raise RuntimeError(lines[-1] if lines else f"a worker ended with {first.exitcode}") from failed
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="skipdecode-workers-") as name:
+        folder = Path(name)
+        processes: list[BaseProcess] = [
+            spawn.Process(target=_run, args=(rank, folder, os.getpid(), function, arguments), daemon=True)
+            for rank in range(count)
+        ]
+        try:
+            _start(processes)
+            while any(one.exitcode is None for one in processes):
+                wait([one.sentinel for one in processes if one.exitcode is None], SECONDS)
+                if any(one.exitcode for one in processes):
+                    raise _failure(processes, folder)
+        finally:
+            _end(processes)
 
 
-@record
-def work(config: dict[str, Any], recorded: dict[str, Any], parent: int) -> None:
-    """One process's part, with the environment that the launcher gives it; the configs as values."""
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    given = TuneConfig.model_validate(config)
-    workers = given.workers
-    assert workers is not None
-    torch.set_num_threads(threads(workers))
-    if workers.gpus:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group("nccl" if workers.gpus else "gloo")
+def _start(processes: list[BaseProcess]) -> None:
+    """Start processes that Ctrl-C in the terminal does not reach."""
+    resource_tracker.ensure_running()  # it would unblock the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        train(given, plan_training(given), recorded=TuneConfig.model_validate(recorded))
+        for process in processes:
+            process.start()
     finally:
-        torch.distributed.destroy_process_group()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def check_fits(workers: WorkersConfig, resources: Mapping[str, float], place: str) -> None:
-    """Raise UserError if a place has too few CPUs or GPUs for the workers."""
-    for name, each in (("CPU", workers.cpus), ("GPU", workers.gpus)):
-        has = resources.get(name, 0)
-        if workers.count * each > has:
-            raise UserError(f"workers: {workers.count} × {each:g} {name} asked for, and {place} has {has:g}")
+def _end(processes: list[BaseProcess]) -> None:
+    """A killed worker loses nothing: what it writes counts only with a last file."""
+    started = [one for one in processes if one.pid is not None]
+    for process in started:
+        process.kill()
+    for process in started:
+        process.join()
 
 
-def threads(workers: WorkersConfig) -> int:
-    """Of a worker, where `training.threads` says nothing."""
-    return max(1, int(workers.cpus))
+def _failure(processes: list[BaseProcess], folder: Path) -> Exception:
+    """The error of the process that failed first; others then fail as they lose the connection to it."""
+    files = sorted(folder.glob("*.traceback"), key=lambda file: file.stat().st_mtime_ns)
+    if not files:
+        rank, code = next((rank, one.exitcode) for rank, one in enumerate(processes) if one.exitcode)
+        ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+        return RuntimeError(f"worker {rank} {ended}")
+    text = files[0].read_text()
+    line = text.strip().splitlines()[-1]
+    out_of_memory = line.startswith(OUT_OF_MEMORY)
+    error = torch.OutOfMemoryError(line.removeprefix(OUT_OF_MEMORY)) if out_of_memory else RuntimeError(line)
+    error.__cause__ = RuntimeError(f"worker {files[0].stem}\n{text}")
+    return error
+
+
+def _run(rank: int, folder: Path, parent: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    """A process from its start to its end; leaves its traceback in the folder if it fails."""
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    try:
+        function(rank, folder, *arguments)
+    except Exception:
+        unfinished = folder / f"{rank}.unfinished"
+        unfinished.write_text(traceback.format_exc(), errors="backslashreplace")
+        unfinished.rename(folder / f"{rank}.traceback")
+        sys.exit(1)
 
 
 def _end_with(parent: int) -> None:

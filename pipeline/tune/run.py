@@ -14,9 +14,10 @@ from actors.engine.schedules.schedule import MEASURED
 from pipeline.config.tune import TuneConfig
 from pipeline.runtime.announce import announce
 from pipeline.tune import resume
+from pipeline.tune.fit import check_machine
+from pipeline.tune.local_workers import train_in_processes
 from pipeline.tune.measured_order import with_measured_order
 from pipeline.tune.plan import plan_training, with_order
-from pipeline.tune.processes import train_in_processes
 from pipeline.tune.train import train
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ def tune(config: TuneConfig) -> Path:
     if resume.finished(config):
         log.warning("%s is finished; nothing is left to do", config.output)
         return Path(config.output)
+    check_machine(config.workers)
     resume.begin(config)
     start = config.model.path or "a new model"
     announce(f"training {start} on {len(plan.train):,} pairs, {len(plan.dev):,} in the dev set, into {config.output}")

@@ -8,8 +8,8 @@ from typing import Any
 
 from pipeline.config.tune import TuneConfig
 from pipeline.tune import resume
+from pipeline.tune.fit import check_fits
 from pipeline.tune.plan import plan_training
-from pipeline.tune.processes import check_fits
 from pipeline.tune.train import train
 
 

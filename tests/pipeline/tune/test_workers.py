@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import typer
+from leaks import listening, loopback
 from tiny_checkpoint import tiny_checkpoint
 from tune_recipes import copying_recipe, train_recipe
+from worker_faults import killed, out_of_memory, sleep, user_error, wrong_value
+
+from pipeline.cli.errors import Advice, errors_as_exit_status
+from pipeline.runtime.signals import Interrupted, interrupter, interruptible
+from pipeline.tune.processes import run_processes
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 @pytest.fixture
@@ -56,6 +69,89 @@ def test_two_processes_train_a_speed_adapter_as_one(
     assert both["dev_loss"] == pytest.approx(alone["dev_loss"], rel=0.03)
 
 
+def test_a_training_leaves_neither_handlers_nor_files_nor_output_and_listens_to_this_machine_alone(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    ports: set[tuple[str, str]] = set()
+    during: set[Any] = set()
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.05):
+            ports.update(listening(os.getpid()))
+            during.update(signal.getsignal(number) for number in SIGNALS)
+
+    watching = threading.Thread(target=watch, daemon=True)
+    watching.start()
+    try:
+        done = train_recipe({**recipe, "workers": {"count": 2}}, bf16=False, max_steps=2, eval_steps=1)
+    finally:
+        ended.set()
+        watching.join()
+    assert done["steps"] == 2
+    assert during == set(before.values())
+    assert {number: signal.getsignal(number) for number in SIGNALS} == before
+    assert not list(temporary.iterdir())
+    written = capfd.readouterr()
+    assert not written.out and "eval_loss" in written.err
+    assert not {address for _, address in ports if not loopback(address)}
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "line"),
+    [
+        (wrong_value, 1, "skipdecode: failed: lines; traceback: "),
+        (user_error, 2, "skipdecode: tune.yaml: data: too few rows"),
+        (out_of_memory, 1, "skipdecode: failed: CUDA out of memory; lower batch_size; traceback: "),
+        (killed, 1, "skipdecode: failed: worker 0 was ended by SIGKILL; traceback: "),
+    ],
+)
+def test_a_worker_fails_as_a_training_in_one_process(
+    function: Callable[..., None], code: int, line: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        pytest.raises(typer.Exit) as ended,
+        errors_as_exit_status(Advice(file="tune.yaml", out_of_memory="lower batch_size")),
+    ):
+        run_processes(2, function)
+    written = capfd.readouterr().err.strip()
+    assert ended.value.exit_code == code
+    assert written.startswith(line) and len(written.splitlines()) == 1
+    assert not [one for one in psutil.Process().children() if "spawn_main" in " ".join(one.cmdline())]
+    if code == 1:
+        log = Path(written.rpartition(" ")[2])
+        assert function is not wrong_value or 'raise ValueError("two' in log.read_text()
+        log.unlink()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, None])
+def test_an_interrupt_ends_the_workers(
+    number: signal.Signals | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None: a lost lease."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    workers: list[int] = []
+
+    def interrupt(lost: Callable[[], None]) -> None:
+        while len(list(tmp_path.glob("started-*"))) < 2:
+            time.sleep(0.05)
+        workers.extend(int(one.name.rpartition("-")[2]) for one in tmp_path.glob("started-*"))
+        if number is None:
+            lost()
+        else:
+            os.kill(os.getpid(), number)
+
+    with interruptible():
+        threading.Thread(target=interrupt, args=(interrupter(),), daemon=True).start()
+        with pytest.raises(Interrupted):
+            run_processes(2, sleep)
+    assert len(workers) == 2 and not any(psutil.pid_exists(one) for one in workers)
+
+
 @pytest.mark.slow
 def test_after_a_process_died_the_same_training_goes_on(recipe: dict[str, Any], tmp_path: Path) -> None:
     output = tmp_path / "both"
@@ -71,7 +167,7 @@ def test_after_a_process_died_the_same_training_goes_on(recipe: dict[str, Any], 
     threading.Thread(target=kill_one, daemon=True).start()
     two = {**recipe, "output": str(output), "workers": {"count": 2}}
     settings = {"bf16": False, "max_steps": 100, "save_steps": 20}
-    with pytest.raises(RuntimeError, match=r"worker|Signal 9|gloo|closed"):
+    with pytest.raises(RuntimeError, match=r"worker \d was ended by SIGKILL|gloo|closed"):
         train_recipe(two, **settings)
     done = train_recipe(two, **settings)
     assert killed and done["steps"] == 100 and done["resumed_at_step"] >= 20
@@ -110,3 +206,4 @@ def test_more_workers_than_cores_are_refused(
     many = {**recipe, "output": str(tmp_path / "many"), "workers": {"count": 64, **where}}
     with pytest.raises(ValueError, match="workers: 64 × 1 CPU asked for, and "):
         train_recipe(many, batch_size=64)
+    assert where or not (tmp_path / "many").exists()  # before anything is written
