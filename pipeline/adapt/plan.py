@@ -32,6 +32,7 @@ from pipeline.runtime.ray_session import on_cluster
 from pipeline.storage.folder import filesystem
 from pipeline.storage.owned_folder import check_apart
 from pipeline.tune.adapters import started
+from pipeline.tune.fit import check_machine
 
 START = "adapt.adapter.start"  # key of a speed adapter to go on from
 
@@ -97,7 +98,9 @@ def plan_adaptation(config: JobConfig, source: str, folder: Path, record: StageR
     stored_spec = (resolved.checkpoint if start is None else started(resolved.checkpoint, start)).spec
     shape = configs.schedule_shape(config, stored_spec)
     prompts = configs.prompt_policies(config, shape, 1.0)
-    configs.tune_config(config, shape, ".", 4, folder, source, prompts)  # checks tune's options
+    recipe = configs.tune_config(config, shape, ".", 4, folder, source, prompts)  # checks tune's options
+    if record.settings("tune") is None:  # it is not done yet
+        check_machine(recipe.workers)
     for speedup in options.speedups:
         order = "paper" if shape["keep_order"] == MEASURED else shape["keep_order"]
         resolved.checkpoint.schedule({"horizon": 2, **shape, "keep_order": order, "speedup": speedup})

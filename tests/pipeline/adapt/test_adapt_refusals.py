@@ -92,6 +92,16 @@ def test_options_of_a_stage_not_done_may_still_change(fakes: Fakes, command: Run
     assert fakes.calls == ["answers", "tune", "tune", "before", "after"]
 
 
+def test_more_workers_than_cores_are_refused_before_rows_are_drawn(fakes: Fakes, command: Run) -> None:
+    many = {"workers": {"count": 64}, "training": {"batch_size": 64}}
+    result = command(**many)
+    assert result.exit_code == 2 and "workers: 64 × 1 CPU asked for, and this machine has" in result.stderr
+    assert not fakes.calls
+    small = {"training": {"batch_size": 64}}
+    assert command(**small).exit_code == 0
+    assert command(**many).exit_code == 0  # nothing is left to train
+
+
 def test_new_input_files_are_logged_and_not_sampled(
     tmp_path: Path, fakes: Fakes, command: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
