@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from actors.engine.build import EngineSettings, products_in_eight_bits
 from actors.engine.checkpoint.compressed import LIMITS, Codes, Kind, codes_of, largest_scales
 from actors.engine.checkpoint.loading import inspect, load_decoder, memory_needed
-from actors.engine.cpu import library
+from actors.engine.cpu import library, native_stack
 from actors.engine.cpu.layers import CpuLayer
 from actors.engine.cpu.packing import PackedLinear
 from actors.engine.cpu.quantization import QuantizedProduct, quantize_weight
@@ -77,6 +77,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "short scales": {"dtype": torch.bfloat16},
     "all layers": {"ignore": ()},
     "some layers": {"ignore": ("lm_head", "re:.*layers.0.*", "model.layers.1.self_attn.q_proj")},
+    "all but the first layer": {"ignore": ("lm_head", "re:.*layers.0.*")},
     "groups of layers": {"groups": ({"targets": "re:.*self_attn.*"}, {"targets": "re:.*mlp.*", "strategy": "tensor"})},
 }
 PACKED: dict[str, dict[str, Any]] = {  # int8 alone; the library's choice for weights alone
@@ -214,6 +215,27 @@ def test_int8_runs_in_8_bits_on_a_cpu(made: Callable[..., Path], way: str) -> No
     reference = logits(load_decoder(folder, torch.float32, CPU))
     error = (logits(own) - reference).abs() / reference.std()
     assert 0 < error.mean() < 0.1 and error.max() < 0.6
+
+
+@native
+def test_layers_of_both_kinds_stay_inside_their_workspace(
+    made: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain first layer, and codes in the others: steps of many rows, more than their prompt has tokens."""
+    folder = made("int8", **WAYS["all but the first layer"])
+    own = generator(folder, sampling={"max_new_tokens": 4, "n": 64, "temperature": 1.0})
+    assert own.engine.decoder.stack is not None
+    assert products(own.engine.decoder) == [False] * 4 + [True] * 4 * (LAYERS - 1)
+    guards: list[torch.Tensor] = []
+
+    def guarded(numbers: int) -> torch.Tensor:
+        memory = torch.full((numbers + 2**16,), 7, dtype=torch.bfloat16)
+        guards.append(memory[numbers:])
+        return memory[:numbers]
+
+    monkeypatch.setattr(native_stack, "_workspace", guarded)
+    own({"prompt": np.array(PROMPTS[-1:])})
+    assert guards and all(bool((guard == 7).all()) for guard in guards)
 
 
 @native

@@ -84,13 +84,14 @@ struct Workspace {
         codes = gated + together * l.intermediate;
     }
 
-    // for the largest input of a quantized product
+    // For the largest input of a quantized product. Also of a layer that has none: others of the stack may, and
+    // memory that no layer touches costs nothing.
     int64_t codes_of(const Layer& l, int64_t tokens) const {
 #if CAN_QUANTIZE
-        if (l.quantized)
-            return std::max(numbers_of_codes(tokens, std::max(l.hidden, queries)), numbers_of_codes(together, l.intermediate));
-#endif
+        return std::max(numbers_of_codes(tokens, std::max(l.hidden, queries)), numbers_of_codes(together, l.intermediate));
+#else
         return 0;
+#endif
     }
 };
 
@@ -195,7 +196,8 @@ inline Step part_of(const Step& all, const Layer& l, const Buffers& b, int64_t r
     return s;
 }
 
-// Layer i over the counts[i] youngest rows, none where that is 0; all layers have one shape.
+// Layer i over the counts[i] youngest rows, none where that is 0; all layers have one shape, some of them plain weights
+// and others quantized ones.
 // Returns whether all places and slots lie in buffers; if not, nothing is done.
 bool run_steps(const Layer* layers, const Buffers* buffers, const int64_t* counts, int64_t count, const Step& all) {
     for (int64_t i = 0; i < count; i++) {
