@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import shlex
@@ -21,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from actors.engine.cpu import kernels, library
 from actors.engine.cpu.attention import attend
 from actors.engine.cpu.layers import CpuLayer
+from actors.engine.cpu.native_stack import NativeStack
 from actors.engine.cpu.packing import (
     PackedLinear,
     PackedProduct,
@@ -524,6 +526,44 @@ def test_prompts_that_threads_run_apart_are_prompts_of_one_thread(family: str, c
         torch.set_num_threads(before)
     assert memory[1] > memory[0]  # two groups at once: the longer one's memory twice
     assert len(logits[0]) > 8 and all(torch.equal(*pair) for pair in zip(*logits, strict=True))
+
+
+def rounded_numbers(stack: NativeStack, tokens: int) -> int:
+    """Of a workspace for so many tokens, as threads have it side by side."""
+    return -(-stack._step_workspace(ctypes.addressof(stack._layers[0]), tokens) // 32) * 32
+
+
+@multiplying
+@pytest.mark.parametrize(
+    ("threads", "lengths", "groups", "most"),
+    [
+        (16, [56] * 16, 1, 224),  # 64 tokens a thread are needed: all threads run four groups of 256 tokens or so
+        (16, [56] * 32, 16, 112),
+        (2, [95, 90, 85, 80, 75, 70, 60, 60], 2, 345),
+        (2, [130] * 5, 1, 260),  # three prompts of one thread, two of the other: too uneven
+        (2, [1500, *[20] * 60], 1, 1500),  # a long prompt would leave one thread to work alone
+        (16, [300, *[50] * 30], 1, 300),
+        (4, [20], 1, 20),
+        (1, [56] * 16, 1, 224),
+    ],
+)
+def test_prompts_that_all_threads_run_are_cut_into_groups_of_256_tokens(
+    threads: int, lengths: list[int], groups: int, most: int
+) -> None:
+    """However many threads there are: each group reads all weights. groups: that threads run at once."""
+    decoder = Decoder(tiny_model("llama").to(BF16))
+    decoder.prepare_for_cpu()
+    stack = decoder.stack
+    assert stack is not None
+    starts = torch.tensor([0, *itertools.accumulate(lengths)])
+    stack._prompts.starts, stack._prompts.prompts = starts.data_ptr(), len(lengths)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        got = stack._prompts_workspace(ctypes.addressof(stack._layers[0]), ctypes.addressof(stack._prompts))
+    finally:
+        torch.set_num_threads(before)
+    assert got == groups * rounded_numbers(stack, most)
 
 
 @multiplying

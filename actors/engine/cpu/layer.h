@@ -219,17 +219,28 @@ struct Groups {
     int64_t most = 0;     // tokens of a group
     int64_t threads = 1;  // groups that are run at once, each by one thread; 1: all threads run each group
 
-    // About TOKENS tokens a group, or one longer prompt, equally many to each thread where no prompt is too long.
-    explicit Groups(const Prompts& p) : firsts{0} {
+    // About TOKENS tokens a group, or one longer prompt, and equally many to each thread. Where there are too few tokens
+    // for that, or a prompt is too long, all threads run each group, and how many threads there are cuts none smaller.
+    explicit Groups(const Prompts& p) {
         const int64_t all = p.starts[p.prompts], available = omp_get_max_threads();
         const int64_t rounds = std::max<int64_t>(1, (all / available + TOKENS / 2) / TOKENS), count = rounds * available;
+        cut(p, count);
+        if (all >= FEWEST * available && most * count <= all + all / 8)
+            threads = available;
+        else
+            cut(p, std::max<int64_t>(1, (all + TOKENS / 2) / TOKENS));
+    }
+
+    // Into at most `count` groups, of equally many tokens where prompts allow.
+    void cut(const Prompts& p, int64_t count) {
+        const int64_t all = p.starts[p.prompts];
+        firsts = {0}, most = 0;
         for (int64_t prompt = 1; prompt < p.prompts; prompt++) {
             const int64_t middle = (p.starts[prompt] + p.starts[prompt + 1]) / 2;
             if (middle * count >= int64_t(firsts.size()) * all) firsts.push_back(prompt);
         }
         firsts.push_back(p.prompts);
         for (size_t g = 0; g + 1 < firsts.size(); g++) most = std::max(most, p.starts[firsts[g + 1]] - p.starts[firsts[g]]);
-        if (all >= FEWEST * available && most * count <= all + all / 8) threads = available;
     }
 };
 
