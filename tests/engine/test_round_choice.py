@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from engine_cases import STOP, requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -78,6 +79,23 @@ def test_answers_are_the_same_whatever_is_chosen(seed: int, read_every: int, max
     engine = exact(fused("llama"), choice=Alternating(), read_every=read_every, max_rows=max_rows)
     got = answers(engine, rows)
     assert [list(tokens) for tokens in got] == oracle_answers(Decoder(tiny_model("llama")), FULL, rows, STOP, got)
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+def test_a_step_that_rides_in_a_prefill_has_one_token_and_no_kind(rounds: bool) -> None:
+    choice = Alternating()
+    choice._next = not rounds
+    engine = exact(fused("llama"), FULL, stop=(), choice=choice, read_every=2)
+    rows = [Request([4 + row, 9], SamplingParams(max_new_tokens=64, ignore_eos=True), row) for row in range(2)]
+    engine.open(2, 2, 64)
+    engine.admit(rows[:1])
+    engine.step()
+    made = 4 if rounds else 1
+    assert (engine.rows[0].position, engine._window.kinds) == (made, {rounds})
+    engine.admit(rows[1:])  # ends the window
+    assert engine.stepped
+    assert (engine.rows[0].position, engine._since, engine._window._ended) == (made + 1, 0, (2, {rounds}))
+    engine.close()
 
 
 def test_windows_are_measured_by_their_own_kind() -> None:

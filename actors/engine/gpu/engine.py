@@ -241,6 +241,7 @@ class GpuEngine:
         self.stepped = ready and (not due or self._grow())
         self._run_prompts(run, newcomers, slots, shared)
         if self.stepped:
+            self._stride = 1  # riders have a token each, whatever the last launch had
             self._ended_early += self._after_step(run)
         for row, slot in zip(newcomers, slots, strict=True):
             self._slots[row.ticket], row.position = slot, 0

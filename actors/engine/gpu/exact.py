@@ -185,7 +185,7 @@ class Rounds:
 class _Window:
     """The steps between two polls, of which the second is read behind the next window's first step.
 
-    kinds: of the steps since the last poll began: whether they were rounds.
+    kinds: of the steps since the last poll began: whether they were rounds. A step that rides in a prefill has none.
     """
 
     def __init__(self) -> None:
@@ -268,17 +268,17 @@ class GpuExactEngine(GpuEngine):
             self._drafting = self._choice.rounds(len(self.rows))
         # a mask holds for a row's next token alone
         if rounds is None or len(self.rows) > rounds.most_rows or variant.masked or not self._drafting:
+            # what a mask costs says nothing about plain steps: of two kinds, the window is not measured
+            self._window.kinds |= {True, False} if variant.masked else {False}
             self._stride = 1
             super()._launch(run, variant)
             return
+        self._window.kinds.add(True)
         self._stride = rounds.width
         rounds(len(self.rows), variant)
 
     def _after_step(self, run: Buffers) -> Ended:
-        assert self._variant is not None
         self._since += self._stride
-        # what a mask costs says nothing about plain steps: of two kinds, the window is not measured
-        self._window.kinds |= {True, False} if self._variant.masked else {self._stride > 1}
         polled = self._steps_since_open > 0 and self._steps_since_open % self.read_every == 0
         ended = super()._after_step(run)
         if polled and self._choice is not None:
