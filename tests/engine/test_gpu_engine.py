@@ -183,6 +183,23 @@ def test_a_shared_beginning_changes_no_token(spec: int, scheduler: str) -> None:
     assert stats.prompt_tokens < 4 * whole and stats.padded_prompt_tokens == stats.prompt_tokens
 
 
+def test_a_new_beginning_is_computed_when_the_last_one_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is planned for the keys and values of one."""
+    engine, made, alive = engine_of(fused("llama"), SCHEDULE), [], []
+
+    class Noted(prompts.PrefixKeys):
+        def __init__(self) -> None:
+            super().__init__()
+            gc.collect()
+            alive.append(sum(one() is not None for one in made))
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(prefill, "PrefixKeys", Noted)
+    for beginning in (PREFIX, PREFIX[:16], PREFIX[:9]):
+        answers(engine, with_prefix(4, seed=1), prefix=beginning)
+    assert alive == [0, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("family", "tokens"),
     [

@@ -32,6 +32,7 @@ class Prefill:
         """
         computed = 0
         if prefix and (self._shared is None or self._shared[0] != prefix):
+            self._shared = None  # freed first: memory is planned for one
             shared, computed = PrefixKeys(), len(prefix)
             self._run(prefix, Prompts([computed], [], [], self.decoder.device, keep_in=shared), None)
             self._shared = prefix, shared
