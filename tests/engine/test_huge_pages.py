@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from actors.engine.cpu import huge_pages
 from actors.engine.cpu.huge_pages import ALIGNED, PAGE
+from actors.engine.out_of_memory import is_out_of_memory
 
 DTYPES = [torch.bfloat16, torch.uint8, torch.float32]
 
@@ -46,3 +47,10 @@ def test_a_kernel_without_huge_pages_changes_nothing(monkeypatch: pytest.MonkeyP
     assert torch.equal(huge_pages.moved(weight), weight)
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
     assert torch.equal(huge_pages.moved(weight), weight)
+
+
+def test_memory_that_runs_out_is_told_as_that() -> None:
+    """By what the system really answers: a step that first needs a region is run again with fewer rows."""
+    with pytest.raises(MemoryError, match="no 4611686018431582208 bytes for weights: ") as caught:
+        huge_pages.moved(torch.zeros(1).expand(2**60))
+    assert is_out_of_memory(caught.value)

@@ -37,16 +37,24 @@ def moved(tensor: Tensor) -> Tensor:
 
 
 def _region(like: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors of these shapes, not initialized."""
+    """Tensors of these shapes, not initialized.
+
+    Raises:
+        MemoryError: The system has no memory for them.
+    """
     sizes = [-(-one.nbytes // ALIGNED) * ALIGNED for one in like]
     # a page more at both ends, which nothing touches and so takes no memory
-    region = mmap.mmap(-1, sum(sizes) + 2 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    size = sum(sizes) + 2 * PAGE
+    try:
+        region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"the system has no {size} bytes for weights: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             region.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(region, dtype=torch.uint8)  # keeps the region alive
     places, first = [], -memory.data_ptr() % PAGE
-    for one, size in zip(like, sizes, strict=True):
+    for one, aligned in zip(like, sizes, strict=True):
         places.append(memory[first : first + one.nbytes].view(one.dtype).view(one.shape))
-        first += size
+        first += aligned
     return places
