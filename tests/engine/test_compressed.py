@@ -341,6 +341,12 @@ REFUSED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "compressed-tensors, actorder group": lambda entry: entry["config_groups"]["group_0"]["weights"].update(
         strategy="group", group_size=16, actorder="group"
     ),
+    "compressed-tensors, actorder DYNAMIC": lambda entry: entry["config_groups"]["group_0"]["weights"].update(
+        strategy="group", group_size=16, actorder="DYNAMIC"
+    ),
+    "compressed-tensors, actorder True": lambda entry: entry["config_groups"]["group_0"]["weights"].update(
+        strategy="group", group_size=16, actorder=True
+    ),
     "compressed-tensors, strategy block": lambda entry: entry["config_groups"]["group_0"]["weights"].update(
         strategy="block"
     ),

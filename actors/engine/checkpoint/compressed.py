@@ -118,8 +118,9 @@ def _scheme(weights: Mapping[str, Any], inputs: Any, form: Any) -> StoredWeights
         raise _Unsupported(f"{METHOD}, format {form}")
     if strategy not in STRATEGIES:
         raise _Unsupported(f"{METHOD}, strategy {strategy}")
-    if weights.get("actorder") in ("group", "dynamic"):  # groups of inputs that are not neighbours
-        raise _Unsupported(f"{METHOD}, actorder {weights['actorder']}")
+    order = weights.get("actorder")
+    if order is True or str(order).lower() in ("group", "dynamic"):  # groups of inputs that are not neighbours
+        raise _Unsupported(f"{METHOD}, actorder {order}")
     if type_name not in TYPES or (form == PACKED_FORMAT and type_name != "int"):
         raise _Unsupported(f"{METHOD}, type {type_name} in format {form}")
     inputs_too = isinstance(inputs, dict) and inputs.get("num_bits", 8) == 8
