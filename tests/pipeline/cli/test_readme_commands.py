@@ -139,7 +139,7 @@ def test_a_server_answers_the_request(monkeypatch: pytest.MonkeyPatch, example: 
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("example", ["README.md", "configs/adapt-demo.yaml"])
 def test_adapt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: str) -> None:
-    """As shown, on fewer rows, two steps of training and any tolerance; then the job that it writes, as in the README."""
+    """As shown, on fewer rows, two steps of training, any tolerance; then the job that it writes, as in the README."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
     run_commands(["python -m pipeline.demo_data work/demo/prompts --rows 80 --files 1"])
