@@ -19,9 +19,9 @@ ROWS, PROMPT, NEW = 3, 7, 9
 
 
 @pytest.mark.parametrize("speedup", [1.0, 2.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_counted_is_what_the_schedule_says(speedup: float, dtype: torch.dtype) -> None:
-    """Of the library's layers, and of those that CPUs have in bfloat16."""
+@pytest.mark.parametrize(("dtype", "logprob"), [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)])
+def test_what_is_counted_is_what_the_schedule_says(speedup: float, dtype: torch.dtype, logprob: bool) -> None:
+    """Of the library's layers, of those that CPUs have in bfloat16, and of greedy steps in one native call."""
     decoder = Decoder(tiny_model("llama").to(dtype))
     counter = Counter(Ceilings(flops=100.0, bandwidth=7.0))
     counter.watch(decoder)
@@ -29,7 +29,8 @@ def test_what_is_counted_is_what_the_schedule_says(speedup: float, dtype: torch.
         decoder.prepare_for_cpu()
     schedule = ScheduleSpec(speedup=speedup, horizon=6).build(LAYERS)
     rows = [Request([5 + row] * PROMPT, SamplingParams(max_new_tokens=NEW), row) for row in range(ROWS)]
-    generate(Engine(decoder, schedule, ()), rows, budget_bytes=2**40, max_rows=ROWS)
+    engine = Engine(decoder, schedule, (), cumulative_logprob=logprob)
+    generate(engine, rows, budget_bytes=2**40, max_rows=ROWS)
     parts = counter.take()
     config = decoder.model.config
     hidden, inner, size = config.hidden_size, config.intermediate_size, decoder.head_dim

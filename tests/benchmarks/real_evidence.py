@@ -43,6 +43,7 @@ FURTHER: dict[str, list[tuple[str, str, list[str]]]] = {
         ),
     ],
     "labels": [("labels-further.yaml", "adapt-further", [])],
+    "summaries": [("summaries.yaml", "adapt-again", ["adapt.training.max_steps=170", "adapt.training.seed=1"])],
 }
 
 

@@ -108,15 +108,33 @@ class Counter:
             self._add("prefill head", 2 * len(lengths) * head, head * item)
             return joined(ids, positions, starts, layers, *rest)
 
-        def counted_step(ids: Tensor, positions: Tensor, rows_per_layer: Sequence[int], *rest: Any) -> Tensor:
-            live = [place + 1 for place in positions[:, 0].tolist()]
+        def count_step(places: Sequence[int], rows_per_layer: Sequence[int]) -> None:
+            live = [place + 1 for place in places]
             for number, rows in enumerate(rows_per_layer):
                 if rows:
                     seen = sum(live[-rows:])
                     layer("decode", number, rows, seen, seen)
-            self._add("decode head", 2 * len(ids) * head, head * item)
+            self._add("decode head", 2 * len(places) * head, head * item)
+
+        def counted_step(ids: Tensor, positions: Tensor, rows_per_layer: Sequence[int], *rest: Any) -> Tensor:
+            count_step(positions[:, 0].tolist(), rows_per_layer)
             return step(ids, positions, rows_per_layer, *rest)
 
+        class Counted(type(decoder)):  # type: ignore[misc]
+            """A decoder whose native steps count too: they are made when the first one runs."""
+
+            @property
+            def greedy_steps(self) -> Any:
+                steps = super().greedy_steps
+
+                def counted(tokens: Sequence[int], rows_per_layer: Sequence[int], cache: Any, **more: Any) -> Any:
+                    assert more.get("count", 1) == 1, "drafts are not counted"
+                    count_step(cache.step_slots()[1].tolist(), rows_per_layer)
+                    return steps(tokens, rows_per_layer, cache, **more)
+
+                return None if steps is None else counted
+
+        decoder.__class__ = Counted
         decoder.prefill = counted_prefill  # type: ignore[method-assign]
         decoder.prefill_joined = counted_joined  # type: ignore[method-assign]
         decoder.step = counted_step  # type: ignore[method-assign]

@@ -26,6 +26,7 @@ PRIOR = 3.0, 4.0  # drafts accepted and judged before the first: too high costs 
 GAIN = 1.1  # drafting must promise so many times the tokens per second of plain steps
 WORTH = 1.2  # least ratio of a lookup draft's expected gain to its cost
 PROBE, RAREST = 32, 1024  # plain steps between two rounds that only measure: at first, and at most
+SOON = 4  # the same behind rounds that paid until now: a few measurements beside other work may say that they do not
 RARER = 4  # times as many after each lookup that finds nothing
 LAYERS_RARER, TRIAL_LOSS = 2, 0.01  # the same for the layers, whose rounds may take so much of the time in vain
 LOOKED = 16  # steps after which looking up is judged
@@ -89,7 +90,7 @@ class _Costs:
     def __init__(self) -> None:
         self.plain: deque[float] = deque(maxlen=KEPT)
         self.drafts: deque[float] = deque(maxlen=KEPT)
-        self.tokens: deque[tuple[float, int]] = deque(maxlen=KEPT)  # each, and how many tokens it is the mean of
+        self.tokens: deque[tuple[float, int]] = deque(maxlen=KEPT)  # each, and its weight
         self.rounds = self.steps = 0  # since the other was last measured
         self.interval = PROBE
         self.best = 0  # drafts, by the measurements so far
@@ -110,9 +111,9 @@ class _Costs:
     @property
     def token(self) -> float:
         """Seconds of a further token that is verified."""
-        ordered, half = sorted(self.tokens), sum(tokens for _, tokens in self.tokens) / 2
-        for seconds, tokens in ordered:
-            half -= tokens
+        ordered, half = sorted(self.tokens), sum(weight for _, weight in self.tokens) / 2
+        for seconds, weight in ordered:
+            half -= weight
             if half <= 0:
                 return seconds
         return 0.0  # nothing is known
@@ -185,7 +186,8 @@ class DraftLength:
     def drafted(self, done: Round) -> None:
         """A round is done."""
         costs, further = self._at(done.rows), done.drafted + done.looked_up
-        costs.tokens.append((max(0.0, done.verify_seconds - costs.step) / further, further))
+        weight = min(further, FIRST)  # a long round beside other work must not outweigh the others
+        costs.tokens.append((max(0.0, done.verify_seconds - costs.step) / further, weight))
         costs.rounds += 1
         if not done.steps:
             return
@@ -198,7 +200,7 @@ class DraftLength:
         costs.steps = 0
         costs.best = self._best(done.rows, costs)
         if costs.best > 0:
-            costs.interval = PROBE
+            costs.interval = SOON
         elif len(costs.drafts) >= TRIALS:
             count = max(1, FIRST // done.rows)
             loss = 1 + count * costs.draft(done.rows) - expected_tokens(count, self._acceptance.rate)
