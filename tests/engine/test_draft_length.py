@@ -115,7 +115,7 @@ def test_short_jobs_find_layers_that_pay_whatever_their_first_drafts_took(
     """The first drafts make what later ones find, and other work disturbs some measurements."""
     costs = {"draft": draft, "token": token, "acceptance": acceptance}
     rates = [played(DraftLength(), rows, **costs, cold=cold, disturbed=disturbed, rounds=200, seed=n) for n in range(5)]
-    assert median(rates) >= 0.65 * best(**costs)  # of a single job the first drafts may all be wrong
+    assert median(rates) >= 0.85 * best(**costs)  # of a single job the first drafts may all be wrong
 
 
 @settings(max_examples=40, deadline=None)

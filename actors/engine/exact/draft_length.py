@@ -18,7 +18,7 @@ from actors.engine.exact.lookup import Acceptance
 MOST_DRAFTS = 8
 FIRST = 2  # drafts of the layers in a round that only measures, of all rows: a single one would bear its other costs
 MEASURED = 4  # tokens looked up in such a round; one token's time is too short to measure
-KEPT = 7  # newest measurements, of which the median counts: a step beside other work takes twice as long
+KEPT = 7  # newest measurements, of which the lower quartile counts: other work makes steps slower
 NEEDED = 3  # plain steps before the first choice
 TRIALS = 2  # rounds of the layers before it, of which the first one prepares what it runs
 JUDGED = 64.0  # drafts over which acceptance is taken, about; tokens for the yield
@@ -26,7 +26,8 @@ PRIOR = 3.0, 4.0  # drafts accepted and judged before the first: too high costs 
 GAIN = 1.1  # drafting must promise so many times the tokens per second of plain steps
 WORTH = 1.2  # least ratio of a lookup draft's expected gain to its cost
 PROBE, RAREST = 32, 1024  # plain steps between two rounds that only measure: at first, and at most
-SOON = 4  # the same behind rounds that paid until now: a few measurements beside other work may say that they do not
+SOON = 4  # the same behind rounds that paid until now, and rounds before the next plain step, at first: either may have
+# been measured beside other work
 RARER = 4  # times as many after each lookup that finds nothing
 LAYERS_RARER, TRIAL_LOSS = 2, 0.01  # the same for the layers, whose rounds may take so much of the time in vain
 LOOKED = 16  # steps after which looking up is judged
@@ -92,7 +93,7 @@ class _Costs:
         self.drafts: deque[float] = deque(maxlen=KEPT)
         self.tokens: deque[tuple[float, int]] = deque(maxlen=KEPT)  # each, and its weight
         self.rounds = self.steps = 0  # since the other was last measured
-        self.interval = PROBE
+        self.interval, self.plain_interval = PROBE, SOON
         self.best = 0  # drafts, by the measurements so far
         self.looked = self.rest = 0  # steps since looking up was judged; steps without it that are left
         self.looked_interval = PROBE
@@ -102,19 +103,19 @@ class _Costs:
     @property
     def step(self) -> float:
         """Seconds of a plain step."""
-        return max(1e-9, _middle(self.plain))
+        return max(1e-9, _quartile(self.plain))
 
     def draft(self, rows: int) -> float:
         """Seconds of one draft of each row by the layers, verified, over those of a plain step."""
-        return (_middle(self.drafts) + rows * self.token) / self.step
+        return (_quartile(self.drafts) + rows * self.token) / self.step
 
     @property
     def token(self) -> float:
         """Seconds of a further token that is verified."""
-        ordered, half = sorted(self.tokens), sum(weight for _, weight in self.tokens) / 2
+        ordered, left = sorted(self.tokens), sum(weight for _, weight in self.tokens) / 4
         for seconds, weight in ordered:
-            half -= weight
-            if half <= 0:
+            left -= weight
+            if left <= 0:
                 return seconds
         return 0.0  # nothing is known
 
@@ -144,7 +145,7 @@ class DraftLength:
     def choose(self, rows: int) -> Plan:
         """Drafts of the next step; without any it is a plain one."""
         costs = self._at(rows)
-        if len(costs.plain) < NEEDED or costs.rounds >= PROBE:
+        if len(costs.plain) < NEEDED or costs.rounds >= costs.plain_interval:
             return Plan()
         count = costs.best
         if self._layers and (len(costs.drafts) < TRIALS or costs.steps >= costs.interval):
@@ -181,6 +182,7 @@ class DraftLength:
         costs.plain.append(seconds)
         if costs.rounds and len(costs.plain) >= NEEDED:
             costs.best = self._best(rows, costs)
+            costs.plain_interval = min(PROBE, 2 * costs.plain_interval)
         costs.rounds, costs.steps = 0, costs.steps + 1
 
     def drafted(self, done: Round) -> None:
@@ -230,6 +232,6 @@ def expected_tokens(count: int, acceptance: float) -> float:
     return sum(acceptance**number for number in range(count + 1))
 
 
-def _middle(seconds: Collection[float]) -> float:
-    """The median, of two the lower one: what disturbs a step makes it slower."""
-    return sorted(seconds)[(len(seconds) - 1) // 2]
+def _quartile(seconds: Collection[float]) -> float:
+    """The lower one: what disturbs a step makes it slower."""
+    return sorted(seconds)[(len(seconds) - 1) // 4]
