@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_models import LAYERS, MODELS, tiny_model
 from torch import nn
@@ -199,6 +199,7 @@ def test_attention_of_one_token_is_the_librarys(
     joined=st.booleans(),
     seed=st.integers(0, 99),
 )
+@example(rows=2, heads=2, group=3, tokens=58, size=80, scaling=0.1, joined=False, seed=3)
 @torch.inference_mode()
 def test_attention_of_prompts_is_the_librarys(
     rows: int, heads: int, group: int, tokens: int, size: int, scaling: float | None, joined: bool, seed: int

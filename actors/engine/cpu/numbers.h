@@ -35,9 +35,10 @@ inline void store(BFloat16* place, float value) {  // to the nearest, ties to ev
     place->bits = uint16_t(value == value ? rounded : 0x7fc0);
 }
 
-// Cephes' expf, in a form that compilers turn into vector code: relative error below 2e-7.
-inline float exponential(float x) {
-    x = std::min(std::max(x, -87.0f), 88.0f);
+// Cephes' expf, in a form that compilers turn into vector code: relative error below 2e-7, and 0 below -87: a key that is
+// masked has no weight at all.
+inline float exponential(float given) {
+    float x = std::min(std::max(given, -87.0f), 88.0f);
     float n = std::floor(x * 1.44269504088896341f + 0.5f);
     float r = x - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
@@ -51,7 +52,7 @@ inline float exponential(float x) {
     int32_t power = (int32_t(n) + 127) << 23;
     float scale;
     std::memcpy(&scale, &power, sizeof scale);
-    return p * scale;
+    return given < -87.0f ? 0.0f : p * scale;
 }
 
 // 16 numbers each; GCC and Clang compile them to the vectors of the processor.
@@ -81,6 +82,7 @@ inline __m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_m
 
 // `exponential` of 16 numbers, which compilers do not find.
 inline __m512 exponential(__m512 x) {
+    const __mmask16 seen = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
     x = _mm512_min_ps(_mm512_set1_ps(88.0f), _mm512_max_ps(_mm512_set1_ps(-87.0f), x));  // NaN stays NaN
     const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT);
     const __m512 near = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
@@ -89,7 +91,7 @@ inline __m512 exponential(__m512 x) {
     for (const float factor : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
         p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(factor));
     p = _mm512_add_ps(_mm512_fmadd_ps(_mm512_mul_ps(p, r), r, r), _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(p, n);
+    return _mm512_maskz_scalef_ps(seen, p, n);
 }
 #endif
 
