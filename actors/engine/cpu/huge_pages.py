@@ -14,8 +14,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from actors.engine.cpu.packing import give_memory_back
+
 PAGE = 2**21  # bytes; other sizes only waste space
 ALIGNED = 64  # bytes, for the kernels
+GIVEN_BACK = 2**24  # bytes freed before the C library is asked to give them back
 
 
 class Packed(Protocol):
@@ -25,10 +28,17 @@ class Packed(Protocol):
 
 
 def move(products: Iterable[Packed]) -> None:
-    """Move packed weights to one region of huge pages, one after another; each is freed behind its copy."""
-    products = list(products)
+    """Move packed weights to one region of huge pages, one after another.
+
+    Each is freed behind its copy, and the C library gives its memory back: there are never two copies of all.
+    """
+    products, freed = list(products), 0
     for one, place in zip(products, _region([one.packed for one in products]), strict=True):
         one.packed = place.copy_(one.packed)
+        freed += one.packed.nbytes
+        if freed >= GIVEN_BACK:
+            give_memory_back()
+            freed = 0
 
 
 def moved(tensor: Tensor) -> Tensor:
