@@ -89,7 +89,10 @@ def _failure(processes: list[BaseProcess], folder: Path) -> Exception:
 
 
 def _run(rank: int, folder: Path, parent: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    """A process from its start to its end; leaves its traceback in the folder if it fails."""
+    """A process from its start to its end; leaves its traceback in the folder if it fails.
+
+    It ends without the libraries' destructors, where a thread of theirs may abort a process whose work is done.
+    """
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     try:
         function(rank, folder, *arguments)
@@ -97,7 +100,10 @@ def _run(rank: int, folder: Path, parent: int, function: Callable[..., None], ar
         unfinished = folder / f"{rank}.unfinished"
         unfinished.write_text(traceback.format_exc(), errors="backslashreplace")
         unfinished.rename(folder / f"{rank}.traceback")
-        sys.exit(1)
+        os._exit(1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _end_with(parent: int) -> None:
