@@ -52,7 +52,7 @@ class Targets:
         return replace(self, ids=self.ids[tokens], log_probs=self.log_probs[tokens], rest=self.rest[tokens])
 
     def copied(self) -> Targets:
-        """The same in memory of its own. A slice is pickled with all of what it was cut from."""
+        """A copy with its own memory: pickling a slice writes the whole tensor that it was cut from."""
         return replace(self, ids=self.ids.clone(), log_probs=self.log_probs.clone(), rest=self.rest.clone())
 
     def to(self, device: torch.device | str) -> Targets:

@@ -65,7 +65,7 @@ def _start(processes: list[BaseProcess]) -> None:
 
 
 def _end(processes: list[BaseProcess]) -> None:
-    """A killed worker loses nothing: what it writes counts only with a last file."""
+    """A killed worker loses nothing: its output counts only once its last file is written."""
     started = [one for one in processes if one.pid is not None]
     for process in started:
         process.kill()

@@ -128,7 +128,7 @@ def recombined(rows: Rows) -> Rows:
 
 def labels() -> Made:
     """Each question after the most similar training questions and their intents."""
-    return with_examples(lambda intent: intent)
+    return with_examples(lambda intent: intent, FURTHER)
 
 
 def groups() -> Made:
@@ -141,7 +141,7 @@ def topic_of(intent: str) -> str:
     return next(topic for topic, parts in TOPICS.items() if any(part in intent.lower() for part in parts))
 
 
-def with_examples(label_of: Callable[[str], str]) -> Made:
+def with_examples(label_of: Callable[[str], str], further: int = 0) -> Made:
     known, asked = read("banking77/train"), read("banking77/test")
     random.Random(SEED).shuffle(asked)
     random.Random(SEED).shuffle(known)
@@ -161,8 +161,8 @@ def with_examples(label_of: Callable[[str], str]) -> Made:
             result.append({**row, "nearest": label_of(shots[-1]["label"])})  # for comparison
         return result
 
-    further = known[ADAPTED : ADAPTED + FURTHER]
-    return made(known[:ADAPTED], 1), made(asked, 0), {"further": made(further, 1)}
+    more = {"further": made(known[ADAPTED : ADAPTED + further], 1)} if further else {}
+    return made(known[:ADAPTED], 1), made(asked, 0), more
 
 
 class Similar:
