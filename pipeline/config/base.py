@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
@@ -10,12 +11,15 @@ from pydantic_core import PydanticCustomError
 from actors.engine.errors import UserError
 from pipeline.messages import without_secrets
 
+log = logging.getLogger(__name__)
+
 
 class Section(BaseModel):
     """A part of a file. Unknown keys and values of another type are refused; a whole number is a float too."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     renamed: ClassVar[dict[str, str]] = {}  # former key -> what to write instead
+    removed: ClassVar[dict[str, tuple[Any, str]]] = {}  # former key -> its default, and what to do instead
 
     @model_validator(mode="before")
     @classmethod
@@ -25,6 +29,12 @@ class Section(BaseModel):
                 raise UserError(f"{name} is now {cls.renamed[name]}")
             if isinstance(value, int) and abs(value) >= 2**63:
                 raise UserError(f"{name} must be below 2^63")
+            if name in cls.removed and value != cls.removed[name][0]:
+                raise UserError(f"{name} was removed: {cls.removed[name][1]}")
+            if name in cls.removed:
+                log.warning("the key %s was removed and is ignored; leave it out", name)
+        if isinstance(values, dict):
+            values = {name: value for name, value in values.items() if name not in cls.removed}
         return values
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from actors.engine.errors import UserError
-from pipeline.config.base import Place, Section
+from pipeline.config.base import Section
 from pipeline.config.job import (
     ActorsConfig,
     ModelConfig,
@@ -68,36 +68,22 @@ class ReplicasConfig(Section):
 
 
 class HttpConfig(Section):
+    removed: ClassVar[dict[str, tuple[Any, str]]] = {"haproxy": (False, "Ray Serve's own proxy is used")}
+
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 is every network")
     port: int = Field(8000, ge=1, le=65535, description="port to listen on")
     api_key_env: str | None = Field(
         None, min_length=1, description="environment variable that holds the API key; default: no key is asked for"
     )
     timeout_seconds: float = Field(600, gt=0, description="after which a request ends with status 504")
-    max_body_bytes: int = Field(8 * 2**20, ge=1, description="largest request, uploaded files apart")
-    haproxy: bool = Field(
-        False,
-        description="Ray Serve's HAProxy in place of its proxy in Python, which small models outrun; experimental in "
-        "Ray; its statistics can be read on ports 8404 and 9101 of every network",
-    )
-
-
-class BatchesConfig(Section):
-    """`/v1/files` and `/v1/batches`: each batch runs as a job."""
-
-    folder: Place = Field(description="local folder for files and answers; on a cluster, a disk that all nodes share")
-    at_once: int = Field(1, ge=1, description="batches that run at the same time; others wait")
-    max_file_bytes: int = Field(200 * 2**20, ge=1, description="largest uploaded file")
-    actors: ActorsConfig = Field(default_factory=ActorsConfig, description="actors of each batch's job")
-
-    @model_validator(mode="after")
-    def _local(self) -> BatchesConfig:
-        if "://" in self.folder:
-            raise UserError("folder must be a local folder")
-        return self
+    max_body_bytes: int = Field(8 * 2**20, ge=1, description="largest request")
 
 
 class ServeConfig(Section):
+    removed: ClassVar[dict[str, tuple[Any, str]]] = {
+        "batches": (None, "answer a batch file with `skipdecode run` and input.format: openai_batch")
+    }
+
     model: ModelConfig
     name: str | None = Field(
         None, min_length=1, description="by which requests name the model; default: last part of model.path"
@@ -111,7 +97,6 @@ class ServeConfig(Section):
     )
     replicas: ReplicasConfig = Field(default_factory=ReplicasConfig)
     http: HttpConfig = Field(default_factory=HttpConfig)
-    batches: BatchesConfig | None = Field(None, description="default: files and batches are not served")
     storage: StorageConfig = Field(default_factory=StorageConfig)
 
     @model_validator(mode="after")
@@ -121,13 +106,9 @@ class ServeConfig(Section):
             raise UserError(
                 f"model.kv_cache: {model.kv_cache} is for the paged engine: set engine: paged, or leave it out"
             )
-        places = {"replicas": self.replicas.gpus}
-        if self.batches is not None:
-            places["batches.actors"] = self.batches.actors.gpus
         for key, kind in (("weights: fp8", model.weights == "fp8"), (f"kv_cache: {model.kv_cache}", model.kv_cache)):
-            for place, gpus in places.items():
-                if kind and not gpus:
-                    raise UserError(f"model.{key} is for GPUs: set {place}.gpus, or leave it out")
+            if kind and not self.replicas.gpus:
+                raise UserError(f"model.{key} is for GPUs: set replicas.gpus, or leave it out")
         return self
 
     @property

@@ -1,1 +1,1 @@
-"""How is a model served over HTTP? Configuration to a Ray Serve application, and batches that run as jobs."""
+"""How is a model served over HTTP? Configuration to a Ray Serve application."""

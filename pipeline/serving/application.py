@@ -20,11 +20,10 @@ from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
 from actors.engine.errors import flat
 from actors.server import Server
-from actors.serving.listening import Address
 from pipeline.config.load import load_config
 from pipeline.config.serve import ReplicasConfig, ServeConfig
 from pipeline.runtime.announce import announce, announced
-from pipeline.runtime.ray_session import actor_cpus, is_own_ray, ray_session
+from pipeline.runtime.ray_session import actor_cpus, ray_session
 from pipeline.runtime.signals import Interrupted, interruptible
 from pipeline.serving.chat import render
 from pipeline.serving.plan import LOOPBACK, PlannedServer, check_port, plan_server
@@ -32,7 +31,6 @@ from pipeline.serving.plan import LOOPBACK, PlannedServer, check_port, plan_serv
 NAME = "skipdecode"
 READY_SECONDS = 300.0  # to listen once the model is loaded
 GRACE_SECONDS = 20  # for requests in flight when a replica stops
-STOP_SECONDS = 5  # of them, for what Ray Serve does besides
 SHUTDOWN_SECONDS = 30.0  # for all of Ray Serve to stop
 # the replica's requests run in its first event loop, without a change of threads for each message; read by Ray Serve
 ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
@@ -45,19 +43,12 @@ def build(args: dict[str, str]) -> Application:
     return application(plan_server(config, on_this_machine=False))
 
 
-def application(planned: PlannedServer, listen: Address | None = None) -> Application:
-    """The application of a planned server. listen: where its only replica listens itself."""
-    config = planned.config
-    replicas, actors = config.replicas, config.replicas.as_actors()
-    batches, upload_bytes = None, 0
-    if config.batches is not None:
-        from pipeline.serving.deployment import Batches
-
-        batches = Batches.bind(config)  # type: ignore[attr-defined]
-        upload_bytes = config.batches.max_file_bytes + 2**20  # the form around the file
+def application(planned: PlannedServer) -> Application:
+    """Return the application of a planned server."""
+    replicas = planned.config.replicas
     options: dict[str, Any] = {
         "ray_actor_options": {
-            "num_cpus": actor_cpus(actors),
+            "num_cpus": actor_cpus(replicas.as_actors()),
             "num_gpus": replicas.gpus,
             "runtime_env": {"env_vars": ONE_LOOP},
         },
@@ -70,7 +61,7 @@ def application(planned: PlannedServer, listen: Address | None = None) -> Applic
         **_scaling(replicas),
     }
     server = Server.options(**options)  # type: ignore[attr-defined]
-    bound = server.bind(planned.settings, planned.limits, render, batches, upload_bytes, listen)
+    bound = server.bind(planned.settings, planned.limits, render)
     return bound  # type: ignore[no-any-return]
 
 
@@ -86,14 +77,6 @@ def _scaling(replicas: ReplicasConfig) -> dict[str, Any]:
             "target_ongoing_requests": target,
         },
     }
-
-
-def own_address(config: ServeConfig) -> Address | None:
-    """Where the replica listens itself: where it is alone, on this machine; None: Ray Serve's proxies listen."""
-    replicas, http = config.replicas, config.http
-    if http.haproxy or replicas.max is not None or (replicas.count or 1) > 1 or not is_own_ray():
-        return None
-    return Address(http.host, http.port, GRACE_SECONDS - STOP_SECONDS)
 
 
 def run_server(config: ServeConfig, *, verbose: bool) -> None:
@@ -115,14 +98,10 @@ def run_server(config: ServeConfig, *, verbose: bool) -> None:
                 f"{http.host}: others than this machine can send requests, without a key; http.api_key_env asks for one"
             )
         announce(planned.described)
-        listen = own_address(config)
-        listens: dict[str, Any] = {"http_options": {"host": http.host, "port": http.port}}
-        if listen is not None:
-            listens = {"proxy_location": "Disabled"}
         with ray_session(config.replicas.as_actors(), verbose):
             announce("starting Ray Serve and loading the model")
-            with _ray_serve(listens):
-                serve.run(application(planned, listen), name=NAME, logging_config=QUIET)
+            with _ray_serve(http.host, http.port):
+                serve.run(application(planned), name=NAME, logging_config=QUIET)
                 _wait_for_http(f"{url}/health")
                 speed = planned.schedule.speedup or 1
                 announce(f"serving {config.served_name} at {speed:g}x on {url}/v1 (Ctrl-C stops)")
@@ -130,12 +109,12 @@ def run_server(config: ServeConfig, *, verbose: bool) -> None:
 
 
 @contextmanager
-def _ray_serve(listens: dict[str, Any]) -> Iterator[None]:
-    """Ray Serve for the block; listens: arguments of `serve.start`."""
+def _ray_serve(host: str, port: int) -> Iterator[None]:
+    """Run Ray Serve for the block; its proxies listen on host and port."""
     controller: Any = None
     try:
         with suppress(ray.exceptions.GetTimeoutError):  # a busy machine: the proxy is waited for later
-            serve.start(**listens, logging_config=QUIET)
+            serve.start(http_options={"host": host, "port": port}, logging_config=QUIET)
         controller = ray.get_actor(SERVE_CONTROLLER_NAME, SERVE_NAMESPACE)
         yield
     finally:

@@ -59,7 +59,17 @@ def plan_server(config: ServeConfig, *, on_this_machine: bool) -> PlannedServer:
     limits = Limits(config.http.timeout_seconds, config.http.max_body_bytes, key_digest(config.http))
     checkpoint = resolve_checkpoint(config.model, config.storage)
     schedule = checkpoint.schedule(config.schedule.changes(), config.model, unadapted=config.schedule.unadapted)
-    job = batch_job(config, "unused", "unused")
+    job = JobConfig.model_validate(
+        {
+            "input": InputConfig(path=["unused"]),
+            "output": OutputConfig(path="unused"),
+            "model": config.model,
+            "sampling": config.sampling.model_dump(),
+            "reasoning": config.reasoning,
+            "actors": config.replicas.as_actors(),
+            "storage": config.storage,
+        }
+    )
     batching = plan_batching(job, checkpoint, 1, None)
     generator = {
         **generator_settings(config.model, config.sampling, None),
@@ -80,25 +90,6 @@ def plan_server(config: ServeConfig, *, on_this_machine: bool) -> PlannedServer:
         config.served_name, generator, config.replicas.max_waiting, config.replicas.events_per_second
     )
     return PlannedServer(config, settings, limits, schedule, describe(need, config.model.dtype, actors))
-
-
-def batch_job(config: ServeConfig, requests: str, output: str) -> JobConfig:
-    """The job that answers a batch file with this model. requests: the file; output: a folder."""
-    schedule = config.schedule.model_dump(exclude_none=True)
-    actors = config.replicas.as_actors() if config.batches is None else config.batches.actors
-    return JobConfig.model_validate(
-        {
-            "input": InputConfig(path=[requests], format="openai_batch"),
-            "output": OutputConfig(path=output, strip=False),
-            "model": config.model,
-            "schedule": {**schedule, "agreement_rows": 0},
-            "sampling": config.sampling.model_dump(),
-            "reasoning": config.reasoning,
-            "actors": actors,
-            "storage": config.storage,
-            "max_error_rate": 1.0,
-        }
-    )
 
 
 def key_digest(http: HttpConfig) -> str | None:

@@ -1,11 +1,10 @@
 """Load test of a server on loopback: time to the first token, between tokens, throughput; beside the bulk engine.
 
     python tests/benchmarks/serve_load.py [--model configs/demo/checkpoint] [--clients 1,8,32] [--requests 64]
-        [--tokens 48] [--through asgi,serve,proxy,haproxy] [--url http://127.0.0.1:8000]
+        [--tokens 48] [--through asgi,serve] [--url http://127.0.0.1:8000]
 
-asgi: the application by uvicorn in a process of its own; serve: `skipdecode serve`, whose replica listens itself;
-proxy: the same behind Ray Serve's proxy, as several replicas are; haproxy: behind HAProxy, which takes two fixed ports
-more. --url: a server that runs already, such as `vllm serve`. Clients are coroutines of this process; each sends its
+asgi: the application by uvicorn in a process of its own; serve: `skipdecode serve`, behind Ray Serve's
+proxy. --url: a server that runs already, such as `vllm serve`. Clients are coroutines of this process; each sends its
 next request when the last one is answered. Short prompts; answers of --tokens tokens on average, from a third to five
 thirds of it.
 "processor ms": of each request, by part; it holds on a busy machine too, as rates do not.
@@ -139,10 +138,7 @@ def server(through: str, checkpoint: str, rows: int) -> Iterator[tuple[str, psut
     if through != "asgi":
         command = [sys.executable, "-m", "pipeline", "serve", "--model", checkpoint, "--port", str(port)]
         command += ["--set", "name=load", "--set", f"replicas.max_batch={rows}", "--set", "replicas.threads=1"]
-        command += ["--set", f"http.haproxy={through == 'haproxy'}"]
-    if through == "proxy":  # one replica of a range
-        command += ["--set", "replicas.min=1", "--set", "replicas.max=1"]
-    process = subprocess.Popen(command, env=_environment(), cwd=ROOT)
+        process = subprocess.Popen(command, env=_environment(), cwd=ROOT)
     url = f"http://127.0.0.1:{port}"
     try:
         while not _healthy(url):
@@ -167,7 +163,7 @@ def main() -> None:
     parser.add_argument("--clients", default="1,8,32")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--through", default="asgi,serve,proxy,haproxy")
+    parser.add_argument("--through", default="asgi,serve")
     parser.add_argument("--url")
     parser.add_argument("--name", default="load", help="the model's name, with --url")
     options = parser.parse_args()
@@ -226,7 +222,6 @@ def worked(process: psutil.Process | None, through: str) -> Counter[str]:
     for one in [] if process is None else [process, *process.children(recursive=True)]:
         with suppress(psutil.Error):  # it has ended
             command, other = " ".join(one.cmdline()), "replica" if through == "asgi" else "others"
-            other = "haproxy" if one.name() == "haproxy" else other
             part = next((name for word, name in PARTS.items() if word in command), other)
             seconds[part] += sum(one.cpu_times()[:2])
     return seconds

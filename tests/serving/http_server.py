@@ -44,13 +44,12 @@ def settings(checkpoint: Path, max_waiting: int = 256, **generator: Any) -> Mode
 def running(
     checkpoint: Path,
     limits: Limits | None = None,
-    batches: ASGIApp | None = None,
     max_waiting: int = 256,
     **generator: Any,
 ) -> Iterator[Running]:
     """A server for the block. generator: arguments of `Generator`."""
     model = ServedModel(settings(checkpoint, max_waiting, **generator))
-    with listening(create_app(model, limits or Limits(), batches)) as url:
+    with listening(create_app(model, limits or Limits())) as url:
         yield Running(url, model)
 
 

@@ -15,7 +15,7 @@ from pipeline.cli.app import app
 from pipeline.config.load import validated
 from pipeline.config.serve import ServeConfig
 from pipeline.serving.chat import render
-from pipeline.serving.plan import batch_job, plan_server
+from pipeline.serving.plan import plan_server
 
 PAGED = ("--set", "model.kv_cache=int8", "--set", "model.engine=paged")
 
@@ -40,13 +40,13 @@ def refusal(*arguments: str) -> str:
         (("{file}", "--set", "replicas.min=2"), "min and max go together"),
         (("{file}", "--set", "replicas.target_requests=2"), "target_requests is for autoscaling"),
         (("{file}", "--set", "http.prot=80"), "did you mean port?"),
-        (("{file}", "--set", "batches.folder=s3://b/x"), "must be a local folder"),
+        (("{file}", "--set", "batches.folder=b"), "batches was removed: answer a batch file with `skipdecode run`"),
+        (("{file}", "--set", "http.haproxy=true"), "haproxy was removed: Ray Serve's own proxy is used"),
         (("{file}", "--set", "schedule.speedup=0.5"), "speedup = 0.5"),
         (("{file}", "--set", "http.api_key_env=NO_SUCH_KEY"), "NO_SUCH_KEY is empty"),
         (("{file}", "--set", "model.weights=fp8"), "model.weights: fp8 is for GPUs: set replicas.gpus"),
         (("{file}", "--set", "model.kv_cache=int8"), "is for the paged engine: set engine: paged"),
         (("{file}", *PAGED), "model.kv_cache: int8 is for GPUs: set replicas.gpus"),
-        (("{file}", *PAGED, "--set", "replicas.gpus=1", "--set", "batches.folder=b"), "set batches.actors.gpus"),
         (("{file}", "--set", "replicas.cache_bytes=99999999999999"), "do not fit in this machine's"),
         (("{file}", "--port", "{used}"), "choose another"),
     ],
@@ -92,17 +92,12 @@ def test_a_schedule_that_was_not_trained_is_refused_unless_allowed(checkpoint: P
     assert plan_server(config_of(untrained, schedule=allowed), on_this_machine=True).schedule.speedup == 2
 
 
-def test_a_batch_s_job_has_the_server_s_model_and_sampling(checkpoint: Path, tmp_path: Path) -> None:
-    config = config_of(
-        checkpoint,
-        sampling={"max_new_tokens": 9},
-        schedule={"speedup": 3},
-        batches={"folder": str(tmp_path), "actors": {"count": 2}},
-    )
-    job = batch_job(config, "requests.jsonl", str(tmp_path / "out"))
-    assert (job.input.is_batch, job.result_format, job.actors.count) == (True, "openai_batch", 2)
-    assert (job.sampling.max_new_tokens, job.sampling.temperature, job.schedule.speedup) == (9, 1.0, 3.0)
-    assert job.model == config.model
+def test_a_removed_key_at_its_default_is_dropped_with_a_warning(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert config_of(checkpoint, batches=None, http={"haproxy": False}) == config_of(checkpoint)
+    assert "the key batches was removed and is ignored" in caplog.text
+    assert "the key haproxy was removed and is ignored" in caplog.text
 
 
 def test_messages_are_checked_and_rendered_by_the_sandbox(chat_checkpoint: Path, checkpoint: Path) -> None:
