@@ -69,6 +69,8 @@ class RequestBuilder:
         self.output_format, self.reasoning = output_format, reasoning
         self._compiler: GrammarCompiler | None = None
         self._constraints: dict[tuple[str, ...] | OutputFormat, Constraint] = {}
+        if self.choices is not None and len(self.choices) == 1:
+            raise UserError(f"choices: {self.choices[0]!r} is the only label; give two or more")
         if self.choices is not None and output_format is not None:
             raise UserError("give choices or output_format, not both")
         if reasoning is not None:

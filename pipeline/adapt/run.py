@@ -192,6 +192,8 @@ def _answer(task: Task, held_out: int, verbose: bool) -> dict[str, Any]:
     job = configs.full_depth_job(task.config, task.resolved, task.folder)
     result = jobs.run(job, verbose=verbose)
     batching, totals = result.manifest.batching, result.totals
+    for line in totals.warnings:  # training would copy such answers
+        log.warning("in the sample, at full depth, %s", line)
     spec = prompt_spec(job, task.resolved, batching.planned)
     references = configs.options(task.config).references
     counts = write_pairs(task.folder, spec, held_out, references, task.config.choices)

@@ -29,12 +29,14 @@ def try_rows(
         from rich.console import Console
 
         from actors.engine.cpu.lean_imports import import_models
+        from pipeline.generate.answer_checks import LEAST_TRIED, texts_of, warnings_of
         from pipeline.messages import counted
         from pipeline.try_rows import answer_first_rows
 
         import_models()
         console = Console(soft_wrap=True)
-        for row in answer_first_rows(config, rows):
+        tried = answer_first_rows(config, rows)
+        for row in tried:
             lines = [f"\n[{row.id}]", f"  prompt: {row.prompt}" if row.prompt else ""]
             for answer in row.answers:
                 if answer.error is not None:
@@ -50,12 +52,14 @@ def try_rows(
                     *calls,
                     f"    ({answer.finish_reason}, {counted(answer.generated_tokens, 'token')}{depth}{sure})",
                 ]
-            for tried in row.scores:
-                score = tried.score
+            for scored in row.scores:
+                score = scored.score
                 if score is None:
-                    lines.append(f"  error: {tried.error}")
+                    lines.append(f"  error: {scored.error}")
                     continue
                 greedy = "greedy" if score.is_greedy else "not greedy"
                 counts = f"{len(score.tokens)} tokens, perplexity {score.perplexity:.4g}, {greedy}"
-                lines += [f"  text: {tried.text}", f"    (log p {score.cumulative:.4f}, {counts})"]
+                lines += [f"  text: {scored.text}", f"    (log p {score.cumulative:.4f}, {counts})"]
             console.print("\n".join(filter(None, lines)), markup=False, highlight=False)
+        for line in warnings_of(texts_of(answer for row in tried for answer in row.answers), LEAST_TRIED):
+            console.print(f"warning: {line}", markup=False, highlight=False)

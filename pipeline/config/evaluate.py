@@ -90,6 +90,6 @@ class EvalConfig(Section):
         if self.learned_order is not None and self.compare is None:
             raise UserError("learned_order is one of the comparisons: give compare too")
         if self.choices is not None:
-            check_labels(self.choices)
+            check_labels(self.choices, 2)
             check_compatible("choices", self.sampling.params())
         return self

@@ -311,7 +311,7 @@ class JobConfig(Section):
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     choices: Labels | None = Field(
         None,
-        description="labels, or a .json file with a list of them, one is a row's answer; input.choices: per row",
+        description="two or more labels, or a .json file of them; one is a row's answer; input.choices: per row",
     )
     output_format: Form | None = Field(
         None,
@@ -394,7 +394,7 @@ class JobConfig(Section):
         if self.output.format == "openai_batch" and not self.input.is_batch:
             raise UserError("output.format: openai_batch answers such requests: set input.format: openai_batch too")
         if self.choices is not None:
-            check_labels(self.choices)
+            check_labels(self.choices, 2)
         if self.choices is not None or self.input.choices is not None:
             check_compatible("choices", self.sampling.params())
         if self.output_format is not None or self.input.output_format is not None:

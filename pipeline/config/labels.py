@@ -39,10 +39,12 @@ def normalized(label: str) -> str:
     return label.strip().lower()
 
 
-def check_labels(labels: Sequence[str | None]) -> None:
-    """Raise UserError if there is no label, or a label is null, empty or repeated."""
+def check_labels(labels: Sequence[str | None], least: int = 1) -> None:
+    """Raise UserError for fewer labels than `least`, or a label that is null, empty or repeated."""
     if not labels:
         raise UserError("choices is empty")
+    if len(labels) < least:
+        raise UserError(f"choices: {labels[0]!r} is the only label, so that it would be every answer; give two or more")
     seen = set()
     for index, label in enumerate(labels):
         if label is None or not label.strip():

@@ -14,6 +14,7 @@ import numpy as np
 from actors.answers import Prompt
 from actors.engine.schedules.schedule import Schedule
 from pipeline.estimate.costs import KeptPrefix, pass_terms, step_terms
+from pipeline.generate.answer_checks import texts_of
 from pipeline.generate.settings import fetched
 
 if TYPE_CHECKING:
@@ -43,12 +44,14 @@ class Chunk:
         answered: The requests.
         seconds: Of the call.
         prompts: Token ids of each request.
+        texts: The answers.
     """
 
     rows: list[int]
     answered: list[Answered]
     seconds: float
     prompts: list[Sequence[int]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -202,4 +205,5 @@ class _SpeedRun:
         good = [(rows[answer.row], answer) for answer in answers if answer.generated_tokens]
         limits = {row: self.generator.token_limit(self.prompts[row]) for row, _ in good}
         answered = [Answered(answer.prompt_tokens, limits[row], answer.generated_tokens) for row, answer in good]
-        return Chunk([row for row, _ in good], answered, seconds, [self.prompts[row].ids for row, _ in good])
+        prompts = [self.prompts[row].ids for row, _ in good]
+        return Chunk([row for row, _ in good], answered, seconds, prompts, texts_of(answers))

@@ -81,6 +81,7 @@ def to_dict(found: Estimate) -> dict[str, Any]:
         "devices": config.devices,
         "price_per_hour": config.price_per_hour,
         "sample": {"rows": found.sampled_rows, "actor_seconds": found.sample_seconds},
+        "warnings": found.warnings,
         "startup": {**asdict(found.startup), "seconds": found.startup.seconds},
         "speeds": list(speeds.values()),
         "chosen": chosen,
@@ -135,6 +136,8 @@ def print_estimate(console: Console, found: Estimate) -> None:
     )
     if values["saves"] is not None:
         console.print(_saves(found, values))
+    for line in found.warnings:
+        console.print(f"warning: in the sample, {line}", markup=False)
     if config.budget is not None:
         console.print(_budget(config, values))
 

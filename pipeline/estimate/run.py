@@ -24,6 +24,7 @@ from pipeline.estimate.rows import read_prompts, sample_places
 from pipeline.estimate.scores import measure_scores, predict_scores
 from pipeline.estimate.simulate import EngineShape
 from pipeline.estimate.speeds import Loss, chosen_name, exact_lines, losses, name_of, schedules
+from pipeline.generate.answer_checks import warnings_of
 from pipeline.incremental import ledger as ledgers
 from pipeline.incremental import runs
 from pipeline.job import PlannedJob
@@ -86,7 +87,8 @@ class Estimate:
     """What `skipdecode plan` found.
 
     left: shards that are not committed. prompt_tokens: of the rows that were tokenized and have no error; bad: those
-    that have one, and the first error. predictions: by speed, slowest first. sample_seconds: of all actors.
+    that have one, and the first error. predictions: by speed, slowest first. warnings: of the sampled answers at the
+    job's speed. sample_seconds: of all actors.
     """
 
     job: PlannedJob
@@ -97,6 +99,7 @@ class Estimate:
     chosen: str
     predictions: dict[str, Prediction]
     losses: dict[str, Loss]
+    warnings: list[str]
     sampled_rows: int
     sample_seconds: float
 
@@ -162,6 +165,7 @@ def estimate(
         chosen=chosen_name(job),
         predictions=predictions,
         losses=losses(config, job.schedule.prompt),
+        warnings=warnings_of(measured.texts),
         sampled_rows=measured.rows,
         sample_seconds=measured.seconds,
     )
@@ -171,12 +175,13 @@ def estimate(
 class _Measured:
     """What the sampled actors measured.
 
-    loaded: s since 1970 when the last of them had its model. rows: that they answered at the job's speed. seconds: of
-    all of them. predict: from the job's work to each speed.
+    loaded: s since 1970 when the last of them had its model. rows: that they answered at the job's speed, texts: their
+    answers. seconds: of all of them. predict: from the job's work to each speed.
     """
 
     loaded: float
     rows: int
+    texts: list[str]
     seconds: float
     predict: Callable[[Work], dict[str, Prediction]]
 
@@ -237,6 +242,7 @@ def _measure(
         return _Measured(
             max(one.loaded for one in scored),
             sum(chunk.rows for chunk in batches),
+            [],
             sum(chunk.seconds for chunk in batches),
             lambda work: {name: predict_scores(scored, work, len(batching.prefix))},
         )
@@ -244,6 +250,7 @@ def _measure(
     return _Measured(
         max(one.loaded for one in samples),
         sum(len({row for chunk in one.speeds[name].chunks for row in chunk.rows}) for one in samples),
+        [text for one in samples for chunk in one.speeds[name].chunks for text in chunk.texts],
         sum(chunk.seconds for one in samples for speed in one.speeds.values() for chunk in speed.chunks),
         lambda work: _predictions(job, speeds, samples, work),
     )

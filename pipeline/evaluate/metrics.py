@@ -18,10 +18,11 @@ from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics.bleu import BLEU
 
 from pipeline.config.labels import normalized
+from pipeline.generate.answer_checks import repeated_ngrams
 
 log = logging.getLogger(__name__)
 Array = npt.NDArray[np.float64]
-ORDER = 4  # longest n-gram of BLEU; and the length of the n-grams whose repeats are counted
+ORDER = 4  # longest n-gram of BLEU
 TOKENS, OWN_TOKENS, REPEATS, GRAMS, REGRET = range(5)  # columns of `answer_statistics`
 SHORT = 1024  # characters of a pair of texts whose ROUGE-L is remembered: 64 MiB of ASCII at most
 
@@ -143,15 +144,6 @@ def answer_statistics(answers: Sequence[Sequence[int]], own: Sequence[Sequence[i
     """
     counts = [(len(answer), len(other), *repeated_ngrams(answer)) for answer, other in zip(answers, own, strict=True)]
     return np.concatenate([np.array(counts, dtype=np.float64), regret[:, None]], axis=1)
-
-
-def repeated_ngrams(tokens: Sequence[int]) -> tuple[int, int]:
-    """4-grams of an answer that it holds already, and all of its 4-grams.
-
-    Their quotient is seq-rep-4 of Welleck et al., "Neural Text Generation with Unlikelihood Training", ICLR 2020.
-    """
-    grams = [tuple(tokens[start : start + ORDER]) for start in range(len(tokens) - ORDER + 1)]
-    return len(grams) - len(set(grams)), len(grams)
 
 
 def mean_statistics(values: Array) -> Array:

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.generate.answer_checks import MOST_COMMON, count_answers, warnings
 from pipeline.generate.distributions import depth_histogram, error_kinds, histogram, label_counts
 from pipeline.generate.value_fields import ValueFields, field_counts, from_footer
 
@@ -23,7 +24,11 @@ def _unit(unit: str, total: str = "sum") -> Any:
 
 DRAFTS = ("drafted_tokens", "accepted_tokens", "verified_tokens")
 LOOKUPS = ("looked_up_tokens", "accepted_lookup_tokens", "verified_lookup_tokens")
-LATER = {**dict.fromkeys((*DRAFTS, *LOOKUPS), 0), "label_counts": "", "field_counts": ""}  # that older records lack
+SIGNS = ("empty_answers", "repeating_answers")
+LATER = {  # fields that older records lack
+    **dict.fromkeys((*DRAFTS, *LOOKUPS, *SIGNS), 0),
+    **dict.fromkeys(("label_counts", "field_counts", "common_answers"), ""),
+}
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,9 @@ class ShardStats:
     error_kinds: str = _unit("JSON of `distributions.error_kinds`", "none")
     label_counts: str = _unit("JSON of `distributions.label_counts`", "none")
     field_counts: str = _unit("JSON of `value_fields.field_counts`", "none")
+    empty_answers: int = _unit("answers without an error that are empty")
+    repeating_answers: int = _unit("answers that repeat the same words, see `answer_checks.repeats_itself`")
+    common_answers: str = _unit("JSON of {text: answers}, the most frequent texts", "none")
 
     @classmethod
     def from_record(cls, values: dict[str, Any]) -> ShardStats:
@@ -131,6 +139,9 @@ def distributions_of(part: pa.Table, counted: ValueFields) -> dict[str, Any]:
     scored = "finish_reason" not in part.column_names
     answered = good if scored else part.filter(pc.not_equal(part["finish_reason"], "error"))
     reasons = [] if scored else part["finish_reason"].to_pylist()
+    texts = [] if scored else [text or "" for text in answered["generated_text"].to_pylist()]
+    if "tool_calls" in part.column_names:  # a call is an answer without text
+        texts = [text or str(call or "") for text, call in zip(texts, answered["tool_calls"].to_pylist(), strict=True)]
     return {
         "stopped": reasons.count("stop"),
         "cut_off": reasons.count("length"),
@@ -140,6 +151,7 @@ def distributions_of(part: pa.Table, counted: ValueFields) -> dict[str, Any]:
         "error_kinds": error_kinds(part),
         "label_counts": label_counts(part),
         "field_counts": field_counts(part, counted),
+        **count_answers(texts),
     }
 
 
@@ -225,9 +237,17 @@ class Totals:
     out_of_memory: int
     stopped: int
     cut_off: int
+    empty_answers: int
+    repeating_answers: int
     padding_tokens: int
+    common_answers: dict[str, int]  # how many answers each text is, of the most frequent texts of each shard
     labels: dict[str, int]  # how many answers each label is, the most frequent first
     fields: dict[str, dict[str, int]]  # how many structured answers have each value, of fields with few values
+
+    @property
+    def warnings(self) -> list[str]:
+        """Signs of bad answers, as in `answer_checks.warnings`."""
+        return warnings(asdict(self), self.common_answers, self.stopped + self.cut_off)
 
     @property
     def unnamed_labels(self) -> int:
@@ -267,6 +287,7 @@ class Totals:
         """Plain values, with the derived ones."""
         return {
             **asdict(self),
+            "warnings": self.warnings,
             "mean_depth": self.mean_depth,
             "layer_ratio": self.layer_ratio,
             "device_seconds_per_million_tokens": self.device_seconds_per_million_tokens,
@@ -281,6 +302,9 @@ def add_up(shards: pa.Table) -> Totals:
     labels: Counter[str] = Counter()
     for text in shards["label_counts"].to_pylist():
         labels.update(json.loads(text) if text else {})
+    common: Counter[str] = Counter()
+    for text in shards["common_answers"].to_pylist():
+        common.update(json.loads(text) if text else {})
     by_field: dict[str, Counter[str]] = {}
     for text in shards["field_counts"].to_pylist():
         for name, counts in (json.loads(text) if text else {}).items():
@@ -288,6 +312,7 @@ def add_up(shards: pa.Table) -> Totals:
     values: dict[str, Any] = {
         "shards": shards.num_rows,
         "padding_tokens": round(pc.sum(padding).as_py() or 0.0),
+        "common_answers": dict(list(_most_frequent_first(common).items())[:MOST_COMMON]),
         "labels": _most_frequent_first(labels),
         "fields": {name: _most_frequent_first(counts) for name, counts in sorted(by_field.items())},
     }

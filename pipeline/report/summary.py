@@ -101,6 +101,8 @@ def print_report(console: Console, manifest: Manifest, shards: pa.Table, totals:
             "max_new_tokens saves the time",
             highlight=False,
         )
+    for line in totals.warnings:
+        console.print(f"warning: {line}", markup=False, highlight=False)
     if totals.duplicate_ids:
         console.print(f"warning: {totals.duplicate_ids:,} rows share their id with another row of their shard")
 

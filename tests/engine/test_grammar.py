@@ -290,7 +290,7 @@ def test_a_form_that_cannot_be_followed_is_refused_by_name(value: dict[str, Any]
 
 def test_settings_that_do_not_go_with_a_form(checkpoint: Path, pair: list[Generator]) -> None:
     with pytest.raises(ValueError, match="give choices or output_format, not both"):
-        make(checkpoint, choices=["a"], output_format={"regex": "a"})
+        make(checkpoint, choices=["a", "b"], output_format={"regex": "a"})
     with pytest.raises(ValueError, match="Unimplemented keys"):
         make(checkpoint, output_format={"json_schema": {"not": {}}})
     form = OutputFormat("regex", "a+")

@@ -112,6 +112,9 @@ def part_stats(shard: Shard, **changes: Any) -> ShardStats:
         "error_kinds": json.dumps([[error, bad, f"row-{shard.first_row + 1}", error]]) if bad else "",
         "label_counts": "",
         "field_counts": "",
+        "empty_answers": 0,
+        "repeating_answers": 0,
+        "common_answers": "",
     }
     return ShardStats(**{**values, **changes})
 

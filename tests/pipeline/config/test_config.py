@@ -91,7 +91,7 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
         (merged(choices=["a", "a"]), r"choices: 'a' is repeated"),
         (merged(choices=["a", ""]), r"choices: label 2 is empty"),
         (merged(choices=[True, False]), r"choices: labels are text, and True is not; put it in quotes"),
-        (merged(choices=["a"], sampling={"stop": "x"}), r"choices do not go with sampling\.stop: "),
+        (merged(choices=["a", "b"], sampling={"stop": "x"}), r"choices do not go with sampling\.stop: "),
         (merged(input={"choices": "c"}, sampling={"ignore_eos": True}), r"choices do not go with sampling\.ignore_eos"),
         (merged(input={"too_long": "cut"}), r"input\.too_long: .*'error'.*'truncate_left'.*, not 'cut'"),
         (merged(output={"keep": "topic"}), r"output\.keep: .*list, not 'topic'"),

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from pipeline.config.evaluate import BootstrapConfig
 from pipeline.evaluate.intervals import paired_scores
-from pipeline.evaluate.metrics import METRICS, answer_statistics, repeated_ngrams
+from pipeline.evaluate.metrics import METRICS, answer_statistics
+from pipeline.generate.answer_checks import repeated_ngrams
 
 OWN = [list(range(row, row + 20)) for row in range(8)]
 NONE = np.zeros(len(OWN))

@@ -340,7 +340,7 @@ BAD = [
     ({"data": {"limit": 1}}, "1 row to score; intervals are over rows: give at least 2"),
     ({"data": {"references": "label"}, "choices": ["red", "green"]}, "row 3: label 'Blue ' is not one of choices"),
     ({"choices": ["red", "red"]}, "'red' is repeated"),
-    ({"choices": ["red"], "sampling": {"stop": ["x"]}}, "choices do not go with sampling.stop"),
+    ({"choices": ["red", "blue"], "sampling": {"stop": ["x"]}}, "choices do not go with sampling.stop"),
     ({"reference_model": "other"}, "other has another tokenizer than"),
     ({"reference_model": "nowhere"}, "nowhere: no such checkpoint folder"),
     ({"speedups": [0.5]}, "speedup = 0.5: must be at least 1"),

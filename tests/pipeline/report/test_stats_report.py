@@ -53,11 +53,12 @@ ANY_STATS = st.builds(
     **{
         one.name: KINDS[str(one.type)]
         for one in fields(ShardStats)
-        if one.name not in ("padding_fraction", "label_counts", "field_counts")
+        if one.name not in ("padding_fraction", "label_counts", "field_counts", "common_answers")
     },
     padding_fraction=st.floats(0, 1),
     label_counts=LABELS.map(lambda counts: json.dumps(counts) if counts else ""),
     field_counts=FIELDS.map(lambda counts: json.dumps(counts) if counts else ""),
+    common_answers=LABELS.map(lambda counts: json.dumps(counts) if counts else ""),
 )
 
 
@@ -105,7 +106,7 @@ def test_totals_are_sums_and_maxima(shards: list[ShardStats]) -> None:
 @settings(deadline=None)
 def test_the_order_of_shards_does_not_matter(one: list[ShardStats], other: list[ShardStats]) -> None:
     mine, theirs = (add_up(to_table(both)).to_dict() for both in ([*one, *other], [*other, *one]))
-    for name in ("labels", "fields"):
+    for name in ("labels", "fields", "common_answers", "warnings"):
         assert json.dumps(mine.pop(name)) == json.dumps(theirs.pop(name))
     assert mine == pytest.approx(theirs)
 

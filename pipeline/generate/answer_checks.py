@@ -1,0 +1,82 @@
+"""Signs of bad answers, and the share of them above which `try`, `plan`, `adapt`, `run` and the report warn."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from actors.answers import Answer
+
+CHECKS = (  # field of `ShardStats`, share of the answers above which it is a warning, the warning
+    ("same_answers", 0.6, "are the same"),
+    ("empty_answers", 0.2, "are empty"),
+    ("repeating_answers", 0.2, "repeat the same words again and again"),
+)
+LEAST_ANSWERS = 5  # of a job: a share of fewer says nothing
+LEAST_TRIED = 20  # of `try`
+ORDER = 4  # words of the n-grams whose repeats are counted
+LEAST_REPEATS, REPEATED_SHARE = 4, 0.5  # repeated n-grams of an answer that repeats itself, and their share
+MOST_COMMON = 3  # texts that a shard counts
+TEXT_CHARS = 100  # of such a text
+
+
+def repeated_ngrams(units: Sequence[Any]) -> tuple[int, int]:
+    """Return how many of a sequence's 4-grams occur earlier in it, and how many it has.
+
+    Their quotient is seq-rep-4 of Welleck et al., "Neural Text Generation with Unlikelihood Training", ICLR 2020.
+    """
+    grams = [tuple(units[start : start + ORDER]) for start in range(len(units) - ORDER + 1)]
+    return len(grams) - len(set(grams)), len(grams)
+
+
+def repeats_itself(text: str) -> bool:
+    """Tell whether at least half of a text's 4-grams are repeats: of words, or of characters where words are rare."""
+    words = text.split()
+    repeats, grams = repeated_ngrams(words if 10 * len(words) > len(text) else text)
+    return repeats >= LEAST_REPEATS and repeats >= REPEATED_SHARE * grams
+
+
+def texts_of(answers: Iterable[Answer]) -> list[str]:
+    """Return the texts of answers, of a tool call its text form; none of rows without an answer."""
+    answered = [answer for answer in answers if answer.finish_reason != "error"]
+    return [answer.generated_text or str(answer.tool_calls or "") for answer in answered]
+
+
+def count_answers(texts: Sequence[str]) -> dict[str, Any]:
+    """Count the answers that show a sign, for `ShardStats`. common_answers: JSON of {text: answers}."""
+    common = [(text[:TEXT_CHARS], count) for text, count in Counter(texts).most_common(MOST_COMMON) if count > 1]
+    return {
+        "empty_answers": sum(not text.strip() for text in texts),
+        "repeating_answers": sum(map(repeats_itself, texts)),
+        "common_answers": json.dumps(dict(common)) if common else "",
+    }
+
+
+def warnings(
+    counts: Mapping[str, int], common: Mapping[str, int], answers: int, least: int = LEAST_ANSWERS
+) -> list[str]:
+    """Return one line for each sign that more of the answers show than `CHECKS` allows; none for fewer than `least`.
+
+    Args:
+        counts: answers that show a sign, by the names in `CHECKS`.
+        common: answers that are a text, by text.
+        answers: number of answers without an error.
+        least: number of answers from which on a share says something.
+    """
+    text, same = max(common.items(), key=lambda pair: pair[1], default=("", 0))
+    example = {"same_answers": f": {text!r}"}
+    lines = []
+    for name, share, sign in CHECKS:
+        count = {"same_answers": same, **counts}[name]
+        if answers >= least and count > share * answers:
+            shown = f"{count:,} of {answers:,} answers ({count / answers:.1%}) {sign}{example.get(name, '')}"
+            lines.append(f"{shown}; `skipdecode try` shows prompts and answers")
+    return lines
+
+
+def warnings_of(texts: Sequence[str], least: int = LEAST_ANSWERS) -> list[str]:
+    """Return `warnings` of answers that are at hand."""
+    counts = count_answers(texts)
+    return warnings(counts, json.loads(counts["common_answers"] or "{}"), len(texts), least)

@@ -1,0 +1,102 @@
+"""Answers that are nearly all the same, empty or repeating are a warning with their share, wherever they are shown."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from actors.engine.errors import UserError
+from pipeline.cli.app import app
+from pipeline.config.job import JobConfig
+from pipeline.config.load import validated
+from pipeline.generate.answer_checks import repeats_itself, warnings_of
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (["billing"] * 7 + ["bug"] * 3, ["7 of 10 answers (70.0%) are the same: 'billing'"]),
+        (["billing"] * 6 + ["bug"] * 4, []),
+        (["billing"] * 4, []),  # too few
+        (["", " \n", ""] + [f"text {n}" for n in range(7)], ["3 of 10 answers (30.0%) are empty"]),
+        ([""] * 2 + [f"text {n}" for n in range(8)], []),
+        (
+            ["so so so so so so so so so"] * 3 + [f"t {n}" for n in range(7)],
+            ["3 of 10 answers (30.0%) repeat the same"],
+        ),
+    ],
+)
+def test_shares_above_the_table_are_warnings(texts: list[str], expected: list[str]) -> None:
+    found = warnings_of(texts)
+    assert len(found) == len(expected)
+    assert all(line.startswith(begin) for line, begin in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("I like it. I like it. I like it. I like it.", True),
+        ("First, a sentence. Then, the the the the the the the the the the", True),
+        ("好吃的菜好吃的菜好吃的菜好吃的菜", True),
+        ("no, no, no", False),
+        ("The Plough is a pub near the river that serves French food. It is a pub for families.", False),
+        ('{"name": "A", "price": 1}, {"name": "B", "price": 2}, {"name": "C", "price": 3}', False),
+        ("1000", False),
+        ("", False),
+    ],
+)
+def test_a_text_repeats_itself_if_half_of_its_4_grams_are_repeats(text: str, expected: bool) -> None:
+    assert repeats_itself(text) is expected
+
+
+@pytest.fixture
+def values(tmp_path: Path, checkpoint: Path) -> dict[str, Any]:
+    """Twenty rows with one prompt: greedy answers are the same."""
+    pq.write_table(pa.table({"prompt": ["alpha bravo"] * 20}), tmp_path / "in.parquet")
+    return {
+        "input": {"path": str(tmp_path / "in.parquet")},
+        "output": {"path": str(tmp_path / "out")},
+        "model": {"path": str(checkpoint), "dtype": "float32"},
+        "schedule": {"agreement_rows": 0},
+        "choices": ["cheap pub", "food"],
+        "actors": {"threads": 1},
+        "shard_rows": 8,
+    }
+
+
+def command(values: dict[str, Any], folder: Path, *arguments: str) -> str:
+    (folder / "job.yaml").write_text(yaml.safe_dump(values))
+    result = CliRunner().invoke(app, [arguments[0], str(folder / "job.yaml"), *arguments[1:]])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+WARNING = "20 of 20 answers (100.0%) are the same: '"
+
+
+def test_one_label_for_every_row_is_said_by_try_run_and_report(
+    values: dict[str, Any], tmp_path: Path, in_process: None, reports: None
+) -> None:
+    assert f"warning: {WARNING}" in command(values, tmp_path, "try", "--rows", "20")
+    assert "warning" not in command(values, tmp_path, "try", "--rows", "19")
+    assert f"warning: {WARNING}" in command(values, tmp_path, "run")
+    assert f"warning: {WARNING}" in command(values, tmp_path, "report")
+    assert "20 of 20 answers (100.0%) are the same" in (tmp_path / "out" / "_job" / "report.html").read_text()
+    (line,) = json.loads((tmp_path / "out" / "_job" / "summary.json").read_text())["warnings"]
+    assert line.startswith(WARNING)
+
+
+def test_plan_says_it_of_its_sample(values: dict[str, Any], tmp_path: Path, in_process: None) -> None:
+    assert f"warning: in the sample, {WARNING}" in command(values, tmp_path, "plan", "--seconds", "5")
+
+
+def test_choices_of_one_label_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="choices: 'food' is the only label"):
+        validated(JobConfig, values | {"choices": ["food"]}, "job.yaml")
