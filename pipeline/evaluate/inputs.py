@@ -16,7 +16,6 @@ from actors.answers import Prompt
 from actors.engine.checkpoint.loading import load_tokenizer
 from actors.engine.constraints.label_trie import ChoiceTrie
 from actors.engine.errors import UserError
-from actors.engine.schedules.file import SCHEDULE_FILE
 from actors.engine.schedules.schedule import MEASURED, ScheduleSpec
 from actors.engine.schedules.variants import Variant, comparisons, speeds
 from actors.generator import Generator
@@ -135,10 +134,10 @@ class EvalInputs:
         return generator.at(full)
 
 
-def prepare(config: EvalConfig, *, search: bool = False) -> EvalInputs:
+def prepare(config: EvalConfig) -> EvalInputs:
     """Read the rows, resolve the checkpoints and check that all fit together; loads no model.
 
-    search: the output is a schedule instead of tables. Raises UserError of one line for a mistake.
+    Raises UserError of one line for a mistake.
     """
     folder = _output_folder(config.output)
     rows = read_rows(config.data, config.choices)
@@ -149,7 +148,7 @@ def prepare(config: EvalConfig, *, search: bool = False) -> EvalInputs:
     spec = (model.checkpoint.spec or ScheduleSpec()).overridden(changes)
     names = [REFERENCE, *(variant.name for variant in _planned(config, spec, model.checkpoint.num_layers))]
     _check_names(config.baselines, [*names, EXACT])
-    folder.check([SCHEDULE_FILE] if search else output_files([*names, *config.baselines]))
+    folder.check(output_files([*names, *config.baselines]))
     trie = _trie(config, model)
     reserved = 1 if trie is None else trie.most_tokens
     prompts = _tokenized(rows, model, reserved)

@@ -16,7 +16,6 @@ from importlib.metadata import version
 import torch
 
 from actors.engine.forcing.layer_ranking import Row, rank_layers
-from actors.engine.schedules.file import SCHEDULE_FILE
 from actors.engine.schedules.schedule import MEASURED, Schedule, ScheduleSpec
 from actors.engine.schedules.variants import Variant, comparisons, speeds
 from actors.generator import Generator
@@ -221,7 +220,7 @@ def _line(variant: Variant, run: TimedRun, base: TimedRun, scores: Mapping[str, 
 def _write(evaluation: Evaluation, inputs: EvalInputs, runs: Mapping[str, TimedRun], generator: Generator) -> None:
     """Replace the files of the last evaluation; the record, written last, holds the settings behind the numbers."""
     folder = inputs.folder
-    folder.discard(folder.files() - {SCHEDULE_FILE})  # a search's schedule stays
+    folder.discard(folder.files())
     folder.claim(output_files(runs))
     write_answers(folder.path, inputs.columns(), {name: run.answers for name, run in runs.items()})
     write_table(evaluation)

@@ -19,13 +19,12 @@ from botocore.exceptions import EndpointConnectionError
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from actors.engine.checkpoint.loading import inspect, load_tokenizer
+from actors.engine.checkpoint.loading import load_tokenizer
 from actors.engine.cpu import library
 from pipeline.cli.app import app
 from pipeline.config.evaluate import EvalConfig
 from pipeline.evaluate.results import Evaluation, Line, Score, print_tables, write_table
 from pipeline.evaluate.run import evaluate
-from pipeline.evaluate.search import parse_goal
 from pipeline.tune.data import Pair
 from pipeline.tune.new_model import train_tokenizer
 
@@ -156,19 +155,6 @@ def test_an_answers_file_is_no_input_of_the_next_evaluation(recipe: dict[str, An
     assert answers.read_bytes() == before
 
 
-def test_search_does_not_touch_a_checkpoints_schedule(recipe: dict[str, Any], tmp_path: Path, checkpoint: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(checkpoint, copy)
-    before = (copy / "skipdecode.json").read_text()
-    for model in (checkpoint, copy):
-        recipe |= {"output": str(copy), "model": {"path": str(model), "dtype": "float32"}}
-        for goal in ("tolerance=1000", "metric=agreement_exact,tolerance=0"):
-            result = run(recipe, tmp_path, "--search", goal)
-            assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.output
-            assert "no evaluate.json of an earlier run; choose an empty or a new folder" in result.stderr
-    assert (copy / "skipdecode.json").read_text() == before
-
-
 def test_without_references_lines_are_judged_by_full_depth(recipe: dict[str, Any], tmp_path: Path) -> None:
     """And prompts may be token ids; speeds are shown in their order, each once, full depth always."""
     recipe["data"] |= {"references": None, "prompt": "ids"}
@@ -211,20 +197,16 @@ def test_comparisons_run_at_one_mean_depth(recipe: dict[str, Any]) -> None:
     assert names >= set(groups)
 
 
-def test_a_keep_order_is_measured_on_the_rows_and_searched_with(
-    recipe: dict[str, Any], tmp_path: Path, own_cache: Path
-) -> None:
+def test_a_keep_order_is_measured_on_the_rows_once(recipe: dict[str, Any], tmp_path: Path, own_cache: Path) -> None:
     recipe["schedule"] = {"keep_order": "measured"}
     first = run(recipe, tmp_path)
     assert first.exit_code == 0, first.output
     assert "measuring the keep order on 4 answers" in first.stderr
     (record,) = (own_cache / "keep-orders").iterdir()
-    values = json.loads(record.read_text())
-    found = run(recipe, tmp_path, "--search", "tolerance=100")
+    assert sorted(json.loads(record.read_text())["keep_order"]) == list(range(4))
+    found = run(recipe, tmp_path)
     assert found.exit_code == 0, found.output
     assert "measured before" in found.stderr
-    written = json.loads((tmp_path / "out" / "skipdecode.json").read_text())
-    assert (written["keep_order"], written["warmup"]) == (values["keep_order"], values["warmup"])
 
 
 def test_lines_are_compared_with_a_reference_model(recipe: dict[str, Any], tmp_path: Path, checkpoint: Path) -> None:
@@ -287,45 +269,6 @@ def test_batches_are_those_that_fit_at_full_depth(recipe: dict[str, Any]) -> Non
     assert 1 <= found.batch < 4
     with pytest.raises(ValueError, match=r"eval.parquet: row \d: needs \d+ bytes of cache at full depth"):
         evaluate(EvalConfig.model_validate({**recipe, "cache_bytes": 1000}))
-
-
-def test_search_writes_the_cheapest_schedule_within_the_tolerance(
-    recipe: dict[str, Any], tmp_path: Path, checkpoint: Path
-) -> None:
-    result = run(recipe, tmp_path, "--search", "tolerance=1000")
-    assert result.exit_code == 0, result.output
-    file = tmp_path / "out" / "skipdecode.json"
-    assert str(file) in result.output.replace("\n", "")
-    assert "dev data; score it" in result.output
-    copy = tmp_path / "found"
-    shutil.copytree(checkpoint, copy)
-    shutil.copy(file, copy)
-    spec = inspect(copy).spec  # what a job would read
-    assert spec is not None and spec.build(4).mean_depth(12) == 2  # anything is within 1000 BLEU: the shallowest
-    assert run(recipe, tmp_path).exit_code == 0 and file.exists()  # an evaluation leaves it
-    assert json.loads((tmp_path / "out" / "evaluate.json").read_text())["version"]
-    recipe |= {"compare": 2, "baselines": {"2x": "nowhere"}}
-    result = run(recipe, tmp_path, "--search", "metric=agreement_exact,tolerance=0")
-    assert "--search tries schedules of model alone: compare and baselines not used\n" in result.stderr
-    assert result.exit_code == 1
-    assert "no schedule stays within" in result.output
-    assert not file.exists()
-    assert (tmp_path / "out" / "answers-1x.parquet").exists()
-
-
-@pytest.mark.parametrize(
-    ("goal", "message"),
-    [
-        ("0.5", "must look like tolerance=0.5 or metric=bleu,tolerance=0.5"),
-        ("metric=bleu", "needs a number as tolerance"),
-        ("tolerance=-1", "tolerance must be 0 or above"),
-        ("tolerance=nan", "tolerance must be 0 or above"),
-        ("metric=meteor,tolerance=1", "unknown metric meteor; known: bleu"),
-    ],
-)
-def test_goals_that_cannot_be_parsed(goal: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_goal(goal)
 
 
 BAD = [
