@@ -49,19 +49,11 @@ class Advice:
     verbose: bool = False
 
 
-class Stopped(typer.Exit):
-    """The end of a command that failed. line: its last one."""
-
-    def __init__(self, code: int, line: str) -> None:
-        super().__init__(code)
-        self.line = line
-
-
 def stop(code: int, message: str) -> typer.Exit:
     """Print the command's last line; the exception to raise."""
     line = f"skipdecode: {without_secrets(flat(message))}"
     announce(line, "end", logging.ERROR, exit_status=code)
-    return Stopped(code, line)
+    return typer.Exit(code)
 
 
 @contextmanager

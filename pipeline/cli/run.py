@@ -10,7 +10,6 @@ import typer
 
 from pipeline.cli.errors import ROW_ERRORS, Advice, errors_as_exit_status, stop
 from pipeline.cli.no_models import without_models
-from pipeline.cli.notify import Ending
 from pipeline.cli.options import Changes, LogJson, Verbose, setup
 
 if TYPE_CHECKING:
@@ -41,22 +40,17 @@ def run(
         interrupted=f"{again} finishes the job",
         verbose=verbose,
     )
-    with Ending() as ending, errors_as_exit_status(advice):
+    with errors_as_exit_status(advice):
         from pipeline.config.job import JobConfig
         from pipeline.config.load import load_config
 
         config = load_config(JobConfig, job, changes or [])
         advice.file, advice.output = str(job), config.output.path
-        ending.output = config.output.path
-        ending.address = None if config.notify is None else config.notify.address()
-        _run(
-            config, ending, metrics_port, limit=limit, overwrite=overwrite, as_json=as_json, show=show, verbose=verbose
-        )
+        _run(config, metrics_port, limit=limit, overwrite=overwrite, as_json=as_json, show=show, verbose=verbose)
 
 
 def _run(
     config: JobConfig,
-    ending: Ending,
     metrics_port: int | None,
     *,
     limit: int | None,
@@ -107,7 +101,6 @@ def _run(
         for folder, result in done
     ]
     outcome = values[0] if answered is None else runs_summary(config.output.path, answered, values)
-    ending.summary = outcome
     record("the job is finished", "summary", summary=outcome)
     if as_json:
         typer.echo(json.dumps(outcome))

@@ -17,7 +17,6 @@ from pipeline.config.budget import BudgetConfig
 from pipeline.config.catalog import CatalogConfig
 from pipeline.config.input import InputConfig, TableFormat
 from pipeline.config.labels import check_labels, labels_given
-from pipeline.config.notify import NotifyConfig
 from pipeline.config.output_format import Form
 from pipeline.config.score import check_score
 
@@ -298,6 +297,9 @@ class StorageConfig(Section):
 
 class JobConfig(Section):
     renamed: ClassVar[dict[str, str]] = {"max_row_errors": "max_error_rate"}
+    removed: ClassVar[dict[str, tuple[Any, str]]] = {
+        "notify": (None, "let the scheduler report the exit status; `run --json` prints the outcome")
+    }
 
     task: Task = Field(
         "generate",
@@ -349,7 +351,6 @@ class JobConfig(Section):
         None, gt=0, description="money for an hour of one device: a GPU, or an actor on CPUs; for `plan` and the budget"
     )
     budget: BudgetConfig | None = Field(None, description="what the job may use; `run` stops there, exit status 4")
-    notify: NotifyConfig | None = Field(None, description="where `run` posts its outcome; default nowhere")
     adapt: AdaptConfig | None = Field(None, description="settings of `skipdecode adapt`; `run` ignores them")
 
     @property
