@@ -13,7 +13,7 @@ from ray.data.context import AutoscalingConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.backends.few_actors import few_actors
-from pipeline.backends.remote import RayWorker, RemoteCoordinator, exporting, with_models
+from pipeline.backends.remote import RayWorker, RemoteCoordinator, exporting
 from pipeline.backends.stages import Actors, Read, Stage, Tasks
 from pipeline.config.job import ActorsConfig
 from pipeline.generate.coordinator import Coordinator, Workload
@@ -75,7 +75,7 @@ class RayData:
         """See `Backend`. Raises Died if a process dies."""
         with self.ready(actors):
             remote: Any = ray.remote(num_cpus=actor_cpus(actors), num_gpus=actors.gpus, max_retries=CALL_RETRIES)
-            task = remote(with_models(function))
+            task = remote(function)
             try:
                 results: list[Result] = ray.get([task.remote(*arguments) for arguments in calls])
             except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as error:

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import ray
 
-from actors.engine.cpu.lean_imports import import_models
 from pipeline.generate.coordinator import RunProgress
 from pipeline.runtime.ray_metrics import export
 
@@ -100,15 +99,4 @@ def exporting(function: Callable[..., Any], output: str) -> Callable[..., Any]:
         return function(batch, **arguments)
 
     call.__name__ = function.__name__
-    return call
-
-
-def with_models(function: Callable[..., Result]) -> Callable[..., Result]:
-    """A function that answers rows in a worker process: the models are imported there as in an actor's."""
-
-    def call(*arguments: Any) -> Result:
-        import_models()
-        return function(*arguments)
-
-    call.__name__ = call.__qualname__ = function.__name__
     return call

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from actors.engine.checkpoint.library_index import keep_index
-
 if TYPE_CHECKING:
     from pipeline.config.job import ModelConfig
 
@@ -17,7 +15,6 @@ def without_models(model: ModelConfig) -> None:
     For a process that never runs the model. Does nothing where transformers or torch has been imported, nor where the
     model's layers must be known: a speed adapter is checked against them, and weights of 8 bits are counted by them.
     """
-    keep_index()
     if model.speed_adapter is not None or model.weights is not None:
         return
     if "transformers" in sys.modules or "torch" in sys.modules:

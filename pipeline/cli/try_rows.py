@@ -28,12 +28,10 @@ def try_rows(
         advice.file = str(job)
         from rich.console import Console
 
-        from actors.engine.cpu.lean_imports import import_models
         from pipeline.generate.answer_checks import LEAST_TRIED, texts_of, warnings_of
         from pipeline.messages import counted
         from pipeline.try_rows import answer_first_rows
 
-        import_models()
         console = Console(soft_wrap=True)
         tried = answer_first_rows(config, rows)
         for row in tried:

@@ -19,7 +19,6 @@ import pyarrow as pa
 
 from actors.answers import Prompt
 from actors.engine.constraints.output_format import OutputFormat
-from actors.engine.cpu.lean_imports import import_models
 from actors.engine.types import EngineStats
 from actors.generator import Generator
 from pipeline.generate.coordinator import RunCoordinator
@@ -138,7 +137,6 @@ class ShardGenerator:
         self.worker = worker or ThisProcess()
         self.worker.export_metrics()
         if self.worker.owns_process:
-            import_models()
             logging.getLogger("transformers").setLevel(logging.ERROR)
         if coordinator is not None and quarantine is not None:
             loads = coordinator.loading(self.worker.actor())

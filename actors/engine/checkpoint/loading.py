@@ -5,16 +5,13 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import threading
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from actors.engine.checkpoint.compressed import CONFIG_KEYS, Kind, StoredWeights, expand, stored_weights
 from actors.engine.checkpoint.json_file import read_object
-from actors.engine.checkpoint.library_index import keep_index
 from actors.engine.checkpoint.weights import (
     ITEM_BYTES,
     Need,
@@ -146,7 +143,6 @@ def inspect(path: str | Path, names: Collection[str] | None = None) -> Checkpoin
 
 def read_config(folder: str | Path) -> PretrainedConfig:
     """The library's config of a checkpoint folder, as of plain weights: `expand` reads the others."""
-    keep_index()
     from transformers import AutoConfig
 
     config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -237,7 +233,6 @@ def load_tokenizer(path: str | Path, class_name: str | None = None) -> PreTraine
         class_name: `tokenizer_class_name` of this tokenizer. None: AutoTokenizer chooses the class, and imports torch
             and all model configurations for that, which takes some five seconds in a new process.
     """
-    keep_index()
     from transformers import PreTrainedTokenizerBase
 
     module, name = (class_name or "transformers:AutoTokenizer").split(":")
@@ -284,7 +279,7 @@ def load_model(
 
     stored = stored_weights(read_object(Path(path) / "config.json"), Path(path))
     on_cpu = device is None or device.type == "cpu"
-    with building_models, _without_meta_tensors() if on_cpu else nullcontext():
+    with building_models:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=read_config(path),
@@ -303,33 +298,6 @@ def load_model(
     if stored is not None and not keep_codes:
         log.info("%s: %s weights, expanded to %s", path, stored.kind, str(dtype).removeprefix("torch."))
     return model  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _without_meta_tensors() -> Iterator[None]:
-    """Models that this thread makes have weights of undefined content, whose memory is used once they are read.
-
-    The library makes them on the device meta, where torch's compiler computes some of what a model makes by itself: its
-    import takes longer than all else that loads a small model. Undefined weights it makes too, with deepspeed.
-    """
-    import torch
-    from transformers import PreTrainedModel
-    from transformers.initialization import no_init_weights
-
-    this, model = threading.get_ident(), cast(Any, PreTrainedModel)
-    contexts = vars(PreTrainedModel)["get_init_context"]
-
-    def undefined(cls: Any, *arguments: Any, **named: Any) -> list[Any]:
-        found: list[Any] = contexts.__func__(cls, *arguments, **named)
-        if threading.get_ident() != this:
-            return found
-        return [no_init_weights() if one == torch.device("meta") else one for one in found]
-
-    model.get_init_context = classmethod(undefined)
-    try:
-        yield
-    finally:
-        model.get_init_context = contexts
 
 
 def stop_ids(decoder: Decoder, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
