@@ -21,6 +21,7 @@ from pipeline.prepare.prompts import ERROR, PROMPT_IDS, prepare_table
 from pipeline.prepare.tokenizer import tokenizer_of
 from pipeline.runtime.isolated import Died, call_isolated
 from pipeline.storage.owned_folder import replacing
+from pipeline.storage.parquet import read_parquet
 
 log = logging.getLogger(__name__)
 ISOLATED_SECONDS = 600.0  # for the prompts of a sample
@@ -95,7 +96,7 @@ def write_pairs(
     Raises:
         UserError: too few rows are left.
     """
-    sample = pq.read_table(folder / SAMPLE)
+    sample = read_parquet((folder / SAMPLE).read_bytes())
     answers = _answers(folder / ANSWERS)
     prompts = _prompts(sample, answers, spec)
     end = tokenizer_of(spec.checkpoint).eos_token_id
@@ -184,7 +185,7 @@ def default_metric(folder: Path, *, choices: bool, references: bool) -> str:
     With references: exact match of labels, BLEU where a row has several references, else ROUGE-L. Without: exact
     agreement of labels and of short answers, else fidelity.
     """
-    table = pq.read_table(folder / HELD_OUT, columns=["references", "response"])
+    table = read_parquet((folder / HELD_OUT).read_bytes(), ["references", "response"])
     texts = table["references"].to_pylist()
     if not references:
         short = median(map(len, table["response"].to_pylist())) <= SHORT
@@ -198,7 +199,7 @@ def check_metric(folder: Path, metric: str) -> None:
     """Raise UserError if the held-out references are labels, one word each, and `metric` is one of texts."""
     if metric not in OF_TEXTS:
         return
-    rows = pq.read_table(folder / HELD_OUT, columns=["references"])["references"].to_pylist()
+    rows = read_parquet((folder / HELD_OUT).read_bytes(), ["references"])["references"].to_pylist()
     if all(len(text.split()) == 1 for row in rows for text in row):
         raise UserError(
             f"adapt.metric: {metric} is not for labels, and every reference of the {len(rows)} held-out rows is one "
@@ -216,6 +217,6 @@ def _answers(folder: Path) -> dict[int, dict[str, Any]]:
     """Row number in the sample, the end of the id that the job makes -> first answer."""
     columns = ["id", "sample_index", "generated_text", "token_ids", "error"]
     rows = pa.concat_tables(
-        pq.read_table(path, columns=columns) for path in sorted(folder.glob("part-*.parquet"))
+        read_parquet(path.read_bytes(), columns) for path in sorted(folder.glob("part-*.parquet"))
     ).to_pylist()
     return {int(row["id"].rsplit(":", 1)[1]): row for row in rows if row["sample_index"] == 0}

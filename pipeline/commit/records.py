@@ -11,7 +11,6 @@ from its part.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import logging
 import re
@@ -29,6 +28,7 @@ from actors.engine.errors import UserError, flat
 from pipeline.generate.stats import LATER, STATS_SCHEMA, ShardStats, to_table
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import STORE_ERRORS, Folder
+from pipeline.storage.parquet import read_parquet
 
 log = logging.getLogger(__name__)
 COMMITS, SEGMENTS = "_job/commits", "_job/segments"
@@ -129,7 +129,7 @@ def read_segments(folder: Folder, fingerprint: str) -> tuple[dict[str, pa.Table]
         match = SEGMENT.fullmatch(name)
         if not match or hashlib.sha256(data).hexdigest() != match[1]:
             return None
-        table = pq.read_table(io.BytesIO(data))
+        table = read_parquet(data)
         if table.schema.metadata.get(b"skipdecode.fingerprint") != fingerprint.encode():
             return None
         table = _with_later_columns(table)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -15,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pyarrow import types
 
 from actors.openai_answers import completion_body, error_body
 from pipeline.config.job import RESULT_NAMES
 from pipeline.read.schema import rebuilt
 from pipeline.read.shards import Shard
+from pipeline.storage.parquet import read_parquet
 
 Line = tuple[str, bytes]  # name of the result, without suffix; a line with its end
 ToLines = Callable[[bytes, Shard], list[Line]]  # of a part and its shard
@@ -81,7 +80,7 @@ class BatchLines:
 
 
 def _rows(part: bytes) -> list[dict[str, Any]]:
-    table = pq.read_table(io.BytesIO(part))
+    table = read_parquet(part)
     schema = pa.schema([(field.name, _as_text(field.type)) for field in table.schema])
     rows: list[dict[str, Any]] = table.cast(schema).to_pylist()
     return rows

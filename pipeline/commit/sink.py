@@ -9,7 +9,6 @@ is validated and its record rebuilt. Readers that glob ``*.parquet`` see only wh
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import logging
 import re
@@ -18,7 +17,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from actors.engine.errors import UserError, flat
 from pipeline import metrics
@@ -41,6 +39,7 @@ from pipeline.read.shards import Shard
 from pipeline.runtime.quarantine import clear_quarantine, release_shard
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import Folder
+from pipeline.storage.parquet import read_parquet
 
 log = logging.getLogger(__name__)
 SUCCESS = "_SUCCESS"
@@ -84,11 +83,10 @@ def check_part(folder: Folder, shard: Shard, part: bytes, fingerprint: str) -> S
     """
     name = f"{folder.url}/{part_name(shard.index)}"
     try:
-        parquet = pq.ParquetFile(io.BytesIO(part), page_checksum_verification=True)
-        table = parquet.read()
+        table = read_parquet(part)
         if part[:4] != b"PAR1":  # pyarrow does not check it, other readers do
             raise UserError("no Parquet magic at its beginning")
-        metadata = parquet.schema_arrow.metadata or {}
+        metadata = table.schema.metadata or {}
         ours = metadata.get(b"skipdecode.fingerprint") == fingerprint.encode()
         stats = ShardStats.of_part(shard.index, table, int(metadata[b"skipdecode.num_layers"])) if ours else None
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:

@@ -11,7 +11,6 @@ file is answered if a successful run holds it; every other file is new.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -33,6 +32,7 @@ from pipeline.plan.inputs import has_same_content
 from pipeline.plan.manifest import Manifest
 from pipeline.read.files import Files
 from pipeline.storage.folder import Folder
+from pipeline.storage.parquet import read_parquet
 from pipeline.tables.table import TablePin
 
 FORMAT = 2
@@ -255,7 +255,7 @@ def _read_compacted(root: Folder, number: int) -> list[LedgerRun]:
     name = compacted_name(number)
     data = root.read(name)
     try:
-        runs = [_run(row) for row in pq.read_table(io.BytesIO(data)).to_pylist()]
+        runs = [_run(row) for row in read_parquet(data).to_pylist()]
     except (KeyError, TypeError, OSError, pa.ArrowException) as error:
         raise UserError(f"{root.url}/{name}: cannot be read: {flat(error)}") from None
     if [run.number for run in runs] != list(range(1, number + 1)):

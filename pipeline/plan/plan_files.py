@@ -9,7 +9,6 @@ Every file is held against its digest when it is loaded: a flipped bit would los
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 from dataclasses import asdict
 from typing import Any
@@ -24,6 +23,7 @@ from pipeline.plan.manifest import Batching, Manifest
 from pipeline.read.files import InputFile
 from pipeline.read.shards import Shard
 from pipeline.storage.folder import Folder
+from pipeline.storage.parquet import read_parquet
 
 JOB, PLAN, INPUTS, SCHEMA = "_job/job.json", "_job/plan.parquet", "_job/inputs.parquet", "_job/schema.arrow"
 FORMAT = 5
@@ -73,9 +73,9 @@ def load(folder: Folder) -> Manifest | None:
             raise UserError(f"{folder.url}/{name}: damaged (its SHA-256 is not the one in {JOB}); {_REMEDY}")
     files = [
         InputFile(**{**row, "group_rows": tuple(row["group_rows"]), "group_bytes": tuple(row["group_bytes"])})
-        for row in pq.read_table(io.BytesIO(data[INPUTS]), schema=_FILES).to_pylist()
+        for row in read_parquet(data[INPUTS]).to_pylist()
     ]
-    shards = _shards(pq.read_table(io.BytesIO(data[PLAN]), schema=_SHARDS))
+    shards = _shards(read_parquet(data[PLAN]))
     schema = pa.ipc.read_schema(pa.py_buffer(data[SCHEMA]))
     batching = Batching(**{**values["batching"], "prefix": tuple(values["batching"]["prefix"])})
     agreement = None if values["agreement"] is None else Agreement.of(values["agreement"])

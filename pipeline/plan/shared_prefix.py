@@ -87,14 +87,14 @@ def _first_rows(file: InputFile, shard: Shard, schema: pa.Schema, storage: Stora
         if file.format != "parquet":
             return next(read_text([replace(shard, rows=min(shard.rows, SAMPLE_ROWS))], file, schema, storage))
         with fs.open(path, "rb") as opened:
-            parquet = pq.ParquetFile(opened, pre_buffer=False, buffer_size=2**16)
+            parquet = pq.ParquetFile(opened, buffer_size=2**16)
             ends = itertools.accumulate(
                 parquet.metadata.row_group(number).num_rows for number in range(parquet.metadata.num_row_groups)
             )
             group = next((number for number, end in enumerate(ends) if shard.first_row < end), None)
             if group is None:
                 return None
-            batch = next(parquet.iter_batches(SAMPLE_ROWS, row_groups=[group], columns=schema.names))
+            batch = next(parquet.iter_batches(SAMPLE_ROWS, row_groups=[group], columns=schema.names, use_threads=False))
             return conform(pa.Table.from_batches([batch]), schema)
     except (*STORE_ERRORS, pa.ArrowException):
         return None

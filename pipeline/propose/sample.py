@@ -65,7 +65,7 @@ def _listed(path: str, storage: StorageConfig) -> tuple[InputFormat | None, list
 def _parquet(url: str, storage: StorageConfig) -> Iterator[dict[str, Any]]:
     fs, inside = filesystem(url, storage)
     with fs.open(inside, "rb") as opened:
-        for batch in pq.ParquetFile(opened).iter_batches(ROWS):
+        for batch in pq.ParquetFile(opened).iter_batches(ROWS, use_threads=False):
             yield from batch.to_pylist()
 
 

@@ -100,10 +100,10 @@ def _tables(shards: Sequence[Shard], columns: Sequence[str], storage: StorageCon
         footer = pq.read_metadata(file)
     groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
     starts = list(accumulate((group.num_rows for group in groups), initial=0))
-    # large row groups are streamed page by page; small ones are fetched whole in few requests
+    # large row groups are streamed page by page; small ones are read ahead
     large = any(group.total_byte_size > STREAM_BYTES for group in groups)
     with fs.open(path, "rb", cache_type="none" if large else "readahead") as file:
-        parquet = pq.ParquetFile(file, metadata=footer, pre_buffer=not large, buffer_size=FETCH_BYTES if large else 0)
+        parquet = pq.ParquetFile(file, metadata=footer, buffer_size=FETCH_BYTES if large else 0)
         opened, first, batch = -1, 0, pa.record_batch([], [])  # the current row group; the batch and its first row
         for shard in shards:
             slices, row, end = [], shard.first_row, shard.first_row + shard.rows
@@ -114,7 +114,7 @@ def _tables(shards: Sequence[Shard], columns: Sequence[str], storage: StorageCon
                 if number != opened:
                     row_bytes = max(groups[number].total_byte_size // groups[number].num_rows, 1)
                     rows = max(1, min(BATCH_ROWS, BATCH_BYTES // row_bytes))
-                    batches = parquet.iter_batches(rows, row_groups=[number], columns=list(columns))
+                    batches = parquet.iter_batches(rows, row_groups=[number], columns=columns, use_threads=False)
                     opened, first, batch = number, starts[number], _next(batches)
                 while first + batch.num_rows <= row:
                     first, batch = first + batch.num_rows, _next(batches)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import time
@@ -11,7 +10,6 @@ from contextlib import suppress
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from pipeline.commit.finalize import STATS
 from pipeline.commit.runs import read_runs, versions
@@ -28,6 +26,7 @@ from pipeline.report.figures import Histogram, compare, depths, error_kinds, len
 from pipeline.report.page import flat, quiet_matplotlib, render
 from pipeline.report.timeline import MEANINGS, PARTS, Timeline, least_busy, run_spans, timeline
 from pipeline.storage.folder import Folder
+from pipeline.storage.parquet import read_parquet
 
 log = logging.getLogger(__name__)
 REPORT = "_job/report.html"
@@ -41,7 +40,7 @@ def write_report(folder: Folder, manifest: Manifest, config: JobConfig) -> None:
         found, is_stored = predictions.find(folder, config.model.cache, manifest.fingerprint)
         if found is not None and not is_stored:
             folder.replace(predictions.PREDICTION, (json.dumps(found, indent=1) + "\n").encode())
-        shards = pq.read_table(io.BytesIO(folder.read(STATS)), schema=STATS_SCHEMA)
+        shards = read_parquet(folder.read(STATS))
         folder.replace(REPORT, job_page(folder, manifest, shards, found))
     except Exception as error:  # the answers are all there: a report is not worth a failed job
         traceback = write_log(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
@@ -24,6 +22,7 @@ from pipeline.plan.manifest import Manifest
 from pipeline.report.drafting import drafting
 from pipeline.report.job_page import REPORT
 from pipeline.storage.folder import Folder
+from pipeline.storage.parquet import read_parquet
 
 SHOWN_SHARDS = 20
 SHOWN_LABELS, LABEL_CHARS = 10, 60
@@ -170,7 +169,7 @@ def print_result(console: Console, folder: Folder, result: JobResult, show: int)
     if show:
         console.print()
     if result.fresh_rows:
-        statistics = pq.read_table(io.BytesIO(folder.read(STATS)))
+        statistics = read_parquet(folder.read(STATS))
         print_report(console, result.manifest, statistics, result.totals)
         rate = result.fresh_rows / result.seconds
         rows = counted(result.fresh_rows, "row")
@@ -215,7 +214,7 @@ def _shown_rows(folder: Folder, manifest: Manifest, count: int) -> list[tuple[di
         for shard in manifest.shards:
             place = example.row - shard.first_row
             if shard.url == example.url and 0 <= place < shard.rows:
-                part = pq.read_table(io.BytesIO(folder.read(part_name(shard.index))))
+                part = read_parquet(folder.read(part_name(shard.index)))
                 if part.num_rows == shard.rows:  # one answer a row
                     shown.append((part.slice(place, 1).to_pylist()[0], example.text))
     return shown or [(row, None) for row in first_rows(folder, count)]
@@ -223,5 +222,5 @@ def _shown_rows(folder: Folder, manifest: Manifest, count: int) -> list[tuple[di
 
 def first_rows(folder: Folder, count: int) -> list[dict[str, Any]]:
     """The first rows of the first part."""
-    rows: list[dict[str, Any]] = pq.read_table(io.BytesIO(folder.read(part_name(0)))).slice(0, count).to_pylist()
+    rows: list[dict[str, Any]] = read_parquet(folder.read(part_name(0))).slice(0, count).to_pylist()
     return rows

@@ -1,4 +1,4 @@
-"""Columns of a local Parquet file, for the commands that read a whole one: tune and evaluate."""
+"""Parquet files that are read whole: of bytes, and columns of local files, for tune and evaluate."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 
 from actors.engine.errors import UserError
 
@@ -19,6 +20,16 @@ class MissingColumn(UserError):
     def __init__(self, path: str, column: str, names: Sequence[str]) -> None:
         super().__init__(f"{path}: no column {column!r}; it has {', '.join(names)}")
         self.column = column
+
+
+def read_parquet(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
+    """Read a Parquet file held in memory, in this thread alone.
+
+    `pq.read_table` would hand the bytes to threads of Arrow, which let go of them some time after it has returned. If
+    the interpreter ends meanwhile, the process aborts. Raises OSError or ArrowException if the file is damaged.
+    """
+    file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+    return file.read(columns=columns, use_threads=False)
 
 
 def column_names(path: str) -> list[str]:

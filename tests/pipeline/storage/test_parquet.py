@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -52,3 +53,20 @@ def test_refusals_are_one_line(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"^{re.escape(message)}") as refused:
             read_columns(given_, ("a", "c"))
         assert "\n" not in str(refused.value)
+
+
+def test_nothing_gives_bytes_or_python_files_to_threads_of_arrow() -> None:
+    """Such a thread lets go of them after the read has returned: a process that ends meanwhile aborts, or hangs."""
+    threaded = (".read_table", ".ParquetDataset", ".read_csv", ".open_csv", ".read_json", ".open_json")
+    found = []
+    for path in (*Path("pipeline").rglob("*.py"), *Path("actors").rglob("*.py")):
+        for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+            name, given = ast.unparse(call.func), {one.arg: ast.unparse(one.value) for one in call.keywords}
+            optional = name.endswith(".iter_batches") or (name.endswith(".read") and "columns" in given)
+            if (
+                name.endswith(threaded)
+                or given.keys() & {"pre_buffer", "filesystem"}
+                or (optional and given.get("use_threads") != "False")
+            ):
+                found.append(f"{path}:{call.lineno}: {name}")
+    assert found == []
