@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from actors.engine.errors import flat
+from actors.engine.errors import UserError, flat
 
 
 def is_unicode(text: str) -> bool:
@@ -16,6 +16,18 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def check_unicode(value: Any, where: str = "") -> None:
+    """Raise UserError that names the place of the first text, or key, in nested values that UTF-8 cannot hold."""
+    if isinstance(value, str) and not is_unicode(value):
+        found = next(char for char in value if not is_unicode(char))
+        raise UserError(f"{where}: holds {found!r}, a lone surrogate, which UTF-8 cannot store; remove it")
+    for name, one in value.items() if isinstance(value, dict) else ():
+        check_unicode(name, f"a key of {where}" if where else "a key")
+        check_unicode(one, f"{where}.{name}" if where else str(name))
+    for index, one in enumerate(value) if isinstance(value, list) else ():
+        check_unicode(one, f"{where}.{index}")
 
 
 LINE = 1000  # characters: an error may quote everything that it concerns
@@ -28,9 +40,14 @@ def one_line(error: BaseException) -> str:
 
 
 def printable(name: object) -> str:
-    """A name from the data as a message may show it: on one line."""
+    """A name from the data as a message may show it: on one line, and in quotes if outer space would not be seen."""
     text = str(name)
-    return text if text.isprintable() else repr(text)
+    return text if text.isprintable() and text == text.strip() != "" else repr(text)
+
+
+def listed(names: Iterable[object]) -> str:
+    """Names from the data, separated by commas; in quotes where they could be misread."""
+    return ", ".join(repr(str(name)) if set(str(name)) & set(",;'\"") else printable(name) for name in names)
 
 
 def counted(count: int, noun: str) -> str:

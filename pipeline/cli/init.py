@@ -21,11 +21,11 @@ def init(
     """Look at an input's columns and write a commented job file. Replaces no file."""
     setup(verbose)
     with errors_as_exit_status(Advice(verbose=verbose)):
-        from pipeline.messages import counted
+        from pipeline.messages import counted, listed
         from pipeline.propose.job_file import PLACEHOLDER, write_job_file
 
         sample, proposal = write_job_file(path, output, model)
-        typer.echo(f"{counted(sample.files, 'file')}; columns: {', '.join(sample.columns)}")
+        typer.echo(f"{counted(sample.files, 'file')}; columns: {listed(sample.columns)}")
         for note in proposal.notes:
             typer.echo(note)
         if PLACEHOLDER in output.read_text():

@@ -10,6 +10,7 @@ from statistics import mean
 from typing import Any
 
 from actors.engine.errors import UserError
+from pipeline.messages import listed
 
 IDS = ("id", "uuid", "key", "row_id", "custom_id", "index", "name")
 CHATS = ("messages", "conversation", "conversations", "chat")
@@ -59,7 +60,7 @@ def propose(columns: Mapping[str, Sequence[Any]]) -> Proposal:
     named = [name for name in TEXTS if name in texts] or sorted(texts, key=lambda name: -_length(texts[name]))
     if not named:
         raise UserError(
-            f"no column holds text, token ids or chats ({', '.join(columns)}); write a job with input.template"
+            f"no column holds text, token ids or chats ({listed(columns)}); write a job with input.template"
         )
     text = named[0]
     if not text.isidentifier() or keyword.iskeyword(text):

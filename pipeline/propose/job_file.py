@@ -9,7 +9,7 @@ from typing import Any
 from actors.engine.errors import UserError
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.config.load import dump_yaml, parse_yaml, validated
-from pipeline.messages import printable
+from pipeline.messages import listed, printable
 from pipeline.plan.columns import check_columns
 from pipeline.prepare.chat import Chat
 from pipeline.prepare.chat_template import check_chat
@@ -59,7 +59,6 @@ def job_text(path: str, sample: Sample, proposal: Proposal, model: str) -> str:
             keys["system"] = SYSTEM
         if "template" in keys:
             keys["template"] = keys["template"].removesuffix(SUMMARY)
-    columns = ", ".join(sample.columns)
     name = path.rstrip("/").rpartition("/")[2].partition(".")[0].replace("*", "") or "answers"
     edit = ["  # replace it: a folder, s3://…, or a model on the hub"] if model == PLACEHOLDER else []
     lines = [
@@ -71,7 +70,7 @@ def job_text(path: str, sample: Sample, proposal: Proposal, model: str) -> str:
         "#",
         "# Paths are relative to the folder in which a command runs.",
         "",
-        *(f"# {printable(line)}" for line in (f"Columns: {columns}", *proposal.notes)),
+        *(f"# {printable(line)}" for line in (f"Columns: {listed(sample.columns)}", *proposal.notes)),
         *_section("input", keys),
     ]
     if not is_chat and "chat" not in keys:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from pyarrow import types
 
 from actors.engine.errors import UserError, flat
-from pipeline.messages import printable
+from pipeline.messages import listed, printable
 
 ERROR = "__error"  # column of row errors, null for good rows; planning refuses an input column of this name
 _UNITS = ("s", "ms", "us", "ns")
@@ -52,7 +52,7 @@ def one_schema(columns: Sequence[str], files: Mapping[str, pa.Schema]) -> pa.Sch
 def _column(name: str, url: str, schema: pa.Schema) -> pa.DataType:
     indices = schema.get_all_field_indices(name)
     if not indices:
-        raise UserError(f"{url}: no column {name!r}; it has {', '.join(map(printable, schema.names))}")
+        raise UserError(f"{url}: no column {name!r}; it has {listed(schema.names)}")
     if len(indices) > 1:
         raise UserError(f"{url}: column {name!r} occurs {len(indices)} times; rename all but one")
     return schema.field(indices[0]).type

@@ -10,6 +10,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from actors.engine.errors import UserError
+from pipeline.messages import listed
 
 READ_AT_ONCE = 2**14  # rows, where not all are wanted
 
@@ -18,7 +19,7 @@ class MissingColumn(UserError):
     """A file lacks a column."""
 
     def __init__(self, path: str, column: str, names: Sequence[str]) -> None:
-        super().__init__(f"{path}: no column {column!r}; it has {', '.join(names)}")
+        super().__init__(f"{path}: no column {column!r}; it has {listed(names)}")
         self.column = column
 
 

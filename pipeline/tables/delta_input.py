@@ -12,6 +12,7 @@ from deltalake import DeltaTable
 
 from actors.engine.errors import UserError
 from pipeline.config.job import StorageConfig
+from pipeline.messages import listed
 from pipeline.tables.delta import find_table, read_commit
 from pipeline.tables.table import DataFile, TablePin
 from pipeline.tables.urls import real_url, store_url
@@ -64,7 +65,7 @@ class DeltaInput:
         shown = [field.name for field in table.schema().fields]
         for name in names:
             if name not in shown:
-                raise UserError(f"{self.url}: no column {name!r} at version {snapshot}; it has {', '.join(shown)}")
+                raise UserError(f"{self.url}: no column {name!r} at version {snapshot}; it has {listed(shown)}")
             if name in table.metadata().partition_columns:
                 raise UserError(
                     f"{self.url}: {name!r} is a partition column, which the data files do not hold; leave it out"

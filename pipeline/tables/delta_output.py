@@ -14,6 +14,7 @@ from deltalake.transaction import AddAction
 
 from actors.engine.errors import UserError, flat
 from pipeline.config.job import StorageConfig
+from pipeline.messages import listed
 from pipeline.tables.column_types import check_columns, check_types
 from pipeline.tables.delta import find_table, read_commit, store_options
 from pipeline.tables.table import CommitConflict, PartFile
@@ -77,7 +78,7 @@ class DeltaOutput:
     def _check_table(self, table: DeltaTable, schema: pa.Schema) -> None:
         metadata = table.metadata()
         if metadata.partition_columns:
-            names = ", ".join(metadata.partition_columns)
+            names = listed(metadata.partition_columns)
             raise UserError(f"output.table: {self.url} is partitioned by {names}; parts are not: choose another table")
         rule = next((key for key in metadata.configuration if key.startswith(RULES)), None)
         if rule is not None:

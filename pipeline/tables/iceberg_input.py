@@ -13,6 +13,7 @@ from pyiceberg.transforms import IdentityTransform
 
 from actors.engine.errors import UserError, flat
 from pipeline.config.job import StorageConfig
+from pipeline.messages import listed
 from pipeline.tables.catalog import find_table, open_catalog
 from pipeline.tables.iceberg_fields import file_field_ids
 from pipeline.tables.table import DataFile, TablePin
@@ -74,7 +75,7 @@ class IcebergInput:
         by_id = {number: name for name, number in held.items()}
         for name in names:
             if name not in shown.column_names:
-                columns = ", ".join(field.name for field in shown.fields)
+                columns = listed(field.name for field in shown.fields)
                 raise UserError(f"{self.name}: no column {name!r} at snapshot {snapshot}; it has {columns}")
             field = shown.find_field(name)
             for path in [path for path in held if path == name or path.startswith(f"{name}.")]:

@@ -20,6 +20,7 @@ from pyiceberg.table import Table, TableProperties
 
 from actors.engine.errors import UserError, flat
 from pipeline.config.job import StorageConfig
+from pipeline.messages import listed
 from pipeline.storage.concurrency import in_parallel
 from pipeline.tables.catalog import find_table, open_catalog
 from pipeline.tables.column_types import check_columns, check_types
@@ -99,7 +100,7 @@ class IcebergOutput:
                 f"output.table: {self.name} has format version {table.format_version}, which pyiceberg cannot write"
             )
         if table.spec().fields:
-            names = ", ".join(field.name for field in table.spec().fields)
+            names = listed(field.name for field in table.spec().fields)
             raise UserError(f"output.table: {self.name} is partitioned by {names}; parts are not: choose another table")
         required = next((field.name for field in table.schema().fields if field.required), None)
         if required is not None:
