@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.engine.errors import UserError, flat
+from pipeline.messages import check_unicode
 
 
 def labels_given(value: Any) -> Any:
@@ -16,10 +17,12 @@ def labels_given(value: Any) -> Any:
     Raises UserError for a label that is not text, or a file that holds something else.
     """
     if isinstance(value, str) and value.endswith(".json"):
+        file = value
         try:
             value = json.loads(Path(value).read_text())
+            check_unicode(value, "label")
         except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"{value}: cannot be read as JSON: {flat(error)}") from None
+            raise UserError(f"{file}: cannot be read as JSON: {flat(error)}") from None
         if not isinstance(value, list):
             raise UserError(f"must hold one list of labels, not {type(value).__name__}")
     if isinstance(value, str):

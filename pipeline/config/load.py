@@ -15,7 +15,7 @@ from ruamel.yaml.nodes import CollectionNode, Node
 
 from actors.engine.errors import UserError, flat, suggestion
 from pipeline.config.base import SECRET
-from pipeline.messages import counted, without_secrets
+from pipeline.messages import check_unicode, counted, without_secrets
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 VALUES = 100_000  # of a document, its aliases expanded
@@ -99,9 +99,12 @@ def load_config(kind: type[ConfigT], path: str | Path, changes: Sequence[str] = 
 def validated(kind: type[ConfigT], values: dict[str, Any], source: str) -> ConfigT:
     """The values as a model. Raises UserError that begins with `source`."""
     try:
+        check_unicode(values)
         return kind.model_validate(values)
     except ValidationError as error:
         raise UserError(f"{source}: {_first_problem(kind, error)}") from None
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
 
 
 def load_values(path: str | Path, changes: Sequence[str] = ()) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from actors.engine.errors import UserError
 from pipeline.config.job import JobConfig
-from pipeline.config.load import dump_yaml, parse_yaml, validated
+from pipeline.config.load import dump_yaml, load_config, parse_yaml, validated
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{above}'] * 10)}]\n" for above, name in zip("abcdefg", "bcdefgh", strict=True)
@@ -47,6 +48,31 @@ def test_labels_need_no_quotes() -> None:
     values["choices"] = parse_yaml("[true, false]")
     with pytest.raises(UserError, match=r"put it in quotes \(true and false are YAML booleans\)"):
         validated(JobConfig, values, "job.yaml")
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        (r'input={path: a, template: "\ud800 {{ x }}"}', "input.template"),
+        (r'input={path: a, messages: m, chat_template_kwargs: {"\udfff": 1}}', "a key of input.chat_template_kwargs"),
+        (r'choices=[a, "b\ud800"]', "choices.1"),
+        (r'output_format={json_schema: {enum: ["\ud800"]}}', "output_format.json_schema.enum.0"),
+        (r'sampling.stop=["\ud800"]', "sampling.stop.0"),
+        (r'output.keep=["\ud800"]', "output.keep.0"),
+        ("input.path=\udcff", "input.path"),
+        ("\udcff=1", "a key"),
+        ("choices=FILE", "choices: FILE: cannot be read as JSON: label.1"),
+    ],
+)
+def test_text_that_utf_8_cannot_hold_is_refused_wherever_it_stands(tmp_path: Path, change: str, key: str) -> None:
+    job, labels = tmp_path / "job.yaml", tmp_path / "labels.json"
+    job.write_text("{input: {path: a}, output: {path: b}, model: {path: c}}")
+    labels.write_text(r'["a", "\ud800"]')
+    with pytest.raises(UserError) as refused:
+        load_config(JobConfig, job, [change.replace("FILE", str(labels))])
+    message = str(refused.value).replace(str(labels), "FILE")
+    assert message.startswith(f"{job}: {key}: holds '\\ud"), ascii(message)
+    assert "a lone surrogate, which UTF-8 cannot store; remove it" in message
 
 
 @pytest.mark.parametrize(
