@@ -112,6 +112,8 @@ def run(
     with interruptible():
         folder = output_folder(config)
         stored = stored_job(folder, overwrite=overwrite)
+        if stored is None:
+            check_free(folder, config)
         job = replace(plan(config, stored, backend, limit=limit), began=process_began)
         check_same_job(folder, stored, job.manifest)
         finished = stored is not None and has_results(folder, config) and has_table(folder, config)
@@ -122,8 +124,6 @@ def run(
             make_writable(folder)
             with leased(folder), checked(job, stored, backend) as job:
                 claim(folder, stored, job.manifest, overwrite=overwrite)
-                if stored is None:
-                    check_free(folder, config)
                 totals, fresh_rows = answer(job, folder, backend)
                 commit_table(folder, job.manifest, config)
                 write_report(folder, job.manifest, config)

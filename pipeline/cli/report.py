@@ -123,6 +123,8 @@ def _html(url: str, storage: StorageConfig, to: Path | None) -> None:
         name, page = REPORT, job_page(folder, manifest, read_records(folder, manifest.fingerprint), known)
     if to is None:
         folder.replace(name, page)
+    elif to.exists() and b"<title>SkipDecode" not in to.read_bytes():
+        raise UserError(f"--to {to}: this file is no report of an earlier run; choose another name")
     else:
         to.write_bytes(page)
     typer.echo(str(to or f"{folder.url}/{name}"))

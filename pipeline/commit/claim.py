@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import suppress
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from actors.engine.errors import UserError
+from pipeline.commit.records import read_valid_records
 from pipeline.commit.results import remove_results
-from pipeline.commit.sink import PART, clear, clear_temporaries
+from pipeline.commit.sink import PART, PARTS_AT_ONCE, SUCCESS, clear, clear_temporaries, part_name, part_sizes
 from pipeline.commit.table import check_no_table
 from pipeline.plan import manifest as manifests
 from pipeline.plan import plan_files
 from pipeline.plan.manifest import Manifest
+from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import Folder
 
 LEDGER = "_ledger"  # folder with the records of incremental runs
 
 
 def stored_job(folder: Folder, *, overwrite: bool) -> Manifest | None:
-    """The job that the folder holds; None if there is none, or it is to be replaced.
+    """Return the job that the folder holds; None if there is none, or it is to be replaced.
 
-    Raises UserError for a folder that holds incremental runs, Parquet files without a job, or data files of a table
-    that would be replaced.
+    Raises UserError for a folder that holds incremental runs, a file that a job would replace and that no job wrote,
+    Parquet files without a job, or data files of a table that would be replaced.
     """
     if folder.names(LEDGER):
         raise UserError(
@@ -26,13 +34,59 @@ def stored_job(folder: Folder, *, overwrite: bool) -> Manifest | None:
         )
     if overwrite:
         check_no_table(folder)
+        _check_replaceable(folder)
         return None
     stored = plan_files.load(folder)
     if stored is None and any(name.endswith(".parquet") for name in folder.first_names()):
         raise UserError(
-            f"{folder.url}: holds Parquet files of no job known here; choose another folder, or --overwrite"
+            f"{folder.url}: holds Parquet files of no job known here; choose another folder, or --overwrite, which "
+            "replaces only parts of a job"
         )
+    _check_success(folder)
     return stored
+
+
+def _check_success(folder: Folder) -> None:
+    """Raise UserError for a `_SUCCESS` that no job of this program wrote: other programs leave an empty one."""
+    with suppress(FileNotFoundError):
+        if b'"fingerprint"' not in folder.read(SUCCESS):
+            raise _strange(folder, SUCCESS)
+
+
+def _check_replaceable(folder: Folder) -> None:
+    """Raise UserError if a file that --overwrite would remove was not written by a job of this program.
+
+    A part is known by the size in its record, else by the fingerprint in its footer.
+    """
+    _check_success(folder)
+    foreign = [name for name in folder.names() if name.endswith(".parquet") and not PART.fullmatch(name)]
+    if foreign:
+        raise _strange(folder, foreign[0])
+    sizes, recorded = part_sizes(folder, (), -1), {}
+    try:
+        stored = plan_files.load(folder)
+    except UserError:  # --overwrite replaces a damaged plan, but not another program's file
+        if not plan_files.is_own(folder.read(plan_files.JOB)):
+            raise _strange(folder, plan_files.JOB) from None
+        stored = None
+    if stored is not None:
+        records, _ = read_valid_records(folder, stored.fingerprint)
+        recorded = dict(zip(records["shard"].to_pylist(), records["bytes"].to_pylist(), strict=True))
+    unknown = [part_name(shard) for shard, size in sorted(sizes.items()) if recorded.get(shard) != size]
+    for name, data in zip(unknown, in_parallel(folder.read, unknown, PARTS_AT_ONCE), strict=True):
+        try:
+            metadata = pq.read_schema(io.BytesIO(data)).metadata or {}
+        except (OSError, pa.ArrowException):
+            metadata = {}
+        if b"skipdecode.fingerprint" not in metadata:
+            raise _strange(folder, name)
+
+
+def _strange(folder: Folder, name: str) -> UserError:
+    return UserError(
+        f"{folder.url}/{name}: no job of this program wrote it, so it is not replaced; move it away, or choose another "
+        "folder"
+    )
 
 
 def check_same_job(folder: Folder, stored: Manifest | None, planned: Manifest) -> None:
@@ -50,9 +104,7 @@ def claim(folder: Folder, stored: Manifest | None, planned: Manifest, *, overwri
     """
     clear_temporaries(folder)
     if overwrite:
-        foreign = [name for name in folder.names() if name.endswith(".parquet") and not PART.fullmatch(name)]
-        if foreign:
-            raise UserError(f"{folder.url}: {foreign[0]} is no part of a job; --overwrite leaves it, so move it away")
+        _check_replaceable(folder)
         remove_results(folder)
         clear(folder)
     else:

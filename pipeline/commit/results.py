@@ -23,7 +23,6 @@ from pipeline.commit.result_lines import (
     ToLines,
     answer_lines,
     cut,
-    file_name,
 )
 from pipeline.commit.sink import PARTS_AT_ONCE, part_name
 from pipeline.config.job import JobConfig
@@ -70,10 +69,11 @@ def write_results(folder: Folder, manifest: Manifest, config: JobConfig) -> None
 
 
 def check_free(folder: Folder, config: JobConfig) -> None:
-    """Raise UserError before a new job runs if a file has the name of one of its results."""
-    for kind in KINDS.get(config.result_format, ()):
-        if folder.exists(file_name(kind, 0)):
-            raise _taken(folder, file_name(kind, 0))
+    """Raise UserError before a new job runs if a file that no job wrote has the name of one of its results."""
+    kinds, known = KINDS.get(config.result_format, ()), recorded(folder)
+    for name in folder.names() if kinds else ():
+        if _kind(name) in kinds and hashlib.sha256(folder.read(name)).hexdigest() not in known.get(name, []):
+            raise _taken(folder, name)
 
 
 def has_results(folder: Folder, config: JobConfig) -> bool:

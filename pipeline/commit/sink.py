@@ -45,6 +45,10 @@ log = logging.getLogger(__name__)
 SUCCESS = "_SUCCESS"
 PARTS_AT_ONCE = 8  # parts that are held in memory whole
 PART = re.compile(r"part-\d{6,}\.parquet")
+OWN = re.compile(  # files in `_job` that jobs write
+    r"(job|summary|results|tables|runs|spent|prediction|products-.+)\.json|(plan|inputs|stats)\.parquet|schema\.arrow|"
+    r"report\.html|probe-[0-9a-f]+"
+)
 
 
 def part_name(shard: int) -> str:
@@ -93,7 +97,8 @@ def check_part(folder: Folder, shard: Shard, part: bytes, fingerprint: str) -> S
         reason = "".join(char if char.isprintable() else "?" for char in flat(error))
         raise UserError(f"{name}: damaged ({reason}); delete it and run again") from None
     if stats is None:
-        raise UserError(f"{name}: written by another job; move it away, or start again with --overwrite")
+        remedy = ", or start again with --overwrite" if b"skipdecode.fingerprint" in metadata else ""
+        raise UserError(f"{name}: written by another {'job' if remedy else 'program'}; move it away{remedy}")
     named = all(metadata.get(key.encode()) == value.encode() for key, value in shard_metadata(shard).items())
     if not named or stats.rows != shard.rows:
         rows = f"{shard.rows} rows from row {shard.first_row} of {shard.url}"
@@ -172,7 +177,7 @@ def clear(folder: Folder) -> None:
     for subfolder in (COMMITS, SEGMENTS):
         folder.remove_all([f"{subfolder}/{name}" for name in folder.names(subfolder)])
     clear_quarantine(folder)
-    folder.remove_all([f"_job/{name}" for name in folder.names("_job")])
+    folder.remove_all([f"_job/{name}" for name in folder.names("_job") if OWN.fullmatch(name)])
 
 
 def clear_temporaries(folder: Folder) -> None:

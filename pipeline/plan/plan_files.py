@@ -82,6 +82,15 @@ def load(folder: Folder) -> Manifest | None:
     return Manifest(values["fingerprint"], values["identity"], batching, files, shards, schema, agreement)
 
 
+def is_own(text: bytes) -> bool:
+    """Tell whether a job.json may be this program's, if damaged: another program's is whole, and has no fingerprint."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return True
+    return isinstance(values, dict) and "fingerprint" in values
+
+
 _REMEDY = "restore the file from a copy, or start again with --overwrite"
 
 

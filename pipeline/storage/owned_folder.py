@@ -37,8 +37,9 @@ class OwnedFolder:
         try:
             text = (self.path / self.record).read_text()
             values = json.loads(text) if text else {}
-            if not isinstance(values, dict) or not isinstance(values.get(FILES, []), list):
-                raise ValueError("no list of files in it")
+            names = values.get(FILES) if isinstance(values, dict) else None
+            if text and not (isinstance(names, list) and all(Path(str(name)).name == name for name in names)):
+                raise ValueError("no list of file names in it")
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:

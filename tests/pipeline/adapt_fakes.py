@@ -113,7 +113,8 @@ class Fakes:
         for part, first in enumerate(range(0, len(rows), 7)):
             pq.write_table(pa.Table.from_pylist(rows[first : first + 7], schema), out / f"part-{part:06d}.parquet")
         batching = SimpleNamespace(planned=0.0, threads=3, cache_bytes=2**20)
-        totals = SimpleNamespace(prefill_seconds=self.prompt_seconds, decode_seconds=10 - self.prompt_seconds)
+        seconds = {"prefill_seconds": self.prompt_seconds, "decode_seconds": 10 - self.prompt_seconds}
+        totals = SimpleNamespace(**seconds, warnings=[])
         return SimpleNamespace(manifest=SimpleNamespace(batching=batching), totals=totals)
 
     def _error(self, row: int, prompt: str | None) -> str | None:

@@ -74,6 +74,9 @@ def test_a_job_leaves_its_report_beside_its_answers(tmp_path: Path, checkpoint: 
     changed = {path for path, when in files(output).items() if before.get(path) != when}
     assert changed == {output / REPORT, output / prediction.PREDICTION}
     assert "What <code>skipdecode plan</code> predicted" in (output / REPORT).read_text()
+    (tmp_path / "mine.html").write_text("<p>mine</p>")
+    mine = CliRunner().invoke(app, ["report", str(output), "--html", "--to", str(tmp_path / "mine.html")])
+    assert mine.exit_code == 2 and (tmp_path / "mine.html").read_text() == "<p>mine</p>"
     wrong = CliRunner().invoke(app, ["report", str(output), "--to", "x.html"])
     assert wrong.exit_code == 2 and "--to goes with --html" in wrong.output
     wrong = CliRunner().invoke(app, ["report", str(output), "--html", "--verify"])

@@ -47,7 +47,7 @@ def test_a_claim_keeps_values_and_names(tmp_path: Path) -> None:
     assert folder.values() == {"loss": 1.0, "files": ["a", "b"]}
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"files": 1}'])
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"files": 1}', '{"files": ["../a"]}'])
 def test_a_record_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "made.json").write_text(text)
     with pytest.raises(ValueError, match=r"made.json is not a record of this version .*; remove the folder, or choose"):
