@@ -43,7 +43,9 @@ def check_output_disjoint(
     folder = _real(shown, config.storage)
     real_folder = cache(lambda path: _real(path, config.storage))
     for url in listed:
-        if f"{real_folder(os.path.dirname(url))}/".startswith(f"{folder}/"):
+        # a link's own path says nothing about the file
+        place = os.path.realpath(url) if os.path.islink(url) else f"{real_folder(os.path.dirname(url))}/"
+        if place.startswith(f"{folder}/"):
             raise UserError(f"{key}: {shown} holds the input file {url}; choose another folder")
     for given in config.input.path if config.input.format != "iceberg" else ():  # a name in a catalog
         path = _real(given, config.storage)

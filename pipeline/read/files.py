@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.utils import glob_translate
 
 from actors.engine.errors import UserError, flat
 from pipeline.config.input import InputFormat
@@ -25,6 +28,8 @@ SUFFIXES = {
     "jsonl": (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz"),
     "csv": (".csv", ".csv.gz"),
 }
+DELTA_LOG = "_delta_log"
+_TABLE_FILE = re.compile(rf"(?P<folder>.+?)/((?P<delta>{DELTA_LOG})/|metadata/[^/]+\.metadata\.json/?$)")
 _MAGIC = {  # first bytes of formats that are often mistaken for Parquet
     b"ARROW1": "an Arrow IPC file",
     b"PARE": "encrypted Parquet",
@@ -75,14 +80,17 @@ def list_files(
 ) -> dict[str, tuple[int, str]]:
     """URL -> (bytes, version) of every input file: paths in order, the files of a folder or glob sorted by name.
 
+    Links are followed. Of a folder or glob, names that begin with `_` or `.` are no input, nor is what they hold.
+
     Args:
-        paths: files, folders or globs, local or s3://. An existing local file is never read as a glob.
+        paths: files, folders or globs, local or s3://. The file or folder of that very name comes before the glob.
         storage: the job's storage settings.
         given: `input.format`; of a folder, the files with its suffixes are listed, of Parquet by default.
         may_be_empty: accept folders and globs without files; a folder of a bucket disappears with its last file.
 
     Raises:
-        UserError: a path matches nothing, is not readable, or a file name is not UTF-8.
+        UserError: a path matches nothing, is not readable, is a broken link or a table without its format, or a file
+            name is not UTF-8.
         StoreFailed: the store does not answer.
     """
     files: dict[str, tuple[int, str]] = {}
@@ -90,47 +98,139 @@ def list_files(
         fs, inside = filesystem(path, storage)
         is_local = isinstance(fs, LocalFileSystem)
         try:
-            entries, nothing = _entries(path, fs, inside, given)
+            found, nothing = _named(path, fs, inside, given)
+        except UserError:
+            raise
         except (FileNotFoundError, NotADirectoryError):
             if may_be_empty and not is_local:
                 continue
             raise UserError(f"{path}: no such file or folder") from None
         except (PermissionError, NoSuchBucket, ValueError) as error:
             raise UserError(f"{path}: cannot be listed: {flat(error)}") from None
-        if not entries and not may_be_empty:
+        if not found and not may_be_empty:
             raise UserError(nothing)
-        for name in sorted(entries):
+        for name in sorted(found):
             url = name if is_local else f"s3://{name}"
             _check_name(url)
-            files[url] = (int(entries[name]["size"]), _version(entries[name], fs, name))
+            files[url] = found[name]
     return files
 
 
-def _entries(
+def _named(
     path: str, fs: fsspec.AbstractFileSystem, inside: str, given: InputFormat | None
-) -> tuple[dict[str, dict[str, Any]], str]:
-    """Name -> entry of the files that a path names, and the error message if there is none."""
-    if glob.has_magic(inside) and not (isinstance(fs, LocalFileSystem) and os.path.exists(inside)):
-        matches = fs.glob(inside, detail=True)
-        entries = {name: entry for name, entry in matches.items() if "/_job/" not in name}  # of some output
-        nothing = f"{path}: matches no file"
-    elif fs.isdir(inside):
-        found = {
-            name: entry for name, entry in fs.find(inside, detail=True).items() if not _hidden(name[len(inside) :])
-        }
-        suffixes = SUFFIXES[file_format("", given)]
-        entries = {name: entry for name, entry in found.items() if name.endswith(suffixes)}
-        nothing = f"{path}: folder without {suffixes[0]} files"
-        others = sorted({kind for kind, ends in SUFFIXES.items() if any(name.endswith(ends) for name in found)})
-        if others and given is None:
-            nothing += f"; it has {' and '.join(others)} files: set input.format"
-    else:
-        entries, nothing = {inside: fs.info(inside)}, f"{path}: not a file"
-    return {name: entry for name, entry in entries.items() if entry["type"] == "file"}, nothing
+) -> tuple[dict[str, tuple[int, str]], str]:
+    """Name -> (bytes, version) of the files that a path names, and the error message if there is none."""
+    if isinstance(fs, LocalFileSystem) and os.path.islink(inside) and not os.path.exists(inside):
+        raise _broken_link(inside)
+    is_glob = glob.has_magic(inside) and not fs.exists(inside)
+    is_folder = not is_glob and fs.isdir(inside)
+    folder = inside if is_folder else fixed_part(inside) if is_glob else os.path.dirname(inside)
+    if given is None:
+        _check_no_table(fs, folder)
+    if is_glob:
+        nothing = f"{path}: matches no file; names that begin with _ or . are no input"
+        return _files_below(fs, folder, inside, given), nothing
+    if not is_folder:
+        entry = fs.info(inside)
+        size_and_version = int(entry["size"]), _version(entry, fs, inside)
+        return {inside: size_and_version} if entry["type"] == "file" else {}, f"{path}: not a file"
+    below = _files_below(fs, inside, None, given)
+    suffixes = SUFFIXES[file_format("", given)]
+    nothing = f"{path}: folder without {suffixes[0]} files"
+    others = sorted({kind for kind, ends in SUFFIXES.items() if any(name.endswith(ends) for name in below)})
+    if others and given is None:
+        nothing += f"; it has {' and '.join(others)} files: set input.format"
+    return {name: entry for name, entry in below.items() if name.endswith(suffixes)}, nothing
 
 
-def _hidden(name: str) -> bool:
-    return any(part.startswith(("_", ".")) for part in name.split("/"))
+def fixed_part(pattern: str) -> str:
+    """The folder of a glob before its first wildcard."""
+    while glob.has_magic(pattern):
+        pattern = os.path.dirname(pattern)
+    return pattern
+
+
+def _files_below(
+    fs: fsspec.AbstractFileSystem, folder: str, pattern: str | None, given: InputFormat | None
+) -> dict[str, tuple[int, str]]:
+    """Name -> (bytes, version) of the files below a folder that match a glob, or all of them."""
+    if isinstance(fs, LocalFileSystem):
+        return _local_files(fs, folder, pattern, given) if os.path.isdir(folder) else {}
+    entries = fs.find(folder, detail=True) if pattern is None else fs.glob(pattern, detail=True)
+    if given is None:
+        for name in entries:
+            _refuse_table(name, fs)
+    return {
+        name: (int(entry["size"]), _version(entry, fs, name))
+        for name, entry in entries.items()
+        if entry["type"] == "file" and not any(map(_is_hidden, name[len(folder) :].split("/")))
+    }
+
+
+def _local_files(
+    fs: LocalFileSystem, folder: str, pattern: str | None, given: InputFormat | None
+) -> dict[str, tuple[int, str]]:
+    """See `_files_below`. Links to files and folders are followed, but for those to a folder above the link."""
+    matches = re.compile(".*" if pattern is None else glob_translate(pattern)).match
+    depth = None if pattern is None or "**" in pattern else pattern[len(folder.rstrip("/")) :].count("/")
+    found: dict[str, tuple[int, str]] = {}
+    folders: list[tuple[str, tuple[tuple[int, int], ...]]] = [(folder, ())]  # each with the folders above it
+    while folders:
+        path, above = folders.pop()
+        status = os.stat(path)
+        here = status.st_dev, status.st_ino
+        if here in above or len(above) == depth:
+            continue
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if given is None:
+                    _refuse_table(f"{entry.path}/", fs)
+                if _is_hidden(entry.name):
+                    continue
+                if entry.is_symlink() and not os.path.exists(entry.path):
+                    if matches(entry.path):
+                        raise _broken_link(entry.path)
+                elif entry.is_dir():
+                    folders.append((entry.path, (*above, here)))
+                elif entry.is_file() and matches(entry.path):
+                    status = entry.stat()
+                    found[entry.path] = status.st_size, str(status.st_mtime_ns)
+    return found
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(("_", "."))
+
+
+def _broken_link(path: str) -> UserError:
+    return UserError(f"{path}: broken link to {os.readlink(path)}: restore the file there, or remove the link")
+
+
+def _check_no_table(fs: fsspec.AbstractFileSystem, folder: str) -> None:
+    """Raise UserError if a folder, or one whose partition it is, is a table: its files may hold rows it no longer has.
+
+    folder: holds the files, or is the fixed part of a glob.
+    """
+    while "=" in os.path.basename(folder):
+        folder = os.path.dirname(folder)
+    if fs.isdir(f"{folder}/{DELTA_LOG}"):
+        _refuse_table(f"{folder}/{DELTA_LOG}/", fs)
+    if os.path.basename(folder) == "data":  # Iceberg's, beside `metadata`
+        folder = os.path.dirname(folder)
+    with suppress(FileNotFoundError, NotADirectoryError):
+        for name in fs.ls(f"{folder}/metadata", detail=False):
+            _refuse_table(name, fs)
+
+
+def _refuse_table(name: str, fs: fsspec.AbstractFileSystem) -> None:
+    """Raise UserError if a name is that of a table's metadata."""
+    if not (table := _TABLE_FILE.match(name)):
+        return
+    url = table["folder"] if isinstance(fs, LocalFileSystem) else f"s3://{table['folder']}"
+    kind, remedy = "a Delta table", "set input.format: delta"
+    if not table["delta"]:
+        kind, remedy = "an Iceberg table", "set input.format: iceberg, and input.path to its name in storage.catalog"
+    raise UserError(f"{url}: {kind}, so that some of its files may hold rows that it no longer has; {remedy}")
 
 
 def _check_name(url: str) -> None:

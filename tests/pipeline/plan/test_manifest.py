@@ -446,6 +446,10 @@ def test_a_symlink_does_not_hide_that_the_output_lies_in_the_input(inputs: Path,
     assert said == f"output.path: {link} holds the input file {inputs}/a.parquet; choose another folder"
     said = refusal(job([f"{inputs}/*.parquet"], checkpoint, output={"path": str(link)}))
     assert "choose another folder" in said and "--overwrite" not in said
+    (inputs.parent / "linked").mkdir()
+    (inputs.parent / "linked" / "one.parquet").symlink_to(inputs / "a.parquet")
+    said = refusal(job(inputs.parent / "linked", checkpoint, output={"path": str(link)}))
+    assert said == f"output.path: {link} holds the input file {inputs.parent}/linked/one.parquet; choose another folder"
     for output in (inputs, link, inputs.parent):  # before the files are listed
         with pytest.raises(
             UserError, match=rf"^output.path: {output} holds the input {inputs}; choose another folder$"

@@ -94,7 +94,9 @@ def test_a_path_without_files_is_named(place: tuple[str, StorageConfig]) -> None
     root, storage = place
     assert refusal([f"{root}/a.parquet", f"{root}/none"], storage) == f"{root}/none: no such file or folder"
     assert refusal([f"{root}/empty"], storage) == f"{root}/empty: folder without .parquet files"
-    assert refusal([f"{root}/*.arrow"], storage) == f"{root}/*.arrow: matches no file"
+    nothing = "matches no file; names that begin with _ or . are no input"
+    assert refusal([f"{root}/*.arrow"], storage) == f"{root}/*.arrow: {nothing}"
+    assert refusal([f"{root}/in/_*.parquet"], storage) == f"{root}/in/_*.parquet: {nothing}"
     assert refusal([f"{root}/other"], storage).startswith(f"{root}/other/bad.parquet: not readable as Parquet: ")
     assert refusal([f"{root}/bad*"], storage).startswith(f"{root}/bad.parquet.txt: not readable as Parquet: ")
 
@@ -148,11 +150,96 @@ def test_a_damaged_footer_is_named(tmp_path: Path) -> None:
     assert refusal([str(tmp_path)]).startswith(f"{tmp_path}/a.parquet: not readable as Parquet: Couldn't deserialize")
 
 
-def test_an_existing_file_is_not_read_as_a_glob(tmp_path: Path) -> None:
-    write_rows(tmp_path / "[x].parquet", [3])
-    write_rows(tmp_path / "x.parquet", [2])
-    assert list(list_files([f"{tmp_path}/[x].parquet"], LOCAL)) == [f"{tmp_path}/[x].parquet"]
-    assert list(list_files([f"{tmp_path}/[xy].parquet"], LOCAL)) == [f"{tmp_path}/x.parquet"]
+def test_a_glob_leaves_out_what_a_folder_leaves_out(place: tuple[str, StorageConfig]) -> None:
+    root, storage = place
+    in_folder = list(list_files([f"{root}/in"], storage))
+    for pattern in ("in/*", "in/**", "in/*.parquet", "in/**/*.parquet", "i*/c*"):
+        assert list(list_files([f"{root}/{pattern}"], storage)) == in_folder, pattern
+    assert list(list_files([f"{root}/in/_tmp/*"], storage)) == [f"{root}/in/_tmp/d.parquet"]  # asked for by name
+    assert list(list_files([f"{root}/in/_old.parquet"], storage)) == [f"{root}/in/_old.parquet"]
+
+
+def test_the_file_of_that_very_name_comes_before_the_glob(place: tuple[str, StorageConfig], tmp_path: Path) -> None:
+    root, storage = place
+    fs, inside = filesystem(f"{root}/odd", storage)
+    names = ["[x].parquet", "x.parquet", "a*b?.parquet", "[d]/x.parquet"]
+    for name in names:
+        fs.pipe_file(f"{inside}/{name}", name.encode()) if storage is not LOCAL else _write(inside, name)
+    for name in names:
+        assert list(list_files([f"{root}/odd/{name}"], storage)) == [f"{root}/odd/{name}"]
+    assert list(list_files([f"{root}/odd/[d]"], storage)) == [f"{root}/odd/[d]/x.parquet"]
+    assert list(list_files([f"{root}/odd/[xy].parquet"], storage)) == [f"{root}/odd/x.parquet"]
+
+
+def _write(folder: str, name: str) -> None:
+    path = Path(folder, name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(name)
+
+
+def linked(tmp_path: Path) -> Path:
+    """A folder with a file, a link to a file, one to a folder, and one to a folder above."""
+    data, blobs = tmp_path / "data", tmp_path / "blobs"
+    for folder in (data, blobs / "more"):
+        folder.mkdir(parents=True)
+    write_rows(data / "a.parquet", [2])
+    write_rows(blobs / "1234", [3], first=2)
+    write_rows(blobs / "more" / "c.parquet", [4], first=5)
+    (data / "b.parquet").symlink_to("../blobs/1234")
+    (data / "sub").symlink_to("../blobs/more")
+    (blobs / "more" / "up").symlink_to("../../data")
+    return data
+
+
+def test_links_to_files_and_folders_are_followed(tmp_path: Path) -> None:
+    data = linked(tmp_path)
+    files = list_files([str(data)], LOCAL)
+    assert list(files) == [f"{data}/a.parquet", f"{data}/b.parquet", f"{data}/sub/c.parquet"]
+    assert files[f"{data}/b.parquet"] == list_files([f"{data}/b.parquet"], LOCAL)[f"{data}/b.parquet"]
+    assert files[f"{data}/b.parquet"][0] == (tmp_path / "blobs" / "1234").stat().st_size
+    assert list_files([f"{data}/*.parquet", f"{data}/*/*.parquet"], LOCAL) == files
+    assert list_files([f"{data}/**"], LOCAL) == files
+    (tmp_path / "link").symlink_to("data")
+    assert list(list_files([f"{tmp_path}/link"], LOCAL)) == [name.replace("/data/", "/link/") for name in files]
+
+
+def test_a_broken_link_is_named(tmp_path: Path) -> None:
+    data = linked(tmp_path)
+    (tmp_path / "blobs" / "1234").unlink()
+    (data / "round").symlink_to("round")
+    named = f"{data}/b.parquet: broken link to ../blobs/1234: restore the file there, or remove the link"
+    for path in (data / "*.parquet", data / "b.parquet"):
+        assert refusal([str(path)]) == named
+    assert refusal([str(data)]) in (named, named.replace("b.parquet", "round").replace("../blobs/1234", "round"))
+    assert refusal([f"{data}/round"]).startswith(f"{data}/round: broken link to round: ")
+    assert list(list_files([f"{data}/a*"], LOCAL)) == [f"{data}/a.parquet"]
+
+
+@pytest.mark.parametrize("store", ["local", "s3"])
+@pytest.mark.parametrize(
+    ("mark", "remedy"),
+    [
+        ("_delta_log/00000000000000000000.json", "set input.format: delta"),
+        ("metadata/00000-1.metadata.json", "set input.format: iceberg, and input.path to its name in storage.catalog"),
+    ],
+)
+def test_a_table_is_not_read_as_its_files(
+    tmp_path: Path, request: pytest.FixtureRequest, store: str, mark: str, remedy: str
+) -> None:
+    table = tmp_path / "lake" / "t"
+    for name in (mark, "data/dt=1/a.parquet", "dt=2/b.parquet", "c.parquet"):
+        _write(str(table), name)
+    root, storage = str(tmp_path), LOCAL
+    if store == "s3":
+        storage = request.getfixturevalue("s3")
+        root = f"s3://bucket/{uuid.uuid4().hex}"
+        fs, inside = filesystem(root, storage)
+        fs.put(f"{tmp_path}/", inside, recursive=True)
+    paths = ["lake/t", "lake", "lake/t/*.parquet", "lake/t/dt=*/*.parquet", "lake/t/dt=2", "lake/t/c.parquet"]
+    for path in paths if remedy.endswith("delta") else [*paths, "lake/t/data/dt=1/*", "lake/t/data"]:
+        message = refusal([f"{root}/{path}"], storage)
+        assert message.startswith(f"{root}/lake/t: ") and message.endswith(f"; {remedy}"), path
+    assert len(list_files([f"{root}/lake/t"], storage, "parquet")) == 3  # asked for: the files as they are
 
 
 def test_a_file_name_that_is_not_utf8_is_named(tmp_path: Path) -> None:
