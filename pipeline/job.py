@@ -1,7 +1,7 @@
 """The bulk job: plan, lease, run the stages, finalize.
 
-    read ──> prepare ──> generate ──> commit
-    shards   token ids   answers      a part, created once, then its record
+    read ──> prepare ──> generate
+    shards   token ids   answers, and a part: created once, then its record
 
 Everything that can be wrong is checked before a stage runs. Imports no ray: a backend executes the stages.
 """
@@ -28,7 +28,7 @@ from pipeline.commit.lease import leased
 from pipeline.commit.records import Compaction
 from pipeline.commit.results import check_free, has_results, write_results
 from pipeline.commit.runs import recorded_run
-from pipeline.commit.sink import SUCCESS, commit_shards, committed_shards
+from pipeline.commit.sink import SUCCESS, commit_shard, committed_shards
 from pipeline.commit.table import check_table, commit_table, has_table
 from pipeline.config.job import JobConfig
 from pipeline.generate.coordinator import Workload
@@ -52,7 +52,6 @@ from pipeline.prepare.thinking import marks_of_thinking
 from pipeline.read.files import Files
 from pipeline.read.shards import Shard
 from pipeline.report.job_page import write_report
-from pipeline.report.prediction import planned
 from pipeline.report.summary import JobResult
 from pipeline.runtime.announce import announced
 from pipeline.runtime.quarantine import STAGE_NAMES, Quarantine, clear_quarantine
@@ -61,7 +60,6 @@ from pipeline.storage.folder import Folder, open_folder, probe_create
 from pipeline.storage.write_check import check_location, make_writable
 
 log = logging.getLogger(__name__)
-TASK_RETRIES = 20  # of a task whose process died, or whose result was lost with its node
 QUARANTINED_RETRIES = 1000  # of a task whose deaths `Quarantine` counts
 
 
@@ -245,7 +243,6 @@ def answer(job: PlannedJob, folder: Folder, backend: Backend) -> tuple[Totals, i
             done_shards=len(done),
             done_rows=manifest.rows - left_rows,
             began=job.began,
-            planned=planned(folder, job.config.model.cache, manifest.fingerprint, left_rows),
         )
         budget = open_budget(job.config, folder, manifest.fingerprint)
         with (
@@ -261,7 +258,7 @@ def answer(job: PlannedJob, folder: Folder, backend: Backend) -> tuple[Totals, i
 
 
 def stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Session) -> list[Stage]:
-    """The four stages of a run over these shards."""
+    """The three stages of a run over these shards."""
     config, manifest, coordinator = job.config, job.manifest, session.coordinator
     run_id = uuid.uuid4().hex
     preparing, generating = (Quarantine(folder, run_id, config.attempts, stage) for stage in STAGE_NAMES)
@@ -272,7 +269,6 @@ def stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Sessio
             {
                 "spec": prompt_spec(config, job.checkpoint, manifest.batching.planned),
                 "quarantine": preparing,
-                "on_prepared": partial(coordinator.prepared, prefix_tokens=len(manifest.batching.prefix)),
             },
             retries=QUARANTINED_RETRIES,
         ),
@@ -281,6 +277,9 @@ def stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Sessio
             {
                 "generator": {**generator_arguments(job), "product_records": ProductRecords(folder)},
                 "part": _part(job),
+                "commit": partial(
+                    commit_shard, folder=folder, fingerprint=manifest.fingerprint, coordinator=coordinator
+                ),
                 "prefix": manifest.batching.prefix,
                 "coordinator": coordinator,
                 "quarantine": generating,
@@ -291,12 +290,6 @@ def stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Sessio
             config.actors,
             retries=QUARANTINED_RETRIES,
             calls=2 if _shards_may_join(job) else 1,
-        ),
-        Tasks(
-            commit_shards,
-            {"folder": folder, "fingerprint": manifest.fingerprint, "coordinator": coordinator},
-            retries=TASK_RETRIES,
-            batch_format="pyarrow",
         ),
     ]
 

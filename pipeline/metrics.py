@@ -43,7 +43,7 @@ METRICS = {
     "cache_bytes_limit": Metric("gauge", "bytes of key/value cache that an actor may use"),
     "job_rows": Metric("gauge", "rows of the job"),
     "job_rows_done": Metric("gauge", "committed rows of the job, those of earlier runs included"),
-    "eta_seconds": Metric("gauge", "seconds until the command ends, from its latest shards, or from `plan`"),
+    "eta_seconds": Metric("gauge", "seconds in which the rows left are answered at the rate of the last five minutes"),
 }
 
 

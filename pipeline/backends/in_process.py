@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-import pyarrow as pa
-
 from actors.engine.errors import UserError
 from pipeline.backends.stages import Actors, Read, Stage, Tasks
 from pipeline.config.job import ActorsConfig
@@ -93,8 +91,4 @@ def _function(stage: Tasks | Actors) -> Callable[[Any], Any]:
     if isinstance(stage, Actors):
         function: Callable[[Any], Any] = stage.callable_class(**stage.arguments)
         return function
-    if stage.batch_format == "numpy":
-        return partial(stage.function, **stage.arguments)
-    return lambda batch: stage.function(
-        pa.table({name: list(values) for name, values in batch.items()}), **stage.arguments
-    )
+    return partial(stage.function, **stage.arguments)

@@ -1,4 +1,4 @@
-"""The stages on Ray Data: read tasks, prepare tasks, an actor pool, commit tasks."""
+"""The stages on Ray Data: read tasks, prepare tasks, and an actor pool, which commits what it answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pipeline.runtime.signals import Interrupted, graceful
 
 Result = TypeVar("Result")
 ISOLATED_SECONDS = 300.0  # for an isolated call while the job is planned
-STAGE_CPUS = 0.5  # of a read, prepare or commit task; each new worker process costs imports
+STAGE_CPUS = 0.5  # of a read or prepare task; each new worker process costs imports
 READ_TASK_ROWS, READ_TASK_BYTES = 50_000, 512 * 2**20  # of a read task at most, or one row group
 SHARDS_OF_ACTOR = 2  # one that is answered, and one that waits, or begins while the last rows of the first finish
 CALL_RETRIES = 1  # of a call as an actor whose process died: its node may have gone
@@ -136,25 +136,25 @@ class RaySession:
 
 
 def _dataset(stages: Sequence[Stage], output: str, *, verbose: bool) -> Dataset:
-    """Lazily, the batches after the last stage; the workers' metrics have the label `output`.
-
-    `write_datasink` in place of commit tasks would keep a result of every shard, and everything that led to it, until
-    the last.
-    """
+    """Lazily, the batches after the last stage; the workers' metrics have the label `output`."""
     read, *others = stages
     assert isinstance(read, Read)
     source = ShardSource(read.shards, read.files, read.schema, read.storage, READ_TASK_ROWS, READ_TASK_BYTES, output)
     with warnings.catch_warnings():
         # Ray Data retries a task whose process died without limit, unless max_retries is passed in a deprecated way
         warnings.simplefilter("ignore", ray.util.annotations.RayDeprecationWarning)
-        shards = ray.data.read_datasource(source, num_cpus=STAGE_CPUS, ray_remote_args={"max_retries": READ_RETRIES})
-        context = shards.context  # a copy of the caller's, inherited by the datasets below
+        batches: Dataset = ray.data.read_datasource(
+            source, num_cpus=STAGE_CPUS, override_num_blocks=1, ray_remote_args={"max_retries": READ_RETRIES}
+        )
+        context = batches.context  # a copy of the caller's, inherited by the datasets below
+        # a block a shard, and with one number of blocks none is split: a `repartition` in place of both takes a whole
+        # CPU, and waits for it where another dataset of the cluster has asked for all others
+        context.target_max_block_size = 1
         context.enable_progress_bars = verbose
         context.print_on_execution_start = verbose
         scale_for(context.autoscaling_config, max((one.calls for one in others if isinstance(one, Actors)), default=1))
         context.execution_no_progress_timeout_s = -1  # a slow shard is not a dead one
         context.raise_original_map_exception = True  # else an error's last line is "UDF failed", not why
-        batches: Dataset = shards.repartition(target_num_rows_per_block=1)
         for stage in others:
             batches = batches.map_batches(**_arguments(stage, output), batch_size=1)
     return batches
@@ -176,7 +176,7 @@ def _arguments(stage: Stage, output: str) -> dict[str, Any]:
         return {
             "fn": exporting(stage.function, output),
             "fn_kwargs": dict(stage.arguments),
-            "batch_format": stage.batch_format,
+            "batch_format": "numpy",
             "num_cpus": STAGE_CPUS,
             "max_retries": stage.retries,
         }

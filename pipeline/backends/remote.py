@@ -32,15 +32,12 @@ class RemoteCoordinator:
     def loaded(self, actor: str | None) -> None:
         self.handle.loaded.remote(actor)
 
-    def prepared(self, shard: int, rows: int, tokens: int, prefix_tokens: int = 0) -> None:
-        self.handle.prepared.remote(shard, rows, tokens, prefix_tokens)
-
-    def begin(self, shard: int, actor: str | None = None) -> bool:
-        begins: bool = ray.get(self.handle.begin.remote(shard, actor))
+    def begin(self, shard: int) -> bool:
+        begins: bool = ray.get(self.handle.begin.remote(shard))
         return begins
 
-    def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int, prefill_seconds: float = 0.0) -> None:
-        self.handle.ended.remote(shard, first, rows, errors, tokens, prefill_seconds)
+    def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int) -> None:
+        self.handle.ended.remote(shard, first, rows, errors, tokens)
 
     def stop(self) -> set[int]:
         """Empty if the coordinator does not answer."""

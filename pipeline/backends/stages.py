@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import pyarrow as pa
 
@@ -44,7 +44,6 @@ class Tasks:
     function: Callable[..., Any]
     arguments: Mapping[str, Any]
     retries: int
-    batch_format: Literal["numpy", "pyarrow"] = "numpy"
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ class Budget:
                 log.debug("the budget was not checked: %s", error)
                 continue
             found = self.spent(time.monotonic() - self.began, run.tokens)
-            if found is not None and run.shards + len(run.at_work) < shards:
+            if found is not None and run.shards + run.at_work < shards:
                 reason[0] = found
                 ask(found)
                 return

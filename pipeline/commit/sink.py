@@ -9,7 +9,6 @@ is validated and its record rebuilt. Readers that glob ``*.parquet`` see only wh
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import re
 import time
@@ -33,7 +32,7 @@ from pipeline.commit.records import (
     records_table,
 )
 from pipeline.generate.coordinator import RunCoordinator
-from pipeline.generate.output import shard_metadata, shard_of_part
+from pipeline.generate.output import shard_metadata
 from pipeline.generate.stats import ShardStats
 from pipeline.read.shards import Shard
 from pipeline.runtime.quarantine import clear_quarantine, release_shard
@@ -186,24 +185,13 @@ def clear_temporaries(folder: Folder) -> None:
         folder.remove(f"_job/tmp/{name}")
 
 
-def commit_shards(batch: pa.Table, folder: Folder, fingerprint: str, coordinator: RunCoordinator) -> pa.Table:
-    """The commit stage: commit finished shards.
-
-    Args:
-        batch: columns shard, part (Parquet bytes) and stats (JSON of `ShardStats`).
-        folder: the job's output.
-        fingerprint: the job's.
-        coordinator: of the run; it counts the commits.
-
-    Returns:
-        The column shard.
-    """
-    for row in batch.select(["part", "stats"]).to_pylist():
-        stats = ShardStats.from_record(json.loads(row["stats"]))
-        first = commit(folder, shard_of_part(row["part"], stats.rows), row["part"], stats, fingerprint)
-        release_shard(folder, stats.shard)
-        if first:
-            metrics.add("rows", stats.rows)
-            metrics.add("row_errors", stats.errors)
-        coordinator.ended(stats.shard, first, stats.rows, stats.errors, stats.generated_tokens, stats.prefill_seconds)
-    return batch.select(["shard"])
+def commit_shard(
+    shard: Shard, part: bytes, stats: ShardStats, folder: Folder, fingerprint: str, coordinator: RunCoordinator
+) -> None:
+    """Commit a shard, remove its quarantine markers and report the commit to the run's coordinator."""
+    first = commit(folder, shard, part, stats, fingerprint)
+    release_shard(folder, shard.index)
+    if first:
+        metrics.add("rows", stats.rows)
+        metrics.add("row_errors", stats.errors)
+    coordinator.ended(shard.index, first, stats.rows, stats.errors, stats.generated_tokens)

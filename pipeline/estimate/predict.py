@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +14,6 @@ from pipeline.estimate.costs import Costs
 from pipeline.estimate.measure import ActorSample, Chunk
 from pipeline.estimate.rows import Rows
 from pipeline.estimate.simulate import EngineShape, Simulated, SimulatedRow, simulate
-from pipeline.generate.time_left import makespan
 from pipeline.read.shards import Shard
 
 SIMULATED_ROWS = 4096  # of the job, at most; other shards are taken to be like these
@@ -106,6 +106,14 @@ def predict(
     )
 
 
+def makespan(seconds: Iterable[float], actors: int) -> float:
+    """When the last shard ends, if each goes to the actor that is free first."""
+    ends = [0.0] * actors
+    for one in seconds:
+        heapq.heapreplace(ends, ends[0] + one)
+    return max(ends)
+
+
 def _again(chunk: Chunk, schedule: Schedule, costs: Costs, shape: EngineShape) -> float:
     """Simulated seconds of a measured chunk."""
     rows = [
@@ -145,5 +153,5 @@ def _run(
         for name in ("batches", "prompt_tokens", "generated_tokens", "row_steps", "layer_steps"):
             setattr(totals, name, getattr(totals, name) + round(getattr(one, name) * share))
         totals.cache_bytes = max(totals.cache_bytes, one.cache_bytes)
-    wall = work.startup + max(makespan(seconds, [0.0] * work.actors), work.prepare)
+    wall = work.startup + max(makespan(seconds, work.actors), work.prepare)
     return wall, sum(seconds), totals

@@ -17,9 +17,8 @@ import numpy as np
 from actors.answers import Prompt
 from actors.engine.errors import UserError
 from pipeline.estimate.measure import WARM_UP_ROWS
-from pipeline.estimate.predict import HIGH, LOW, SPREAD, STARTUP_SPREAD, Prediction, Work
+from pipeline.estimate.predict import HIGH, LOW, SPREAD, STARTUP_SPREAD, Prediction, Work, makespan
 from pipeline.generate.settings import fetched
-from pipeline.generate.time_left import makespan
 from pipeline.read.shards import Shard
 
 REPLICATES = 200
@@ -95,7 +94,7 @@ def predict_scores(samples: Sequence[ScoreSample], work: Work, prefix: int) -> P
 
     def wall(rate: float, startup: float) -> float:
         seconds = [rate * work.crowd * count for count in of_shards]
-        return startup + max(makespan(seconds, [0.0] * work.actors), work.prepare)
+        return startup + max(makespan(seconds, work.actors), work.prepare)
 
     walls = []
     for _ in range(REPLICATES):

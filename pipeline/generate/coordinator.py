@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Protocol
-
-from pipeline.generate.time_left import Pace, Planned, ShardAtWork, Size, Span, pace_of
-
-MOST_SPANS = 512  # shards whose times are kept
-MOST_WAITING = 2000  # prepared shards whose sizes are read
 
 
 @dataclass(frozen=True)
 class RunProgress:
-    """Committed in this run; actors that load their model, the last line of a download; shards at work.
+    """Counts of what this run has committed, and what its actors do now.
 
     Args:
-        at_work: shards that actors answer.
-        waiting: sizes of prepared shards that have not begun, in their order.
-        pace: of the latest committed shards.
+        loading: actors that load their model.
+        download: the last line of a download.
+        at_work: shards that have begun and are not yet committed.
     """
 
     shards: int = 0
@@ -31,16 +23,14 @@ class RunProgress:
     tokens: int = 0
     loading: int = 0
     download: str = ""
-    at_work: tuple[ShardAtWork, ...] = ()
-    waiting: tuple[Size, ...] = ()
-    pace: Pace | None = None
+    at_work: int = 0
 
 
 @dataclass(frozen=True)
 class Workload:
     """Shards and rows of the job, and of them those that earlier runs have committed.
 
-    began: s since 1970, when the command began; default now. planned: of a run of these rows.
+    began: s since 1970, when the command began; default now.
     """
 
     shards: int
@@ -48,7 +38,6 @@ class Workload:
     done_shards: int
     done_rows: int
     began: float = field(default_factory=time.time)
-    planned: Planned | None = None
 
 
 class RunCoordinator(Protocol):
@@ -66,15 +55,12 @@ class RunCoordinator(Protocol):
         """An actor has loaded its model."""
         ...
 
-    def prepared(self, shard: int, rows: int, tokens: int, prefix_tokens: int = 0) -> None:
-        """A shard is prepared; tokens: of its prompts, which begin with the `prefix_tokens` of the job's prefix."""
+    def begin(self, shard: int) -> bool:
+        """An actor is about to answer this shard; False: it must not, as the run is being stopped, or the shard is
+        committed already and its task is a retry."""
         ...
 
-    def begin(self, shard: int, actor: str | None = None) -> bool:
-        """An actor is about to answer this shard; False: it must not, the run is being stopped."""
-        ...
-
-    def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int, prefill_seconds: float = 0.0) -> None:
+    def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int) -> None:
         """A shard is committed; first: by this attempt, and these are its numbers. tokens: that were generated."""
         ...
 
@@ -94,17 +80,12 @@ class RunCoordinator(Protocol):
 class Coordinator:
     """Shards at work, shards committed and models being loaded in one run.
 
-    The generate stage begins a shard, the commit stage ends it, the driver reads and may stop the run.
-
-    clock: seconds from any start.
+    The generate stage begins and ends a shard; the driver reads and may stop the run.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.clock = clock
+    def __init__(self) -> None:
         self.committed = RunProgress()
-        self.sizes: dict[int, Size] = {}  # of prepared shards that are not committed
-        self.at_work: dict[int, tuple[str | None, float]] = {}  # their actors, and when they began
-        self.spans: deque[Span] = deque(maxlen=MOST_SPANS)
+        self.at_work: set[int] = set()
         self.done: set[int] = set()
         self.stopped = False
         self.loads: dict[str | None, int] = {}
@@ -122,22 +103,16 @@ class Coordinator:
         self.downloads.pop(actor, None)
         self.loads.pop(actor, None)
 
-    def prepared(self, shard: int, rows: int, tokens: int, prefix_tokens: int = 0) -> None:
-        if shard not in self.done:
-            self.sizes[shard] = Size(rows, max(0, tokens - rows * prefix_tokens))
+    def begin(self, shard: int) -> bool:
+        if self.stopped or shard in self.done:
+            self.at_work.discard(shard)  # its first attempt has died
+            return False
+        self.at_work.add(shard)
+        return True
 
-    def begin(self, shard: int, actor: str | None = None) -> bool:
-        if self.stopped:
-            self.at_work.pop(shard, None)  # its first attempt has died
-        else:
-            self.at_work[shard] = (actor, self.clock())
-        return not self.stopped
-
-    def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int, prefill_seconds: float = 0.0) -> None:
+    def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int) -> None:
         self.done.add(shard)
-        size = self.sizes.pop(shard, Size(rows, 0))
-        if shard in self.at_work:
-            self.spans.append(Span(*self.at_work.pop(shard), self.clock(), size, prefill_seconds))
+        self.at_work.discard(shard)
         if first:
             done = self.committed
             self.committed = RunProgress(done.shards + 1, done.rows + rows, done.errors + errors, done.tokens + tokens)
@@ -150,15 +125,5 @@ class Coordinator:
         return set(self.at_work)
 
     def read(self) -> RunProgress:
-        now = self.clock()
-        waiting = (size for shard, size in sorted(self.sizes.items()) if shard not in self.at_work)
-        return replace(
-            self.committed,
-            loading=len(self.loads),
-            download=next(iter(self.downloads.values()), ""),
-            at_work=tuple(
-                ShardAtWork(now - began, self.sizes.get(shard)) for shard, (_, began) in self.at_work.items()
-            ),
-            waiting=tuple(islice(waiting, MOST_WAITING)),
-            pace=pace_of(list(self.spans), self.at_work, now),
-        )
+        download = next(iter(self.downloads.values()), "")
+        return replace(self.committed, loading=len(self.loads), download=download, at_work=len(self.at_work))

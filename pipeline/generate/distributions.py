@@ -75,6 +75,10 @@ def error_kinds(part: pa.Table) -> str:
     listed: list[list[str | int]] = []
     for kind, count in counts.most_common(KINDS):
         place = kinds.index(kind)
-        listed.append([kind, count, str(bad["id"][place].as_py())[:ID_CHARS], errors[place][:EXAMPLE_CHARS]])
+        try:
+            row = str(bad["id"][place].as_py())
+        except (ValueError, OverflowError):  # such as a date that Python cannot hold
+            row = "?"
+        listed.append([kind, count, row[:ID_CHARS], errors[place][:EXAMPLE_CHARS]])
     rest = len(kinds) - sum(count for _, count in counts.most_common(KINDS))
     return json.dumps([*listed, ["", rest, "", ""]] if rest else listed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -137,12 +136,3 @@ def shard_metadata(shard: Shard) -> dict[str, str]:
         "skipdecode.file": shard.url,
         "skipdecode.first_row": str(shard.first_row),
     }
-
-
-def shard_of_part(part: bytes, rows: int) -> Shard:
-    """The shard that a part written by this process names in its footer. rows: input rows of the shard."""
-    index, url, first_row = (pq.read_schema(io.BytesIO(part)).metadata[name.encode()].decode() for name in _NAMES)
-    return Shard(int(index), url, int(first_row), rows)
-
-
-_NAMES = tuple(shard_metadata(Shard(0, "", 0, 0)))

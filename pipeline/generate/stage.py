@@ -1,4 +1,4 @@
-"""The generate stage: prepared shards -> parts as Parquet bytes, and their statistics. Imports no ray."""
+"""The generate stage: prepared shards -> committed parts. Imports no ray."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ from pipeline.generate.live_counts import LiveCounts
 from pipeline.generate.output import PartSpec, part_bytes, part_table
 from pipeline.generate.score_output import score_table
 from pipeline.generate.settings import fetched
-from pipeline.generate.stats import ShardStats, answered_prompt_tokens, distributions_of, duplicate_ids, error_rows
+from pipeline.generate.stats import ShardStats
 from pipeline.prepare.prompts import CHOICES, CONTINUATIONS, ERROR, FORM, PROMPT_IDS, SAMPLING, TOOLS
 from pipeline.read.ipc import from_ipc
 from pipeline.read.shards import Shard
@@ -92,6 +92,11 @@ def prompts(rows: pa.Table, url: str, first_row: int) -> list[Prompt]:
     ]
 
 
+# counts of the engine that the statistics hold as they are
+_OF_ENGINE = {item.name for item in fields(EngineStats)} & {item.name for item in fields(ShardStats)}
+_OF_ENGINE -= {"prompt_tokens"}  # computed ones; the statistics count those of prompts
+
+
 class _Turn:
     """When the shard behind another may begin. drains: its rows find free slots; ended: the engine has no rows."""
 
@@ -104,14 +109,19 @@ class _Turn:
 
 
 class ShardGenerator:
-    """Callable class: answers whole shards with one Generator.
+    """Callable class: answers whole shards with one Generator, and commits them.
+
+    A shard is committed here, in the call that answered it, as nothing else then has to run before its part exists:
+    a task of its own would wait until Ray Data has CPUs for it, which another dataset may hold.
 
     It may be called by two threads: the second shard then begins while the last rows of the first one finish, where
-    `Generator` joins calls, else when they have ended. A shard whose process has died before shares with no other.
+    `Generator` joins calls, else when they have ended; in both cases while the first one is committed. A shard whose
+    process has died before shares with no other.
 
     Args:
         generator: arguments of `Generator`; checkpoint and speed adapter as `fetch` takes them.
         part: what the parts hold.
+        commit: called with each answered shard, its part and its statistics.
         prefix: token ids with which the job's prompts begin.
         coordinator: of the run, asked before each shard; None answers every shard.
         quarantine: of the run; None retries a row that kills this process for ever.
@@ -127,6 +137,7 @@ class ShardGenerator:
         self,
         generator: Mapping[str, Any],
         part: PartSpec,
+        commit: Callable[[Shard, bytes, ShardStats], None],
         prefix: Sequence[int] = (),
         coordinator: RunCoordinator | None = None,
         quarantine: Quarantine | None = None,
@@ -156,7 +167,7 @@ class ShardGenerator:
             # loaded objects stay: a collection that scans them each time takes a tenth of a small model's time
             gc.collect()
             gc.freeze()
-        self.part = part
+        self.part, self.commit = part, commit
         self.devices, self.price_per_hour = devices, price_per_hour
         self.prefix = prefix
         self.coordinator = coordinator
@@ -170,30 +181,22 @@ class ShardGenerator:
         return None if coordinator is None else partial(coordinator.downloading, self.worker.actor())
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Shards with columns shard, url, first_row, rows, prepare_seconds -> shard, part, stats."""
-        shards, parts, stats = [], [], []
-        for position, shard in enumerate(batch["shard"].tolist()):
-            done = self._shard(
+        """Shards with columns shard, url, first_row, rows, prepare_seconds -> shard: the committed ones."""
+        committed = [
+            shard
+            for position, shard in enumerate(batch["shard"].tolist())
+            if self._committed(
                 shard,
                 str(batch["url"][position]),
                 int(batch["first_row"][position]),
                 from_ipc(batch["rows"][position]),
                 float(batch["prepare_seconds"][position]),
             )
-            if done is None:
-                continue
-            part, shard_stats = done
-            shards.append(shard)
-            parts.append(part)
-            stats.append(json.dumps(asdict(shard_stats)))
-        column = np.empty(len(parts), dtype=object)
-        column[:] = parts
-        return {"shard": np.array(shards, dtype=np.int64), "part": column, "stats": np.array(stats, dtype=object)}
+        ]
+        return {"shard": np.array(committed, dtype=np.int64)}
 
-    def _shard(
-        self, shard: int, url: str, first_row: int, rows: pa.Table, prepare_seconds: float
-    ) -> tuple[bytes, ShardStats] | None:
-        """The part of a shard and its statistics; None if it must not begin any more."""
+    def _committed(self, shard: int, url: str, first_row: int, rows: pa.Table, prepare_seconds: float) -> bool:
+        """Answer and commit a shard; False if it must not begin any more."""
         asked, turn = prompts(rows, url, first_row), _Turn()
         with self._turns:
             before, self._last_turn = self._last_turn, turn
@@ -201,69 +204,48 @@ class ShardGenerator:
             before.drains.wait()
             if self.quarantine is not None and not before.ended.is_set() and self.quarantine.knows(shard):
                 before.ended.wait()  # a death must be that of one shard
-            if self.coordinator is not None and not self.coordinator.begin(shard, self.worker.actor()):
-                return None
+            if self.coordinator is not None and not self.coordinator.begin(shard):
+                return False
             began = time.perf_counter()
             # before anything that may kill this process
             shard_attempt = None if self.quarantine is None else self.quarantine.begin(shard, rows.num_rows)
             answers, engine = self._answers(shard_attempt, asked, turn)
+            _check_rows(answers, rows.num_rows, f"part-{shard:06d}.parquet ({url} from row {first_row})")
             before.ended.wait()
             if shard_attempt is None or not shard_attempt.isolated:
                 turn.end()  # an isolated shard keeps its turn, or the next one's death would count as its own
             to_table = part_table if self.part.scored is None else score_table
             table = to_table(rows, answers, self.part, url, first_row)
-            data = part_bytes(table, self.part, Shard(shard, url, first_row, rows.num_rows))
+            described = Shard(shard, url, first_row, rows.num_rows)
+            data = part_bytes(table, self.part, described)
             self.counts.report()
             seconds, finished = self._seconds_since(began), time.time()
             device_seconds = seconds * self.devices
             money, million_tokens = device_seconds * self.price_per_hour / 3600, engine.generated_tokens / 1e6
-            return data, ShardStats(
-                shard=shard,
-                rows=rows.num_rows,
-                answers=table.num_rows,
-                errors=error_rows(table),
-                duplicate_ids=duplicate_ids(table),
-                prompt_tokens=answered_prompt_tokens(table),
-                shared_prompt_tokens=engine.shared_prompt_tokens,
-                generated_tokens=engine.generated_tokens,
-                prepare_seconds=prepare_seconds,
-                prefill_seconds=engine.prefill_seconds,
-                decode_seconds=engine.decode_seconds,
-                generate_seconds=seconds,
-                commit_seconds=0.0,
-                device_seconds=device_seconds,
-                money=money,
-                device_seconds_per_million_tokens=_share(device_seconds, million_tokens),
-                money_per_million_tokens=_share(money, million_tokens),
-                tokens_per_second=_share(engine.generated_tokens, seconds),
-                batches=engine.batches,
-                padding_fraction=_share(
+            measured = {
+                **{name: getattr(engine, name) for name in _OF_ENGINE},
+                "prepare_seconds": prepare_seconds,
+                "generate_seconds": seconds,
+                "device_seconds": device_seconds,
+                "money": money,
+                "device_seconds_per_million_tokens": _share(device_seconds, million_tokens),
+                "money_per_million_tokens": _share(money, million_tokens),
+                "tokens_per_second": _share(engine.generated_tokens, seconds),
+                "padding_fraction": _share(
                     engine.padded_prompt_tokens - engine.prompt_tokens, engine.padded_prompt_tokens
                 ),
-                mean_depth=_share(engine.layer_steps, engine.decode_steps),
-                decode_steps=engine.decode_steps,
-                layer_steps=engine.layer_steps,
-                full_layer_steps=engine.full_layer_steps,
-                drafted_tokens=engine.drafted_tokens,
-                accepted_tokens=engine.accepted_tokens,
-                verified_tokens=engine.verified_tokens,
-                looked_up_tokens=engine.looked_up_tokens,
-                accepted_lookup_tokens=engine.accepted_lookup_tokens,
-                verified_lookup_tokens=engine.verified_lookup_tokens,
-                padded_prompt_tokens=engine.padded_prompt_tokens,
-                cache_bytes=engine.cache_bytes,
-                out_of_memory=engine.out_of_memory,
-                peak_memory_bytes=self.generator.peak_memory_bytes(),
-                started=finished - seconds,
-                finished=finished,
-                device=self.generator.device_name(),
-                node=self.worker.node(),
-                attempt=self.worker.attempt(),
-                rebuilt=False,
-                actor=self.worker.actor() or "",
-                loaded=self.loaded,
-                **distributions_of(table, self.part.value_fields),
-            )
+                "mean_depth": _share(engine.layer_steps, engine.decode_steps),
+                "peak_memory_bytes": self.generator.peak_memory_bytes,
+                "started": finished - seconds,
+                "finished": finished,
+                "device": self.generator.device_name,
+                "node": self.worker.node,
+                "attempt": self.worker.attempt,
+                "actor": self.worker.actor,
+                "loaded": self.loaded,
+            }
+            self.commit(described, data, ShardStats.of_run(shard, table, self.part.value_fields, measured))
+            return True
         finally:
             before.ended.wait()
             turn.end()
@@ -311,6 +293,18 @@ class ShardGenerator:
         work = generator.begin(rows, self.prefix, on_batch, on_drain)
         self.thread.submit(generator.run, work).result()
         return generator.finish(work), work.call.stats
+
+
+def _check_rows(answers: Sequence[Any], rows: int, part: str) -> None:
+    """RuntimeError unless each of `rows` input rows is answered, once and in order. part: named in the error."""
+    answered = [answer.row for answer in answers if getattr(answer, "sample_index", 0) == 0]
+    if answered != list(range(rows)):
+        wrong = min(set(range(rows)).symmetric_difference(answered), default=None)
+        which = "a row is answered twice" if wrong is None else f"row {wrong} of the shard has no answer"
+        raise RuntimeError(
+            f"{part} is not committed: of its {rows} rows {len(set(answered))} are answered, {which}; "
+            "this is a defect of the engine"
+        )
 
 
 def _share(part: float, total: float) -> float:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, asdict, dataclass, field, fields
+from functools import cache
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from actors.engine.errors import flat
 from pipeline.generate.answer_checks import MOST_COMMON, count_answers, warnings
 from pipeline.generate.distributions import depth_histogram, error_kinds, histogram, label_counts
 from pipeline.generate.value_fields import ValueFields, field_counts, from_footer
+
+log = logging.getLogger(__name__)
 
 
 def _unit(unit: str, total: str = "sum") -> Any:
@@ -93,17 +98,18 @@ class ShardStats:
     def from_record(cls, values: dict[str, Any]) -> ShardStats:
         """Statistics of a commit record. Raises KeyError, TypeError or ValueError for a damaged one."""
         values = {**LATER, **values}
-        for item in fields(cls):
-            kind, value = str(item.type), values[item.name]
-            if kind == "list[int]":
-                if type(value) is not list or not all(type(one) is int and 0 <= one < 2**31 for one in value):
-                    raise TypeError(f"{item.name} is no list of counts")
-                continue
-            if type(value).__name__ not in (("int", "float") if kind == "float" else (kind,)):
-                raise TypeError(f"{item.name} is no {kind}")
-            if kind in ("int", "float") and not (0 <= value < 2**63 and math.isfinite(value)):
-                raise ValueError(f"{item.name} is out of range")
-        return cls(**{item.name: values[item.name] for item in fields(cls)})
+        return cls(**{item.name: _checked(item, values[item.name]) for item in fields(cls)})
+
+    @classmethod
+    def of_run(cls, shard: int, part: pa.Table, counted: ValueFields, measured: Mapping[str, Any]) -> ShardStats:
+        """Statistics of a shard that has just been answered. They never fail it.
+
+        Args:
+            counted: see `PartSpec.value_fields`.
+            measured: values of further fields, or functions that return them. A value that cannot be had, or that a
+                record cannot hold, is logged and left at 0 or empty.
+        """
+        return cls._known(shard, {**_counts(part, counted), **measured})
 
     @classmethod
     def of_part(cls, shard: int, part: pa.Table, num_layers: int) -> ShardStats:
@@ -115,43 +121,82 @@ class ShardStats:
         steps = [max(count - 1, 0) for count in tokens]
         layer_steps = round(sum(count * (depth or 0.0) for count, depth in zip(steps, depths, strict=True)))
         known = {
-            "shard": shard,
-            "rows": input_rows(part),
-            "answers": part.num_rows,
-            "errors": error_rows(part),
-            "duplicate_ids": duplicate_ids(part),
-            "prompt_tokens": answered_prompt_tokens(part),
             "generated_tokens": sum(tokens),
             "mean_depth": layer_steps / sum(steps) if sum(steps) else 0.0,
             "decode_steps": sum(steps),
             "layer_steps": layer_steps,
             "full_layer_steps": num_layers * sum(steps),
             "rebuilt": True,
-            **distributions_of(part, from_footer(part)),
         }
-        unknown = {"int": 0, "float": 0.0, "str": "", "bool": False, "list[int]": []}
-        return cls(**{item.name: known.get(item.name, unknown[str(item.type)]) for item in fields(cls)})
+        return cls._known(shard, {**_counts(part, from_footer(part)), **known})
+
+    @classmethod
+    def _known(cls, shard: int, values: Mapping[str, Any]) -> ShardStats:
+        """Statistics from those of the values, or of what functions among them return, that a record can hold."""
+        known = {item.name: _UNKNOWN[str(item.type)] for item in fields(cls)}
+        for item in fields(cls):
+            value = values.get(item.name)
+            try:
+                value = value() if callable(value) else value
+                if value is not None:
+                    known[item.name] = _checked(item, value)
+            except Exception as error:
+                log.warning("shard %d: no statistic %s: %s", shard, item.name, flat(error))
+        return cls(**{**known, "shard": shard})
 
 
-def distributions_of(part: pa.Table, counted: ValueFields) -> dict[str, Any]:
-    """The fields of `ShardStats` that say how a part's rows are distributed. counted: see `PartSpec.value_fields`."""
+_UNKNOWN: dict[str, Any] = {"int": 0, "float": 0.0, "str": "", "bool": False, "list[int]": []}
+
+
+def _checked(item: Field[Any], value: Any) -> Any:
+    """The value of a field, if a record can hold it. Raises TypeError or ValueError."""
+    kind = str(item.type)
+    if kind == "list[int]":
+        if type(value) is not list or not all(type(one) is int and 0 <= one < 2**31 for one in value):
+            raise TypeError(f"{item.name} is no list of counts")
+        return value
+    if kind == "float" and isinstance(value, float):
+        value = float(value)  # numpy's is one too
+    if type(value).__name__ not in (("int", "float") if kind == "float" else (kind,)):
+        raise TypeError(f"{item.name} is no {kind}")
+    if kind in ("int", "float") and not (0 <= value < 2**63 and math.isfinite(value)):
+        raise ValueError(f"{item.name} is out of range")
+    return value
+
+
+def _counts(part: pa.Table, counted: ValueFields) -> dict[str, Any]:
+    """The fields of `ShardStats` that a part holds; those that an odd value of a row may fail are functions.
+
+    counted: see `PartSpec.value_fields`.
+    """
     good = part.filter(pc.is_null(part["error"]))
     scored = "finish_reason" not in part.column_names
     answered = good if scored else part.filter(pc.not_equal(part["finish_reason"], "error"))
     reasons = [] if scored else part["finish_reason"].to_pylist()
-    texts = [] if scored else [text or "" for text in answered["generated_text"].to_pylist()]
-    if "tool_calls" in part.column_names:  # a call is an answer without text
-        texts = [text or str(call or "") for text, call in zip(texts, answered["tool_calls"].to_pylist(), strict=True)]
+
+    @cache
+    def checks() -> dict[str, Any]:
+        texts = [] if scored else [text or "" for text in answered["generated_text"].to_pylist()]
+        if "tool_calls" in part.column_names:  # a call is an answer without text
+            calls = answered["tool_calls"].to_pylist()
+            texts = [text or str(call or "") for text, call in zip(texts, calls, strict=True)]
+        return count_answers(texts)
+
     return {
+        "rows": input_rows(part),
+        "answers": part.num_rows,
+        "errors": error_rows(part),
+        "duplicate_ids": lambda: duplicate_ids(part),
+        "prompt_tokens": lambda: sum(_first_samples(good)["prompt_tokens"].to_pylist()),
         "stopped": reasons.count("stop"),
         "cut_off": reasons.count("length"),
-        "prompt_lengths": histogram(_first_samples(good)["prompt_tokens"].to_pylist()),
-        "answer_lengths": histogram(_of_answers(answered, _tokens_column(part))),
-        "answer_depths": depth_histogram(_of_answers(part, "mean_depth")),
-        "error_kinds": error_kinds(part),
-        "label_counts": label_counts(part),
-        "field_counts": field_counts(part, counted),
-        **count_answers(texts),
+        "prompt_lengths": lambda: histogram(_first_samples(good)["prompt_tokens"].to_pylist()),
+        "answer_lengths": lambda: histogram(_of_answers(answered, _tokens_column(part))),
+        "answer_depths": lambda: depth_histogram(_of_answers(part, "mean_depth")),
+        "error_kinds": lambda: error_kinds(part),
+        "label_counts": lambda: label_counts(part),
+        "field_counts": lambda: field_counts(part, counted),
+        **{name: lambda name=name: checks()[name] for name in ("empty_answers", "repeating_answers", "common_answers")},
     }
 
 
@@ -164,11 +209,6 @@ def error_rows(part: pa.Table) -> int:
     """Input rows with an error in any of their answers."""
     row = pc.cumulative_sum(pc.cast(_is_first(part), pa.int64()))
     return int(pc.count_distinct(row.filter(pc.is_valid(part["error"]))).as_py())
-
-
-def answered_prompt_tokens(part: pa.Table) -> int:
-    """Prompt tokens of the input rows whose first answer has no error."""
-    return sum(_first_samples(part.filter(pc.is_null(part["error"])))["prompt_tokens"].to_pylist())
 
 
 def duplicate_ids(part: pa.Table) -> int:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from pipeline import metrics
 from pipeline.prepare.prompt_spec import PromptSpec
-from pipeline.prepare.prompts import CONTINUATIONS, PROMPT_IDS, error_table, prepare_table
+from pipeline.prepare.prompts import error_table, prepare_table
 from pipeline.read.ipc import from_ipc, to_ipc
 from pipeline.runtime.quarantine import Quarantine, ShardAttempt
 
@@ -24,14 +23,12 @@ def prepare(
     batch: Mapping[str, Any],
     spec: PromptSpec,
     quarantine: Quarantine | None = None,
-    on_prepared: Callable[[int, int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Add the columns of `ADDED` to the rows of shards.
 
     Args:
         batch: columns shard, url, first_row and rows (IPC bytes).
         quarantine: of the run. None retries a row that kills this process for ever: Ray Data retries without limit.
-        on_prepared: called with each shard, its rows, and the tokens of its prompts and of its texts to score.
 
     Returns:
         The columns of `batch`, and prepare_seconds.
@@ -45,9 +42,6 @@ def prepare(
     ]
     seconds = time.perf_counter() - began
     metrics.add("seconds", seconds, part="prepare")
-    if on_prepared is not None:
-        for shard, table in zip(batch["shard"], tables, strict=True):
-            on_prepared(int(shard), table.num_rows, _tokens(table))
     return {
         **{name: batch[name] for name in ("shard", "url", "first_row")},
         "rows": _binary([to_ipc(table) for table in tables]),
@@ -74,13 +68,6 @@ def prepare_isolated(table: pa.Table, spec: PromptSpec, attempt: ShardAttempt) -
             order += chunk
     attempt.enter(())
     return pa.concat_tables(tables).take(np.argsort(order))
-
-
-def _tokens(table: pa.Table) -> int:
-    """Tokens of all prompts and continuations."""
-    texts = pc.list_flatten(table[CONTINUATIONS])
-    sums = (pc.sum(pc.list_value_length(lists)).as_py() for lists in (table[PROMPT_IDS], texts))
-    return sum(count or 0 for count in sums)
 
 
 def _binary(values: Sequence[bytes]) -> np.ndarray:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from actors.engine.checkpoint.file_digests import cache_record, write_record
-from pipeline.generate.time_left import ENDING_SECONDS, Planned
 from pipeline.storage.folder import Folder
 
 PREDICTION = "_job/prediction.json"
@@ -36,18 +35,6 @@ def find(folder: Folder, cache: str | None, fingerprint: str) -> tuple[dict[str,
         return _valid(_record(cache, fingerprint).read_bytes(), fingerprint), False
     except OSError:
         return None, False
-
-
-def planned(folder: Folder, cache: str | None, fingerprint: str, rows: int) -> Planned | None:
-    """The predicted times of a run that answers `rows` rows; None if there is no prediction for as many."""
-    found, _ = find(folder, cache, fingerprint)
-    try:
-        if found is None or found["rows_left"] != rows:
-            return None
-        startup = float(found["startup"]["seconds"])
-        return Planned(startup - ENDING_SECONDS, float(found["chosen"]["seconds"]) - startup)
-    except (LookupError, TypeError, ValueError):  # damaged
-        return None
 
 
 def _record(cache: str | None, fingerprint: str) -> Path:

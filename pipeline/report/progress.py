@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
@@ -19,52 +21,47 @@ from rich.text import Text
 
 from pipeline import metrics
 from pipeline.generate.coordinator import RunCoordinator, RunProgress, Workload
-from pipeline.generate.time_left import seconds_left
 from pipeline.messages import counted
 from pipeline.runtime.announce import announce, goes_to_log
 
 PLAIN_SECONDS = 10.0
 LIVE_SECONDS = 0.5
+RATE_SECONDS = 300.0  # rates are those of the commits of so many seconds
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates over the time in which shards were worked on, and the time left; None: not known yet.
-
-    eta_seconds: until the command ends, not only its last row.
-    """
+    """Rates of the last minutes, and the time in which the rows left are answered at them; None: not known yet."""
 
     rows_per_second: float | None
     tokens_per_second: float | None
     eta_seconds: float | None
 
 
-def rates(run: RunProgress, seconds: float, working_seconds: float, work: Workload) -> Rates:
-    """Arguments as for `progress_line`."""
-    if run.shards == 0 or working_seconds <= 0:
-        return Rates(None, None, None if work.planned is None else work.planned.seconds_left(seconds, working_seconds))
-    left = None
-    if run.pace is not None:
-        shards, rows = work.shards - work.done_shards - run.shards, work.rows - work.done_rows - run.rows
-        left = seconds_left(run.pace, run.at_work, run.waiting, shards, rows, run.loading)
-        if work.planned is not None and shards:
-            left = work.planned.blended(left, run.pace.shards, working_seconds)
-    return Rates(run.rows / working_seconds, run.tokens / working_seconds, left)
+def rates(seen: Sequence[tuple[float, RunProgress]], now: float, work: Workload) -> Rates:
+    """Rates over `seen`: times in s and the counts then, in order.
+
+    The first entry is when rows began to be answered, or an early commit; each other one is a later commit.
+    """
+    if len(seen) < 2:
+        return Rates(None, None, None)
+    (began, first), (ended, last) = seen[0], seen[-1]
+    shards = last.shards - first.shards
+    # until the next commit is due, a rate is that up to the last one: it must not sink between any two
+    seconds = max(ended - began, (now - began) * shards / (shards + 1), 1e-3)
+    rows_per_second, left = (last.rows - first.rows) / seconds, work.rows - work.done_rows - last.rows
+    eta = left / rows_per_second if left and rows_per_second else None
+    return Rates(rows_per_second, (last.tokens - first.tokens) / seconds, eta)
 
 
-def progress_line(run: RunProgress, seconds: float, working_seconds: float, work: Workload) -> str:
+def progress_line(run: RunProgress, found: Rates, seconds: float, work: Workload) -> str:
     """Shards, rows, rates and time left; before the first commit what the run waits for.
 
-    The time left is known from the first commit on, before it where `plan` has predicted the run.
-
-    Args:
-        seconds: since the command began.
-        working_seconds: since the first shard began, which rates are taken from.
+    seconds: since the command began.
     """
     line = f"{work.done_shards + run.shards}/{work.shards} shards  {work.done_rows + run.rows:,}/{work.rows:,} rows"
     if run.errors:
         line += f" ({run.errors:,} errors)"
-    found = rates(run, seconds, working_seconds, work)
     if run.shards == 0:
         line += f"  {_waits_for(run)[1]}"
     if found.rows_per_second is not None and found.tokens_per_second is not None:
@@ -79,7 +76,7 @@ def progress_line(run: RunProgress, seconds: float, working_seconds: float, work
 def _waits_for(run: RunProgress) -> tuple[str, str]:
     """What a run without a commit waits for: without numbers, and for its line."""
     if run.at_work:
-        return "answering", f"answering {counted(len(run.at_work), 'shard')}"
+        return "answering", f"answering {counted(run.at_work, 'shard')}"
     if run.download:
         return "downloading", run.download
     if run.loading:
@@ -99,7 +96,7 @@ class Progress:
     def __init__(self, coordinator: RunCoordinator, work: Workload) -> None:
         self.coordinator = coordinator
         self.work = work
-        self.working_since: float | None = None
+        self.seen: deque[tuple[float, RunProgress]] = deque()  # see `rates`
         self.phase = ""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._show, name="progress", daemon=True)
@@ -126,10 +123,13 @@ class Progress:
             return "progress unknown: the run's coordinator does not answer", {}
         now = time.monotonic()
         self.phase = "rows" if run.shards else _waits_for(run)[0]
-        if self.working_since is None and (run.at_work or run.shards):
-            self.working_since = now
-        seconds, working_seconds = time.time() - self.work.began, now - (self.working_since or now)
-        work, found = self.work, rates(run, seconds, working_seconds, self.work)
+        if not self.seen and (run.at_work or run.shards):
+            self.seen.append((now, RunProgress()))
+        if self.seen and run.shards > self.seen[-1][1].shards:
+            self.seen.append((now, run))
+        while len(self.seen) > 2 and self.seen[1][0] < now - RATE_SECONDS:
+            self.seen.popleft()
+        work, seconds, found = self.work, time.time() - self.work.began, rates(self.seen, now, self.work)
         done = work.done_rows + run.rows
         metrics.set_gauge("job_rows", work.rows)
         metrics.set_gauge("job_rows_done", done)
@@ -138,7 +138,7 @@ class Progress:
         fields |= {name: value for name, value in asdict(found).items() if value is not None}
         if found.eta_seconds is not None:
             metrics.set_gauge("eta_seconds", found.eta_seconds)
-        return progress_line(run, seconds, working_seconds, work), fields
+        return progress_line(run, found, seconds, work), fields
 
     def _is_live(self) -> bool:
         """Whether one line is redrawn on a terminal, and goes at the end."""

@@ -5,9 +5,8 @@
     .venv/bin/python tests/benchmarks/plan_accuracy.py --processor --limit 600
 
 Each job is planned and then run, its agreement measured by the plan. Times are wall clocks of whole commands. The error
-of a progress line's ETA is that of the end which it expects, over the seconds of the command; those from a tenth of the
-rows on follow what the run has measured, those before it the plan. Run it on a machine that does nothing else: other
-work changes both, and not equally.
+of a progress line's ETA is that of the end which it expects, over the seconds of the command. Run it on a machine that
+does nothing else: other work changes both, and not equally.
 
 The inputs come from `make demo`, the data sets beside the repository, `make real` and
 `real_data.py {labels,groups,summaries}`.
@@ -104,7 +103,6 @@ def measured(name: str, folder: Path) -> dict[str, Any]:
         "measured": seconds,
         "error": chosen["seconds"] / seconds - 1,
         "eta_errors": [eta.end / seconds - 1 for eta in shown if WITHIN <= eta.done < 1],
-        "early_eta_errors": [eta.end / seconds - 1 for eta in shown if eta.done < WITHIN <= eta.at / seconds],
         "predicted_busy": chosen["busy_seconds"],
         "measured_busy": run["generate_seconds"],
         "predicted_tokens": chosen["generated_tokens"],
@@ -139,7 +137,6 @@ def by_processor(name: str, folder: Path, limit: int) -> dict[str, Any]:
         "measured": totals.generate_seconds,
         "error": chosen.busy_seconds / totals.generate_seconds - 1,
         "eta_errors": [],
-        "early_eta_errors": [],
         "predicted_busy": chosen.busy_seconds,
         "measured_busy": totals.generate_seconds,
         "predicted_tokens": chosen.generated_tokens,
@@ -222,16 +219,15 @@ def main() -> None:
             f"{name}: predicted {line['predicted']:.1f} s [{line['low']:.1f}, {line['high']:.1f}], measured "
             f"{line['measured']:.1f} s ({line['error']:+.0%}, {inside}); actors {line['predicted_busy']:.1f} s and "
             f"{line['measured_busy']:.1f} s, tokens {line['predicted_tokens']:,} and {line['measured_tokens']:,}; "
-            f"ETAs from a tenth of the rows on: {of_etas(line['eta_errors'])}; before, by the plan: "
-            f"{of_etas(line['early_eta_errors'])}",
+            f"ETAs from a tenth of the rows on: {of_etas(line['eta_errors'])}",
             flush=True,
         )
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(lines, indent=2) + "\n")
     errors = np.abs([line["error"] for line in lines])
     if not options.processor:
-        for text, name in (("from a tenth of the rows on", "eta_errors"), ("before, by the plan", "early_eta_errors")):
-            print(f"ETAs {text}: {of_etas([error for line in lines for error in line[name]])}")
+        errors_of_etas = [error for line in lines for error in line["eta_errors"]]
+        print(f"ETAs from a tenth of the rows on: {of_etas(errors_of_etas)}")
     print(f"{len(lines)} jobs: median error {np.median(errors):.0%}, 90th percentile {np.percentile(errors, 90):.0%}")
 
 

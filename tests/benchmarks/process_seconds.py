@@ -31,9 +31,7 @@ ROLES = {  # by a part of a worker's title
     "ShardGenerator": "actor",
     "ray::Coordinator": "coordinator",
     "(prepare)": "prepare",
-    "commit_shards": "commit",
     "Read": "read",
-    "epartition": "read",
     "measure_agreement": "agreement",
 }
 

@@ -124,13 +124,13 @@ def _command() -> None:
 
     jobs.ray_backend = lambda **_: InProcess()
     if pause := float(os.environ.get("SLOW_COMMITS", "0")):
-        commit = jobs.commit_shards  # type: ignore[attr-defined]
+        commit = jobs.commit_shard  # type: ignore[attr-defined]
 
         def slowly(*given: object, **named: object) -> object:
             time.sleep(pause)
             return commit(*given, **named)
 
-        jobs.commit_shards = slowly  # type: ignore[attr-defined]
+        jobs.commit_shard = slowly  # type: ignore[attr-defined]
     main()
 
 

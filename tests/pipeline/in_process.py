@@ -54,13 +54,13 @@ def run_example(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *chang
 
 def run_interrupted(monkeypatch: pytest.MonkeyPatch, config: JobConfig) -> None:
     """Run a job whose process gets SIGTERM while the first shard is committed."""
-    commit_shards = jobs.commit_shards
+    commit_shard = jobs.commit_shard
 
     def signalled(*arguments: Any, **named: Any) -> Any:
-        monkeypatch.setattr(jobs, "commit_shards", commit_shards)
+        monkeypatch.setattr(jobs, "commit_shard", commit_shard)
         os.kill(os.getpid(), signal.SIGTERM)
-        return commit_shards(*arguments, **named)
+        return commit_shard(*arguments, **named)
 
-    monkeypatch.setattr(jobs, "commit_shards", signalled)
+    monkeypatch.setattr(jobs, "commit_shard", signalled)
     with pytest.raises(Interrupted):
         run_in_process(config)

@@ -43,6 +43,17 @@ def fake_answers(rows: int) -> list[Answer]:
     ]
 
 
+class Commits:
+    """Takes the place of an actor's `commit`, and holds its parts and statistics by shard."""
+
+    def __init__(self) -> None:
+        self.parts: dict[int, bytes] = {}
+        self.stats: dict[int, ShardStats] = {}
+
+    def __call__(self, shard: Shard, data: bytes, stats: ShardStats) -> None:
+        self.parts[shard.index], self.stats[shard.index] = data, stats
+
+
 def part_spec(**changes: Any) -> PartSpec:
     values: dict[str, Any] = {"id_column": "id", "keep": (), "optional": (), "fingerprint": FINGERPRINT}
     return PartSpec(**{**values, "num_layers": LAYERS, **changes})

@@ -33,7 +33,7 @@ from pipeline.commit.sink import PART
 from pipeline.storage.folder import Folder
 
 ROOT = Path(__file__).parents[2]
-TITLES = {"actor": "ShardGenerator", "prepare": "(prepare)", "write": "commit_shards"}  # of Ray's worker processes
+TITLES = {"actor": "ShardGenerator", "prepare": "(prepare)", "write": "ShardGenerator"}  # of Ray's workers
 SLOWNESS = {"prepare": Slowness(prepare=0.6, answer=0.0, commit=0.0), "write": Slowness(commit=0.6)}
 MARK = "SKIPDECODE_TEST_MARK"
 LEFT_SECONDS = 30.0  # after which no process that a killed driver had started may be alive

@@ -10,7 +10,7 @@ from part_builders import part, part_stats
 
 from pipeline import job as jobs
 from pipeline.backends.in_process import InProcess, InProcessSession
-from pipeline.backends.stages import Read, Stage
+from pipeline.backends.stages import Actors, Read, Stage
 from pipeline.commit.sink import commit
 from pipeline.config.job import ActorsConfig, JobConfig
 from pipeline.generate.coordinator import Workload
@@ -42,10 +42,10 @@ class MadeUpSession(InProcessSession):
         self.answer = answer
 
     def run(self, stages: Sequence[Stage], workload: Workload, grace_seconds: float) -> None:
-        read, *_, committing = stages
-        assert isinstance(read, Read)
-        arguments = committing.arguments  # type: ignore[union-attr]
-        self.answer(read.shards, arguments["folder"], arguments["fingerprint"])
+        read, *_, generating = stages
+        assert isinstance(read, Read) and isinstance(generating, Actors)
+        commit = generating.arguments["commit"].keywords
+        self.answer(read.shards, commit["folder"], commit["fingerprint"])
 
 
 def run(values: dict[str, Any]) -> None:

@@ -30,10 +30,10 @@ class Slowness:
 @contextmanager
 def slowed(by: Slowness) -> Iterator[None]:
     """Jobs started in this context are slow. The stages are pickled by value: workers cannot import this file."""
-    kept = {name: getattr(jobs, name) for name in ("prepare", "ShardGenerator", "commit_shards")}
+    kept = {name: getattr(jobs, name) for name in ("prepare", "ShardGenerator", "commit_shard")}
     jobs.prepare = _prepare(by.prepare)  # type: ignore[attr-defined]
     jobs.ShardGenerator = _shard_generator(by.answer)  # type: ignore[attr-defined]
-    jobs.commit_shards = _commit_shards(by.commit)  # type: ignore[attr-defined]
+    jobs.commit_shard = _commit_shard(by.commit)  # type: ignore[attr-defined]
     try:
         yield
     finally:
@@ -66,7 +66,7 @@ def _shard_generator(seconds: float) -> Any:
     return ShardGenerator
 
 
-def _commit_shards(seconds: float) -> Any:
+def _commit_shard(seconds: float) -> Any:
     class SlowFolder:
         def __init__(self, folder: Any) -> None:
             self.folder = folder
@@ -80,13 +80,13 @@ def _commit_shards(seconds: float) -> Any:
                 time.sleep(seconds)
             return created
 
-    original = jobs.commit_shards  # type: ignore[attr-defined]
+    original = jobs.commit_shard  # type: ignore[attr-defined]
 
-    def commit_shards(batch: Any, folder: Any, fingerprint: str, coordinator: Any) -> Any:
-        return original(batch, SlowFolder(folder), fingerprint, coordinator)
+    def commit_shard(*arguments: Any, folder: Any, **named: Any) -> Any:
+        return original(*arguments, folder=SlowFolder(folder), **named)
 
-    commit_shards.__module__ = "__main__"  # as above
-    return commit_shards
+    commit_shard.__module__ = "__main__"  # as above
+    return commit_shard
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from part_builders import Commits
 
 from pipeline.checkpoints import download_progress
 from pipeline.checkpoints.resolve import resolve_checkpoint
@@ -70,5 +71,5 @@ def test_an_actor_reports_its_download_to_the_coordinator(
     monkeypatch.setattr(BucketStore, "download", wait_for_a_line)
     coordinator = Recorder()
     part = PartSpec(id_column=None, keep=(), optional=(), fingerprint="f", num_layers=4)
-    ShardGenerator({"checkpoint": source, "dtype": "float32", "threads": 1}, part, coordinator=coordinator)
+    ShardGenerator({"checkpoint": source, "dtype": "float32", "threads": 1}, part, Commits(), coordinator=coordinator)
     assert lines[0].startswith(f"downloading {bucket.url}: 0 MiB of ") and coordinator.read().loading == 0

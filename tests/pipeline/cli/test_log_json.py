@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from pipeline.cli.app import app
 from pipeline.cli.json_log import JsonLines
-from pipeline.generate.coordinator import Coordinator, Workload
+from pipeline.generate.coordinator import Coordinator, RunProgress, Workload
 from pipeline.report import progress as progress_module
 from pipeline.report.progress import Progress
 from pipeline.runtime.announce import announce, announce_to_log, record
@@ -88,9 +88,8 @@ def test_progress_is_an_event_with_numbers(monkeypatch: pytest.MonkeyPatch, capl
     announce_to_log(True)
     coordinator = Coordinator()
     coordinator.begin(0)
-    coordinator.at_work[0] = (None, time.monotonic() - 10)
     with Progress(coordinator, Workload(8, 1000, 1, 50, time.time() - 60)) as shown:
-        shown.working_since = time.monotonic() - 10
+        shown.seen.append((time.monotonic() - 10, RunProgress()))
         coordinator.ended(0, True, 100, 2, 500)
         while not any(getattr(one, "rows_done", 0) == 150 for one in caplog.records):
             pass
@@ -98,5 +97,5 @@ def test_progress_is_an_event_with_numbers(monkeypatch: pytest.MonkeyPatch, capl
     assert (one["event"], one["rows_done"], one["rows"], one["errors"]) == ("progress", 150, 1000, 2)
     assert (one["shards_done"], one["shards"]) == (2, 8)
     assert one["seconds"] == pytest.approx(60, rel=0.1)  # since the command began
-    assert one["eta_seconds"] == pytest.approx(88, rel=0.1) and one["tokens_per_second"] == pytest.approx(50, rel=0.1)
+    assert one["eta_seconds"] == pytest.approx(85, rel=0.1) and one["tokens_per_second"] == pytest.approx(50, rel=0.1)
     assert "ETA" in one["message"]

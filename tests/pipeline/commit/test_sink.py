@@ -7,7 +7,7 @@ import io
 import json
 import logging
 import uuid
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,7 +20,7 @@ from pipeline.commit.sink import (
     clear,
     clear_temporaries,
     commit,
-    commit_shards,
+    commit_shard,
     committed_shards,
     part_name,
     rebuild_record,
@@ -251,29 +251,23 @@ class RecordingCoordinator(Coordinator):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[int, bool, int, int, int, float]] = []
+        self.calls: list[tuple[int, bool, int, int, int]] = []
 
-    def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int, prefill_seconds: float = 0.0) -> None:
-        self.calls.append((shard, first, rows, errors, tokens, prefill_seconds))
-
-
-def finished(shards: list[Shard]) -> pa.Table:
-    stats = [json.dumps(asdict(part_stats(shard))) for shard in shards]
-    parts = pa.array([part(shard) for shard in shards], pa.large_binary())
-    return pa.table({"shard": [shard.index for shard in shards], "part": parts, "stats": stats})
+    def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int) -> None:
+        self.calls.append((shard, first, rows, errors, tokens))
 
 
-def test_the_commit_stage_reports_each_shard_and_returns_no_parts(local: Folder) -> None:
+def test_a_commit_is_reported_and_removes_the_shards_markers(local: Folder) -> None:
     coordinator = RecordingCoordinator()
     local.create(marker_name(1, "generate"), b"{}")
-    assert commit_shards(finished(SHARDS[:2]), local, FINGERPRINT, coordinator).to_pydict() == {"shard": [0, 1]}
-    commit_shards(finished(SHARDS[1:]), local, FINGERPRINT, coordinator)
+    for shard in (*SHARDS[:2], *SHARDS[1:]):
+        commit_shard(shard, part(shard), part_stats(shard), local, FINGERPRINT, coordinator)
     assert committed_shards(local, SHARDS, FINGERPRINT) == {0, 1, 2}
     assert local.names(QUARANTINE) == []
     assert [(shard, first) for shard, first, *_ in coordinator.calls] == [(0, True), (1, True), (1, False), (2, True)]
     for shard, _, *counts in coordinator.calls:
         stats = part_stats(SHARDS[shard])
-        assert counts == [stats.rows, stats.errors, stats.generated_tokens, stats.prefill_seconds]
+        assert counts == [stats.rows, stats.errors, stats.generated_tokens]
 
 
 def read(data: bytes) -> pa.Table:

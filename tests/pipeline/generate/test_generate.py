@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import io
+import math
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from part_builders import part_spec
+from part_builders import LAYERS, Commits, part_spec
 
-from actors.answers import Prompt
+from actors.answers import Answer, Prompt
 from actors.generator import Generator, RowsAtWork
+from pipeline.commit.records import CommitRecord, decode_record, encode_record
 from pipeline.generate import stage as generate
+from pipeline.generate.stats import ShardStats
+from pipeline.prepare.prompt_spec import PromptSpec
+from pipeline.prepare.prompts import prepare_table
+from pipeline.read.ipc import to_ipc
 
 
 def test_a_model_is_loaded_and_run_in_one_thread(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +41,84 @@ def test_a_model_is_loaded_and_run_in_one_thread(checkpoint: Path, monkeypatch: 
 
     monkeypatch.setattr(generate, "Generator", Watched)
     settings = {"checkpoint": str(checkpoint), "dtype": "float32", "device": "cpu"}
-    actor = generate.ShardGenerator(settings, part_spec())
+    actor = generate.ShardGenerator(settings, part_spec(), Commits())
     with ThreadPoolExecutor(1) as other:
         other.submit(actor._answer, [Prompt([1, 9, 3], "in/a.parquet", 0)]).result()
     assert len(seen) == 2 and len(set(seen)) == 1
+
+
+SETTINGS = {"dtype": "float32", "device": "cpu", "sampling": {"max_new_tokens": 4}}
+DATES = pa.array([20_000, 2**31 - 1, -(2**31)], pa.date32())  # years 2024, 5,881,580 and -5,877,641
+
+
+def committed(checkpoint: Path, **columns: Any) -> Commits:
+    """A shard of three rows, the second with an error, answered and committed."""
+    rows = pa.table({"prompt": ["alpha", None, "beta"], "id": ["a", "b", "c"], **columns})
+    column = np.empty(1, dtype=object)
+    column[0] = to_ipc(prepare_table(rows, PromptSpec(str(checkpoint), 300, 64, column="prompt")))
+    commits = Commits()
+    batch = {"shard": np.array([3]), "url": np.array(["in/a.parquet"], dtype=object), "first_row": np.array([30])}
+    generate.ShardGenerator({"checkpoint": str(checkpoint), **SETTINGS}, part_spec(), commits)(
+        {**batch, "rows": column, "prepare_seconds": np.zeros(1)}
+    )
+    return commits
+
+
+def without(answers: list[Answer]) -> list[Answer]:
+    return answers[:1] + answers[2:]
+
+
+def twice(answers: list[Answer]) -> list[Answer]:
+    return [answers[0], answers[0], answers[2]]
+
+
+def out_of_order(answers: list[Answer]) -> list[Answer]:
+    return answers[::-1]
+
+
+@pytest.mark.parametrize("change", [without, twice, out_of_order])
+def test_a_part_that_lacks_a_row_is_not_committed(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[list[Answer]], list[Answer]]
+) -> None:
+    finish = Generator.finish
+    monkeypatch.setattr(Generator, "finish", lambda self, work: change(finish(self, work)))
+    with pytest.raises(RuntimeError, match=r"^part-000003.parquet \(in/a.parquet from row 30\) is not committed: "):
+        committed(checkpoint)
+
+
+def test_a_date_that_python_cannot_hold_fails_no_shard(checkpoint: Path) -> None:
+    """As the id of a row with an error, which the statistics quote; neither here nor when a record is rebuilt."""
+    commits = committed(checkpoint, id=DATES)
+    table = pq.read_table(io.BytesIO(commits.parts[3]))
+    assert table["id"].combine_chunks() == DATES
+    for stats in (commits.stats[3], ShardStats.of_part(3, table, LAYERS)):
+        assert (stats.rows, stats.errors) == (3, 1)
+        assert stats.error_kinds == '[["prompt is null", 1, "?", "prompt is null"]]'
+
+
+@pytest.mark.parametrize(
+    "figure", ["error_kinds", "label_counts", "field_counts", "histogram", "depth_histogram", "duplicate_ids"]
+)
+def test_a_figure_that_cannot_be_had_costs_no_shard(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, figure: str
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise OverflowError("date value out of range")
+
+    monkeypatch.setattr(f"pipeline.generate.stats.{figure}", broken)
+    stats = committed(checkpoint).stats[3]
+    assert (stats.rows, stats.errors, stats.generated_tokens > 0) == (3, 1, True)
+    assert "shard 3: no statistic " in caplog.text and "date value out of range" in caplog.text
+
+
+@pytest.mark.parametrize("bytes_", [-1, 2**63, math.nan, "many", None])
+def test_a_measured_value_that_no_record_can_hold_is_left_out(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, bytes_: Any
+) -> None:
+    monkeypatch.setattr(Generator, "peak_memory_bytes", lambda self: bytes_)
+    monkeypatch.setattr(Generator, "device_name", lambda self: 1 / 0)
+    commits = committed(checkpoint)
+    stats = commits.stats[3]
+    assert (stats.peak_memory_bytes, stats.device) == (0, "") and stats.rows == 3
+    record = decode_record(encode_record(commits.parts[3], stats, "f"), 3, "f")
+    assert isinstance(record, CommitRecord) and record.stats == stats

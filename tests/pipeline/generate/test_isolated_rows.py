@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from memory_folder import MemoryFolder
-from part_builders import part_spec
+from part_builders import Commits, part_spec
 from poison_stages import KILLER
 
 from actors.engine.engine import Engine
@@ -95,7 +95,9 @@ def test_generate_gives_up_only_the_rows_that_kill(
         "max_batch": 8,
     }
     part = part_spec(optional=("token_ids",))
-    want = pq.read_table(io.BytesIO(ShardGenerator(settings, part)(given)["part"][0]))
+    commits = Commits()
+    ShardGenerator(settings, part, commits)(given)
+    want = pq.read_table(io.BytesIO(commits.parts.pop(3)))
     deadly_ids = [prepared["__prompt_ids"][row].as_py() for row in sorted(POISON)]
     admit = Engine.admit
 
@@ -108,12 +110,13 @@ def test_generate_gives_up_only_the_rows_that_kill(
     quarantine = Quarantine(MemoryFolder(), "run", 2, "generate")
     deaths = 0
     while True:
-        actor = ShardGenerator(settings, part, quarantine=quarantine)
+        actor = ShardGenerator(settings, part, commits, quarantine=quarantine)
         try:
-            got = pq.read_table(io.BytesIO(actor(given)["part"][0]))
+            actor(given)
             break
         except Death:
             deaths += 1
+    got = pq.read_table(io.BytesIO(commits.parts[3]))
     assert deaths <= 1 + len(POISON) * (2 * 2 + 5)
     names = [f"row-{row}" for row in sorted(POISON)]
     healthy = [row for row in want.to_pylist() if row["id"] not in names]

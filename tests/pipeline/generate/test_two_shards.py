@@ -13,15 +13,17 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from memory_folder import MemoryFolder
-from part_builders import part_spec
+from part_builders import Commits, part_spec
 
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from pipeline.generate.coordinator import Coordinator
 from pipeline.generate.stage import ShardGenerator
+from pipeline.generate.stats import ShardStats
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import prepare_table
 from pipeline.read.ipc import to_ipc
+from pipeline.read.shards import Shard
 from pipeline.runtime.quarantine import Quarantine, marker_name
 
 ROWS = 24
@@ -51,7 +53,7 @@ def shards(checkpoint: Path) -> list[dict[str, Any]]:
     return batches
 
 
-def actor(checkpoint: Path, **more: Any) -> ShardGenerator:
+def actor(checkpoint: Path, commits: Commits | None = None, **more: Any) -> ShardGenerator:
     settings = {
         "checkpoint": str(checkpoint),
         "sampling": {"max_new_tokens": 24, "temperature": 1.0},
@@ -60,11 +62,11 @@ def actor(checkpoint: Path, **more: Any) -> ShardGenerator:
         "scheduler": "refill",
         "max_batch": 8,
     }
-    return ShardGenerator(settings, part_spec(optional=("token_ids",)), **more)
+    return ShardGenerator(settings, part_spec(optional=("token_ids",)), commits or Commits(), **more)
 
 
-def at_once(one: ShardGenerator, shards: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The answers to shards, two of which are in the actor, as Ray gives them."""
+def at_once(one: ShardGenerator, shards: list[dict[str, Any]]) -> list[list[int]]:
+    """Shards that are committed in each of the calls, two of which are in the actor, as Ray makes them."""
     with ThreadPoolExecutor(2) as calls:
         futures: list[Future[dict[str, Any]]] = []
         for batch in shards:
@@ -74,7 +76,7 @@ def at_once(one: ShardGenerator, shards: list[dict[str, Any]]) -> list[dict[str,
                 threading.Event().wait(0.001)  # they begin in their order
             if len(futures) > 1:
                 futures[-2].result()
-        return [future.result() for future in futures]
+        return [future.result()["shard"].tolist() for future in futures]
 
 
 @pytest.mark.parametrize("joins", [False, True])
@@ -82,20 +84,23 @@ def test_a_part_does_not_depend_on_the_shard_before(
     checkpoint: Path, shards: list[dict[str, Any]], joins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32 shards do not share steps, as its numbers depend on the rows of a step; here they are rounded off."""
-    alone = [actor(checkpoint)(batch) for batch in shards]
+    alone, together = Commits(), Commits()
+    for batch in shards:
+        actor(checkpoint, alone)(batch)
     monkeypatch.setattr(Decoder, "rows_independent", joins)
     coordinator = Coordinator()
-    one = actor(checkpoint, coordinator=coordinator, quarantine=Quarantine(MemoryFolder(), "run", 2, "generate"))
-    together = at_once(one, shards)
+    quarantine = Quarantine(MemoryFolder(), "run", 2, "generate")
+    assert at_once(actor(checkpoint, together, coordinator=coordinator, quarantine=quarantine), shards) == [
+        [0],
+        [1],
+        [2],
+    ]
     assert coordinator.working() == {0, 1, 2}
-    times = []
-    for got, want in zip(together, alone, strict=True):
-        if not joins:
-            assert got["part"][0] == want["part"][0]
-        stats, before = (json.loads(str(each["stats"][0])) for each in (got, want))
+    assert joins or together.parts == alone.parts
+    for shard in range(3):
         for name in ("rows", "answers", "prompt_tokens", "generated_tokens", "decode_steps", "layer_steps"):
-            assert stats[name] == before[name]
-        times.append((stats["started"], stats["finished"]))
+            assert getattr(together.stats[shard], name) == getattr(alone.stats[shard], name)
+    times = [(stats.started, stats.finished) for _, stats in sorted(together.stats.items())]
     assert all(first[1] <= second[0] + 1e-3 for first, second in itertools.pairwise(times))
 
 
@@ -155,7 +160,7 @@ def test_a_shard_that_must_not_begin_any_more_holds_up_no_other(checkpoint: Path
     one = actor(checkpoint, coordinator=coordinator)
     one(shards[0])
     coordinator.stop()
-    assert [len(got["part"]) for got in at_once(one, shards[1:])] == [0, 0]
+    assert at_once(one, shards[1:]) == [[], []]
 
 
 def test_an_error_in_a_shard_lets_the_next_one_run(
@@ -166,4 +171,29 @@ def test_an_error_in_a_shard_lets_the_next_one_run(
         patched.setattr(Engine, "admit", lambda *given: (_ for _ in ()).throw(RuntimeError("broken")))
         with pytest.raises(RuntimeError, match="broken"):
             one(shards[0])
-    assert len(one(shards[1])["part"]) == 1
+    assert one(shards[1])["shard"].tolist() == [1]
+
+
+def test_the_engine_answers_the_second_shard_while_the_first_one_is_committed(
+    checkpoint: Path, shards: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write to an object store may take seconds."""
+    answered = threading.Event()
+
+    class Slow(Commits):
+        def __call__(self, shard: Shard, data: bytes, stats: ShardStats) -> None:
+            if shard.index == 0:
+                assert answered.wait(20)
+            else:
+                answered.set()
+            super().__call__(shard, data, stats)
+
+    commits = Slow()
+    one = actor(checkpoint, commits)
+    with ThreadPoolExecutor(2) as calls:
+        first, before = calls.submit(one, shards[0]), one._last_turn
+        while one._last_turn is before:
+            threading.Event().wait(0.001)
+        calls.submit(one, shards[1]).result()
+        first.result()
+    assert list(commits.parts) == [1, 0]

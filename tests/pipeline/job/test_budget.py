@@ -42,14 +42,14 @@ def values(tmp_path: Path, checkpoint: Path) -> dict[str, Any]:
 @pytest.fixture
 def slow_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each shard takes longer than a look at the budget."""
-    commit_shards = jobs.commit_shards
+    commit_shard = jobs.commit_shard
 
     def slow(*arguments: Any, **named: Any) -> Any:
-        done = commit_shards(*arguments, **named)
+        done = commit_shard(*arguments, **named)
         time.sleep(0.6)
         return done
 
-    monkeypatch.setattr(jobs, "commit_shards", slow)
+    monkeypatch.setattr(jobs, "commit_shard", slow)
 
 
 def parts(folder: Path) -> dict[str, bytes]:

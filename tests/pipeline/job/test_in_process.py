@@ -20,7 +20,6 @@ from pipeline import job as jobs
 from pipeline.commit.lease import LeaseLost
 from pipeline.commit.sink import PART
 from pipeline.config.job import JobConfig
-from pipeline.generate.coordinator import RunProgress
 from pipeline.report.summary import JobResult
 from pipeline.storage.folder import open_folder
 
@@ -51,26 +50,6 @@ def config(inputs: Path, output: Path, checkpoint: Path, **changes: Any) -> JobC
         "max_error_rate": 0.1,
     }
     return JobConfig.model_validate({**values, **changes})
-
-
-def test_the_time_left_follows_the_sizes_of_shards_and_what_they_took(
-    inputs: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the coordinator reads after each commit of a whole job."""
-    commit, seen = jobs.commit_shards, list[RunProgress]()
-
-    def watched(batch: Any, folder: Any, fingerprint: str, coordinator: Any) -> Any:
-        done = commit(batch, folder, fingerprint, coordinator)
-        seen.append(coordinator.read())
-        return done
-
-    monkeypatch.setattr(jobs, "commit_shards", watched)
-    run_in_process(config(inputs, tmp_path / "out", checkpoint, shared_prefix=False))
-    pace = seen[-1].pace
-    assert [run.shards for run in seen] == [1, 2, 3, 4, 5] and not seen[-1].at_work and not seen[-1].waiting
-    assert pace is not None and pace.actors == 1 and pace.row_seconds > 0 and pace.token_seconds > 0
-    stats = pq.read_table(tmp_path / "out" / "_job" / "stats.parquet").slice(5 - pace.shards)
-    assert pace.row_tokens == pytest.approx(sum(stats["prompt_tokens"].to_pylist()) / sum(stats["rows"].to_pylist()))
 
 
 @pytest.fixture(scope="module")
@@ -163,17 +142,17 @@ def test_a_job_in_a_thread_that_loses_its_lease_ends_alone(
 ) -> None:
     """A scheduler's process, in which another job runs, gets no signal; the other job ends as if alone."""
     monkeypatch.setattr("pipeline.commit.lease.BEAT_SECONDS", 0.05)
-    commit_shards = jobs.commit_shards
+    commit_shard = jobs.commit_shard
 
-    def lose_the_lease(batch: Any, folder: Any, *arguments: Any, **named: Any) -> Any:
+    def lose_the_lease(*arguments: Any, folder: Any, **named: Any) -> Any:
         if folder.url.endswith("/loses"):
             leases = sorted(name for name in folder.names("_job/lease") if name.endswith(".json"))
             folder.create("_job/lease/000009.json", folder.read(f"_job/lease/{leases[-1]}"))
             for _ in range(2000):
                 time.sleep(0.01)
-        return commit_shards(batch, folder, *arguments, **named)
+        return commit_shard(*arguments, folder=folder, **named)
 
-    monkeypatch.setattr(jobs, "commit_shards", lose_the_lease)
+    monkeypatch.setattr(jobs, "commit_shard", lose_the_lease)
     signals: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     try:

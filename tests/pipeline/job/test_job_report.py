@@ -12,15 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 from in_process import answered_rows, run_in_process
 from part_builders import predicted
-from ray_free_run import MadeUpParts, MadeUpSession
+from ray_free_run import MadeUpParts
 from typer.testing import CliRunner
 
 from pipeline import job as jobs
 from pipeline.cli.app import app
 from pipeline.commit.runs import RUNS, read_runs, recorded_run
 from pipeline.config.job import JobConfig, StorageConfig
-from pipeline.generate.coordinator import Workload
-from pipeline.generate.time_left import ENDING_SECONDS, Planned
 from pipeline.report import job_page, prediction
 from pipeline.report.job_page import REPORT
 from pipeline.storage.folder import LocalFolder, open_folder
@@ -174,33 +172,6 @@ def test_a_prediction_is_found_on_this_machine_and_then_in_the_output(tmp_path: 
     assert prediction.find(folder, None, "f") == (found, True)
     folder.replace(prediction.PREDICTION, b"{}")  # damaged
     assert prediction.find(folder, cache, "f") == (found, False)
-
-
-def test_a_plan_is_the_time_left_of_a_run_of_as_many_rows(tmp_path: Path) -> None:
-    folder, cache = open_folder(str(tmp_path / "out"), StorageConfig()), str(tmp_path / "cache")
-    assert prediction.planned(folder, cache, "f", 10) is None
-    prediction.keep(cache, "f", predicted(10, 0.0))
-    found = prediction.planned(folder, cache, "f", 10)
-    assert found == Planned(startup=12 - ENDING_SECONDS, work=8) and found.seconds_left(0.0, 0.0) == 20
-    assert prediction.planned(folder, cache, "f", 9) is None  # some are answered since
-    prediction.keep(cache, "f", {**predicted(10, 0.0), "startup": None})
-    assert prediction.planned(folder, cache, "f", 10) is None
-
-
-def test_a_run_knows_its_plan(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, workloads = job(tmp_path, checkpoint), list[Workload]()
-    run = MadeUpSession.run
-
-    def watched(self: Any, stages: Any, workload: Workload, grace_seconds: float) -> None:
-        workloads.append(workload)
-        run(self, stages, workload, grace_seconds)
-
-    monkeypatch.setattr(MadeUpSession, "run", watched)
-    fingerprint = jobs.plan(config, None, MadeUpParts()).manifest.fingerprint
-    prediction.keep(str(tmp_path / "cache"), fingerprint, predicted(10, 0.0))
-    for rows, planned in ((None, Planned(12 - ENDING_SECONDS, 8)), (4, None)):  # another job has another plan
-        jobs.run(config, limit=rows, overwrite=True, backend=MadeUpParts())
-        assert workloads[-1].rows == (rows or 10) and workloads[-1].planned == planned
 
 
 def test_every_end_of_a_run_is_recorded(

@@ -17,7 +17,7 @@ from recorded_metrics import Recorded
 from actors.engine.types import EngineStats
 from pipeline import metrics
 from pipeline.config.job import JobConfig
-from pipeline.generate.coordinator import Coordinator, Workload
+from pipeline.generate.coordinator import Coordinator, RunProgress, Workload
 from pipeline.generate.live_counts import COUNTERS, LiveCounts
 from pipeline.metrics import METRICS
 from pipeline.report.progress import Progress
@@ -116,13 +116,12 @@ def test_counts_that_are_taken_back_lower_no_counter() -> None:
 def test_the_driver_sets_the_jobs_gauges() -> None:
     coordinator, recorded = Coordinator(), Recorded()
     with metrics.installed(recorded), Progress(coordinator, Workload(8, 1000, 1, 50)) as progress:
-        progress.working_since = time.monotonic() - 10
+        progress.seen.append((time.monotonic() - 10, RunProgress()))
         coordinator.begin(0)
-        coordinator.at_work[0] = (None, time.monotonic() - 10)
         coordinator.ended(0, True, 100, 0, 500)
     assert recorded.gauges.keys() == DRIVER
     assert (recorded.gauges["job_rows"], recorded.gauges["job_rows_done"]) == (1000, 150)
-    assert recorded.gauges["eta_seconds"] == pytest.approx(88, rel=0.1)
+    assert recorded.gauges["eta_seconds"] == pytest.approx(85, rel=0.1)
 
 
 def test_a_name_is_a_metric_of_its_kind() -> None:

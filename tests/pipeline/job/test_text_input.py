@@ -95,7 +95,7 @@ def test_a_killed_and_resumed_job_writes_the_same_bytes(tmp_path: Path, checkpoi
         pass
 
     with pytest.MonkeyPatch.context() as patch:
-        real, calls = jobs.commit_shards, []
+        real, calls = jobs.commit_shard, []
 
         def dying(*arguments: Any, **options: Any) -> Any:
             calls.append(1)
@@ -103,7 +103,7 @@ def test_a_killed_and_resumed_job_writes_the_same_bytes(tmp_path: Path, checkpoi
                 raise Killed
             return real(*arguments, **options)
 
-        patch.setattr(jobs, "commit_shards", dying)
+        patch.setattr(jobs, "commit_shard", dying)
         with pytest.raises(Killed):
             jobs.run(killed, backend=InProcess())
     assert len(parts(tmp_path / "killed")) == 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -13,9 +12,7 @@ from actors.generator import Generator
 from pipeline.prepare.chat import Chat
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import CONTINUATIONS, ERROR, PROMPT_IDS, prepare_table
-from pipeline.prepare.stage import prepare
 from pipeline.prepare.tokenizer import tokenizer_of
-from pipeline.read.ipc import to_ipc
 
 CONTEXT = 64
 
@@ -41,20 +38,6 @@ def test_tokens_are_the_generators_own(checkpoint: Path) -> None:
     assert by_ids == [([7, 8, 9], [tokenizer_of(str(checkpoint))("pub", add_special_tokens=False)["input_ids"]], None)]
     one = builder.prompt([7, 8, 9], "pub")
     assert (one.ids, one.continuations) == by_ids[0][:2]
-
-
-def test_the_tokens_of_a_prepared_shard_are_counted(checkpoint: Path) -> None:
-    prompts, ways = ["name[Zizzi]", None, "food "], [["zi", " is cheap"], ["a"], ["pub"]]
-    column = np.empty(1, dtype=object)
-    column[0] = to_ipc(pa.table({"prompt": prompts, "ways": ways}))
-    url = np.array(["in/a.parquet"], dtype=object)
-    batch = {"shard": np.array([7]), "url": url, "first_row": np.array([0]), "rows": column}
-    told: list[tuple[int, int, int]] = []
-    spec = PromptSpec(str(checkpoint), 300, CONTEXT, column="prompt", continuations="ways")
-    prepare(batch, spec, on_prepared=lambda *shard: told.append(shard))
-    good = [(ids, texts) for ids, texts, error in prepared(checkpoint, prompts, ways) if error is None]
-    assert len(good) == 2
-    assert told == [(7, 3, sum(len(ids) + sum(map(len, texts)) for ids, texts in good))]
 
 
 def test_a_chat_is_scored_behind_its_template(chat_checkpoint: Path) -> None:

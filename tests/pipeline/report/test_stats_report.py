@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from part_builders import FINGERPRINT, LAYERS, finish, manifest_of, part, part_spec, part_stats
+from part_builders import FINGERPRINT, LAYERS, Commits, finish, manifest_of, part, part_spec, part_stats
 from rich.console import Console
 
 from pipeline.commit.finalize import STATS, SUMMARY, RowsMissing, write_statistics
@@ -27,13 +27,12 @@ from pipeline.generate.agreement import Agreement
 from pipeline.generate.coordinator import Coordinator, RunProgress, Workload
 from pipeline.generate.stage import ShardGenerator
 from pipeline.generate.stats import ShardStats, add_up, duplicate_ids, to_table
-from pipeline.generate.time_left import Pace, Planned, ShardAtWork
 from pipeline.plan.manifest import Manifest
 from pipeline.prepare.prompts import ADDED, CHOICES, CONTINUATIONS, ERROR, FORM, PROMPT_IDS, SAMPLING, TOOLS
 from pipeline.read.ipc import to_ipc
 from pipeline.read.shards import Shard
 from pipeline.report import progress
-from pipeline.report.progress import progress_line
+from pipeline.report.progress import Rates, progress_line, rates
 from pipeline.report.summary import first_rows, print_report
 from pipeline.storage.folder import Folder, open_folder
 
@@ -177,6 +176,7 @@ def test_statistics_of_a_part_equal_those_of_the_actor(checkpoint: Path, cache_b
             **{name: pa.nulls(5, ADDED[name]) for name in (FORM, CONTINUATIONS, TOOLS)},
         }
     )
+    commits = Commits()
     actor = ShardGenerator(
         {
             "checkpoint": str(checkpoint),
@@ -187,12 +187,13 @@ def test_statistics_of_a_part_equal_those_of_the_actor(checkpoint: Path, cache_b
             "cache_bytes": cache_bytes,
         },
         part_spec(),
+        commits,
         devices=2,
         price_per_hour=1800.0,
     )
     column = np.empty(1, dtype=object)
     column[:] = [to_ipc(rows)]
-    done = actor(
+    actor(
         {
             "shard": np.array([7]),
             "url": np.array(["in/a.parquet"]),
@@ -201,14 +202,14 @@ def test_statistics_of_a_part_equal_those_of_the_actor(checkpoint: Path, cache_b
             "prepare_seconds": np.array([0.25]),
         }
     )
-    counted = ShardStats.from_record(json.loads(done["stats"][0]))
+    counted = ShardStats.from_record(json.loads(json.dumps(asdict(commits.stats[7]))))
     assert counted.device_seconds == 2 * counted.generate_seconds > 0
     assert counted.money == pytest.approx(counted.device_seconds / 2)
     if counted.generated_tokens:
         per_token = counted.device_seconds / counted.generated_tokens
         assert counted.device_seconds_per_million_tokens == pytest.approx(1e6 * per_token)
         assert counted.money_per_million_tokens == pytest.approx(1e6 * per_token / 2)
-    table = pq.read_table(io.BytesIO(done["part"][0]))
+    table = pq.read_table(io.BytesIO(commits.parts[7]))
     told = ShardStats.of_part(7, table, LAYERS)
     samples = 3 if cache_bytes == 2**30 else 1
     assert table["id"].to_pylist() == ["a", *["b"] * samples, "b", "c", "d"]
@@ -370,16 +371,43 @@ def test_of_many_shards_the_slowest_are_shown() -> None:
 
 
 def test_a_line_of_progress() -> None:
-    pace = Pace(shards=1, row_seconds=0.1, token_seconds=0.0, row_tokens=0.0, actors=1, busy=1.0)
-    assert progress_line(RunProgress(2, 100, 0, 5000, pace=pace), 12.0, 10.0, Workload(8, 1000, 1, 50)) == (
-        "3/8 shards  150/1,000 rows  10.0 rows/s  500 tokens/s  ETA 1:26  0:12 elapsed"  # 3 s of it for the end
+    work, run = Workload(8, 1000, 1, 50), RunProgress(2, 100, 0, 5000)
+    assert progress_line(run, rates([(2.0, RunProgress()), (12.0, run)], 12.0, work), 12.0, work) == (
+        "3/8 shards  150/1,000 rows  10.0 rows/s  500 tokens/s  ETA 1:25  0:12 elapsed"
     )
-    run = RunProgress(3, 1234, 12, 99_999, pace=replace(pace, row_seconds=4000 / 1234))
-    assert progress_line(run, 4000.0, 4000.0, Workload(9, 9_999_999, 0, 0)) == (
-        "3/9 shards  1,234/9,999,999 rows (12 errors)  0.3 rows/s  25 tokens/s  ETA 9003:01:49  1:06:40 elapsed"
+    work, run = Workload(9, 9_999_999, 0, 0), RunProgress(3, 1234, 12, 99_999)
+    assert progress_line(run, rates([(0.0, RunProgress()), (4000.0, run)], 4000.0, work), 4000.0, work) == (
+        "3/9 shards  1,234/9,999,999 rows (12 errors)  0.3 rows/s  25 tokens/s  ETA 9003:01:48  1:06:40 elapsed"
     )
-    last = progress_line(RunProgress(6, 700, 1, 0), 60.0, 59.6, Workload(8, 1000, 2, 300))
+    work, run = Workload(8, 1000, 2, 300), RunProgress(6, 700, 1, 0)
+    last = progress_line(run, rates([(0.4, RunProgress()), (60.0, run)], 60.0, work), 60.0, work)
     assert last == "8/8 shards  1,000/1,000 rows (1 errors)  11.7 rows/s  1:00 elapsed"
+
+
+@pytest.mark.parametrize(("waited", "rate"), [(0, 10.0), (4, 10.0), (5, 10.0), (15, 5.0), (95, 1.0)])
+def test_the_rate_sinks_when_a_commit_is_overdue_and_the_time_left_follows_it(waited: float, rate: float) -> None:
+    """Commits of 50 rows each 5 s."""
+    work = Workload(20, 1000, 0, 0)
+    seen = [(5.0 * shards, RunProgress(shards, 50 * shards, 0, 50 * shards)) for shards in (3, 4)]
+    found = rates(seen, 20.0 + waited, work)
+    assert found.rows_per_second == found.tokens_per_second == rate and found.eta_seconds == 800 / rate
+
+
+def test_rates_are_those_of_the_last_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first shard that took half an hour, as kernels were compiled, then one each ten seconds."""
+    coordinator, now = Coordinator(), 0.0
+    shown = progress.Progress(coordinator, Workload(1000, 10_000, 0, 0))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    coordinator.begin(0)
+    shown._read()
+    for shard in range(60):
+        now = 1800 + 10.0 * shard
+        coordinator.ended(shard, True, 10, 0, 100)
+        coordinator.begin(shard + 1)
+        line, fields = shown._read()
+    assert fields["rows_per_second"] == pytest.approx(1.0, rel=0.05)
+    assert fields["rows_per_second"] * fields["eta_seconds"] == pytest.approx(10_000 - 600)
+    assert len(shown.seen) < 40 and "1.0 rows/s" in line
 
 
 @pytest.mark.parametrize(
@@ -388,24 +416,16 @@ def test_a_line_of_progress() -> None:
         (RunProgress(), "starting workers, preparing the first shard"),
         (RunProgress(loading=2), "loading the model in 2 actors"),
         (RunProgress(loading=2, download="downloading x@y: 1 of 2 GiB"), "downloading x@y: 1 of 2 GiB"),
-        (RunProgress(at_work=(ShardAtWork(1.0),) * 3), "answering 3 shards"),
+        (RunProgress(at_work=3), "answering 3 shards"),
     ],
 )
 def test_before_the_first_commit_progress_says_what_it_waits_for(run: RunProgress, waits_for: str) -> None:
-    line = progress_line(run, 3.0, 0.0, Workload(8, 1000, 2, 300))
+    line = progress_line(run, Rates(None, None, None), 3.0, Workload(8, 1000, 2, 300))
     assert line == f"2/8 shards  300/1,000 rows  {waits_for}  0:03 elapsed"
 
 
-def test_before_the_first_commit_the_time_left_is_the_plans() -> None:
-    work = Workload(8, 1000, 0, 0, planned=Planned(startup=20, work=40))
-    assert progress_line(RunProgress(), 3.0, 0.0, work).endswith("preparing the first shard  ETA 0:58  0:03 elapsed")
-    run = RunProgress(at_work=(ShardAtWork(10.0),))
-    assert progress_line(run, 32.0, 10.0, work).endswith("answering 1 shard  ETA 0:31  0:32 elapsed")
-
-
 def test_the_coordinator_counts_each_shard_once() -> None:
-    now = 0.0
-    coordinator = Coordinator(clock=lambda: now)
+    coordinator = Coordinator()
     assert coordinator.read() == RunProgress()
     assert coordinator.loading("a") == 1 and coordinator.read().loading == 1
     coordinator.downloading("a", "1 of 2 GiB")
@@ -415,19 +435,16 @@ def test_the_coordinator_counts_each_shard_once() -> None:
     coordinator.ended(0, True, 10, 1, 100)
     coordinator.ended(1, True, 5, 0, 50)
     coordinator.ended(1, False, 5, 0, 50)  # a second attempt adds nothing
-    read = coordinator.read()
-    assert replace(read, pace=None) == RunProgress(2, 15, 1, 150, at_work=(ShardAtWork(0.0),))
-    now = 8.0
+    assert coordinator.read() == RunProgress(2, 15, 1, 150, at_work=1)
+    assert not coordinator.begin(1)  # the actor died after its commit, and its task is tried again
+    coordinator.ended(2, True, 5, 0, 50)
+    assert coordinator.read() == RunProgress(3, 20, 1, 200)
     coordinator.begin(4)
-    now = 10.0
-    coordinator.ended(2, True, 5, 0, 50)  # after 10 s; of the two latest shards the other took none
-    pace = Pace(shards=2, row_seconds=1.0, token_seconds=0.0, row_tokens=0.0, actors=1, busy=1.2)
-    assert coordinator.read() == RunProgress(3, 20, 1, 200, at_work=(ShardAtWork(2.0),), pace=pace)
     coordinator.ended(4, True, 5, 0, 50)
-    coordinator.begin(2)
-    assert coordinator.stop() == {2}
-    assert not coordinator.begin(3) and coordinator.stop() == {2}
-    assert not coordinator.begin(2) and coordinator.working() == set()  # its actor had died
+    coordinator.begin(5)
+    assert coordinator.stop() == {5}
+    assert not coordinator.begin(3) and coordinator.stop() == {5}
+    assert not coordinator.begin(5) and coordinator.working() == set()  # its actor had died
 
 
 def test_a_line_says_at_once_what_the_run_waits_for_and_when_the_first_rows_are_there(
