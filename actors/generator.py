@@ -34,7 +34,6 @@ from actors.engine.types import (
     Completion,
     EngineName,
     EngineStats,
-    ProductsName,
     Request,
     SamplingParams,
 )
@@ -43,7 +42,6 @@ from actors.scored_rows import ScoredRow, score_columns, score_rows
 
 if TYPE_CHECKING:
     from actors.engine.call import Call
-    from actors.engine.cpu.choice import Records
     from actors.engine.protocol import EngineProtocol
     from actors.engine.scheduler import CallScheduler
 
@@ -93,9 +91,6 @@ class Generator:
         weights: int8 or, on a GPU, fp8: linear layers and head with 8 bits, with bfloat16; None: in `dtype`, or with
             the 8 bits that the checkpoint has.
         kv_cache: int8 or fp8, of the paged engine, with bfloat16: keys and values with 8 bits; None: in `dtype`.
-        products: On a CPU in bfloat16: kernels, of this package, where the processor has AVX512-BF16; library; or
-            measured, the faster ones, which a machine measures once. They round differently.
-        product_records: Where the measured choice is kept, before this machine's cache, for all machines of a job.
         device: auto, cpu, cuda or cuda:N; auto is cuda where torch sees a GPU.
         threads: torch threads on a CPU; None keeps the process's setting.
         cache_bytes: Bytes of key/value cache of the rows in flight; None: 1 GiB, of the paged engine what the GPU has
@@ -134,8 +129,6 @@ class Generator:
         dtype: str = "bfloat16",
         weights: Kind | None = None,
         kv_cache: Kind | None = None,
-        products: ProductsName = "measured",
-        product_records: Records | None = None,
         device: str = "auto",
         threads: int | None = None,
         cache_bytes: int | None = None,
@@ -154,7 +147,7 @@ class Generator:
         if engine == "auto" and continuation_column is not None:
             engine = "library"
         settings = EngineSettings(
-            engine, dtype, device, compile, cache_bytes, max_batch, cumulative_logprob, weights, products, kv_cache
+            engine, dtype, device, compile, cache_bytes, max_batch, cumulative_logprob, weights, kv_cache
         )
         self.sampling = SamplingParams().merged(dict(sampling or {}))
         self.prompt_column, self.continuation_column = prompt_column, continuation_column
@@ -176,7 +169,7 @@ class Generator:
         assert settings.cache_bytes is not None and settings.max_rows is not None
         self.cache_bytes, self.max_batch = settings.cache_bytes, settings.max_rows
         of_drafts = None if drafts is None else inspected.schedule(dict(drafts))
-        self.engine = build_engine(inspected, self.schedule, self.tokenizer, settings, of_drafts, product_records)
+        self.engine = build_engine(inspected, self.schedule, self.tokenizer, settings, of_drafts)
         self.calls = self._scheduler()
         self._building, self._running = threading.RLock(), threading.Lock()
         self.device = self.engine.decoder.device

@@ -34,7 +34,6 @@ from pipeline.config.job import JobConfig
 from pipeline.generate.coordinator import Workload
 from pipeline.generate.output import PartSpec
 from pipeline.generate.part_schema import part_schema
-from pipeline.generate.product_records import ProductRecords
 from pipeline.generate.settings import generator_settings
 from pipeline.generate.stage import ShardGenerator
 from pipeline.generate.stats import Totals
@@ -275,7 +274,7 @@ def stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Sessio
         Actors(
             ShardGenerator,
             {
-                "generator": {**generator_arguments(job), "product_records": ProductRecords(folder)},
+                "generator": generator_arguments(job),
                 "part": _part(job),
                 "commit": partial(
                     commit_shard, folder=folder, fingerprint=manifest.fingerprint, coordinator=coordinator

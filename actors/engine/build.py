@@ -15,13 +15,12 @@ from actors.engine.checkpoint.speed_adapter import base_digest, merge
 from actors.engine.checkpoint.weights import ITEM_BYTES, cache_that_fits, check_free
 from actors.engine.errors import UserError
 from actors.engine.schedules.schedule import Schedule
-from actors.engine.types import EngineName, ProductsName, wants_pages
+from actors.engine.types import EngineName, wants_pages
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-    from actors.engine.cpu.choice import Records
     from actors.engine.protocol import EngineProtocol
 
 LIBRARY_CACHE, LIBRARY_ROWS, PAGED_ROWS = 2**30, 64, 512  # bytes; most rows in flight
@@ -43,13 +42,12 @@ class EngineSettings:
         cumulative_logprob: Compute each answer's log-probability.
         weights: Linear layers and the head with 8 bits, int8 or, on a GPU, fp8: see `cpu.quantization` and
             `gpu.products`. None: in `dtype`, or with the 8 bits that the checkpoint has, see `products_in_eight_bits`.
-        products: On a CPU in bfloat16: by this package's kernels or the library's, see `cpu.choice`.
         kv_cache: Keys and values of the paged engine's cache as codes of 8 bits, see `gpu.operations.LayerPages`. None:
             in `dtype`.
 
     Raises:
-        UserError: A value that is not known, `compile` with the paged engine, `weights` with `compile`, the library's
-            products or another dtype than bfloat16, or `kv_cache` without the paged engine or bfloat16.
+        UserError: A value that is not known, `compile` with the paged engine, `weights` with `compile` or
+            another dtype than bfloat16, or `kv_cache` without the paged engine or bfloat16.
     """
 
     engine: EngineName
@@ -60,21 +58,17 @@ class EngineSettings:
     max_rows: int | None
     cumulative_logprob: bool
     weights: Kind | None = None
-    products: ProductsName = "measured"
     kv_cache: Kind | None = None
 
     def __post_init__(self) -> None:
         check_choice("engine", self.engine, get_args(EngineName))
         check_choice("dtype", self.dtype, ITEM_BYTES)
-        check_choice("products", self.products, get_args(ProductsName))
         if self.compile and self.engine == "paged":
             raise UserError("compile and engine = 'paged' exclude each other: the paged engine has kernels of its own")
         if self.weights is not None:
             check_choice("weights", self.weights, get_args(Kind))
             if self.compile or self.dtype != "bfloat16":
                 raise UserError(f"weights = {self.weights!r} is for bfloat16 without compile")
-            if self.products == "library":
-                raise UserError(f"weights = {self.weights!r} and products = 'library' exclude each other")
         if self.kv_cache is not None:
             check_choice("kv_cache", self.kv_cache, get_args(Kind))
             if self.compile or self.engine == "library" or self.dtype != "bfloat16":
@@ -186,7 +180,6 @@ def build_engine(
     tokenizer: PreTrainedTokenizerBase,
     settings: EngineSettings,
     drafts: Schedule | None = None,
-    product_records: Records | None = None,
 ) -> EngineProtocol:
     """Load the checkpoint's weights and build the engine that the settings, after `with_memory`, ask for.
 
@@ -195,7 +188,6 @@ def build_engine(
     Args:
         drafts: For exact mode: the schedule of `exact.engine.Drafter`, or full depth, with which nothing is drafted but
             what is looked up. A speed adapter is merged into a second copy of the weights.
-        product_records: Where a measured choice of products is kept, before this machine's cache.
 
     Raises:
         UserError: Weights that are missing, damaged or not the speed adapter's base, a device that is not there, a GPU
@@ -272,17 +264,12 @@ def build_engine(
         if settings.compile:
             decoder.compile()
         else:
-            from actors.engine.cpu.choice import Choice
-
-            # in exact mode several tokens are verified at once, to the bits that single steps have: by kernels alone
-            setting = "kernels" if exact and settings.products == "measured" else settings.products
-            choice = Choice(setting, [] if product_records is None else [product_records])
-            decoder.prepare_for_cpu(int8=all_layers, choice=choice)
+            decoder.prepare_for_cpu(int8=all_layers)
         if exact and decoder.stack is None:
             log.warning("exact mode drafts nothing: only bfloat16 kernels of all layers verify several tokens at once")
         elif drafts is not None:
             if drafter is not decoder:
-                drafter.prepare_for_cpu(int8=all_layers, choice=choice)
+                drafter.prepare_for_cpu(int8=all_layers)
             return ExactEngine(
                 decoder,
                 schedule,

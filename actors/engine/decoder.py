@@ -21,7 +21,6 @@ from actors.engine.checkpoint.families import Rotary, context_length, family_of,
 from actors.engine.checkpoint.layer_weights import LayerWeights, NormWeights
 from actors.engine.checkpoint.model_shape import ModelShape
 from actors.engine.cpu import attention, kernels, library, packing
-from actors.engine.cpu.choice import Choice, Products
 from actors.engine.cpu.greedy import GreedySteps
 from actors.engine.cpu.layers import CpuLayer, Norm
 from actors.engine.cpu.native_buffers import NativeBuffers
@@ -135,56 +134,41 @@ class Decoder:
         """Kernels for one cache of this decoder; None: it runs without."""
         return NativeBuffers() if self._native else None
 
-    def prepare_for_cpu(self, *, int8: bool = False, choice: Choice | None = None) -> None:
+    def prepare_for_cpu(self, *, int8: bool = False) -> None:
         """Replace attention, layers and head by ones that are faster on CPUs, for inference alone; not reversible.
 
         Args:
             int8: all linear layers and the head with 8 bits, see `cpu.quantization`; requires bfloat16 on a CPU, as
                 layers with codes (`compressed.codes_of`) do, which have 8 bits in any case.
-            choice: of the products in bfloat16; None: by this package's kernels where they exist.
         """
         assert not int8 or (self.device.type == "cpu" and self.dtype == torch.bfloat16)
         if self.device.type != "cpu":
             return
         can_attend = self.model.config._attn_implementation == "sdpa" and self.head_dim <= kernels.LARGEST_HEAD
         can_attend = can_attend and library.available(self.dtype, self.device)
-        kernel = choice is None or int8 or self.dtype != torch.bfloat16 or choice(self._products(can_attend))
         if can_attend:
             self._native = True
             self.model.config._attn_implementation = attention.register()
             if has_weights(self.model.config):
-                self._replace_layers(functools.partial(CpuLayer, int8=int8, kernel=kernel))
+                self._replace_layers(functools.partial(CpuLayer, int8=int8))
                 layers = [block for block in self.blocks if isinstance(block, CpuLayer)]
                 if all(map(can_stack, layers)):
                     self.stack, last = NativeStack(layers), self.family.last_norm(self.model)
                     self._last_norm = None if last is None else Norm(NormWeights.of(last))
         if int8 or packing.can_pack(self.dtype, self.device):
             for block in self.blocks:
-                packing.pack_linears(block, int8=int8, kernel=kernel)
+                packing.pack_linears(block, int8=int8)
                 packing.give_memory_back()
             shared = self.head.weight is self.model.get_input_embeddings().weight
             codes = codes_of(self.head)
-            screens = kernel and not int8 and codes is None  # the screen's bound holds for the kernel's product
-            if screens and self.logit_cap is None and self.head.bias is None and can_screen(self.head.weight):
-                self._screened = self.head.weight.detach()
-            self.head = packing.PackedLinear(
-                self.head.weight.detach(), self.head.bias, int8=int8, codes=codes, kernel=kernel
-            )
+            weight, bias = self.head.weight.detach(), self.head.bias
+            self.head = packing.PackedLinear(weight, bias, int8=int8, codes=codes)
+            # the screen's bound holds for the kernel's product
+            screens = isinstance(self.head.product, packing.PanelProduct) and self.logit_cap is None and bias is None
+            if screens and can_screen(weight):
+                self._screened = weight
             if not shared:
                 self.model.set_output_embeddings(self.head)  # frees the weight itself
-
-    def _products(self, has_layers: bool) -> Products:
-        """Of the model. has_layers: whether the layers may be `cpu.layers`."""
-        block, stacks = self.blocks[0], False
-        if has_layers and has_weights(self.model.config):
-            weights = layer_weights(self.model.config, block)
-            shapes = [one.shape for one in (weights.qkv, weights.output, weights.up, weights.down)]
-            stacks = (weights.gated or weights.relu) and weights.head_dim % 2 == 0
-        else:
-            found = [packing.linear_weight(module) for module in block.modules()]
-            shapes = [(len(weight), weight.shape[1]) for weight in found if weight is not None]
-        outputs, inputs = self.head.weight.shape
-        return Products(tuple(shapes), self.num_layers, (outputs, inputs), stacks)
 
     def prepare_for_gpu(self, operations: Operations, eight_bits: EightBits | None = None) -> bool:
         """Replace the layers by those of `gpu.layers`, for inference alone; not reversible. False if the family has

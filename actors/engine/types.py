@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from actors.engine.schedules.schedule import Schedule
 
 EngineName = Literal["auto", "library", "paged"]
-ProductsName = Literal["measured", "kernels", "library"]
 SCHEDULERS = ("lock_step", "refill")
 
 

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from actors.engine.checkpoint.compressed import Kind
 from actors.engine.constraints.constraint import check_compatible
 from actors.engine.errors import UserError
-from actors.engine.types import EngineName, ProductsName, SamplingParams, wants_pages
+from actors.engine.types import EngineName, SamplingParams, wants_pages
 from pipeline.config.adapt import AdaptConfig
 from pipeline.config.base import Endpoint, Place
 from pipeline.config.base import Section as Section
@@ -79,6 +79,9 @@ class OutputConfig(Section):
 
 class ModelConfig(Section):
     renamed: ClassVar[dict[str, str]] = {"cuda_graphs": "model.engine: for cuda_graphs: true write engine: paged"}
+    removed: ClassVar[dict[str, tuple[Any, str]]] = {
+        "products": ("measured", "this package's kernels run, and with AMX the library's products; leave it out")
+    }
 
     path: Place = Field(description="checkpoint: local folder, s3:// folder, or owner/name@revision on the hub")
     speed_adapter: Place | None = Field(
@@ -102,12 +105,6 @@ class ModelConfig(Section):
         description="keys and values with 8 bits, one scale for each token and head: almost twice the rows in the same "
         "cache; of the paged engine on a GPU, with dtype bfloat16; int8 is the more exact one, fp8 needs compute "
         "capability 8.9; neither has run on a GPU; default: in dtype",
-    )
-    products: ProductsName = Field(
-        "measured",
-        description="on a CPU in bfloat16: kernels: this package's, with AVX512-BF16; library: torch's, with whatever "
-        "the processor has (AMX); measured: the faster ones, measured once on a machine and recorded with the job. "
-        "Roundings differ",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where an actor has a GPU")
     compile: bool = Field(
@@ -142,7 +139,6 @@ class ModelConfig(Section):
         for name, key, conflicts in (
             ("weights", "dtype", weights and self.dtype != "bfloat16"),
             ("weights", "compile", weights and self.compile),
-            ("weights", "products", weights and self.products == "library"),
             ("weights", "engine", weights and self.device == "cuda" and self.engine == "library"),
             ("weights", "device", self.weights == "fp8" and self.device == "cpu"),
             ("kv_cache", "dtype", cache and self.dtype != "bfloat16"),

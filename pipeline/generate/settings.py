@@ -25,7 +25,6 @@ def generator_settings(
         "dtype": model.dtype,
         "weights": model.weights,
         "kv_cache": model.kv_cache,
-        "products": model.products,
         "device": model.device,
         "compile": model.compile,
         "engine": model.engine,

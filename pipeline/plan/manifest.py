@@ -264,9 +264,9 @@ def _identity(
 
 
 def _model_values(model: ModelConfig) -> dict[str, Any]:
-    """Keys of `model` that can change an answer; a job planned before the three below existed has none."""
+    """Keys of `model` that can change an answer; a job planned before the two below existed has none."""
     values = model.model_dump(exclude={"path", "cache", "speed_adapter"})
-    for name in ("weights", "products", "kv_cache"):
+    for name in ("weights", "kv_cache"):
         if values[name] == ModelConfig.model_fields[name].default:
             del values[name]
     return values

@@ -596,3 +596,15 @@ def test_a_prefix_computed_once_changes_no_more_than_rounding(family: str) -> No
     assert len(kept) == 5  # the prefix has a pass of its own
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one.float(), other.float(), rtol=0, atol=0.05 * float(other.float().abs().max()))
+
+
+@multiplying
+def test_with_amx_the_librarys_products_run() -> None:
+    with mock.patch.object(library, "has_amx", return_value=True):
+        decoder = Decoder(tiny_model("llama").to(BF16))
+        decoder.prepare_for_cpu()
+    assert isinstance(decoder.head.product, PackedProduct) and decoder.greedy_steps is None
+    engine = Engine(decoder, ScheduleSpec().build(LAYERS), frozenset())
+    rows = [Request([5, 6, 7], SamplingParams(max_new_tokens=4))]
+    [answer] = generate(engine, rows, budget_bytes=2**40, max_rows=4)
+    assert len(answer.token_ids) == 4

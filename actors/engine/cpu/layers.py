@@ -29,15 +29,15 @@ class Norm:
         return kernels.normalize(hidden, self.weight, self.bias, self.eps)
 
 
-def _product(projection: Projection, int8: bool, kernel: bool) -> Product:
-    return product(*projection.joined(), int8=int8, codes=projection.codes(), kernel=kernel)
+def _product(projection: Projection, int8: bool) -> Product:
+    return product(*projection.joined(), int8=int8, codes=projection.codes())
 
 
 class _Attention:
     """Self-attention between its norm and its residual."""
 
-    def __init__(self, weights: LayerWeights, int8: bool, kernel: bool) -> None:
-        self.qkv, self.output = (_product(part, int8, kernel) for part in (weights.qkv, weights.output))
+    def __init__(self, weights: LayerWeights, int8: bool) -> None:
+        self.qkv, self.output = (_product(part, int8) for part in (weights.qkv, weights.output))
         self.query_norm, self.key_norm = weights.query_norm, weights.key_norm
         self.layer, self.rope, self.scaling = weights.number, weights.rope, weights.scaling
         self.query_heads, self.kv_heads, self.head_dim = weights.query_heads, weights.kv_heads, weights.head_dim
@@ -67,8 +67,8 @@ class _Attention:
 class _FeedForward:
     """The feed-forward between its norm and its residual."""
 
-    def __init__(self, weights: LayerWeights, int8: bool, kernel: bool) -> None:
-        self.up, self.down = (_product(part, int8, kernel) for part in (weights.up, weights.down))
+    def __init__(self, weights: LayerWeights, int8: bool) -> None:
+        self.up, self.down = (_product(part, int8) for part in (weights.up, weights.down))
         self.gated, self.relu = weights.gated, weights.relu
         self.then = None if weights.gated or weights.relu else weights.activate()
 
@@ -83,11 +83,11 @@ class _FeedForward:
 class CpuLayer(nn.Module):
     """A decoder layer, called as the library's."""
 
-    def __init__(self, weights: LayerWeights, *, int8: bool = False, kernel: bool = True) -> None:
-        """Weights are copied, or shared where their layout stays. int8, kernel: see `packing.product`."""
+    def __init__(self, weights: LayerWeights, *, int8: bool = False) -> None:
+        """Weights are copied, or shared where their layout stays. int8: see `packing.product`."""
         super().__init__()
-        self.attention = _Attention(weights, int8, kernel)
-        self.feed_forward = _FeedForward(weights, int8, kernel)
+        self.attention = _Attention(weights, int8)
+        self.feed_forward = _FeedForward(weights, int8)
         self.attention_norm, self.mlp_norm = Norm(weights.attention_norm), Norm(weights.mlp_norm)
         self.placement, self.window = weights.placement, weights.window
 

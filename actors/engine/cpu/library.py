@@ -84,11 +84,16 @@ def available(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `multiply` exists: in bfloat16, with AVX512-BF16. `choice` measures whether it is the faster product."""
+    """Return whether `multiply` exists: in bfloat16, with AVX512-BF16."""
     if device.type != "cpu" or dtype != torch.bfloat16:
         return False
     loaded = library()
     return loaded is not None and bool(loaded.can_multiply())
+
+
+def has_amx() -> bool:
+    """Return whether the processor has AMX in bfloat16, with which the library's products are faster than ours."""
+    return "amx_bf16" in _processor()
 
 
 def quantizes(dtype: torch.dtype, device: torch.device) -> bool:

@@ -79,12 +79,11 @@ class PackedLinear(nn.Module):
         *,
         int8: bool = False,
         codes: Codes | None = None,
-        kernel: bool = True,
     ) -> None:
-        """weight [O, I]; it is copied, and may be freed. int8, codes, kernel: see `product`."""
+        """weight [O, I]; it is copied, and may be freed. int8, codes: see `product`."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.product = product(weight, bias, int8=int8, codes=codes, kernel=kernel)
+        self.product = product(weight, bias, int8=int8, codes=codes)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., I] -> [..., O]."""
@@ -111,23 +110,22 @@ def give_memory_back() -> None:
 Product = PanelProduct | PackedProduct | PlainProduct | QuantizedProduct
 
 
-def product(
-    weight: Tensor, bias: Tensor | None, *, int8: bool = False, codes: Codes | None = None, kernel: bool = True
-) -> Product:
-    """x [..., I] -> x W^T + b [..., O] for weight [O, I].
+def product(weight: Tensor, bias: Tensor | None, *, int8: bool = False, codes: Codes | None = None) -> Product:
+    """Return x [..., I] -> x W^T + b [..., O] for weight [O, I], in bfloat16 by the faster product.
+
+    That is this package's kernel; with AMX, and where there is no kernel, the library's.
 
     Args:
         weight, bias: Of the product.
         int8: With weight and x rounded to 8 bits.
         codes: Those of 8 bits that the weight stands for; x is rounded too.
-        kernel: In bfloat16 by this package's kernel where there is one, see `choice`; else the library's product.
     """
     if int8 or codes is not None:
         assert codes is None or codes.kind == "int8"
         return QuantizedProduct(weight, bias, None if codes is None else codes.scales)
     if not can_pack(weight.dtype, weight.device):
         return PlainProduct(weight, bias)
-    if kernel and weight.shape[1] % 2 == 0 and library.multiplies(weight.dtype, weight.device):
+    if not library.has_amx() and weight.shape[1] % 2 == 0 and library.multiplies(weight.dtype, weight.device):
         return PanelProduct(weight, bias)
     return PackedProduct(weight, bias)
 
@@ -139,15 +137,12 @@ def linear_weight(module: nn.Module) -> Tensor | None:
     return module.weight.detach().T if type(module) is Conv1D else None
 
 
-def pack_linears(module: nn.Module, *, int8: bool = False, kernel: bool = True) -> None:
-    """Replace all linear layers below `module` by packed ones; their own weights are freed.
-
-    int8, kernel: see `product`.
-    """
+def pack_linears(module: nn.Module, *, int8: bool = False) -> None:
+    """Replace all linear layers below `module` by packed ones; their own weights are freed. int8: see `product`."""
     for name, child in module.named_children():
         weight = linear_weight(child)
         if weight is None:
-            pack_linears(child, int8=int8, kernel=kernel)
+            pack_linears(child, int8=int8)
         else:
-            packed = PackedLinear(weight, child.bias, int8=int8, codes=codes_of(child), kernel=kernel)  # type: ignore[arg-type]
+            packed = PackedLinear(weight, child.bias, int8=int8, codes=codes_of(child))  # type: ignore[arg-type]
             setattr(module, name, packed)
