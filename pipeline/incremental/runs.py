@@ -6,7 +6,9 @@ Steps of a run on the ledger and on its dated folder; it may die after any of th
 
 Between the end and `_SUCCESS` the parts become a snapshot of the output table, if there is one: only a run that counts
 gets into it. The next command continues from there, or abandons the run and claims its files again. Overlapping
-commands may both work on one folder, which wastes time but is harmless; `end` decides once whether a run counts.
+commands may both work on one folder, which wastes time but is harmless; `end` decides once whether a run counts. A run
+with more row errors than `max_error_rate` does not end: the next command ends it if its rate allows that, else abandons
+it and answers its files again.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run of the ledger that this command has finished. resumed: an earlier command began it."""
+    """A run of the ledger whose rows this command has answered. resumed: an earlier command began it."""
 
     run: LedgerRun
     folder: Folder
@@ -119,6 +121,8 @@ def run_in(root: Folder, config: JobConfig, backend: Backend, overwrite: bool) -
         resumed = _resume(root, last, config, backend, overwrite)
         if resumed is not None:
             finished.append(resumed)
+        if resumed is not None and resumed.run.state == "unfinished":
+            return IncrementalResult(finished, ledger.last_success)
         ledger = _read_again(root, last.number)
     elif last is not None and last.state == "success":
         _write_missing_success(_folder(root, last, config), config)
@@ -140,7 +144,8 @@ def run_in(root: Folder, config: JobConfig, backend: Backend, overwrite: bool) -
                 finished.append(_answer(root, run, folder, checked, backend, resumed=False))
     if finished:
         write_root_report(root, config.storage)
-    return IncrementalResult(finished, finished[-1].run if finished else ledger.last_success)
+    succeeded = [done.run for done in finished if done.run.state == "success"]
+    return IncrementalResult(finished, succeeded[-1] if succeeded else ledger.last_success)
 
 
 def _nothing_new(root: Folder, config: JobConfig) -> IncrementalResult | None:
@@ -179,9 +184,18 @@ def _folder(root: Folder, run: LedgerRun, config: JobConfig) -> Folder:
 def print_runs(console: Console, result: IncrementalResult) -> None:
     """One line: which runs were finished, or since when there is nothing new."""
     if result.finished:
-        runs = [f"run {done.run.number}{' (resumed)' if done.resumed else ''}" for done in result.finished]
-        files = sum(len(done.run.files) for done in result.finished)
-        console.print(f"{' and '.join(runs)} finished, input files: {files:,}", highlight=False)
+        good = [done for done in result.finished if done.run.state == "success"]
+        runs = [f"run {done.run.number}{' (resumed)' if done.resumed else ''}" for done in good]
+        files = sum(len(done.run.files) for done in good)
+        if good:
+            console.print(f"{' and '.join(runs)} finished, input files: {files:,}", highlight=False)
+        if len(good) < len(result.finished):
+            number = result.finished[-1].run.number
+            console.print(
+                f"run {number} has too many row errors to count: the next command answers its files again, or accepts "
+                "it with a higher max_error_rate",
+                highlight=False,
+            )
     elif result.last is not None:
         last = result.last
         console.print(f"nothing new since run {last.number} of {last.began} ({last.folder})", highlight=False)
@@ -197,7 +211,13 @@ def runs_summary(root: str, result: IncrementalResult, runs: Sequence[Mapping[st
         "last_success": result.last.number if result.last else None,
         "fresh_rows": sum(run["fresh_rows"] for run in runs),
         "runs": [
-            {"run": done.run.number, "resumed": done.resumed, "files": len(done.run.files), **values}
+            {
+                "run": done.run.number,
+                "state": done.run.state,
+                "resumed": done.resumed,
+                "files": len(done.run.files),
+                **values,
+            }
             for done, values in finished
         ],
     }
@@ -237,6 +257,13 @@ def _resume(root: Folder, run: LedgerRun, config: JobConfig, backend: Backend, o
         raise UserError(f"run {run.number} has not finished: {error}") from None
     job = replace(job, manifest=replace(job.manifest, files=files))
     finished = _answer(root, run, folder, job, backend, resumed=True)
+    if finished.run.state == "unfinished":
+        if finished.result.fresh_rows:
+            return finished
+        totals = finished.result.totals
+        why = f"{totals.errors:,} of {totals.rows:,} rows have an error, more than max_error_rate allows"
+        _abandon(root, run, folder, config, why)
+        return None
     log.warning("run %d, which had not finished, is finished: %s", run.number, folder.url)
     return finished
 
@@ -258,15 +285,19 @@ def _abandon(root: Folder, run: LedgerRun, folder: Folder, config: JobConfig, wh
 def _answer(
     root: Folder, run: LedgerRun, folder: Folder, job: PlannedJob, backend: Backend, *, resumed: bool
 ) -> FinishedRun:
+    """Answer the rows of a run, and end it as a success unless too many of them have an error."""
     began = time.monotonic()
     clear_temporaries(folder)
     totals, fresh_rows = jobs.answer(job, folder, backend)
-    ended = ledgers.end(root, run, "success")
-    if ended.state != "success":
-        raise ConcurrentRun(f"run {run.number} was abandoned meanwhile ({ended.why}); {folder.url} does not count")
-    commit_table(folder, job.manifest, job.config)
+    ended = run
+    if totals.errors <= job.config.max_error_rate * totals.rows:
+        ended = ledgers.end(root, run, "success")
+        if ended.state != "success":
+            raise ConcurrentRun(f"run {run.number} was abandoned meanwhile ({ended.why}); {folder.url} does not count")
+        commit_table(folder, job.manifest, job.config)
     write_report(folder, job.manifest, job.config)
-    write_success(folder, job.manifest, totals)
+    if ended.state == "success":
+        write_success(folder, job.manifest, totals)
     return FinishedRun(ended, folder, JobResult(job.manifest, totals, fresh_rows, time.monotonic() - began), resumed)
 
 

@@ -61,7 +61,7 @@ class VersionedJob:
     manifest: Any = None
     checkpoint: Any = None
     storage: Any = None
-    config: Any = None
+    config: Any = field(default_factory=lambda: SimpleNamespace(max_error_rate=1))
 
 
 def _plan(config: Any, stored: Manifest | None, backend: Any, *, files: Files) -> VersionedJob:

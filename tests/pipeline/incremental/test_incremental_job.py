@@ -20,6 +20,7 @@ from pipeline import job as jobs
 from pipeline.cli.app import app
 from pipeline.commit.lease import Lease
 from pipeline.config.job import StorageConfig
+from pipeline.generate.stats import add_up, to_table
 from pipeline.incremental import ledger as ledgers
 from pipeline.read.shards import Shard
 from pipeline.runtime.signals import Interrupted
@@ -109,9 +110,36 @@ def test_row_errors_are_not_forgotten_by_the_next_command(inbox: Inbox, flow: An
     inbox.add("a")
     inbox.values["shard_rows"] = 3
     inbox.values["max_error_rate"] = 0.1  # one row of three is bad
-    assert inbox.run().exit_code == 3
+    first = inbox.run()
+    assert first.exit_code == 3 and "run 1 has too many row errors to count" in first.stdout
+    assert inbox.states() == ["unfinished"] and inbox.answered() == []
     again = inbox.run()
-    assert again.exit_code == 3 and "nothing new since run 1" in again.stdout
+    assert again.exit_code == 3 and inbox.states() == ["abandoned", "unfinished"] and inbox.answered() == []
+
+
+def test_a_run_of_too_many_errors_is_accepted_by_a_higher_rate_without_answering_again(inbox: Inbox, flow: Any) -> None:
+    inbox.add("a")
+    inbox.values["shard_rows"] = 3
+    inbox.values["max_error_rate"] = 0.1
+    assert inbox.run().exit_code == 3
+    inbox.add("b")
+    (one, other) = inbox.json("--set", "max_error_rate=0.5")["runs"]
+    assert (one["run"], one["resumed"], one["fresh_rows"], one["state"]) == (1, True, 0, "success")
+    assert (other["run"], other["fresh_rows"]) == (2, 3) and inbox.states() == ["success", "success"]
+
+
+def test_a_night_in_which_every_row_failed_is_answered_again_after_the_template_is_mended(
+    in_process: None, inbox: Inbox
+) -> None:
+    inbox.add("a", 2)
+    inbox.values["input"] |= {"template": "{{ prompt.nothing.more }}"}
+    inbox.values["max_error_rate"] = 0.01
+    failed = inbox.run("--json")
+    assert failed.exit_code == 3 and json.loads(failed.stdout)["last_success"] is None
+    inbox.values["input"]["template"] = "name[{{ prompt }}]"
+    inbox.add("b", 1)
+    (run,) = inbox.json()["runs"]
+    assert (run["rows"], run["errors"], run["files"]) == (3, 0, 2) and len(inbox.answered()) == 3
 
 
 def test_each_run_takes_what_came_since_and_says_so(inbox: Inbox, flow: Any) -> None:
@@ -265,7 +293,7 @@ def test_a_run_while_another_is_at_work_is_exit_5(inbox: Inbox, flow: Any, monke
         assert inbox.states() == ["abandoned"]
 
     answer_by(monkeypatch, overtake)
-    monkeypatch.setattr(jobs, "finalize", lambda folder, manifest: None)
+    monkeypatch.setattr(jobs, "finalize", lambda folder, manifest: add_up(to_table([])))
     result = inbox.run()
     assert result.exit_code == 5 and "run 1 was abandoned meanwhile (--overwrite)" in result.stderr
     assert inbox.answered() == []
