@@ -25,6 +25,7 @@ from transformers import (
 
 from actors.engine.checkpoint.families import family_of
 from actors.engine.checkpoint.file_digests import file_digest
+from actors.engine.checkpoint.fitting import check_report
 from actors.engine.checkpoint.loading import inspect
 from actors.engine.checkpoint.weights import gib
 from actors.engine.errors import UserError, flat
@@ -89,7 +90,7 @@ def _config(header: GgufHeader) -> PretrainedConfig:
             header.path.parent, gguf_file=header.path.name, local_files_only=True
         )
     except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
-        raise UserError(f"{header.path}: {flat(error)[:200]}") from None
+        raise UserError(f"{header.path}: {flat(error)}") from None
     if config.model_type == "gpt2":
         config.n_positions = header.of_model("context_length")
     elif hasattr(config, "head_dim") or header.of_model("attention.key_length") is not None:
@@ -107,7 +108,7 @@ def _tokenizer(header: GgufHeader, config: PretrainedConfig) -> PreTrainedTokeni
             header.path.parent, gguf_file=header.path.name, local_files_only=True, trust_remote_code=False
         )
     except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
-        raise UserError(f"{header.path}: its tokenizer cannot be read: {flat(error)[:200]}") from None
+        raise UserError(f"{header.path}: its tokenizer cannot be read: {flat(error)}") from None
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     rule = header.values.get("tokenizer.ggml.pre")
     if header.values["tokenizer.ggml.model"] == "gpt2" and rule is not None and rule not in PRE_TOKENIZERS:
@@ -124,12 +125,12 @@ def _model(header: GgufHeader, config: PretrainedConfig, dtype: torch.dtype) -> 
         config=config,
         dtype=dtype,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are in the report
         local_files_only=True,
         trust_remote_code=False,
     )
     model, report = loaded
-    if report["missing_keys"]:
-        raise UserError(f"{header.path}: no weights for {sorted(report['missing_keys'])[0]}")
+    check_report(model, report, {}, str(header.path))
     used = sum(parameter.numel() for parameter in model.parameters())  # tied ones once
     if used != header.elements:
         raise UserError(

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # as GGUF names them, families of the engine that transformers reads; Mistral's files say llama
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "gpt2")
+EMBEDDING = "token_embd.weight"
 PLAIN = ("F32", "F16", "BF16")  # tensor types that are not quantized
 PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 ROPE_FACTORS = re.compile(r"(^|\.)rope_(freqs|factors)")  # tensors by which a model scales its rope
@@ -63,29 +64,28 @@ def read_header(path: Path) -> GgufHeader:
         if file.read(4) != b"GGUF":
             raise UserError(f"{path}: not a GGUF file")
     try:
-        header, names = _header(path, GGUFReader(path))
+        reader = GGUFReader(path)
+        header = _header(path, reader)
     except (ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
-        raise UserError(f"{path}: damaged or cut short ({flat(error)[:120]}); fetch it again") from None
-    _check(header, names)
+        raise UserError(f"{path}: damaged or cut short ({flat(error)}); fetch it again") from None
+    _check(header, reader)
     return header
 
 
-def _header(path: Path, reader: GGUFReader) -> tuple[GgufHeader, list[str]]:
-    """The header, and the names of the tensors."""
+def _header(path: Path, reader: GGUFReader) -> GgufHeader:
     values = {key: field.contents() for key, field in reader.fields.items() if len(field.data) == 1}
     values |= {key: True for key in reader.fields if key not in values}  # of lists only their presence matters
-    header = GgufHeader(
+    return GgufHeader(
         path,
         str(values.get("general.architecture", "")),
         values,
         frozenset(tensor.tensor_type.name for tensor in reader.tensors),
         sum(int(tensor.n_elements) for tensor in reader.tensors),
     )
-    return header, [tensor.name for tensor in reader.tensors]
 
 
-def _check(header: GgufHeader, names: list[str]) -> None:
-    path = header.path
+def _check(header: GgufHeader, reader: GGUFReader) -> None:
+    path, rows = header.path, {tensor.name: int(tensor.shape[-1]) for tensor in reader.tensors}
     part = PART.search(path.name)
     parts = int(header.values.get("split.count") or (part[1] if part else 1))
     if parts > 1:
@@ -94,11 +94,17 @@ def _check(header: GgufHeader, names: list[str]) -> None:
         raise UserError(
             f"{path}: architecture {header.architecture!r} cannot be converted; can be: {', '.join(ARCHITECTURES)}"
         )
-    if not names:
+    if not rows:
         raise UserError(f"{path}: no weights, only a vocabulary")
     if not {"tokenizer.ggml.model", "tokenizer.ggml.tokens"} <= header.values.keys():
         raise UserError(f"{path}: no tokenizer in it; convert a file that has one")
-    if reason := _ignored(header, names):
+    tokens = len(reader.fields["tokenizer.ggml.tokens"].data)
+    if rows.get(EMBEDDING, tokens) != tokens:
+        raise UserError(
+            f"{path}: {EMBEDDING} has {rows[EMBEDDING]} rows, and tokenizer.ggml.tokens {tokens} entries: parts of two "
+            "models; fetch it again"
+        )
+    if reason := _ignored(header, list(rows)):
         raise UserError(
             f"{path}: {reason}, which transformers does not read from GGUF: answers would differ; take the "
             "safetensors checkpoint"

@@ -31,7 +31,7 @@ from actors.engine.checkpoint.file_digests import (
 from actors.engine.checkpoint.loading import Checkpoint, inspect, refuse_file
 from actors.engine.checkpoint.speed_adapter import FILES as ADAPTER_FILES
 from actors.engine.checkpoint.speed_adapter import base_digest, with_adapter
-from actors.engine.checkpoint.weights import tensor_sizes, weight_files
+from actors.engine.checkpoint.weights import StoredTensor, file_tensors, folder_tensors, joined, weight_files
 from actors.engine.errors import UserError
 from actors.engine.schedules.schedule import Schedule
 from pipeline.checkpoints.download_progress import download_progress
@@ -135,15 +135,12 @@ class ResolvedCheckpoint:
         known = {name: digest for name, digest in found.items() if digest is not None}
         return weights_digest(known) if len(known) == len(found) else None
 
-    def sizes(self) -> dict[str, int] | None:
-        """Elements of every tensor, read from the headers in the store; None for a local folder."""
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Read the headers of the weights, in the store where they are not local."""
         if isinstance(self.source, str):
-            return None
-        sizes: dict[str, int] = {}
+            return folder_tensors(self.checkpoint.path)
         with ThreadPoolExecutor(HEADERS_AT_ONCE) as threads:
-            for shard in threads.map(self.source.store().sizes, self.source.weights):
-                sizes |= shard
-        return sizes
+            return joined(threads.map(self.source.store().tensors, self.source.weights))
 
 
 def resolve_checkpoint(
@@ -363,5 +360,5 @@ def _verify(path: Path, file: RemoteFile, digests: dict[str, str]) -> str:
             raise UserError(f"{path}: damaged in the download: its {algorithm} is not the store's {expected}")
     if path.suffix == ".safetensors":
         with open(path, "rb") as opened:
-            tensor_sizes(partial(os.pread, opened.fileno()), file.size, str(path))
+            file_tensors(partial(os.pread, opened.fileno()), file.size, str(path))
     return sha256

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from actors.engine.checkpoint.weights import gib, tensor_sizes
+from actors.engine.checkpoint.weights import StoredTensor, file_tensors, gib
 from actors.engine.errors import UserError, flat
 from pipeline.config.job import StorageConfig
 from pipeline.storage.errors import NoSuchBucket, StoreFailed
@@ -44,8 +44,8 @@ class Store(Protocol):
         """The files directly in the checkpoint's folder, sorted by name."""
         ...
 
-    def sizes(self, file: RemoteFile) -> dict[str, int]:
-        """Elements of every tensor of a safetensors file, from its header."""
+    def tensors(self, file: RemoteFile) -> dict[str, StoredTensor]:
+        """The tensors of a safetensors file, from its header."""
         ...
 
     def download(self, files: Sequence[RemoteFile], folder: Path) -> Path:
@@ -89,7 +89,7 @@ class BucketStore:
                 raise UserError(f"{self.url}: the bucket lists {file.name!r} as a file in it, which no folder can hold")
         return sorted(found, key=lambda file: file.name)
 
-    def sizes(self, file: RemoteFile) -> dict[str, int]:
+    def tensors(self, file: RemoteFile) -> dict[str, StoredTensor]:
         fs, path = filesystem(self.url, self.storage)
 
         def read(count: int, first: int) -> bytes:
@@ -97,7 +97,7 @@ class BucketStore:
             return data
 
         with self._user_errors():
-            return tensor_sizes(read, file.size, f"{self.url}/{file.name}")
+            return file_tensors(read, file.size, f"{self.url}/{file.name}")
 
     def download(self, files: Sequence[RemoteFile], folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
@@ -188,13 +188,14 @@ class HubStore:
     def files(self) -> list[RemoteFile]:
         return self.commit()[1]
 
-    def sizes(self, file: RemoteFile) -> dict[str, int]:
+    def tensors(self, file: RemoteFile) -> dict[str, StoredTensor]:
         from huggingface_hub import HfApi
 
         with self._user_errors():
             api = HfApi(endpoint=self.endpoint)
             header = api.parse_safetensors_file_metadata(self.repo, file.name, revision=self.revision)
-        return {name: tensor.parameter_count for name, tensor in header.tensors.items()}
+        where = f"{self.repo}@{self.revision}/{file.name}"
+        return {name: StoredTensor(where, tuple(tensor.shape)) for name, tensor in header.tensors.items()}
 
     def download(self, files: Sequence[RemoteFile], folder: Path) -> Path:
         from huggingface_hub import snapshot_download

@@ -24,7 +24,7 @@ def planned_cache(config: JobConfig, checkpoint: ResolvedCheckpoint, hardware: H
         checkpoint.checkpoint,
         model.dtype,
         0,
-        checkpoint.sizes(),
+        checkpoint.tensors(),
         on_gpu=True,
         paged_rows=rows,
         weights=model.weights,

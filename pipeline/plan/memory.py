@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -11,17 +11,23 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import psutil
 
 from actors.engine.build import uses_pages
+from actors.engine.checkpoint.file_digests import cache_record, write_record
+from actors.engine.checkpoint.fitting import check_tensors
 from actors.engine.checkpoint.loading import memory_needed
-from actors.engine.checkpoint.weights import Need, gib
+from actors.engine.checkpoint.weights import Need, StoredTensor, gib
 from actors.engine.errors import UserError
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import ActorsConfig, JobConfig, ModelConfig
+from pipeline.runtime.isolated import call_isolated
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from pipeline.plan.manifest import Batching
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
+CHECK_SECONDS = 300.0  # for the comparison of weights and config in a process of its own
 CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -67,7 +73,7 @@ def log_memory_estimate(
 
 
 def actor_need(model: ModelConfig, actors: ActorsConfig, checkpoint: ResolvedCheckpoint, batching: Batching) -> Need:
-    """Memory of one actor. Raises UserError if the weights are damaged, or the engine lacks 8 bits asked for."""
+    """Memory of one actor. Raises UserError if the weights do not fit the config, or the engine lacks 8 bits."""
     on_gpu = _on_gpu(model, actors)
     paged = uses_pages(model.engine, checkpoint.checkpoint, on_gpu=on_gpu, compiled=model.compile)
     for key, kind in (("weights", model.weights if on_gpu else None), ("kv_cache", model.kv_cache)):
@@ -80,15 +86,38 @@ def actor_need(model: ModelConfig, actors: ActorsConfig, checkpoint: ResolvedChe
         lacking = f" (expanded to {model.dtype} where a {'GPU' if on_gpu else 'CPU'} lacks the instructions)"
         runs = stored.run(model.dtype, compiled=model.compile, on_gpu=on_gpu, paged=paged)
         log.info("model: %s weights%s", stored.kind, lacking if runs else f", expanded to {model.dtype}")
+    tensors = checkpoint.tensors()
+    check_weights(checkpoint.checkpoint.config, tensors, model.path)
     return memory_needed(
         checkpoint.checkpoint,
         model.dtype,
         batching.cache_bytes,
-        checkpoint.sizes(),
+        tensors,
         on_gpu=on_gpu,
         paged_rows=batching.max_batch if paged else 0,
         weights=model.weights if paged else None,
     )
+
+
+def check_weights(config: PretrainedConfig, tensors: Mapping[str, StoredTensor], name: str) -> None:
+    """Raise UserError if tensors of these shapes are not the weights of a model of this config.
+
+    What fits is recorded in this machine's cache, as the check builds a model: in another process, where this one has
+    hidden torch from the library.
+    """
+    from transformers import __version__
+    from transformers.utils import import_utils
+
+    record = cache_record(
+        None, "tensors", [__version__, config.to_json_string(), [(key, one.shape) for key, one in tensors.items()]]
+    )
+    if record.is_file():
+        return
+    if import_utils.is_torch_available():
+        check_tensors(config, tensors, name)
+    else:
+        call_isolated(check_tensors, config, tensors, name, seconds=CHECK_SECONDS)
+    write_record(record, {})
 
 
 def describe(need: Need, dtype: str, actors: ActorsConfig) -> str:

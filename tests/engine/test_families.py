@@ -10,8 +10,10 @@ import torch
 from engine_cases import answer, requests
 from tiny_models import CONTEXT, LAYERS, MODELS, WINDOW, tiny_model
 from transformers import AutoConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from actors.engine.checkpoint.families import FAMILIES, family_of
+from actors.engine.checkpoint.families import ACTIVATIONS, FAMILIES, ROPE_TYPES, family_of
 from actors.engine.checkpoint.loading import load_decoder
 from actors.engine.decoder import Decoder, causal_mask
 from actors.engine.engine import Engine
@@ -163,12 +165,27 @@ def test_rows_end_before_a_rotary_type_turns_earlier_keys_anew(name: str, change
         ("gpt2", {"add_cross_attention": True}, "'gpt2': add_cross_attention"),
         ("smollm3", {"layer_types": ["sliding_attention"] * 36}, "'smollm3': .* but sliding_window is null"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 32}, "'qwen3': layer_types has 'chunked_attention'"),
+        ("llama", {"layer_types": ["linear_attention"] * 32}, "'llama': layer_types has 'linear_attention'"),
+        ("llama", {"layer_types": ["sliding_attention"] * 32}, "'llama': .*sliding_attention.* sliding_window is null"),
+        ("mistral", {"layer_types": ["full_attention"] * 32}, "'mistral': .* and the library uses sliding_window for"),
+        ("llama", {"hidden_act": "snake"}, "'llama': hidden_act = 'snake': supported: silu, "),
+        ("gpt2", {"activation_function": "snake"}, "'gpt2': activation_function = 'snake': supported: silu, "),
+        ("gemma2", {"hidden_activation": "snake"}, "'gemma2': hidden_activation = 'snake'"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "mrope", "factor": 2.0}},
+            "'llama': rope_type = 'mrope': supported: d",
+        ),
     ],
 )
 def test_what_cannot_be_run_exactly_is_refused_by_name(model_type: str, keys: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason) as caught:
         family_of(AutoConfig.for_model(model_type, **keys))
     assert "\n" not in str(caught.value)
+
+
+def test_the_library_knows_the_listed_values() -> None:
+    assert {*ACTIVATIONS} <= {*ACT2FN} and {*ROPE_TYPES} <= {"default", *ROPE_INIT_FUNCTIONS}
 
 
 def test_every_family_has_a_tiny_model() -> None:

@@ -11,7 +11,7 @@ from tiny_models import LAYERS, tiny_model
 from transformers import PreTrainedModel
 
 from actors.engine.checkpoint.loading import inspect, load_decoder
-from actors.engine.checkpoint.weights import folder_sizes
+from actors.engine.checkpoint.weights import folder_tensors
 from actors.engine.errors import UserError
 from actors.engine.schedules.file import save_spec
 from actors.engine.schedules.schedule import ScheduleSpec
@@ -70,7 +70,11 @@ def test_bad_checkpoints_are_refused_in_one_line(checkpoint: Path, tmp_path_fact
     refused("'bloom' is not supported; supported: llama, mistral, ")
     edit(checkpoint / "config.json", model_type="nobody-knows")
     refused("nobody-knows")
-    edit(checkpoint / "config.json", model_type="llama", auto_map={"AutoConfig": "x.py"})
+    edit(checkpoint / "config.json", model_type=None)
+    refused("model_type None is not supported; supported: llama, ")
+    edit(checkpoint / "config.json", model_type="llama", rms_norm_eps="x")
+    refused("Validation error for field 'rms_norm_eps': TypeError: .* expected float, got str")  # the whole message
+    edit(checkpoint / "config.json", rms_norm_eps=1e-5, auto_map={"AutoConfig": "x.py"})
     refused("auto_map")
     text = json.loads((checkpoint / "config.json").read_text())
     del text["auto_map"]
@@ -161,4 +165,4 @@ def test_an_index_or_header_nested_too_deeply_is_refused_in_one_line(checkpoint:
     (checkpoint / "model.safetensors.index.json").unlink()
     (checkpoint / "model.safetensors").write_bytes((100_000).to_bytes(8, "little") + b"[" * 100_000)
     with pytest.raises(UserError, match=r"model\.safetensors: not a safetensors file: its header cannot be read"):
-        folder_sizes(checkpoint)
+        folder_tensors(checkpoint)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,22 +13,25 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save, save_file
+from safetensors.torch import load_file, save, save_file
 from tiny_models import tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from actors.engine.checkpoint.compressed import Kind
+from actors.engine.checkpoint.fitting import check_tensors
 from actors.engine.checkpoint.loading import inspect, load_decoder, memory_needed
 from actors.engine.checkpoint.weights import (
     ALLOWANCE,
     INDEX,
     Need,
+    StoredTensor,
     check_free,
-    folder_sizes,
+    file_tensors,
+    folder_tensors,
     need,
-    tensor_sizes,
     weight_files,
 )
+from actors.engine.errors import UserError
 from actors.engine.gpu import reference
 from actors.engine.gpu.layers import FusedLayer
 from actors.engine.gpu.products import EightBitHead, EightBitProduct, EightBits
@@ -39,14 +41,14 @@ SHAPES = st.dictionaries(
 )
 
 
-def sizes_of(data: bytes) -> dict[str, int]:
-    return tensor_sizes(lambda count, first: data[first : first + count], len(data), "file")
+def tensors_of(data: bytes) -> dict[str, StoredTensor]:
+    return file_tensors(lambda count, first: data[first : first + count], len(data), "file")
 
 
 @given(SHAPES, st.sampled_from([torch.float32, torch.bfloat16, torch.int8]))
 def test_headers_tell_what_the_library_wrote(shapes: dict[str, list[int]], dtype: torch.dtype) -> None:
     data = save({name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}, {"format": "pt"})
-    assert sizes_of(data) == {name: math.prod(shape) for name, shape in shapes.items()}
+    assert tensors_of(data) == {name: ("file", tuple(shape)) for name, shape in shapes.items()}
 
 
 @given(SHAPES, st.data())
@@ -55,13 +57,13 @@ def test_a_file_cut_short_or_continued_is_refused(shapes: dict[str, list[int]], 
     cut = data.draw(st.integers(0, len(whole) - 1))
     for wrong in (whole[:cut], whole + b"\0"):
         with pytest.raises(ValueError, match=r"^file: [^\n]*$"):
-            sizes_of(wrong)
+            tensors_of(wrong)
 
 
 @given(st.binary(max_size=60))
 def test_what_is_no_safetensors_file_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"^file: [^\n]*$"):
-        sizes_of(len(data).to_bytes(8, "little") + data + b"x")
+        tensors_of(len(data).to_bytes(8, "little") + data + b"x")
 
 
 def test_an_index_names_the_files(tmp_path: Path) -> None:
@@ -76,7 +78,9 @@ def test_an_index_names_the_files(tmp_path: Path) -> None:
         "x.safetensors",
         "y.safetensors",
     ]
-    assert weight_files(tmp_path, [INDEX, "model.safetensors"]) == ["model.safetensors"]  # as the library prefers
+    refused(
+        "model.safetensors lies beside .*index.json and its shards, and .*: remove one", [INDEX, "model.safetensors"]
+    )
     refused(r"names y\.safetensors, 1 of 2 shards are missing", [INDEX, "x.safetensors"])
     for outside in ("../x.safetensors", "/x.safetensors", "folder/x.safetensors", "x.bin", 7):
         index.write_text(json.dumps({"weight_map": {"a": outside}}))
@@ -108,7 +112,7 @@ def test_the_need_is_what_the_loaded_model_holds(tmp_path: Path, family: str) ->
     packed = memory_needed(inspect(tmp_path), "bfloat16", 1000, on_gpu=False).weights - found.weights
     assert packed == 97 * 32 * 2 + 97 * 32 * 17 // 16
     if family == "opt":
-        twice = {**folder_sizes(tmp_path), "lm_head.weight": 97 * 32}
+        twice = {**folder_tensors(tmp_path), "lm_head.weight": StoredTensor("head", (97, 32))}
         assert need(twice, tied=True, dtype="float32", cache_bytes=0).parameters == held
 
 
@@ -126,6 +130,94 @@ def test_shards_load_as_one_file_does(tmp_path: Path) -> None:
     shard.unlink()
     with pytest.raises(ValueError, match=rf"names {shard.name}, 1 of \d+ shards are missing"):
         inspect(many)
+
+
+def saved(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, folder, metadata={"format": "pt"})
+
+
+def refusal_of(folder: Path) -> str:
+    """That of the headers; a load says the same."""
+    with pytest.raises(UserError, match=r"^[^\n]+$") as caught:
+        check_tensors(inspect(folder).config, folder_tensors(folder), str(folder))
+    with pytest.raises(UserError) as loaded:
+        load_decoder(folder, torch.float32, torch.device("cpu"))
+    assert str(loaded.value) == str(caught.value)
+    return str(caught.value)
+
+
+def test_a_tensor_of_two_files_is_refused(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, tiny_model("llama"), max_shard_size="20KB")
+    first, second = sorted(folder.glob("*.safetensors"))[1:3]
+    name = next(iter(load_file(first)))
+    saved(second, {**load_file(second), name: torch.zeros(3, 4)})
+    refused = refusal_of(folder)
+    assert refused.startswith(f"{first}: {name} [") and f"is also in {second}, [3, 4]: only one can" in refused
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "shape", "reason"),
+    [
+        (
+            "llama",
+            "model.layers.1.mlp.up_proj.weight",
+            (60, 32),
+            "has shape [60, 32], and a model of config.json [64, 32]",
+        ),
+        ("llama", "model.embed_tokens.weight", (99, 32), "has shape [99, 32], and a model of config.json [97, 32]"),
+        (
+            "llama",
+            "model.layers.6.mlp.up_proj.weight",
+            (64, 32),
+            "is of layer 6, counted from 0, and config.json has num",
+        ),
+        ("gpt2", "transformer.h.9.mlp.c_fc.bias", (128,), "is of layer 9, counted from 0"),
+        (
+            "llama",
+            "model.layers.0.self_attn.q_proj.bias",
+            (32,),
+            "[32] is no weight of a llama model of this config.json",
+        ),
+        ("llama", "model.layers.0.self_attn.q_norm.weight", (8,), "[8] is no weight of a llama model"),
+        ("llama", "lm_head.bias", (97,), "[97] is no weight of a llama model"),
+    ],
+)
+def test_tensors_that_are_not_the_configs_are_refused_before_they_are_read(
+    tmp_path: Path, name: str, tensor: str, shape: tuple[int, ...], reason: str
+) -> None:
+    folder = save_checkpoint(tmp_path, tiny_model(name))
+    check_tensors(inspect(folder).config, folder_tensors(folder), "m")
+    path = folder / "model.safetensors"
+    saved(path, {**load_file(path), tensor: torch.zeros(shape)})
+    assert f"{path}: {tensor} {reason}" in refusal_of(folder)
+
+
+def test_a_missing_weight_is_known_from_the_headers(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, tiny_model("llama"))
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.norm.weight"]
+    saved(path, tensors)
+    assert refusal_of(folder) == f"{folder}: no weights for model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix", "more"),
+    [
+        ("gpt2", "transformer.", {"h.0.attn.bias": (1, 1, 8, 8), "h.0.attn.masked_bias": ()}),
+        ("llama", "model.", {"layers.0.self_attn.rotary_emb.inv_freq": (4,), "score.weight": (1, 32)}),
+        ("gpt-neox", "gpt_neox.", {"layers.0.attention.bias": (1, 1, 8, 8), "layers.0.attention.masked_bias": ()}),
+    ],
+)
+def test_names_without_prefix_and_constants_of_older_files_are_taken(
+    tmp_path: Path, name: str, prefix: str, more: dict[str, tuple[int, ...]]
+) -> None:
+    folder = save_checkpoint(tmp_path, tiny_model(name))
+    path = folder / "model.safetensors"
+    plain = {key.removeprefix(prefix): tensor for key, tensor in load_file(path).items()}
+    saved(path, plain | {key: torch.zeros(shape) for key, shape in more.items()})
+    check_tensors(inspect(folder).config, folder_tensors(folder), "m")
+    load_decoder(folder, torch.float32, torch.device("cpu"))
 
 
 def test_a_gpu_that_is_too_full_is_said_in_one_line() -> None:
@@ -185,7 +277,7 @@ def test_a_damaged_header_is_named(tmp_path: Path) -> None:
     data[8] = ord("x")
     (tmp_path / "model.safetensors").write_bytes(data)
     with pytest.raises(ValueError, match=r"model\.safetensors: not a safetensors file: its header cannot be read"):
-        folder_sizes(tmp_path)
+        folder_tensors(tmp_path)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -19,6 +19,13 @@ if TYPE_CHECKING:  # a driver asks for a config's family without torch
     from transformers import PretrainedConfig
 
 Rotary: TypeAlias = "tuple[Tensor, Tensor] | None"
+FULL, SLIDING = "full_attention", "sliding_attention"
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+ACTIVATIONS = (
+    *("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_python", "gelu_pytorch_tanh", "quick_gelu"),
+    *("relu", "relu2"),
+)
+ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function")  # several names for one value
 
 
 @dataclass(frozen=True)
@@ -63,18 +70,7 @@ def _one_window(config: PretrainedConfig) -> list[int | None]:
 
 
 def _window_by_layer(config: PretrainedConfig) -> list[int | None]:
-    return [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
-
-
-def _unsupported_layers(config: PretrainedConfig) -> str | None:
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if unknown := kinds - {"full_attention", "sliding_attention"}:
-        return f"layer_types has {sorted(unknown)[0]!r}; full_attention and sliding_attention can be run"
-    if "sliding_attention" in kinds and config.sliding_window is None:
-        return "layer_types has 'sliding_attention', but sliding_window is null"
-    if getattr(config, "use_bidirectional_attention", None):
-        return "use_bidirectional_attention: earlier tokens would see later ones"
-    return None
+    return [config.sliding_window if kind == SLIDING else None for kind in config.layer_types]
 
 
 def _by_token(model: Any) -> tuple[Tensor, None]:
@@ -223,14 +219,14 @@ _LLAMA = Family(
     ),
     finish=lambda model, hidden: model.model.norm(hidden),
 )
-_BY_LAYER = replace(_LLAMA, windows=_window_by_layer, unsupported=_unsupported_layers)
+_BY_LAYER = replace(_LLAMA, windows=_window_by_layer)
 
 FAMILIES: dict[str, Family] = {
     "llama": replace(_LLAMA, embeddings=_by_token, weights=_llama_layer),
     "mistral": replace(_LLAMA, windows=_one_window, embeddings=_by_token, weights=_llama_layer),
     "qwen2": replace(_BY_LAYER, embeddings=_by_token, weights=_llama_layer),
     "qwen3": replace(_BY_LAYER, embeddings=_by_token, weights=_qwen3_layer),
-    "gemma": replace(_LLAMA, unsupported=_unsupported_layers),
+    "gemma": _LLAMA,
     "gemma2": replace(_BY_LAYER, attention="eager"),  # sdpa cannot cap scores
     "gemma3_text": replace(_BY_LAYER, rotary=_rotary_by_kind),
     "phi3": replace(_LLAMA, windows=_one_window, embeddings=_by_token, weights=_phi3_layer),
@@ -266,14 +262,43 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: PretrainedConfig) -> Family:
-    """The family of a model. UserError, listing the supported families, if a model of this config cannot be run."""
-    family = FAMILIES.get(config.model_type)
-    if family is None:
-        only = "; of Gemma 3 only the text models (gemma3_text)" if config.model_type == "gemma3" else ""
-        raise UserError(f"model_type {config.model_type!r} is not supported; supported: {', '.join(FAMILIES)}{only}")
-    if reason := family.unsupported(config):
+    """The family of a model. UserError, listing the supported values, if a model of this config cannot be run."""
+    family = family_named(config.model_type)
+    if reason := unknown_value(config) or family.unsupported(config):
         raise UserError(f"model_type {config.model_type!r}: {reason}")
     return family
+
+
+def family_named(model_type: object) -> Family:
+    """The family of a model type. Raises UserError that lists the supported ones."""
+    if model_type not in FAMILIES:
+        only = "; of Gemma 3 only the text models (gemma3_text)" if model_type == "gemma3" else ""
+        raise UserError(f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}{only}")
+    return FAMILIES[str(model_type)]
+
+
+def unknown_value(config: PretrainedConfig) -> str | None:
+    """Why a value of a config names nothing that the families can run; None if all do."""
+    for key in ACTIVATION_KEYS:
+        if (name := getattr(config, key, None)) is not None and name not in ACTIVATIONS:
+            return f"{key} = {name!r}: supported: {', '.join(ACTIVATIONS)}"
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *(nested for nested in rope.values() if isinstance(nested, dict))):
+        if (name := parameters.get("rope_type", "default")) not in ROPE_TYPES:
+            return f"rope_type = {name!r}: supported: {', '.join(ROPE_TYPES)}"
+    kinds = getattr(config, "layer_types", None) or ()
+    for kind in kinds:
+        if kind not in (FULL, SLIDING):
+            return f"layer_types has {kind!r}; {FULL} and {SLIDING} can be run"
+    windows = family_named(config.model_type).windows(config)
+    for layer, (kind, window) in enumerate(zip(kinds, windows, strict=False)):
+        if kind == SLIDING and window is None:
+            return f"layer_types has {SLIDING!r} for layer {layer}, but sliding_window is null"
+        if kind == FULL and window is not None:
+            return f"layer_types has {FULL!r} for layer {layer}, and the library uses sliding_window for it"
+    if getattr(config, "use_bidirectional_attention", None):
+        return "use_bidirectional_attention: earlier tokens would see later ones"
+    return None
 
 
 def has_weights(config: PretrainedConfig) -> bool:

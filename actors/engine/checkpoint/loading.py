@@ -11,17 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.engine.checkpoint.compressed import CONFIG_KEYS, Kind, StoredWeights, expand, stored_weights
+from actors.engine.checkpoint.fitting import check_report
 from actors.engine.checkpoint.json_file import read_object
 from actors.engine.checkpoint.weights import (
     ITEM_BYTES,
     Need,
+    StoredTensor,
     building_models,
-    folder_sizes,
+    folder_tensors,
     names_in,
     need,
     weight_files,
 )
-from actors.engine.errors import UserError
+from actors.engine.errors import UserError, flat
 from actors.engine.schedules.file import SCHEDULE_FILE, load_spec, load_trained
 from actors.engine.schedules.schedule import Schedule, ScheduleSpec
 from actors.engine.schedules.trained import Trained
@@ -110,7 +112,7 @@ def inspect(path: str | Path, names: Collection[str] | None = None) -> Checkpoin
     """
     from huggingface_hub.errors import StrictDataclassError
 
-    from actors.engine.checkpoint.families import context_length, family_of
+    from actors.engine.checkpoint.families import context_length, family_named, family_of
 
     folder = Path(path)
     refuse_file(str(path))
@@ -131,10 +133,12 @@ def inspect(path: str | Path, names: Collection[str] | None = None) -> Checkpoin
         if (folder / name).is_file():
             read_object(folder / name)
     try:
+        family_named(values.get("model_type"))
         config = read_config(folder)
         family_of(config)
     except (ValueError, KeyError, OSError, TypeError, AttributeError, StrictDataclassError) as error:
-        raise UserError(f"{folder}: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
+        kind = "" if isinstance(error, UserError) else f"config.json: {type(error).__name__}: "
+        raise UserError(f"{folder}: {kind}{flat(error)}") from None
     layers = config.num_hidden_layers
     spec = load_spec(folder, layers)
     trained = load_trained(folder, layers, spec)
@@ -176,7 +180,7 @@ def memory_needed(
     checkpoint: Checkpoint,
     dtype: str,
     cache_bytes: int,
-    sizes: Mapping[str, int] | None = None,
+    tensors: Mapping[str, StoredTensor] | None = None,
     *,
     on_gpu: bool,
     paged_rows: int = 0,
@@ -185,7 +189,7 @@ def memory_needed(
     """Memory that an actor needs for the checkpoint.
 
     Args:
-        sizes: how many numbers every tensor has; None: read from the headers in the folder.
+        tensors: of the checkpoint; None: read from the headers in the folder.
         on_gpu: whether the actor has a GPU; else a CPU that packs weights in bfloat16 is assumed.
         paged_rows: most rows in flight of the paged engine; 0: another engine runs.
         weights: 8 bits of its products, if the job asks for them.
@@ -193,9 +197,9 @@ def memory_needed(
     Raises UserError if weights are missing or damaged.
     """
     config = checkpoint.config
-    sizes = folder_sizes(checkpoint.path) if sizes is None else sizes
+    tensors = folder_tensors(checkpoint.path) if tensors is None else tensors
     tied = bool(config.tie_word_embeddings)
-    needed = need(sizes, tied=tied, dtype=dtype, cache_bytes=cache_bytes)
+    needed = need(tensors, tied=tied, dtype=dtype, cache_bytes=cache_bytes)
     if dtype == "bfloat16" and not on_gpu:  # the head is kept as it is, packed, and in 8 bits
         head = config.vocab_size * (getattr(config, "word_embed_proj_dim", None) or config.hidden_size)
         needed = replace(needed, weights=needed.weights + head * ITEM_BYTES[dtype] + head * 17 // 16)
@@ -273,17 +277,19 @@ def load_model(
         keep_codes: keep the scales of weights of 8 bits, see `compressed.codes_of`.
 
     Raises:
-        UserError: weights or scales are missing.
+        UserError: weights or scales are missing or have another shape, or a tensor has no place in the model.
     """
     from transformers import AutoModelForCausalLM
 
     stored = stored_weights(read_object(Path(path) / "config.json"), Path(path))
+    tensors = folder_tensors(Path(path))
     on_cpu = device is None or device.type == "cpu"
     with building_models:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=read_config(path),
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report
             dtype=dtype,
             device_map=None if on_cpu else {"": device},  # by accelerate
             local_files_only=True,
@@ -293,8 +299,7 @@ def load_model(
         )
     model, report = loaded
     unpacked = set() if stored is None else expand(model, Path(path), stored, keep=keep_codes)
-    if missing := set(report["missing_keys"]) - unpacked:  # the library fills them with random numbers
-        raise UserError(f"{path}: no weights for {min(missing)}")
+    check_report(model, report, tensors, str(path), unpacked)
     if stored is not None and not keep_codes:
         log.info("%s: %s weights, expanded to %s", path, stored.kind, str(dtype).removeprefix("torch."))
     return model  # type: ignore[no-any-return]

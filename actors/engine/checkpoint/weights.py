@@ -6,10 +6,11 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from actors.engine.errors import UserError
 
@@ -24,6 +25,13 @@ building_models = threading.Lock()
 SCALES = ("_scale", "_zero_point", ".weight_shape")  # ends of the names of tensors beside weights of 8 bits
 PACKED = ".weight_packed"  # four of them in an int32, see `compressed`
 _HEADS = ("lm_head.weight", "embed_out.weight")
+
+
+class StoredTensor(NamedTuple):
+    """A tensor as the header of its file describes it."""
+
+    file: str
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -52,11 +60,11 @@ class Need:
 def weight_files(folder: Path, names: Collection[str]) -> list[str]:
     """The files among `names` that hold the weights: one, or the shards of the index in `folder`.
 
-    Raises UserError if there are no safetensors, the index cannot be read, or a shard is missing.
+    Raises UserError if there are no safetensors, both kinds of them, an index that cannot be read, or a missing shard.
     """
-    if WEIGHTS in names:
-        return [WEIGHTS]
     if INDEX not in names:
+        if WEIGHTS in names:
+            return [WEIGHTS]
         other = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth")))
         hint = f"; {other[0]} is a pickle, which is not loaded: convert it" if other else ""
         if gguf := sorted(name for name in names if name.endswith(".gguf")):
@@ -69,6 +77,10 @@ def weight_files(folder: Path, names: Collection[str]) -> list[str]:
     for name in shards:
         if not isinstance(name, str) or name != Path(name).name or not name.endswith(".safetensors"):
             raise UserError(f"{folder / INDEX}: names {name!r}, which is no safetensors file in its folder")
+    if WEIGHTS in names and shards != [WEIGHTS]:
+        raise UserError(
+            f"{folder}: {WEIGHTS} lies beside {INDEX} and its shards, and only one can be the model: remove one"
+        )
     missing = [name for name in shards if name not in names]
     if missing or not shards:
         gone = missing[0] if missing else "no file at all"
@@ -76,8 +88,8 @@ def weight_files(folder: Path, names: Collection[str]) -> list[str]:
     return shards
 
 
-def tensor_sizes(read: Callable[[int, int], bytes], size: int, name: str) -> dict[str, int]:
-    """How many numbers every tensor of a safetensors file has.
+def file_tensors(read: Callable[[int, int], bytes], size: int, name: str) -> dict[str, StoredTensor]:
+    """Read the header of a safetensors file.
 
     Args:
         read: (bytes, first byte) -> bytes, as os.pread.
@@ -94,21 +106,36 @@ def tensor_sizes(read: Callable[[int, int], bytes], size: int, name: str) -> dic
         header = json.loads(read(length, 8))
         tensors = {key: entry for key, entry in header.items() if key != "__metadata__"}
         end = 8 + length + max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
-        sizes = {key: math.prod(map(int, entry["shape"])) for key, entry in tensors.items()}
+        found = {key: StoredTensor(name, tuple(map(int, entry["shape"]))) for key, entry in tensors.items()}
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{name}: not a safetensors file: its header cannot be read") from None
     if end != size:
         raise UserError(f"{name}: {size} bytes, but its header says {end}: cut short or damaged, fetch it again")
-    return sizes
+    return found
 
 
-def folder_sizes(folder: Path) -> dict[str, int]:
-    """How many numbers every tensor of a checkpoint folder has. UserError if a file is missing or damaged."""
-    sizes: dict[str, int] = {}
-    for name in weight_files(folder, names_in(folder)):
-        with open(folder / name, "rb") as file:
-            sizes |= tensor_sizes(partial(os.pread, file.fileno()), (folder / name).stat().st_size, str(folder / name))
-    return sizes
+def joined(files: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTensor]:
+    """Return the tensors of all files of a checkpoint. Raises UserError if two files hold a tensor of one name."""
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        for name in sorted(file.keys() & tensors.keys()):
+            first, second = tensors[name], file[name]
+            raise UserError(
+                f"{first.file}: {name} {list(first.shape)} is also in {second.file}, {list(second.shape)}: only one "
+                "can be the model's; fetch the checkpoint again, or remove one of both"
+            )
+        tensors |= file
+    return tensors
+
+
+def folder_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a checkpoint folder. Raises UserError as `weight_files`, `file_tensors` and `joined`."""
+
+    def header(path: Path) -> dict[str, StoredTensor]:
+        with open(path, "rb") as file:
+            return file_tensors(partial(os.pread, file.fileno()), path.stat().st_size, str(path))
+
+    return joined(header(folder / name) for name in weight_files(folder, names_in(folder)))
 
 
 def names_in(folder: Path) -> list[str]:
@@ -116,11 +143,10 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.is_file())
 
 
-def need(sizes: Mapping[str, int], *, tied: bool, dtype: str, cache_bytes: int) -> Need:
+def need(tensors: Mapping[str, StoredTensor], *, tied: bool, dtype: str, cache_bytes: int) -> Need:
     """Memory for a model of these tensors in `dtype`; tied: head and embedding are one tensor, even if stored twice."""
-    count = sum(
-        4 * size if name.endswith(PACKED) else size for name, size in sizes.items() if not name.endswith(SCALES)
-    )
+    sizes = {name: math.prod(tensor.shape) for name, tensor in tensors.items() if not name.endswith(SCALES)}
+    count = sum(4 * size if name.endswith(PACKED) else size for name, size in sizes.items())
     if tied and len(sizes) > 1:
         count -= sum(sizes.get(name, 0) for name in _HEADS)
     return Need(count, count * ITEM_BYTES[dtype], cache_bytes)

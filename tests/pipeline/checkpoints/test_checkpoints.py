@@ -17,7 +17,7 @@ import boto3
 import pytest
 from transformers import AutoModelForCausalLM
 
-from actors.engine.checkpoint.weights import folder_sizes
+from actors.engine.checkpoint.weights import StoredTensor, folder_tensors
 from pipeline.checkpoints import stores as checkpoint_stores
 from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint, fetch, resolve_checkpoint
 from pipeline.checkpoints.stores import BucketStore, RemoteFile
@@ -67,6 +67,10 @@ def find(path: str, storage: StorageConfig | None = None) -> ResolvedCheckpoint:
 def remote(resolved: ResolvedCheckpoint) -> RemoteCheckpoint:
     assert isinstance(resolved.source, RemoteCheckpoint)
     return resolved.source
+
+
+def shapes(tensors: dict[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def refusal(path: str, storage: StorageConfig | None = None) -> str:
@@ -119,7 +123,7 @@ def test_planning_leaves_the_weights_in_the_bucket(checkpoint: Path, s3: Storage
     small = {path.name for path in checkpoint.glob("*.json")}
     assert held(place) == small
     assert (resolved.checkpoint.num_layers, resolved.checkpoint.spec) == (4, find(str(checkpoint)).checkpoint.spec)
-    assert resolved.sizes() == folder_sizes(checkpoint)
+    assert shapes(resolved.tensors()) == shapes(folder_tensors(checkpoint))
     assert fetch(resolved.source, weights=False) == resolved.checkpoint.path
     assert held(place) == small
     folder = fetch(resolved.source)
@@ -132,7 +136,7 @@ def test_a_sharded_checkpoint_is_fetched_by_its_index(sharded: Path, s3: Storage
     resolved = find(put(sharded, "s3://bucket/sharded", s3) + "/", s3)  # with a slash or without
     wanted = {path.name for path in sharded.iterdir()} - {"pytorch_model.bin", "consolidated.safetensors"}
     assert set(resolved.identity()["files"]) == wanted
-    assert resolved.sizes() == folder_sizes(sharded)
+    assert shapes(resolved.tensors()) == shapes(folder_tensors(sharded))
     fetch(resolved.source)
     assert held(place) == wanted
 
@@ -298,7 +302,7 @@ def test_weights_that_are_cut_short_in_the_bucket_are_known_before_loading(
     client.put_object(Bucket="bucket", Key=f"short/{WEIGHTS}", Body=data)
     resolved = find("s3://bucket/short", s3)
     with pytest.raises(ValueError, match=rf"^s3://bucket/short/{WEIGHTS}: {len(data)} bytes, but its header says"):
-        resolved.sizes()
+        resolved.tensors()
     with pytest.raises(ValueError, match="cut short or damaged"):
         fetch(resolved.source)
 

@@ -117,6 +117,11 @@ def test_a_file_without_chat_template_is_converted_and_said_to_have_none(tmp_pat
         ({"llama__expert_count": 8}, "it is a mixture of experts, which transformers does not read"),
         ({"without": "llama.rope.dim", "llama__rope__dimension_count": 4}, "its rope turns 4 of 8 numbers of a head"),
         ({"without": "tokenizer."}, "no tokenizer in it; convert a file that has one"),
+        (
+            {"token_embd__weight": [[0.0] * 32] * 9},
+            "token_embd.weight has 9 rows, and tokenizer.ggml.tokens 300 entries",
+        ),
+        ({"blk__0__ffn_up__weight": [[0.0] * 32] * 9}, "mlp.up_proj.weight has shape [9, 32], and a model of config.j"),
         ({"split__count": 3}, "one of 3 parts; join them: llama-gguf-split --merge"),
         ({"blk__0__other__weight": [1.0, 2.0]}, "weights, and transformers' llama has"),
     ],

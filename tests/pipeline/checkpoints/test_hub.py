@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hub_server import REPO, Hub, running_hub
 
-from actors.engine.checkpoint.weights import folder_sizes
+from actors.engine.checkpoint.weights import StoredTensor, folder_tensors
 from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint, fetch, resolve_checkpoint
 from pipeline.config.job import ModelConfig, StorageConfig
 from pipeline.storage.errors import StoreFailed
@@ -36,6 +36,10 @@ def find(revision: str = "main", pinned: ResolvedCheckpoint | None = None) -> Re
     return resolve_checkpoint(ModelConfig(path=f"{REPO}@{revision}"), StorageConfig(), stored)
 
 
+def shapes(tensors: dict[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
 def refusal(path: str) -> str:
     with pytest.raises(ValueError, match=r"^[^\n]+$") as caught:
         resolve_checkpoint(ModelConfig(path=path), StorageConfig())
@@ -46,7 +50,7 @@ def refusal(path: str) -> str:
 def test_a_branch_is_pinned_to_its_commit_without_the_weights(hub: Hub, checkpoint: Path) -> None:
     resolved = find()
     assert set(hub.downloads()) == {path.name for path in checkpoint.glob("*.json")}
-    assert resolved.sizes() == folder_sizes(checkpoint)
+    assert shapes(resolved.tensors()) == shapes(folder_tensors(checkpoint))
     assert WEIGHTS not in hub.downloads()  # its header alone
     identity = resolved.identity()
     assert (identity["commit"], identity["hub"]) == (hub.branches["main"], f"{REPO}@main")

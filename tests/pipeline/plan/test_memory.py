@@ -12,9 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 import yaml
+from transformers.utils import import_utils
 from typer.testing import CliRunner
 
-from actors.engine.checkpoint.weights import ALLOWANCE, Need
+from actors.engine.checkpoint.loading import inspect
+from actors.engine.checkpoint.weights import ALLOWANCE, Need, StoredTensor, folder_tensors
+from actors.engine.errors import UserError
 from pipeline.cli.app import app
 from pipeline.config.job import ActorsConfig, ModelConfig
 from pipeline.plan import memory
@@ -94,3 +97,21 @@ def test_a_job_that_cannot_fit_is_told_and_exits_2(
     said = line.getMessage()
     assert "K parameters" in said and said.endswith("3 actors; refill, at most 64 rows in flight")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["here", "torch-hidden"])
+def test_weights_that_do_not_fit_the_config_are_refused_before_a_model_is_loaded(
+    checkpoint: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, hidden: bool
+) -> None:
+    """In another process where the library finds no torch here; what fits is compared once."""
+    monkeypatch.setattr(import_utils, "is_torch_available", lambda: not hidden)
+    config, tensors = inspect(checkpoint).config, folder_tensors(checkpoint)
+    name, (file, shape) = "model.layers.1.mlp.up_proj.weight", tensors["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(UserError) as caught:
+        memory.check_weights(config, {**tensors, name: StoredTensor(file, (60, 32))}, "m")
+    assert str(caught.value).startswith(
+        f"{file}: {name} has shape [60, 32], and a model of config.json {list(shape)}: "
+    )
+    memory.check_weights(config, tensors, "m")
+    monkeypatch.setattr(memory, "check_tensors", None)
+    memory.check_weights(config, tensors, "m")

@@ -1,0 +1,104 @@
+"""Whether a checkpoint's tensors are the weights of the model that its config.json describes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from actors.engine.checkpoint.weights import PACKED, SCALES, StoredTensor, building_models
+from actors.engine.errors import UserError, flat
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
+CONSTANTS = (".masked_bias", "attn.bias", "attention.bias", ".inv_freq")  # saved by older versions of the library
+
+
+def check_tensors(config: PretrainedConfig, tensors: Mapping[str, StoredTensor], name: str) -> None:
+    """Compare the headers of a checkpoint with the model of its config, which the library builds without memory.
+
+    Args:
+        name: of the checkpoint, for errors.
+
+    Raises:
+        UserError: as `check_report`, or no model can be built from the config's values.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    library: Any = AutoModelForCausalLM
+    with building_models:
+        try:
+            with torch.device("meta"):
+                model_class: Any = type(library.from_config(config))
+        except Exception as error:  # whatever a library's model raises for a value that it does not expect
+            raise UserError(
+                f"{name}: config.json: no model can be made of it: {type(error).__name__}: {flat(error)}"
+            ) from None
+        model, report = model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict={
+                key: torch.empty(tensor.shape, device="meta")
+                for key, tensor in tensors.items()
+                if not key.endswith((*SCALES, PACKED))
+            },
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report
+            device_map={"": "meta"},
+        )
+    check_report(model, report, tensors, name)
+
+
+def check_report(
+    model: PreTrainedModel,
+    report: Mapping[str, Any],
+    tensors: Mapping[str, StoredTensor],
+    name: str,
+    unpacked: Collection[str] | None = None,
+) -> None:
+    """Raise UserError if the library has found no place for a tensor, or no tensor for a weight.
+
+    Args:
+        report: the library's loading info.
+        tensors: of the checkpoint.
+        name: of the checkpoint, for errors.
+        unpacked: weights that were packed; None: those of the checkpoint's packed tensors.
+    """
+
+    def file(weight: str) -> str:
+        """The file of a weight, whose name in the file may lack the model's prefix."""
+        return next((one.file for key, one in tensors.items() if f".{weight}".endswith(f".{key}")), name)
+
+    if unpacked is None:
+        packed = tuple(f".{key.removesuffix(PACKED)}.weight" for key in tensors if key.endswith(PACKED))
+        unpacked = {weight for weight in report["missing_keys"] if f".{weight}".endswith(packed)}
+    for weight, stored, wanted in sorted(report["mismatched_keys"]):
+        raise UserError(
+            f"{file(weight)}: {weight} has shape {list(stored)}, and a model of config.json {list(wanted)}: files of "
+            "two models; fetch the checkpoint again"
+        )
+    layers = model.config.num_hidden_layers
+    for weight in sorted(report["unexpected_keys"]):
+        if weight.endswith((*CONSTANTS, *SCALES, PACKED)):
+            continue
+        layer = LAYER.search(weight)
+        if layer is not None and int(layer[1]) >= layers:
+            raise UserError(
+                f"{file(weight)}: {weight} is of layer {layer[1]}, counted from 0, and config.json has "
+                f"num_hidden_layers = {layers}: the rest of the model would be left out"
+            )
+        if layer is not None or _has_module(model, weight.rpartition(".")[0]):
+            shape = list(tensors[weight].shape) if weight in tensors else ""
+            raise UserError(
+                f"{file(weight)}: {weight} {shape} is no weight of a {model.config.model_type} model of this "
+                "config.json: it would be left out"
+            )
+    if missing := report["missing_keys"] - unpacked:  # the library fills them with random numbers
+        raise UserError(f"{name}: no weights for {min(missing)}")
+
+
+def _has_module(model: PreTrainedModel, path: str) -> bool:
+    return any(key in (path, f"{model.base_model_prefix}.{path}") for key, _ in model.named_modules() if key)
