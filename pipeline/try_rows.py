@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,9 +27,8 @@ from pipeline.prepare.prompt_spec import check_spec, prompt_spec
 from pipeline.prepare.prompts import prepare_table
 from pipeline.prepare.tokenizer import tokenizer_of
 from pipeline.read.files import InputFile
-from pipeline.read.ipc import from_ipc
 from pipeline.read.listing import list_input
-from pipeline.read.rows import read_blocks
+from pipeline.read.rows import read_shards
 from pipeline.read.shards import Shard, cut_shards
 from pipeline.runtime.announce import announced
 
@@ -87,7 +85,7 @@ def answer_first_rows(config: JobConfig, rows: int) -> list[TriedRow]:
     ids: list[Any] = []
     prepared: list[Prompt] = []
     with announced("preparing the prompts"):
-        for shard, table in _tables(config, job.manifest):
+        for shard, table in read_shards(files, shards, schema, config.storage):
             prepared += prompts(prepare_table(table, spec), shard.url, shard.first_row)
             ids += row_ids(table, config.input.id_column, shard.url, shard.first_row).to_pylist()
     with announced("loading the model"):
@@ -146,10 +144,3 @@ def _first_rows(config: JobConfig, rows: int) -> tuple[list[InputFile], list[Sha
     if not shards:
         raise NoRows(f"{config.input.path[0]}: no rows in {len(files)} files")
     return files, shards, schema
-
-
-def _tables(config: JobConfig, manifest: Manifest) -> Iterator[tuple[Shard, pa.Table]]:
-    files = {file.url: file for file in manifest.files}
-    for shard in manifest.shards:
-        for block in read_blocks([shard], files[shard.url], manifest.schema, config.storage):
-            yield shard, from_ipc(block["rows"][0].as_py())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -16,7 +17,7 @@ from pipeline.plan.manifest import read_footers
 from pipeline.prepare.prompts import ERROR
 from pipeline.read.files import Files, InputFile
 from pipeline.read.ipc import from_ipc, to_ipc
-from pipeline.read.rows import read_rows
+from pipeline.read.rows import read_shards
 from pipeline.read.schema import is_text
 from pipeline.read.shards import Shard
 from pipeline.storage.owned_folder import replacing
@@ -64,7 +65,10 @@ def write_sample(
 def _read(config: JobConfig, files: Sequence[InputFile], schema: pa.Schema, rows: Sequence[int]) -> Iterator[pa.Table]:
     """Each of `rows`, which ascend, as a table of its own with the column `ERROR`."""
     ends = accumulate((file.rows for file in files), initial=0)
-    for file, (first, end) in zip(files, pairwise(ends), strict=True):
-        single_rows = [Shard(0, file.url, row - first, 1) for row in rows if first <= row < end]
-        for table in read_rows(single_rows, file, schema, config.storage) if single_rows else ():
-            yield from_ipc(to_ipc(table))  # a copy: a slice would keep its whole batch in memory
+    single_rows = [
+        Shard(0, file.url, row - first, 1)
+        for file, (first, end) in zip(files, pairwise(ends), strict=True)
+        for row in rows[bisect_left(rows, first) : bisect_left(rows, end)]
+    ]
+    for _, table in read_shards(files, single_rows, schema, config.storage):
+        yield from_ipc(to_ipc(table))  # a copy: a slice would keep its whole batch in memory

@@ -13,11 +13,9 @@ from pipeline.config.job import ActorsConfig
 from pipeline.generate.coordinator import Coordinator, Workload
 from pipeline.generate.stage import ThisProcess
 from pipeline.read.rows import read_blocks
-from pipeline.read.shards import group_shards
 from pipeline.runtime.signals import Interrupted, graceful
 
 Result = TypeVar("Result")
-READ_ROWS, READ_BYTES = 50_000, 512 * 2**20
 
 
 class InProcess:
@@ -79,12 +77,10 @@ class InProcessSession:
             raise Interrupted(grace.signal)
 
     def _read(self, stage: Read) -> Iterator[dict[str, Any]]:
-        files = {file.url: file for file in stage.files}
-        for shards in group_shards(stage.shards, stage.files, READ_ROWS, READ_BYTES):
-            for block in read_blocks(shards, files[shards[0].url], stage.schema, stage.storage):
-                if self.coordinator.stopped:
-                    return
-                yield {name: block[name].to_numpy() for name in block.column_names}
+        for block in read_blocks(stage.files, stage.shards, stage.schema, stage.storage):
+            if self.coordinator.stopped:
+                return
+            yield {name: block[name].to_numpy() for name in block.column_names}
 
 
 def _function(stage: Tasks | Actors) -> Callable[[Any], Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ from pipeline.generate.stage import prompts
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import prepare_table
 from pipeline.read.files import InputFile
-from pipeline.read.rows import read_pinned
+from pipeline.read.rows import read_shards
 from pipeline.read.shards import Shard
 
 PREPARED_ROWS = 2048  # that are tokenized, at most
@@ -39,17 +38,14 @@ def read_prompts(
     places: Sequence[Shard], files: Sequence[InputFile], schema: pa.Schema, storage: StorageConfig, spec: PromptSpec
 ) -> tuple[list[Prompt], float]:
     """The prompts of the rows of some places, and the seconds that a row took once the tokenizer is loaded."""
-    by_url = {file.url: file for file in files}
     found: list[Prompt] = []
     seconds = 0.0
-    for url, of_file in itertools.groupby(places, key=lambda place: place.url):
-        given = list(of_file)
-        for place, table in zip(given, read_pinned(given, by_url[url], schema, storage), strict=True):
-            if not found:
-                prepare_table(table.slice(0, 1), spec)  # loads the tokenizer
-            began = time.perf_counter()
-            found += prompts(prepare_table(table, spec), url, place.first_row)
-            seconds += time.perf_counter() - began
+    for place, table in read_shards(files, places, schema, storage):
+        if not found:
+            prepare_table(table.slice(0, 1), spec)  # loads the tokenizer
+        began = time.perf_counter()
+        found += prompts(prepare_table(table, spec), place.url, place.first_row)
+        seconds += time.perf_counter() - began
     return found, seconds / max(len(found), 1)
 
 

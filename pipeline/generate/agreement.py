@@ -7,7 +7,6 @@ distributions. Labels: the share of rows that get the same label.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +23,7 @@ from pipeline.messages import counted
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import prepare_table
 from pipeline.read.files import InputFile
-from pipeline.read.rows import read_pinned
+from pipeline.read.rows import read_shards
 from pipeline.read.shards import Shard
 
 MOST_TOKENS = 256  # of an answer; later tokens are not compared
@@ -175,12 +174,11 @@ def _prepared(
     rows: Sequence[Shard], files: Sequence[InputFile], schema: pa.Schema, storage: StorageConfig, spec: PromptSpec
 ) -> list[Prompt]:
     """The rows that can be answered, each with the job's own sampling parameters."""
-    given: list[Prompt] = []
-    by_url = {file.url: file for file in files}
-    for url, of_file in itertools.groupby(rows, key=lambda row: row.url):
-        shards = list(of_file)
-        for shard, table in zip(shards, read_pinned(shards, by_url[url], schema, storage), strict=True):
-            given += prompts(prepare_table(table, spec), url, shard.first_row)
+    given = [
+        prompt
+        for row, table in read_shards(files, rows, schema, storage)
+        for prompt in prompts(prepare_table(table, spec), row.url, row.first_row)
+    ]
     return [replace(prompt, sampling={}) for prompt in given if prompt.error is None]
 
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 from actors.engine.errors import UserError
 from pipeline.config.job import StorageConfig
 from pipeline.read.files import InputFile
-from pipeline.read.rows import read_rows
+from pipeline.read.rows import read_shards
 from pipeline.read.shards import cut_shards
 
 READ_ROWS, READ_BYTES = 4096, 64 * 2**20  # at once
@@ -38,9 +38,7 @@ def check_unique_ids(files: Sequence[InputFile], storage: StorageConfig) -> None
 def _ids(files: Sequence[InputFile], storage: StorageConfig) -> Iterator[tuple[str, int, str]]:
     """File, row number from 0, and id of the rows that have one."""
     schema = pa.schema([(ID, pa.string())])
-    for file in files:
-        shards = cut_shards([file], READ_ROWS, READ_BYTES)
-        for shard, table in zip(shards, read_rows(shards, file, schema, storage) if shards else (), strict=True):
-            for row, value in enumerate(table[ID].to_pylist(), shard.first_row):
-                if value is not None:
-                    yield file.url, row, value
+    for shard, table in read_shards(files, cut_shards(files, READ_ROWS, READ_BYTES), schema, storage):
+        for row, value in enumerate(table[ID].to_pylist(), shard.first_row):
+            if value is not None:
+                yield shard.url, row, value

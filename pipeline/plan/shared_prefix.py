@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import logging
+from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from actors.engine.batching import SHORTEST_PREFIX, constant_prefix
 from pipeline.config.job import StorageConfig
@@ -17,11 +18,11 @@ from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import PROMPT_IDS, prepare_table
 from pipeline.read.files import InputFile
 from pipeline.read.ipc import from_ipc, to_ipc
-from pipeline.read.schema import conform, is_text
+from pipeline.read.rows import read_shards
+from pipeline.read.schema import is_text
 from pipeline.read.shards import Shard
-from pipeline.read.text_files import read_text
 from pipeline.runtime.isolated import Died
-from pipeline.storage.folder import STORE_ERRORS, filesystem
+from pipeline.storage.folder import STORE_ERRORS
 
 log = logging.getLogger(__name__)
 SAMPLE_ROWS = 16  # of each sampled shard
@@ -44,8 +45,10 @@ def sampled_prefix(
     """
     sampled = sorted({0, len(shards) // 2, len(shards) - 1}) if shards else []
     by_url = {file.url: file for file in files}
-    tables = [_first_rows(by_url[shards[place].url], shards[place], schema, storage) for place in sampled]
-    readable = [table for table in tables if table is not None]
+    readable = []
+    for place in dict.fromkeys(_beginning(by_url[shards[place].url], shards[place]) for place in sampled):
+        with suppress(*STORE_ERRORS, pa.ArrowException):  # the read task of the shard reports them
+            readable += [table for _, table in read_shards(files, [place], schema, storage)]
     if any(_differ(table, spec) for table in readable):
         return []
     rows = [to_ipc(table) for table in readable]
@@ -75,26 +78,10 @@ def _differ(table: pa.Table, spec: PromptSpec) -> bool:
     return len({text[: SHORTEST_PREFIX - SPECIAL_TOKENS] for text in texts}) > 1
 
 
-def _first_rows(file: InputFile, shard: Shard, schema: pa.Schema, storage: StorageConfig) -> pa.Table | None:
-    """The first rows of the row group in which the shard begins; read page by page, not the whole group.
-
-    Of a text file, the first rows of the shard.
-
-    None if the file cannot be read: the read task of the shard reports that.
-    """
-    fs, path = filesystem(shard.url, storage)
-    try:
-        if file.format != "parquet":
-            return next(read_text([replace(shard, rows=min(shard.rows, SAMPLE_ROWS))], file, schema, storage))
-        with fs.open(path, "rb") as opened:
-            parquet = pq.ParquetFile(opened, buffer_size=2**16)
-            ends = itertools.accumulate(
-                parquet.metadata.row_group(number).num_rows for number in range(parquet.metadata.num_row_groups)
-            )
-            group = next((number for number, end in enumerate(ends) if shard.first_row < end), None)
-            if group is None:
-                return None
-            batch = next(parquet.iter_batches(SAMPLE_ROWS, row_groups=[group], columns=schema.names, use_threads=False))
-            return conform(pa.Table.from_batches([batch]), schema)
-    except (*STORE_ERRORS, pa.ArrowException):
-        return None
+def _beginning(file: InputFile, shard: Shard) -> Shard:
+    """The first rows of the row group in which the shard begins: later ones would cost all rows before them."""
+    if file.format != "parquet":
+        return replace(shard, rows=min(shard.rows, SAMPLE_ROWS))
+    starts = list(itertools.accumulate(file.group_rows, initial=0))
+    group = bisect_right(starts, shard.first_row) - 1
+    return Shard(0, file.url, starts[group], min(file.group_rows[group], SAMPLE_ROWS))

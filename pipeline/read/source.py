@@ -61,4 +61,4 @@ def _read(
 ) -> Iterator[pa.Table]:
     """A read task, in a worker process."""
     export(output)
-    yield from read_blocks(shards, file, schema, storage)
+    yield from read_blocks([file], shards, schema, storage)

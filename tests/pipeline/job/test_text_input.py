@@ -203,7 +203,7 @@ def test_blocks_hold_a_shard_each(tmp_path: Path) -> None:
     file, kinds = read_layout(url, *entry, StorageConfig(), "jsonl", TextColumns(["id"]))
     schema = one_schema(["id"], {url: kinds})
     shards = cut_shards([file], 7, 10**6)
-    blocks = list(read_blocks(shards, file, schema, StorageConfig()))
+    blocks = list(read_blocks([file], shards, schema, StorageConfig()))
     assert [block["first_row"][0].as_py() for block in blocks] == [0, 7, 14]
     ids = [row for block in blocks for row in from_ipc(block["rows"][0].as_py())["id"].to_pylist()]
     assert ids == [row["id"] for row in ROWS]

@@ -200,7 +200,12 @@ def test_a_column_that_came_later_is_null_in_older_files(tables: Tables, checkpo
     expected = tables.rows(NAME)
     found = dict(zip(rows_of(manifest), rows_of(manifest, "topic"), strict=True))
     assert found == dict(zip(expected["id"].to_pylist(), expected["topic"].to_pylist(), strict=True))
-    assert run_in_process(job).totals.rows == 3
+    used = {"path": tables.path(NAME), "format": tables.kind, "id": "id", "template": "{{ prompt }} {{ topic or '' }}"}
+    output = {"path": str(tmp_path / "out"), "keep": ["topic"]}
+    asked = config(tables, checkpoint, input=used, output=output, shared_prefix=True)
+    assert run_in_process(asked).totals.errors == 0
+    answered = pq.read_table(tmp_path / "out")
+    assert dict(zip(answered["id"].to_pylist(), answered["topic"].to_pylist(), strict=True)) == found
 
 
 def test_a_renamed_or_reused_column_name_is_never_read_from_older_files(checkpoint: Path, tmp_path: Path) -> None:
