@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from actors.answers import Answer, Prompt
+from actors.engine.errors import UserError
 from actors.engine.scoring.types import ContinuationScore
 from actors.scored_rows import ScoredRow
 from pipeline.backends.in_process import InProcess
@@ -120,11 +121,14 @@ def _tried_scores(row: ScoredRow, tokenizer: Any) -> list[TriedScore]:
 
 
 def _on_this_machine(config: JobConfig) -> JobConfig:
-    """One actor, on a GPU only where this machine has one."""
+    """Return the job with one actor, and a whole GPU if it asks for one. Raises UserError if there is none here."""
+    if not config.actors.gpus:
+        return config
     import torch
 
-    gpus = 1.0 if config.actors.gpus and torch.cuda.is_available() else 0.0
-    return config.model_copy(update={"actors": config.actors.model_copy(update={"gpus": gpus})})
+    if not torch.cuda.is_available():
+        raise UserError("actors.gpus: torch finds no GPU here; --set actors.gpus=0 tries the job on the CPU")
+    return config.model_copy(update={"actors": config.actors.model_copy(update={"gpus": 1.0})})
 
 
 def _first_rows(config: JobConfig, rows: int) -> tuple[list[InputFile], list[Shard], pa.Schema]:

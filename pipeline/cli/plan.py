@@ -44,11 +44,15 @@ def plan(
 
             without_models(config.model)
             from pipeline.estimate.report import print_estimate, to_dict
-            from pipeline.estimate.run import estimate
+            from pipeline.estimate.run import NothingLeft, estimate
             from pipeline.report import prediction
 
         began = psutil.Process().create_time()
-        found = estimate(config, limit=limit, process_began=began, seconds=seconds)
+        try:
+            found = estimate(config, limit=limit, process_began=began, seconds=seconds)
+        except NothingLeft as nothing:
+            typer.echo(json.dumps({"output": config.output.path, "rows_left": 0}) if as_json else str(nothing))
+            return
         values = to_dict(found)
         prediction.keep(config.model.cache, found.job.manifest.fingerprint, values)  # for the job's report
         if as_json:

@@ -47,6 +47,10 @@ WORKER_SHARE = 0.3  # processor seconds of a worker that reads, prepares and com
 CROWDED = 1.05  # seconds of an actor in a run over those in the sample, where all share the cores of this machine
 
 
+class NothingLeft(Exception):
+    """The job has no row left to answer."""
+
+
 @dataclass(frozen=True)
 class Startup:
     """Seconds of a run in which no actor answers.
@@ -122,6 +126,7 @@ def estimate(
 
     Raises:
         UserError: what `job.run` would refuse, or no sampled row can be answered.
+        NothingLeft: every row is answered.
     """
     began = process_began or time.time()
     backend = backend or jobs.ray_backend(verbose=False)
@@ -130,7 +135,7 @@ def estimate(
         planned = time.time() - began
         log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
         if not left:
-            raise UserError(f"{config.output.path}: nothing left to do: every row is answered")
+            raise NothingLeft(f"{config.output.path}: nothing left to do: every row is answered")
         known, prepare = _prompts(job, left, backend)
         good = [prompt for prompt in known.values() if prompt.error is None]
         bad = [prompt.error for prompt in known.values() if prompt.error is not None]
@@ -194,7 +199,7 @@ def _planned(config: JobConfig, limit: int | None, backend: Backend) -> tuple[Pl
         ledger = ledgers.read(open_folder(config.output.path, config.storage))
         new = runs.new_input(config, ledger)
         if not new.files:
-            raise UserError(f"{config.output.path}: nothing new to answer")
+            raise NothingLeft(f"{config.output.path}: nothing left to do: no file is new")
         job = jobs.plan(new.config, None, backend, files=new.files)
         return job, None, job.manifest.shards
     folder = jobs.output_folder(config)

@@ -75,3 +75,13 @@ def test_keys_can_be_set_and_a_mistake_is_one_line(tmp_path: Path, values: dict[
     assert result.exit_code == 0 and "  answer 0: " in result.stdout and "  answer 1: " in result.stdout
     result = CliRunner().invoke(app, ["try", job, "--set", "input.prompt=nothing"])
     assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1 and "nothing" in result.stderr
+
+
+def test_a_job_for_gpus_is_not_tried_on_a_cpu_unasked(
+    tmp_path: Path, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    values["actors"] = {"gpus": 1}
+    result = CliRunner().invoke(app, ["try", job_file(tmp_path, values)])
+    assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1
+    assert "actors.gpus: torch finds no GPU here; --set actors.gpus=0" in result.stderr

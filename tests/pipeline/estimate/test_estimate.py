@@ -265,14 +265,22 @@ def test_what_an_adaptation_recorded_is_found(values: dict[str, Any], trained: P
 
 def test_a_job_that_cannot_be_planned_is_one_line(values: dict[str, Any], in_process: None, tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
-    run_in_process(JobConfig.model_validate(values))
-    job.write_text(yaml.safe_dump(values))
-    done = CliRunner().invoke(app, ["plan", str(job)])
-    assert done.exit_code == 2 and "nothing left to do" in done.stderr
     values["input"]["template"] = "{{ missing }}"
     job.write_text(yaml.safe_dump(values))
     done = CliRunner().invoke(app, ["plan", str(job)])
     assert done.exit_code == 2 and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_finished_job_has_nothing_left_and_that_is_no_error(
+    values: dict[str, Any], in_process: None, tmp_path: Path
+) -> None:
+    run_in_process(JobConfig.model_validate(values))
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(values))
+    plan = ["plan", str(tmp_path / "job.yaml")]
+    said, as_json = (CliRunner().invoke(app, [*plan, *options]) for options in ((), ("--json",)))
+    assert (said.exit_code, as_json.exit_code) == (0, 0)
+    assert said.stdout == f"{values['output']['path']}: nothing left to do: every row is answered\n"
+    assert json.loads(as_json.stdout)["rows_left"] == 0
 
 
 def test_a_job_that_scores_is_planned_by_its_tokens(values: dict[str, Any], in_process: None, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from actors.engine.errors import UserError
 from pipeline.backends.in_process import InProcess
 from pipeline.commit import table as commit_tables
 from pipeline.config.job import JobConfig, StorageConfig
-from pipeline.estimate.run import estimate
+from pipeline.estimate.run import NothingLeft, estimate
 from pipeline.incremental import ledger as ledgers
 from pipeline.incremental import runs
 from pipeline.incremental.runs import IncrementalResult
@@ -157,7 +157,7 @@ def test_plan_estimates_what_was_appended_since(tables: Tables, checkpoint: Path
     tables.append(NAME, prompts(3, 2))
     assert sum(shard.rows for shard in estimate(job, backend=InProcess(), seconds=0.1).left) == 2
     run(job)
-    with pytest.raises(UserError, match="nothing new to answer"):
+    with pytest.raises(NothingLeft, match="no file is new"):
         estimate(job, backend=InProcess())
 
 
