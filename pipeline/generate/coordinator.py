@@ -13,6 +13,7 @@ class RunProgress:
 
     Args:
         loading: actors that load their model.
+        actors: actors that have loaded it.
         download: the last line of a download.
         at_work: shards that have begun and are not yet committed.
     """
@@ -24,6 +25,7 @@ class RunProgress:
     loading: int = 0
     download: str = ""
     at_work: int = 0
+    actors: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class Coordinator:
         self.stopped = False
         self.loads: dict[str | None, int] = {}
         self.downloads: dict[str | None, str] = {}
+        self.actors: set[str | None] = set()
 
     def loading(self, actor: str | None) -> int:
         """See `RunCoordinator`, also for the methods below."""
@@ -102,6 +105,7 @@ class Coordinator:
     def loaded(self, actor: str | None) -> None:
         self.downloads.pop(actor, None)
         self.loads.pop(actor, None)
+        self.actors.add(actor)
 
     def begin(self, shard: int) -> bool:
         if self.stopped or shard in self.done:
@@ -125,5 +129,10 @@ class Coordinator:
         return set(self.at_work)
 
     def read(self) -> RunProgress:
-        download = next(iter(self.downloads.values()), "")
-        return replace(self.committed, loading=len(self.loads), download=download, at_work=len(self.at_work))
+        return replace(
+            self.committed,
+            loading=len(self.loads),
+            download=next(iter(self.downloads.values()), ""),
+            at_work=len(self.at_work),
+            actors=len(self.actors),
+        )

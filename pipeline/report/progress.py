@@ -27,6 +27,7 @@ from pipeline.runtime.announce import announce, goes_to_log
 PLAIN_SECONDS = 10.0
 LIVE_SECONDS = 0.5
 RATE_SECONDS = 300.0  # rates are those of the commits of so many seconds
+STARVED_SECONDS = 20.0  # after which a line says that actors wait for rows
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,12 @@ def _waits_for(run: RunProgress) -> tuple[str, str]:
     return "starting", "starting workers, preparing the first shard"
 
 
+def actors_wait(run: RunProgress, work: Workload) -> bool:
+    """Whether shards are left that none of the idle actors has, or no actor has started yet."""
+    left = work.shards - work.done_shards - run.shards - run.at_work
+    return left > 0 and not run.loading and run.at_work < max(run.actors, 1)
+
+
 def _clock(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
@@ -98,6 +105,7 @@ class Progress:
         self.work = work
         self.seen: deque[tuple[float, RunProgress]] = deque()  # see `rates`
         self.phase = ""
+        self.starved_since: float | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._show, name="progress", daemon=True)
 
@@ -124,7 +132,7 @@ class Progress:
         now = time.monotonic()
         self.phase = "rows" if run.shards else _waits_for(run)[0]
         if not self.seen and (run.at_work or run.shards):
-            self.seen.append((now, RunProgress()))
+            self.seen.append((now, run))
         if self.seen and run.shards > self.seen[-1][1].shards:
             self.seen.append((now, run))
         while len(self.seen) > 2 and self.seen[1][0] < now - RATE_SECONDS:
@@ -138,7 +146,16 @@ class Progress:
         fields |= {name: value for name, value in asdict(found).items() if value is not None}
         if found.eta_seconds is not None:
             metrics.set_gauge("eta_seconds", found.eta_seconds)
-        return progress_line(run, found, seconds, work), fields
+        line = progress_line(run, found, seconds, work)
+        if not actors_wait(run, work):
+            self.starved_since = None
+        elif self.starved_since is None:
+            self.starved_since = now
+        elif now - self.starved_since >= STARVED_SECONDS:
+            free, of = (resources.get("CPU", 0.0) for resources in (ray.available_resources(), ray.cluster_resources()))
+            idle = f"{run.actors - run.at_work} of {run.actors} actors wait for rows" if run.actors else "no actor runs"
+            line += f"  {idle}: {free:g} of the cluster's {of:g} CPUs are free"
+        return line, fields
 
     def _is_live(self) -> bool:
         """Whether one line is redrawn on a terminal, and goes at the end."""

@@ -424,6 +424,36 @@ def test_before_the_first_commit_progress_says_what_it_waits_for(run: RunProgres
     assert line == f"2/8 shards  300/1,000 rows  {waits_for}  0:03 elapsed"
 
 
+def test_a_line_says_that_actors_wait_for_rows_and_how_many_cpus_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, free = 0.0, 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    monkeypatch.setattr(progress.ray, "available_resources", lambda: {"CPU": free} if free else {})
+    monkeypatch.setattr(progress.ray, "cluster_resources", lambda: {"CPU": 4.0})
+    coordinator = Coordinator()
+    shown = progress.Progress(coordinator, Workload(8, 80, 0, 0))
+
+    def after(seconds: float) -> str:
+        nonlocal now
+        now += seconds
+        return shown._read()[0]
+
+    assert after(0).endswith("elapsed") and after(10).endswith("elapsed")
+    assert after(11).endswith("  no actor runs: 0 of the cluster's 4 CPUs are free")
+    coordinator.loading("a")
+    assert after(30).endswith("elapsed")
+    for actor in ("a", "b"):
+        coordinator.loaded(actor)
+    coordinator.begin(0)
+    free = 0.5
+    assert after(0).endswith("elapsed")
+    assert after(21).endswith("  1 of 2 actors wait for rows: 0.5 of the cluster's 4 CPUs are free")
+    coordinator.begin(1)
+    assert after(30).endswith("elapsed"), "all are at work"
+    for shard in range(8):
+        coordinator.ended(shard, True, 10, 0, 10)
+    assert after(0).endswith("elapsed") and after(30).endswith("elapsed"), "nothing is left to do"
+
+
 def test_the_coordinator_counts_each_shard_once() -> None:
     coordinator = Coordinator()
     assert coordinator.read() == RunProgress()
@@ -431,14 +461,15 @@ def test_the_coordinator_counts_each_shard_once() -> None:
     coordinator.downloading("a", "1 of 2 GiB")
     assert coordinator.read().download == "1 of 2 GiB"
     coordinator.loaded("a")
+    assert coordinator.read() == RunProgress(actors=1)
     assert coordinator.begin(0) and coordinator.begin(1) and coordinator.begin(2)
     coordinator.ended(0, True, 10, 1, 100)
     coordinator.ended(1, True, 5, 0, 50)
     coordinator.ended(1, False, 5, 0, 50)  # a second attempt adds nothing
-    assert coordinator.read() == RunProgress(2, 15, 1, 150, at_work=1)
+    assert coordinator.read() == RunProgress(2, 15, 1, 150, at_work=1, actors=1)
     assert not coordinator.begin(1)  # the actor died after its commit, and its task is tried again
     coordinator.ended(2, True, 5, 0, 50)
-    assert coordinator.read() == RunProgress(3, 20, 1, 200)
+    assert coordinator.read() == RunProgress(3, 20, 1, 200, actors=1)
     coordinator.begin(4)
     coordinator.ended(4, True, 5, 0, 50)
     coordinator.begin(5)

@@ -1,0 +1,142 @@
+"""Jobs that share a cluster: a finished shard's part exists at once, whatever other datasets have asked for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from local_cluster import ROOT, LocalCluster
+
+from pipeline.commit.sink import part_name
+from pipeline.config.job import JobConfig
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+SHARD_ROWS = 10
+OLDEST_SECONDS = 10.0  # of a part when it is created, since its shard's last answer
+CHECKPOINT = ROOT / "configs/demo/checkpoint"
+
+
+def job(folder: Path, rows: int) -> JobConfig:
+    """A job of two actors, its answers in `folder`/out."""
+    folder.mkdir()
+    table = pa.table({"id": list(range(rows)), "prompt": [f"name[Zizzi], area[{row}]" for row in range(rows)]})
+    pq.write_table(table, folder / "in.parquet")
+    values: dict[str, Any] = {
+        "input": {"path": str(folder / "in.parquet"), "id": "id"},
+        "output": {"path": str(folder / "out")},
+        "model": {"path": str(CHECKPOINT)},
+        "schedule": {"speedup": 1.0, "agreement_rows": 0},
+        "sampling": {"max_new_tokens": 32},
+        "actors": {"count": 2, "threads": 1},
+        "shard_rows": SHARD_ROWS,
+    }
+    return JobConfig.model_validate(values)
+
+
+def start(cluster: LocalCluster, config: JobConfig) -> subprocess.Popen[str]:
+    """`skipdecode run` on the cluster."""
+    folder = Path(config.output.path).parent
+    (folder / "job.yaml").write_text(yaml.safe_dump(config.model_dump(exclude_none=True)))
+    return subprocess.Popen(
+        [sys.executable, "-m", "pipeline", "run", str(folder / "job.yaml")],
+        cwd=ROOT,
+        env={**cluster.env, "RAY_ADDRESS": f"127.0.0.1:{cluster.gcs}"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ages(config: JobConfig) -> list[float]:
+    """Of each part when it was created: s since its shard's last answer."""
+    output = Path(config.output.path)
+    stats = pq.ParquetFile(output / "_job" / "stats.parquet").read(["shard", "finished"]).to_pylist()
+    return [(output / part_name(one["shard"])).stat().st_mtime - one["finished"] for one in stats]
+
+
+def wait_for_parts(config: JobConfig, count: int, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while len(list(Path(config.output.path).glob("part-*.parquet"))) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def cluster() -> Iterator[LocalCluster]:
+    one = LocalCluster(4)
+    yield one
+    one.close()
+
+
+def test_two_jobs_on_a_small_cluster(cluster: LocalCluster, tmp_path: Path) -> None:
+    configs = [job(tmp_path / name, rows) for name, rows in (("first", 900), ("second", 300))]
+    first = start(cluster, configs[0])
+    wait_for_parts(configs[0], 3)
+    second = start(cluster, configs[1])
+    for config, command, rows in zip(configs, (first, second), (900, 300), strict=True):
+        assert command.communicate(timeout=400)[1] is not None and command.returncode == 0
+        found = ages(config)
+        assert len(found) == rows / SHARD_ROWS and max(found) <= OLDEST_SECONDS
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
+def test_a_job_that_was_stopped_and_begun_again_commits_at_once(
+    cluster: LocalCluster, tmp_path: Path, how: str
+) -> None:
+    """A killed job cannot take back what it has asked Ray Data for."""
+    config = job(tmp_path / "job", 900)
+    first = start(cluster, config)
+    wait_for_parts(config, 5)
+    first.terminate() if how == "SIGTERM" else first.kill()
+    assert first.wait(60) in (4, -9)
+    early = len(list(Path(config.output.path).glob("part-*.parquet")))
+    assert 5 <= early < 90
+    second = start(cluster, config)
+    wait_for_parts(config, early + 1)
+    said = second.communicate(timeout=400)[1]
+    assert second.returncode == 0, said
+    found = ages(config)
+    assert len(found) == 90 and max(found) <= OLDEST_SECONDS
+
+
+HOG = """
+import time, ray
+ray.init(address="auto", log_to_driver=False)
+
+@ray.remote(num_cpus=1)
+def busy():
+    time.sleep(600)
+
+held = [busy.remote() for _ in range(4)]
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_job_without_a_free_cpu_says_so(cluster: LocalCluster, tmp_path: Path) -> None:
+    env = {**cluster.env, "RAY_ADDRESS": f"127.0.0.1:{cluster.gcs}"}
+    hog = subprocess.Popen([sys.executable, "-c", HOG], env=env, stdout=subprocess.PIPE, text=True)
+    try:
+        assert hog.stdout is not None and hog.stdout.readline() == "held\n"
+        config = job(tmp_path / "job", 40)
+        command = start(cluster, config)
+        assert command.stderr is not None
+        for line in command.stderr:
+            if "no actor runs: 0 of the cluster's 4 CPUs are free" in line:
+                break
+        else:
+            raise AssertionError("not said")
+        hog.kill()
+        said = command.communicate(timeout=200)[1]
+        assert command.returncode == 0, said
+    finally:
+        hog.kill()
+        hog.wait()
