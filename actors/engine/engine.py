@@ -230,7 +230,7 @@ class Engine:
     def close(self) -> None:
         """Drop the rows in flight; the counts of their steps are taken back. The cache's memory stays."""
         for row in self.rows:
-            steps = len(row.tokens) - 1
+            steps = max(len(row.tokens) - 1, 0)
             self.stats.decode_steps -= steps
             self.stats.layer_steps -= row.schedule.layer_steps(steps)
             self.stats.full_layer_steps -= self.schedule.num_layers * steps

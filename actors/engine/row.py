@@ -11,9 +11,9 @@ from torch import Tensor
 
 from actors.engine.constraints.constraint import AllowedTokens, Constraint
 from actors.engine.sampling.sampler import sample
-from actors.engine.sampling.state import Drawn, RowSampling
+from actors.engine.sampling.state import NO_TOKEN, Drawn, RowSampling
 from actors.engine.schedules.schedule import Schedule
-from actors.engine.types import Completion, FinishReason, Request, TokenLogprob
+from actors.engine.types import NOT_NUMBERS, Completion, FinishReason, Request, TokenLogprob
 
 
 @dataclass
@@ -29,6 +29,7 @@ class Row:
         progress: Place that the tokens have reached in the request's constraint.
         position: t of the token that the next step takes as input, -1 before the first token.
         finish: Why the row has ended; None while it runs.
+        has_no_token: Whether it ended as the logits of its next token were not numbers.
     """
 
     request: Request
@@ -45,6 +46,7 @@ class Row:
     choice_logprob: float = 0.0
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: FinishReason | None = None
+    has_no_token: bool = False
 
     def completion(self, cumulative_logprob: bool) -> Completion:
         """The answer of a row that has ended."""
@@ -61,7 +63,9 @@ class Row:
         )
 
     def _error(self) -> str | None:
-        """Why a row that has ended has no whole answer in the form that its constraint asks for."""
+        """Why a row that has ended has no answer, or no whole one in the form that its constraint asks for."""
+        if self.has_no_token:
+            return NOT_NUMBERS
         progress, constraint = self.progress, self.request.constraint
         if progress is None or constraint is None or self.finish == FinishReason.STOP:
             return None
@@ -142,6 +146,9 @@ def record(rows: Sequence[Row], sampled: Drawn) -> None:
         if row.finish is not None:  # ended, and not yet retired
             continue
         token, sampling = sampled.tokens[index], row.sampling
+        if token == NO_TOKEN:
+            row.finish, row.has_no_token, sampling.allowed = FinishReason.ERROR, True, None
+            continue
         row.tokens.append(token)
         sampling.add(token)
         row.logprob += sampled.logprobs[index]

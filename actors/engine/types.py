@@ -214,6 +214,9 @@ class TokenLogprob:
         return {"token_id": self.token, "token": text(self.token), "logprob": self.logprob, "top": top}
 
 
+NOT_NUMBERS = "logits are not numbers (NaN or infinite): the weights are damaged, or model.dtype overflows"
+
+
 @dataclass(frozen=True)
 class Completion:
     """One row's answer.

@@ -15,7 +15,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from actors.engine.online.submissions import Event, Submission
-from actors.engine.types import Completion, FinishReason
+from actors.engine.types import NOT_NUMBERS, Completion, FinishReason
 from actors.openai_answers import completion_body
 from actors.serving.bodies import Call, read_call
 from actors.serving.chunks import DONE, Chunks, event
@@ -181,8 +181,10 @@ class Calls:
 
     def finished(self, prepared: Prepared, index: int, completion: Completion) -> dict[str, Any]:
         """The answer of a row; raises ApiError if it has none."""
+        error = str(completion.error)
+        if error == NOT_NUMBERS:
+            raise ApiError(500, error)
         if completion.finish_reason == FinishReason.ERROR and not completion.token_ids:
-            error = str(completion.error)
             raise ApiError(500 if error.startswith("the server failed") else 503, error)
         return self._model.answer(prepared, index, completion)
 

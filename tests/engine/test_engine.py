@@ -13,13 +13,13 @@ from engine_cases import SPECS, STOP, answer, any_schedule, every_case, requests
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import oracle, oracle_answers, oracle_logits
-from tiny_models import CONTEXT, LAYERS
+from tiny_models import CONTEXT, LAYERS, tiny_model
 
 from actors.engine.cpu import packing
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.schedules.schedule import Schedule, ScheduleSpec
-from actors.engine.types import Completion, FinishReason, Request, SamplingParams
+from actors.engine.types import NOT_NUMBERS, Completion, FinishReason, Request, SamplingParams
 
 
 def test_full_depth_equals_generate(decoder: Decoder, library: Decoder) -> None:
@@ -189,3 +189,37 @@ def test_used_cache_is_that_of_rows_in_flight(decoder: Decoder) -> None:
     assert used[0] == 3 * engine.row_bytes(20, 14) and used == sorted(used, reverse=True)
     engine.close()
     assert engine.used_cache_bytes() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("for_cpu", [False, True])
+@pytest.mark.parametrize("way", [{}, {"temperature": 0.8}, {"logprobs": 2}, {"repetition_penalty": 1.3}])
+def test_a_row_whose_logits_are_not_numbers_ends_with_an_error(
+    dtype: torch.dtype, for_cpu: bool, way: dict[str, Any]
+) -> None:
+    """The embedding of one token is NaN: rows that have it in their prompt have no answer, those that generate it none
+    from there on, the others what they have without."""
+    model = tiny_model("llama").to(dtype)
+    prompts = [[7, 8, 9], [7, 90, 9], [11, 12], [13, 14, 15, 16]]
+    rows = [Request(prompt, SamplingParams(max_new_tokens=8, **way), key=5) for prompt in prompts]
+
+    def answers() -> list[Completion]:
+        decoder = Decoder(model)
+        if for_cpu:
+            decoder.prepare_for_cpu()
+        engine = Engine(decoder, ScheduleSpec(speedup=2, horizon=6).build(LAYERS), (), cumulative_logprob=False)
+        return answer(engine, rows)
+
+    before = copy.deepcopy(model.state_dict())
+    whole = answers()
+    model = tiny_model("llama").to(dtype)
+    model.load_state_dict(before)
+    third = whole[2].token_ids[2]
+    model.model.embed_tokens.weight.data[[90, third]] = torch.nan
+    found = answers()
+    assert (found[1].token_ids, found[1].finish_reason, found[1].error) == ((), FinishReason.ERROR, NOT_NUMBERS)
+    for row, done in enumerate(found):
+        if row != 1:
+            length = next((at + 1 for at, token in enumerate(whole[row].token_ids) if token in (90, third)), 8)
+            assert done.token_ids == whole[row].token_ids[:length]
+            assert done.error == (NOT_NUMBERS if length < 8 else None)

@@ -11,7 +11,6 @@ import jsonschema
 import numpy as np
 import pytest
 import regex
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import oracle_logits_each
@@ -214,16 +213,6 @@ def test_masks_of_many_rows_at_once_are_those_of_each(
     got = np.full_like(wanted, 7)
     write_masks(rows, got)
     assert (got == wanted).all()
-
-
-def test_logits_that_are_no_numbers_still_give_an_allowed_token(pair: list[Generator]) -> None:
-    generator = pair[0]
-    compiler = GrammarCompiler(generator.tokenizer, VOCAB, [END])
-    for params in (generator.sampling, generator.sampling.merged({"temperature": 1.0})):
-        progress = compiler.compile(OutputFormat("regex", "[b-d]")).begin()
-        token = sample(torch.full((1, VOCAB), torch.nan), [RowSampling(params, 1, allowed=progress)]).tokens[0]
-        assert generator.tokenizer.decode([token]) in ("b", "c", "d")
-        assert progress.advance(token) and progress.is_complete()
 
 
 def test_a_matcher_that_gives_up_is_an_error(pair: list[Generator]) -> None:

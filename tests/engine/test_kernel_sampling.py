@@ -14,8 +14,9 @@ from torch import Tensor
 
 from actors.engine.cpu import library
 from actors.engine.sampling import kernel as kernel_sampling
+from actors.engine.sampling import sampler
 from actors.engine.sampling.sampler import narrow, sample_by_torch, uniforms
-from actors.engine.sampling.state import RowSampling
+from actors.engine.sampling.state import NO_TOKEN, RowSampling
 from actors.engine.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(
@@ -167,14 +168,38 @@ def test_a_row_is_the_same_in_every_batch() -> None:
         assert alone.tokens == [together.tokens[index]] and alone.logprobs == [together.logprobs[index]]
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("way", ["kernel", "torch", "sampler"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("top_k", [0, 3])
-def test_logits_that_are_no_numbers_give_an_allowed_token(value: float, temperature: float, top_k: int) -> None:
-    peaked = torch.full((1, 300), -90.0)
-    peaked[0, [7, 8, 23, 39]] = torch.tensor([value, 1.0, 5.0, 6.0])  # 7, 23 and 39 share a lane of a vector
-    for logits in (torch.full((1, 300), value), torch.randn(1, 300).index_fill(1, torch.tensor([7]), value), peaked):
-        params = SamplingParams(temperature=temperature, top_p=0.9, top_k=top_k)
-        free, bound = RowSampling(params, 1), RowSampling(params, 1, allowed=Allowed({5, 9}, True))
-        drawn = kernel_sampling.sample(logits.expand(2, -1).contiguous(), [free, bound], logprobs=True)
-        assert 0 <= drawn.tokens[0] < 300 and drawn.tokens[1] in (5, 9)
+def test_a_row_whose_logits_are_no_numbers_has_no_token_and_costs_no_other(
+    way: str, dtype: torch.dtype, temperature: float, top_k: int
+) -> None:
+    """NaN of both signs, +inf, or -inf everywhere; -inf at some places, as masks have it, is a number."""
+    if way == "kernel" and not library.available(dtype, torch.device("cpu")):
+        pytest.skip("no kernel reads this type")
+    sample = {"kernel": kernel_sampling.sample, "torch": sample_by_torch, "sampler": sampler.sample}[way]
+    whole = torch.randn(1, 300, generator=torch.Generator().manual_seed(5)) - 9
+    rows, wrong = [whole, whole.clone().index_fill(1, torch.tensor([7, 23]), -math.inf)], [False, False]
+    for value in (math.nan, -math.nan, math.inf):
+        for place in (0, 7, 299):
+            rows += [whole.clone().index_fill(1, torch.tensor([place]), value)]
+            wrong.append(True)
+    rows, wrong = [*rows, torch.full((1, 300), -math.inf), whole], [*wrong, True, False]
+    logits = torch.cat(rows).to(dtype)
+    params = SamplingParams(temperature=temperature, top_p=0.9 if temperature else 1.0, top_k=top_k, logprobs=2)
+    plain = SamplingParams(temperature=temperature)
+    for make in (
+        lambda row: RowSampling(params, row),
+        lambda row: RowSampling(plain, row),
+        lambda row: RowSampling(plain, row, allowed=Allowed({5, 9}, True)),
+        lambda row: RowSampling(plain, row, allowed=Allowed({5, 9}, False)),
+        lambda row: RowSampling(plain, row, barred=[3]),
+    ):
+        states = [make(row) for row in range(len(rows))]
+        for logprobs in (True, False):
+            tokens = sample(logits, states, logprobs=logprobs).tokens
+            assert [token == NO_TOKEN for token in tokens] == wrong
+            good = [row for row in range(len(rows)) if not wrong[row]]
+            alone = sample(logits[good].contiguous(), [states[row] for row in good], logprobs=logprobs).tokens
+            assert [tokens[row] for row in good] == alone and min(alone) >= 0

@@ -16,8 +16,6 @@ from tiny_models import LAYERS, tiny_model
 from actors.engine.constraints.label_trie import ChoiceTrie
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
-from actors.engine.sampling.sampler import sample
-from actors.engine.sampling.state import RowSampling
 from actors.engine.scheduler import generate
 from actors.engine.schedules.schedule import Schedule, ScheduleSpec
 from actors.engine.types import FinishReason, Request, SamplingParams
@@ -127,14 +125,6 @@ def test_a_label_may_be_long() -> None:
     long = [tuple(range(3, 3000)), (*range(3, 2999), 7)]
     trie = ChoiceTrie(long, END)
     assert trie.most_tokens == 2997
-
-
-def test_logits_that_are_no_numbers_still_give_a_label() -> None:
-    logits = torch.full((2, 40), torch.nan)
-    params = SamplingParams(temperature=1.0)
-    allowed = ChoiceTrie([(9,), (5,)], END).begin()
-    rows = [RowSampling(params, 1, allowed=allowed), RowSampling(SamplingParams(), 1, allowed=allowed)]
-    assert set(sample(logits, rows).tokens) <= {5, 9}
 
 
 def test_what_cannot_be_told_apart_is_refused() -> None:

@@ -19,6 +19,7 @@ from actors.engine.cpu.screen import Screen, can_screen
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.sampling.sampler import argmax
+from actors.engine.sampling.state import NO_TOKEN
 from actors.engine.schedules.schedule import ScheduleSpec
 
 BF16 = torch.bfloat16
@@ -160,9 +161,10 @@ def test_a_screen_decides_where_one_token_leads_and_not_where_all_are_near() -> 
     assert torch.equal(screen(3 * weight[:100]), torch.arange(100)) and screen.candidates == 100
     near = Screen((torch.ones(4000, 64) + 0.001 * torch.randn(4000, 64)).to(BF16))
     assert near(torch.randn(5, 64).to(BF16)).tolist() == [-1] * 5 and near.undecided == 5
-    hidden = torch.randn(3, 64).to(BF16)
-    hidden[1, 7] = torch.nan
-    assert [token >= 0 for token in screen(hidden).tolist()] == [True, False, True]
+    for value in (torch.nan, torch.inf, 3e38):  # the last one's logits overflow
+        hidden = torch.randn(3, 64).to(BF16)
+        hidden[1, 7] = value
+        assert [token >= 0 for token in screen(hidden).tolist()] == [True, False, True]
     assert can_screen(weight) and not can_screen(weight[:, :63].contiguous()) and not can_screen(weight.float())
     weight[5, 5] = torch.inf
     assert not can_screen(weight)
@@ -186,3 +188,4 @@ def test_a_decoders_likeliest_tokens_are_those_of_its_logits(family: str, dtype:
     assert decoder.likeliest(hidden) == likeliest(decoder, hidden)
     hidden[3] = torch.nan
     assert decoder.likeliest(hidden) == likeliest(decoder, hidden)
+    assert decoder.likeliest(hidden)[3] == NO_TOKEN and min(decoder.likeliest(hidden)[4:]) >= 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ import openai
 import pytest
 import torch
 from http_server import Running, running
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from actors.engine.constraints.output_format import OutputFormat
@@ -299,6 +301,18 @@ def test_a_failure_of_the_engine_is_a_500_without_its_text(chat_checkpoint: Path
             assert reply.status_code == 500 and "secret" not in reply.text
             assert reply.json()["error"]["type"] == "server_error"
         assert httpx2.get(f"{server.url}/health").status_code == 503
+
+
+def test_logits_that_are_not_numbers_are_a_500_that_says_so(chat_checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(chat_checkpoint, tmp_path / "damaged")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.2.mlp.down_proj.weight"][3, 3] = torch.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with running(folder) as server:
+        for more in ({}, {"temperature": 1.0}, {"logprobs": 1}):
+            reply = httpx2.post(f"{server.url}/v1/completions", json={"prompt": "a", **more})
+            assert reply.status_code == 500 and "logits are not numbers" in reply.json()["error"]["message"]
+        assert httpx2.get(f"{server.url}/health").status_code == 200
 
 
 def test_a_prompt_is_scored_as_transformers_scores_it(

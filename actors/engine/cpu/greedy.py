@@ -120,7 +120,8 @@ class GreedySteps:
         shared: bool = False,
     ) -> list[list[int]]:
         """`count` steps: tokens [count][B], each the likeliest one behind the last, as `Decoder.step` and
-        `Decoder.likeliest` find them; -1 in all but the last step where the head's screen decides nothing.
+        `Decoder.likeliest` find them; -1 in all but the last step where the head's screen decides nothing, and in the
+        last where logits are not numbers.
 
         Args:
             tokens: [B], input of the first step, which the cache has announced.

@@ -1,5 +1,5 @@
 // The next token of each row, from its logits: excluded and penalized tokens, temperature, top-k, top-p, min-p, and the
-// log-probabilities that are asked for. One pass over memory for each row, the rest in the processor's cache; no sorting.
+// log-probabilities that are asked for; -1 for a row whose logits are not numbers. One pass over memory for each row, the rest in the processor's cache; no sorting.
 // The definition is that of `sampling/sampler.py`: the inverse distribution function, in the vocabulary's order, at the row's
 // random number. Weights are float32, their sums double. The last token that top-k or top-p keeps is found by bisection.
 
@@ -65,10 +65,17 @@ class Vocabulary {
         : width(width), blocks((width + BLOCK - 1) / BLOCK), x(blocks * BLOCK, NEVER), weights(blocks * BLOCK),
           highest_of(blocks), sums(blocks) {}
 
+    // Whether none is NaN or infinite, and not all are minus infinity.
     template <class T>
-    void read(const T* logits) {
-        for (int64_t i = 0; i < width; i++) x[i] = load(logits[i]);
+    bool read(const T* logits) {
+        int32_t wrong = 0;
+        for (int64_t i = 0; i < width; i++) {
+            const float value = load(logits[i]);
+            x[i] = value;
+            wrong |= !(value <= std::numeric_limits<float>::max());
+        }
         find_highest();
+        return !wrong && most != NEVER;
     }
 
     void find_highest() {
@@ -280,7 +287,7 @@ class Vocabulary {
     Place last_of(int64_t top_k, float least, Tally within, double& mass) {
         const Tally above = bisect(least, within, [=](Tally one) { return one.count >= top_k; });
         mass = above.mass;
-        const int64_t among = std::min(top_k - above.count, int64_t(found.size()));  // fewer only where a logit is NaN
+        const int64_t among = std::min(top_k - above.count, int64_t(found.size()));
         for (int64_t place = 0; place < among; place++) mass += weights[found[place].token];
         return among > 0 ? found[among - 1] : Place{NEVER, width};
     }
@@ -303,8 +310,13 @@ template <class T>
 void sample_row(const Sampling<T>& all, int64_t row, Vocabulary& vocabulary) {
     const SamplingParameters& given = all.parameters[row];
     const T* logits = all.logits + all.places[row] * all.width;
-    vocabulary.read(logits);
+    const bool numbers = vocabulary.read(logits);
     double normalizer = NAN, choice_normalizer = NAN;
+    if (!numbers) {
+        all.tokens[row] = -1, all.logprobs[row] = all.choice_logprobs[row] = NAN;
+        std::fill_n(all.top_ids + row * all.most, all.most, 0), std::fill_n(all.top_logprobs + row * all.most, all.most, NAN);
+        return;
+    }
     if (all.wants_logprobs || given.likeliest >= 0) normalizer = vocabulary.normalizer();
     if (given.likeliest > 0) {
         int64_t at = row * all.most;
@@ -336,7 +348,7 @@ void sample_row(const Sampling<T>& all, int64_t row, Vocabulary& vocabulary) {
             vocabulary.narrow(given.top_k, given.top_p, given.min_p);
         token = vocabulary.at(uniform(given.key, all.drawn[row]));
     }
-    if (allowed && !(allowed[token / 32] >> token % 32 & 1))  // with NaN logits too the token must be an allowed one
+    if (allowed && !(allowed[token / 32] >> token % 32 & 1))  // also where all allowed tokens have -inf
         for (token = 0; token < all.width - 1 && !(allowed[token / 32] >> token % 32 & 1);) token++;
     all.tokens[row] = token;
     all.logprobs[row] = float(load(logits[token]) - normalizer);

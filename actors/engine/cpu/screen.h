@@ -19,7 +19,7 @@ struct Screen {
     const BFloat16* weight;  // [outputs, inputs], as the model has it
     const char* packed;      // the same, see quantized.h
     const float* norms;      // [panels, 2, 48]: |w| and |w - w'|, at least; 0 behind the last output
-    int64_t* tokens;         // [rows]; -1 where the bounds leave more than `most` candidates, or x is not finite
+    int64_t* tokens;         // [rows]; -1 where the bounds leave more than `most` candidates, or x or a logit is not finite
     int64_t* candidates;     // [rows], how many logits were computed again
     int64_t rows, inputs, outputs, most;  // at most MOST_ROWS rows
 };
@@ -158,12 +158,16 @@ inline void choose(const Screen& s, const Bounds& b, int64_t row, std::vector<in
         if (int64_t(found.size()) > s.most) return;
     }
     float highest = -INFINITY, logits[LANES];
+    bool wrong = false;
     for (int64_t at = 0; at < int64_t(found.size()); at += LANES) {
         const int64_t count = std::min<int64_t>(LANES, found.size() - at);
         exact_logits(s, s.x + row * s.inputs, found.data() + at, count, logits);
-        for (int64_t i = 0; i < count; i++)
+        for (int64_t i = 0; i < count; i++) {
+            wrong |= !(std::fabs(logits[i]) < INFINITY);
             if (logits[i] > highest) highest = logits[i], s.tokens[row] = found[at + i];
+        }
     }
+    if (wrong) s.tokens[row] = -1;
     s.candidates[row] = found.size();
 }
 

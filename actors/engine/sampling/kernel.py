@@ -9,7 +9,7 @@ from torch import Tensor
 
 from actors.engine.cpu import sampling as cpu
 from actors.engine.sampling.penalties import changed_logits
-from actors.engine.sampling.state import Drawn, RowSampling, allowed_bits
+from actors.engine.sampling.state import NO_TOKEN, Drawn, RowSampling, allowed_bits
 from actors.engine.types import TokenLogprob
 
 
@@ -21,7 +21,8 @@ def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool) -> Dr
     batch.run([index for index, with_mask in enumerate(masked) if not with_mask])
     for index, row in enumerate(rows):
         if row.allowed is not None and not masked[index]:
-            masked[index] = not row.allowed.allows(int(batch.tokens[index]))
+            token = int(batch.tokens[index])
+            masked[index] = token != NO_TOKEN and not row.allowed.allows(token)
     batch.run([index for index, with_mask in enumerate(masked) if with_mask], masks=True)
     return Drawn(batch.tokens.tolist(), batch.logprobs.tolist(), batch.choice_logprobs.tolist(), batch.top)
 

@@ -18,13 +18,14 @@ from torch import Tensor
 from actors.engine.cpu import library
 from actors.engine.sampling import kernel as kernel_sampling
 from actors.engine.sampling.penalties import changed_logits
-from actors.engine.sampling.state import Drawn, RowSampling, allowed_bits
+from actors.engine.sampling.state import NO_TOKEN, Drawn, RowSampling, allowed_bits
 from actors.engine.types import TokenLogprob
 from actors.engine.working_memory import DRAWN_NUMBERS
 
 if TYPE_CHECKING:
     from actors.engine.decoder import Decoder
 
+_INFINITY, _MINUS_INFINITY = 0x7F80, 0xFF80  # in bfloat16
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 
 
@@ -44,6 +45,8 @@ def _shift(bits: Tensor, count: int) -> Tensor:
 
 def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True) -> Drawn:
     """Sample the next token of each row from logits [B, V]. The rows' states are read, not changed.
+
+    A row has no token, but `NO_TOKEN`, if one of its logits is NaN or infinite, or all are -inf.
 
     logprobs: whether to compute the tokens' log-probabilities. They take an exponential for each logit, longer than
     everything else together for a greedy row.
@@ -93,6 +96,9 @@ def sample_by_torch(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bo
 def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Drawn:
     """`sample` for few enough rows that all temporaries fit the memory."""
     logits = logits.float()
+    numbers = logits.amax(dim=-1).isfinite()  # NaN is above all numbers
+    if not numbers.all():
+        logits = logits.masked_fill(~numbers[:, None], 0)
     missing = torch.full_like(logits[:, 0], torch.nan)
     asked = logprobs or any(row.params.logprobs is not None for row in rows)
     normalizer = logits.logsumexp(dim=-1) if asked else missing
@@ -118,13 +124,13 @@ def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Draw
             of_alike = torch.tensor(alike, device=logits.device)
             chosen = adjusted if len(alike) == len(rows) else adjusted[of_alike]
             tokens[of_alike] = _draw(chosen, [rows[index] for index in alike], narrowed)
-    if members:  # with NaN logits too the token must be an allowed one
+    if members:  # also where all allowed tokens have -inf
         outside = excluded.gather(1, tokens[at, None])[:, 0]
         if outside.any():
             tokens[at] = torch.where(outside, excluded.int().argmin(dim=-1), tokens[at])
     picked = logits.gather(1, tokens[:, None])[:, 0]
     return Drawn(
-        tokens.tolist(),
+        tokens.masked_fill(~numbers, NO_TOKEN).tolist(),
         (picked - normalizer).tolist(),
         (picked - choice_normalizer).tolist(),
         _top(logits, normalizer, tokens, rows),
@@ -132,17 +138,27 @@ def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Draw
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """argmax of [B, V]: [B], the first of equal ones. On a CPU by numpy, which takes a tenth of torch's time."""
+    """argmax of [B, V]: [B], the first of equal ones, or `NO_TOKEN`, see `sample`. On a CPU by numpy, which takes a
+    tenth of torch's time.
+    """
     if logits.device.type != "cpu":
-        return logits.argmax(dim=-1)
+        most, tokens = logits.max(dim=-1)
+        return tokens.masked_fill(~most.isfinite(), NO_TOKEN)
     if logits.dtype != torch.bfloat16:
-        return torch.from_numpy(logits.float().numpy().argmax(axis=-1))
-    # as integers, bfloat16 bits order positive numbers correctly, above all negative ones (and above a negative NaN)
-    bits = logits.view(torch.int16)
-    tokens = torch.from_numpy(bits.numpy().argmax(axis=-1))
-    for row in (bits.gather(1, tokens[:, None])[:, 0] <= 0).nonzero()[:, 0].tolist():
-        tokens[row] = int(logits[row].float().numpy().argmax())
-    return tokens
+        values = logits.float().numpy()
+        tokens = values.argmax(axis=-1)  # NaN is above all numbers
+        return torch.from_numpy(np.where(np.isfinite(values[np.arange(len(tokens)), tokens]), tokens, NO_TOKEN))
+    # as integers, bfloat16 bits order positive numbers correctly, above all negative ones; the infinities lie between
+    # numbers and NaNs of their sign
+    bits = logits.view(torch.int16).numpy()
+    tokens = bits.argmax(axis=-1)
+    highest = bits[np.arange(len(tokens)), tokens]
+    wrong = (highest >= _INFINITY) | (bits.view(np.uint16).max(axis=-1) > _MINUS_INFINITY)
+    for row in (highest <= 0).nonzero()[0].tolist():
+        values = logits[row].float().numpy()
+        tokens[row] = values.argmax()
+        wrong[row] |= values[tokens[row]] == -np.inf
+    return torch.from_numpy(np.where(wrong, NO_TOKEN, tokens))
 
 
 def _draw(logits: Tensor, rows: Sequence[RowSampling], narrowed: bool) -> Tensor:

@@ -107,12 +107,15 @@ def allowed_bits(rows: Sequence[RowSampling], vocabulary: int) -> NDArray[np.int
     return bits
 
 
+NO_TOKEN = -1  # of a row whose logits are not numbers; the value in sampling.h and screen.h
+
+
 @dataclass(frozen=True)
 class Drawn:
     """Sampled tokens of rows.
 
     Args:
-        tokens: One id a row.
+        tokens: One id a row, or `NO_TOKEN`.
         logprobs: Their log-probabilities under the model's own distribution, nats; NaN if they were not computed.
         choice_logprobs: The same under the distribution restricted to the allowed tokens; NaN for rows without them,
             or that do not want it.

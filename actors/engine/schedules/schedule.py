@@ -117,7 +117,7 @@ class Schedule:
 
     def layer_steps(self, steps: int) -> int:
         """Sum of d(t) over the first `steps` decode steps."""
-        inside = sum(self.depths[:steps])
+        inside = sum(self.depths[: max(steps, 0)])
         return inside + max(steps - len(self.depths), 0) * self.depths[-1]
 
     def mean_depth(self, generated_tokens: int) -> float | None:
