@@ -12,6 +12,7 @@ from actors.engine.types import SamplingParams
 from pipeline.config.base import Place, Section
 from pipeline.config.output_format import FormColumn
 
+LONGEST_RECORD = 2**27  # bytes of a row of text
 TableFormat = Literal["iceberg", "delta"]
 InputFormat = Literal["parquet", "jsonl", "csv", "openai_batch", TableFormat]
 
@@ -61,6 +62,12 @@ class InputConfig(Section):
     )
     snapshot: int | None = Field(
         None, ge=0, description="of a table: Iceberg's snapshot id, Delta's version; default: the newest at planning"
+    )
+    csv_field_bytes: int = Field(
+        2**20,
+        ge=1,
+        le=LONGEST_RECORD,
+        description="of a CSV file, bytes of a quoted field, at most: a longer one is taken for a quote never closed",
     )
     id: str | None = Field(None, description="column that is copied to `id`; default: ids of file name and row number")
     prompt: str | None = Field(

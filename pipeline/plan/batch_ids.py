@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import re
 from array import array
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import pyarrow as pa
 
 from actors.engine.errors import UserError
 from pipeline.config.job import StorageConfig
 from pipeline.read.files import InputFile
-from pipeline.read.rows import read_shards
-from pipeline.read.shards import cut_shards
+from pipeline.read.json_types import parsed
+from pipeline.read.text_lines import json_lines, open_text, records
 
-READ_ROWS, READ_BYTES = 4096, 64 * 2**20  # at once
 ID = "custom_id"
+_ID = re.compile(rb'"custom_id"\s*+:\s*+("(?:[^"\\]++|\\.)*+")')
 
 
 def check_unique_ids(files: Sequence[InputFile], storage: StorageConfig) -> None:
-    """Raise UserError that names the first id which two rows share. Takes 8 bytes a row, and a second pass if so."""
-    hashes = array("q", (hash(value) for *_, value in _ids(files, storage)))
+    """Raise UserError that names the first id which two rows share.
+
+    Takes 8 bytes a row. Lines are parsed only if two may share an id, as two keys of that name in one line do too.
+    """
+    hashes = array("q", (hash(value) for file in files for value in _likely_ids(file, storage)))
     values, counts = np.unique(np.frombuffer(hashes, np.int64), return_counts=True)
     suspects = set(values[counts > 1].tolist())
-    if not suspects:
-        return
     seen: dict[str, tuple[str, int]] = {}
-    for url, row, value in _ids(files, storage):
+    for url, row, value in _ids(files, storage) if suspects else ():
         if hash(value) in suspects:
             if value in seen:
                 first, at = seen[value]
@@ -35,10 +37,22 @@ def check_unique_ids(files: Sequence[InputFile], storage: StorageConfig) -> None
             seen[value] = url, row
 
 
+def _likely_ids(file: InputFile, storage: StorageConfig) -> Iterator[str]:
+    """The texts after each key of the ids' name, also in damaged lines and nested objects."""
+    with open_text(file.url, storage) as stream:
+        for block, *_ in records(stream, "jsonl"):
+            for text in _ID.findall(block):
+                try:
+                    yield json.loads(text) if b"\\" in text else text[1:-1].decode()
+                except ValueError:
+                    continue
+
+
 def _ids(files: Sequence[InputFile], storage: StorageConfig) -> Iterator[tuple[str, int, str]]:
     """File, row number from 0, and id of the rows that have one."""
-    schema = pa.schema([(ID, pa.string())])
-    for shard, table in read_shards(files, cut_shards(files, READ_ROWS, READ_BYTES), schema, storage):
-        for row, value in enumerate(table[ID].to_pylist(), shard.first_row):
-            if value is not None:
-                yield shard.url, row, value
+    for file in files:
+        with open_text(file.url, storage) as stream:
+            lines = (line for block, *_ in records(stream, "jsonl") for line in json_lines(block))
+            for row, (values, _) in enumerate(map(parsed, lines)):
+                if values is not None and isinstance(values.get(ID), str):
+                    yield file.url, row, values[ID]

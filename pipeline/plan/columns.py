@@ -53,7 +53,7 @@ def text_columns(config: JobConfig) -> TextColumns:
     own = section.sampling.items() if isinstance(section.sampling, dict) else ()
     kinds = {field.name: str(field.type).removesuffix(" | None") for field in fields(SamplingParams)}
     numbers = {column: _CSV_TYPES[kinds[name]] for name, column in own if kinds[name] in _CSV_TYPES}
-    return TextColumns(needed_columns(config), frozenset(filter(None, as_json)), numbers)
+    return TextColumns(needed_columns(config), frozenset(filter(None, as_json)), numbers, section.csv_field_bytes)
 
 
 _CSV_TYPES = {"int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}

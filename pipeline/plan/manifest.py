@@ -274,7 +274,7 @@ def _model_values(model: ModelConfig) -> dict[str, Any]:
 
 def _input_identity(config: JobConfig) -> dict[str, Any]:
     """Keys of `input` that can change an answer."""
-    values = config.input.model_dump(mode="json", exclude={"since", "changed"})
+    values = config.input.model_dump(mode="json", exclude={"since", "changed", "csv_field_bytes"})
     if not config.input.is_table:
         del values["snapshot"]
     return values

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,8 @@ from pipeline.config.input import InputFormat
 from pipeline.config.job import StorageConfig
 from pipeline.messages import one_line
 from pipeline.read.files import file_format, list_files
-from pipeline.read.text_lines import GZIP_ERRORS, csv_header, csv_rows, json_lines, open_text
+from pipeline.read.json_types import parsed
+from pipeline.read.text_lines import GZIP_ERRORS, csv_header, csv_rows, json_lines, open_text, records
 from pipeline.storage.folder import filesystem
 
 ROWS = 200
@@ -45,7 +45,7 @@ def read_sample(path: str, storage: StorageConfig) -> Sample:
     except (pa.ArrowException, ValueError, *GZIP_ERRORS) as error:
         raise UserError(f"{urls[0]}: cannot be read as {kind}: {one_line(error)}") from None
     if not rows:
-        raise UserError(f"{urls[0]}: no rows")
+        raise UserError(f"{urls[0]}: no row that can be read as {kind}")
     names = dict.fromkeys(name for row in rows for name in row)
     return Sample(len(urls), given, {name: [row.get(name) for row in rows] for name in names})
 
@@ -72,18 +72,16 @@ def _parquet(url: str, storage: StorageConfig) -> Iterator[dict[str, Any]]:
 def _json(url: str, storage: StorageConfig) -> Iterator[dict[str, Any]]:
     """The lines that are objects; others are errors of their rows when the job runs."""
     with open_text(url, storage) as stream:
-        for _, line in json_lines(stream):
-            value = json.loads(line)
-            if isinstance(value, dict):
-                yield value
+        for block, *_ in records(stream, "jsonl"):
+            yield from (values for values, _ in map(parsed, json_lines(block)) if values is not None)
 
 
 def _csv(url: str, storage: StorageConfig) -> Iterator[dict[str, Any]]:
     with open_text(url, storage) as stream:
-        rows = csv_rows(stream)
-        _, names = csv_header(rows)
-        for _, fields, _ in rows:
-            yield dict(zip(names, fields, strict=False))
+        names = csv_header(stream)
+        stream.seek(0)
+        rows = itertools.chain.from_iterable(csv_rows(block) for block, *_ in records(stream, "csv"))
+        yield from (dict(zip(names, fields, strict=False)) for fields, _ in itertools.islice(rows, 1, None))
 
 
 _READERS = {"parquet": _parquet, "jsonl": _json, "csv": _csv}

@@ -1,7 +1,7 @@
-"""Records of a JSON Lines or CSV file, gzipped or not, with the bytes that each takes.
+"""Records of JSON Lines and CSV files, gzipped or not: where each ends, and its values.
 
-A record of JSON Lines is a line that is not blank; one of CSV ends where the standard library's reader ends it, since a
-quoted field may hold line ends. Offsets count uncompressed bytes.
+A record of JSON Lines is a line that is not blank. One of CSV ends where the standard library's strict reader ends it:
+a quoted field may hold line ends, and after an error the rest of the line is dropped. Offsets count uncompressed bytes.
 """
 
 from __future__ import annotations
@@ -9,27 +9,37 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import BinaryIO, cast
 
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.config.input import LONGEST_RECORD
 from pipeline.config.job import StorageConfig
-from pipeline.messages import one_line
+from pipeline.messages import is_unicode, one_line
 from pipeline.storage.folder import filesystem
 
-LONGEST = 2**27  # bytes of a line, characters of a CSV field
-BUFFER = 2**20
+BUFFER = 2**20  # bytes read at once
 BOM = b"\xef\xbb\xbf"
 # of a stream that is cut short or no gzip; BadGzipFile is an OSError without errno
 GZIP_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error)
+CR, NEWLINE, SPACE, COMMA, QUOTE = b'\r\n ,"'
+_BLANK = {"jsonl": b" \t\r\n", "csv": b"\r\n"}  # bytes that a blank line may hold
+# of CSV: a field, empty if its quote is not closed; a record, the rest of whose line is dropped after an error
+_FIELD = re.compile(rb'(?:"(?:[^"]++|"")*+"|[^",\r\n][^,\r\n]*+)?+')
+_RECORD = re.compile(rb'(?:%b)?+%b(?:,%b)*+(?!")[^\n]*+\n' % (BOM, _FIELD.pattern, _FIELD.pattern))
 
-Line = tuple[int, bytes]  # bytes since the end of the previous record; the record
-CsvRow = tuple[int, list[str], str | None]  # bytes since the end of the previous record; fields; why it is unreadable
+Offsets = npt.NDArray[np.int64]
+CsvRow = tuple[list[str], str | None]  # fields; why they cannot be read
 
 
-class TooLong(ValueError):
-    """A line is longer than `LONGEST`."""
+class Unreadable(ValueError):
+    """The text has no records of its kind from some line on."""
 
 
 @contextmanager
@@ -37,73 +47,126 @@ def open_text(url: str, storage: StorageConfig) -> Iterator[BinaryIO]:
     """The file's bytes, decompressed if its name ends with .gz; seeking back in a gzip file reads it from its start."""
     fs, path = filesystem(url, storage)
     with fs.open(path, "rb") as raw, io.BufferedReader(raw, BUFFER) as file:
-        if not is_gzip(url):
+        if not url.endswith(".gz"):
             yield file
             return
         with gzip.GzipFile(fileobj=file) as unpacked, io.BufferedReader(cast(io.RawIOBase, unpacked), BUFFER) as text:
             yield text
 
 
-def is_gzip(url: str) -> bool:
-    """Whether a file is read as gzip."""
-    return url.endswith(".gz")
+def records(stream: BinaryIO, kind: str, field_bytes: int = LONGEST_RECORD) -> Iterator[tuple[bytes, Offsets, Offsets]]:
+    """Yield blocks of bytes that follow each other, and the start and end of each record in the block.
+
+    Blank lines are in the block, but in no record. numpy, which releases the interpreter's lock, finds the ends.
+
+    Args:
+        stream: at the start of a record.
+        kind: jsonl or csv.
+        field_bytes: maximum length of a quoted field of CSV.
+
+    Raises:
+        Unreadable: a record is too long, or a quote is never closed; names the line.
+    """
+    rest, line, is_last = b"", 1, False
+    while not is_last:
+        data = stream.read(max(BUFFER, len(rest)))
+        block, is_last = rest + data, not data
+        ends = np.array([len(block)] if block else [], np.int64) if is_last else _ends(block, kind)
+        bounds = np.concatenate([[0], ends, [len(block)]])  # of the records, and of the rest
+        sizes = np.diff(bounds)
+        for place in np.flatnonzero(sizes > (0 if is_last else field_bytes)) if kind == "csv" else ():
+            _check_quotes(block, int(bounds[place]), int(bounds[place + 1]), field_bytes, line, is_last)
+        if sizes.max() > LONGEST_RECORD:
+            raise Unreadable(f"a line is longer than {LONGEST_RECORD // 2**20} MiB")
+        starts, end = bounds[:-2], int(bounds[-2])
+        first = np.frombuffer(block, np.uint8)[starts]
+        is_filled = np.ones(len(starts), bool)
+        for place in np.flatnonzero((first <= SPACE) | (first == BOM[0])):
+            is_filled[place] = bool(block[starts[place] : ends[place]].removeprefix(BOM).strip(_BLANK[kind]))
+        yield block[:end], starts[is_filled], ends[is_filled]
+        rest, line = block[end:], line + int(np.count_nonzero(np.frombuffer(block, np.uint8, end) == NEWLINE))
 
 
-def json_lines(stream: BinaryIO) -> Iterator[Line]:
-    """The lines that are not blank, from the stream's place on, without a byte order mark."""
-    size = 0
-    for line in _lines(stream):
-        size += len(line)
-        record = line.removeprefix(BOM).strip(b" \t\r\n")
-        if record:
-            yield size, record
-            size = 0
+def _ends(block: bytes, kind: str) -> Offsets:
+    """The end of each record and each blank line, but for the rest after the last one.
+
+    Where quotes of CSV stand around fields only, a line end is in a quoted field if the quotes before it are odd.
+    """
+    data = np.frombuffer(block, np.uint8)
+    lines = np.flatnonzero(data == NEWLINE) + 1
+    quotes = np.flatnonzero(data == QUOTE) if kind == "csv" else lines[:0]
+    if not quotes.size:
+        return lines
+    before, after = data[quotes[::2] - 1], data[np.minimum(quotes[1::2] + 1, len(data) - 1)]
+    before[0] = before[0] if quotes[0] else NEWLINE
+    returned = data[np.minimum(np.flatnonzero(data == CR) + 1, len(data) - 1)]
+    if (
+        np.isin(before, [NEWLINE, COMMA, QUOTE]).all()
+        and np.isin(after, [CR, NEWLINE, COMMA, QUOTE]).all()
+        and (returned == NEWLINE).all()
+    ):
+        outside: Offsets = lines[np.searchsorted(quotes, lines) % 2 == 0]
+        return outside
+    found, end = [], 0
+    while match := _RECORD.match(block, end):
+        found.append(end := match.end())
+    return np.array(found, np.int64)
 
 
-def csv_rows(stream: BinaryIO) -> Iterator[CsvRow]:
-    """The rows that are not blank, from the stream's place on; a row that the reader refuses has no fields."""
-    csv.field_size_limit(LONGEST)  # the module's own limit, 128 KiB, is one for the whole process
-    size, invalid = 0, False
-
-    def decoded() -> Iterator[str]:
-        nonlocal size, invalid
-        for line in _lines(stream):
-            size += len(line)
-            line = line.removeprefix(BOM)
-            try:
-                text = line.decode()
-            except UnicodeDecodeError:
-                text, invalid = line.decode(errors="replace"), True
-            yield text
-
-    reader = csv.reader(decoded())
-    while True:
-        error = None
-        try:
-            row = next(reader)
-        except StopIteration:
+def _check_quotes(block: bytes, place: int, end: int, field_bytes: int, line: int, is_last: bool) -> None:
+    """Raise Unreadable for a quoted field between two places that is too long, or not closed in the last record."""
+    place += len(BOM) if block.startswith(BOM, place) else 0
+    while place < end and (field := _FIELD.match(block, place)):
+        stop = field.end()
+        if block[place] == QUOTE:
+            where = f"line {line + block.count(NEWLINE, 0, place)}: a quote is opened"
+            if stop == place and is_last:
+                raise Unreadable(f'{where} and never closed; close it, or write "" for a quote in quoted text')
+            if (end if stop == place else stop) - place - 2 > field_bytes:
+                raise Unreadable(
+                    f"{where} for a field of more than {field_bytes:,} bytes, as if it were never closed; close it, or "
+                    "raise input.csv_field_bytes"
+                )
+        if not block.startswith(b",", stop):
             return
+        place = stop + 1
+
+
+def json_lines(data: bytes) -> list[bytes]:
+    """The records of whole lines of JSON."""
+    lines = (line.removeprefix(BOM).strip(_BLANK["jsonl"]) for line in data.split(b"\n"))
+    return [line for line in lines if line]
+
+
+def csv_rows(data: bytes) -> list[CsvRow]:
+    """The fields of whole records of CSV, and why a row cannot be read."""
+    csv.field_size_limit(LONGEST_RECORD)  # the module's own limit, 128 KiB, is one for the whole process
+    if BOM in data:
+        ends = [0, *_ends(data, "csv"), len(data)]
+        data = b"".join(data[start:end].removeprefix(BOM) for start, end in pairwise(ends))
+    text = data.decode(errors="surrogateescape")
+    has_invalid = not is_unicode(text)
+    reader = csv.reader(io.StringIO(text, newline="\n"), strict=True)
+    rows: list[CsvRow] = []
+    while True:
+        try:
+            fields, error = next(reader, None), None
         except csv.Error as problem:
-            row, error = [], f"not CSV: {one_line(problem)}"
-        if not row and error is None:
-            continue
-        yield size, row, "not UTF-8" if invalid and error is None else error
-        size, invalid = 0, False
+            fields, error = [], f"not CSV: {one_line(problem)}"
+        if fields is None:
+            return rows
+        if has_invalid and not is_unicode("".join(fields)):
+            error = "not UTF-8"
+        if fields or error:
+            rows.append((fields, error))
 
 
-def csv_header(rows: Iterator[CsvRow]) -> tuple[int, Sequence[str]]:
-    """Bytes of the header and the names in it. Raises ValueError if the file has none that can be read."""
-    first = next(rows, None)
-    if first is None:
-        raise ValueError("the file is empty; its first line must name the columns")
-    size, names, error = first
-    if error is not None:
-        raise ValueError(f"the first line must name the columns: {error}")
-    return size, names
-
-
-def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    while line := stream.readline(LONGEST + 1):
-        if len(line) > LONGEST:
-            raise TooLong(f"a line is longer than {LONGEST // 2**20} MiB")
-        yield line
+def csv_header(stream: BinaryIO) -> list[str]:
+    """The names in the first record of a stream at its start. Raises Unreadable if it has none that can be read."""
+    for block, _, ends in records(stream, "csv"):
+        if len(ends):
+            ((names, error),) = csv_rows(block[: ends[0]])
+            if error is not None:
+                raise Unreadable(f"the first line must name the columns: {error}")
+            return names
+    raise Unreadable("the file is empty; its first line must name the columns")

@@ -22,6 +22,8 @@ from actors.engine.errors import UserError
 from actors.openai_requests import CHAT, TEXT
 from pipeline.commit.results import RECORD, recorded, result_problems
 from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.plan.batch_ids import check_unique_ids
+from pipeline.read.files import InputFile
 from pipeline.storage.folder import open_folder
 
 
@@ -128,6 +130,19 @@ def test_a_custom_id_that_two_rows_share_is_refused(tmp_path: Path, chat_checkpo
     shared = f"custom_id 'request-1' of row 1 is also that of row 1 of {tmp_path}/in/a.jsonl; make it unique"
     assert str(refused.value) == f"{tmp_path}/in/b.jsonl: {shared}"
     assert not (tmp_path / "out").exists()
+
+
+def test_custom_ids_are_compared_as_values_of_their_rows(tmp_path: Path) -> None:
+    """Not as JSON spells them, nor as an inner object or a damaged line has them."""
+    path = tmp_path / "in.jsonl"
+    file = InputFile(str(path), 0, "", (), (), format="jsonl")
+    path.write_text(
+        '{"custom_id": "a/b"}\n{"body": {"custom_id": "a/b"}}\n{"custom_id": "a/b"\n{"x": "\\"custom_id\\": 1"}\n'
+    )
+    check_unique_ids([file], StorageConfig())
+    path.write_text('{"custom_id": "a/b"}\n\n{"custom_id" : "\\u0061\\/b"}\n')
+    with pytest.raises(UserError, match=r"custom_id 'a/b' of row 1 is also that of row 0; make it unique"):
+        check_unique_ids([file], StorageConfig())
 
 
 def test_a_request_is_whole(tmp_path: Path, chat_checkpoint: Path) -> None:

@@ -6,23 +6,26 @@ import csv
 import gzip
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from actors.engine.errors import UserError
 from pipeline.config.input import InputFormat
 from pipeline.config.job import StorageConfig
-from pipeline.read import text_files
+from pipeline.messages import is_unicode
+from pipeline.read import text_files, text_lines
 from pipeline.read.files import InputFile, file_format, list_files
 from pipeline.read.rows import read_layout, read_rows
 from pipeline.read.schema import one_schema, split_errors
 from pipeline.read.shards import Shard, cut_shards, group_shards
 from pipeline.read.text_files import TextColumns, with_json_fields
+from pipeline.read.text_lines import BOM
 
 LOCAL = StorageConfig()
 
@@ -101,7 +104,7 @@ def test_every_row_comes_out_once_and_in_order(
         patch.setattr(text_files, "GROUP_ROWS", group_rows)
         patch.setattr(text_files, "GROUP_BYTES", group_bytes)
         if not any(expected):
-            with pytest.raises(UserError, match="no line holds a JSON object"):
+            with pytest.raises(UserError, match="read, and none holds a JSON object"):
                 scan(path, TextColumns(["n"]))
             return
         file, schema = scan(path, TextColumns(wanted))
@@ -124,35 +127,109 @@ def test_every_row_comes_out_once_and_in_order(
         assert rows_of(file, schema, [shard]) == found[shard.first_row : shard.first_row + shard.rows]
 
 
+def strict_rows(data: bytes) -> list[tuple[list[str], str | None]] | None:
+    """Rows of a CSV as the standard library's strict reader gives them, line by line; None if a quote stays open."""
+    is_first = True
+
+    def lines() -> Iterator[str]:
+        nonlocal is_first
+        for line in io.BytesIO(data):
+            line, is_first = line.removeprefix(BOM) if is_first else line, False
+            yield line.decode(errors="surrogateescape")
+
+    rows: list[tuple[list[str], str | None]] = []
+    reader = csv.reader(lines(), strict=True)
+    while True:
+        is_first = True
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return rows
+        except csv.Error as error:
+            if "unexpected end of data" in str(error):
+                return None
+            rows.append(([], "not CSV: "))
+            continue
+        if fields:
+            rows.append((fields, None if is_unicode("".join(fields)) else "not UTF-8"))
+
+
 @given(
     st.lists(
-        st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r"), max_size=5)), max_size=25
+        st.sampled_from([b'"', b'"', b",", b"\n", b"\n", b"\r", b"\r\n", b"a", b" ", b"\0", BOM, b"\xff"]), max_size=40
     ),
     st.integers(1, 8),
     st.integers(1, 5),
+    st.integers(1, 9),
     st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=400, deadline=None)
+@example(
+    [b'"a"', b"b,", b'"c', b"\n", b'd"', b"\n", b"a"], 3, 2, 5, False
+)  # text behind a quote, then a quoted line end
+@example([b"a\rb", b',"c', b"\n", b'd"', b"\n", b'"a', b"\n", b'b"'], 3, 2, 5, False)
+@example([b'a"b', b"\n", BOM, b'"a', b"\n", BOM, b'b"', b"\n"], 3, 2, 5, True)
 def test_csv_rows_are_those_of_the_standard_reader(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[list[str]], shard_rows: int, group_rows: int, is_packed: bool
+    tmp_path_factory: pytest.TempPathFactory,
+    pieces: list[bytes],
+    shard_rows: int,
+    group_rows: int,
+    buffer: int,
+    is_packed: bool,
 ) -> None:
-    """Quoted line ends and marks; a row with another number of fields than the first line is its row's error."""
-    text = io.StringIO(newline="")
-    csv.writer(text, lineterminator="\n").writerows([["a", "b"], *rows])
+    """Whatever quotes, line ends and marks stand where; a quote that stays open is refused."""
+    data = BOM + b'"a",b\n' + b"".join(pieces)
     path = tmp_path_factory.mktemp("csv") / ("a.csv.gz" if is_packed else "a.csv")
-    data = b"\xef\xbb\xbf" + text.getvalue().encode()
     path.write_bytes(gzip.compress(data, 1, mtime=0) if is_packed else data)
+    expected = strict_rows(data)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_files, "GROUP_ROWS", group_rows)
+        patch.setattr(text_lines, "BUFFER", buffer)
+        if expected is None:
+            with pytest.raises(UserError, match=r"a\.csv(\.gz)?: line \d+: a quote is opened and never closed"):
+                scan(path, TextColumns(["b"]))
+            return
         file, schema = scan(path, TextColumns(["b"]))
-    expected = [row for row in csv.reader(io.StringIO(text.getvalue(), newline="")) if row][1:]
     found = rows_of(file, schema, cut_shards([file], shard_rows, 10**6))
-    assert len(found) == len(expected) == file.rows
-    for (values, error), row in zip(found, expected, strict=True):
-        if len(row) == 2:
+    assert len(found) == len(expected) - 1 == file.rows
+    for (values, error), (row, refused) in zip(found, expected[1:], strict=True):
+        if refused is None and len(row) == 2:
             assert (values, error) == ({"b": row[1]}, None)
         else:
-            assert error == f"{len(row)} fields; the first line names 2 columns" and values == {"b": None}
+            wrong = refused or f"{len(row)} fields; the first line names 2 columns"
+            assert error is not None and error.startswith(wrong) and values == {"b": None}
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_quote_that_is_never_closed_is_refused_with_its_line(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the file's end, or soon after `field_bytes`, without a look at the rest. A long field that ends too."""
+    monkeypatch.setattr(text_lines, "BUFFER", 100)
+
+    def refusal(data: bytes, field_bytes: int) -> str:
+        path = tmp_path / f"a.csv{suffix}"
+        path.write_bytes(gzip.compress(data) if suffix else data)
+        with pytest.raises(UserError) as refused:
+            scan(path, TextColumns(["b"], field_bytes=field_bytes))
+        return str(refused.value).removeprefix(f"{path}: ")
+
+    rows = b"".join(b'%d,"x\ny"\n' % row for row in range(50))
+    never = 'a quote is opened and never closed; close it, or write "" for a quote in quoted text'
+    long = "a quote is opened for a field of more than 99 bytes, as if it were never closed; close it, or raise "
+    assert refusal(b"a,b\n" + rows + b'1,"x\n' + rows.replace(b'"', b"'"), 10**6) == f"line 102: {never}"
+    assert refusal(b'"a,b\n1,2', 10**6) == f"line 1: {never}"
+    assert (
+        refusal(b"a,b\n" + rows + b'1,2\n1,"' + b"x" * 100 + b'"\n1,2\n', 99)
+        == f"line 103: {long}input.csv_field_bytes"
+    )
+    assert refusal(b'a,b\n1,"' + b"x\n" * 100 + b"\xff" * 10**6, 99) == f"line 2: {long}input.csv_field_bytes"
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"a,b\n" + rows + b'1,"x\n' + rows)  # the next quote ends the damage
+    assert [row for row, (_, error) in enumerate(read(path, ["a"])) if error] == [50, 51]
+    assert len(read(path, ["a"])) == 101
+    path.write_bytes(b"a,b\n1," + b"x" * 200 + b'\n1,"' + b"x" * 99 + b'"\n')
+    assert scan(path, TextColumns(["b"], field_bytes=99))[0].rows == 2
 
 
 def write(path: Path, *lines: object) -> Path:
@@ -179,10 +256,10 @@ def test_a_value_of_another_type_costs_its_row_only(tmp_path: Path) -> None:
     found = read(path, ["p", "n", "l", "o"])
     assert [error for _, error in found] == [
         None,
-        "column p: a number that does not fit string",
-        "column n: true or false that does not fit double",
+        "column p: a number that does not fit string: 5",
+        "column n: true or false that does not fit double: true",
         "column p: text is not valid Unicode: it holds a lone surrogate",
-        "column n: text that does not fit double",
+        'column n: text that does not fit double: "1"',
         "not a JSON object: the line is a list",
         "not UTF-8: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
         "not JSON: ValueError: NaN is not JSON",
@@ -197,6 +274,30 @@ def test_the_type_of_most_rows_is_the_columns(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"n": "none"}, {"n": 1}, {"n": 2}, {"n": None}, {})
     assert [error is None for _, error in read(path, ["n"])] == [False, True, True, True, True]
     assert scan(path, TextColumns(["n"]))[1].field("n").type == pa.int64()
+
+
+def test_types_are_those_of_the_first_rows_and_of_some_later_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later value of another type is its row's error; a column without any value so far is looked for everywhere."""
+    monkeypatch.setattr(text_lines, "BUFFER", 500)
+    monkeypatch.setattr(text_files, "TYPED_ROWS", 10)
+    monkeypatch.setattr(text_files, "TYPED_BLOCKS", 10**9)
+    rows: list[dict[str, Any]] = [{"n": row, "o": {"a": row}, "late": None, "x": "n"} for row in range(600)]
+    rows[500] |= {"n": 0.5, "o": {"a": 1, "b": "c" * 100}}
+    rows[550] |= {"late": {"z": 2**53 + 1}, "mai\u00e9": True}
+    path = write(tmp_path / "a.jsonl", *rows)
+    wanted = TextColumns(["n", "o", "late", "mai\u00e9"])
+    schema = scan(path, wanted)[1]
+    assert schema.types == [pa.int64(), pa.struct({"a": pa.int64()}), pa.struct({"z": pa.int64()}), pa.bool_()]
+    found = read(path, wanted, 64)
+    assert [row for row, (_, error) in enumerate(found) if error is not None] == [500]
+    assert found[500][1] == "column n: a number that does not fit int64: 0.5"
+    assert found[550][0] == {"n": 550, "o": {"a": 550}, "late": {"z": 2**53 + 1}, "mai\u00e9": True}
+    cut = '{"a": 1, "b": "' + "c" * 65 + "\u2026"
+    assert read(path, ["o"], 64)[500][1] == f"column o: an object that does not fit struct<a: int64>: {cut}"
+    monkeypatch.setattr(text_files, "TYPED_BLOCKS", 1)
+    assert scan(path, wanted)[1].types[:2] == [pa.float64(), pa.struct({"a": pa.int64(), "b": pa.string()})]
 
 
 def test_a_column_of_json_keeps_it(tmp_path: Path) -> None:
@@ -227,7 +328,7 @@ def test_csv_fields_are_text_but_for_sampling(tmp_path: Path) -> None:
         ("a.jsonl", b'{"q": 1}\n', "no column 'p'; it has q"),
         ("a.jsonl", '{"p": 1}'.encode("utf-16"), "the text is UTF-16; convert it to UTF-8"),
         ("a.jsonl", b"PAR1", "the file is Parquet; name it so, or set input.format"),
-        ("a.jsonl", b"p\n", "no line holds a JSON object"),
+        ("a.jsonl", b"p\n", "1 line read, and none holds a JSON object"),
         ("a.jsonl.gz", gzip.compress(b'{"p": 1}\n' * 99)[:-9], "not readable as gzip: "),
         ("a.jsonl.gz", b'{"p": 1}\n', "not readable as gzip: Not a gzipped file"),
         ("a.csv", b"", "the file is empty; its first line must name the columns"),
@@ -244,7 +345,7 @@ def test_a_file_that_is_no_such_text_is_refused(tmp_path: Path, name: str, data:
 
 
 def test_a_line_of_any_length_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.read.text_lines.LONGEST", 2**20)
+    monkeypatch.setattr("pipeline.read.text_lines.LONGEST_RECORD", 2**20)
     path = write(tmp_path / "a.jsonl", {"p": "x" * 2**20})
     with pytest.raises(UserError, match="a line is longer than 1 MiB"):
         scan(path, TextColumns(["p"]))
