@@ -161,9 +161,12 @@ class Generator:
             inspected = with_adapter(inspected, speed_adapter)
         default = {} if continuation_column is None and drafts is None else {"speedup": 1.0}
         self._inspected, self._changes, self._unadapted = inspected, dict(schedule or {}), unadapted
-        self.schedule = inspected.schedule(dict(default if schedule is None else schedule))
-        if not unadapted:
-            inspected.check_adapted(self.schedule, str(checkpoint), "pass unadapted=True")
+        changes = dict(default if schedule is None else schedule)
+        self.schedule = (
+            inspected.schedule(changes)
+            if unadapted
+            else inspected.adapted_schedule(changes, str(checkpoint), "pass unadapted=True")
+        )
         self.tokenizer = load_tokenizer(checkpoint)
         settings = with_memory(settings, inspected)
         assert settings.cache_bytes is not None and settings.max_rows is not None

@@ -37,6 +37,6 @@ def random_adapter(base: Path, folder: Path, spec: ScheduleSpec, **options: Any)
     model = AutoModelForCausalLM.from_pretrained(base)
     with_random_adapters(model, **options).save_pretrained(folder)
     stored = spec.build(model.config.num_hidden_layers)
-    save_spec(spec, stored.num_layers, folder, Trained(1, PROMPT_POLICIES, stored.keep_order, stored.warmup))
+    save_spec(spec, stored.num_layers, folder, Trained((1,), PROMPT_POLICIES, stored.keep_order, stored.warmup))
     save_record(folder, base_digest(base))
     return folder

@@ -44,6 +44,6 @@ def tiny_checkpoint(folder: Path) -> Path:
     spec = ScheduleSpec(speedup=2, horizon=6)
     stored = spec.build(LAYERS)
     # random weights, said to be trained for every depth, so that jobs run at any speed
-    trained = Trained(1, PROMPT_POLICIES, stored.keep_order, stored.warmup)
+    trained = Trained((1,), PROMPT_POLICIES, stored.keep_order, stored.warmup)
     save_spec(spec, LAYERS, folder, trained)
     return folder

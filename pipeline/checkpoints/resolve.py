@@ -121,10 +121,9 @@ class ResolvedCheckpoint:
 
         UserError if it cannot be built, or `unadapted` is false and the checkpoint is not adapted to it.
         """
-        schedule = self.checkpoint.schedule(changes)
-        if not unadapted:
-            self.checkpoint.check_adapted(schedule, model.path, "set schedule.unadapted: true")
-        return schedule
+        if unadapted:
+            return self.checkpoint.schedule(changes)
+        return self.checkpoint.adapted_schedule(changes, model.path, "set schedule.unadapted: true")
 
     def weights_digest(self) -> str | None:
         """The digest by which a speed adapter names its base; None if the store lists no SHA-256 of every file."""

@@ -15,6 +15,7 @@ from actors.engine.checkpoint.weights import folder_tensors
 from actors.engine.errors import UserError
 from actors.engine.schedules.file import save_spec
 from actors.engine.schedules.schedule import ScheduleSpec
+from actors.engine.schedules.trained import Trained
 
 
 @pytest.fixture
@@ -56,6 +57,24 @@ def test_the_stored_schedule_comes_along(checkpoint: Path) -> None:
     assert found.schedule({"speedup": 1.0}).depths == (LAYERS,)
     with pytest.raises(ValueError, match=r"^schedule: keep_order has 2 entries"):
         found.schedule({"keep_order": (0, 1)})
+
+
+def test_a_speed_above_the_trained_ones_is_refused_with_the_largest_of_them(checkpoint: Path) -> None:
+    def refusal(**changes: object) -> str:
+        with pytest.raises(UserError) as caught:
+            inspect(checkpoint).adapted_schedule(changes, "m", "set it")
+        return str(caught.value)
+
+    with pytest.raises(
+        UserError, match=r"m is not adapted to it \(it has no skipdecode.json\).*run `skipdecode adapt J"
+    ):
+        inspect(checkpoint).adapted_schedule({"speedup": 2.0}, "m", "set it")  # before it asks for a horizon
+    spec = ScheduleSpec(speedup=2, horizon=9)
+    save_spec(spec, LAYERS, checkpoint, Trained.on(spec.build(LAYERS), [spec.build(LAYERS)]))
+    assert inspect(checkpoint).adapted_schedule({"speedup": 1.5}, "m", "set it").depths[-1] == 3
+    lines = [refusal(speedup=2.0, horizon=3), refusal(speedup=3.0)]
+    assert all("trained down to" in line for line in lines)
+    assert "largest speedup" not in lines[0] and "; the largest speedup is 2.25)" in lines[1]
 
 
 def test_bad_checkpoints_are_refused_in_one_line(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

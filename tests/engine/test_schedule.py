@@ -198,14 +198,20 @@ RECORD = '{"num_layers": 6, "trained": %s}'
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ("2", "trained must hold min_depth and prompt, and no other key"),
-        ('{"min_depth": 2}', "trained must hold min_depth and prompt, and no other key"),
+        ("2", "trained must hold depths and prompt, and no other key"),
+        ('{"min_depth": 2}', "trained must hold depths and prompt, and no other key"),
         (
             '{"min_depth": 2, "prompt": ["full"], "speed": 2}',
-            "trained must hold min_depth and prompt, and no other key",
+            "trained must hold depths and prompt, and no other key",
         ),
         ('{"min_depth": 7, "prompt": ["full"]}', r"trained.min_depth = 7: must be a whole number in \[1, 6\]"),
         ('{"min_depth": true, "prompt": ["full"]}', "trained.min_depth = True"),
+        ('{"depths": [5, 2], "min_depth": 2, "prompt": ["full"]}', "trained must hold depths and prompt, and no other"),
+        ('{"depths": [5, 6], "prompt": ["full"]}', r"trained.depths = 6: must be a whole number in \[1, 5\]"),
+        ('{"depths": [7], "prompt": ["full"]}', r"trained.depths = 7: must be a whole number in \[1, 6\]"),
+        ('{"depths": [2.5], "prompt": ["full"]}', r"trained.depths = 2.5: must be a whole number"),
+        ('{"depths": [], "prompt": ["full"]}', r"trained.depths must list 1 to 131072 numbers"),
+        ('{"depths": 3, "prompt": ["full"]}', r"trained.depths must list 1 to 131072 numbers"),
         ('{"min_depth": 2, "prompt": []}', r"trained.prompt = \[\]: must list some of full, first"),
         ('{"min_depth": 2, "prompt": ["half"]}', r"trained.prompt = \['half'\]"),
     ],
@@ -221,7 +227,8 @@ def test_the_record_of_a_training_is_checked(tmp_path: Path, record: str, messag
 
 @given(schedules(), st.data())
 def test_a_record_covers_what_was_drawn_and_the_layers_that_ran(stored: Schedule, data: st.DataObject) -> None:
-    """Slow definition: every position's layers, and the prompt's, are those of a depth that training reached."""
+    """Slow definition: every position's layers are those of a depth that training reached there, or of a deeper one,
+    and the prompt's are those of a policy that it ran."""
     layers = stored.num_layers
     of_order = {"num_layers": layers, "keep_order": stored.keep_order, "warmup": stored.warmup}
     depths = st.lists(st.integers(max(stored.warmup, 1), layers), min_size=1, max_size=6)
@@ -234,11 +241,53 @@ def test_a_record_covers_what_was_drawn_and_the_layers_that_ran(stored: Schedule
     trained = Trained.on(stored, drawn)
     assert all(trained.covers(one) for one in drawn)
     asked = data.draw(made)
-    sets = {tuple(sorted(stored.keep_order[:depth])) for one in drawn for depth in range(min(one.depths), layers + 1)}
-    ran = all(asked.layers(position) in sets for position in range(len(asked.depths)))
+    ran = all(
+        set(asked.layers(position)) >= set.intersection(*(set(one.layers(position)) for one in drawn))
+        for position in range(9)
+    )
     policies = {one.prompt for one in drawn}
     whole_prompt = set(asked.prompt_layers) == set(range(layers))
     assert trained.covers(asked) == (ran and (asked.prompt in policies or (whole_prompt and "full" in policies)))
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_curve_that_was_not_trained_is_not_covered(tmp_path: Path, older: bool) -> None:
+    """Trained at 1.5, 2 and 3 over 33 tokens: speeds between them, longer horizons and deeper lists are covered."""
+    spec = ScheduleSpec(speedup=3, horizon=33)
+    drawn = [spec.overridden({"speedup": speed}).build(30) for speed in (1.0, 1.5, 2.0, 3.0)]
+    save_spec(spec, 30, tmp_path, Trained.on(spec.build(30), drawn))
+    if older:
+        values = json.loads((tmp_path / SCHEDULE_FILE).read_text())
+        (tmp_path / SCHEDULE_FILE).write_text(json.dumps({**values, "trained": {"min_depth": 7, "prompt": ["full"]}}))
+    trained = load_trained(tmp_path, 30, spec)
+    assert trained is not None and trained.depths == drawn[-1].depths
+    covered: list[dict[str, Any]] = [{}, {"speedup": 1.25}, {"speedup": 2.5}, {"horizon": 34}, {"depths": (13, 13, 13)}]
+    covered += [{"decay": "constant", "speedup": 2.0}, {"max_depth": 20, "min_depth": 7}]
+    for changes in covered:
+        assert trained.difference(spec.overridden(changes).build(30)) is None, changes
+    shapes = {
+        "at token 1 it was trained down to 13 layers, not to 7: a shorter horizon or another decay": {"horizon": 2},
+        "at token 0 it was trained down to 13 layers, not to 10": {"decay": "constant"},
+        "at token 1 it was trained down to 13 layers, not to 7": {"depths": (24, 7)},
+        "at token 0 it was trained down to 13 layers, not to 12": {"depths": (12,)},
+        "it was trained down to 7 layers, not to 4": {"depths": (24, 4)},
+        "it was trained down to 7 layers, not to 5": {"speedup": 4.0},
+    }
+    for reason, changes in shapes.items():
+        assert str(trained.difference(spec.overridden(changes).build(30))).startswith(reason)
+
+
+def test_the_committed_records_cover_what_their_jobs_run() -> None:
+    root = Path(__file__).parents[2] / "configs"
+    adapters = [path.parent for path in root.glob("*/*/" + SCHEDULE_FILE)]
+    assert len(adapters) >= 5
+    for folder in adapters:
+        layers = json.loads((folder / SCHEDULE_FILE).read_text())["num_layers"]
+        spec = load_spec(folder, layers)
+        assert spec is not None
+        trained = load_trained(folder, layers, spec)
+        for speed in (1.25, 1.5, 2.0, 3.0, *((4.0, 5.0) if layers == 24 else ())):
+            assert trained is not None and trained.covers(spec.overridden({"speedup": speed}).build(layers)), folder
 
 
 def test_a_record_holds_for_its_keep_order_and_warmup_alone(tmp_path: Path) -> None:
@@ -248,9 +297,9 @@ def test_a_record_holds_for_its_keep_order_and_warmup_alone(tmp_path: Path) -> N
     save_spec(spec, 12, tmp_path, Trained.on(stored, [stored, *others]))
     trained = load_trained(tmp_path, 12, load_spec(tmp_path, 12))
     assert trained is not None and trained.covers(stored) and not any(trained.covers(other) for other in others)
-    assert (trained.min_depth, trained.prompt) == (min(stored.depths), ("full",))
+    assert (trained.depths, trained.prompt) == (stored.depths, ("full",))
     at_full_depth = Trained.on(stored, [ScheduleSpec().build(12)])
-    assert at_full_depth.min_depth == 12 and not at_full_depth.covers(stored)
-    assert Trained.on(stored, others).min_depth == 12  # nothing of this order was trained
+    assert at_full_depth.depths == (12,) and not at_full_depth.covers(stored)
+    assert Trained.on(stored, others).depths == (12,)  # nothing of this order was trained
     save_spec(spec, 12, tmp_path)
     assert load_trained(tmp_path, 12, load_spec(tmp_path, 12)) is None

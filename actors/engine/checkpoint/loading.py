@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,6 +79,14 @@ class Checkpoint:
         except ValueError as error:
             raise UserError(f"schedule: {error}") from None
 
+    def adapted_schedule(self, changes: dict[str, Any], name: str, remedy: str) -> Schedule:
+        """`schedule`, for which the model must have been trained, see `check_adapted`."""
+        if self.trained is None:  # said before what the schedule lacks, such as a horizon
+            self.check_adapted(self.schedule({"horizon": 2, **changes}), name, remedy)
+        schedule = self.schedule(changes)
+        self.check_adapted(schedule, name, remedy)
+        return schedule
+
     def check_adapted(self, schedule: Schedule, name: str, remedy: str) -> None:
         """Raise UserError if the model skips layers in a way that it was not trained for.
 
@@ -93,10 +102,20 @@ class Checkpoint:
             return
         else:
             reason = difference
+            fastest = self._fastest(self.trained)
+            if schedule.speedup is not None and 1 < fastest < schedule.speedup:
+                reason += f"; the largest speedup is {fastest:g}"
         raise UserError(
             f"schedule: {name} is not adapted to it ({reason}), and its answers would be ruined: run `skipdecode adapt "
             f"JOB`, or {remedy}"
         )
+
+    def _fastest(self, trained: Trained) -> float:
+        """The largest speed-up, in quarters, that the training covers with the stored horizon and decay; 1 for none."""
+        speeds = (quarters / 4 for quarters in range(4 * self.num_layers, 4, -1))
+        with suppress(UserError):  # the stored depths have no horizon
+            return next((speed for speed in speeds if trained.covers(self.schedule({"speedup": speed}))), 1.0)
+        return 1.0
 
 
 def inspect(path: str | Path, names: Collection[str] | None = None) -> Checkpoint:

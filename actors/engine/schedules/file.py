@@ -10,8 +10,8 @@ from typing import Any
 
 from actors.engine.checkpoint.json_file import read_object
 from actors.engine.errors import UserError
-from actors.engine.schedules.schedule import MAX_HORIZON, PROMPT_POLICIES, Schedule, ScheduleSpec
-from actors.engine.schedules.trained import Trained
+from actors.engine.schedules.schedule import MAX_HORIZON, PROMPT_POLICIES, ScheduleSpec
+from actors.engine.schedules.trained import Trained, of_older_record
 
 SCHEDULE_FILE = "skipdecode.json"
 TRAINED = "trained"  # key of the record of the training
@@ -47,21 +47,25 @@ def read_spec(values: Mapping[str, Any], num_layers: int, source: str) -> Schedu
     return spec
 
 
-def read_trained(value: Any, stored: Schedule, source: str) -> Trained:
-    """The record of the training in the ``skipdecode.json`` of a schedule.
+def read_trained(value: Any, spec: ScheduleSpec, num_layers: int, source: str) -> Trained:
+    """The record of the training in the ``skipdecode.json`` of a spec. An older record has `min_depth` for `depths`.
 
     Raises UserError that begins with `source` and names the wrong key.
     """
-    if not isinstance(value, dict) or set(value) != {"min_depth", "prompt"}:
-        raise UserError(f"{source}: {TRAINED} must hold min_depth and prompt, and no other key")
-    depth, prompt = value["min_depth"], value["prompt"]
-    if not _is(depth, (int,)) or not 1 <= depth <= stored.num_layers:
-        raise UserError(
-            f"{source}: {TRAINED}.min_depth = {depth!r}: must be a whole number in [1, {stored.num_layers}]"
-        )
+    if not isinstance(value, dict) or set(value) not in ({"depths", "prompt"}, {"min_depth", "prompt"}):
+        raise UserError(f"{source}: {TRAINED} must hold depths and prompt, and no other key")
+    stored, prompt = spec.build(num_layers), value["prompt"]
+    depths = value.get("depths", [value.get("min_depth")])
+    if not isinstance(depths, list) or not 1 <= len(depths) <= MAX_HORIZON:
+        raise UserError(f"{source}: {TRAINED}.depths must list 1 to {MAX_HORIZON} numbers of layers")
+    for depth, before in zip(depths, [num_layers, *depths], strict=False):
+        if not _is(depth, (int,)) or not 1 <= depth <= before:
+            key = "depths" if "depths" in value else "min_depth"
+            raise UserError(f"{source}: {TRAINED}.{key} = {depth!r}: must be a whole number in [1, {before}]")
     if not isinstance(prompt, list) or not prompt or any(policy not in PROMPT_POLICIES for policy in prompt):
         raise UserError(f"{source}: {TRAINED}.prompt = {prompt!r}: must list some of {', '.join(PROMPT_POLICIES)}")
-    return Trained(depth, tuple(prompt), stored.keep_order, stored.warmup)
+    known = tuple(depths) if "depths" in value else of_older_record(spec, num_layers, depths[0])
+    return Trained(known, tuple(prompt), stored.keep_order, stored.warmup)
 
 
 def load_spec(checkpoint: Path, num_layers: int) -> ScheduleSpec | None:
@@ -82,7 +86,7 @@ def load_trained(checkpoint: Path, num_layers: int, spec: ScheduleSpec | None) -
         return None
     path = checkpoint / SCHEDULE_FILE
     value = read_object(path).get(TRAINED)
-    return None if value is None else read_trained(value, spec.build(num_layers), str(path))
+    return None if value is None else read_trained(value, spec, num_layers, str(path))
 
 
 def save_spec(spec: ScheduleSpec, num_layers: int, checkpoint: Path, trained: Trained | None = None) -> None:

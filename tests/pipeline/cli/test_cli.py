@@ -132,8 +132,8 @@ def test_a_checkpoint_that_no_training_made_fast_is_refused(
     published = tmp_path / "published"
     shutil.copytree(checkpoint, published)
     (published / "skipdecode.json").unlink()
-    job |= {"model": {"path": str(published), "dtype": "float32"}, "schedule": {"speedup": 2, "horizon": 6}}
-    line = refused(tmp_path, job, command=command)
+    job |= {"model": {"path": str(published), "dtype": "float32"}, "schedule": {"speedup": 2}}
+    line = refused(tmp_path, job, command=command)  # before it asks for a horizon
     assert f"{published} is not adapted to it (it has no skipdecode.json)" in line
     assert "`skipdecode adapt JOB`" in line and "schedule.unadapted: true" in line
     (published / "skipdecode.json").write_text('{"num_layers": 4, "speedup": 2, "horizon": 6}')

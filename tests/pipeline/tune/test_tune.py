@@ -80,7 +80,7 @@ def test_tune_from_scratch_then_from_its_checkpoint(recipe: dict[str, Any], tmp_
     found = inspect(tmp_path / "out")
     assert found.spec is not None
     assert (found.spec.speedup, found.num_layers) == (2, 4)
-    assert found.trained is not None and (found.trained.min_depth, found.trained.prompt) == (2, ("full",))
+    assert found.trained is not None and (found.trained.depths[-1], found.trained.prompt) == (2, ("full",))
     assert found.spec.horizon is not None and 3 <= found.spec.horizon <= 20
     further = {
         **recipe,
@@ -251,7 +251,7 @@ def test_a_speed_adapter_is_trained_above_1x_alone(
     found.adapter.check_base(base_digest(start), "start")
     trained = load_file(out / WEIGHTS)
     assert {name.split(".")[-3] for name in trained} == {"q_proj", "down_proj"}
-    assert found.trained is not None and found.trained.min_depth == min(found.schedule({}).depths)
+    assert found.trained is not None and found.trained.depths == found.schedule({}).depths
 
     # the loss is that of the merged weights, but for their rounding to bfloat16
     model = load_decoder(start, torch.float32, torch.device("cpu"))
