@@ -1,17 +1,20 @@
 """What the pipeline around the engine can do, and what it asks of driver, object store and planning.
 
-    .venv/bin/python tests/benchmarks/scale.py [million|shards|nodes|plan ...] [--rows 1000000] [--files 200]
-        [--shards 3000] [--node-shards 240] [--plan-shards 250000]
+    .venv/bin/python tests/benchmarks/scale.py [million|shards|nodes|plan|text ...] [--rows 1000000]
+        [--files 200] [--shards 3000] [--node-shards 240] [--plan-shards 250000] [--text-mib 160]
 
 million: short prompts through whole jobs with an engine that answers at once. shards: as many shards of one row
 each, for what a shard costs the driver. nodes: one node of two actors against two, with an engine that sleeps.
 plan: the read tasks of a job as large as 10^9 rows, which are made and put into the store but not run.
+text: the plan's pass over JSON Lines and CSV, two files of each kind and length of row.
 Each runs in a process of its own, on a Ray with the settings of `skipdecode run`. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import json
 import os
 import random
@@ -42,12 +45,14 @@ from watch import MIB, Watch  # noqa: E402
 from pipeline import job  # noqa: E402
 from pipeline.backends.ray_data import READ_TASK_BYTES, READ_TASK_ROWS  # noqa: E402
 from pipeline.config.job import JobConfig, StorageConfig  # noqa: E402
+from pipeline.plan.manifest import read_footers  # noqa: E402
 from pipeline.read.files import InputFile  # noqa: E402
+from pipeline.read.listing import list_input  # noqa: E402
 from pipeline.read.shards import cut_shards  # noqa: E402
 from pipeline.read.source import ShardSource  # noqa: E402
 from pipeline.runtime.ray_session import OBJECT_STORE_BYTES, ray_session  # noqa: E402
 
-MODES = ("million", "shards", "nodes", "plan")
+MODES = ("million", "shards", "nodes", "plan", "text")
 NODE_ACTORS = 2
 NODE_SECONDS = 1.0  # that the sleeping engine takes for a shard
 NODE_ROWS = 50  # a shard
@@ -209,6 +214,42 @@ def plan(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return figures
 
 
+def text(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Rows of about 100 and 2,000 bytes, a quarter of them with commas, one in 20 with a line end and quotes."""
+    draw = random.Random(17)
+    found: dict[str, Any] = {}
+    for size in (100, 2_000):
+        rows = []
+        for number in range(2 * MIB // size):
+            words = draw.choices([place.lower() for place in PLACES], k=size // 12)
+            words[1:2] = [", "] if number % 4 == 0 else ['\n"'] if number % 20 == 1 else []
+            rows.append({"id": number, "prompt": " ".join(words), "heat": number / 2})
+        csv_text = io.StringIO(newline="")
+        writer = csv.DictWriter(csv_text, list(rows[0]), lineterminator="\n")
+        writer.writerows(rows)
+        json_text = "".join(json.dumps(row) + "\n" for row in rows)
+        for kind, header, block in (("jsonl", "", json_text), ("csv", "id,prompt,heat\n", csv_text.getvalue())):
+            inputs = folder / f"{kind}-{size}"
+            inputs.mkdir()
+            for number in range(2):
+                (inputs / f"{number}.{kind}").write_text(header + block * (options.text_mib * MIB // len(block)))
+            one = config(folder, {"count": 2}, input={"path": str(inputs), "id": "id", "format": kind})
+            began, used = time.perf_counter(), time.process_time()
+            files, _ = read_footers(one, list_input(one.input, one.storage))
+            took, used = time.perf_counter() - began, time.process_time() - used
+            count, mib = sum(file.rows for file in files), sum(file.size for file in files) / MIB
+            found[f"{kind}_{size}"] = {
+                "rows": count,
+                "mib": round(mib),
+                "seconds": round(took, 2),
+                "cpu_seconds": round(used, 2),
+                "rows_per_second": round(count / took),
+                "rows_per_cpu_second": round(count / used),
+                "mib_per_cpu_second": round(mib / used),
+            }
+    return found
+
+
 def main() -> None:
     """Each mode in a process of its own, for clean figures of memory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -218,13 +259,14 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=3_000)
     parser.add_argument("--node-shards", type=int, default=240)
     parser.add_argument("--plan-shards", type=int, default=250_000)
+    parser.add_argument("--text-mib", type=int, default=160)
     options = parser.parse_args()
     modes = options.modes or list(MODES)
     if len(modes) == 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         with tempfile.TemporaryDirectory(prefix="scale-") as name:
             tiny_checkpoint(Path(name) / "checkpoint")
-            figures = {"million": million, "shards": shards, "nodes": nodes, "plan": plan}[modes[0]]
+            figures = {"million": million, "shards": shards, "nodes": nodes, "plan": plan, "text": text}[modes[0]]
             print(json.dumps({modes[0]: figures(options, Path(name))}))
         return
     found: dict[str, Any] = {"cpus": os.cpu_count(), "python": sys.version.split()[0], "ray": ray.__version__}
