@@ -79,6 +79,7 @@ def _report(url: str, storage: StorageConfig, check: bool, write: bool) -> None:
 
     from pipeline.commit.finalize import totals_of, write_statistics
     from pipeline.commit.records import read_records
+    from pipeline.commit.runs import read_runs
     from pipeline.commit.verify import verify
     from pipeline.incremental.ledger import holds_ledger, print_ledger
     from pipeline.incremental.ledger import read as read_ledger
@@ -102,7 +103,7 @@ def _report(url: str, storage: StorageConfig, check: bool, write: bool) -> None:
     records = read_records(folder, manifest.fingerprint)
     if write:
         write_statistics(folder, manifest, records)
-    print_report(Console(soft_wrap=True), manifest, records, totals_of(records))
+    print_report(Console(soft_wrap=True), manifest, records, totals_of(records), read_runs(folder))
 
 
 def _html(url: str, storage: StorageConfig, to: Path | None) -> None:

@@ -96,6 +96,10 @@ def _line(config: JobConfig, name: str, one: Prediction, found: Estimate) -> dic
         "speed": name,
         **asdict(one),
         "tokens_per_second": one.generated_tokens / one.seconds,
+        "device_seconds_per_million_tokens": {
+            "at_work": 1e6 * one.busy_seconds * (config.actors.gpus or 1) / max(one.generated_tokens, 1),
+            "with_start_up_and_idle": 1e6 * one.seconds * config.devices / max(one.generated_tokens, 1),
+        },
         "device_hours": device_hours(config, one.seconds),
         "money": None if price is None else price * one.seconds,
         "money_low": None if price is None else price * one.low,
@@ -133,6 +137,11 @@ def print_estimate(console: Console, found: Estimate) -> None:
     console.print(
         f"\nwall clock with {found.startup.seconds:.0f} s of start-up, in brackets a 90% interval; from "
         f"{values['sample']['rows']:,} rows that {actors} {done} here",
+    )
+    cost, made = values["chosen"]["device_seconds_per_million_tokens"], "scored" if config.scores else "generated"
+    console.print(
+        f"cost at work: {cost['at_work']:,.0f} device-seconds for a million {made} tokens; with start-up and idle: "
+        f"{cost['with_start_up_and_idle']:,.0f}"
     )
     if values["saves"] is not None:
         console.print(_saves(found, values))

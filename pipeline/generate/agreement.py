@@ -13,8 +13,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from actors.answers import Prompt
+from actors.answers import Answer, Prompt
 from actors.engine.schedules.schedule import Schedule
+from actors.engine.types import EngineStats
 from actors.generator import Generator
 from pipeline.config.job import StorageConfig
 from pipeline.generate.settings import fetched
@@ -34,13 +35,12 @@ class Example:
     """Full depth's greedy answer to a row.
 
     Args:
-        url, version: of the row's file, as pinned.
+        content: digest of the row's file, or its version where there is no digest.
         row: its number in the file.
         text: the answer.
     """
 
-    url: str
-    version: str
+    content: str
     row: int
     text: str
 
@@ -57,6 +57,8 @@ class Agreement:
         prompt_tokens, answer_tokens: of a row, mean; prompts without the shared prefix.
         skipped: share of full depth's layer runs that the schedule skips; None if `MOST_TOKENS` cut answers off.
         examples: full depth's answers that were not cut off.
+        prefill_ratio, decode_ratio: full depth's seconds over the schedule's, for the same prompts and for a decode
+            step of a row; None if not timed.
     """
 
     rows: int = 0
@@ -68,6 +70,8 @@ class Agreement:
     answer_tokens: float = 0.0
     skipped: float | None = None
     examples: tuple[Example, ...] = ()
+    prefill_ratio: float | None = None
+    decode_ratio: float | None = None
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Agreement:
@@ -116,9 +120,17 @@ def measure_agreement(
         return Agreement()
     full, fast = _generators(generator, len(given))
     first = 1 if len(fast.schedule.prompt_layers) == fast.schedule.num_layers else 0  # token that may differ
-    answers = [answer for answer in _texts(full, given, prefix) if len(answer[1]) > first]
+    scored = any(prompt.continuations for prompt in given)
+    at_full, full_stats = ([], EngineStats()) if scored else _answers(full, given, prefix)
+    texts: list[tuple[int, Sequence[int], str | None]] = (
+        [(row, ids[:MOST_TOKENS], None) for row, prompt in enumerate(given) for ids in prompt.continuations]
+        if scored
+        else [(answer.row, answer.token_ids or (), answer.generated_text) for answer in at_full]
+    )
+    answers = [answer for answer in texts if len(answer[1]) > first]
     if not answers:
         return Agreement()
+    fast_answers, fast_stats = ([], EngineStats()) if scored else _answers(fast, given, prefix)
     asked = [given[row] for row, *_ in answers]
     pairs = [(given[row].ids, ids) for row, ids, _ in answers]
     at_full_depth, at_speed = (Model(one.engine.decoder, one.schedule) for one in (full, fast))
@@ -126,13 +138,13 @@ def measure_agreement(
     tokens, agreed = int(scores.tokens.sum()), int(scores.agreed.sum())
     labels = generator["choices"] is not None or any(prompt.choices for prompt in asked)
     if labels:
-        texts = [answer.generated_text for answer in fast.answer(asked, prefix)]
-        agreed = sum(text == other for (*_, text), other in zip(answers, texts, strict=True))
+        at_speed_texts = {answer.row: answer.generated_text for answer in fast_answers}
+        agreed = sum(text == at_speed_texts[row] for row, _, text in answers)
     prompt_tokens = sum(len(prompt.ids) - len(prefix) for prompt in asked)
     lengths = [len(ids) for _, ids in pairs]
-    versions = {file.url: file.version for file in files}
+    contents = {file.url: file.digest or file.version for file in files}
     examples = tuple(
-        Example(prompt.source, versions[prompt.source], prompt.row, text)
+        Example(contents[prompt.source], prompt.row, text)
         for prompt, (_, ids, text) in zip(asked, answers, strict=True)
         if text is not None and len(ids) < MOST_TOKENS
     )
@@ -146,16 +158,20 @@ def measure_agreement(
         answer_tokens=sum(lengths) / len(answers),
         examples=examples,
         skipped=None if MOST_TOKENS in lengths else skipped_share(fast.schedule, prompt_tokens, lengths),
+        prefill_ratio=_ratio(full_stats.prefill_seconds, fast_stats.prefill_seconds) if first == 0 else 1.0,
+        decode_ratio=_ratio(*(one.decode_seconds / max(one.decode_steps, 1) for one in (full_stats, fast_stats))),
     )
 
 
-def _texts(
-    full: Generator, given: Sequence[Prompt], prefix: Sequence[int]
-) -> list[tuple[int, Sequence[int], str | None]]:
-    """Row, token ids and text of each greedy answer at full depth; of rows to score, each of their own texts."""
-    if any(prompt.continuations for prompt in given):
-        return [(row, ids[:MOST_TOKENS], None) for row, prompt in enumerate(given) for ids in prompt.continuations]
-    return [(answer.row, answer.token_ids or (), answer.generated_text) for answer in full.answer(given, prefix)]
+def _answers(generator: Generator, given: Sequence[Prompt], prefix: Sequence[int]) -> tuple[list[Answer], EngineStats]:
+    """Return greedy answers and what the engine counted, after a first row that warms it up."""
+    generator.answer(given[:1], prefix)
+    generator.take_stats()
+    return generator.answer(given, prefix), generator.take_stats()
+
+
+def _ratio(full: float, fast: float) -> float | None:
+    return full / fast if full and fast else None
 
 
 def skipped_share(schedule: Schedule, prompt_tokens: int, answers: Sequence[int]) -> float:

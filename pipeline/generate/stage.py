@@ -206,10 +206,12 @@ class ShardGenerator:
                 before.ended.wait()  # a death must be that of one shard
             if self.coordinator is not None and not self.coordinator.begin(shard):
                 return False
-            began = time.perf_counter()
+            began, alone = time.perf_counter(), before.ended.is_set()
             # before anything that may kill this process
             shard_attempt = None if self.quarantine is None else self.quarantine.begin(shard, rows.num_rows)
             answers, engine = self._answers(shard_attempt, asked, turn)
+            with self._turns:  # steps shared with another shard have no seconds of one shard
+                alone = alone and (self._last_turn is turn or not turn.drains.is_set())
             _check_rows(answers, rows.num_rows, f"part-{shard:06d}.parquet ({url} from row {first_row})")
             before.ended.wait()
             if shard_attempt is None or not shard_attempt.isolated:
@@ -228,9 +230,9 @@ class ShardGenerator:
                 "generate_seconds": seconds,
                 "device_seconds": device_seconds,
                 "money": money,
-                "device_seconds_per_million_tokens": _share(device_seconds, million_tokens),
-                "money_per_million_tokens": _share(money, million_tokens),
-                "tokens_per_second": _share(engine.generated_tokens, seconds),
+                "device_seconds_per_million_tokens": _share(alone * device_seconds, million_tokens),
+                "money_per_million_tokens": _share(alone * money, million_tokens),
+                "tokens_per_second": _share(alone * engine.generated_tokens, seconds),
                 "padding_fraction": _share(
                     engine.padded_prompt_tokens - engine.prompt_tokens, engine.padded_prompt_tokens
                 ),

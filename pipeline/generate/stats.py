@@ -55,6 +55,7 @@ class ShardStats:
     commit_seconds: float = _unit("s")
     device_seconds: float = _unit("generate_seconds × GPUs of the actor, or × 1 on CPUs")
     money: float = _unit("device_seconds × price_per_hour ÷ 3600; 0 without a price")
+    # 0, not known, for a shard that shared steps with another: their seconds cannot be told apart
     device_seconds_per_million_tokens: float = _unit("device_seconds ÷ millions of generated tokens", "none")
     money_per_million_tokens: float = _unit("money ÷ millions of generated tokens", "none")
     tokens_per_second: float = _unit("generated tokens ÷ generate_seconds", "none")

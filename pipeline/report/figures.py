@@ -11,8 +11,9 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.commit.runs import JobRun
+from pipeline.generate.agreement import Agreement
 from pipeline.generate.distributions import first_values
-from pipeline.generate.stats import add_up
+from pipeline.generate.stats import Totals, add_up
 from pipeline.report.timeline import run_spans
 
 MOST_BARS = 26
@@ -126,12 +127,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Predicted and actual figures. wall_clock, decode: speed-ups over the 1x that it predicted."""
+    """Predicted and actual figures, and a note if they are not of the same rows."""
 
     lines: list[Outcome]
     note: str
-    wall_clock: float | None
-    decode: float | None
 
 
 def compare(prediction: Mapping[str, Any], runs: Sequence[JobRun], shards: pa.Table) -> Comparison:
@@ -170,8 +169,28 @@ def compare(prediction: Mapping[str, Any], runs: Sequence[JobRun], shards: pa.Ta
     note = ""
     if done.rows != prediction["rows_left"]:
         note = f"The prediction is for {prediction['rows_left']:,} rows; {done.rows:,} were answered after it."
-    full = next((one for one in prediction["speeds"] if one["speed"] == "1x"), None)
-    if full is None or note or not seconds:
-        return Comparison(lines, note, None, None)
-    decode = full["decode_seconds"] / done.decode_seconds if done.decode_seconds else None
-    return Comparison(lines, note, full["seconds"] / seconds, decode)
+    return Comparison(lines, note)
+
+
+def held_seconds(runs: Sequence[JobRun], shards: pa.Table) -> float | None:
+    """Return the device-seconds of all runs, start-up and idle included; None if no run is recorded.
+
+    shards: statistics as in `STATS_SCHEMA`.
+    """
+    return sum((end - begin) * runs[-1].devices for begin, end in run_spans(runs, shards)) if runs else None
+
+
+def clock_speedups(
+    agreement: Agreement | None, totals: Totals, held: float | None
+) -> tuple[float | None, float | None]:
+    """Return the speed-ups of the whole run and of decode alone over full depth, as timed on the sampled rows.
+
+    held: see `held_seconds`. None where the sampled rows were not timed.
+    """
+    decode = None if agreement is None else agreement.decode_ratio
+    if agreement is None or not held or not totals.generate_seconds or (totals.decode_steps and decode is None):
+        return None, None
+    saved = totals.prefill_seconds * ((agreement.prefill_ratio or 1.0) - 1)
+    saved += totals.decode_seconds * ((decode or 1.0) - 1)
+    devices = totals.device_seconds / totals.generate_seconds
+    return 1 + saved * devices / held, decode if totals.decode_steps else None

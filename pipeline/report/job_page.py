@@ -22,7 +22,7 @@ from pipeline.messages import one_line
 from pipeline.plan.manifest import Manifest
 from pipeline.report import prediction as predictions
 from pipeline.report.drafting import drafting
-from pipeline.report.figures import Histogram, compare, depths, error_kinds, lengths
+from pipeline.report.figures import Histogram, clock_speedups, compare, depths, error_kinds, held_seconds, lengths
 from pipeline.report.page import flat, quiet_matplotlib, render
 from pipeline.report.timeline import MEANINGS, PARTS, Timeline, least_busy, run_spans, timeline
 from pipeline.storage.folder import Folder
@@ -72,7 +72,9 @@ def job_page(folder: Folder, manifest: Manifest, shards: pa.Table, prediction: d
         with suppress(KeyError, TypeError):  # damaged
             compared = compare(prediction, runs, shards)
     last = runs[-1] if runs else None
-    hours = None if last is None else wall * last.devices / 3600
+    held = held_seconds(runs, shards)
+    hours = None if held is None else held / 3600
+    whole_clock, decode_clock = clock_speedups(manifest.agreement, totals, held)
     scores = manifest.identity.get("task") == "score"
     schedule = manifest.identity["schedule"]
     prompt_layers = schedule["depths"][0] if schedule.get("prompt") == "first" else schedule["num_layers"]
@@ -93,6 +95,9 @@ def job_page(folder: Folder, manifest: Manifest, shards: pa.Table, prediction: d
         "of_tokens": of_tokens,
         "wall": wall,
         "device_hours": hours,
+        "held": held,
+        "clock": whole_clock,
+        "decode_clock": decode_clock,
         "money": None if last is None or last.price_per_hour is None or hours is None else hours * last.price_per_hour,
         "schedule": schedule,
         "compared": compared,
@@ -207,7 +212,7 @@ def _slowest(shards: pa.Table, manifest: Manifest) -> list[dict[str, Any]]:
             **row,
             "part": part_name(row["shard"]),
             "input": manifest.shards[row["shard"]],
-            "rows_per_second": row["rows"] / row["generate_seconds"] if row["generate_seconds"] else None,
+            "rows_per_second": row["rows"] / row["generate_seconds"] if row["tokens_per_second"] else None,
         }
         for row in slowest.select(names).to_pylist()
     ]

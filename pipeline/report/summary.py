@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +13,14 @@ from rich.table import Table
 
 from pipeline.commit.finalize import STATS, SUMMARY
 from pipeline.commit.results import recorded
+from pipeline.commit.runs import JobRun, read_runs
 from pipeline.commit.sink import SUCCESS, part_name
 from pipeline.commit.table import recorded as table_records
 from pipeline.generate.stats import STATS_SCHEMA, ShardStats, Totals, slowest_shards
 from pipeline.messages import counted
 from pipeline.plan.manifest import Manifest
 from pipeline.report.drafting import drafting
+from pipeline.report.figures import clock_speedups, held_seconds
 from pipeline.report.job_page import REPORT
 from pipeline.storage.folder import Folder
 from pipeline.storage.parquet import read_parquet
@@ -41,8 +42,11 @@ class JobResult:
     seconds: float
 
 
-def print_report(console: Console, manifest: Manifest, shards: pa.Table, totals: Totals) -> None:
-    """Print the table of shards, the slowest `SHOWN_SHARDS` if there are more, and the totals."""
+def print_report(
+    console: Console, manifest: Manifest, shards: pa.Table, totals: Totals, runs: Sequence[JobRun] = ()
+) -> None:
+    """Print the table of shards, the slowest `SHOWN_SHARDS` if there are more, and the totals. runs: of the job."""
+    held = held_seconds(runs, shards)
     slowest = slowest_shards(shards, SHOWN_SHARDS)
     shown = [ShardStats(**row) for row in slowest.select(STATS_SCHEMA.names).to_pylist()]
     title = "Shards" if len(shown) == totals.shards else f"The {len(shown)} slowest of {totals.shards} shards"
@@ -75,7 +79,7 @@ def print_report(console: Console, manifest: Manifest, shards: pa.Table, totals:
         f"actor seconds: prefill {totals.prefill_seconds:.1f}{decode}, "
         f"all {totals.generate_seconds:.1f}; prepare {totals.prepare_seconds:.1f}, commit {totals.commit_seconds:.1f}; "
         f"padding {100 * totals.padding_fraction:.1f}%\n"
-        f"{_cost(totals, 'answer' if answers_are_tokens else f'{made} token')}"
+        f"{_cost(totals, held, 'answer' if answers_are_tokens else f'{made} token')}"
         f"cache {totals.cache_bytes / 2**20:.1f} MiB a batch at most, peak memory of an actor "
         f"{totals.peak_memory_bytes / 2**20:,.0f} MiB",
         highlight=False,
@@ -87,6 +91,12 @@ def print_report(console: Console, manifest: Manifest, shards: pa.Table, totals:
         console.print(_labels(_short(name), values, WITHOUT, without), markup=False, highlight=False)
     if len(totals.fields) > SHOWN_FIELDS:
         console.print(f"and {len(totals.fields) - SHOWN_FIELDS} more fields in {SUMMARY}", highlight=False)
+    whole, decode = clock_speedups(manifest.agreement, totals, held)
+    if whole is not None and totals.layer_steps < totals.full_layer_steps:
+        alone = "" if decode is None else f", decode alone {decode:.2f}x"
+        console.print(
+            f"speed-up on the clock: {whole:.2f}x{alone}, over full depth as timed on the sampled rows", highlight=False
+        )
     if manifest.agreement is not None:
         console.print(f"agreement with full depth, before the start: {manifest.agreement}", highlight=False)
     if totals.shared_prompt_tokens:
@@ -117,8 +127,12 @@ def _columns(manifest: Manifest, totals: Totals) -> dict[str, Callable[[ShardSta
         ("scored tok" if scores else "new tok", scores or steps, lambda shard: f"{shard.generated_tokens:,}"),
         ("prefill s", True, lambda shard: f"{shard.prefill_seconds:.2f}"),
         ("decode s", steps, lambda shard: f"{shard.decode_seconds:.2f}"),
-        ("tok/s", scores or steps, lambda shard: f"{shard.tokens_per_second:,.0f}"),
-        ("rows/s", not (scores or steps), lambda shard: f"{shard.rows / (shard.generate_seconds or math.inf):,.1f}"),
+        ("tok/s", scores or steps, lambda shard: f"{shard.tokens_per_second:,.0f}" if shard.tokens_per_second else "-"),
+        (
+            "rows/s",
+            not (scores or steps),
+            lambda shard: f"{shard.rows / shard.generate_seconds:,.1f}" if shard.tokens_per_second else "-",
+        ),
         ("pad %", True, lambda shard: f"{100 * shard.padding_fraction:.1f}"),
         ("depth", steps, lambda shard: f"{shard.mean_depth:.2f}"),
     ]
@@ -144,16 +158,23 @@ def _short(text: str) -> str:
     return " ".join(text.split())[:LABEL_CHARS]
 
 
-def _cost(totals: Totals, unit: str) -> str:
-    """Device-seconds and money, in all and for a million of a unit such as a token; "" without tokens."""
-    if totals.device_seconds_per_million_tokens is None:
+def _cost(totals: Totals, held: float | None, unit: str) -> str:
+    """Return lines of device-seconds and money, in all and for a million of a unit such as a token, if there are any.
+
+    held: device-seconds with start-up and idle.
+    """
+    if not totals.generated_tokens:
         return ""
-    whole = f"{totals.device_seconds:,.1f} device-seconds"
-    each = f"{totals.device_seconds_per_million_tokens:,.0f} device-seconds"
-    if totals.money_per_million_tokens is not None:
-        whole += f" and money {totals.money:,.4g}"
-        each += f" and money {totals.money_per_million_tokens:,.4g}"
-    return f"cost: {whole}; {each} for a million {unit}s\n"
+    price, lines = totals.money / totals.device_seconds if totals.device_seconds else 0.0, ""
+    for name, seconds in (("at work", totals.device_seconds), ("with start-up and idle", held)):
+        if seconds is not None:
+            amounts = [(seconds, ",.1f"), (1e6 * seconds / totals.generated_tokens, ",.0f")]
+            whole, each = (
+                f"{amount:{form}} device-seconds" + (f" and money {price * amount:,.4g}" if price else "")
+                for amount, form in amounts
+            )
+            lines += f"cost {name}: {whole}; {each} for a million {unit}s\n"
+    return lines
 
 
 def print_result(console: Console, folder: Folder, result: JobResult, show: int) -> None:
@@ -170,7 +191,7 @@ def print_result(console: Console, folder: Folder, result: JobResult, show: int)
         console.print()
     if result.fresh_rows:
         statistics = read_parquet(folder.read(STATS))
-        print_report(console, result.manifest, statistics, result.totals)
+        print_report(console, result.manifest, statistics, result.totals, read_runs(folder))
         rate = result.fresh_rows / result.seconds
         rows = counted(result.fresh_rows, "row")
         console.print(f"{rows} in {result.seconds:.1f} s with start-up, {rate:,.1f} rows/s", highlight=False)
@@ -204,16 +225,14 @@ def last_errors(folder: Folder) -> list[tuple[int, int]]:
 
 def _shown_rows(folder: Folder, manifest: Manifest, count: int) -> list[tuple[dict[str, Any], str | None]]:
     """Rows with full depth's answers: those on which agreement was measured, where there are any, else the first."""
-    versions = {file.url: file.version for file in manifest.files}
+    urls = {file.digest or file.version: file.url for file in manifest.files}
     shown: list[tuple[dict[str, Any], str | None]] = []
     for example in () if manifest.agreement is None else manifest.agreement.examples:
         if len(shown) == count:
             break
-        if versions.get(example.url) != example.version:
-            continue
         for shard in manifest.shards:
             place = example.row - shard.first_row
-            if shard.url == example.url and 0 <= place < shard.rows:
+            if shard.url == urls.get(example.content) and 0 <= place < shard.rows:
                 part = read_parquet(folder.read(part_name(shard.index)))
                 if part.num_rows == shard.rows:  # one answer a row
                     shown.append((part.slice(place, 1).to_pylist()[0], example.text))

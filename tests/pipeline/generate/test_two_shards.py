@@ -108,7 +108,8 @@ def test_the_second_shard_begins_while_the_first_one_ends(
     checkpoint: Path, shards: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Decoder, "rows_independent", True)
-    one, steps, step = actor(checkpoint), [], Engine.step
+    commits = Commits()
+    one, steps, step = actor(checkpoint, commits), [], Engine.step
 
     def watched(self: Engine, *, last: bool = False) -> Any:
         flight = one.generator.calls._flight
@@ -121,6 +122,10 @@ def test_the_second_shard_begins_while_the_first_one_ends(
     monkeypatch.setattr(Engine, "step", watched)
     at_once(one, shards)
     assert max(steps) == 2
+    # of shards that share steps the seconds of each are not known, nor its rates
+    assert commits.stats[0].tokens_per_second == commits.stats[1].device_seconds_per_million_tokens == 0
+    one(shards[0])
+    assert commits.stats[0].tokens_per_second > 0
 
 
 def test_a_shard_that_may_have_killed_its_process_shares_the_engine_with_no_other(
@@ -191,7 +196,8 @@ def test_the_engine_answers_the_second_shard_while_the_first_one_is_committed(
     commits = Slow()
     one = actor(checkpoint, commits)
     with ThreadPoolExecutor(2) as calls:
-        first, before = calls.submit(one, shards[0]), one._last_turn
+        before = one._last_turn
+        first = calls.submit(one, shards[0])
         while one._last_turn is before:
             threading.Event().wait(0.001)
         calls.submit(one, shards[1]).result()

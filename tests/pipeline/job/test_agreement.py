@@ -104,6 +104,7 @@ def test_it_is_printed_and_kept_and_measured_once(
     result = run_in_process(config)
     found = result.manifest.agreement
     assert found is not None and found.rows == 15 and found.share is not None and 0 < found.share < 0.6
+    assert found.decode_ratio is not None and found.decode_ratio > 0
     assert f"agreement: {found}\n" in capsys.readouterr().err
     stored = plan_files.load(open_folder(str(tmp_path / "out"), config.storage))
     assert stored is not None and stored.agreement == found

@@ -200,3 +200,18 @@ def test_every_end_of_a_run_is_recorded(
     with caplog.at_level(logging.DEBUG), recorded_run(folder, config, 300.0, 1):
         pass
     assert "runs.json was not written" in caplog.text
+
+
+def test_console_and_page_give_one_cost_and_know_the_speed_up_without_a_plan(
+    tmp_path: Path, checkpoint: Path, reports: None
+) -> None:
+    schedule = {"speedup": 1.5, "agreement_rows": 4, "min_agreement": 0, "unadapted": True}
+    config, output = job(tmp_path, checkpoint, schedule=schedule), tmp_path / "out"
+    run_in_process(config)
+    printed = CliRunner().invoke(app, ["report", str(output)], env={"COLUMNS": "200"}).stdout
+    page = (output / REPORT).read_text()
+    for name, title in (("at work", "at work"), ("with start-up and idle", "the same with start-up and idle")):
+        (line,) = [line for line in printed.splitlines() if line.startswith(f"cost {name}: ")]
+        each = line.partition("; ")[2].partition(" device-seconds")[0]
+        assert f"{title}</dt><dd>{each}</dd>" in page
+    assert "speed-up on the clock: " in printed and "not known" not in page and "as timed on" in page

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from part_builders import part_stats, predicted
 
 from pipeline.commit.runs import JobRun
+from pipeline.generate.agreement import Agreement
 from pipeline.generate.distributions import depth_histogram, histogram
-from pipeline.generate.stats import to_table
+from pipeline.generate.stats import add_up, to_table
 from pipeline.read.shards import Shard
-from pipeline.report.figures import compare, depths, error_kinds, lengths
+from pipeline.report.figures import clock_speedups, compare, depths, error_kinds, held_seconds, lengths
 
 
 def column(shards: list[list[int]]) -> pa.ChunkedArray:
@@ -72,19 +73,33 @@ def test_plan_meets_outcome() -> None:
     shards = to_table([part_stats(Shard(0, "u", 0, 10), started=105.0, finished=120.0, decode_seconds=5.0)])
     runs = [JobRun(100.0, 102.0, 10, 2.0, 125.0)]
     found = compare(predicted(10, 90.0), runs, shards)
-    assert (found.wall_clock, found.decode, found.note) == (2.0, 4.0, "")
+    assert found.note == ""
     by_name = {line.name: line for line in found.lines}
     wall = by_name["wall clock, start-up included, s"]
     assert (wall.predicted, wall.range, wall.actual, wall.difference) == ("20.0", "18.0 to 23.0", "25.0", "+25.0%")
     assert by_name["money"].actual == "0.03" and by_name["decode, s"].difference == "-37.5%"
 
 
-def test_a_prediction_for_other_rows_gives_no_speed_up() -> None:
+def test_the_clock_is_compared_with_full_depth_as_timed_on_the_sample() -> None:
+    """The run held two devices for 25 s; its actor of two devices decoded for 5 s, which takes 20 s at full depth."""
+    stats = part_stats(
+        Shard(0, "u", 0, 10), started=105.0, finished=120.0, prefill_seconds=2.0, decode_seconds=5.0, device_seconds=8.0
+    )
+    shards, runs = to_table([stats]), [JobRun(100.0, 102.0, 10, 2.0, 125.0)]
+    held, totals = held_seconds(runs, shards), add_up(shards)
+    assert held == 50.0 and held_seconds([], shards) is None
+    timed = Agreement(16, False, 200, 190, 0.04, prefill_ratio=1.5, decode_ratio=4.0)
+    assert clock_speedups(timed, totals, held) == (1 + 2 * (1.0 + 15.0) / 50.0, 4.0)
+    assert clock_speedups(Agreement(16, False, 200, 190, 0.04), totals, held) == (None, None)
+    assert clock_speedups(None, totals, held) == clock_speedups(timed, totals, None) == (None, None)
+
+
+def test_a_prediction_for_other_rows_says_so() -> None:
     shards = to_table([part_stats(Shard(0, "u", 0, 10), started=105.0, finished=120.0)])
     found = compare(predicted(99, 90.0), [JobRun(100.0, 102.0, 10, 2.0, 125.0)], shards)
-    assert found.wall_clock is None and found.note.startswith("The prediction is for 99 rows; 10 were answered")
+    assert found.note.startswith("The prediction is for 99 rows; 10 were answered")
     made_later = compare(predicted(10, 130.0), [JobRun(100.0, 102.0, 10, 2.0, 125.0)], shards)
-    assert made_later.wall_clock is None and "0 were answered after it" in made_later.note
+    assert "0 were answered after it" in made_later.note
 
 
 def test_a_damaged_prediction_is_no_prediction() -> None:

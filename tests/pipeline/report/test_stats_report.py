@@ -326,7 +326,7 @@ def test_the_report_can_be_read(folder: Folder) -> None:
     assert "2 rows share their id" in text
     assert "agreement" not in text
     tokens = sum(part_stats(shard).generated_tokens for shard in SHARDS)
-    assert "cost: 24.0 device-seconds and money 0.06; " in text
+    assert "cost at work: 24.0 device-seconds and money 0.06; " in text
     assert f"; {24e6 / tokens:,.0f} device-seconds and money {0.06e6 / tokens:,.4g} for a million" in text
     free = printed(to_table([replace(part_stats(SHARDS[0]), money=0.0)]))
     assert "device-seconds" in free and "money" not in free
