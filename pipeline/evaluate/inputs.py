@@ -22,13 +22,15 @@ from actors.generator import Generator
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, fetch, resolve_checkpoint
 from pipeline.config.adapt import SHORT
 from pipeline.config.evaluate import EvalConfig, EvalDataConfig
+from pipeline.config.job import StorageConfig
 from pipeline.config.labels import normalized
 from pipeline.evaluate.results import RECORD, output_files, slug
 from pipeline.generate.settings import generator_settings
 from pipeline.messages import is_unicode
 from pipeline.prepare.label_tokens import longest, tokenize_labels
+from pipeline.read.rows import read_columns
+from pipeline.read.schema import MissingColumn
 from pipeline.storage.owned_folder import OwnedFolder, check_apart
-from pipeline.storage.parquet import MissingColumn, column_names, read_columns
 
 REFERENCE = "reference model"  # name of its line, at full depth
 EXACT = "exact"  # name of exact mode's line, whose answers are not written
@@ -140,7 +142,7 @@ def prepare(config: EvalConfig) -> EvalInputs:
     Raises UserError of one line for a mistake.
     """
     folder = _output_folder(config.output)
-    rows = read_rows(config.data, config.choices)
+    rows = read_rows(config.data, config.choices, config.storage)
     model = resolve_checkpoint(config.model, config.storage)
     changes = config.schedule.changes()
     if config.schedule.keep_order == MEASURED:
@@ -175,12 +177,12 @@ def prepare(config: EvalConfig) -> EvalInputs:
     )
 
 
-def read_rows(data: EvalDataConfig, choices: Sequence[str] | None) -> list[EvalRow]:
+def read_rows(data: EvalDataConfig, choices: Sequence[str] | None, storage: StorageConfig) -> list[EvalRow]:
     """The rows, at most `data.limit`. Raises UserError that names file, column and row of one that cannot be scored."""
     labels = None if choices is None else {normalized(label) for label in choices}
     rows: list[EvalRow] = []
     for path in data.path:
-        rows += _rows_of(path, data, labels, None if data.limit is None else data.limit - len(rows))
+        rows += _rows_of(path, data, labels, None if data.limit is None else data.limit - len(rows), storage)
         if len(rows) == data.limit:
             break
     if len(rows) < 2:
@@ -191,11 +193,12 @@ def read_rows(data: EvalDataConfig, choices: Sequence[str] | None) -> list[EvalR
     return rows
 
 
-def _rows_of(path: str, data: EvalDataConfig, labels: set[str] | None, limit: int | None) -> list[EvalRow]:
-    has_id = data.id in column_names(path)
-    columns = [data.prompt, *([data.references] if data.references is not None else []), *([data.id] if has_id else [])]
+def _rows_of(
+    path: str, data: EvalDataConfig, labels: set[str] | None, limit: int | None, storage: StorageConfig
+) -> list[EvalRow]:
+    columns = [data.prompt, *([data.references] if data.references is not None else [])]
     try:
-        values = dict(zip(columns, read_columns(path, columns, limit), strict=True))
+        values = read_columns(path, columns, storage, limit, [] if data.id in columns else [data.id])
     except MissingColumn as error:
         if error.column != data.references:
             raise
@@ -213,7 +216,7 @@ def _rows_of(path: str, data: EvalDataConfig, labels: set[str] | None, limit: in
             value = values[data.references][number]
             references = tuple(value) if isinstance(value, list) else (value,)
             _check_references(references, f"{path}: row {number}", data.references, labels)
-        rows.append(EvalRow(prompt, references, values[data.id][number] if has_id else None, path, number))
+        rows.append(EvalRow(prompt, references, values[data.id][number] if data.id in values else None, path, number))
     return rows
 
 

@@ -34,7 +34,7 @@ from pipeline.plan.shared_prefix import sampled_prefix
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.read.files import Files, InputFile, file_format
 from pipeline.read.listing import list_input, list_pinned
-from pipeline.read.rows import read_layout
+from pipeline.read.rows import common_schema, read_layout
 from pipeline.read.schema import one_schema, plain
 from pipeline.read.shards import Shard, cut_shards
 from pipeline.read.text_files import with_json_fields
@@ -225,11 +225,11 @@ def read_footers(config: JobConfig, listed: Files, limit: int | None = None) -> 
     with announced("reading the input's footers, and text files once, for their rows and types"):
         footers = list(in_parallel(layout, listed))
     schemas = {file.url: schema for file, schema in footers}
-    schema = with_json_fields(one_schema(text.names, schemas), text.as_json)
+    schema = one_schema(text.names, schemas) if table else common_schema(footers, text.names, config.storage)
+    schema = with_json_fields(schema, text.as_json)
     for url, columns in schemas.items():
-        for name in schema.names:
-            kind = plain(columns.field(name).type)
-            if not pa.types.is_null(kind):
+        for name in columns.names:
+            if name in schema.names and not pa.types.is_null(kind := plain(columns.field(name).type)):
                 check_type(config, name, kind, url)
     return [file for file, _ in footers], schema
 

@@ -16,6 +16,7 @@ from pipeline.config.job import StorageConfig
 from pipeline.messages import one_line
 from pipeline.read.files import file_format, list_files
 from pipeline.read.json_types import parsed
+from pipeline.read.rows import path_values
 from pipeline.read.text_lines import GZIP_ERRORS, csv_header, csv_rows, json_lines, open_text, records
 from pipeline.storage.folder import filesystem
 
@@ -41,7 +42,8 @@ def read_sample(path: str, storage: StorageConfig) -> Sample:
     given, urls = _listed(path, storage)
     kind = file_format(urls[0], given)
     try:
-        rows = list(itertools.islice(_READERS[kind](urls[0], storage), ROWS))
+        of_path = path_values(urls[0])
+        rows = [of_path | row for row in itertools.islice(_READERS[kind](urls[0], storage), ROWS)]
     except (pa.ArrowException, ValueError, *GZIP_ERRORS) as error:
         raise UserError(f"{urls[0]}: cannot be read as {kind}: {one_line(error)}") from None
     if not rows:

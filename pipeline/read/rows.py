@@ -1,19 +1,30 @@
-"""Rows of input files of any format, in the schema of the job."""
+"""Rows of input files of any format, in the schema of the job.
+
+Folders `name=value` of a file's path are columns too, as Hive writes partitions: text, the same in every row.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from typing import Any
+from urllib.parse import unquote
 
 import pyarrow as pa
 
+from actors.engine.errors import UserError
 from pipeline.config.job import StorageConfig
-from pipeline.read.files import InputFile, check_unchanged, read_footer
+from pipeline.read.files import InputFile, check_unchanged, file_format, list_files, read_footer
 from pipeline.read.ipc import to_ipc
-from pipeline.read.schema import conform, with_all
-from pipeline.read.shards import Shard, read_parquet
+from pipeline.read.schema import ERROR, conform, one_schema, with_all
+from pipeline.read.shards import Shard, cut_shards, read_groups
 from pipeline.read.text_files import TextColumns, read_text, scan_text
+from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import STORE_ERRORS
+
+OF_PATH = {b"skipdecode.path": b"1"}  # metadata of a column whose value stands in the paths of some files
+HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
+COLUMN_ROWS, COLUMN_BYTES = 2**14, 2**26  # read at once of whole columns
 
 
 def read_layout(
@@ -38,7 +49,7 @@ def read_shards(
 
     files: the pinned files, at least those of the shards.
 
-    Raises UserError before the first table that a changed file would yield, else as `read_parquet` and `read_text`.
+    Raises UserError before the first table that a changed file would yield, else as `read_groups` and `read_text`.
     """
     by_url = {file.url: file for file in files}
     for url, neighbours in groupby(shards, key=lambda shard: shard.url):
@@ -55,10 +66,106 @@ def read_shards(
 def read_rows(
     shards: Sequence[Shard], file: InputFile, schema: pa.Schema, storage: StorageConfig
 ) -> Iterator[pa.Table]:
-    """Tables of shards of one file, in order, with the column `ERROR`. Raises as `read_parquet` and `read_text`."""
+    """Tables of shards of one file, in order, with the column `ERROR`. Raises as `read_groups` and `read_text`."""
+    values = path_values(file.url)
+    of_path = [field for field in schema if field.name in values and field.metadata == OF_PATH]
+    own = pa.schema([field for field in schema if field not in of_path])
     if file.format != "parquet":
-        return read_text(shards, file, schema, storage)
-    return (conform(with_all(table, schema), schema) for table in read_parquet(shards, schema.names, storage))
+        tables = read_text(shards, file, own, storage)
+    else:
+        tables = (conform(with_all(table, own), own) for table in read_groups(shards, own.names, storage))
+    for table in tables:
+        for field in of_path:
+            value = pa.scalar(values[field.name], pa.string()).cast(field.type)
+            column = pa.repeat(value, table.num_rows)
+            table = table.add_column(schema.get_field_index(field.name), field, column)
+        yield table
+
+
+def path_values(url: str) -> dict[str, str | None]:
+    """Values of the folders `name=value` in a path."""
+    pairs = [folder.split("=", 1) for folder in url.split("/")[:-1] if "=" in folder[1:]]
+    return {unquote(name): None if value == HIVE_NULL else unquote(value) for name, value in pairs}
+
+
+def common_schema(
+    footers: Sequence[tuple[InputFile, pa.Schema]], names: Sequence[str], storage: StorageConfig
+) -> pa.Schema:
+    """`one_schema` of files that are no table's; a column that a file lacks may stand in its path.
+
+    Raises UserError, too, if a file has a column with another value than its path.
+    """
+    schemas, columns_of_paths = {}, {name for file, _ in footers for name in path_values(file.url)}.intersection(names)
+    for file, schema in footers:
+        for name in columns_of_paths.intersection(path_values(file.url)).difference(schema.names):
+            schema = schema.append(pa.field(name, pa.string()))
+        schemas[file.url] = schema
+    common = one_schema(names, schemas)
+    held = [(file, common.field(name)) for file, own in footers for name in columns_of_paths.intersection(own.names)]
+    for _ in in_parallel(lambda both: _check_path_value(*both, storage), held):
+        pass
+    return pa.schema([field.with_metadata(OF_PATH) if field.name in columns_of_paths else field for field in common])
+
+
+def _check_path_value(file: InputFile, field: pa.Field, storage: StorageConfig) -> None:
+    """Raise UserError if a column of a file, in a row that can be read, has not the value in the file's path."""
+    values = path_values(file.url)
+    if field.name not in values:
+        return
+    try:
+        value = pa.scalar(values[field.name], pa.string()).cast(field.type).as_py()
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        value = values[field.name]
+    shards = cut_shards([file], COLUMN_ROWS, COLUMN_BYTES)
+    for shard, table in read_shards([file], shards, pa.schema([field]), storage):
+        pairs = zip(table[field.name].to_pylist(), table[ERROR].to_pylist(), strict=True)
+        for row, (found, error) in enumerate(pairs, shard.first_row):
+            if found != value and error is None:
+                raise UserError(
+                    f"{file.url}: column {field.name!r} is {found!r} in row {row}, and {values[field.name]!r} in the "
+                    "file's path; make them agree, or rename one"
+                )
+
+
+def read_columns(
+    path: str, columns: Sequence[str], storage: StorageConfig, limit: int | None = None, optional: Sequence[str] = ()
+) -> dict[str, list[Any]]:
+    """Values of the columns of a file, folder or glob, by name; of its first `limit` rows.
+
+    optional: columns that the files may lack; they are then absent.
+
+    Raises UserError that names the file, `MissingColumn` for a column that it lacks.
+    """
+    wanted = list(dict.fromkeys([*columns, *optional]))
+    listed = list_files([path], storage)
+    try:
+        footers = [
+            read_layout(url, *entry, storage, file_format(url, None), TextColumns(wanted))
+            for url, entry in listed.items()
+        ]
+        files = [file for file, _ in footers]
+        for name in optional:
+            if any(name not in {*schema.names, *path_values(file.url)} for file, schema in footers):
+                wanted.remove(name)
+        schema = common_schema(footers, wanted, storage)
+        values: dict[str, list[Any]] = {name: [] for name in wanted}
+        left = limit
+        shards = cut_shards(files, min(limit or COLUMN_ROWS, COLUMN_ROWS), COLUMN_BYTES)
+        for shard, table in read_shards(files, shards, schema, storage):
+            table = table.slice(0, left)
+            for row, error in enumerate(table[ERROR].to_pylist(), shard.first_row):
+                if error is not None:
+                    raise UserError(f"{shard.url}: row {row}: {error}")
+            for name, read in values.items():
+                read += table[name].to_pylist()
+            left = None if left is None else left - table.num_rows
+            if left == 0:
+                break
+    except OSError as error:
+        if type(error) is not OSError:
+            raise
+        raise UserError(str(error)) from None
+    return values
 
 
 def read_blocks(

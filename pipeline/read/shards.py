@@ -78,7 +78,7 @@ def _even_cuts(file: InputFile, shard_rows: int, shard_bytes: int) -> Iterator[t
         yield start, first
 
 
-def read_parquet(shards: Sequence[Shard], columns: Sequence[str], storage: StorageConfig) -> Iterator[pa.Table]:
+def read_groups(shards: Sequence[Shard], columns: Sequence[str], storage: StorageConfig) -> Iterator[pa.Table]:
     """Tables of shards of one file, in order. A row group is read once, in batches, and no further than needed.
 
     Raises:

@@ -10,8 +10,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from actors.engine.errors import UserError
+from pipeline.config.job import StorageConfig
 from pipeline.config.tune import TuneDataConfig
-from pipeline.storage.parquet import read_columns
+from pipeline.read.rows import read_columns
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,8 @@ def read_pairs(data: TuneDataConfig, paths: Sequence[str], reference: str) -> li
     labels = None if data.choices is None else set(data.choices)
     for path in paths:
         columns = (data.prompt, reference, *((data.ended,) if data.ended else ()))
-        prompts, responses, *ended = read_columns(path, columns)
+        read = read_columns(path, columns, StorageConfig())
+        prompts, responses, *ended = (read[name] for name in columns)
         if ended and not all(isinstance(value, bool) for value in ended[0]):
             raise UserError(f"{path}: {data.ended} must hold true or false in every row")
         for row, (prompt, value) in enumerate(zip(prompts, responses, strict=True)):

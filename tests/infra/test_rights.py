@@ -18,7 +18,7 @@ from moto.server import ThreadedMotoServer
 
 from pipeline.config.job import StorageConfig
 from pipeline.read.files import list_files, read_footer
-from pipeline.read.shards import cut_shards, read_parquet
+from pipeline.read.shards import cut_shards, read_groups
 from pipeline.storage.folder import open_folder, probe_create
 
 BUCKET = "example-bucket"
@@ -88,7 +88,7 @@ def test_every_call_of_a_job_is_allowed(calls: list[tuple[str, str]]) -> None:
     for given in ("s3://example-bucket/prompts/", "s3://example-bucket/prompts/*.parquet"):
         ((url, (size, version)),) = list_files([given], storage).items()
     file, _ = read_footer(url, size, version, storage)
-    assert sum(table.num_rows for table in read_parquet(cut_shards([file], 1, 2**20), ["prompt"], storage)) == 2
+    assert sum(table.num_rows for table in read_groups(cut_shards([file], 1, 2**20), ["prompt"], storage)) == 2
     folder = open_folder("s3://example-bucket/answers/run-1", storage)
     assert folder.names() == []
     assert probe_create(folder) is folder

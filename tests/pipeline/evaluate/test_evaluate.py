@@ -292,7 +292,7 @@ BAD = [
     ({"sampling": {"logprobs": 2}}, "sampling.logprobs: evaluate writes none"),
     ({"compare": 1}, "compare: input should be greater than 1"),
     ({"speedups": [2, 2.0000001]}, r"speedups: 2.0 and 2.0000001 are both shown as 2x"),
-    ({"data": {"path": "s3://bucket/eval.parquet"}}, "s3://bucket/eval.parquet: tune and evaluate read local files"),
+    ({"data": {"path": "none/*.parquet"}}, r"none/\*.parquet: matches no file"),
     ({"output": "s3://bucket/out"}, "output: s3://bucket/out: evaluate writes into a local folder"),
     ({"output": "eval.parquet"}, "output: eval.parquet: there is a file of that name"),
     ({"output": "eval.parquet/out"}, "output: eval.parquet/out: there is a file of that name"),

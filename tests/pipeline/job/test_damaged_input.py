@@ -14,7 +14,7 @@ from pipeline.commit.sink import PART, part_name
 from pipeline.config.job import StorageConfig
 from pipeline.generate.output import part_bytes, part_table
 from pipeline.read.files import list_files, read_footer
-from pipeline.read.shards import Shard, cut_shards, read_parquet
+from pipeline.read.shards import Shard, cut_shards, read_groups
 
 LOCAL = StorageConfig()
 ROWS = 500
@@ -28,7 +28,7 @@ def written(path: Path) -> pa.Table:
 
 
 def read(path: Path, shards: list[Shard]) -> list[str]:
-    return [text for table in read_parquet(shards, ["prompt"], LOCAL) for text in table["prompt"].to_pylist()]
+    return [text for table in read_groups(shards, ["prompt"], LOCAL) for text in table["prompt"].to_pylist()]
 
 
 def test_a_damaged_page_names_the_file(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import ADDED, ERROR, PROMPT_IDS, prepare_table
 from pipeline.read.files import InputFile, list_files, read_footer
 from pipeline.read.schema import conform
-from pipeline.read.shards import cut_shards, read_parquet
+from pipeline.read.shards import cut_shards, read_groups
 
 LOCAL = StorageConfig()
 
@@ -242,7 +242,7 @@ def test_columns_of_any_name_are_the_right_ones(tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "a.parquet")
     file = pinned(tmp_path / "a.parquet")
     for names in (["a.b"], ["a.c.d", "a.b"], ["with space", "a"], ["\u00e9\U0001f600", ""]):
-        (read,) = read_parquet(cut_shards([file], 10, 10**9), names, LOCAL)
+        (read,) = read_groups(cut_shards([file], 10, 10**9), names, LOCAL)
         done = conform(read, pa.schema([table.schema.field(table.schema.names.index(name)) for name in names]))
         assert done.to_pylist() == [{**{name: table.to_pydict()[name][0] for name in names}, ERROR: None}]
 
@@ -269,7 +269,7 @@ def test_a_large_row_group_is_decoded_once_and_bit_by_bit(tmp_path: Path, monkey
         monkeypatch.setattr("pipeline.read.shards.STREAM_BYTES", stream)
         for left in (shards, shards[2:3], shards[:1] + shards[4:6]):
             decoded.clear()
-            tables = list(read_parquet(left, ["n", "prompt"], LOCAL))
+            tables = list(read_groups(left, ["n", "prompt"], LOCAL))
             for shard, read in zip(left, tables, strict=True):
                 assert read.equals(table.slice(shard.first_row, shard.rows))
             assert max(decoded) * width <= 100_000
@@ -283,7 +283,7 @@ from pipeline.config.job import StorageConfig
 from pipeline.read.schema import conform
 from pipeline.read.files import list_files, read_footer
 from pipeline.read.ipc import to_ipc
-from pipeline.read.shards import cut_shards, group_shards, read_parquet
+from pipeline.read.shards import cut_shards, group_shards, read_groups
 
 
 def peak() -> int:
@@ -296,7 +296,7 @@ before = peak()
 shards = cut_shards([file], 4096, 64 * 2**20)
 (task,) = group_shards(shards, [file], 50_000, 512 * 2**20)
 row = characters = 0
-for shard, table in zip(task, read_parquet(task, schema.names, StorageConfig()), strict=True):
+for shard, table in zip(task, read_groups(task, schema.names, StorageConfig()), strict=True):
     table = conform(table, schema)
     assert len(to_ipc(table)) < 80 * 2**20
     for key, prompt in zip(table["key"].to_pylist(), table["prompt"], strict=True):

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fault_proxy import DENIED, RESET, SLOW_DOWN, TRUNCATED, Fault, Proxy, Request, fault_proxy, refusal
 
 from pipeline.config.job import StorageConfig
-from pipeline.read.shards import Shard, read_parquet
+from pipeline.read.shards import Shard, read_groups
 from pipeline.storage.errors import StoreFailed
 from pipeline.storage.folder import Folder, ObjectFolder, open_folder, probe_create
 
@@ -121,7 +121,7 @@ def test_an_outage_while_reading_is_not_reported_as_damage(proxy: Proxy, s3: Sto
     storage = StorageConfig(endpoint_url=proxy.url, retry_seconds=0.2)
     proxy.script = lambda request: SLOW_DOWN if request.method == "GET" else None
     with pytest.raises(StoreFailed, match=rf"^{shard.url}: the store failed for") as caught:
-        list(read_parquet([shard], ["text"], storage))
+        list(read_groups([shard], ["text"], storage))
     assert "damaged" not in str(caught.value)
 
 

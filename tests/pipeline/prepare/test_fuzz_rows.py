@@ -25,7 +25,7 @@ from pipeline.prepare.prompts import prepare_table
 from pipeline.read.files import list_files
 from pipeline.read.ipc import from_ipc, to_ipc
 from pipeline.read.schema import conform
-from pipeline.read.shards import cut_shards, read_parquet
+from pipeline.read.shards import cut_shards, read_groups
 
 LOCAL = StorageConfig()
 UNITS = st.sampled_from(["ms", "us", "ns"])
@@ -215,7 +215,7 @@ def through(config: JobConfig, checkpoint: Path) -> list[tuple[str, int, int, pa
     done = []
     for file in files:
         shards = cut_shards([file], 2, 2**20)
-        for shard, table in zip(shards, read_parquet(shards, schema.names, LOCAL) if shards else (), strict=True):
+        for shard, table in zip(shards, read_groups(shards, schema.names, LOCAL) if shards else (), strict=True):
             rows = from_ipc(to_ipc(conform(table, schema)))
             prepared = from_ipc(to_ipc(prepare_table(rows, spec)))
             answers = [fake(one, row) for row, one in enumerate(prompts(prepared, shard.url, shard.first_row))]

@@ -14,7 +14,7 @@ from input_files import write_rows
 from pipeline.config.job import StorageConfig
 from pipeline.read.files import InputFile, list_files, read_footer
 from pipeline.read.ipc import from_ipc, to_ipc
-from pipeline.read.shards import Shard, cut_shards, group_shards, read_parquet
+from pipeline.read.shards import Shard, cut_shards, group_shards, read_groups
 from pipeline.read.source import ShardSource
 
 LOCAL = StorageConfig()
@@ -87,7 +87,7 @@ def test_shards_are_read_row_by_row(
     shards = [shard for shard in cut_shards([file], shard_rows, 2**30) if left[shard.index]]
     if not shards:
         return
-    tables = list(read_parquet(shards, ["id", "prompt"], LOCAL))
+    tables = list(read_groups(shards, ["id", "prompt"], LOCAL))
     expected = [list(range(shard.first_row, shard.first_row + shard.rows)) for shard in shards]
     assert [table["id"].to_pylist() for table in tables] == expected
     assert all(table.column_names == ["id", "prompt"] for table in tables)
@@ -158,7 +158,7 @@ def test_no_row_group_is_in_two_read_tasks(
 def test_a_shard_longer_than_its_file_is_an_error(tmp_path: Path) -> None:
     write_rows(tmp_path / "a.parquet", [3])
     with pytest.raises(OSError, match=r"a\.parquet: cannot be read, .* fewer rows than when the job was planned"):
-        list(read_parquet([Shard(0, f"{tmp_path}/a.parquet", 0, 4)], ["id"], LOCAL))
+        list(read_groups([Shard(0, f"{tmp_path}/a.parquet", 0, 4)], ["id"], LOCAL))
 
 
 @given(

@@ -40,7 +40,7 @@ from pipeline import metrics
 from pipeline.checkpoints.stores import BucketStore
 from pipeline.config.job import StorageConfig
 from pipeline.read.files import list_files
-from pipeline.read.shards import Shard, read_parquet
+from pipeline.read.shards import Shard, read_groups
 from pipeline.storage.errors import StoreFailed
 from pipeline.storage.folder import STORE_ERRORS, Folder, ObjectFolder, open_folder
 
@@ -144,7 +144,7 @@ def test_inputs_are_read_completely(proxy: Proxy, fault: str | bytes, s3: Storag
     begin(proxy, every_other_read(fault))
     listed = list_files([folder.url], through(proxy))
     (url,) = listed
-    (table,) = read_parquet([Shard(0, url, 0, 20_000)], ["text"], through(proxy))
+    (table,) = read_groups([Shard(0, url, 0, 20_000)], ["text"], through(proxy))
     assert table.equals(rows) and proxy.done["GET", fault] >= 2
 
 

@@ -105,7 +105,7 @@ def test_an_interrupted_run_resumes(recipe: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("section", "key", "value", "message"),
     [
-        ("data", "train", "none.parquet", "none.parquet: cannot be read as Parquet"),
+        ("data", "train", "none.parquet", "none.parquet: no such file or folder"),
         ("data", "prompt", "question", r"train.parquet: no column 'question'; it has prompt, reference"),
         ("data", "max_tokens", 4, "no pair within 4 tokens"),
         ("schedule", "speedups", [0.5], "speedup = 0.5: must be at least 1"),
