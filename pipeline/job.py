@@ -101,7 +101,6 @@ def run(
         Interrupted: SIGTERM or SIGINT, or BudgetSpent.
         RowsMissing: rows are missing at the end.
         RayError: a task failed for good.
-        RayDied: the Ray under the job died.
     """
     assert config.input.since is None, "incremental.runs runs it"
     began, backend = time.monotonic(), backend or ray_backend(verbose=verbose)

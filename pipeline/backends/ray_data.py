@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import ray
@@ -12,7 +12,6 @@ from ray.data import ActorPoolStrategy, Dataset
 from ray.data.context import AutoscalingConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from pipeline.backends.few_actors import few_actors
 from pipeline.backends.remote import RayWorker, RemoteCoordinator, exporting
 from pipeline.backends.stages import Actors, Read, Stage, Tasks
 from pipeline.config.job import ActorsConfig
@@ -85,7 +84,7 @@ class RayData:
     @contextmanager
     def ready(self, actors: ActorsConfig) -> Iterator[None]:
         """See `Backend`."""
-        with ray_session(actors, self.verbose, self.metrics_port, few=True):
+        with ray_session(actors, self.verbose, self.metrics_port):
             yield
 
     @contextmanager
@@ -96,28 +95,23 @@ class RayData:
             # on the driver's node: it then dies only with the driver
             handle = ray.remote(num_cpus=0)(Coordinator).options(scheduling_strategy=here).remote()
             try:
-                few = is_own_ray() and self.metrics_port is None
-                yield RaySession(RemoteCoordinator(handle), output, verbose=self.verbose, few=few)
+                yield RaySession(RemoteCoordinator(handle), output, verbose=self.verbose)
             finally:
                 ray.kill(cast(Any, handle))
 
 
 class RaySession:
-    """See `Session`. few: run without Ray Data's own actors."""
+    """See `Session`."""
 
-    def __init__(self, coordinator: RemoteCoordinator, output: str, *, verbose: bool, few: bool) -> None:
+    def __init__(self, coordinator: RemoteCoordinator, output: str, *, verbose: bool) -> None:
         self.coordinator = coordinator
         self.output = output
         self.verbose = verbose
-        self.few = few
         self.worker = RayWorker(output)
 
     def run(self, stages: Sequence[Stage], workload: Workload, grace_seconds: float) -> None:
         """See `Session`. Raises RayError of a task that failed for good."""
-        with few_actors() if self.few else nullcontext():
-            self._run(_dataset(stages, self.output, verbose=self.verbose), workload, grace_seconds)
-
-    def _run(self, batches: Dataset, workload: Workload, grace_seconds: float) -> None:
+        batches = _dataset(stages, self.output, verbose=self.verbose)
         with (
             installed(RayMetrics(self.output)),
             Progress(self.coordinator, workload),

@@ -44,5 +44,8 @@ def setup(verbose: bool, log_json: bool = False) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # of a job that is killed: until then Ray Data keeps its CPUs from other jobs; a job renews its request each 10 s
     os.environ.setdefault("RAY_DATA_AUTOSCALING_REQUEST_EXPIRE_TIME_S", "30")
+    if not os.environ.get("RAY_ADDRESS"):  # a Ray of our own is for this machine's loopback and for this user alone
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     if not verbose:
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from pipeline.cli.errors import Advice, errors_as_exit_status
-from pipeline.cli.no_models import without_models
 from pipeline.cli.options import Changes, Verbose, setup
 
 
@@ -42,7 +41,6 @@ def plan(
         with announced("loading libraries"):
             from rich.console import Console
 
-            without_models(config.model)
             from pipeline.estimate.report import print_estimate, to_dict
             from pipeline.estimate.run import NothingLeft, estimate
             from pipeline.report import prediction

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeline.cli.errors import ROW_ERRORS, Advice, errors_as_exit_status, stop
-from pipeline.cli.no_models import without_models
 from pipeline.cli.options import Changes, LogJson, Verbose, setup
 
 if TYPE_CHECKING:
@@ -65,7 +64,6 @@ def _run(
         import psutil
         from rich.console import Console
 
-        without_models(config.model)
         from pipeline import job as jobs
         from pipeline.commit.finalize import summary
         from pipeline.commit.table import recorded

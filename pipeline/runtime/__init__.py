@@ -1,4 +1,4 @@
 """Which processes run, and what happens when one dies or is stopped: Ray, signals, quarantine, isolated calls.
 
-Imports storage and config; ray in `ray_session`, `liveness` and `loopback` only.
+Imports storage and config; ray in `ray_session`, `ray_head` and `ray_metrics` only.
 """

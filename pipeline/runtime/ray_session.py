@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
+from pathlib import Path
 
 import ray
 from ray.autoscaler.sdk import request_resources
@@ -19,9 +22,6 @@ from ray.autoscaler.sdk import request_resources
 from actors.engine.errors import UserError, flat
 from pipeline.config.job import ActorsConfig
 from pipeline.runtime.announce import announce, announced
-from pipeline.runtime.few_processes import few_processes
-from pipeline.runtime.liveness import endpoints, watched
-from pipeline.runtime.loopback import LOOPBACK, is_on_loopback, on_loopback
 from pipeline.runtime.signals import Interrupted, shielded
 
 log = logging.getLogger(__name__)
@@ -30,6 +30,11 @@ OBJECT_STORE_BYTES = 2**30
 QUIET = "RAY_BACKEND_LOG_LEVEL"
 WAIT_POLL_SECONDS = 2.0
 WAIT_LINE_SECONDS = 10.0
+HEAD = Path(__file__).with_name("ray_head.py")
+END_SECONDS = 30.0  # for a Ray of our own to end
+LOOPBACK = "127.0.0.1"
+# to be 0 when Ray is imported: it then listens on the loopback, and does not replace that by another address
+ON_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 class _Connection:
@@ -39,10 +44,10 @@ class _Connection:
         self.lock = threading.RLock()
         self.users = 0
         self.ours = False  # made by the first user, ended by the last
-        self.own_ray = False  # to a Ray that was started for it: nothing can be added to that
+        self.head: subprocess.Popen[str] | None = None  # of a Ray that was started for it; nothing can be added to that
         self.levels: dict[logging.Logger | logging.Handler, int] = {}  # before, to be restored
 
-    def enter(self, verbose: bool, metrics_port: int | None, few: bool) -> None:
+    def enter(self, verbose: bool, metrics_port: int | None) -> None:
         with self.lock:
             if self.users == 0:
                 self._set_levels(verbose)
@@ -50,7 +55,11 @@ class _Connection:
                 try:
                     if self.ours:
                         with announced("starting Ray"):
-                            self.own_ray = _connect(verbose, metrics_port, few)
+                            address = os.environ.get("RAY_ADDRESS", "")
+                            if not address:
+                                self.head = _start_head(verbose, metrics_port)
+                                address = _address(self.head)
+                            _connect(address, verbose)
                     self._set_levels(verbose)  # of handlers that Ray has added
                 except BaseException:
                     self._leave()
@@ -64,10 +73,12 @@ class _Connection:
                 self._leave()
 
     def _leave(self) -> None:
-        if self.ours:
-            with shielded():
+        with shielded():
+            if self.ours:
                 ray.shutdown()
-        self.ours = self.own_ray = False
+            if self.head is not None:
+                _end(self.head)
+        self.ours, self.head = False, None
         for logger, level in self.levels.items():
             logger.setLevel(level)
         self.levels = {}
@@ -93,7 +104,7 @@ _connection = _Connection()
 
 def is_own_ray() -> bool:
     """Whether jobs run on a Ray of their own on this machine, be it started yet or not."""
-    return _connection.own_ray or not (ray.is_initialized() or os.environ.get("RAY_ADDRESS"))
+    return _connection.head is not None or not (ray.is_initialized() or os.environ.get("RAY_ADDRESS"))
 
 
 def on_cluster() -> bool:
@@ -118,27 +129,23 @@ def check_metrics_port(port: int) -> None:
 
 
 @contextmanager
-def connected(verbose: bool, metrics_port: int | None = None, *, few: bool = False) -> Iterator[None]:
+def connected(verbose: bool, metrics_port: int | None = None) -> Iterator[None]:
     """A Ray for the block: the caller's, else the cluster that RAY_ADDRESS names, else one of our own.
 
-    metrics_port: on which one of our own serves metrics; default any. few: one of our own has only the processes of
-    `few_processes`, which serve metrics only on a given port. Log levels and signal handlers are the caller's again
-    afterwards. Raises RayDied if it dies meanwhile.
+    metrics_port: on which one of our own serves metrics; default any. Log levels and signal handlers are the caller's
+    again afterwards.
     """
-    _connection.enter(verbose, metrics_port, few)
+    _connection.enter(verbose, metrics_port)
     try:
-        with watched(endpoints(own=_connection.own_ray)):
-            yield
+        yield
     finally:
         _connection.exit()
 
 
 @contextmanager
-def ray_session(
-    actors: ActorsConfig, verbose: bool, metrics_port: int | None = None, *, few: bool = False
-) -> Iterator[None]:
+def ray_session(actors: ActorsConfig, verbose: bool, metrics_port: int | None = None) -> Iterator[None]:
     """`connected`, with room for the actors. UserError if they can never be placed."""
-    with connected(verbose, metrics_port, few=few):
+    with connected(verbose, metrics_port):
         wait_for_nodes(actors)
         yield
 
@@ -148,7 +155,7 @@ def free_gpu_memory(actors: ActorsConfig) -> tuple[int, int]:
 
     Waits for a GPU where the cluster has yet to grow. UserError if there is none, or torch sees none.
     """
-    with connected(verbose=False, few=True):
+    with connected(verbose=False):
         wait_for_nodes(actors)
         log.info("reading the free memory of a GPU; actors.cache_bytes sets the cache without")
         # its process must end before the actors start: it holds memory of the GPU as long as it lives
@@ -219,22 +226,57 @@ def placement_problem(actors: ActorsConfig, resources: dict[str, float]) -> str:
     return ""
 
 
-def _connect(verbose: bool, metrics_port: int | None, few: bool) -> bool:
-    """Connect to the cluster that RAY_ADDRESS names, or start a Ray of our own; whether it is our own."""
-    level = logging.INFO if verbose else logging.ERROR
-    settings: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
-    address = os.environ.get("RAY_ADDRESS", "")
-    if not address:
-        settings |= {**LOOPBACK, "num_cpus": max(2, os.cpu_count() or 1), "object_store_memory": OBJECT_STORE_BYTES}
-        settings["_metrics_export_port"] = metrics_port
+def _start_head(verbose: bool, metrics_port: int | None) -> subprocess.Popen[str]:
+    """Begin to start a Ray of our own, which ends when the standard input of this process is closed, or we end."""
+    if ray.util.get_node_ip_address() != LOOPBACK:
+        raise RuntimeError(
+            f"Ray was imported without {ON_LOOPBACK}, which keeps it on this machine: set it, or call ray.init first"
+        )
+    settings = {
+        "address": "local",
+        "include_dashboard": False,
+        "num_cpus": max(2, os.cpu_count() or 1),
+        "object_store_memory": OBJECT_STORE_BYTES,
+        "_node_ip_address": LOOPBACK,
+        "_metrics_export_port": metrics_port,
+    }
+    return subprocess.Popen(
+        [sys.executable, "-P", str(HEAD), json.dumps(settings)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=None if verbose else subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _address(head: subprocess.Popen[str]) -> str:
+    """Wait for the address of a Ray that is being started. Raises RaySystemError if it does not start."""
+    assert head.stdout is not None
+    line = head.stdout.readline()
+    values = json.loads(line) if line else {"error": "its process was killed"}
+    if "error" in values:
+        raise ray.exceptions.RaySystemError(f"Ray did not start: {values['error']}")
+    return str(values["address"])
+
+
+def _end(head: subprocess.Popen[str]) -> None:
+    """End a Ray of our own, with all of its processes."""
+    assert head.stdin is not None and head.stdout is not None
+    head.stdin.close()
+    try:
+        head.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        log.warning("processes of Ray have not ended: session %d", head.pid)
+    head.stdout.close()
+
+
+def _connect(address: str, verbose: bool) -> None:
+    """Connect to the Ray at an address."""
     on_sigterm = signal.getsignal(signal.SIGTERM)  # ray.init installs a handler of its own
     try:
-        with (
-            _quiet_start() if QUIET in os.environ else nullcontext(),
-            on_loopback() if is_on_loopback(address) else nullcontext(),
-            few_processes(metrics=metrics_port is not None, logs=verbose) if few and not address else nullcontext(),
-        ):
-            ray.init(**settings)
+        with _quiet_start() if QUIET in os.environ else nullcontext():
+            ray.init(address, log_to_driver=verbose, logging_level=logging.INFO if verbose else logging.ERROR)
     except SystemExit:  # raised by Ray's handler of SIGTERM
         raise Interrupted("SIGTERM") from None
     except Exception as error:
@@ -242,7 +284,6 @@ def _connect(verbose: bool, metrics_port: int | None, few: bool) -> bool:
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)
-    return not address
 
 
 def _start_error(error: Exception, address: str) -> Exception:
@@ -255,8 +296,6 @@ def _start_error(error: Exception, address: str) -> Exception:
             f"Ray at {address} runs but refuses this client: if the cluster uses tokens, set RAY_AUTH_MODE=token, and "
             "RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head node"
         )
-    if type(error) in (Exception, RuntimeError):  # what Ray raises when its processes do not start
-        return ray.exceptions.RaySystemError(f"Ray did not start: {flat(error)}")
     return error
 
 

@@ -22,15 +22,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 sys.path.append(str(ROOT / "tests"))
 os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests/benchmarks'}"  # of Ray's workers: their hook runs before all else
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # as the command line sets them
+os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 import psutil  # noqa: E402
 import pyarrow as pa  # noqa: E402
@@ -85,13 +85,22 @@ def config(folder: Path, actors: dict[str, Any], **more: Any) -> JobConfig:
     return JobConfig.model_validate(values)
 
 
-def run_job(one: JobConfig, **changes: Any) -> dict[str, Any]:
-    """Runs a job with the fake engine and tells what it came to. changes: of the settings that the job gives Ray.
+def run_job(one: JobConfig, cpus: int | None = None) -> dict[str, Any]:
+    """Run a job with the fake engine and tell what it came to, on the caller's Ray if there is one.
 
     steady: from the first shard's start to the last one's end. flowing: from the end of a tenth of all shards on.
     """
     began = time.time()
-    with Watch() as watch, patch.object(ray, "init", changed(ray.init, changes)):
+    with Watch() as watch:
+        if not ray.is_initialized():
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                log_to_driver=False,
+                runtime_env={"worker_process_setup_hook": hook(0.0)},
+            )
         outcome = job.run(one)
     seconds = time.time() - began
     stats = pq.read_table(Path(one.output.path, "_job/stats.parquet"))
@@ -120,26 +129,17 @@ def run_job(one: JobConfig, **changes: Any) -> dict[str, Any]:
     }
 
 
-def changed(init: Callable[..., Any], changes: Mapping[str, Any]) -> Callable[..., Any]:
-    """`ray.init` with an engine in its workers that answers at once."""
-
-    def changed_init(**settings: Any) -> Any:
-        return init(**{"runtime_env": {"worker_process_setup_hook": hook(0.0)}, **settings, **changes})
-
-    return changed_init
-
-
 def million(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """`--rows` short prompts in `--files` files, one actor."""
     write_inputs(folder / "inputs", options.rows, options.files)
-    return run_job(config(folder, {"count": 1}))
+    return run_job(config(folder, {"count": 1}), max(2, os.cpu_count() or 1))
 
 
 def shards(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """`--shards` shards of one row each: what a shard costs, whatever is in it. CPUs are pretended, so that it is
     not the number of slots that holds the driver back; a driver's round of 0.1 s gives an actor two shards."""
     write_inputs(folder / "inputs", options.shards, max(1, options.shards // 500))
-    figures = run_job(config(folder, {"count": 4}, shard_rows=1), num_cpus=8)
+    figures = run_job(config(folder, {"count": 4}, shard_rows=1), cpus=8)
     quarters = figures["driver_mib_by_quarter"]
     grown = (quarters[4] - quarters[1]) * MIB
     return {**figures, "driver_bytes_a_shard": round(grown / (0.75 * figures["shards"]))}

@@ -355,7 +355,10 @@ def test_a_killed_run_started_again_is_as_if_undisturbed(
 def test_sigterm_is_exit_4_and_what_is_in_flight_is_finished_or_dropped(
     inputs: Path, checkpoint: Path, tmp_path: Path, s3: StorageConfig, grace: float
 ) -> None:
-    """The input is in a bucket. No process tells a secret or listens to other machines meanwhile."""
+    """The whole process group gets it, as from `timeout`, systemd and Slurm.
+
+    The input is in a bucket. No process tells a secret or listens to other machines meanwhile.
+    """
     output, whole = tmp_path / "out", tmp_path / "whole"
     source = open_folder(f"s3://bucket/sigterm-{grace}", s3)
     for path in inputs.glob("*.parquet"):
@@ -375,7 +378,7 @@ def test_sigterm_is_exit_4_and_what_is_in_flight_is_finished_or_dropped(
     with planted_secrets() as ray_folder:
         run = Command(tmp_path, job)
         run.wait_until(has_parts, every=0.03)
-        run.process.send_signal(signal.SIGTERM)
+        os.killpg(run.process.pid, signal.SIGTERM)
         early = len(parts(output))
         code, out, err = run.end()
         written = {str(path): path.read_bytes() for path in output.rglob("*") if path.is_file()}

@@ -1,13 +1,16 @@
-"""The Ray of a job: given back as it was found, watched for its death, waited for no longer than allowed."""
+"""The Ray of a job: started in a session of its own and ended whole, or given back as it was found."""
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
 import socket
-import threading
+import subprocess
+import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -17,9 +20,7 @@ from ray.data import DataContext
 
 from actors.engine.errors import UserError
 from pipeline.config.job import ActorsConfig
-from pipeline.runtime import liveness, ray_session
-from pipeline.runtime.liveness import Endpoint, RayDied, watched
-from pipeline.runtime.signals import interruptible
+from pipeline.runtime import ray_session
 
 
 @pytest.fixture
@@ -27,59 +28,6 @@ def server() -> Any:
     """A port that accepts connections."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield listening
-
-
-def endpoint(server: socket.socket, patience: float = 0.3) -> Endpoint:
-    return Endpoint("GCS", "127.0.0.1", server.getsockname()[1], patience)
-
-
-def test_a_process_of_rays_that_dies_ends_the_block_in_one_line(
-    server: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(liveness, "POLL_SECONDS", 0.1)
-    threading.Timer(0.5, server.close).start()
-    began = time.monotonic()
-    with pytest.raises(RayDied, match=r"^Ray's GCS at 127\.0\.0\.1:\d+ has died"), interruptible():
-        wait(endpoint(server))
-    assert 0.5 < time.monotonic() - began < 5
-
-
-def wait(watched_endpoint: Endpoint) -> None:
-    with watched([watched_endpoint]):
-        for _ in range(900):
-            time.sleep(0.01)
-
-
-def test_an_error_of_rays_that_precedes_its_death_is_explained(
-    server: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(liveness, "POLL_SECONDS", 0.1)
-    gcs = endpoint(server)
-
-    def fail() -> None:
-        with watched([gcs]):
-            server.close()
-            raise ray.exceptions.RaySystemError("socket closed")
-
-    with pytest.raises(RayDied), interruptible():
-        fail()
-
-
-def test_a_short_silence_is_no_death(server: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "POLL_SECONDS", 0.1)
-    silent = [False, True, True, False, False]
-    monkeypatch.setattr(Endpoint, "accepts", lambda self: not (silent and silent.pop()))
-    with interruptible(), watched([endpoint(server, 1.0)]):
-        time.sleep(1.0)
-
-
-def test_an_error_of_the_job_is_not_taken_for_rays_death(server: socket.socket) -> None:
-    def fail() -> None:
-        with watched([endpoint(server)]):
-            raise ray.exceptions.RaySystemError("a task failed")
-
-    with pytest.raises(ray.exceptions.RaySystemError), interruptible():
-        fail()
 
 
 def test_a_cluster_that_does_not_grow_is_refused_after_a_while(
@@ -122,22 +70,66 @@ def test_the_callers_settings_are_given_back(own_ray: None) -> None:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", ["gcs_server", "raylet"])
-def test_a_killed_ray_ends_the_job_and_leaves_the_process_alive(ray_to_be_left: None, victim: str) -> None:
+@pytest.fixture
+def no_ray(ray_to_be_left: None) -> None:
     ray.shutdown()
 
-    def run() -> None:
-        with ray_session.connected(False):
-            for process in psutil.Process(os.getpid()).children():
-                if process.name() == victim:
-                    process.kill()
-            for _ in range(3000):
-                time.sleep(0.01)
 
-    name = {"gcs_server": "GCS", "raylet": "raylet"}[victim]
-    with pytest.raises(RayDied, match=f"^Ray's {name} at "), interruptible():
-        run()
+def processes(session: int) -> list[psutil.Process]:
+    """The living processes of a session."""
+    return [
+        process
+        for process in psutil.process_iter(["status"])
+        if process.info["status"] != psutil.STATUS_ZOMBIE and session_of(process.pid) == session
+    ]
+
+
+def session_of(process: int) -> int | None:
+    with suppress(ProcessLookupError):
+        return os.getsid(process)
+    return None
+
+
+def stays_at_exit() -> int:
+    """In a worker, which then waits for ever when it should end, signals or not; its session."""
+    atexit.register(time.sleep, 10**6)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return os.getsid(0)
+
+
+def test_a_ray_of_our_own_lives_in_a_session_of_its_own_and_ends_whole(no_ray: None) -> None:
+    with ray_session.connected(False):
+        session = ray.get(ray.remote(num_cpus=0)(stays_at_exit).remote())
+        names = {process.name() for process in processes(session)}
+        assert ray.nodes()[0]["NodeManagerAddress"] == "127.0.0.1"
+    assert session != os.getsid(0) and names >= {"gcs_server", "raylet"}
+    assert not processes(session) and not ray.is_initialized()
+
+
+def test_two_jobs_have_each_a_ray_of_its_own(no_ray: None) -> None:
+    code = "import os; os.environ['RAY_ADDRESS'] = ''\n"
+    code += "from pipeline.runtime import ray_session; import ray\n"
+    code += "with ray_session.connected(False): print(ray.get_runtime_context().gcs_address, flush=True); input()"
+    jobs = [
+        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    addresses = {job.stdout.readline() for job in jobs if job.stdout is not None}
+    sessions = [process.pid for job in jobs for process in psutil.Process(job.pid).children()]
+    assert len(addresses) == 2 and len(sessions) == 2
+    jobs[0].kill()
+    assert jobs[1].communicate("\n", timeout=60) and jobs[1].returncode == 0
+    end = time.monotonic() + 30
+    while any(processes(session) for session in sessions) and time.monotonic() < end:
+        time.sleep(0.2)
+    assert not any(processes(session) for session in sessions)
+
+
+def test_a_ray_that_does_not_start_says_why(no_ray: None) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", "/dev/null/none")
+        with pytest.raises(ray.exceptions.RaySystemError, match=r"Ray did not start: .*/dev/null"):
+            ray_session.connected(False).__enter__()
     assert not ray.is_initialized()
 
 

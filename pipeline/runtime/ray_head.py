@@ -1,0 +1,98 @@
+"""A Ray of one node, in a session of its own: no signal to the group of the job's process reaches it.
+
+    python ray_head.py SETTINGS    # arguments of ray.init as JSON; started as the leader of a session
+
+One line of JSON on standard output: the address, or why Ray did not start. When the process that started this ends,
+however it ends, or closes standard input, Ray is shut down, and every process of the session that is left is killed.
+Imports nothing of this package, so that it starts fast.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+from typing import Any, NoReturn
+
+SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+POLL_SECONDS = 0.5
+SHUTDOWN_SECONDS = 5.0  # Ray deletes what it has spilled to disk; whatever is still there afterwards is killed
+KILL_SECONDS = 20.0
+
+
+def main() -> None:
+    """Start Ray in a child process, wait for the end of the job or of Ray, and kill the session."""
+    starter = os.getppid()
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    ray_process = os.fork()
+    if ray_process == 0:
+        run_ray(json.loads(sys.argv[1]))
+    while os.getppid() == starter and not ended(ray_process):
+        if select.select([sys.stdin], [], [], POLL_SECONDS)[0]:
+            break
+    if not ended(ray_process):
+        os.kill(ray_process, signal.SIGTERM)
+    deadline = time.monotonic() + SHUTDOWN_SECONDS
+    while not ended(ray_process) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    kill_session()
+
+
+def run_ray(settings: dict[str, Any]) -> NoReturn:
+    """Run Ray until SIGTERM."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # Ray's own messages
+    try:
+        import ray
+
+        ray.init(**settings)
+        address = ray.get_runtime_context().gcs_address
+    except BaseException as error:
+        print(json.dumps({"error": " ".join(str(error).split()) or type(error).__name__}), file=out, flush=True)
+        os._exit(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    print(json.dumps({"address": address}), file=out, flush=True)
+    try:
+        while True:
+            signal.pause()
+    finally:
+        ray.shutdown()
+        os._exit(0)
+
+
+def ended(child: int) -> bool:
+    """Whether a child process has ended; it stays to be asked again."""
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def kill_session() -> None:
+    """Kill the other processes of this session, until none is left."""
+    deadline = time.monotonic() + KILL_SECONDS
+    while (others := processes_of_session()) and time.monotonic() < deadline:
+        for process in others:
+            os.kill(process, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def processes_of_session() -> list[int]:
+    """The other living processes of this session."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat") as file:
+                state, _, _, session = file.read().rpartition(")")[2].split()[:4]
+        except OSError:  # it has ended
+            continue
+        if int(session) == os.getsid(0) and state not in "ZX" and int(name) != os.getpid():
+            found.append(int(name))
+    return found
+
+
+if __name__ == "__main__":
+    main()
