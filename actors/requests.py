@@ -11,6 +11,7 @@ import jinja2
 
 from actors.answers import Answer, Prompt
 from actors.continuations import boundary_texts, checked_ids, checked_texts, split
+from actors.control_tokens import control_tokens
 from actors.engine.constraints.constraint import Constraint, check_compatible
 from actors.engine.constraints.grammar import GrammarCompiler
 from actors.engine.constraints.label_trie import ChoiceTrie
@@ -103,15 +104,12 @@ class RequestBuilder:
             elif value is None or isinstance(value, str) or len(value) == 0:
                 error = "prompt is null or empty"
             elif isinstance(value[0], Mapping):
-                text = str(
-                    self.tokenizer.apply_chat_template(
-                        list(value),
-                        tools=[dict(tool) for tool in tools] or None,
-                        tokenize=False,
-                        add_generation_prompt=True,
-                    )
-                )
-                ids, ways = self._encoded(text, texts, is_chat=True)
+                chat = list(map(dict, value)), list(map(dict, tools))
+                text, spelled = control_tokens(self.tokenizer).prompt(self._render, chat)
+                if texts is None:
+                    ids = self.chat_ids(text, spelled)
+                else:
+                    ids, ways = self._encoded(text, texts, is_chat=True)
             elif all(token == int(token) >= 0 for token in value):
                 ids = [int(token) for token in value]
                 ways = checked_ids([self._ids(text, False) for text in texts or ()])
@@ -123,6 +121,21 @@ class RequestBuilder:
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
             error = f"prompt cannot be read: {' '.join(str(problem).split())}"
         return Prompt(ids, f"prompt:{ids}", 0, error, continuations=ways, tools=bool(tools))
+
+    def _render(self, chat: tuple[list[Any], list[Any]]) -> str:
+        """The text of messages and tools by transformers' chat template."""
+        messages, tools = chat
+        return str(
+            self.tokenizer.apply_chat_template(
+                messages, tools=tools or None, tokenize=False, add_generation_prompt=True
+            )
+        )
+
+    def chat_ids(self, text: str, marked: int) -> list[int]:
+        """Token ids of a chat, in which so many control tokens are marked, see `ControlTokens.prompt`."""
+        if marked:
+            return control_tokens(self.tokenizer).encode(text, special_tokens=False)
+        return self._ids(text, False)
 
     def _ids(self, text: str, special_tokens: bool) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=special_tokens)["input_ids"]

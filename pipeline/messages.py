@@ -74,3 +74,8 @@ def in_texts(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, list | tuple):
         return [in_texts(one, change) for one in value]
     return value
+
+
+def parsed_control_tokens(count: int) -> str:
+    """Say that control tokens in the prompts of a job were parsed."""
+    return f"{counted(count, 'control token')} in prompts parsed; with input.special_tokens: text they are text"

@@ -25,7 +25,7 @@ from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import Manifest, NoRows, limited, plan_batching, read_footers
 from pipeline.plan.snapshot import pinned_snapshot, with_snapshot
 from pipeline.prepare.prompt_spec import check_spec, prompt_spec
-from pipeline.prepare.prompts import prepare_table
+from pipeline.prepare.prompts import CONTROL_TOKENS, prepare_table
 from pipeline.prepare.tokenizer import tokenizer_of
 from pipeline.read.files import InputFile
 from pipeline.read.listing import list_input
@@ -52,12 +52,14 @@ class TriedRow:
         prompt: text of the prompt's tokens; "" for a row with an error.
         answers: to it; none where texts are scored.
         scores: of its texts, or its error.
+        control_tokens: that its prompt spells and that were parsed.
     """
 
     id: Any
     prompt: str
     answers: list[Answer]
     scores: list[TriedScore]
+    control_tokens: int
 
 
 def answer_first_rows(config: JobConfig, rows: int) -> list[TriedRow]:
@@ -85,9 +87,12 @@ def answer_first_rows(config: JobConfig, rows: int) -> list[TriedRow]:
     spec = prompt_spec(config, checkpoint, batching.planned)
     ids: list[Any] = []
     prepared: list[Prompt] = []
+    control_tokens: list[int] = []
     with announced("preparing the prompts"):
         for shard, table in read_shards(files, shards, schema, config.storage):
-            prepared += prompts(prepare_table(table, spec), shard.url, shard.first_row)
+            done = prepare_table(table, spec)
+            prepared += prompts(done, shard.url, shard.first_row)
+            control_tokens += done[CONTROL_TOKENS].fill_null(0).to_pylist()
             ids += row_ids(table, config.input.id_column, shard.url, shard.first_row).to_pylist()
     with announced("loading the model"):
         from actors.generator import Generator
@@ -108,6 +113,7 @@ def answer_first_rows(config: JobConfig, rows: int) -> list[TriedRow]:
             tokenizer.decode(list(prompt.ids)) if prompt.ids else "",
             [answer for answer in answers if answer.row == row],
             scores.get(row, []),
+            control_tokens[row],
         )
         for row, prompt in enumerate(prepared)
     ]

@@ -25,7 +25,8 @@ from actors.serving.texts import AnswerStream, TextStream
 from actors.tool_calls import checked_tools, form_of
 
 MOST_SPEEDS = 64  # whose schedules are kept
-Render = Callable[[Any, Any, Sequence[Mapping[str, Any]]], str]  # (tokenizer, a body's messages, checked tools)
+# (tokenizer, a body's messages, checked tools) -> `ControlTokens.prompt`
+Render = Callable[[Any, Any, Sequence[Mapping[str, Any]]], tuple[str, int]]
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,7 @@ class ServedModel:
         tools = checked_tools(request.tools)
         form = request.checked_form(tools, self.tokenizer)
         if value is None and self._render is not None:
-            text = self._render(self.tokenizer, request.messages, tools)
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = self._builder.chat_ids(*self._render(self.tokenizer, request.messages, tools))
             prompt = Prompt(ids, "", 0, None if ids else "prompt has no tokens", tools=bool(tools))
         elif value is None:
             if not isinstance(request.messages, list) or not all(isinstance(one, Mapping) for one in request.messages):

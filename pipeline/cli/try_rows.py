@@ -29,7 +29,7 @@ def try_rows(
         from rich.console import Console
 
         from pipeline.generate.answer_checks import LEAST_TRIED, texts_of, warnings_of
-        from pipeline.messages import counted
+        from pipeline.messages import counted, parsed_control_tokens
         from pipeline.try_rows import answer_first_rows
 
         console = Console(soft_wrap=True)
@@ -59,5 +59,7 @@ def try_rows(
                 counts = f"{len(score.tokens)} tokens, perplexity {score.perplexity:.4g}, {greedy}"
                 lines += [f"  text: {scored.text}", f"    (log p {score.cumulative:.4f}, {counts})"]
             console.print("\n".join(filter(None, lines)), markup=False, highlight=False)
+        if parsed := sum(row.control_tokens for row in tried):
+            console.print(parsed_control_tokens(parsed), highlight=False)
         for line in warnings_of(texts_of(answer for row in tried for answer in row.answers), LEAST_TRIED):
             console.print(f"warning: {line}", markup=False, highlight=False)

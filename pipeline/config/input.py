@@ -80,9 +80,14 @@ class InputConfig(Section):
         None, description="column of chats: list of struct with role and content (text, or parts of text), or as JSON"
     )
     chat: bool = Field(False, description="make the text a user message; implied by system and examples")
-    system: str | None = Field(None, min_length=1, description="system message of every chat whose messages have none")
+    system: str | None = Field(
+        None,
+        min_length=1,
+        description="system message of every chat whose messages have none; may be a template over the row's columns",
+    )
     examples: list[ExampleConfig] = Field(
-        default_factory=list, description="exchanges between the system message and each row's messages"
+        default_factory=list,
+        description="exchanges between the system message and each row's messages; may be templates like system",
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="values for the checkpoint's chat template, such as enable_thinking"
@@ -106,6 +111,11 @@ class InputConfig(Section):
     )
     continuations: str | None = Field(
         None, description="for task: score, the column to score: a text, or a list of texts, after each prompt"
+    )
+    special_tokens: Literal["text", "parse"] | None = Field(
+        None,
+        description="control tokens such as <|im_end|> that the input spells: text, or parse them; default: text in "
+        "the contents of chats and in columns that a template prints, parse in a prompt column",
     )
     too_long: Literal["error", "truncate_left"] = Field(
         "error", description="a prompt that fills the context: a row error, or keep its last tokens"
@@ -161,6 +171,11 @@ class InputConfig(Section):
         """The column of prompts; None for a template, messages or requests."""
         other = self.is_batch or self.template is not None or self.messages is not None
         return None if other else self.prompt or "prompt"
+
+    @property
+    def chat_texts(self) -> list[str]:
+        """Texts other than `template` that may be templates over the row's columns."""
+        return [self.system or "", *(text for one in self.examples for text in (one.user, one.assistant))]
 
     @property
     def id_column(self) -> str | None:

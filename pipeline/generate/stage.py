@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from actors.answers import Prompt
 from actors.engine.constraints.output_format import OutputFormat
@@ -27,7 +28,7 @@ from pipeline.generate.output import PartSpec, part_bytes, part_table
 from pipeline.generate.score_output import score_table
 from pipeline.generate.settings import fetched
 from pipeline.generate.stats import ShardStats
-from pipeline.prepare.prompts import CHOICES, CONTINUATIONS, ERROR, FORM, PROMPT_IDS, SAMPLING, TOOLS
+from pipeline.prepare.prompts import CHOICES, CONTINUATIONS, CONTROL_TOKENS, ERROR, FORM, PROMPT_IDS, SAMPLING, TOOLS
 from pipeline.read.ipc import from_ipc
 from pipeline.read.shards import Shard
 from pipeline.runtime.quarantine import Quarantine, ShardAttempt
@@ -226,6 +227,7 @@ class ShardGenerator:
             money, million_tokens = device_seconds * self.price_per_hour / 3600, engine.generated_tokens / 1e6
             measured = {
                 **{name: getattr(engine, name) for name in _OF_ENGINE},
+                "control_tokens": lambda: pc.sum(rows[CONTROL_TOKENS]).as_py() or 0,
                 "prepare_seconds": prepare_seconds,
                 "generate_seconds": seconds,
                 "device_seconds": device_seconds,

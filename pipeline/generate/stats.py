@@ -31,7 +31,7 @@ DRAFTS = ("drafted_tokens", "accepted_tokens", "verified_tokens")
 LOOKUPS = ("looked_up_tokens", "accepted_lookup_tokens", "verified_lookup_tokens")
 SIGNS = ("empty_answers", "repeating_answers")
 LATER = {  # fields that older records lack
-    **dict.fromkeys((*DRAFTS, *LOOKUPS, *SIGNS), 0),
+    **dict.fromkeys((*DRAFTS, *LOOKUPS, *SIGNS, "control_tokens"), 0),
     **dict.fromkeys(("label_counts", "field_counts", "common_answers"), ""),
 }
 
@@ -46,6 +46,7 @@ class ShardStats:
     errors: int = _unit("rows")
     duplicate_ids: int = _unit("rows that share their id with another row of the shard")
     prompt_tokens: int = _unit("tokens of the prompts that were answered")
+    control_tokens: int = _unit("control tokens that rows spell and that were parsed, see input.special_tokens")
     shared_prompt_tokens: int = _unit("prompt tokens, over all samples, computed once for several rows")
     generated_tokens: int = _unit("tokens; of a job that scores, those of its texts")
     prepare_seconds: float = _unit("s")
@@ -254,6 +255,7 @@ class Totals:
     duplicate_ids: int
     prompt_tokens: int
     shared_prompt_tokens: int
+    control_tokens: int
     generated_tokens: int
     prepare_seconds: float
     prefill_seconds: float

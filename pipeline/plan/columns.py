@@ -20,22 +20,20 @@ from pipeline.read.text_files import TextColumns
 
 
 def needed_columns(config: JobConfig) -> list[str]:
-    """Input columns that the job reads, each once. Raises UserError if the template does not parse."""
+    """Input columns that the job reads, each once. Raises UserError if a template does not parse."""
     section = config.input
-    try:
-        prompt = read_names(
-            section.prompt_column,
-            section.template,
-            section.messages,
-            section.sampling,
-            section.choices,
-            section.is_batch,
-            section.output_format,
-            section.continuations,
-            section.tools,
-        )
-    except UserError as error:
-        raise UserError(f"input.template: {error}") from None
+    prompt = read_names(
+        section.prompt_column,
+        section.template,
+        section.messages,
+        section.sampling,
+        section.choices,
+        section.is_batch,
+        section.output_format,
+        section.continuations,
+        section.tools,
+        section.chat_texts,
+    )
     names = [section.id_column, *prompt, *kept_columns(config)]
     return list(dict.fromkeys(name for name in names if name is not None))
 

@@ -32,6 +32,7 @@ from pipeline.plan.memory import Hardware
 from pipeline.plan.scheduler_choice import chosen_scheduler
 from pipeline.plan.shared_prefix import sampled_prefix
 from pipeline.prepare.prompt_spec import prompt_spec
+from pipeline.prepare.templates import is_template
 from pipeline.read.files import Files, InputFile, file_format
 from pipeline.read.listing import list_input, list_pinned
 from pipeline.read.rows import common_schema, read_layout
@@ -273,10 +274,14 @@ def _model_values(model: ModelConfig) -> dict[str, Any]:
 
 
 def _input_identity(config: JobConfig) -> dict[str, Any]:
-    """Keys of `input` that can change an answer."""
+    """Keys of `input` that can change an answer; a job planned before `special_tokens` existed has none."""
     values = config.input.model_dump(mode="json", exclude={"since", "changed", "csv_field_bytes"})
     if not config.input.is_table:
         del values["snapshot"]
+    if values["special_tokens"] is None:
+        del values["special_tokens"]
+    if any(map(is_template, config.input.chat_texts)):
+        values["chat_texts"] = "templates"  # a job planned before they were has sent their braces
     return values
 
 

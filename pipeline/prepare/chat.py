@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from actors.engine.errors import UserError
 from pipeline.messages import one_line
+from pipeline.prepare.templates import is_template, render
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -18,8 +19,8 @@ class Chat:
     """What a job adds to every row's messages.
 
     Args:
-        system: system message of rows that have none of their own.
-        examples: (user, assistant) exchanges after the system message.
+        system: system message of rows that have none of their own; a template where it has Jinja's braces.
+        examples: (user, assistant) exchanges after the system message; templates like `system`.
         values: variables for the chat template.
         now: the time that the chat template reads, seconds since 1970: constant, so that a resumed job writes the same
             prompts.
@@ -29,6 +30,19 @@ class Chat:
     examples: tuple[tuple[str, str], ...] = ()
     values: Mapping[str, Any] = field(default_factory=dict)
     now: float = 0.0
+
+    def rendered(self, row: Mapping[str, Any]) -> Chat:
+        """Render the templates over a row's columns. Raises UserError with the reason if one fails."""
+        if not any(map(is_template, self.texts)):
+            return self
+        system, *others = [render(text, row) if is_template(text) else text for text in self.texts]
+        examples = tuple(zip(others[::2], others[1::2], strict=True))
+        return replace(self, system=None if self.system is None else system, examples=examples)
+
+    @property
+    def texts(self) -> list[str]:
+        """The system message, "" for none, and the texts of the examples."""
+        return [self.system or "", *(text for exchange in self.examples for text in exchange)]
 
 
 def conversation(chat: Chat, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from actors.continuations import boundary_texts, checked_ids, split
+from actors.control_tokens import control_tokens
 from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.errors import UserError
 from actors.engine.types import SamplingParams
@@ -22,6 +23,8 @@ class Row:
     Args:
         label: tokens of its longest label and the end, or 0.
         is_chat: the chat template has written its text, with special tokens.
+        control_tokens: those that the row's values spell.
+        is_marked: they are marked in the prompt, see `ControlTokens`.
         tools: whether the prompt offers tools.
         texts: its continuations; None for a row to answer.
         continuations: their token ids.
@@ -34,10 +37,21 @@ class Row:
     form: OutputFormat | None = None
     label: int = 0
     is_chat: bool = False
+    control_tokens: int = 0
+    is_marked: bool = False
     tools: bool = False
     texts: list[str] | None = None
     continuations: list[list[int]] | None = None
     error: str | None = None
+
+    def encode_marked(self, spec: PromptSpec) -> None:
+        """Make token ids of a prompt with marked control tokens, or set the row's error."""
+        assert isinstance(self.prompt, str)
+        control = control_tokens(tokenizer_of(spec.checkpoint))
+        try:
+            self.prompt = control.encode(self.prompt, special_tokens=not self.is_chat)
+        except UserError as error:
+            self.error = str(error)
 
     def to_tokenize(self, spec: PromptSpec) -> list[tuple[str, bool]]:
         """The texts whose tokens `read_tokens` takes, each with whether the tokenizer adds special tokens."""
@@ -61,7 +75,7 @@ class Row:
 def bound_length(row: Row, spec: PromptSpec) -> None:
     """Refuse a text that cannot fit the context before it is tokenized, or cut it to the part that truncation reads."""
     for number, text in enumerate(row.texts or (), 1):
-        least = fewest_tokens(spec.checkpoint, text, enough=spec.context_length)
+        least = fewest_tokens(spec.checkpoint, text)
         if least > spec.context_length:
             row.error = f"continuation {number} of at least {least} tokens exceeds the context of {spec.context_length}"
             return
@@ -71,7 +85,7 @@ def bound_length(row: Row, spec: PromptSpec) -> None:
         row.prompt = row.prompt[-TRUNCATED_CHARACTERS:]
         return
     room = spec.context_length - (row.label or 1 if row.texts is None else 0)
-    least = fewest_tokens(spec.checkpoint, row.prompt, enough=room)
+    least = fewest_tokens(spec.checkpoint, row.prompt)
     if least > room:
         row.error = _no_room(f"at least {least}", row, spec)
 

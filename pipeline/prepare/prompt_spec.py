@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from actors.engine.constraints.grammar import GrammarCompiler
@@ -17,7 +17,7 @@ from pipeline.prepare.batch_requests import COLUMNS
 from pipeline.prepare.chat import Chat
 from pipeline.prepare.chat_template import check_chat
 from pipeline.prepare.label_tokens import longest, tokenize_labels
-from pipeline.prepare.templates import template_columns
+from pipeline.prepare.templates import is_template, template_columns
 from pipeline.prepare.tokenizer import Source, known_tokenizer, shown_path, tokenizer_of
 
 
@@ -44,6 +44,8 @@ class PromptSpec:
         continuations: column of the texts to score; None for rows to answer.
         tools: column of the tools that a chat offers; None for none.
         too_long: `error`, or `truncate_left`, which leaves room for the answer.
+        special_tokens: whether control tokens that the input spells are text or parsed; None: parsed in prompts that
+            come whole, of a column or a request, and text in chats and templates.
     """
 
     checkpoint: Source
@@ -63,6 +65,7 @@ class PromptSpec:
     continuations: str | None = None
     tools: str | None = None
     too_long: str = "error"
+    special_tokens: str | None = None
 
 
 def prompt_spec(config: JobConfig, resolved: ResolvedCheckpoint, planned: float) -> PromptSpec:
@@ -87,6 +90,7 @@ def prompt_spec(config: JobConfig, resolved: ResolvedCheckpoint, planned: float)
         continuations=inputs.continuations,
         tools=inputs.tools,
         too_long=inputs.too_long,
+        special_tokens=inputs.special_tokens,
     )
 
 
@@ -130,9 +134,18 @@ def read_names(
     output_format: Mapping[str, str] | None = None,
     continuations: str | None = None,
     tools: str | None = None,
+    texts: Sequence[str] = (),
 ) -> list[str]:
-    """Columns that a row's prompt, sampling and form come from, each once. Raises UserError for a wrong template."""
-    prompt = [column, messages] if template is None else template_columns(template)
+    """Columns that a row's prompt, sampling and form come from, each once.
+
+    texts: that may be templates, see `Chat`. Raises UserError, which names the text, for a wrong template.
+    """
+    prompt = [column, messages]
+    for text, name in ((template, "template"), *((text, "system, examples") for text in texts if is_template(text))):
+        try:
+            prompt += [] if text is None else template_columns(text)
+        except UserError as error:
+            raise UserError(f"input.{name}: {error}") from None
     own = [sampling] if isinstance(sampling, str) else list((sampling or {}).values())
     requests = COLUMNS if is_batch else ()
     names = [*prompt, *own, choices, *(output_format or {}).values(), continuations, tools, *requests]

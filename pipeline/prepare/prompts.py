@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
 
 from actors.continuations import checked_texts
+from actors.control_tokens import control_tokens
 from actors.engine.constraints.constraint import check_compatible
 from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.errors import UserError
@@ -37,6 +39,7 @@ PROMPT_IDS, ERROR = "__prompt_ids", schema.ERROR
 # the row's own: canonical JSON of parameters; labels; form
 SAMPLING, CHOICES, FORM = "__sampling", "__choices", "__form"
 TOOLS = "__tools"  # true where the prompt offers tools
+CONTROL_TOKENS = "__control_tokens"  # that the row's values spell and that are parsed
 CONTINUATIONS = "__continuations"  # token ids of the texts to score
 ADDED = {
     PROMPT_IDS: pa.list_(pa.int32()),
@@ -46,6 +49,7 @@ ADDED = {
     FORM: pa.struct([("kind", pa.string()), ("text", pa.string())]),
     CONTINUATIONS: pa.list_(pa.list_(pa.int32())),
     TOOLS: pa.bool_(),
+    CONTROL_TOKENS: pa.int32(),
 }
 _NOT_PYTHON = (ValueError, OverflowError, LookupError)  # Arrow values that Python cannot hold: years, time zones
 
@@ -63,6 +67,7 @@ def prepare_table(table: pa.Table, spec: PromptSpec) -> pa.Table:
         spec.format_column,
         spec.continuations,
         spec.tools,
+        () if spec.chat is None else spec.chat.texts,
     )
     rows = [
         _read_row(values, spec) if error is None else Row(error=error)
@@ -72,6 +77,8 @@ def prepare_table(table: pa.Table, spec: PromptSpec) -> pa.Table:
     for row in rows:
         if row.error is None:
             bound_length(row, spec)
+        if row.error is None and row.is_marked:
+            row.encode_marked(spec)
     good = [row for row in rows if row.error is None]
     texts = [row.to_tokenize(spec) for row in good]
     encoded = {special: _encoded(texts, special, spec) for special in (False, True)}
@@ -105,6 +112,7 @@ def _with_added(table: pa.Table, rows: Sequence[Row]) -> pa.Table:
         FORM: [None if row.form is None else asdict(row.form) for row in rows],
         CONTINUATIONS: [row.continuations for row in rows],
         TOOLS: [row.tools or None for row in rows],
+        CONTROL_TOKENS: [row.control_tokens or None for row in rows],
     }
     for name, kind in ADDED.items():
         table = table.append_column(name, pa.array(added[name], kind))
@@ -142,12 +150,12 @@ def _read_row(values: Mapping[str, Any] | Exception, spec: PromptSpec) -> Row:
             request = read_batch_row(values)
             is_chat = request.prompt is None
             tools = _checked_offer(request.tools, spec)
-            prompt = _request_prompt(request, tools, spec)
+            prompt, spelled = _request_prompt(values, request, tools, spec)
             changes = request.sampling
             form = _checked_form(request, tools, spec)
         else:
             tools = _checked_offer(None if spec.tools is None else values[spec.tools], spec)
-            prompt = _prompt(values, tools, spec)
+            prompt, spelled = _prompt(values, tools, spec)
             changes = _own_changes(values, spec)
             form = _own_form(values, spec)
         params, sampling = own_sampling(spec.sampling, changes)
@@ -165,7 +173,19 @@ def _read_row(values: Mapping[str, Any] | Exception, spec: PromptSpec) -> Row:
         texts = None if spec.continuations is None else _checked_continuations(values[spec.continuations])
     except ValueError as error:
         return Row(error=str(error))
-    return Row(prompt, params, sampling, choices, form, is_chat=is_chat, tools=bool(tools), texts=texts)
+    parses = _parses(spec, is_whole=not is_chat and spec.template is None)
+    return Row(
+        prompt,
+        params,
+        sampling,
+        choices,
+        form,
+        is_chat=is_chat,
+        control_tokens=spelled if parses else 0,
+        is_marked=bool(spelled and not parses),
+        tools=bool(tools),
+        texts=texts,
+    )
 
 
 def _own_changes(values: Mapping[str, Any], spec: PromptSpec) -> dict[str, Any]:
@@ -182,14 +202,35 @@ def _checked_offer(value: Any, spec: PromptSpec) -> list[dict[str, Any]]:
     return tools
 
 
-def _request_prompt(request: CompletionRequest, tools: list[dict[str, Any]], spec: PromptSpec) -> str | list[int]:
-    if isinstance(request.prompt, list):
-        return _checked_ids(request.prompt, spec.vocab_size)
+def _parses(spec: PromptSpec, *, is_whole: bool) -> bool:
+    """Tell whether control tokens that a row spells are parsed. is_whole: no template has written the prompt."""
+    return spec.special_tokens == "parse" or (is_whole and spec.special_tokens is None)
+
+
+def _request_prompt(
+    values: Mapping[str, Any], request: CompletionRequest, tools: list[dict[str, Any]], spec: PromptSpec
+) -> tuple[str | list[int], int]:
     if request.prompt is not None:
-        return _checked_text(request.prompt)
+        return _whole_prompt(request.prompt, spec)
+    return _chat_prompt(values, read_messages(request.messages), tools, spec)
+
+
+def _chat_prompt(
+    values: Mapping[str, Any], messages: list[dict[str, Any]], tools: list[dict[str, Any]], spec: PromptSpec
+) -> tuple[str, int]:
     assert spec.chat is not None
-    messages = read_messages(request.messages)
-    return _checked_text(render_chat(tokenizer_of(spec.checkpoint), spec.chat, messages, tools))
+    chat, parses = spec.chat.rendered(values), _parses(spec, is_whole=False)
+    text, spelled = render_chat(tokenizer_of(spec.checkpoint), chat, messages, tools, parse=parses)
+    return _checked_text(text), spelled
+
+
+def _whole_prompt(prompt: str | list[int], spec: PromptSpec) -> tuple[str | list[int], int]:
+    """A text or token ids that no template has written."""
+    if isinstance(prompt, list):
+        return _checked_ids(prompt, spec.vocab_size), 0
+    control, parses = control_tokens(tokenizer_of(spec.checkpoint)), _parses(spec, is_whole=True)
+    text = _checked_text(prompt, may_be_blank=spec.continuations is not None)
+    return control.prompt(str, text, source="", parse=parses)
 
 
 def _checked_form(request: CompletionRequest, tools: list[dict[str, Any]], spec: PromptSpec) -> OutputFormat | None:
@@ -211,24 +252,30 @@ def _own_form(values: Mapping[str, Any], spec: PromptSpec) -> OutputFormat | Non
     return None
 
 
-def _prompt(values: Mapping[str, Any], tools: list[dict[str, Any]], spec: PromptSpec) -> str | list[int]:
-    """A row's prompt as text, or the token ids of its prompt column. Raises UserError with the row's error."""
+def _prompt(values: Mapping[str, Any], tools: list[dict[str, Any]], spec: PromptSpec) -> tuple[str | list[int], int]:
+    """A row's prompt, and how many control tokens its values spell; they are marked unless they are parsed.
+
+    Raises UserError with the row's error.
+    """
     if spec.messages is not None:
-        messages = read_messages(values[spec.messages])
-    else:
-        content = values[str(spec.column)] if spec.template is None else render(spec.template, values)
-        if isinstance(content, list):
-            return _checked_ids(content, spec.vocab_size)
-        if content is None:
-            raise UserError("prompt is null")
-        if _is_blank(content) and (spec.continuations is None or spec.chat is not None):
-            raise UserError("prompt is empty")
-        messages = [{"role": "user", "content": content}]
+        return _chat_prompt(values, read_messages(values[spec.messages]), tools, spec)
+    if spec.template is not None and spec.chat is None:
+        return _template_prompt(values, spec.template, spec)
+    content = values[str(spec.column)] if spec.template is None else render(spec.template, values)
+    if content is None:
+        raise UserError("prompt is null")
     if spec.chat is None:
-        text: str = messages[0]["content"]
-    else:
-        text = render_chat(tokenizer_of(spec.checkpoint), spec.chat, messages, tools)
-    return _checked_text(text, may_be_blank=spec.continuations is not None)
+        return _whole_prompt(content, spec)
+    if _is_blank(content):
+        raise UserError("prompt is empty")
+    return _chat_prompt(values, [{"role": "user", "content": content}], tools, spec)
+
+
+def _template_prompt(values: Mapping[str, Any], template: str, spec: PromptSpec) -> tuple[str, int]:
+    """A template's text, without a chat template around it."""
+    control, parses = control_tokens(tokenizer_of(spec.checkpoint)), _parses(spec, is_whole=False)
+    text, spelled = control.prompt(partial(render, template), values, source=template, parse=parses)
+    return _checked_text(text, may_be_blank=spec.continuations is not None), spelled
 
 
 def _checked_continuations(value: Any) -> list[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,13 @@ import pyarrow as pa
 from pipeline import metrics
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import error_table, prepare_table
+from pipeline.prepare.tokenizer import tokenizer_of
 from pipeline.read.ipc import from_ipc, to_ipc
 from pipeline.runtime.quarantine import Quarantine, ShardAttempt
 
 ISOLATED_ROWS = 256  # prepared together after a death; among them the quarantine then searches
+# time for rows, many times what they take: a template that never ends takes its process with it
+DEADLINE_SECONDS, SECONDS_PER_ROW, BYTES_PER_SECOND = 20.0, 0.05, 1e5
 
 
 def prepare(
@@ -53,7 +58,22 @@ def _prepare_shard(shard: int, table: pa.Table, spec: PromptSpec, quarantine: Qu
     if quarantine is None:
         return prepare_table(table, spec)
     attempt = quarantine.begin(shard, table.num_rows)
-    return prepare_isolated(table, spec, attempt) if attempt.isolated else prepare_table(table, spec)
+    if attempt.isolated:
+        return prepare_isolated(table, spec, attempt)
+    with _deadline(table, spec):
+        return prepare_table(table, spec)
+
+
+@contextmanager
+def _deadline(table: pa.Table, spec: PromptSpec) -> Iterator[None]:
+    """End this process if the block takes too long for these rows; the quarantine then finds the row."""
+    tokenizer_of(spec.checkpoint)  # which may have to be fetched first
+    seconds = DEADLINE_SECONDS + SECONDS_PER_ROW * table.num_rows + table.nbytes / BYTES_PER_SECOND
+    faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def prepare_isolated(table: pa.Table, spec: PromptSpec, attempt: ShardAttempt) -> pa.Table:
@@ -64,7 +84,9 @@ def prepare_isolated(table: pa.Table, spec: PromptSpec, attempt: ShardAttempt) -
         for first in range(0, len(group), ISOLATED_ROWS):
             chunk = group[first : first + ISOLATED_ROWS]
             attempt.enter(chunk)
-            tables.append(prepare_table(table.take(list(chunk)), spec))
+            part = table.take(list(chunk))
+            with _deadline(part, spec):
+                tables.append(prepare_table(part, spec))
             order += chunk
     attempt.enter(())
     return pa.concat_tables(tables).take(np.argsort(order))

@@ -8,10 +8,10 @@ from typing import Any
 
 import jinja2
 import jinja2.meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from actors.engine.errors import UserError
 from pipeline.messages import one_line
-from pipeline.prepare.sandbox import BoundedSandbox, OutOfBounds, bounded
 
 # errors that an expression over a row's values may raise
 TEMPLATE_ERRORS = (
@@ -29,12 +29,13 @@ TEMPLATE_ERRORS = (
 NOT_COMPILED = (SyntaxError, RecursionError, MemoryError, ValueError, OverflowError)
 
 
-class _Environment(BoundedSandbox):
+class _Environment(ImmutableSandboxedEnvironment):
     """`meta.items` is the field `items` of a struct if there is one, else the method. `range` is the only global:
-    columns may have the other names."""
+    columns may have the other names. No filter draws at random: a row must always give the same prompt."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        del self.filters["random"]
         self.globals = {"range": self.globals["range"]}
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -48,7 +49,7 @@ def compile_template(text: str) -> jinja2.Template:
     """A sandboxed template that refuses undefined columns and fields. Raises UserError if the text does not compile."""
     environment = _Environment(undefined=jinja2.StrictUndefined, autoescape=False, finalize=_no_null)
     try:
-        return bounded(lambda: environment.from_string(text))
+        return environment.from_string(text)
     except jinja2.TemplateSyntaxError as error:
         raise UserError(f"line {error.lineno}: {error.message}") from None
     except NOT_COMPILED as error:
@@ -61,6 +62,11 @@ def _no_null(value: Any) -> Any:
     return value
 
 
+def is_template(text: str) -> bool:
+    """Tell whether a text other than `input.template` is a template: whether it has Jinja's braces."""
+    return any(mark in text for mark in ("{{", "{%", "{#"))
+
+
 def template_columns(text: str) -> list[str]:
     """Names that a template reads, sorted. Raises UserError if the text does not compile."""
     compile_template(text)
@@ -71,8 +77,6 @@ def template_columns(text: str) -> list[str]:
 def render(text: str, row: Mapping[str, Any]) -> str:
     """The template over one row. Raises UserError with the reason if it fails."""
     try:
-        return bounded(lambda: compile_template(text).render(row))
-    except OutOfBounds as error:
-        raise UserError(f"template: {error}") from None
+        return compile_template(text).render(row)
     except TEMPLATE_ERRORS as error:
         raise UserError(f"template: {one_line(error)}") from None

@@ -12,7 +12,6 @@ from actors.engine.errors import UserError
 from pipeline.checkpoints.local import PinnedFolder
 from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint, fetch
 from pipeline.messages import one_line
-from pipeline.prepare.length_bound import LengthBound
 
 
 @dataclass(frozen=True)
@@ -53,13 +52,14 @@ def shown_path(checkpoint: Source) -> str:
 
 
 @lru_cache(maxsize=2)
-def _length_bound(checkpoint: Source) -> LengthBound:
-    return LengthBound(tokenizer_of(checkpoint))
+def _longest_token(checkpoint: Source) -> int:
+    """Characters of the longest token."""
+    return max(map(len, tokenizer_of(checkpoint).get_vocab()))
 
 
-def fewest_tokens(checkpoint: Source, text: str, enough: int) -> int:
-    """Tokens that a long text has at least, counted no further than `enough`; 0 for a text that is short."""
-    return 0 if len(text) <= max(SHORT_CHARACTERS, enough) else _length_bound(checkpoint).fewest_tokens(text, enough)
+def fewest_tokens(checkpoint: Source, text: str) -> int:
+    """Tokens that a long text has at least, if each is the longest; 0 for a text that is short."""
+    return 0 if len(text) <= SHORT_CHARACTERS else -(-len(text) // _longest_token(checkpoint))
 
 
 def tokenize(checkpoint: Source, texts: Sequence[str], special_tokens: bool) -> Iterator[list[int]]:

@@ -17,7 +17,7 @@ from pipeline.commit.runs import JobRun, read_runs
 from pipeline.commit.sink import SUCCESS, part_name
 from pipeline.commit.table import recorded as table_records
 from pipeline.generate.stats import STATS_SCHEMA, ShardStats, Totals, slowest_shards
-from pipeline.messages import counted
+from pipeline.messages import counted, parsed_control_tokens
 from pipeline.plan.manifest import Manifest
 from pipeline.report.drafting import drafting
 from pipeline.report.figures import clock_speedups, held_seconds
@@ -110,6 +110,8 @@ def print_report(
             "max_new_tokens saves the time",
             highlight=False,
         )
+    if totals.control_tokens:
+        console.print(parsed_control_tokens(totals.control_tokens), highlight=False)
     for line in totals.warnings:
         console.print(f"warning: {line}", markup=False, highlight=False)
     if totals.duplicate_ids:

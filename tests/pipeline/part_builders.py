@@ -104,6 +104,7 @@ def part_stats(shard: Shard, **changes: Any) -> ShardStats:
         "accepted_lookup_tokens": 0,
         "verified_lookup_tokens": 0,
         "padded_prompt_tokens": 80,
+        "control_tokens": 0,
         "cache_bytes": 1000,
         "peak_memory_bytes": 5000,
         "out_of_memory": 0,

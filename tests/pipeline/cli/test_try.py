@@ -10,10 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from in_process import run_in_process
+from rich.console import Console
 from typer.testing import CliRunner
 
 from pipeline.cli.app import app
-from pipeline.config.job import JobConfig
+from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.report.summary import print_result
+from pipeline.storage.folder import open_folder
 from pipeline.try_rows import answer_first_rows
 
 
@@ -85,3 +88,19 @@ def test_a_job_for_gpus_is_not_tried_on_a_cpu_unasked(
     result = CliRunner().invoke(app, ["try", job_file(tmp_path, values)])
     assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1
     assert "actors.gpus: torch finds no GPU here; --set actors.gpus=0" in result.stderr
+
+
+def test_control_tokens_that_a_prompt_column_spells_are_counted_in_try_and_at_the_end_of_the_job(
+    tmp_path: Path, values: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = pa.table({"id": ["a", "b"], "prompt": ["alpha<pad>bravo<sep>", "food"]})
+    pq.write_table(table, tmp_path / "in" / "0.parquet")
+    said = "2 control tokens in prompts parsed; with input.special_tokens: text they are text"
+    result = CliRunner().invoke(app, ["try", job_file(tmp_path, values)])
+    assert result.exit_code == 0 and said in result.stdout
+    result = CliRunner().invoke(app, ["try", job_file(tmp_path, values), "--set", "input.special_tokens=text"])
+    assert result.exit_code == 0 and "control token" not in result.stdout
+    done = run_in_process(JobConfig.model_validate(values))
+    assert done.totals.control_tokens == 2
+    print_result(Console(width=200), open_folder(str(tmp_path / "out"), StorageConfig()), done, 0)
+    assert said in capsys.readouterr().out

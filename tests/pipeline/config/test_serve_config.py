@@ -104,7 +104,8 @@ def test_messages_are_checked_and_rendered_by_the_sandbox(chat_checkpoint: Path,
     from actors.engine.checkpoint.loading import load_tokenizer
 
     tokenizer = load_tokenizer(chat_checkpoint)
-    assert render(tokenizer, [{"role": "user", "content": "hi"}]).endswith("[user]hi</s>[assistant]")
+    text, _ = render(tokenizer, [{"role": "user", "content": "hi"}])
+    assert text.endswith("[user]hi</s>[assistant]")
     for messages, says in (
         ([], "messages is empty"),
         ([{"role": "nobody", "content": "x"}], "role 'nobody'"),

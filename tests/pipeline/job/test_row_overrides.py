@@ -77,7 +77,9 @@ def test_rows_that_ask_for_their_own(in_process: None, chat_checkpoint: Path, tm
     )
     for row in rows:
         if row["error"] is None:
-            text = render_chat(generator.tokenizer, Chat(SYSTEM), [{"role": "user", "content": f"place {row['id']}"}])
+            text, _ = render_chat(
+                generator.tokenizer, Chat(SYSTEM), [{"role": "user", "content": f"place {row['id']}"}]
+            )
             ids = generator.tokenizer(text, add_special_tokens=False)["input_ids"]
             prompt = Prompt(ids, str(tmp_path / "in" / "in.parquet"), row["id"], sampling=OWN.get(row["id"], {}))
             alone = generator.answer([prompt])[row["sample_index"]]

@@ -73,7 +73,7 @@ def test_the_prompt_is_transformers_own(tool_checkpoint: Path) -> None:
     messages = read_messages(chat)
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == {"place": "é"}
     expected = tokenizer.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=True, tokenize=False)
-    assert render_chat(tokenizer, Chat(), messages, TOOLS) == expected
+    assert render_chat(tokenizer, Chat(), messages, TOOLS) == (expected, 0)
     assert '(find {"place": "é"})' in expected and expected.startswith("find:")
 
 
@@ -179,7 +179,7 @@ def test_a_template_that_takes_no_tools_is_refused_at_the_plan(tmp_path: Path, c
     ("changes", "message"),
     [
         ({"input": {"path": "a", "tools": "t"}}, "tools is for chats"),
-        ({"choices": ["a"]}, r"input\.tools does not go with choices or output_format"),
+        ({"choices": ["a", "b"]}, r"input\.tools does not go with choices or output_format"),
         ({"reasoning": "on"}, "reasoning"),
     ],
 )

@@ -63,6 +63,10 @@ def test_types_that_do_not_fit_are_refused(given: dict[str, Any], kind: pa.DataT
 
 
 def test_columns_of_a_job_with_everything() -> None:
+    exchange = {"user": "{{ u }}", "assistant": "{{ v }} {{ u }}"}
+    assert needed_columns(job(messages="m", system="{{ s }}", examples=[exchange])) == ["m", "s", "u", "v"]
+    with pytest.raises(ValueError, match=r"^input\.system, examples: line 1: "):
+        needed_columns(job(messages="m", system="{{ s"))
     assert needed_columns(job(messages="m", sampling="s", choices="c", id="i")) == ["i", "m", "s", "c"]
     columns = {"temperature": "t", "seed": "i"}
     assert needed_columns(job(template="{{ a.b }} {{ t }}", sampling=columns, id="i")) == ["i", "a", "t"]

@@ -266,6 +266,7 @@ def test_where_and_how_fast_is_not_what(inputs: Path, checkpoint: Path, sections
         ({"input": {"prompt": "topic"}}, ["input.prompt"]),
         ({"input": {"id": "id"}}, ["input.id"]),
         ({"input": {"too_long": "truncate_left"}}, ["input.too_long"]),
+        ({"input": {"special_tokens": "text"}}, ["input.special_tokens"]),
         ({"output": {"keep": ["topic"]}}, ["output.keep"]),
         ({"output": {"token_ids": True}}, ["output.token_ids"]),
         ({"model": {"dtype": "float32"}}, ["model.dtype"]),

@@ -75,6 +75,17 @@ def test_the_jobs_system_message_and_examples_come_first(chat_checkpoint: Path) 
     assert texts == [f"<s>[system]be nice</s>{shots}", f"<s>[system]be rude</s>{shots}"]
 
 
+def test_system_message_and_examples_may_be_templates_over_the_row(chat_checkpoint: Path) -> None:
+    """Their braces were sent to the model."""
+    chat = Chat("about {{ m }}", (("{{ m | upper }}?", "{% raw %}{{ m }}{% endraw %}"), ("a}}", "b")))
+    texts, errors = prepared(chat_checkpoint, ["hi", None], chat, messages=None, column="m")
+    shots = "[user]HI?</s>[assistant]{{ m }}</s>[user]a}}</s>[assistant]b</s>"
+    assert texts[0] == f"<s>[system]about hi</s>{shots}[user]hi</s>[assistant]"
+    assert errors == [None, "prompt is null"]
+    _, errors = prepared(chat_checkpoint, ["hi"], Chat("{{ m.x }}"), messages=None, column="m")
+    assert errors[0].startswith("template: UndefinedError")
+
+
 def test_a_later_system_message_replaces_the_jobs() -> None:
     later = [*USER, {"role": "system", "content": "be rude"}]
     assert conversation(Chat("be nice"), later) == later
@@ -203,7 +214,8 @@ def test_templates_read_the_time_of_the_plan_and_have_no_random_numbers(chat_che
     """A job that is resumed another day must write the same prompts."""
     tokenizer = load_tokenizer(chat_checkpoint)
     tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}"
-    assert render_chat(tokenizer, Chat(now=86400.0 * 365), [{"role": "user", "content": "hi"}]) == "01 Jan 1971: hi"
+    text, _ = render_chat(tokenizer, Chat(now=86400.0 * 365), [{"role": "user", "content": "hi"}])
+    assert text == "01 Jan 1971: hi"
     with pytest.raises(ValueError, match="No filter named 'random'"):
         compile_template("{{ [1, 2] | random }}")
     assert template_columns("{{ lipsum }} {{ namespace }} {{ range(3) }}") == ["lipsum", "namespace"]
@@ -249,21 +261,14 @@ def test_a_chat_template_renders_as_in_transformers(chat_checkpoint: Path, templ
     ]
     values = {"thinking": False, "enable": ["a", 1]}
     expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **values)
-    assert render_chat(tokenizer, Chat(values=values), messages) == expected
+    assert render_chat(tokenizer, Chat(values=values), messages) == (expected, 0)
 
 
-def test_transformers_own_sandbox_and_clock_are_unchanged(chat_checkpoint: Path) -> None:
-    """A job in the same process changes neither the sandbox nor the clock of transformers."""
-    import transformers.utils.chat_template_utils as library
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+def test_transformers_own_clock_is_unchanged(chat_checkpoint: Path) -> None:
     tokenizer = load_tokenizer(chat_checkpoint)
-    tokenizer.chat_template = "{{ strftime_now('%Y') }}{{ 'a' * 9000000 }}"
-    with pytest.raises(ValueError, match="makes more than"):
-        render_chat(tokenizer, Chat(now=0.0), USER)
-    assert library.ImmutableSandboxedEnvironment is ImmutableSandboxedEnvironment
-    text = tokenizer.apply_chat_template(USER, tokenize=False)
-    assert len(text) == 9_000_004 and not text.startswith("1970")
+    tokenizer.chat_template = "{{ strftime_now('%Y') }}"
+    assert render_chat(tokenizer, Chat(now=0.0), USER)[0] == "1970"
+    assert tokenizer.apply_chat_template(USER, tokenize=False) != "1970"
 
 
 @pytest.mark.parametrize(

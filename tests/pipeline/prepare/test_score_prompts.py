@@ -86,6 +86,6 @@ def test_a_prompt_is_cut_on_the_left_to_what_its_longest_continuation_leaves(che
 def test_a_huge_continuation_is_refused_before_it_is_tokenized(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, too_long: str
 ) -> None:
-    monkeypatch.setattr("pipeline.prepare.prompt_row.fewest_tokens", lambda *_, enough: enough + 1)
+    monkeypatch.setattr("pipeline.prepare.prompt_row.fewest_tokens", lambda *_: 65)
     [(_, _, error)] = prepared(checkpoint, ["a"], [["b"]], too_long=too_long)
     assert error == "continuation 1 of at least 65 tokens exceeds the context of 64"

@@ -28,7 +28,17 @@ from pipeline.generate.coordinator import Coordinator, RunProgress, Workload
 from pipeline.generate.stage import ShardGenerator
 from pipeline.generate.stats import ShardStats, add_up, duplicate_ids, to_table
 from pipeline.plan.manifest import Manifest
-from pipeline.prepare.prompts import ADDED, CHOICES, CONTINUATIONS, ERROR, FORM, PROMPT_IDS, SAMPLING, TOOLS
+from pipeline.prepare.prompts import (
+    ADDED,
+    CHOICES,
+    CONTINUATIONS,
+    CONTROL_TOKENS,
+    ERROR,
+    FORM,
+    PROMPT_IDS,
+    SAMPLING,
+    TOOLS,
+)
 from pipeline.read.ipc import to_ipc
 from pipeline.read.shards import Shard
 from pipeline.report import progress
@@ -173,7 +183,7 @@ def test_statistics_of_a_part_equal_those_of_the_actor(checkpoint: Path, cache_b
             ERROR: pa.array([None, None, "prompt is null", None, None], pa.string()),
             SAMPLING: pa.array([None, '{"n":3,"temperature":1.0}', None, None, None], pa.string()),
             CHOICES: pa.nulls(5, pa.list_(pa.string())),
-            **{name: pa.nulls(5, ADDED[name]) for name in (FORM, CONTINUATIONS, TOOLS)},
+            **{name: pa.nulls(5, ADDED[name]) for name in (FORM, CONTINUATIONS, TOOLS, CONTROL_TOKENS)},
         }
     )
     commits = Commits()

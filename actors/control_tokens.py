@@ -1,0 +1,126 @@
+"""Control tokens that a user's text spells, such as `<|im_end|>`: text, while those that a template writes are parsed.
+
+The markers around them, and the encoding of a marked text, are those of transformers (`apply_chat_template` with
+`sanitize_control_tokens`). Here a template is rendered without markers too, so that they change none of its decisions,
+and a prompt that spells no control token has the tokens of the plain text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from difflib import SequenceMatcher
+from functools import lru_cache
+from typing import Any
+
+from actors.engine.errors import UserError
+
+UNCLEAR = "the template cuts control tokens that the row's texts spell: remove them, or set input.special_tokens: parse"
+START, END = "\U000f0000", "\U000f0001"  # transformers' markers
+
+
+class ControlTokens:
+    """The control tokens of a tokenizer: its special tokens, and the added tokens that its chat template writes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        template = str(tokenizer.chat_template or "")
+        added = tokenizer.added_tokens_decoder.values()
+        texts = [one.content for one in added if one.special or (one.content.strip() and one.content in template)]
+        either = "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)"
+        self.tokenizer = tokenizer
+        self.pattern = re.compile(f"({either})")
+        self._marked = re.compile(f"{START}(?:{either}){END}|(?:{either})")
+
+    def prompt(
+        self, render: Callable[[Any], str], values: Any, *, source: str | None = None, parse: bool = False
+    ) -> tuple[str, int]:
+        """A template's text, and how many of its control tokens `values` spell; those are marked, for `encode`.
+
+        Args:
+            render: The template as a function of `values`.
+            values: Messages, tools or columns: texts in lists and dictionaries.
+            source: The template's own text, if it spells every control token that the template writes.
+            parse: Mark none: control tokens in `values` are parsed like the template's.
+
+        Raises UserError if it cannot be told which control tokens are the template's.
+        """
+        text = render(values)
+        if self.pattern.search(text) is None:
+            return text, 0
+        marked_values = self._mark(values)
+        marked = text if marked_values == values else render(marked_values)
+        written = self._written(marked)
+        if _unmarked(marked) != _unmarked(text):
+            marked = self._aligned(_unmarked(text), marked, written)
+        if source is not None:
+            marked = self._marked.sub(lambda found: self._as_text(found[0], source), marked)
+        spelled = marked.count(START)
+        return (text if parse or not spelled else marked), spelled
+
+    def encode(self, marked: str, *, special_tokens: bool) -> list[int]:
+        """Token ids of a text with marked control tokens. special_tokens: with those that the tokenizer adds.
+
+        Raises UserError for a tokenizer that makes a control token of plain text too.
+        """
+        from transformers.utils.chat_template_utils import encode_marked_chat
+
+        try:
+            ids: list[int] = encode_marked_chat(self.tokenizer, marked)
+        except ValueError as error:
+            raise UserError(f"control tokens in the text: {error}") from None
+        if not special_tokens:
+            return ids
+        bare, whole = (self.tokenizer("a", add_special_tokens=added)["input_ids"] for added in (False, True))
+        first = next(at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
+        return [*whole[:first], *ids, *whole[first + len(bare) :]]
+
+    def _mark(self, value: Any) -> Any:
+        """The library's marks, in keys too."""
+        from transformers.utils.chat_template_utils import mark_control_tokens
+
+        if isinstance(value, dict):
+            return {self._mark(key): self._mark(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(map(self._mark, value))
+        return mark_control_tokens(value, self.pattern)
+
+    def _as_text(self, token: str, source: str) -> str:
+        return token if token.startswith(START) or token in source else f"{START}{token}{END}"
+
+    def _written(self, marked: str) -> list[bool]:
+        """Tell for each control token whether it is the template's, which no marker touches."""
+        written = []
+        for found in self._marked.finditer(marked):
+            written.append(not found[0].startswith(START))
+            start, end = found.span()
+            if written[-1] and (marked.endswith(START, 0, start) or marked.startswith(END, end)):
+                raise UserError(UNCLEAR)
+        return written
+
+    def _aligned(self, text: str, marked: str, written: list[bool]) -> str:
+        """The text with the marks of another rendering, where markers have changed what the template writes.
+
+        A control token is the template's if the same one is the template's at its place in the other rendering.
+        """
+        ours, theirs = self.pattern.split(text), self.pattern.split(_unmarked(marked))
+        if len(written) != len(theirs) // 2:
+            raise UserError(UNCLEAR)
+        is_template = [False] * len(ours)
+        for block in SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks():
+            for offset in range(block.size):
+                if (block.b + offset) % 2:  # odd pieces are control tokens
+                    is_template[block.a + offset] = written[(block.b + offset) // 2]
+        return "".join(
+            f"{START}{piece}{END}" if number % 2 and not is_template[number] else piece
+            for number, piece in enumerate(ours)
+        )
+
+
+def _unmarked(text: str) -> str:
+    return text.replace(START, "").replace(END, "")
+
+
+@lru_cache(maxsize=4)
+def control_tokens(tokenizer: Any) -> ControlTokens:
+    """The control tokens of a loaded tokenizer, kept."""
+    return ControlTokens(tokenizer)
