@@ -331,6 +331,7 @@ def _part(job: PlannedJob) -> PartSpec:
         optional=optional_columns(job.config),
         fingerprint=job.manifest.fingerprint,
         num_layers=job.checkpoint.checkpoint.num_layers,
+        root=job.manifest.batching.root,
         parsed=parsed_column(job.config),
         scored=scored_lists(job.config, job.manifest.schema),
         value_fields=value_fields(job.manifest.identity.get("output_format")),

@@ -28,7 +28,7 @@ from pipeline.prepare.prompt_spec import check_spec, prompt_spec
 from pipeline.prepare.prompts import CONTROL_TOKENS, prepare_table
 from pipeline.prepare.tokenizer import tokenizer_of
 from pipeline.read.files import InputFile
-from pipeline.read.listing import list_input
+from pipeline.read.listing import input_root, list_input
 from pipeline.read.rows import read_shards
 from pipeline.read.shards import Shard, cut_shards
 from pipeline.runtime.announce import announced
@@ -48,7 +48,7 @@ class TriedRow:
     """A row as the model saw it, and its answers.
 
     Args:
-        id: the row's id column, else file name and row number.
+        id: the row's id column, else file and row number.
         prompt: text of the prompt's tokens; "" for a row with an error.
         answers: to it; none where texts are scored.
         scores: of its texts, or its error.
@@ -81,6 +81,7 @@ def answer_first_rows(config: JobConfig, rows: int) -> list[TriedRow]:
         announce_no_gain(schedule, prompt_spec(config, checkpoint, time.time()))
     with announced("reading the input"):
         files, shards, schema = _first_rows(config, rows)
+        root = input_root(config.input, config.storage, {file.url for file in files})
     batching = replace(plan_batching(config, checkpoint, rows, InProcess()), planned=float(int(time.time())))
     manifest = Manifest("", {}, batching, files, shards, schema)
     job = PlannedJob(config, checkpoint, schedule, manifest, drafts=drafts)
@@ -93,7 +94,7 @@ def answer_first_rows(config: JobConfig, rows: int) -> list[TriedRow]:
             done = prepare_table(table, spec)
             prepared += prompts(done, shard.url, shard.first_row)
             control_tokens += done[CONTROL_TOKENS].fill_null(0).to_pylist()
-            ids += row_ids(table, config.input.id_column, shard.url, shard.first_row).to_pylist()
+            ids += row_ids(table, config.input.id_column, root, shard.url, shard.first_row).to_pylist()
     with announced("loading the model"):
         from actors.generator import Generator
 

@@ -69,7 +69,9 @@ class InputConfig(Section):
         le=LONGEST_RECORD,
         description="of a CSV file, bytes of a quoted field, at most: a longer one is taken for a quote never closed",
     )
-    id: str | None = Field(None, description="column that is copied to `id`; default: ids of file name and row number")
+    id: str | None = Field(
+        None, description="column that is copied to `id`; default: the file's path below the input, and row number"
+    )
     prompt: str | None = Field(
         None, description="column of text, or of lists of token ids, which are not changed; default 'prompt'"
     )

@@ -49,7 +49,7 @@ class PartSpec:
     """What a part holds.
 
     Args:
-        id_column: input column copied to `id`; None makes ids from file name and row number.
+        id_column: input column copied to `id`; None makes ids from the file's path below `root` and row number.
         keep: further input columns to copy.
         optional: names from `OPTIONAL_FIELDS`.
         fingerprint: of the job, for the footer.
@@ -57,6 +57,7 @@ class PartSpec:
         parsed: type of the column `parsed`, which holds the texts as values; None for no such column.
         scored: whether a row's scores are lists; None for answers.
         value_fields: whose values the statistics count, for the footer.
+        root: folder of all input files; None: made-up ids hold the file's name alone, as in jobs of earlier versions.
     """
 
     id_column: str | None
@@ -67,18 +68,22 @@ class PartSpec:
     parsed: pa.DataType | None = None
     scored: bool | None = None
     value_fields: ValueFields = field(default_factory=dict)
+    root: str | None = None
 
 
-def row_ids(rows: pa.Table, id_column: str | None, url: str, first_row: int) -> pa.Array | pa.ChunkedArray:
-    """Ids of a shard's rows: the id column's values, else file name and row number. Arguments: see `part_table`."""
+def row_ids(
+    rows: pa.Table, id_column: str | None, root: str | None, url: str, first_row: int
+) -> pa.Array | pa.ChunkedArray:
+    """Ids of a shard's rows: the id column's values, else file and row number. See `PartSpec` and `part_table`."""
     if id_column is not None:
         return rows[id_column]
-    return pa.array([f"{os.path.basename(url)}:{first_row + row}" for row in range(rows.num_rows)], pa.string())
+    name = os.path.basename(url) if root is None else url.removeprefix(f"{root}/")
+    return pa.array([f"{name}:{first_row + row}" for row in range(rows.num_rows)], pa.string())
 
 
 def carried_columns(rows: pa.Table, spec: PartSpec, url: str, first_row: int) -> dict[str, pa.ChunkedArray]:
     """`id` and the kept columns of a shard's rows. Arguments: see `part_table`."""
-    ids = row_ids(rows, spec.id_column, url, first_row)
+    ids = row_ids(rows, spec.id_column, spec.root, url, first_row)
     return {"id": ids, **{name: rows[name] for name in spec.keep if name != "id"}}
 
 

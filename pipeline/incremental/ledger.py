@@ -70,6 +70,7 @@ class LedgerRun:
         files: that it claims.
         why: reason of an abandoned run.
         table, snapshot: of an input table, its own id and the snapshot up to which the files reach; else "" and None.
+        root: below which made-up ids name the files, in all runs of the ledger; see `PartSpec`.
     """
 
     number: int
@@ -83,6 +84,7 @@ class LedgerRun:
     why: str = ""
     table: str = ""
     snapshot: int | None = None
+    root: str | None = None
 
     @property
     def rows(self) -> int:
@@ -164,7 +166,8 @@ def claim(root: Folder, ledger: Ledger, manifest: Manifest, pin: TablePin | None
     number = ledger.last.number + 1 if ledger.last else 1
     began = _now()
     files = tuple(ClaimedFile(file.url, file.size, file.version, file.digest, file.rows) for file in manifest.files)
-    run = LedgerRun(number, _folder_name(began, ledger), manifest.fingerprint, began, _me(), files)
+    folder, root_of_ids = _folder_name(began, ledger), manifest.batching.root
+    run = LedgerRun(number, folder, manifest.fingerprint, began, _me(), files, root=root_of_ids)
     if pin is not None:
         run = replace(run, table=pin.table, snapshot=pin.snapshot)
     claimed = asdict(run)
@@ -311,6 +314,7 @@ _RUNS = pa.schema(
         ("why", pa.string()),
         ("table", pa.string()),
         ("snapshot", pa.int64()),
+        ("root", pa.string()),
         (
             "files",
             pa.list_(

@@ -134,6 +134,9 @@ def run_in(root: Folder, config: JobConfig, backend: Backend, overwrite: bool) -
         except NoRows:
             log.warning("%d new files have no rows and are left for a later run", len(new.files))
         else:
+            if ledger.last is not None:  # ids of all runs have one form
+                batching = replace(job.manifest.batching, root=ledger.last.root)
+                job = replace(job, manifest=replace(job.manifest, batching=batching))
             # before the claim: a job that does not fit must not be saved
             jobs.check_output_table(job)
             log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)

@@ -34,7 +34,7 @@ from pipeline.plan.shared_prefix import sampled_prefix
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.prepare.templates import is_template
 from pipeline.read.files import Files, InputFile, file_format
-from pipeline.read.listing import list_input, list_pinned
+from pipeline.read.listing import input_root, list_input, list_pinned
 from pipeline.read.rows import common_schema, read_layout
 from pipeline.read.schema import one_schema, plain
 from pipeline.read.shards import Shard, cut_shards
@@ -65,6 +65,7 @@ class Batching:
         prefix: token ids that all prompts begin with, computed once per actor; () for none.
         planned: time of planning, seconds since 1970; the present time for chat templates.
         scheduler: name in actors.engine.scheduler.
+        root: see `PartSpec`; None in a job that an earlier version planned.
     """
 
     shard_rows: int
@@ -75,6 +76,7 @@ class Batching:
     prefix: tuple[int, ...] = ()
     planned: float = 0.0
     scheduler: str = "lock_step"
+    root: str | None = None
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,8 @@ def plan_job(
                 check_unique_ids(pinned, config.storage)
         batching = plan_batching(config, resolved, min(rows, limit or rows), hardware)
         shards = limited(cut_shards(pinned, batching.shard_rows, batching.shard_bytes), limit)
-        batching = replace(batching, planned=float(int(time.time())))
+        root = input_root(config.input, config.storage, listed)
+        batching = replace(batching, planned=float(int(time.time())), root=root)
         if config.shared_prefix:
             spec = prompt_spec(config, resolved, batching.planned)
             prefix = sampled_prefix(pinned, shards, schema, config.storage, spec, hardware)

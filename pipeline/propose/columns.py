@@ -43,7 +43,7 @@ def propose(columns: Mapping[str, Sequence[Any]]) -> Proposal:
         keys["id"] = found
         notes.append(f"{found} has no value twice in the sampled rows: it becomes `id`.")
     else:
-        notes.append("No column has another value in each row: ids are made of file name and row number.")
+        notes.append("No column has another value in each row: ids are made of file and row number.")
     chat = _first(columns, CHATS, _is_chat)
     if chat is not None:
         return Proposal({**keys, "messages": chat}, [*notes, f"{chat} holds chats: the model's template renders them."])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Collection, Iterable, Sequence
+
+from fsspec.implementations.local import LocalFileSystem
 
 from actors.engine.errors import UserError
 from pipeline.config.input import InputConfig
 from pipeline.config.job import StorageConfig
-from pipeline.read.files import Files, InputFile, list_files, stat
+from pipeline.read.files import Files, InputFile, fixed_part, list_files, stat
 from pipeline.runtime.announce import announced
 from pipeline.storage.concurrency import in_parallel
+from pipeline.storage.folder import filesystem
 from pipeline.tables.open import input_table
 from pipeline.tables.table import DataFile
 
@@ -38,6 +42,21 @@ def list_input(
         if present[file.url][0] != file.size:
             raise UserError(f"{file.url}: {present[file.url][0]} bytes, {section.path[0]} lists it with {file.size}")
     return present
+
+
+def input_root(section: InputConfig, storage: StorageConfig, urls: Collection[str]) -> str:
+    """The folder below which made-up ids name the files: it holds all paths, or a table's files.
+
+    urls: of the input files.
+    """
+    if section.is_table:
+        return input_table(section, storage).root
+    folders = []
+    for path in section.path:
+        fs, inside = filesystem(path, storage)
+        url = inside if isinstance(fs, LocalFileSystem) else f"s3://{inside}"
+        folders.append((os.path.dirname(url) if url in urls else fixed_part(url)).split("/"))
+    return "/".join(os.path.commonprefix(folders))  # noqa: RUF071 (of lists it compares their components)
 
 
 def _data_files(section: InputConfig, storage: StorageConfig, after: int | None) -> list[DataFile]:

@@ -24,7 +24,7 @@ class DeltaInput:
     """See `InputTable`; a snapshot is a version. Only planning reads the log."""
 
     def __init__(self, path: str, storage: StorageConfig) -> None:
-        self.url = real_url(path)
+        self.root = real_url(path)
         self.storage = storage
         self._at(None)
 
@@ -42,7 +42,7 @@ class DeltaInput:
 
     def appended(self, after: int, until: int) -> list[DataFile]:
         if until < after:
-            raise UserError(f"{self.url}: version {after}, which the last success has answered, is newer than {until}")
+            raise UserError(f"{self.root}: version {after}, which the last success has answered, is newer than {until}")
         added: list[tuple[str, int]] = []
         for version in range(after + 1, until + 1):
             operation = "unknown"
@@ -51,7 +51,7 @@ class DeltaInput:
                 add, remove = action.get("add"), action.get("remove")
                 if remove is not None and remove["dataChange"]:
                     raise UserError(
-                        f"{self.url}: version {version} ({operation}) changed or deleted rows since version {after}, "
+                        f"{self.root}: version {version} ({operation}) changed or deleted rows since version {after}, "
                         "which the last success has answered; answer the whole table into another output.path"
                     )
                 if add is not None and add["dataChange"]:
@@ -65,28 +65,28 @@ class DeltaInput:
         shown = [field.name for field in table.schema().fields]
         for name in names:
             if name not in shown:
-                raise UserError(f"{self.url}: no column {name!r} at version {snapshot}; it has {listed(shown)}")
+                raise UserError(f"{self.root}: no column {name!r} at version {snapshot}; it has {listed(shown)}")
             if name in table.metadata().partition_columns:
                 raise UserError(
-                    f"{self.url}: {name!r} is a partition column, which the data files do not hold; leave it out"
+                    f"{self.root}: {name!r} is a partition column, which the data files do not hold; leave it out"
                 )
             if name not in schema.names:
                 schema = schema.append(pa.field(name, pa.null()))
         return schema
 
     def _at(self, version: int | None) -> DeltaTable:
-        table = find_table(self.url, self.storage, version)
+        table = find_table(self.root, self.storage, version)
         if table is None:
-            raise UserError(f"input.path: {self.url} holds no Delta table")
+            raise UserError(f"input.path: {self.root} holds no Delta table")
         return table
 
     def _actions(self, version: int, after: int) -> Iterator[dict[str, Any]]:
         """The actions of a commit, its `commitInfo` first."""
         try:
-            text = read_commit(self.url, self.storage, version)
+            text = read_commit(self.root, self.storage, version)
         except FileNotFoundError:
             raise UserError(
-                f"{self.url}: the log of version {version} is gone, and with it what was added since version {after}, "
+                f"{self.root}: the log of version {version} is gone, and with it what was added since version {after}, "
                 "which the last success has answered; answer the whole table into another output.path"
             ) from None
         actions = [json.loads(line) for line in text.splitlines() if line.strip()]
@@ -98,7 +98,7 @@ class DeltaInput:
 
     def _located(self, path: str) -> str:
         is_absolute = "://" in path or path.startswith(("/", "file:"))
-        return store_url(path) if is_absolute else f"{self.url}/{path}"
+        return store_url(path) if is_absolute else f"{self.root}/{path}"
 
     def _deleted(self, path: str) -> UserError:
-        return UserError(f"{path}: rows of this data file of {self.url} were deleted by a deletion vector; {COMPACT}")
+        return UserError(f"{path}: rows of this data file of {self.root} were deleted by a deletion vector; {COMPACT}")

@@ -32,6 +32,7 @@ class IcebergInput:
         if table is None:
             raise UserError(f"input.path: no table {name} in catalog {storage.catalog.name!r}; check storage.catalog")
         self.table: Table = table
+        self.root = store_url(table.location()).rstrip("/")
 
     def newest(self) -> TablePin | None:
         snapshot = self.table.current_snapshot()

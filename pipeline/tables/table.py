@@ -39,7 +39,12 @@ class CommitConflict(Exception):
 
 
 class InputTable(Protocol):
-    """A table as input. Refusals are UserErrors of one line that name the table."""
+    """A table as input. Refusals are UserErrors of one line that name the table.
+
+    root: the folder that holds its data files, or most of them.
+    """
+
+    root: str
 
     def newest(self) -> TablePin | None:
         """The newest snapshot; None of a table that has none yet."""
