@@ -13,6 +13,7 @@ import re
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +40,7 @@ from pipeline.storage.s3_errors import (
 )
 
 log = logging.getLogger(__name__)
-CREDENTIALS_SECONDS = 30.0  # of the budget: missing credentials are waited for, as their service may answer late
+CREDENTIALS_SECONDS = 30.0  # of the budget: for a service of credentials that fails, or answers late in a job that runs
 CONNECTIONS = 64  # at the same time; more than there are calling threads
 STORE_FAILURES = (OSError, boto.BotoCoreError, boto.ClientError, ResponseParserError, aiohttp.ClientError)
 WRITER = "writer"  # metadata of an object written by a conditional put: a random name of that put
@@ -126,7 +127,9 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
             raise no_credentials(url, error) from None
         except MISSING_CREDENTIALS as error:
             self._lacking = self._s3
-            raise _Temporary(error, CREDENTIALS_SECONDS) from None
+            # while a job is planned, it must be the user who forgot them; later they have been found before
+            forgotten = isinstance(error, boto.NoCredentialsError) and self.contact_seconds < self.retry_seconds
+            raise _Temporary(error, 0.0 if forgotten else CREDENTIALS_SECONDS) from None
         except STORE_FAILURES as error:
             code, temporary = error_code(error), is_temporary(error)
             self._answered |= bool(response_of(error))
@@ -143,7 +146,9 @@ class PatientS3FileSystem(S3FileSystem):  # type: ignore[misc]
                 raise _Temporary(error, self.contact_seconds if unreached else math.inf) from None
             if method == "head_object" and code in ("400", "403"):  # a HEAD has no body to say why
                 target = {"Bucket": kwargs["Bucket"], "Key": kwargs["Key"]}
-                await self._retried(budget, "get_object", **target, Range="bytes=0-0")
+                with suppress(StoreFailed):  # also of an empty object, which has no such range
+                    await self._retried(budget, "get_object", **target, Range="bytes=0-0")
+                raise _Temporary(error, CREDENTIALS_SECONDS) from None  # refused no more: it was throttled
             raise final_error(url, method, error) from None
 
     def _warn(self, url: str, budget: _Budget, state: RetryCallState) -> None:

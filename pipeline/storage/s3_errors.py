@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from pipeline.storage.errors import NoSuchBucket, StoreFailed
 
 TEMPORARY_STATUS = {408, 409, 429, 500, 502, 503, 504}  # 409: two requests conflict, S3 asks for another try
 TEMPORARY_CODES = {"RequestTimeout", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch"}  # with status 400
+THROTTLED = re.compile("SlowDown|Throttl|LimitExceeded|TooManyRequests|ThroughputExceeded|PriorRequestNotComplete")
 REFUSED_CODES = {"ExpiredToken", "InvalidToken", "TokenRefreshRequired"}  # with status 400
 EXPLAINED_CODES = {"AccessDenied", "InvalidObjectState"}  # their messages name the missing right
 CONDITION_CODES = {"NotImplemented", "InvalidArgument", "InvalidRequest"}  # of stores without conditional puts
@@ -48,7 +50,8 @@ def is_temporary(error: BaseException) -> bool:
     response = response_of(error)
     if response:
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        return status in TEMPORARY_STATUS or error_code(error) in TEMPORARY_CODES
+        code = error_code(error)  # of a throttled call, some stores send it with status 400 or 403
+        return status in TEMPORARY_STATUS or code in TEMPORARY_CODES or THROTTLED.search(code) is not None
     if isinstance(error, boto.SSLError):
         return not isinstance(error.kwargs.get("error"), aiohttp.ClientConnectorCertificateError)
     return not isinstance(error, boto.BotoCoreError) or isinstance(

@@ -156,7 +156,7 @@ def test_a_store_that_refuses_conditions_is_one_that_ignores_them(
     assert [probed.read(name) for name in "abc"] == [b"1", b"2", b"3"]
 
 
-def test_credentials_that_come_late_are_waited_for(
+def test_missing_credentials_are_refused_at_once_and_waited_for_in_a_job_that_runs(
     s3: StorageConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
@@ -165,12 +165,12 @@ def test_credentials_that_come_late_are_waited_for(
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     assert s3.endpoint_url
-    folder = new_folder(s3.endpoint_url, 0.31)  # a client of its own
+    storage = StorageConfig(endpoint_url=s3.endpoint_url, retry_seconds=300.5)  # a client of its own
     began = time.monotonic()
     with pytest.raises(PermissionError, match=f"no credentials found on host {socket.gethostname()} "):
-        folder.names()
-    assert time.monotonic() - began < 5
-    folder = new_folder(s3.endpoint_url, 20.5)
+        open_folder("s3://bucket/none", storage).names()
+    assert time.monotonic() - began < 3
+    folder = open_folder("s3://bucket/none", storage.after_planning())
     text = "[default]\naws_access_key_id = test\naws_secret_access_key = test\n"
     timer = threading.Timer(0.5, (tmp_path / "credentials").write_text, [text])
     timer.start()

@@ -108,7 +108,18 @@ def test_retries_are_counted(proxy: Proxy) -> None:
     assert recorded.counters == {"store_retries": 2}
 
 
-@pytest.mark.parametrize("fault", PASSING, ids=label)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *PASSING,
+        refusal(403, "RequestLimitExceeded"),
+        refusal(403, "SlowDown"),
+        refusal(400, "ThrottlingException"),
+        refusal(403, "Throttling.User"),
+        refusal(400, "TooManyRequestsException"),
+    ],
+    ids=label,
+)
 def test_temporary_faults_are_retried(proxy: Proxy, fault: str | bytes, s3: StorageConfig) -> None:
     folder = new_folder(through(proxy))
     direct = open_folder(folder.url, s3)
@@ -123,6 +134,8 @@ def test_temporary_faults_are_retried(proxy: Proxy, fault: str | bytes, s3: Stor
     assert folder.read("a") == DATA == direct.read("a")
     begin(proxy, first(fault))
     folder.replace("b/c", DATA[:1000])
+    begin(proxy, first(fault))
+    assert isinstance(folder, ObjectFolder) and folder.fs.info(f"{folder.path}/a")["size"] == len(DATA)  # a HEAD
     begin(proxy, first(fault))
     assert folder.names() == ["a"] and folder.names("b") == ["c"]
     assert direct.read("b/c") == DATA[:1000]
