@@ -265,7 +265,7 @@ def test_a_curve_that_was_not_trained_is_not_covered(tmp_path: Path, older: bool
     covered += [{"decay": "constant", "speedup": 2.0}, {"max_depth": 20, "min_depth": 7}]
     for changes in covered:
         assert trained.difference(spec.overridden(changes).build(30)) is None, changes
-    shapes = {
+    shapes: dict[str, dict[str, Any]] = {
         "at token 1 it was trained down to 13 layers, not to 7: a shorter horizon or another decay": {"horizon": 2},
         "at token 0 it was trained down to 13 layers, not to 10": {"decay": "constant"},
         "at token 1 it was trained down to 13 layers, not to 7": {"depths": (24, 7)},
