@@ -250,6 +250,20 @@ class RequestBuilder:
             text = text.strip() if self.strip else text
         return text, thinking.strip() if self.strip and thinking is not None else thinking
 
+    def error(self, prompt: Prompt, completion: Completion, text: str) -> str | None:
+        """Why an answer of this text is none, or is not whole in the form that was asked for; None if it is."""
+        form, error = self._form(prompt), completion.error
+        if error is None:
+            return form.problem(text) if isinstance(form, OutputFormat) else None
+        blank = len(text) - len(text.rstrip())
+        if completion.finish_reason == FinishReason.LENGTH and blank > len(text) / 2:
+            share = "all" if blank == len(text) else "most"
+            return (
+                f"{error.partition(':')[0]}: cut off after {len(completion.token_ids)} tokens: {share} of its text is "
+                "white space, so that a higher max_new_tokens does not help"
+            )
+        return error
+
     def with_calls(self, answer: Answer) -> Answer:
         """An answer to a prompt with tools: its calls apart from its text, or an error and the whole text.
 

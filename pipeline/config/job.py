@@ -314,7 +314,8 @@ class JobConfig(Section):
     output_format: Form | None = Field(
         None,
         description="form of every answer: {json_schema: object or .json file}, {regex: text} or {grammar: Lark, or a "
-        ".lark file}; input.output_format: per row",
+        ".lark file}; check: after beside json_schema: what no grammar holds of it is checked after generation, the "
+        "row's error; input.output_format: per row",
     )
     reasoning: ReasoningConfig | Literal["auto"] | None = Field(
         None,

@@ -36,7 +36,5 @@ def _column(value: Any) -> Any:
     return value
 
 
-Form = Annotated[
-    OutputFormat, BeforeValidator(_form), PlainSerializer(lambda form: {form.kind: form.text}, return_type=dict)
-]
+Form = Annotated[OutputFormat, BeforeValidator(_form), PlainSerializer(lambda form: form.to_dict(), return_type=dict)]
 FormColumn = Annotated[dict[str, str], BeforeValidator(_column)]

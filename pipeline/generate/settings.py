@@ -21,7 +21,7 @@ def generator_settings(
         "sampling": sampling.model_dump(exclude={"seed"}),
         "seed": sampling.seed,
         "choices": choices,
-        "output_format": None if output_format is None else {output_format.kind: output_format.text},
+        "output_format": None if output_format is None else output_format.to_dict(),
         "dtype": model.dtype,
         "weights": model.weights,
         "kv_cache": model.kv_cache,

@@ -46,7 +46,7 @@ ADDED = {
     ERROR: pa.string(),
     SAMPLING: pa.string(),
     CHOICES: pa.list_(pa.string()),
-    FORM: pa.struct([("kind", pa.string()), ("text", pa.string())]),
+    FORM: pa.struct([("kind", pa.string()), ("text", pa.string()), ("after", pa.bool_())]),
     CONTINUATIONS: pa.list_(pa.list_(pa.int32())),
     TOOLS: pa.bool_(),
     CONTROL_TOKENS: pa.int32(),
@@ -244,7 +244,8 @@ def _own_form(values: Mapping[str, Any], spec: PromptSpec) -> OutputFormat | Non
     """The row's own form; None for the job's, or for free text. Raises UserError with the row's error."""
     for kind, column in spec.format_column.items():
         if values[column] is not None:
-            form = OutputFormat(kind, values[column])
+            after = spec.output_format is not None and spec.output_format.after and kind == "json_schema"
+            form = OutputFormat(kind, values[column], after)
             form.check()
             return form
         if spec.output_format is None:

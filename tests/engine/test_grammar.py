@@ -37,6 +37,17 @@ SCHEMA = {
     "additionalProperties": False,
 }
 GRAMMAR = 'start: list\nlist: "[" (item ("," item)*)? "]"\nitem: /[a-c]/ | list\n'
+STRING: dict[str, Any] = {"enum": ["x", "y"]}
+OVERLAP = {"type": "object", "properties": {"ab": STRING}, "patternProperties": {"^a": {"type": "integer"}}}
+CAT, DOG = (
+    {
+        "type": "object",
+        "properties": {"kind": {"const": kind, "default": kind}, name: {"enum": [1, 2]}},
+        "required": [name],
+        "additionalProperties": False,
+    }
+    for kind, name in (("cat", "lives"), ("dog", "bones"))
+)
 SAMPLINGS: list[dict[str, Any]] = [
     {"max_new_tokens": 14},
     {"max_new_tokens": 14, "temperature": 1.0},
@@ -267,6 +278,31 @@ def test_a_tokenizer_of_words_and_bytes() -> None:
         ({"json_schema": "{"}, "json_schema: not JSON"),
         ({"json_schema": {"not": {}}}, r"json_schema: Unimplemented keys: \[.not.\]"),
         ({"json_schema": {"x-guidance": {"lenient": True}, "uniqueItems": True, "type": "array"}}, "uniqueItems"),
+        ({"json_schema": {"type": "object", "dependentRequired": {"a": ["b"]}}}, "dependentRequired.*check: after"),
+        (
+            {"json_schema": {"type": "object", "properties": {"a": {}}, "minProperties": 1}},
+            "minP.*.*|min/maxP.*check: a",
+        ),
+        ({"json_schema": OVERLAP}, r"patternProperties '\^a' at # matches the property 'ab', whose schema differs: w"),
+        (
+            {"json_schema": {"$defs": {"x": OVERLAP}, "$ref": "#/$defs/x"}},
+            r"patternProperties '\^a' at #/\$defs/x match",
+        ),
+        (
+            {"json_schema": {"allOf": [{"properties": {"ab": {}}}, {"patternProperties": {"b$": {"type": "null"}}}]}},
+            "b..",
+        ),
+        ({"json_schema": {"oneOf": [{"type": "number"}, {"type": "integer"}]}}, "oneOf at #: its branches do not excl"),
+        (
+            {"json_schema": {"properties": {"p": {"oneOf": [CAT, {"$ref": "#/properties/p/oneOf/0"}]}}}},
+            "#/properties/p: ",
+        ),
+        ({"json_schema": {}, "check": "before"}, "check = 'before': may be after, beside json_schema"),
+        ({"regex": "a", "check": "after"}, "check = 'after': may be after, beside json_schema"),
+        (
+            {"json_schema": {"type": "nothing"}, "check": "after"},
+            r"json_schema: not a JSON Schema: \$\.type: 'nothing' is",
+        ),
         ({"json_schema": {"type": "string", "format": "nonsense"}}, "json_schema: Unknown format: nonsense"),
         ({"grammar": "start: <|end|>"}, "grammar: .*special_token"),
     ],
@@ -275,6 +311,78 @@ def test_a_form_that_cannot_be_followed_is_refused_by_name(value: dict[str, Any]
     with pytest.raises(ValueError, match=message) as caught:
         OutputFormat.of(value).check()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"oneOf": [CAT, DOG]},
+        {
+            "$defs": {"Cat": CAT, "Dog": DOG},
+            "type": "object",
+            "properties": {
+                "pet": {
+                    "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
+                    "discriminator": {"propertyName": "kind"},
+                }
+            },
+            "required": ["pet"],
+            "additionalProperties": False,
+        },
+        {"$defs": {"n": {"type": "null"}}, "oneOf": [{"$ref": "#/$defs/n"}, {"type": "boolean"}, CAT]},
+        {"oneOf": [CAT, DOG], "anyOf": [{"required": ["lives"]}, {"required": ["bones"]}]},
+    ],
+    ids=["inline", "pydantic", "types", "beside-any-of"],
+)
+def test_branches_that_exclude_each_other_run_as_any_of(checkpoint: Path, schema: dict[str, Any]) -> None:
+    sampling = {"max_new_tokens": 40, "temperature": 1.5, "n": 4}
+    generator = make(checkpoint, output_format={"json_schema": schema}, sampling=sampling)
+    answers = generator.answer(prompts(generator))
+    assert all(answer.error is None for answer in answers)
+    for answer in answers:
+        jsonschema.validate(json.loads(str(answer.generated_text)), schema)
+    assert len({answer.generated_text for answer in answers}) > 1
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": STRING, "minItems": 2, "maxItems": 2, "uniqueItems": True},
+        {"type": "array", "items": STRING, "minItems": 2, "maxItems": 2, "contains": {"const": "x"}, "maxContains": 1},
+        {"enum": ["x", "y", "z"], "not": {"const": "x"}},
+        {"enum": ["x", "y", 1], "if": {"type": "string"}, "then": {"const": "x"}, "else": False},
+        {"oneOf": [{"enum": ["x", "y"]}, {"enum": ["y", "z"]}]},
+        {
+            "type": "object",
+            "properties": {"a": STRING, "b": STRING},
+            "dependentRequired": {"a": ["b"]},
+            "minProperties": 1,
+            "additionalProperties": False,
+        },
+    ],
+    ids=["uniqueItems", "contains", "not", "if", "oneOf", "dependentRequired"],
+)
+def test_what_no_grammar_holds_is_checked_after_generation(checkpoint: Path, schema: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"output_format\.check: after"):
+        OutputFormat.of({"json_schema": schema}).check()
+    form = {"json_schema": schema, "check": "after"}
+    generator = make(checkpoint, output_format=form, sampling={"max_new_tokens": 30, "temperature": 1.5, "n": 6})
+    answers = generator.answer(prompts(generator))
+    valid = [
+        jsonschema.validators.Draft202012Validator(schema).is_valid(json.loads(str(one.generated_text)))
+        for one in answers
+    ]
+    assert [answer.error is None for answer in answers] == valid and 0 < sum(valid) < len(valid)
+    for answer in answers:
+        assert answer.error is None or (answer.error.startswith("json_schema: $: ") and "\n" not in answer.error)
+
+
+def test_an_answer_that_is_cut_off_in_white_space_says_so(checkpoint: Path) -> None:
+    forms = [{"regex": " {90}x"}, {"regex": "x {90}x"}, {"regex": "x{90}"}]
+    errors = [make(checkpoint, output_format=form).answer([Prompt([5], "f", 0)])[0].error for form in forms]
+    assert "regex: cut off after 63 tokens: all of its text is white space" in str(errors[0])
+    assert "regex: cut off after 63 tokens: most of its text is white space" in str(errors[1])
+    assert errors[2] == "regex: cut off after 63 tokens, before its end: raise max_new_tokens"
 
 
 def test_settings_that_do_not_go_with_a_form(checkpoint: Path, pair: list[Generator]) -> None:
@@ -290,4 +398,6 @@ def test_settings_that_do_not_go_with_a_form(checkpoint: Path, pair: list[Genera
     errors = [answer.error for answer in pair[0].answer(rows)]
     for error, one in zip(errors, given, strict=False):
         assert error == f"output_format does not go with sampling.{next(iter(one))}: an answer ends where its form ends"
-    assert errors[4] == 'json_schema: Unimplemented keys: ["not"]'
+    assert str(errors[4]).startswith(
+        'json_schema: Unimplemented keys: ["not"]: no grammar holds this; leave it out, or'
+    )

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from actors.engine.constraints.json_schema import CHECKED, for_grammar, overlap, problem, validator
 from actors.engine.errors import UserError, flat
 
 KINDS = ("json_schema", "regex", "grammar")
+CHECK, AFTER = "check", "after"  # a key beside json_schema, and its value
 # JSON as Python writes it; with free white space, a model may write nothing else until its length limit
 ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -22,16 +24,18 @@ class OutputFormat:
     Args:
         kind: One of KINDS.
         text: The schema as JSON, a regular expression, or a grammar in llguidance's dialect of Lark.
+        after: What no grammar holds of a schema is checked after generation, by `problem`.
     """
 
     kind: str
     text: str
+    after: bool = False
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> OutputFormat:
         """The form of a mapping with one of KINDS; a schema is an object or its JSON text. UserError for others."""
         given = [kind for kind in KINDS if value.get(kind) is not None]
-        unknown = [name for name in value if name not in KINDS]
+        unknown = [name for name in value if name not in (*KINDS, CHECK)]
         if unknown or len(given) != 1:
             wrong = f"unknown form {unknown[0]}" if unknown else f"{len(given)} forms"
             raise UserError(f"{wrong}; give one of {', '.join(KINDS)}")
@@ -43,17 +47,32 @@ class OutputFormat:
                 raise UserError(f"json_schema cannot be written as JSON: {flat(error)}") from None
         if not isinstance(text, str):
             raise UserError(f"{kind} is a {type(text).__name__}; it must be text")
-        return cls(kind, text)
+        check = value.get(CHECK)
+        if check not in (None, AFTER) or (check is not None and kind != "json_schema"):
+            raise UserError(
+                f"{CHECK} = {check!r}: may be {AFTER}, beside json_schema: what no grammar holds of a schema"
+            )
+        return cls(kind, text, check == AFTER)
+
+    def to_dict(self) -> dict[str, str]:
+        """As `of` reads it."""
+        return {self.kind: self.text, **({CHECK: AFTER} if self.after else {})}
+
+    def problem(self, text: str) -> str | None:
+        """Why a whole answer is not of this form; None if it is. The grammar has held all but a schema's other keys."""
+        if not self.after or (found := problem(text, self.text)) is None:
+            return None
+        return f"{self.kind}: {found}"
 
     def check(self) -> None:
         """Raise UserError, in one line, for a form that is wrong or that the grammar library does not support."""
-        error = _problem(self)
+        error = _library_grammar(self)[1]
         if error is not None:
             raise UserError(f"{self.kind}: {error}")
 
     def json_rule(self) -> str:
         """A schema as the right-hand side of a rule of a grammar, its references within itself."""
-        [grammar] = json.loads(_library_grammar(self))["grammars"]
+        [grammar] = json.loads(_library_grammar(self)[0])["grammars"]
         return f"%json {json.dumps(grammar['json_schema'])}"
 
     def source(self) -> str:
@@ -68,37 +87,52 @@ class OutputFormat:
         if self.kind == "json_schema":
             lark = f"start: {self.json_rule()}"
         elif self.kind == "regex":
-            lark = json.loads(_library_grammar(self))["grammars"][0]["lark_grammar"]
+            lark = json.loads(_library_grammar(self)[0])["grammars"][0]["lark_grammar"]
         return str(LLMatcher.grammar_from_lark(f'%llguidance {{"no_forcing": true}}\n{lark}'))
 
 
-def _library_grammar(form: OutputFormat) -> str:
-    from llguidance import LLMatcher
-
-    if form.kind == "json_schema":
-        # not lenient: a keyword that is not supported is an error, whatever `x-guidance` in the schema says
-        return str(LLMatcher.grammar_from_json_schema(form.text, ONE_LINE, {"lenient": False}))
-    if form.kind == "regex":
-        return str(LLMatcher.grammar_from_regex(form.text))
-    return str(LLMatcher.grammar_from_lark(form.text))
-
-
 @lru_cache(1024)
-def _problem(form: OutputFormat) -> str | None:
+def _library_grammar(form: OutputFormat) -> tuple[str, str | None]:
+    """llguidance's grammar of a form, and why it cannot be followed."""
+    if not form.text.strip():
+        return "", "is empty"
+    if form.kind != "json_schema":
+        return _validated(form.kind, form.text)
+    try:
+        schema = json.loads(form.text)
+    except (ValueError, RecursionError) as error:
+        return "", f"not JSON: {flat(error)}"
+    if not isinstance(schema, dict):
+        return "", f"is a {type(schema).__name__}; it must be an object"
+    try:
+        if form.after:
+            validator(form.text)
+        elif (overlapping := overlap(schema)) is not None:
+            return "", overlapping
+        grammar, wrong = _validated(form.kind, form.text)
+        if form.after or (wrong is not None and "oneOf" in wrong):
+            grammar, wrong = _validated(
+                form.kind, json.dumps(for_grammar(schema, after=form.after), ensure_ascii=False)
+            )
+    except (UserError, RecursionError) as error:
+        return "", flat(error)
+    if wrong is not None and wrong.startswith(("Unimplemented keys", "min/maxProperties")):
+        wrong += f": no grammar holds this; leave it out, or {CHECKED}"
+    return grammar, wrong
+
+
+def _validated(kind: str, text: str) -> tuple[str, str | None]:
     from llguidance import LLMatcher
 
-    if not form.text.strip():
-        return "is empty"
-    if form.kind == "json_schema":
-        try:
-            schema = json.loads(form.text)
-        except (ValueError, RecursionError) as error:
-            return f"not JSON: {flat(error)}"
-        if not isinstance(schema, dict):
-            return f"is a {type(schema).__name__}; it must be an object"
     try:
-        source = _library_grammar(form)
+        if kind == "json_schema":
+            # not lenient: a keyword that is not supported is an error, whatever `x-guidance` in the schema says
+            grammar = LLMatcher.grammar_from_json_schema(text, ONE_LINE, {"lenient": False})
+        elif kind == "regex":
+            grammar = LLMatcher.grammar_from_regex(text)
+        else:
+            grammar = LLMatcher.grammar_from_lark(text)
     except ValueError as error:
-        return flat(error)
-    _, messages = LLMatcher.validate_grammar_with_warnings(source)  # a warning says that a part would be ignored
-    return flat(messages[0]) if messages else None
+        return "", flat(error)
+    _, messages = LLMatcher.validate_grammar_with_warnings(grammar)  # a warning says that a part would be ignored
+    return str(grammar), flat(messages[0]) if messages else None

@@ -93,7 +93,7 @@ def test_each_row_has_a_form_of_its_own_or_the_jobs(tmp_path: Path, checkpoint: 
         ({"output_format": {"json_schema": {"not": {}}}}, r'output_format: json_schema: Unimplemented keys: \["not"\]'),
         ({"output_format": {"regex": "a", "grammar": "b"}}, "output_format: 2 forms; give one of"),
         ({"output_format": {"json_schema": "no.json"}}, "output_format: no.json: cannot be read"),
-        ({"output_format": {"regex": "a"}, "choices": ["a"]}, "give choices or output_format, not both"),
+        ({"output_format": {"regex": "a"}, "choices": ["a", "b"]}, "give choices or output_format, not both"),
         ({"output_format": {"regex": "a"}, "sampling": {"stop": "x"}}, "output_format does not go with sampling.stop"),
         ({"input": {"path": "a", "output_format": {"yaml": "c"}}}, "output_format: must be {form: column}"),
     ],
@@ -104,6 +104,25 @@ def test_a_form_that_cannot_be_followed_is_refused_at_the_plan(
     with pytest.raises(UserError, match=message) as caught:
         validated(JobConfig, values(tmp_path, checkpoint, **changes), "job.yaml")
     assert "\n" not in str(caught.value)
+
+
+def test_rows_own_schemas_are_checked_after_generation_as_the_jobs(tmp_path: Path, checkpoint: Path) -> None:
+    unique = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2, "uniqueItems": True}
+    for check in ({}, {"check": "after"}):
+        job = values(tmp_path / str(len(check)), checkpoint, output_format={"json_schema": {"enum": [7]}, **check})
+        table = pq.read_table(job["input"]["path"]).drop_columns(["form"])
+        forms = [json.dumps(unique) if row else None for row in range(len(table))]
+        pq.write_table(table.append_column("form", [forms]), job["input"]["path"])
+        job["input"]["output_format"] = {"json_schema": "form"}
+        first, *rows = run(job)
+        assert first["generated_text"] == "7" and first["error"] is None
+        for row in rows:
+            if not check:
+                assert "Unimplemented keys" in row["error"] and "uniqueItems" in row["error"]
+            elif row["error"] is None:
+                assert row["generated_text"] in ("[1, 2]", "[2, 1]")
+            else:
+                assert row["error"] == f"json_schema: $: {row['generated_text']} has non-unique elements"
 
 
 def test_thinking_is_a_column_before_the_parsed_answer(tmp_path: Path, checkpoint: Path) -> None:

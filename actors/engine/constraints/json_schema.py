@@ -1,0 +1,194 @@
+"""JSON Schemas as people write them -> schemas that llguidance holds; and what of them is checked after generation.
+
+llguidance refuses keys that no grammar can hold, and most `oneOf`. A `oneOf` whose branches exclude each other, by the
+value of a property (a discriminator) or by their types, is an `anyOf`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from actors.engine.errors import UserError, flat
+
+NOT_IN_GRAMMARS = (
+    *("uniqueItems", "contains", "minContains", "maxContains", "unevaluatedItems", "propertyNames"),
+    *("dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties", "not", "if", "then", "else"),
+    *("$dynamicRef", "$recursiveRef"),
+)
+OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # objects of schemas
+LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+SCHEMAS = ("items", "additionalItems", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else")
+TYPES = {"object", "array", "string", "number", "integer", "boolean", "null"}
+CHECKED = "have answers checked after generation (output_format.check: after)"
+Schema = dict[str, Any]
+
+
+def for_grammar(schema: Schema, *, after: bool) -> Schema:
+    """Return the schema with each `oneOf` as an `anyOf` that only valid answers follow.
+
+    Args:
+        after: answers are checked by `problem`, so that keys which no grammar holds are left out, and the branches of
+            `oneOf` need not exclude each other.
+
+    Raises:
+        UserError: branches that do not exclude each other, with the place of the `oneOf`.
+    """
+    no_patterns = after and overlap(schema) is not None
+    held: Schema = _mapped(
+        schema, lambda one, place: _held(one, schema, place, after=after, no_patterns=no_patterns), ""
+    )
+    return held
+
+
+def _mapped(schema: Any, change: Callable[[Schema, str], Schema], place: str) -> Any:
+    """Apply a change to a schema and to all schemas in it, the inner ones first."""
+    if not isinstance(schema, dict):
+        return schema
+    found = dict(schema)
+    for key, value in schema.items():
+        inside = f"{place}/{key}"
+        if key in OF_SCHEMAS and isinstance(value, dict):
+            found[key] = {name: _mapped(one, change, f"{inside}/{name}") for name, one in value.items()}
+        elif key in LISTS and isinstance(value, list):
+            found[key] = [_mapped(one, change, f"{inside}/{number}") for number, one in enumerate(value)]
+        elif key in SCHEMAS:
+            found[key] = _mapped(value, change, inside)
+    return change(found, place)
+
+
+def _held(schema: Schema, root: Schema, place: str, *, after: bool, no_patterns: bool) -> Schema:
+    """One schema, whose inner ones are done, in a form that a grammar holds."""
+    branches = schema.get("oneOf")
+    if isinstance(branches, list):
+        tag = _tag(branches, root)
+        if tag is None and not after and not _types_differ(branches, root):
+            raise UserError(
+                f"oneOf at #{place}: its branches do not exclude each other, by a property with a const or enum in "
+                f"each or by their types: write anyOf, or {CHECKED}"
+            )
+        if tag is not None:
+            branches = [{**one, "required": [*dict.fromkeys([*_required(one, root), tag])]} for one in branches]
+        among = [{"anyOf": schema[key]} for key in ("anyOf",) if key in schema]
+        schema = {key: value for key, value in schema.items() if key not in ("oneOf", "anyOf")}
+        schema |= {"anyOf": branches, **({"allOf": [*schema.get("allOf", ()), *among]} if among else {})}
+    if not after:
+        return schema
+    left_out = {*NOT_IN_GRAMMARS, *(["patternProperties"] if no_patterns else [])}
+    if not set(schema.get("properties", {})) <= set(schema.get("required", ())):  # the library counts required ones
+        left_out |= {"minProperties", "maxProperties"}
+    return {key: value for key, value in schema.items() if key not in left_out}
+
+
+def _required(schema: Any, root: Schema) -> list[str]:
+    return list(_resolved(schema, root).get("required", ()))
+
+
+def _tag(branches: list[Any], root: Schema) -> str | None:
+    """Return a property of which each branch allows other values; None if there is none."""
+    values = [
+        {
+            name: {json.dumps(value) for value in (one["enum"] if "enum" in one else [one["const"]])}
+            for name, one in _resolved(branch, root).get("properties", {}).items()
+            if _resolved(branch, root).get("type") == "object"
+            and isinstance(one, dict)
+            and ("const" in one or isinstance(one.get("enum"), list))
+        }
+        for branch in branches
+    ]
+    name: str
+    for name in values[0] if values else ():
+        if all(name in one for one in values):
+            every = [value for one in values for value in one[name]]
+            if len(every) == len(set(every)):
+                return name
+    return None
+
+
+def _types_differ(branches: list[Any], root: Schema) -> bool:
+    """Whether no value has the types of two branches."""
+    seen: set[str] = set()
+    for branch in branches:
+        kinds = _resolved(branch, root).get("type", [*TYPES])
+        own = {"number" if kind == "integer" else kind for kind in ([kinds] if isinstance(kinds, str) else kinds)}
+        if own & seen:
+            return False
+        seen |= own
+    return True
+
+
+def _resolved(schema: Any, root: Schema) -> Schema:
+    """The schema to which references within the root lead, with the keys beside them; {} for any other value."""
+    seen = 0
+    while isinstance(schema, dict) and isinstance(reference := schema.get("$ref"), str) and seen < 100:
+        seen += 1
+        target: Any = root
+        if not reference.startswith("#"):
+            return {}
+        for part in reference[1:].split("/")[1:]:
+            target = target.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
+        if not isinstance(target, dict):
+            return {}
+        schema = {**target, **{key: value for key, value in schema.items() if key != "$ref"}}
+    return schema if isinstance(schema, dict) else {}
+
+
+def overlap(schema: Schema) -> str | None:
+    """Say which property of a schema a pattern of its `patternProperties` matches too; None without one.
+
+    llguidance begins the property's name, then finds that nothing ends it, and the model goes on with white space.
+    """
+    found: list[str] = []
+
+    def look(one: Schema, place: str) -> Schema:
+        whole = [one, *(_resolved(part, schema) for part in one.get("allOf", ()))]
+        for more in ({}, *one.get("anyOf", ()), *one.get("oneOf", ())):
+            parts = [*whole, _resolved(more, schema)]
+            properties = [item for part in parts for item in (part.get("properties") or {}).items()]
+            for pattern, of_pattern in (
+                item for part in parts for item in (part.get("patternProperties") or {}).items()
+            ):
+                names = [name for name, other in properties if other != of_pattern and _matches(pattern, name)]
+                found.extend(
+                    f"patternProperties {pattern!r} at #{place} matches the property {name!r}, whose schema differs: "
+                    f"write a pattern that does not match it, or {CHECKED}"
+                    for name in names
+                )
+        return one
+
+    _mapped(schema, look, "")
+    return found[0] if found else None
+
+
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:  # llguidance will say so
+        return False
+
+
+def problem(text: str, schema: str) -> str | None:
+    """Say why a text is no JSON that is valid under a schema, given as JSON; None if it is."""
+    try:
+        error = next(iter(validator(schema).iter_errors(json.loads(text))), None)
+    except ValueError as wrong:
+        return f"not JSON: {wrong}"
+    return None if error is None else f"{error.json_path}: {flat(error.message)}"
+
+
+@lru_cache(256)
+def validator(schema: str) -> Any:
+    """The validator of a schema, given as JSON. Raises UserError if it is no schema."""
+    from jsonschema.exceptions import SchemaError
+    from jsonschema.validators import Draft202012Validator, validator_for
+
+    values = json.loads(schema)
+    kind = validator_for(values, default=Draft202012Validator)
+    try:
+        kind.check_schema(values)
+    except SchemaError as error:
+        raise UserError(f"not a JSON Schema: {error.json_path}: {flat(error.message)}") from None
+    return kind(values)
