@@ -98,7 +98,12 @@ def object_column(values: Sequence[Any]) -> Column:
 
 
 def answer_columns(
-    answers: Sequence[Answer], *, choices: bool, logprobs: bool, reasoning: bool = False
+    answers: Sequence[Answer],
+    *,
+    choices: bool,
+    logprobs: bool,
+    reasoning: bool = False,
+    cumulative_logprob: bool = False,
 ) -> dict[str, Column]:
     """The answers' columns; None stands for a missing number, as in the output of a job.
 
@@ -106,12 +111,15 @@ def answer_columns(
         choices: Whether to add `choice_probability`.
         logprobs: Whether to add `logprobs`.
         reasoning: Whether to add `reasoning`.
+        cumulative_logprob: Whether to add `cumulative_logprob`.
     """
     columns: dict[str, Column] = {}
     for name in ("sample_index", "prompt_tokens", "generated_tokens"):
         columns[name] = np.array([getattr(answer, name) for answer in answers], dtype=np.int64)
-    nullable = ["generated_text", "finish_reason", "error", "mean_depth", "cumulative_logprob"]
-    nullable += ["choice_probability"] * choices + ["reasoning"] * reasoning
+    nullable = ["generated_text", "finish_reason", "error", "mean_depth"]
+    nullable += (
+        ["cumulative_logprob"] * cumulative_logprob + ["choice_probability"] * choices + ["reasoning"] * reasoning
+    )
     for name in nullable:
         columns[name] = object_column([getattr(answer, name) for answer in answers])
     if logprobs:

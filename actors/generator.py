@@ -1,6 +1,6 @@
 """A plain callable class that answers batches of rows: columns in, the same columns and answers out.
 
-    ds.map_batches(Generator, fn_constructor_kwargs={"checkpoint": "..."}, compute=ActorPoolStrategy(size=2))
+    ds.map_batches(Generator, fn_constructor_kwargs={"checkpoint": "…"}, compute=ActorPoolStrategy(size=2), num_cpus=0)
 
 It imports no ray. Rows are answered in batches of similar length within a budget of cache bytes; the batches are a
 function of the rows and the settings alone.
@@ -9,6 +9,7 @@ function of the rows and the settings alone.
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import resource
 import sys
@@ -16,6 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any
 
 from actors.answers import Answer, Prompt, answer_columns, as_column, error_answer
@@ -44,6 +46,10 @@ if TYPE_CHECKING:
     from actors.engine.call import Call
     from actors.engine.protocol import EngineProtocol
     from actors.engine.scheduler import CallScheduler
+
+
+log = logging.getLogger(__name__)
+ROWS_SECONDS = 20.0  # that an actor of Ray Data waits for its first rows without a warning
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,8 @@ class Generator:
         engine: library: layers of transformers, on a CPU with kernels of this package; paged: on a GPU, fused layers,
             CUDA graphs and a paged cache, for the families that have fused layers, else library; auto: paged on a GPU,
             after a few rows have been compared with library's there, without `compile` and `continuation_column`.
-        cumulative_logprob: Compute the sum of each answer's log-probabilities, nats, which takes time.
+        cumulative_logprob: Compute the sum of each answer's log-probabilities, nats, which takes time; it becomes a
+            column.
         row_logprobs: A row may ask for log-probabilities although `sampling` has none; `answer` returns them.
         seed: Seed of the random numbers, from which and from each prompt a row's own follow.
         share_prefixes: Beginnings that prompts of a call share are computed once.
@@ -136,7 +143,7 @@ class Generator:
         scheduler: str = "lock_step",
         compile: bool = False,
         engine: EngineName = "auto",
-        cumulative_logprob: bool = True,
+        cumulative_logprob: bool = False,
         row_logprobs: bool = False,
         seed: int = 0,
         share_prefixes: bool = True,
@@ -188,6 +195,21 @@ class Generator:
             reasoning=None if reasoning is None else Reasoning(**reasoning),
             row_logprobs=row_logprobs,
         )
+        self.cumulative_logprob = cumulative_logprob
+        self._rows_came = threading.Event()
+        if any(frame.f_globals.get("__name__", "").startswith("ray.data.") for frame, _ in walk_stack(None)):
+            threading.Thread(target=self._warn_without_rows, daemon=True).start()
+
+    def _warn_without_rows(self) -> None:
+        """Log a warning if Ray Data has no CPU left for the tasks that read the rows of its pool of generators."""
+        ray = sys.modules["ray"]
+        if not self._rows_came.wait(ROWS_SECONDS) and (free := ray.available_resources().get("CPU", 0.0)) < 1:
+            log.warning(
+                "no rows came in %g s, and %g CPUs of the cluster are free: the pool may have taken those that reading "
+                "needs; give map_batches num_cpus=0, or a smaller pool",
+                ROWS_SECONDS,
+                free,
+            )
 
     def at(self, schedule: Schedule, *, max_batch: int | None = None) -> Generator:
         """A generator with the same weights under another schedule; only one of the two may have rows in flight.
@@ -267,6 +289,9 @@ class Generator:
         nor its memory. With `continuation_column` each row gets `SCORES` in place of an answer.
         """
         kept = {name: as_column(values) for name, values in batch.items()}
+        for key, name in (("prompt_column", self.prompt_column), ("continuation_column", self.continuation_column)):
+            if name is not None and name not in kept:
+                raise UserError(f"{key}: no column {name!r} in the batch, which has {', '.join(map(repr, kept))}")
         if self.continuation_column is not None:
             return kept | self._score_columns(kept[self.prompt_column], kept[self.continuation_column])
         prompts = [self.builder.prompt(value) for value in kept[self.prompt_column]]
@@ -275,7 +300,13 @@ class Generator:
         columns = {name: values[rows] for name, values in kept.items()}
         choices, logprobs = self.builder.choices is not None, self.sampling.logprobs is not None
         reasoning = self.builder.reasoning is not None
-        return columns | answer_columns(answers, choices=choices, logprobs=logprobs, reasoning=reasoning)
+        return columns | answer_columns(
+            answers,
+            choices=choices,
+            logprobs=logprobs,
+            reasoning=reasoning,
+            cumulative_logprob=self.cumulative_logprob,
+        )
 
     def answer(
         self,
@@ -306,6 +337,7 @@ class Generator:
 
         on_drain: Called by the thread that runs, once the rows of another call would find free slots.
         """
+        self._rows_came.set()
         requests: list[Request] = []
         owners: list[int] = []
         errors: dict[int, str] = {}

@@ -6,8 +6,10 @@ import itertools
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -73,7 +75,6 @@ def test_answers_are_added_in_the_order_of_the_rows(generator: Generator) -> Non
         "finish_reason",
         "error",
         "mean_depth",
-        "cumulative_logprob",
     ]
     assert done["id"].tolist() == batch["id"].tolist() and done["prompt"].tolist() == PROMPTS
     assert all(len(values) == len(PROMPTS) for values in done.values())
@@ -138,11 +139,12 @@ def test_sampled_answers_do_not_hang_on_how_rows_are_cut(sampled: Generator, cut
 
 def test_neither_the_scheduler_nor_unwanted_logprobs_change_an_answer(checkpoint: Path, sampled: Generator) -> None:
     sampling = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0}
-    other = make(checkpoint, sampling=sampling, max_batch=3, scheduler="refill", cumulative_logprob=False)
+    other = make(checkpoint, sampling=sampling, max_batch=3, scheduler="refill", cumulative_logprob=True)
     prompts = [*PROMPTS, None, *PROMPTS]
     assert answers(other, prompts) == answers(sampled, prompts)
     assert other.take_stats().batches < sampled.take_stats().batches
-    assert other({"prompt": column(["a"])})["cumulative_logprob"].tolist() == [None]
+    (logprob,) = other({"prompt": column(["a"])})["cumulative_logprob"]
+    assert logprob < 0 and "cumulative_logprob" not in sampled({"prompt": column(["a"])})
 
 
 def test_sampled_answers_follow_the_seed(checkpoint: Path, sampled: Generator) -> None:
@@ -290,7 +292,7 @@ def test_seed_and_sample_give_each_answer_its_own_random_numbers(sampled: Genera
 
 
 def test_logprobs_are_told_for_every_token(checkpoint: Path) -> None:
-    generator = make(checkpoint, sampling={"max_new_tokens": 6, "logprobs": 2})
+    generator = make(checkpoint, sampling={"max_new_tokens": 6, "logprobs": 2}, cumulative_logprob=True)
     first, second = generator.answer(
         [prompts(generator, ["a"])[0], replace(prompts(generator, ["a"])[0], sampling={"logprobs": 0})]
     )
@@ -418,6 +420,30 @@ assert before[:2] == (True, False)
     }  # set by the CLI
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_missing_column_is_named_with_those_that_exist(generator: Generator) -> None:
+    with pytest.raises(ValueError, match=r"^prompt_column: no column 'prompt' in the batch, which has 'id', 'text'$"):
+        generator({"id": column([1]), "text": column(["a"])})
+
+
+def test_a_pool_that_leaves_no_cpu_is_a_warning(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a pool of Ray Data only, and while no rows have come."""
+    free = {"CPU": 0.0}
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(available_resources=lambda: free))
+    monkeypatch.setattr("actors.generator.ROWS_SECONDS", 1.0)
+    made: list[Generator] = []
+    of_ray_data = {"__name__": "ray.data._internal.execution", "make": lambda: made.append(make(checkpoint))}
+    exec("make()", of_ray_data)
+    made[0]({"prompt": column(["a"])})
+    make(checkpoint)
+    time.sleep(1.6)
+    assert "CPUs" not in caplog.text
+    exec("make()", of_ray_data)
+    time.sleep(1.6)
+    assert "no rows came in 1 s, and 0 CPUs of the cluster are free" in caplog.text
 
 
 def test_the_engine_is_checked_before_a_model_is_loaded(checkpoint: Path) -> None:

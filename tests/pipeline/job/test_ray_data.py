@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -26,10 +32,14 @@ def prompts(tmp_path: Path) -> Path:
     return folder
 
 
+def blocks_of(file: str) -> list[str]:
+    """The Python blocks of a README."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / file).read_text(), re.S)
+
+
 def example(says: str, checkpoint: Path, folder: Path) -> str:
-    """The Python block of the READMEs that holds `says`, with paths of this test."""
-    texts = [path.read_text() for path in (ROOT / "README.md", ROOT / "pipeline" / "README.md")]
-    blocks = [one for text in texts for one in re.findall(r"```python\n(.*?)```", text, re.S) if says in one]
+    """The Python block of pipeline/README.md that holds `says`, with paths of this test."""
+    blocks = [one for one in blocks_of("pipeline/README.md") if says in one]
     assert len(blocks) == 1
     for name, path in (("configs/demo/checkpoint", checkpoint), ("prompts/", folder / "prompts")):
         assert f'"{name}"' in blocks[0]
@@ -37,21 +47,67 @@ def example(says: str, checkpoint: Path, folder: Path) -> str:
     return blocks[0].replace('"answers/"', repr(str(folder / "answers")))
 
 
-@pytest.mark.parametrize("actors", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_generator_in_a_program_of_ones_own(
-    own_ray: None, checkpoint: Path, prompts: Path, tmp_path: Path, actors: int
-) -> None:
-    code = example("from actors import Generator", checkpoint, tmp_path)
-    assert "num_cpus=1," in code  # a machine of three pretended cores has no room for more than halves
-    assert "ActorPoolStrategy(size=2)" in code
-    code = code.replace("num_cpus=1,", "num_cpus=0.5,").replace("size=2", f"size={actors}")
-    exec(compile(code, "README.md", "exec"), {})
+def started(code: str, folder: Path, cpus: int) -> subprocess.Popen[str]:
+    """Start a program in a process of its own, in a folder that stands for a clone, on a Ray of so many CPUs."""
+    (folder / "configs").symlink_to(ROOT / "configs")
+    code = f"import ray\nray.init(address='local', num_cpus={cpus}, include_dashboard=False)\n{code}"
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def program() -> str:
+    (block,) = [one for one in blocks_of("README.md") if "from actors import Generator" in one]
+    return block
+
+
+def test_the_generator_in_a_program_of_ones_own_runs_on_one_cpu(prompts: Path, tmp_path: Path) -> None:
+    """README's program, as it stands."""
+    process = started(program(), tmp_path, 1)
+    try:
+        said, _ = process.communicate(timeout=300)
+    finally:
+        end(process)
+    assert process.returncode == 0, said
     rows = sorted(pq.read_table(tmp_path / "answers").to_pylist(), key=lambda row: row["id"])
     assert [row["id"] for row in rows] == list(range(ROWS))
     assert all(row["error"] is None and row["generated_tokens"] > 0 for row in rows)
     assert all(isinstance(row["generated_text"], str) and row["prompt"].startswith("name[") for row in rows)
     alike = [{row["generated_text"] for row in rows if row["prompt"] == one["prompt"]} for one in rows[:7]]
     assert all(len(texts) == 1 for texts in alike)  # greedy, whichever actor answered
+
+
+@pytest.mark.slow
+def test_a_pool_that_takes_every_cpu_says_so(prompts: Path, tmp_path: Path) -> None:
+    assert "num_cpus=0," in program()
+    process = started(program().replace("num_cpus=0,", "num_cpus=1,"), tmp_path, 2)
+    deadline = threading.Timer(300, end, [process])
+    deadline.start()
+    try:
+        assert process.stdout is not None
+        assert any("no rows came in 20 s, and 0 CPUs of the cluster are free" in line for line in process.stdout)
+    finally:
+        deadline.cancel()
+        end(process)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """End a program and the Ray that it started."""
+    if process.poll() is not None:
+        return
+    found = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()
+    for one in psutil.wait_procs(found, timeout=20)[1]:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.kill()
+    process.wait()
 
 
 def test_the_same_job_written_with_ray_data_llm_is_valid(
