@@ -120,6 +120,12 @@ def _unmarked(text: str) -> str:
     return text.replace(START, "").replace(END, "")
 
 
+def one_bos(tokenizer: Any, ids: list[int]) -> list[int]:
+    """Token ids of a text that spells the token which the tokenizer puts before it, with one of the two."""
+    first = next((at for at, token in enumerate(ids) if token != tokenizer.bos_token_id), len(ids))
+    return ids[max(0, first - 1) :]
+
+
 @lru_cache(maxsize=4)
 def control_tokens(tokenizer: Any) -> ControlTokens:
     """The control tokens of a loaded tokenizer, kept."""

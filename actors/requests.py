@@ -11,7 +11,7 @@ import jinja2
 
 from actors.answers import Answer, Prompt
 from actors.continuations import boundary_texts, checked_ids, checked_texts, split
-from actors.control_tokens import control_tokens
+from actors.control_tokens import control_tokens, one_bos
 from actors.engine.constraints.constraint import Constraint, check_compatible
 from actors.engine.constraints.grammar import GrammarCompiler
 from actors.engine.constraints.label_trie import ChoiceTrie
@@ -139,7 +139,7 @@ class RequestBuilder:
 
     def _ids(self, text: str, special_tokens: bool) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
-        return ids
+        return one_bos(self.tokenizer, ids)
 
     def _encoded(
         self, prompt: str, continuations: Sequence[str] | None, *, is_chat: bool

@@ -45,7 +45,7 @@ from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import Manifest
 from pipeline.plan.memory import log_memory_estimate
 from pipeline.plan.snapshot import pinned_snapshot, with_snapshot
-from pipeline.prepare.prompt_spec import check_spec, prompt_spec
+from pipeline.prepare.prompt_spec import check_generation, check_spec, prompt_spec
 from pipeline.prepare.stage import prepare
 from pipeline.prepare.thinking import marks_of_thinking
 from pipeline.read.files import Files
@@ -158,6 +158,7 @@ def plan(
         config = with_snapshot(config, pinned_snapshot(config, stored))
         checkpoint = resolve_checkpoint(config.model, config.storage, stored.identity.get("model") if stored else None)
     schedule = planned_schedule(config, checkpoint)
+    check_generation(config, checkpoint)
     check_spec(prompt_spec(config, checkpoint, time.time()))
     marks_of_thinking(config, checkpoint)  # refused before a model is loaded
     drafts = draft_schedule(config, checkpoint)

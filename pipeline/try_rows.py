@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
 
 from actors.answers import Answer, Prompt
+from actors.engine.checkpoint.end_tokens import end_tokens
 from actors.engine.errors import UserError
 from actors.engine.scoring.types import ContinuationScore
 from actors.scored_rows import ScoredRow
@@ -24,7 +27,8 @@ from pipeline.plan.columns import check_columns
 from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import Manifest, NoRows, limited, plan_batching, read_footers
 from pipeline.plan.snapshot import pinned_snapshot, with_snapshot
-from pipeline.prepare.prompt_spec import check_spec, prompt_spec
+from pipeline.prepare.chat import ends_with_assistant
+from pipeline.prepare.prompt_spec import check_generation, check_spec, prompt_spec
 from pipeline.prepare.prompts import CONTROL_TOKENS, prepare_table
 from pipeline.prepare.tokenizer import tokenizer_of
 from pipeline.read.files import InputFile
@@ -32,6 +36,8 @@ from pipeline.read.listing import input_root, list_input
 from pipeline.read.rows import read_shards
 from pipeline.read.shards import Shard, cut_shards
 from pipeline.runtime.announce import announced
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,11 +68,14 @@ class TriedRow:
     control_tokens: int
 
 
-def answer_first_rows(config: JobConfig, rows: int) -> list[TriedRow]:
+def answer_first_rows(config: JobConfig, rows: int, say: Callable[[str], None] = log.debug) -> list[TriedRow]:
     """Answers to the first `rows` rows of the input, or their scores.
 
     Random numbers, prompts and row errors are those of the job. Batches are smaller and no prefix is shared, so
     that in types other than float32 an answer may differ.
+
+    Args:
+        say: called with lines about the job, such as the tokens at which answers end.
 
     Raises:
         UserError: configuration, checkpoint or input are wrong.
@@ -77,6 +86,7 @@ def answer_first_rows(config: JobConfig, rows: int) -> list[TriedRow]:
         config = with_snapshot(_on_this_machine(config), pinned_snapshot(config, None))
         checkpoint = resolve_checkpoint(config.model, config.storage)
         schedule, drafts = planned_schedule(config, checkpoint), draft_schedule(config, checkpoint)
+        check_generation(config, checkpoint)
         check_spec(prompt_spec(config, checkpoint, time.time()))
         announce_no_gain(schedule, prompt_spec(config, checkpoint, time.time()))
     with announced("reading the input"):
@@ -89,17 +99,24 @@ def answer_first_rows(config: JobConfig, rows: int) -> list[TriedRow]:
     ids: list[Any] = []
     prepared: list[Prompt] = []
     control_tokens: list[int] = []
+    continued = False
     with announced("preparing the prompts"):
         for shard, table in read_shards(files, shards, schema, config.storage):
             done = prepare_table(table, spec)
             prepared += prompts(done, shard.url, shard.first_row)
             control_tokens += done[CONTROL_TOKENS].fill_null(0).to_pylist()
+            continued |= spec.messages is not None and any(map(ends_with_assistant, table[spec.messages].to_pylist()))
             ids += row_ids(table, config.input.id_column, root, shard.url, shard.first_row).to_pylist()
     with announced("loading the model"):
         from actors.generator import Generator
 
         generator = Generator(**fetched(generator_arguments(job)))
     tokenizer = tokenizer_of(spec.checkpoint)
+    ends = end_tokens(checkpoint.checkpoint.path, tokenizer, spec.vocab_size)
+    named = (f"{tokenizer.decode([token])!r} ({', '.join(places)})" for token, places in sorted(ends.items()))
+    if continued and not config.input.continue_final:
+        say("messages end with an assistant's turn: input.continue_final: true continues it; else a new one begins")
+    say(f"answers end at {', '.join(named) or 'no token: the model names none'}")
     answers: list[Answer] = []
     scores: dict[int, list[TriedScore]] = {}
     if config.scores:

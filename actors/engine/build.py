@@ -10,7 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
 from actors.engine.checkpoint.compressed import Kind
-from actors.engine.checkpoint.loading import Checkpoint, load_decoder, memory_needed, stop_ids
+from actors.engine.checkpoint.end_tokens import end_tokens
+from actors.engine.checkpoint.loading import Checkpoint, load_decoder, memory_needed
 from actors.engine.checkpoint.speed_adapter import base_digest, merge
 from actors.engine.checkpoint.weights import ITEM_BYTES, cache_that_fits, check_free
 from actors.engine.errors import UserError
@@ -231,7 +232,7 @@ def build_engine(
         drafter = decoder if adapter is None or not own_drafter else load()
         if adapter is not None:
             merge(drafter.model, adapter)
-        ends = stop_ids(decoder, tokenizer)
+        ends = end_tokens(checkpoint.path, tokenizer, checkpoint.config.vocab_size)
         if paged:
             from actors.engine.gpu import kernels
             from actors.engine.gpu.engine import GpuEngine

@@ -33,7 +33,7 @@ def try_rows(
         from pipeline.try_rows import answer_first_rows
 
         console = Console(soft_wrap=True)
-        tried = answer_first_rows(config, rows)
+        tried = answer_first_rows(config, rows, lambda line: console.print(line, markup=False, highlight=False))
         for row in tried:
             lines = [f"\n[{row.id}]", f"  prompt: {row.prompt}" if row.prompt else ""]
             for answer in row.answers:
@@ -61,5 +61,7 @@ def try_rows(
             console.print("\n".join(filter(None, lines)), markup=False, highlight=False)
         if parsed := sum(row.control_tokens for row in tried):
             console.print(parsed_control_tokens(parsed), highlight=False)
-        for line in warnings_of(texts_of(answer for row in tried for answer in row.answers), LEAST_TRIED):
+        answers = [answer for row in tried for answer in row.answers]
+        cut_off = sum(answer.finish_reason == "length" for answer in answers)
+        for line in warnings_of(texts_of(answers), LEAST_TRIED, cut_off):
             console.print(f"warning: {line}", markup=False, highlight=False)

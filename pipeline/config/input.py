@@ -114,6 +114,9 @@ class InputConfig(Section):
     continuations: str | None = Field(
         None, description="for task: score, the column to score: a text, or a list of texts, after each prompt"
     )
+    continue_final: bool = Field(
+        False, description="answers continue the last message where it is the assistant's; else they begin a new one"
+    )
     special_tokens: Literal["text", "parse"] | None = Field(
         None,
         description="control tokens such as <|im_end|> that the input spells: text, or parse them; default: text in "
@@ -147,6 +150,8 @@ class InputConfig(Section):
             raise UserError(f"give {given[0]} or {given[1]}, not both")
         if self.tools is not None and not self.is_chat:
             raise UserError("tools is for chats: give messages, system, examples or chat: true")
+        if self.continue_final and self.messages is None and not self.is_batch:
+            raise UserError("continue_final is for chats whose last message may be the assistant's: give messages")
         if self.chat_template_kwargs and not self.is_chat:
             raise UserError("chat_template_kwargs is for chats: give messages, system, examples or chat: true")
         return self

@@ -13,6 +13,7 @@ CHECKS = (  # field of `ShardStats`, share of the answers above which it is a wa
     ("same_answers", 0.6, "are the same"),
     ("empty_answers", 0.2, "are empty"),
     ("repeating_answers", 0.2, "repeat the same words again and again"),
+    ("cut_off", 0.99, "reach the length limit: raise sampling.max_new_tokens, or see at which tokens answers end"),
 )
 LEAST_ANSWERS = 5  # of a job: a share of fewer says nothing
 LEAST_TRIED = 20  # of `try`
@@ -69,14 +70,14 @@ def warnings(
     example = {"same_answers": f": {text!r}"}
     lines = []
     for name, share, sign in CHECKS:
-        count = {"same_answers": same, **counts}[name]
+        count = {"same_answers": same, "cut_off": 0, **counts}[name]
         if answers >= least and count > share * answers:
             shown = f"{count:,} of {answers:,} answers ({count / answers:.1%}) {sign}{example.get(name, '')}"
             lines.append(f"{shown}; `skipdecode try` shows prompts and answers")
     return lines
 
 
-def warnings_of(texts: Sequence[str], least: int = LEAST_ANSWERS) -> list[str]:
-    """Return `warnings` of answers that are at hand."""
-    counts = count_answers(texts)
+def warnings_of(texts: Sequence[str], least: int = LEAST_ANSWERS, cut_off: int = 0) -> list[str]:
+    """Return `warnings` of answers that are at hand. cut_off: how many of them end at a length limit."""
+    counts = {**count_answers(texts), "cut_off": cut_off}
     return warnings(counts, json.loads(counts["common_answers"] or "{}"), len(texts), least)

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pyarrow as pa
 
+from actors.engine.checkpoint.end_tokens import end_tokens, ends_before_the_union
 from actors.engine.errors import UserError
 from actors.engine.schedules.schedule import Schedule
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
@@ -33,6 +34,7 @@ from pipeline.plan.scheduler_choice import chosen_scheduler
 from pipeline.plan.shared_prefix import sampled_prefix
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.prepare.templates import is_template
+from pipeline.prepare.tokenizer import known_tokenizer, tokenizer_of
 from pipeline.read.files import Files, InputFile, file_format
 from pipeline.read.listing import input_root, list_input, list_pinned
 from pipeline.read.rows import common_schema, read_layout
@@ -253,7 +255,7 @@ def _identity(
         "task": config.task,
         "input": {**_input_identity(config), "files": inputs.hexdigest()},
         "output": config.output.model_dump(exclude={"path", "format", "table"}),
-        "model": {**_model_values(config.model), **resolved.identity()},
+        "model": {**_model_values(config.model), **resolved.identity(), **_other_ends(resolved)},
         "schedule": {"speedup": schedule.speedup, **schedule.to_dict()},
         "sampling": config.sampling.model_dump(mode="json"),
         "choices": config.model_dump(mode="json")["choices"],
@@ -276,13 +278,22 @@ def _model_values(model: ModelConfig) -> dict[str, Any]:
     return values
 
 
+def _other_ends(resolved: ResolvedCheckpoint) -> dict[str, Any]:
+    """End tokens where a job planned before their union had others."""
+    checkpoint, tokenizer = resolved.checkpoint, tokenizer_of(known_tokenizer(resolved))
+    ends = set(end_tokens(checkpoint.path, tokenizer, checkpoint.config.vocab_size))
+    same = ends == ends_before_the_union(checkpoint.path, tokenizer, checkpoint.config)
+    return {} if same else {"end_tokens": sorted(ends)}
+
+
 def _input_identity(config: JobConfig) -> dict[str, Any]:
-    """Keys of `input` that can change an answer; a job planned before `special_tokens` existed has none."""
+    """Keys of `input` that can change an answer; a job planned before two of them existed has none."""
     values = config.input.model_dump(mode="json", exclude={"since", "changed", "csv_field_bytes"})
     if not config.input.is_table:
         del values["snapshot"]
-    if values["special_tokens"] is None:
-        del values["special_tokens"]
+    for name, default in (("special_tokens", None), ("continue_final", False)):
+        if values[name] == default:
+            del values[name]
     if any(map(is_template, config.input.chat_texts)):
         values["chat_texts"] = "templates"  # a job planned before they were has sent their braces
     return values

@@ -22,6 +22,7 @@ class Chat:
         system: system message of rows that have none of their own; a template where it has Jinja's braces.
         examples: (user, assistant) exchanges after the system message; templates like `system`.
         values: variables for the chat template.
+        continue_final: the answer continues the last message where it is the assistant's.
         now: the time that the chat template reads, seconds since 1970: constant, so that a resumed job writes the same
             prompts.
     """
@@ -29,6 +30,7 @@ class Chat:
     system: str | None = None
     examples: tuple[tuple[str, str], ...] = ()
     values: Mapping[str, Any] = field(default_factory=dict)
+    continue_final: bool = False
     now: float = 0.0
 
     def rendered(self, row: Mapping[str, Any]) -> Chat:
@@ -77,6 +79,14 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
     if not value:
         raise UserError("messages is empty")
     return [_message(number, message) for number, message in enumerate(value, 1)]
+
+
+def ends_with_assistant(value: Any) -> bool:
+    """Tell whether a row's messages are right and end with an assistant's turn."""
+    try:
+        return bool(read_messages(value)[-1]["role"] == "assistant")
+    except UserError:
+        return False
 
 
 def _message(number: int, message: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,28 +17,42 @@ from pipeline.prepare.chat import Chat, conversation
 from pipeline.prepare.templates import TEMPLATE_ERRORS
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # fields of a message; templates read one of the first two
+CONTINUED = "CONTINUED_FROM_HERE "  # behind a message that the answer continues
 
 Tools = Sequence[Mapping[str, Any]]
+log = logging.getLogger(__name__)
 
 
 def _apply(tokenizer: Any, chat: Chat, messages: Sequence[Mapping[str, Any]], tools: Tools = ()) -> str:
-    """Render the chat template over messages. Raises `TEMPLATE_ERRORS`."""
+    """Render the chat template over messages. Raises `TEMPLATE_ERRORS`.
+
+    A last message that the answer continues ends where its content ends, as in transformers.
+    """
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     def strftime_now(form: object) -> str:
         return time.strftime(str(form)[:1000], time.gmtime(chat.now))
 
+    continued = chat.continue_final and messages[-1]["role"] == "assistant"
+    if continued:
+        messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + CONTINUED}]
     values = {
         **tokenizer.special_tokens_map,
         **chat.values,
         "messages": [_with_reasoning(message) for message in messages],
         "tools": list(tools) or None,
         "documents": None,
-        "add_generation_prompt": True,
+        "add_generation_prompt": not continued,
         "strftime_now": strftime_now,
     }
     text = tokenizer.get_chat_template(tools=list(tools) or None)
-    return str(_compile_jinja_template(text).render(values))
+    rendered = str(_compile_jinja_template(text).render(values))
+    if not continued:
+        return rendered
+    before, tag, behind = rendered.rpartition(CONTINUED.strip())
+    if not tag:
+        raise UserError("the chat template leaves out the end of the message that input.continue_final continues")
+    return before if behind.startswith(" ") else before.rstrip()  # the template strips contents
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,7 +109,7 @@ def check_chat(tokenizer: Any, chat: Chat, path: object) -> None:
         raise UserError(f"{path}: the tokenizer has no chat template, which messages and chats need") from None
     trial = conversation(chat, [{"role": "user", "content": "?"}])
     try:
-        _apply(tokenizer, chat, trial)
+        text = _apply(tokenizer, chat, trial)
     except jinja2.TemplateSyntaxError as error:
         raise UserError(f"{path}: the chat template does not parse: {one_line(error)}") from None
     except SyntaxError as error:
@@ -102,3 +117,13 @@ def check_chat(tokenizer: Any, chat: Chat, path: object) -> None:
     except TEMPLATE_ERRORS as error:
         if chat.system is not None or chat.examples:
             raise UserError(f"input: the chat template refuses system or examples: {one_line(error)}") from None
+        return
+    bos = tokenizer.bos_token_id
+    adds = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
+    if adds and bos not in tokenizer(text, add_special_tokens=False)["input_ids"]:
+        log.warning(
+            "%s: chats begin without %s, which the tokenizer puts before other texts and which the model may need: if "
+            "it answers badly, begin its chat template with {{ bos_token }}",
+            path,
+            tokenizer.bos_token,
+        )

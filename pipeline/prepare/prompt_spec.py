@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from actors.engine.checkpoint.end_tokens import end_tokens, settings_not_followed
 from actors.engine.constraints.grammar import GrammarCompiler
 from actors.engine.constraints.label_trie import ChoiceTrie
 from actors.engine.constraints.output_format import OutputFormat
@@ -19,6 +21,8 @@ from pipeline.prepare.chat_template import check_chat
 from pipeline.prepare.label_tokens import longest, tokenize_labels
 from pipeline.prepare.templates import is_template, template_columns
 from pipeline.prepare.tokenizer import Source, known_tokenizer, shown_path, tokenizer_of
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,9 @@ def prompt_spec(config: JobConfig, resolved: ResolvedCheckpoint, planned: float)
         column=inputs.prompt_column,
         template=inputs.template,
         messages=inputs.messages,
-        chat=Chat(inputs.system, examples, inputs.chat_template_kwargs, planned) if inputs.is_chat else None,
+        chat=Chat(inputs.system, examples, inputs.chat_template_kwargs, inputs.continue_final, planned)
+        if inputs.is_chat
+        else None,
         sampling=config.sampling.params(),
         sampling_columns=inputs.sampling or {},
         choices=config.choices or (),
@@ -122,6 +128,19 @@ def check_spec(spec: PromptSpec) -> None:
             f"sampling.max_new_tokens = {spec.sampling.max_new_tokens} leaves truncated prompts no room in a context "
             f"of {context}: lower it, or set input.too_long: error"
         )
+
+
+def check_generation(config: JobConfig, resolved: ResolvedCheckpoint) -> None:
+    """Name once what the checkpoint's generation config asks for and the job does not follow.
+
+    Raises UserError for an end token outside the vocabulary.
+    """
+    folder, vocab_size = resolved.checkpoint.path, resolved.checkpoint.config.vocab_size
+    end_tokens(folder, tokenizer_of(known_tokenizer(resolved)), vocab_size)
+    left = settings_not_followed(folder, config.sampling.model_fields_set)
+    if left and not config.choices:
+        asked = ", ".join(f"{name}: {value}" for name, value in left.items())
+        log.warning("generation_config.json asks for what the job does not follow, see its sampling: %s", asked)
 
 
 def read_names(

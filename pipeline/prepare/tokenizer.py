@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
+from actors.control_tokens import one_bos
 from actors.engine.checkpoint.loading import load_tokenizer, tokenizer_class_name
 from actors.engine.errors import UserError
 from pipeline.checkpoints.local import PinnedFolder
@@ -63,7 +64,7 @@ def fewest_tokens(checkpoint: Source, text: str) -> int:
 
 
 def tokenize(checkpoint: Source, texts: Sequence[str], special_tokens: bool) -> Iterator[list[int]]:
-    """Token ids of each text, in batches of `BATCH_CHARACTERS`.
+    """Token ids of each text, in batches of `BATCH_CHARACTERS`; never two tokens that begin a sequence.
 
     Args:
         checkpoint: whose tokenizer.
@@ -75,7 +76,8 @@ def tokenize(checkpoint: Source, texts: Sequence[str], special_tokens: bool) -> 
         size += len(text)
         if size >= BATCH_CHARACTERS or end == len(texts):
             tokenizer = tokenizer_of(checkpoint)
-            yield from tokenizer(
+            encoded = tokenizer(
                 list(texts[first:end]), add_special_tokens=special_tokens, return_attention_mask=False, verbose=False
             )["input_ids"]
+            yield from (one_bos(tokenizer, ids) for ids in encoded)
             first, size = end, 0

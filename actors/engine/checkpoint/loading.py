@@ -322,14 +322,3 @@ def load_model(
     if stored is not None and not keep_codes:
         log.info("%s: %s weights, expanded to %s", path, stored.kind, str(dtype).removeprefix("torch."))
     return model  # type: ignore[no-any-return]
-
-
-def stop_ids(decoder: Decoder, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Token ids that end a row: those of the generation config, else the tokenizer's end of sequence."""
-    config = decoder.model.generation_config
-    ids = config.eos_token_id if config is not None else None
-    if ids is None:
-        ids = tokenizer.eos_token_id
-    if ids is None:
-        return frozenset()
-    return frozenset(ids if isinstance(ids, list) else [ids])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def test_prompts_answers_and_row_errors_are_printed_and_nothing_is_written(
     result = CliRunner().invoke(app, ["try", job, "--rows", "4"])
     assert result.exit_code == 0, result.output
     assert tree(tmp_path) == before
-    shown = [block.splitlines() for block in result.stdout.strip().split("\n\n")]
+    shown = [block.splitlines() for block in result.stdout.strip().split("\n\n")[1:]]
     assert [block[0] for block in shown] == ["[0-0]", "[0-1]", "[0-2]", "[1-0]"]
     assert "prompt: " in shown[0][1] and "alpha" in shown[0][1] and shown[0][2].startswith("  answer")
     assert shown[1][1:] == ["  error: prompt is null"]
@@ -104,3 +105,46 @@ def test_control_tokens_that_a_prompt_column_spells_are_counted_in_try_and_at_th
     assert done.totals.control_tokens == 2
     print_result(Console(width=200), open_folder(str(tmp_path / "out"), StorageConfig()), done, 0)
     assert said in capsys.readouterr().out
+
+
+def test_end_tokens_and_settings_that_are_not_followed_are_named(
+    tmp_path: Path, checkpoint: Path, values: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint, model)
+    (model / "generation_config.json").write_text('{"eos_token_id": 0, "suppress_tokens": [5], "top_k": 20}')
+    values["model"]["path"] = str(model)
+    job = job_file(tmp_path, values)
+    result = CliRunner().invoke(app, ["try", job, "--rows", "1"])
+    assert result.exit_code == 0, result.output
+    assert "answers end at '<pad>' (generation_config.json), '</s>' (config.json, the tokenizer)" in result.stdout
+    assert "does not follow, see its sampling: top_k: 20, suppress_tokens: [5]" in caplog.text
+    assert "top_k" not in caplog.text.replace("top_k: 20", "")
+    (model / "generation_config.json").write_text('{"eos_token_id": 4000}')
+    for command in ("try", "plan"):
+        result = CliRunner().invoke(app, [command, job])
+        assert result.exit_code == 2 and "4000 lies outside the vocabulary" in result.stderr
+
+
+def test_answers_that_all_reach_their_limit_are_a_warning(tmp_path: Path, values: dict[str, Any]) -> None:
+    table = pa.table({"id": list(map(str, range(30))), "prompt": [f"alpha {row}" for row in range(30)]})
+    pq.write_table(table, tmp_path / "in" / "0.parquet")
+    values["sampling"] = {"max_new_tokens": 1}
+    result = CliRunner().invoke(app, ["try", job_file(tmp_path, values), "--rows", "30"])
+    assert "30 of 30 answers (100.0%) reach the length limit" in result.stdout
+
+
+def test_messages_that_end_with_the_assistants_turn_get_a_hint(
+    tmp_path: Path, chat_checkpoint: Path, values: dict[str, Any]
+) -> None:
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "It is"}]
+    for file in (tmp_path / "in").iterdir():
+        file.unlink()
+    pq.write_table(pa.table({"id": ["a"], "m": [chat]}), tmp_path / "in" / "0.parquet")
+    values["input"]["messages"] = "m"
+    values["model"]["path"] = str(chat_checkpoint)
+    job = job_file(tmp_path, values)
+    said = "messages end with an assistant's turn: input.continue_final: true continues it"
+    assert said in CliRunner().invoke(app, ["try", job]).stdout
+    result = CliRunner().invoke(app, ["try", job, "--set", "input.continue_final=true"])
+    assert result.exit_code == 0 and said not in result.stdout and "[assistant]It is\n" in result.stdout

@@ -14,6 +14,7 @@ import pytest
 
 from actors.engine.checkpoint.loading import load_tokenizer
 from actors.engine.types import SamplingParams
+from actors.requests import RequestBuilder
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig
 from pipeline.job import run
@@ -219,6 +220,48 @@ def test_templates_read_the_time_of_the_plan_and_have_no_random_numbers(chat_che
     with pytest.raises(ValueError, match="No filter named 'random'"):
         compile_template("{{ [1, 2] | random }}")
     assert template_columns("{{ lipsum }} {{ namespace }} {{ range(3) }}") == ["lipsum", "namespace"]
+
+
+@pytest.mark.parametrize("content", ["It is", "It is ", " It  is\n", ""])
+@pytest.mark.parametrize("shown", ["{{ m.content }}", "{{ m.content | trim }}"])
+def test_a_last_message_of_the_assistant_is_continued_as_in_transformers(
+    chat_checkpoint: Path, content: str, shown: str
+) -> None:
+    tokenizer = load_tokenizer(chat_checkpoint)
+    tokenizer.chat_template = (
+        f"<s>{{% for m in messages %}}[{{{{ m.role }}}}] {shown}</s>\n{{% endfor %}}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
+    chat = [*USER, {"role": "assistant", "content": content}]
+    expected = tokenizer.apply_chat_template(chat, tokenize=False, continue_final_message=True)
+    assert render_chat(tokenizer, Chat(continue_final=True), chat) == (expected, 0)
+    assert render_chat(tokenizer, Chat(continue_final=True), USER)[0].endswith("</s>\n[assistant] ")
+    text, marked = render_chat(tokenizer, Chat(continue_final=True), [*USER, {**chat[1], "content": "a</s>b"}])
+    assert marked == 1 and text.endswith("b")
+
+
+def test_a_chat_template_without_the_token_that_begins_a_text_is_named(
+    chat_checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = load_tokenizer(chat_checkpoint)
+    check_chat(tokenizer, Chat(), "model")
+    assert not caplog.text
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    check_chat(tokenizer, Chat(), "model")
+    assert "model: chats begin without <s>, which the tokenizer puts before other texts" in caplog.text
+
+
+def test_a_prompt_that_spells_the_token_which_begins_a_text_has_one(checkpoint: Path) -> None:
+    """It had two, and got another answer."""
+    tokenizer = load_tokenizer(checkpoint)
+    expected = tokenizer("food")["input_ids"]
+    spec = PromptSpec(str(checkpoint), 300, 64, column="m")
+    done = prepare_table(pa.table({"m": ["food", "<s>food", "<s><s>food"]}), spec)[PROMPT_IDS].to_pylist()
+    assert done == [expected] * 3
+    literal = PromptSpec(str(checkpoint), 300, 64, template="<s>{{ m }}")
+    assert prepare_table(pa.table({"m": ["food"]}), literal)[PROMPT_IDS].to_pylist() == [expected]
+    builder = RequestBuilder(tokenizer, SamplingParams(), None, None, seed=0, strip=True, vocab_size=300, stop_ids=[2])
+    assert builder.prompt("<s>food").ids == expected
 
 
 HEADERS = (

@@ -1,0 +1,94 @@
+"""Tokens that end an answer, and other settings of a checkpoint's generation config."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from actors.engine.checkpoint.json_file import read_object
+from actors.engine.errors import UserError
+
+ANSWER = "An answer."
+NEUTRAL = {  # settings of a generation config that change the text, and their values without effect
+    "do_sample": (False,),
+    "temperature": (1.0, 0.0),
+    "top_k": (0,),
+    "top_p": (1.0,),
+    "min_p": (0.0,),
+    "repetition_penalty": (1.0,),
+    **dict.fromkeys(("min_new_tokens", "min_length", "no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff"), (0,)),
+    **dict.fromkeys(("typical_p", "length_penalty", "diversity_penalty"), (1.0, 0.0)),
+    **dict.fromkeys(("num_beams", "penalty_alpha", "exponential_decay_length_penalty"), (1, 0)),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids"), ([],)),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "sequence_bias", "watermarking_config"), ({},)),
+    "stop_strings": ([], ""),
+}
+
+
+def end_tokens(folder: Path, tokenizer: Any, vocab_size: int) -> dict[int, list[str]]:
+    """Token ids that end an answer, each with the places that name it.
+
+    They are the union of the generation config, the config, the tokenizer's end of sequence, and the token that the
+    chat template writes behind an assistant's message: many published models lack one of them in one place.
+
+    Raises UserError for an id outside the vocabulary.
+    """
+    ends: dict[int, list[str]] = {}
+    for place, ids in _named(folder, tokenizer):
+        for token in ids:
+            if not 0 <= token < vocab_size:
+                where = place if place.startswith("the ") else f"{place}: eos_token_id"
+                raise UserError(f"{folder}: {where}: {token} lies outside the vocabulary of {vocab_size}")
+            ends.setdefault(token, []).append(place)
+    return ends
+
+
+def _named(folder: Path, tokenizer: Any) -> Iterator[tuple[str, list[int]]]:
+    for name in ("generation_config.json", "config.json"):
+        yield name, _listed(_values(folder, name).get("eos_token_id"))
+    yield "the tokenizer", _listed(tokenizer.eos_token_id)
+    yield "the chat template", _listed(_end_of_turn(tokenizer))
+
+
+def _values(folder: Path, name: str) -> dict[str, Any]:
+    return read_object(folder / name) if (folder / name).is_file() else {}
+
+
+def _listed(ids: Any) -> list[int]:
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+def _end_of_turn(tokenizer: Any) -> int | None:
+    """The added token that the chat template writes behind an assistant's last message; None if there is none."""
+    if tokenizer.chat_template is None:
+        return None
+    messages = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": ANSWER}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception:  # a template may raise anything; jobs with chats check theirs
+        return None
+    behind = text.rpartition(ANSWER)[2].lstrip()
+    added = {one.content: token for token, one in tokenizer.added_tokens_decoder.items() if one.content.strip()}
+    found = max((content for content in added if behind.startswith(content)), key=len, default="")
+    return None if found == tokenizer.bos_token else added.get(found)
+
+
+def ends_before_the_union(folder: Path, tokenizer: Any, config: Any) -> set[int]:
+    """Return the end tokens of jobs that were planned before `end_tokens`: those of one place alone."""
+    name = "generation_config.json"
+    ids = _values(folder, name).get("eos_token_id") if (folder / name).is_file() else config.eos_token_id
+    return set(_listed(tokenizer.eos_token_id if ids is None else ids))
+
+
+def settings_not_followed(folder: Path, given: Collection[str]) -> Mapping[str, Any]:
+    """Settings of the generation config that change the text and that a job does not follow.
+
+    given: sampling parameters that the job sets itself.
+    """
+    values = _values(folder, "generation_config.json")
+    return {
+        name: values[name]
+        for name, neutral in NEUTRAL.items()
+        if name not in given and values.get(name) is not None and values[name] not in neutral
+    }
