@@ -213,6 +213,8 @@ def _csv_table(records: Sequence[CsvRow], header: Sequence[str], schema: pa.Sche
     for row, (fields, error) in enumerate(records):
         if error is None and len(fields) != len(header):
             error = f"{len(fields)} fields; the first line names {len(header)} columns"
+        if error is None and fields == header:
+            error = "the names of the columns again, as in the first line"
         if error is not None:
             errors[row] = error
         rows.append(fields if error is None else [None] * len(header))
