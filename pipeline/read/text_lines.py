@@ -1,7 +1,8 @@
 """Records of JSON Lines and CSV files, gzipped or not: where each ends, and its values.
 
-A record of JSON Lines is a line that is not blank. One of CSV ends where the standard library's strict reader ends it:
-a quoted field may hold line ends, and after an error the rest of the line is dropped. Offsets count uncompressed bytes.
+A record of JSON Lines is a line that is not blank. One of CSV ends where the standard library's strict reader ends it,
+since a quoted field may hold line ends; where that reader meets an error, the record is its first line, so that a quote
+which is not closed takes no further line with it. Offsets count uncompressed bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy.typing as npt
 
 from pipeline.config.input import LONGEST_RECORD
 from pipeline.config.job import StorageConfig
-from pipeline.messages import is_unicode, one_line
+from pipeline.messages import one_line
 from pipeline.storage.folder import filesystem
 
 BUFFER = 2**20  # bytes read at once
@@ -30,9 +31,9 @@ BOM = b"\xef\xbb\xbf"
 GZIP_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error)
 CR, NEWLINE, SPACE, COMMA, QUOTE = b'\r\n ,"'
 _BLANK = {"jsonl": b" \t\r\n", "csv": b"\r\n"}  # bytes that a blank line may hold
-# of CSV: a field, empty if its quote is not closed; a record, the rest of whose line is dropped after an error
+# of CSV: a field, empty if its quote is not closed; a record, with a group for text where a field should have ended
 _FIELD = re.compile(rb'(?:"(?:[^"]++|"")*+"|[^",\r\n][^,\r\n]*+)?+')
-_RECORD = re.compile(rb'(?:%b)?+%b(?:,%b)*+(?!")[^\n]*+\n' % (BOM, _FIELD.pattern, _FIELD.pattern))
+_RECORD = re.compile(rb'(?:%b)?+%b(?:,%b)*+(?!")(\r*+[^\r\n])?+[^\n]*+\n' % (BOM, _FIELD.pattern, _FIELD.pattern))
 
 Offsets = npt.NDArray[np.int64]
 CsvRow = tuple[list[str], str | None]  # fields; why they cannot be read
@@ -71,11 +72,13 @@ def records(stream: BinaryIO, kind: str, field_bytes: int = LONGEST_RECORD) -> I
     while not is_last:
         data = stream.read(max(BUFFER, len(rest)))
         block, is_last = rest + data, not data
-        ends = np.array([len(block)] if block else [], np.int64) if is_last else _ends(block, kind)
+        ends = np.minimum(_ends(block + b"\n" * (is_last and block != b""), kind), len(block))
         bounds = np.concatenate([[0], ends, [len(block)]])  # of the records, and of the rest
         sizes = np.diff(bounds)
-        for place in np.flatnonzero(sizes > (0 if is_last else field_bytes)) if kind == "csv" else ():
-            _check_quotes(block, int(bounds[place]), int(bounds[place + 1]), field_bytes, line, is_last)
+        is_open = is_last and int(sizes[-1]) > 0  # only a quote keeps the last line from being a record
+        long = np.flatnonzero(sizes > (0 if is_open else field_bytes))
+        for start, end in [(int(bounds[place]), int(bounds[place + 1])) for place in (long if kind == "csv" else ())]:
+            _check_quotes(block, start, end, field_bytes, line, is_open and end == len(block))
         if sizes.max() > LONGEST_RECORD:
             raise Unreadable(f"a line is longer than {LONGEST_RECORD // 2**20} MiB")
         starts, end = bounds[:-2], int(bounds[-2])
@@ -87,10 +90,11 @@ def records(stream: BinaryIO, kind: str, field_bytes: int = LONGEST_RECORD) -> I
         rest, line = block[end:], line + int(np.count_nonzero(np.frombuffer(block, np.uint8, end) == NEWLINE))
 
 
-def _ends(block: bytes, kind: str) -> Offsets:
+def _ends(block: bytes, kind: str, *, is_whole: bool = False) -> Offsets:
     """The end of each record and each blank line, but for the rest after the last one.
 
     Where quotes of CSV stand around fields only, a line end is in a quoted field if the quotes before it are odd.
+    is_whole: the block ends with a record, so that a quote which is open at its end belongs to a damaged one.
     """
     data = np.frombuffer(block, np.uint8)
     lines = np.flatnonzero(data == NEWLINE) + 1
@@ -101,15 +105,17 @@ def _ends(block: bytes, kind: str) -> Offsets:
     before[0] = before[0] if quotes[0] else NEWLINE
     returned = data[np.minimum(np.flatnonzero(data == CR) + 1, len(data) - 1)]
     if (
-        np.isin(before, [NEWLINE, COMMA, QUOTE]).all()
+        (len(quotes) % 2 == 0 or not is_whole)
+        and np.isin(before, [NEWLINE, COMMA, QUOTE]).all()
         and np.isin(after, [CR, NEWLINE, COMMA, QUOTE]).all()
         and (returned == NEWLINE).all()
     ):
         outside: Offsets = lines[np.searchsorted(quotes, lines) % 2 == 0]
         return outside
     found, end = [], 0
-    while match := _RECORD.match(block, end):
-        found.append(end := match.end())
+    while end < len(block) and ((match := _RECORD.match(block, end)) or is_whole):
+        end = match.end() if match and match[1] is None else block.index(b"\n", end) + 1
+        found.append(end)
     return np.array(found, np.int64)
 
 
@@ -141,24 +147,24 @@ def json_lines(data: bytes) -> list[bytes]:
 def csv_rows(data: bytes) -> list[CsvRow]:
     """The fields of whole records of CSV, and why a row cannot be read."""
     csv.field_size_limit(LONGEST_RECORD)  # the module's own limit, 128 KiB, is one for the whole process
-    if BOM in data:
-        ends = [0, *_ends(data, "csv"), len(data)]
-        data = b"".join(data[start:end].removeprefix(BOM) for start, end in pairwise(ends))
-    text = data.decode(errors="surrogateescape")
-    has_invalid = not is_unicode(text)
-    reader = csv.reader(io.StringIO(text, newline="\n"), strict=True)
+    try:
+        if BOM not in data:
+            whole = csv.reader(io.StringIO(data.decode(), newline="\n"), strict=True)
+            return [(fields, None) for fields in whole if fields]
+    except (UnicodeDecodeError, csv.Error):
+        pass  # the rows are found below
     rows: list[CsvRow] = []
-    while True:
+    data += b"\n" * (not data.endswith(b"\n"))
+    for start, end in pairwise([0, *_ends(data, "csv", is_whole=True)]):
         try:
-            fields, error = next(reader, None), None
-        except csv.Error as problem:
-            fields, error = [], f"not CSV: {one_line(problem)}"
-        if fields is None:
-            return rows
-        if has_invalid and not is_unicode("".join(fields)):
-            error = "not UTF-8"
-        if fields or error:
-            rows.append((fields, error))
+            fields = next(csv.reader([data[start:end].removeprefix(BOM).decode()], strict=True), [])
+        except UnicodeDecodeError:
+            rows.append(([], "not UTF-8"))
+        except csv.Error as error:
+            rows.append(([], f"not CSV: {one_line(error)}"))
+        else:
+            rows += [(fields, None)] if fields else []
+    return rows
 
 
 def csv_header(stream: BinaryIO) -> list[str]:
