@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -164,7 +164,8 @@ class RequestBuilder:
             form_of(self.tokenizer)
         ending = None
         if params.stop:
-            ending = StopStrings(params.stop, self._decode, self.special_ids.values(), params.min_new_tokens)
+            start = self.answer_start(prompt.ids)
+            ending = StopStrings(params.stop, self._decode, self.special_ids.values(), params.min_new_tokens, start)
         seed = self.seed if params.seed is None else params.seed
         keys = [row_key(seed, prompt.source, prompt.row, sample) for sample in range(params.n)]
         return [Request(prompt.ids, params, key, ending, constraint) for key in keys]
@@ -223,6 +224,12 @@ class RequestBuilder:
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def answer_start(self, prompt_ids: Sequence[int]) -> Callable[[str], int | None]:
+        """Where the answer to a prompt begins in a text, behind the thinking; see `StopStrings`."""
+        if self.reasoning is None:
+            return lambda text: 0
+        return partial(self.reasoning.answer_start, begun=self.reasoning.begun_by(self._decode(list(prompt_ids))))
 
     def begins_thinking(self, request: Request) -> bool:
         """Whether the answer begins inside thinking: the prompt says so, or a form follows the thinking."""

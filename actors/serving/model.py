@@ -141,7 +141,8 @@ class ServedModel:
         thinks_first, decode = isinstance(row.constraint, AfterReasoning), self.decode
         if row.constraint is not None and not thinks_first:
             decode = partial(row.constraint.text, label=None)
-        text = TextStream(decode, row.sampling.stop, row.sampling.all_stop_ids(builder.stop_ids))
+        ends, start = row.sampling.all_stop_ids(builder.stop_ids), builder.answer_start(row.prompt_ids)
+        text = TextStream(decode, row.sampling.stop, ends, start)
         calls = form_of(self.tokenizer) if prepared.prompt_of(index).tools else None
         begun = builder.begins_thinking(row)
         return AnswerStream(text, builder.reasoning, begun=begun, has_form=thinks_first, calls=calls)

@@ -20,12 +20,17 @@ class TextStream:
         decode: Token ids -> text.
         stop: Stop strings.
         stop_ids: Tokens that end the answer and have no text.
+        answer_start: See `StopStrings`.
     """
 
     def __init__(
-        self, decode: Callable[[list[int]], str], stop: Sequence[str] = (), stop_ids: frozenset[int] = frozenset()
+        self,
+        decode: Callable[[list[int]], str],
+        stop: Sequence[str] = (),
+        stop_ids: frozenset[int] = frozenset(),
+        answer_start: Callable[[str], int | None] = lambda text: 0,
     ) -> None:
-        self._decode, self._stop, self._stop_ids = decode, tuple(stop), stop_ids
+        self._decode, self._stop, self._stop_ids, self._answer_start = decode, tuple(stop), stop_ids, answer_start
         self._ids: list[int] = []
         self._first = self._read = 0  # tokens decoded for their neighbours' sake, and tokens whose text is known
         self._text = ""
@@ -52,7 +57,9 @@ class TextStream:
 
     def _certain(self) -> int:
         """Characters that are no part of a stop string, nor may become one."""
-        found = [place for string in self._stop if (place := self._text.find(string)) >= 0]
+        answer = self._answer_start(self._text)
+        found = [] if answer is None else [self._text.find(string, answer) for string in self._stop]
+        found = [place for place in found if place >= 0]
         if found:
             return min(found)
         return len(self._text) - max((_overlap(self._text, string) for string in self._stop), default=0)

@@ -109,6 +109,38 @@ def test_free_answers_are_split_too(checkpoint: Path) -> None:
             assert (thinking, answer) == (None, text)
 
 
+@pytest.mark.parametrize(
+    ("text", "begun", "start"),
+    [
+        ("an answer", False, 0),
+        ("", False, 0),
+        ("", True, None),
+        ("<th", False, None),
+        ("<then", False, 0),
+        (" <think>a", False, None),
+        ("a", True, None),
+        ("<think>a</think>b", False, 16),
+        ("a</think>b", True, 9),
+        ("a</think>b", False, 0),
+    ],
+)
+def test_the_answer_begins_behind_the_thinking(text: str, begun: bool, start: int | None) -> None:
+    assert Reasoning().answer_start(text, begun=begun) == start
+
+
+def test_stop_strings_end_the_answer_and_not_the_thinking(checkpoint: Path) -> None:
+    """A stop string inside thinking ended the row with an empty answer."""
+    thinking, stops = {"start": "[", "end": "e"}, {"max_new_tokens": 40, "temperature": 1.5, "stop": ["a", "o"]}
+    plain = make(checkpoint, reasoning=thinking)
+    stopped = Generator(str(checkpoint), dtype="float32", device="cpu", sampling=stops, reasoning=thinking)
+    batch = {"prompt": [f"a [{row}" for row in range(16)]}  # the prompt begins the thinking
+    expected, got = plain(batch), stopped(batch)
+    assert list(got["reasoning"]) == list(expected["reasoning"])
+    assert any({*thought} & {*"ao"} for thought in got["reasoning"])
+    for text, whole in zip(got["generated_text"], expected["generated_text"], strict=True):
+        assert text == min((whole.partition(stop)[0] for stop in "ao"), key=len).strip()
+
+
 def test_marks_without_text_are_refused(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match=r"reasoning.end is empty"):
         make(checkpoint, reasoning={"end": " "})

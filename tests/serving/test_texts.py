@@ -97,6 +97,14 @@ def test_parts_joined_are_thinking_and_text(pieces: list[str], cuts: list[int], 
         assert got.text + got.thinking in (raw, raw.replace(marks.end, "", 1))
 
 
+def test_a_stop_string_in_the_thinking_ends_no_streamed_text() -> None:
+    def start(text: str) -> int | None:
+        return Reasoning().answer_start(text, begun=True)
+
+    stream = TextStream(lambda tokens: "".join(map(chr, tokens)), ["."], answer_start=start)
+    assert "".join(stream.push([ord(one)]) for one in "a.b</think>so. No") == "a.b</think>so"
+
+
 @given(st.lists(st.sampled_from(PIECES), max_size=7), st.lists(st.integers(1, 9), max_size=30))
 @pytest.mark.parametrize("form", ["hermes", "llama3_json"])
 def test_calls_are_no_part_of_a_streamed_text(form: ToolFormat, pieces: list[str], cuts: list[int]) -> None:

@@ -68,6 +68,19 @@ class Reasoning:
             thinking = thinking.lstrip().removeprefix(self.start)
         return thinking, answer
 
+    def answer_start(self, text: str, *, begun: bool) -> int | None:
+        """Index at which the answer begins in a text that may go on; None while it thinks, or may begin to.
+
+        begun: Whether the prompt ends inside thinking.
+        """
+        head = text.lstrip()
+        if head and self.start.startswith(head):
+            return None
+        if not begun and not head.startswith(self.start):
+            return 0
+        end = text.find(self.end)
+        return None if end < 0 else end + len(self.end)
+
     def begun_by(self, prompt: str) -> bool:
         """Whether a prompt ends inside thinking."""
         return prompt.rfind(self.start) > prompt.rfind(self.end)

@@ -15,6 +15,8 @@ class StopStrings:
         decode: Token ids -> text.
         special_ids: Tokens that decode to no text.
         min_new_tokens: First tokens of an answer, in which a stop string is ignored.
+        answer_start: Text -> index at which the answer begins in it, before which a stop string is thinking; None: it
+            has not begun.
     """
 
     def __init__(
@@ -23,11 +25,12 @@ class StopStrings:
         decode: Callable[[list[int]], str],
         special_ids: Collection[int] = (),
         min_new_tokens: int = 0,
+        answer_start: Callable[[str], int | None] = lambda text: 0,
     ) -> None:
         self.strings = tuple(strings)
         self.decode = decode
         self.special_ids = frozenset(special_ids)
-        self.free_tokens = min_new_tokens
+        self.free_tokens, self.answer_start = min_new_tokens, answer_start
         # every other token is at least one byte of text
         self.window = max(len(string.encode()) for string in strings) + SLACK_TOKENS
         self._ends = {string[-1] for string in strings}
@@ -67,7 +70,10 @@ class StopStrings:
         return text[: self._first(tokens, text)]
 
     def _first(self, tokens: Sequence[int], text: str) -> int | None:
-        """Index of the first stop string that ends after the free tokens."""
+        """Index of the first stop string of the answer that ends after the free tokens."""
+        answer = self.answer_start(text)
+        if answer is None:
+            return None
         free = len(self.decode(list(tokens[: self.free_tokens])))
-        starts = [text.find(string, max(0, free - len(string) + 1)) for string in self.strings]
+        starts = [text.find(string, max(answer, free - len(string) + 1)) for string in self.strings]
         return min((start for start in starts if start >= 0), default=None)
