@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import logging
+import os
 import socket
 import threading
 import time
@@ -168,6 +170,8 @@ class ShardGenerator:
             # loaded objects stay: a collection that scans them each time takes a tenth of a small model's time
             gc.collect()
             gc.freeze()
+            # behind the handlers of Python come those of Ray, in which a process may wait for ever for its own lock
+            atexit.register(os._exit, 0)
         self.part, self.commit = part, commit
         self.devices, self.price_per_hour = devices, price_per_hour
         self.prefix = prefix

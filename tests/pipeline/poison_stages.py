@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from pipeline.prepare.stage import prepare
 KILLER = "killer"  # a word of the deadly row's prompt
 DEADLY_TOKENS = 9  # length of the deadly row's prompt
 LOADS = "loads"  # a file next to the checkpoint; each load appends a line
+STAYING = "staying"  # a file next to the checkpoint with the id of a process
 
 
 def die() -> None:
@@ -54,6 +57,15 @@ class DeadlyLoad(ShardGenerator):
 
         generators.inspect = deadly  # type: ignore[assignment]
         super().__init__(generator, *rest, **named)
+
+
+class StaysAtExit(ShardGenerator):
+    """Its process waits for ever in an exit handler that precedes the stage's, and is named in a file."""
+
+    def __init__(self, generator: Any, *rest: Any, **named: Any) -> None:
+        atexit.register(time.sleep, 10**6)
+        super().__init__(generator, *rest, **named)
+        (Path(generator["checkpoint"].path).parent / STAYING).write_text(str(os.getpid()))
 
 
 def deadly_prepare(*rest: Any, **named: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import poison_stages
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -96,6 +97,21 @@ def test_a_row_that_kills_its_process_is_found(
             assert row["error"] is None
             assert {name: row[name] for name in right} == right
     assert list((tmp_path / "out" / "_job" / "quarantine").iterdir()) == []
+
+
+def test_no_actor_of_a_finished_job_stays_in_an_exit_handler(
+    own_ray: None, job: JobConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a Ray that goes on, as a cluster does."""
+    monkeypatch.setattr(jobs, "ShardGenerator", poison_stages.StaysAtExit)
+    jobs.run(job)
+    process = int((Path(job.model.path).parent / poison_stages.STAYING).read_text())
+    end = time.monotonic() + 20
+    while psutil.pid_exists(process) and time.monotonic() < end:
+        time.sleep(0.1)
+    if stays := psutil.pid_exists(process):
+        psutil.Process(process).kill()
+    assert not stays
 
 
 @pytest.mark.ray
