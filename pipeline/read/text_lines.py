@@ -161,7 +161,8 @@ def csv_rows(data: bytes) -> list[CsvRow]:
         except UnicodeDecodeError:
             rows.append(([], "not UTF-8"))
         except csv.Error as error:
-            rows.append(([], f"not CSV: {one_line(error)}"))
+            is_open = "unexpected end" in str(error)
+            rows.append(([], f"not CSV: {'a quote is opened and not closed' if is_open else one_line(error)}"))
         else:
             rows += [(fields, None)] if fields else []
     return rows

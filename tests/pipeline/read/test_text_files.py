@@ -225,7 +225,11 @@ def test_a_quote_that_is_never_closed_is_refused_with_its_line(
     path = tmp_path / "a.csv"
     path.write_bytes(b"a,b\n" + rows + b'1,"x\n' + b"2,y\n" * 200 + rows)  # text behind the next quote shows the damage
     found = read(path, ["a"])
-    assert [row for row, (_, error) in enumerate(found) if error] == [50] and len(found) == 301
+    assert len(found) == 301 and [(row, error) for row, (_, error) in enumerate(found) if error] == [
+        (50, "not CSV: a quote is opened and not closed")
+    ]
+    path.write_bytes(b'a,b\n1,"x" y\n2,y\n')
+    assert read(path, ["a"])[0][1] == """not CSV: Error: ',' expected after '"'"""
     path.write_bytes(b"a,b\n1," + b"x" * 200 + b'\n1,"' + b"x" * 99 + b'"\n')
     assert scan(path, TextColumns(["b"], field_bytes=99))[0].rows == 2
 
