@@ -36,10 +36,8 @@ from pipeline.read.text_lines import (
 )
 
 GROUP_ROWS, GROUP_BYTES = 1024, 4 * 2**20  # of a group at most, but for one longer row
-TYPED_ROWS, TYPED_BLOCKS = (
-    10_000,
-    64,
-)  # rows at a file's beginning that types are taken from; one block in so many later
+TYPED_ROWS = 10_000  # rows at the beginning of a file whose types are taken
+TYPED_BLOCKS = 64  # of the later blocks, one in 64 is typed too
 
 Row = TypeVar("Row", bytes, CsvRow)
 

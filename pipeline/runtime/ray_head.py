@@ -15,6 +15,7 @@ import select
 import signal
 import sys
 import time
+from contextlib import suppress
 from typing import Any, NoReturn
 
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
@@ -76,7 +77,8 @@ def kill_session() -> None:
     deadline = time.monotonic() + KILL_SECONDS
     while (others := processes_of_session()) and time.monotonic() < deadline:
         for process in others:
-            os.kill(process, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(process, signal.SIGKILL)
         time.sleep(0.02)
 
 
