@@ -29,6 +29,7 @@ from actors.engine.checkpoint.speed_adapter import with_adapter
 from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.constraints.reasoning import Reasoning
 from actors.engine.errors import UserError
+from actors.engine.machine import set_threads
 from actors.engine.no_collections import without_collections
 from actors.engine.schedules.schedule import Schedule
 from actors.engine.types import (
@@ -98,7 +99,7 @@ class Generator:
             the 8 bits that the checkpoint has.
         kv_cache: int8 or fp8, of the paged engine, with bfloat16: keys and values with 8 bits; None: in `dtype`.
         device: auto, cpu, cuda or cuda:N; auto is cuda where torch sees a GPU.
-        threads: torch threads on a CPU; None keeps the process's setting.
+        threads: torch threads on a CPU; None keeps the process's setting, at most one for each CPU that it may use.
         cache_bytes: Bytes of key/value cache of the rows in flight; None: 1 GiB, of the paged engine what the GPU has
             free; give it where processes share a GPU.
         max_batch: Most rows in flight; None: 64, of the paged engine 512.
@@ -159,10 +160,7 @@ class Generator:
         self.sampling = SamplingParams().merged(dict(sampling or {}))
         self.prompt_column, self.continuation_column = prompt_column, continuation_column
         self.scheduler, self.share_prefixes = scheduler, share_prefixes
-        if threads is not None:
-            import torch
-
-            torch.set_num_threads(threads)
+        set_threads(threads)
         inspected = inspect(checkpoint)
         if speed_adapter is not None:
             inspected = with_adapter(inspected, speed_adapter)
@@ -190,7 +188,7 @@ class Generator:
             None if output_format is None else OutputFormat.of(output_format),
             seed=seed,
             strip=strip,
-            vocab_size=inspected.config.vocab_size,
+            vocab_size=self.engine.decoder.vocab_size,
             stop_ids=self.engine.stop_ids,
             reasoning=None if reasoning is None else Reasoning(**reasoning),
             row_logprobs=row_logprobs,

@@ -28,7 +28,7 @@ from pipeline.commit.lease import leased
 from pipeline.commit.records import Compaction
 from pipeline.commit.results import check_free, has_results, write_results
 from pipeline.commit.runs import recorded_run
-from pipeline.commit.sink import SUCCESS, commit_shard, committed_shards
+from pipeline.commit.sink import SUCCESS, check_output, commit_shard, committed_shards
 from pipeline.commit.table import check_table, commit_table, has_table
 from pipeline.config.job import JobConfig
 from pipeline.generate.coordinator import Workload
@@ -41,7 +41,7 @@ from pipeline.generate.value_fields import value_fields
 from pipeline.plan import manifest as manifests
 from pipeline.plan.agreement import announce_no_gain, is_measured, with_agreement
 from pipeline.plan.columns import check_columns, kept_columns, optional_columns, parsed_column, scored_lists
-from pipeline.plan.inputs import check_output_disjoint, check_same_input
+from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import Manifest
 from pipeline.plan.memory import log_memory_estimate
 from pipeline.plan.snapshot import pinned_snapshot, with_snapshot
@@ -150,12 +150,10 @@ def plan(
         files: to plan over, in place of everything in `input.path`.
 
     Raises:
-        UserError: checkpoint, prompt settings or input are wrong, or the input is not the stored job's.
+        UserError: checkpoint, prompt settings or input are wrong.
         NoRows: there is nothing to answer.
     """
     began = time.time()
-    if stored is not None and files is None:
-        check_same_input(config, stored.identity["input"]["path"])
     with announced("reading the checkpoint's description"):
         config = with_snapshot(config, pinned_snapshot(config, stored))
         checkpoint = resolve_checkpoint(config.model, config.storage, stored.identity.get("model") if stored else None)
@@ -165,6 +163,8 @@ def plan(
     marks_of_thinking(config, checkpoint)  # refused before a model is loaded
     drafts = draft_schedule(config, checkpoint)
     manifest = manifests.plan_job(config, checkpoint, schedule, limit, stored, files, hardware=backend, drafts=drafts)
+    actors = config.actors.model_copy(update={"threads": manifest.batching.threads})
+    config = config.model_copy(update={"actors": actors})
     return PlannedJob(config, checkpoint, schedule, manifest, began, drafts)
 
 
@@ -281,6 +281,7 @@ def stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Sessio
                 "commit": partial(
                     commit_shard, folder=folder, fingerprint=manifest.fingerprint, coordinator=coordinator
                 ),
+                "check_output": partial(check_output, folder, manifest.fingerprint),
                 "prefix": manifest.batching.prefix,
                 "coordinator": coordinator,
                 "quarantine": generating,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from actors.engine.machine import process_cpus
 from actors.engine.schedules.file import load_spec
 from pipeline import job as jobs
 from pipeline.adapt import configs
@@ -275,7 +275,7 @@ def memory_freed() -> Iterator[None]:
 def _parallel_actors(actors: ActorsConfig, threads: int) -> float:
     if on_cluster():
         return parallel_actors(actors.most, actors.gpus, threads, None, None)
-    return parallel_actors(actors.most, actors.gpus, threads, os.cpu_count() or 1, torch.cuda.device_count())
+    return parallel_actors(actors.most, actors.gpus, threads, process_cpus(), torch.cuda.device_count())
 
 
 def _write_job(

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from actors.engine.errors import UserError
+from actors.engine.machine import process_cpus, process_memory
 from pipeline.backends.stages import Actors, Read, Stage, Tasks
 from pipeline.config.job import ActorsConfig
 from pipeline.generate.coordinator import Coordinator, Workload
@@ -23,6 +24,10 @@ class InProcess:
 
     on_this_machine = True
     starts_workers = False
+
+    def node(self, actors: ActorsConfig) -> tuple[int, int, int]:
+        """See `Hardware`."""
+        return process_cpus(), process_memory(), 1
 
     def free_gpu_memory(self, actors: ActorsConfig) -> tuple[int, int]:
         """See `Hardware`."""

@@ -12,23 +12,31 @@ from ray.data import ActorPoolStrategy, Dataset
 from ray.data.context import AutoscalingConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.engine.machine import process_cpus, process_memory
 from pipeline.backends.remote import RayWorker, RemoteCoordinator, exporting
 from pipeline.backends.stages import Actors, Read, Stage, Tasks
 from pipeline.config.job import ActorsConfig
 from pipeline.generate.coordinator import Coordinator, Workload
 from pipeline.messages import one_line
 from pipeline.metrics import installed
-from pipeline.plan.memory import machine_memory
 from pipeline.read.source import ShardSource
 from pipeline.report.progress import Progress
 from pipeline.runtime.isolated import Died, call_isolated
 from pipeline.runtime.ray_metrics import RayMetrics
-from pipeline.runtime.ray_session import actor_cpus, check_metrics_port, free_gpu_memory, is_own_ray, ray_session
+from pipeline.runtime.ray_session import (
+    actor_cpus,
+    check_metrics_port,
+    free_gpu_memory,
+    is_own_ray,
+    ray_session,
+    smallest_node,
+)
 from pipeline.runtime.signals import Interrupted, graceful
 
 Result = TypeVar("Result")
 ISOLATED_SECONDS = 300.0  # for an isolated call while the job is planned
-STAGE_CPUS = 0.5  # of a read or prepare task; each new worker process costs imports
+TASK_CPUS = 0  # of a read or prepare task: actors may have all CPUs, or another dataset have asked Ray Data for all
+TASKS_OF_ACTOR = {"cpu": 1, "gpu": 4}  # tasks of a stage at the same time; each new worker process costs imports
 READ_TASK_ROWS, READ_TASK_BYTES = 50_000, 512 * 2**20  # of a read task at most, or one row group
 SHARDS_OF_ACTOR = 2  # one that is answered, and one that waits, or begins while the last rows of the first finish
 CALL_RETRIES = 1  # of a call as an actor whose process died: its node may have gone
@@ -56,13 +64,17 @@ class RayData:
         """See `Hardware`."""
         return is_own_ray()
 
+    def node(self, actors: ActorsConfig) -> tuple[int, int, int]:
+        """See `Hardware`."""
+        return (process_cpus(), process_memory(), 1) if is_own_ray() else smallest_node(actors)
+
     def free_gpu_memory(self, actors: ActorsConfig) -> tuple[int, int]:
         """See `Hardware`."""
         return free_gpu_memory(actors)
 
     def call_isolated(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """See `Hardware`."""
-        return call_isolated(function, *arguments, seconds=ISOLATED_SECONDS, memory_bytes=machine_memory() // 2)
+        return call_isolated(function, *arguments, seconds=ISOLATED_SECONDS, memory_bytes=process_memory() // 2)
 
     def call_as_actor(self, actors: ActorsConfig, function: Callable[..., Result], *arguments: Any) -> Result:
         """See `Hardware`."""
@@ -134,11 +146,17 @@ def _dataset(stages: Sequence[Stage], output: str, *, verbose: bool) -> Dataset:
     read, *others = stages
     assert isinstance(read, Read)
     source = ShardSource(read.shards, read.files, read.schema, read.storage, READ_TASK_ROWS, READ_TASK_BYTES, output)
+    actors = next(stage.actors for stage in others if isinstance(stage, Actors))
+    most = max(2, actors.most * TASKS_OF_ACTOR["gpu" if actors.gpus else "cpu"])
     with warnings.catch_warnings():
         # Ray Data retries a task whose process died without limit, unless max_retries is passed in a deprecated way
         warnings.simplefilter("ignore", ray.util.annotations.RayDeprecationWarning)
         batches: Dataset = ray.data.read_datasource(
-            source, num_cpus=STAGE_CPUS, override_num_blocks=1, ray_remote_args={"max_retries": READ_RETRIES}
+            source,
+            num_cpus=TASK_CPUS,
+            concurrency=min(most, len(source.tasks)),
+            override_num_blocks=1,
+            ray_remote_args={"max_retries": READ_RETRIES, **_place()},
         )
         context = batches.context  # a copy of the caller's, inherited by the datasets below
         # a block a shard, and with one number of blocks none is split: a `repartition` in place of both takes a whole
@@ -150,7 +168,7 @@ def _dataset(stages: Sequence[Stage], output: str, *, verbose: bool) -> Dataset:
         context.execution_no_progress_timeout_s = -1  # a slow shard is not a dead one
         context.raise_original_map_exception = True  # else an error's last line is "UDF failed", not why
         for stage in others:
-            batches = batches.map_batches(**_arguments(stage, output), batch_size=1)
+            batches = batches.map_batches(**_arguments(stage, output, most), batch_size=1)
     return batches
 
 
@@ -164,15 +182,23 @@ def scale_for(scaling: AutoscalingConfig, calls: int) -> None:
     scaling.actor_pool_util_downscaling_threshold /= calls
 
 
-def _arguments(stage: Stage, output: str) -> dict[str, Any]:
-    """Of `map_batches`."""
+def _place() -> dict[str, Any]:
+    """Ray options of tasks that ask for no CPUs: not on a node without any, such as a head that is to run nothing."""
+    without = [node["NodeID"] for node in ray.nodes() if node["Alive"] and not node["Resources"].get("CPU")]
+    return {"label_selector": {"ray.io/node-id": f"!in({','.join(without)})"}} if without else {}
+
+
+def _arguments(stage: Stage, output: str, most: int) -> dict[str, Any]:
+    """Of `map_batches`. most: tasks of a stage at the same time."""
     if isinstance(stage, Tasks):
         return {
             "fn": exporting(stage.function, output),
             "fn_kwargs": dict(stage.arguments),
             "batch_format": "numpy",
-            "num_cpus": STAGE_CPUS,
+            "num_cpus": TASK_CPUS,
+            "concurrency": most,
             "max_retries": stage.retries,
+            **_place(),
         }
     assert isinstance(stage, Actors)
     return {

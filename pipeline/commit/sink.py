@@ -9,8 +9,10 @@ is validated and its record rebuilt. Readers that glob ``*.parquet`` see only wh
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import re
+import socket
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -34,6 +36,7 @@ from pipeline.commit.records import (
 from pipeline.generate.coordinator import RunCoordinator
 from pipeline.generate.output import shard_metadata
 from pipeline.generate.stats import ShardStats
+from pipeline.plan.plan_files import JOB
 from pipeline.read.shards import Shard
 from pipeline.runtime.quarantine import clear_quarantine, release_shard
 from pipeline.storage.concurrency import in_parallel
@@ -183,6 +186,21 @@ def clear_temporaries(folder: Folder) -> None:
     """Remove half-written files of killed processes."""
     for name in folder.names("_job/tmp"):
         folder.remove(f"_job/tmp/{name}")
+
+
+def check_output(folder: Folder, fingerprint: str) -> None:
+    """Raise UserError unless the job's output, as this process sees it, holds the job: a local path may be another
+    folder on each node.
+    """
+    try:
+        known = json.loads(folder.read(JOB))["fingerprint"]
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        known = None
+    if known != fingerprint:
+        raise UserError(
+            f"output.path: {folder.url} on node {socket.gethostname()} is not the folder in which this job began: give "
+            "a path that all nodes share, such as s3://bucket/folder"
+        )
 
 
 def commit_shard(

@@ -239,11 +239,13 @@ class ActorsConfig(Section):
     min: int | None = Field(None, ge=1, description="least number of actors, autoscaling")
     max: int | None = Field(None, ge=1, description="largest number of actors, autoscaling")
     gpus: float = Field(0, ge=0, description="GPUs per actor")
-    cpus: float | None = Field(None, gt=0, description="logical CPUs per actor; default 0.5 on CPU, 1 with GPUs")
+    cpus: float | None = Field(None, gt=0, description="logical CPUs per actor; default its threads")
     wait_seconds: float = Field(
         600, ge=0, description="seconds to wait for a cluster to grow until the least number of actors fits"
     )
-    threads: int | None = Field(None, ge=1, description="torch threads per actor; default cores ÷ actors on CPU")
+    threads: int | None = Field(
+        None, ge=1, description="torch threads per actor; default CPUs of its node ÷ actors there, on CPU"
+    )
     cache_bytes: int | None = Field(
         None,
         ge=1,

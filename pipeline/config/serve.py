@@ -41,8 +41,10 @@ class ReplicasConfig(Section):
         None, ge=1, description="requests a replica above which another one is started; default half of max_batch"
     )
     gpus: float = Field(0, ge=0, description="GPUs per replica")
-    cpus: float | None = Field(None, gt=0, description="logical CPUs per replica; default 0.5 on CPU, 1 with GPUs")
-    threads: int | None = Field(None, ge=1, description="torch threads per replica; default cores ÷ replicas on CPU")
+    cpus: float | None = Field(None, gt=0, description="logical CPUs per replica; default its threads")
+    threads: int | None = Field(
+        None, ge=1, description="torch threads per replica; default CPUs of its node ÷ replicas there, on CPU"
+    )
     cache_bytes: int | None = Field(
         None, ge=1, description="bytes of key/value cache of the answers in flight; default 1 GiB on CPU, 8 GiB a GPU"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 
 from actors.answers import Prompt
 from actors.engine.errors import UserError
+from actors.engine.machine import process_cpus
 from actors.engine.schedules.schedule import Schedule
 from pipeline import job as jobs
 from pipeline.backends.stages import Backend
@@ -145,7 +145,7 @@ def estimate(
         before = time.monotonic()
         with ExitStack() as stack:
             with announced("starting Ray"):
-                stack.enter_context(backend.ready(config.actors))
+                stack.enter_context(backend.ready(job.config.actors))
             ray = time.monotonic() - before
             job = stack.enter_context(jobs.checked(job, stored, backend))
             asked = time.time()
@@ -154,7 +154,7 @@ def estimate(
         ray += time.monotonic() - before
     load, crowd = measured.loaded - asked, 1.0
     if backend.on_this_machine and backend.starts_workers:
-        load = load_in_a_run(load, WORKER_SHARE * planned, config.actors.most, len(left), os.cpu_count() or 1)
+        load = load_in_a_run(load, WORKER_SHARE * planned, config.actors.most, len(left), process_cpus())
         crowd = 1.0 if config.actors.gpus else CROWDED
     startup = Startup(planned, ray, load, STAGES_SECONDS)
     rows = sum(shard.rows for shard in left)

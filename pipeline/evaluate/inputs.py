@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from actors.answers import Prompt
 from actors.engine.checkpoint.loading import load_tokenizer
 from actors.engine.constraints.label_trie import ChoiceTrie
 from actors.engine.errors import UserError
+from actors.engine.machine import process_memory
 from actors.engine.schedules.schedule import MEASURED, ScheduleSpec
 from actors.engine.schedules.variants import Variant, comparisons, speeds
 from actors.generator import Generator
@@ -259,7 +259,7 @@ def _cache_bytes(config: EvalConfig) -> int:
     """The budget of one batch; default that of a job's only actor."""
     if config.cache_bytes is not None:
         return config.cache_bytes
-    return min(2**30, psutil.virtual_memory().total // 4) if _on_cpu(config) else 8 * 2**30
+    return min(2**30, process_memory() // 4) if _on_cpu(config) else 8 * 2**30
 
 
 def _on_cpu(config: EvalConfig) -> bool:

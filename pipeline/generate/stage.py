@@ -125,6 +125,7 @@ class ShardGenerator:
         generator: arguments of `Generator`; checkpoint and speed adapter as `fetch` takes them.
         part: what the parts hold.
         commit: called with each answered shard, its part and its statistics.
+        check_output: called before the model is loaded; raises UserError if this node cannot see the job's output.
         prefix: token ids with which the job's prompts begin.
         coordinator: of the run, asked before each shard; None answers every shard.
         quarantine: of the run; None retries a row that kills this process for ever.
@@ -141,6 +142,7 @@ class ShardGenerator:
         generator: Mapping[str, Any],
         part: PartSpec,
         commit: Callable[[Shard, bytes, ShardStats], None],
+        check_output: Callable[[], None] | None = None,
         prefix: Sequence[int] = (),
         coordinator: RunCoordinator | None = None,
         quarantine: Quarantine | None = None,
@@ -150,6 +152,8 @@ class ShardGenerator:
     ) -> None:
         self.worker = worker or ThisProcess()
         self.worker.export_metrics()
+        if check_output is not None:
+            check_output()
         if self.worker.owns_process:
             logging.getLogger("transformers").setLevel(logging.ERROR)
         if coordinator is not None and quarantine is not None:

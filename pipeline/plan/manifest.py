@@ -10,17 +10,16 @@ import hashlib
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import psutil
 import pyarrow as pa
 
 from actors.engine.checkpoint.end_tokens import end_tokens, ends_before_the_union
 from actors.engine.errors import UserError
+from actors.engine.machine import process_cpus, process_memory
 from actors.engine.schedules.schedule import Schedule
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import JobConfig, ModelConfig
@@ -126,7 +125,7 @@ def plan_job(
         limit: number of input rows; None is all.
         stored: the job in the output folder.
         files: to plan over; default all files of `input.path`.
-        hardware: asked for a GPU's memory where a new job's cache depends on it.
+        hardware: asked for what a new job's threads and cache depend on; default this process.
         drafts: of exact mode.
 
     Raises:
@@ -215,8 +214,6 @@ def coverage_problems(manifest: Manifest) -> list[str]:
 def read_footers(config: JobConfig, listed: Files, limit: int | None = None) -> tuple[list[InputFile], pa.Schema]:
     """The pinned files, and one schema of the needed columns for all. UserError as for `plan_job`.
 
-    With `input.unreadable: later` files that cannot be read are left out, with a warning each.
-
     limit: rows to read of each text file; None is all.
     """
     text = text_columns(config)
@@ -224,22 +221,14 @@ def read_footers(config: JobConfig, listed: Files, limit: int | None = None) -> 
 
     table = input_table(config.input, config.storage) if config.input.is_table else None
 
-    def layout(url: str) -> list[tuple[InputFile, pa.Schema]]:
-        try:
-            file, schema = read_layout(url, *listed[url], config.storage, kinds[url], text, limit)
-            if config.input.unreadable == "later":
-                common_schema([(file, schema)], text.names, config.storage)
-        except UserError as error:
-            if config.input.unreadable != "later":
-                raise
-            log.warning("left for a later run: %s", error)
-            return []
+    def layout(url: str) -> tuple[InputFile, pa.Schema]:
+        file, schema = read_layout(url, *listed[url], config.storage, kinds[url], text, limit)
         if table is not None and config.input.snapshot is not None:
             schema = table.as_shown(config.input.snapshot, url, schema, text.names)
-        return [(file, schema)]
+        return file, schema
 
     with announced("reading the input's footers, and text files once, for their rows and types"):
-        footers = [footer for footers in in_parallel(layout, listed) for footer in footers]
+        footers = list(in_parallel(layout, listed))
     schemas = {file.url: schema for file, schema in footers}
     schema = one_schema(text.names, schemas) if table else common_schema(footers, text.names, config.storage)
     schema = with_json_fields(schema, text.as_json)
@@ -298,7 +287,7 @@ def _other_ends(resolved: ResolvedCheckpoint) -> dict[str, Any]:
 
 def _input_identity(config: JobConfig) -> dict[str, Any]:
     """Keys of `input` that can change an answer; a job planned before two of them existed has none."""
-    values = config.input.model_dump(mode="json", exclude={"since", "changed", "unreadable", "csv_field_bytes"})
+    values = config.input.model_dump(mode="json", exclude={"since", "changed", "csv_field_bytes"})
     if not config.input.is_table:
         del values["snapshot"]
     for name, default in (("special_tokens", None), ("continue_final", False)):
@@ -310,22 +299,25 @@ def _input_identity(config: JobConfig) -> dict[str, Any]:
 
 
 def plan_batching(config: JobConfig, resolved: ResolvedCheckpoint, rows: int, hardware: Hardware | None) -> Batching:
-    """Batching of a new job over `rows` rows, without a shared prefix. `hardware` is asked for a GPU's memory."""
+    """Batching of a new job over `rows` rows, without a shared prefix. hardware: as for `plan_job`."""
     actors = config.actors
-    cores = os.cpu_count() or 1
+    cpus, memory, nodes = process_cpus(), process_memory(), 1
+    if hardware is not None and not actors.gpus and None in (actors.threads, actors.cache_bytes):
+        cpus, memory, nodes = hardware.node(actors)
+    of_node = math.ceil(actors.most / nodes)
     if config.paged and resolved.checkpoint.has_pages and actors.cache_bytes is None:
         assert hardware is not None
         cache = planned_cache(config, resolved, hardware)
     elif actors.gpus:
         cache = int(GPU_CACHE_BYTES * min(actors.gpus, 1))
     else:
-        cache = min(2**30, int(psutil.virtual_memory().total / 4 / actors.most))
+        cache = min(2**30, memory // 4 // of_node)
     return Batching(
         shard_rows=config.shard_rows or min(4096, math.ceil(rows / (4 * actors.most))),
         shard_bytes=config.shard_bytes,
         cache_bytes=actors.cache_bytes or cache,
         max_batch=config.rows_in_flight(resolved.checkpoint.has_pages),
-        threads=actors.threads or (1 if actors.gpus else max(1, cores // actors.most)),
+        threads=actors.threads or (1 if actors.gpus else max(1, cpus // of_node)),
         scheduler=chosen_scheduler(config, resolved.checkpoint),
     )
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-
-import psutil
 
 from actors.engine.build import uses_pages
 from actors.engine.checkpoint.file_digests import cache_record, write_record
@@ -16,6 +13,7 @@ from actors.engine.checkpoint.fitting import check_tensors
 from actors.engine.checkpoint.loading import memory_needed
 from actors.engine.checkpoint.weights import Need, StoredTensor, gib
 from actors.engine.errors import UserError
+from actors.engine.machine import process_memory
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import ActorsConfig, JobConfig, ModelConfig
 from pipeline.runtime.isolated import call_isolated
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 CHECK_SECONDS = 300.0  # for the comparison of weights and config in a process of its own
-CGROUPS = Path("/sys/fs/cgroup")
 
 
 class Hardware(Protocol):
@@ -37,6 +34,10 @@ class Hardware(Protocol):
     @property
     def on_this_machine(self) -> bool:
         """Whether every actor shares this machine's memory."""
+        ...
+
+    def node(self, actors: ActorsConfig) -> tuple[int, int, int]:
+        """CPUs and bytes of memory of the smallest node that may hold actors, and the number of such nodes."""
         ...
 
     def free_gpu_memory(self, actors: ActorsConfig) -> tuple[int, int]:
@@ -69,7 +70,7 @@ def log_memory_estimate(
     described = describe(need, config.model.dtype, config.actors)
     log.info("%s; %s, at most %d rows in flight", described, how, batching.max_batch)
     if hardware.on_this_machine:
-        check_fits(need, config.model, config.actors, machine_memory())
+        check_fits(need, config.model, config.actors, process_memory())
 
 
 def actor_need(model: ModelConfig, actors: ActorsConfig, checkpoint: ResolvedCheckpoint, batching: Batching) -> Need:
@@ -142,25 +143,6 @@ def check_fits(need: Need, model: ModelConfig, actors: ActorsConfig, memory: int
 
 def _on_gpu(model: ModelConfig, actors: ActorsConfig) -> bool:
     return actors.gpus > 0 and model.device != "cpu"
-
-
-def machine_memory(groups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
-    """Bytes that this process and its children may use: the machine's, or the limit of a control group."""
-    limits = [int(psutil.virtual_memory().total)]
-    lines = own.read_text().splitlines() if own.is_file() else []
-    for line in lines:
-        _, controllers, inside = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        top, name = (groups, "memory.max") if controllers == "" else (groups / "memory", "memory.limit_in_bytes")
-        own_group = top / inside.strip("/")
-        for folder in (own_group, *own_group.parents):
-            limit = folder / name
-            if limit.is_file() and (text := limit.read_text().strip()).isdigit():
-                limits.append(int(text))
-            if folder == top:
-                break
-    return min(limits)
 
 
 def _parts(need: Need) -> str:

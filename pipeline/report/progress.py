@@ -153,7 +153,11 @@ class Progress:
             self.starved_since = now
         elif now - self.starved_since >= STARVED_SECONDS:
             free, of = (resources.get("CPU", 0.0) for resources in (ray.available_resources(), ray.cluster_resources()))
-            idle = f"{run.actors - run.at_work} of {run.actors} actors wait for rows" if run.actors else "no actor runs"
+            idle = (
+                f"{run.actors - run.at_work} of {run.actors} actors wait for rows"
+                if run.actors
+                else "no actor has started"
+            )
             line += f"  {idle}: {free:g} of the cluster's {of:g} CPUs are free"
         return line, fields
 

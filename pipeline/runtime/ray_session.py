@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -17,15 +18,15 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import ray
-from ray.autoscaler.sdk import request_resources
+from ray.util.placement_group import placement_group, remove_placement_group
 
 from actors.engine.errors import UserError, flat
+from actors.engine.machine import process_cpus
 from pipeline.config.job import ActorsConfig
 from pipeline.runtime.announce import announce, announced
 from pipeline.runtime.signals import Interrupted, shielded
 
 log = logging.getLogger(__name__)
-SLOT_CPUS = 1.0  # of the largest task besides the actors: repartition always takes one CPU
 OBJECT_STORE_BYTES = 2**30
 QUIET = "RAY_BACKEND_LOG_LEVEL"
 WAIT_POLL_SECONDS = 2.0
@@ -114,8 +115,25 @@ def on_cluster() -> bool:
 
 
 def actor_cpus(actors: ActorsConfig) -> float:
-    """Logical CPUs of an actor: on CPU a half, so that read and commit tasks always find a slot."""
-    return actors.cpus if actors.cpus is not None else (1.0 if actors.gpus else 0.5)
+    """Logical CPUs of an actor: its threads; on a Ray of the job's own no more than an even share of all CPUs.
+
+    Nothing else runs there, so that more actors than CPUs are the user's choice.
+    """
+    if actors.cpus is not None:
+        return actors.cpus
+    cpus = float(actors.threads or 1)
+    return min(cpus, math.floor(1e4 * process_cpus() / actors.most) / 1e4) if is_own_ray() else cpus  # as Ray rounds
+
+
+def smallest_node(actors: ActorsConfig) -> tuple[int, int, int]:
+    """CPUs and bytes of memory of the smallest node with CPUs, and the number of such nodes.
+
+    Waits where the cluster has yet to grow. UserError if it does not.
+    """
+    with connected(verbose=False):
+        wait_for_nodes(actors)
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+    return int(min(one["CPU"] for one in nodes)), int(min(one["memory"] for one in nodes)), len(nodes)
 
 
 def check_metrics_port(port: int) -> None:
@@ -189,9 +207,9 @@ def wait_for_nodes(actors: ActorsConfig) -> None:
     if is_own_ray():
         raise UserError(f"actors: {problem}")
     log.warning("waiting for the cluster to grow: %s", problem)
-    bundle = {"CPU": actor_cpus(actors), "GPU": actors.gpus}
-    with suppress(ray.exceptions.RayError):  # asks the autoscaler, if there is one
-        request_resources(bundles=[bundle] * (actors.min or actors.most))
+    bundle = {"CPU": actor_cpus(actors), **({"GPU": actors.gpus} if actors.gpus else {})}
+    # asks the autoscaler, if there is one; a request of `request_resources` would replace that of another job
+    group = placement_group([bundle] * (actors.min or actors.most))
     try:
         while problem:
             waited = time.monotonic() - began
@@ -207,17 +225,17 @@ def wait_for_nodes(actors: ActorsConfig) -> None:
             problem = placement_problem(actors, ray.cluster_resources())
     finally:
         with suppress(ray.exceptions.RayError):
-            request_resources(bundles=[])
+            remove_placement_group(group)
 
 
 def placement_problem(actors: ActorsConfig, resources: dict[str, float]) -> str:
-    """Why the least number of actors, with a slot left for reads and writes, does not fit; "" if it does."""
+    """Why the least number of actors does not fit; "" if it does. Reads and prepares ask for no CPUs."""
     least = actors.min or actors.most
     cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
-    if least * actor_cpus(actors) + SLOT_CPUS > cpus:
+    if least * actor_cpus(actors) > cpus:
         return (
-            f"{least} actors of {actor_cpus(actors):g} CPUs leave no slot for reads and writes on {cpus:g} CPUs: "
-            "lower actors.count or actors.cpus"
+            f"{least} actors of {actor_cpus(actors):g} CPUs do not fit on {cpus:g} CPUs: lower actors.count or "
+            "actors.threads, or set actors.cpus"
         )
     per_gpu = int(1 / actors.gpus) if 0 < actors.gpus < 1 else 0
     slots = gpus * per_gpu if per_gpu else (gpus // actors.gpus if actors.gpus else least)
@@ -235,7 +253,7 @@ def _start_head(verbose: bool, metrics_port: int | None) -> subprocess.Popen[str
     settings = {
         "address": "local",
         "include_dashboard": False,
-        "num_cpus": max(2, os.cpu_count() or 1),
+        "num_cpus": process_cpus(),
         "object_store_memory": OBJECT_STORE_BYTES,
         "_node_ip_address": LOOPBACK,
         "_metrics_export_port": metrics_port,
@@ -276,7 +294,7 @@ def _connect(address: str, verbose: bool) -> None:
     on_sigterm = signal.getsignal(signal.SIGTERM)  # ray.init installs a handler of its own
     try:
         with _quiet_start() if QUIET in os.environ else nullcontext():
-            ray.init(address=address, log_to_driver=verbose, logging_level=logging.INFO if verbose else logging.ERROR)
+            ray.init(address, log_to_driver=verbose, logging_level=logging.INFO if verbose else logging.ERROR)
     except SystemExit:  # raised by Ray's handler of SIGTERM
         raise Interrupted("SIGTERM") from None
     except Exception as error:
@@ -296,8 +314,6 @@ def _start_error(error: Exception, address: str) -> Exception:
             f"Ray at {address} runs but refuses this client: if the cluster uses tokens, set RAY_AUTH_MODE=token, and "
             "RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head node"
         )
-    if type(error) in (Exception, RuntimeError):  # what Ray raises when its processes do not answer
-        return ray.exceptions.RaySystemError(f"Ray did not start: {flat(error)}")
     return error
 
 

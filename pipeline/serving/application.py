@@ -20,6 +20,7 @@ from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
 from actors.engine.errors import flat
 from actors.server import Server
+from pipeline.backends.ray_data import RayData
 from pipeline.config.load import load_config
 from pipeline.config.serve import ReplicasConfig, ServeConfig
 from pipeline.runtime.announce import announce, announced
@@ -40,7 +41,7 @@ QUIET: Any = {"enable_access_log": False, "log_level": "WARNING"}
 def build(args: dict[str, str]) -> Application:
     """The application of a file. args: {"config": path of the file}."""
     config = load_config(ServeConfig, args["config"])
-    return application(plan_server(config, on_this_machine=False))
+    return application(plan_server(config, on_this_machine=False, hardware=RayData()))
 
 
 def application(planned: PlannedServer) -> Application:
@@ -98,7 +99,7 @@ def run_server(config: ServeConfig, *, verbose: bool) -> None:
                 f"{http.host}: others than this machine can send requests, without a key; http.api_key_env asks for one"
             )
         announce(planned.described)
-        with ray_session(config.replicas.as_actors(), verbose):
+        with ray_session(planned.config.replicas.as_actors(), verbose):
             announce("starting Ray Serve and loading the model")
             with _ray_serve(http.host, http.port):
                 serve.run(application(planned), name=NAME, logging_config=QUIET)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.engine.errors import UserError, flat
+from actors.engine.machine import process_memory
 from actors.engine.schedules.schedule import Schedule
 from actors.serving.http import Limits
 from actors.serving.model import ModelSettings
@@ -18,7 +19,7 @@ from pipeline.config.job import JobConfig, OutputConfig
 from pipeline.config.serve import HttpConfig, ServeConfig
 from pipeline.generate.settings import fetched, generator_settings
 from pipeline.plan.manifest import plan_batching
-from pipeline.plan.memory import actor_need, check_fits, describe, machine_memory
+from pipeline.plan.memory import Hardware, actor_need, check_fits, describe
 from pipeline.prepare.thinking import marks_of_thinking
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -52,8 +53,11 @@ class PlannedServer:
     described: str
 
 
-def plan_server(config: ServeConfig, *, on_this_machine: bool) -> PlannedServer:
-    """Check everything that can be checked without the weights. Raises UserError in one line."""
+def plan_server(config: ServeConfig, *, on_this_machine: bool, hardware: Hardware | None = None) -> PlannedServer:
+    """Check everything that can be checked without the weights. Raises UserError in one line.
+
+    hardware: of the replicas; default this process.
+    """
     if config.model.engine == "auto":  # the paged engine runs one speed, requests have their own
         config = config.model_copy(update={"model": config.model.with_library_engine()})
     limits = Limits(config.http.timeout_seconds, config.http.max_body_bytes, key_digest(config.http))
@@ -70,7 +74,7 @@ def plan_server(config: ServeConfig, *, on_this_machine: bool) -> PlannedServer:
             "storage": config.storage,
         }
     )
-    batching = plan_batching(job, checkpoint, 1, None)
+    batching = plan_batching(job, checkpoint, 1, hardware)
     generator = {
         **generator_settings(config.model, config.sampling, None),
         "checkpoint": checkpoint.pinned(),
@@ -85,10 +89,12 @@ def plan_server(config: ServeConfig, *, on_this_machine: bool) -> PlannedServer:
     actors = config.replicas.as_actors()
     need = actor_need(config.model, actors, checkpoint, batching)
     if on_this_machine:
-        check_fits(need, config.model, actors, machine_memory())
+        check_fits(need, config.model, actors, process_memory())
     settings = ReplicaSettings(
         config.served_name, generator, config.replicas.max_waiting, config.replicas.events_per_second
     )
+    replicas = config.replicas.model_copy(update={"threads": batching.threads})
+    config = config.model_copy(update={"replicas": replicas})
     return PlannedServer(config, settings, limits, schedule, describe(need, config.model.dtype, actors))
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 import torch
 
 from actors.engine.errors import UserError
+from actors.engine.machine import process_cpus
 from pipeline.config.tune import WorkersConfig
 
 
 def check_machine(workers: WorkersConfig | None) -> None:
     """Raise UserError if this machine is too small for workers that are its processes."""
     if workers is not None and workers.address is None:
-        check_fits(workers, {"CPU": os.cpu_count() or 1, "GPU": torch.cuda.device_count()}, "this machine")
+        check_fits(workers, {"CPU": process_cpus(), "GPU": torch.cuda.device_count()}, "this machine")
 
 
 def check_fits(workers: WorkersConfig, resources: Mapping[str, float], place: str) -> None:

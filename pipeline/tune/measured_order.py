@@ -10,6 +10,7 @@ import torch
 from actors.engine.checkpoint.file_digests import digests
 from actors.engine.checkpoint.loading import load_decoder
 from actors.engine.decoder import Decoder
+from actors.engine.machine import set_threads
 from pipeline.checkpoints.keep_order import measured_order
 from pipeline.config.tune import TuneConfig
 from pipeline.runtime.announce import announce
@@ -22,8 +23,7 @@ def with_measured_order(config: TuneConfig, plan: TrainingPlan) -> TuneConfig:
     path = Path(config.model.path)
     on_cpu = not torch.cuda.is_available()
     dtype = torch.float32 if on_cpu or not config.training.bf16 else torch.bfloat16
-    if config.training.threads is not None:
-        torch.set_num_threads(config.training.threads)
+    set_threads(config.training.threads)
 
     def load() -> Decoder:
         decoder = load_decoder(path, dtype, torch.device("cpu" if on_cpu else "cuda"))

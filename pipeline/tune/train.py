@@ -15,6 +15,7 @@ from actors.engine.checkpoint.loading import load_decoder, load_model
 from actors.engine.checkpoint.model_shape import ModelShape
 from actors.engine.decoder import Decoder
 from actors.engine.forcing import packed_attention
+from actors.engine.machine import set_threads
 from actors.engine.schedules.file import save_spec
 from actors.engine.schedules.trained import Trained
 from pipeline.config.tune import TuneConfig
@@ -39,8 +40,7 @@ def train(config: TuneConfig, plan: TrainingPlan, recorded: TuneConfig | None = 
     recorded: the config that is written to `tune.json`, with the paths as the user wrote them; default `config`.
     """
     began = time.monotonic()
-    if config.training.threads is not None:
-        torch.set_num_threads(config.training.threads)
+    set_threads(config.training.threads)
     torch.manual_seed(config.training.seed)
     trainer = _trainer(config, plan)
     last = resume.last_checkpoint(config)

@@ -53,6 +53,12 @@ class Command:
             time.sleep(every)
 
 
+class SlowCommand(Command):
+    """The same with slow stages, so that a signal comes before its end."""
+
+    arguments = (str(Path(__file__).with_name("slow_stages.py")), "run")
+
+
 def assert_released(output: Path) -> None:
     """The last run has released its lease."""
     (term,) = (output / "_job" / "lease").iterdir()

@@ -19,6 +19,7 @@ from ray.data.context import AutoscalingConfig
 from slow_stages import Slowness, slowed
 
 from pipeline import job as jobs
+from pipeline.backends import ray_data
 from pipeline.backends.ray_data import SHARDS_OF_ACTOR, scale_for
 from pipeline.config.job import JobConfig
 
@@ -81,6 +82,19 @@ def test_a_pool_of_actors_that_take_two_calls_changes_as_one_of_actors_that_take
     assert growth(1, 2, 8, calls=2) > 0, "one actor has all that it may have, and shards wait"
     assert growth(2, 0, 0, calls=2) < 0, "nothing to do"
     assert growth(2, 4, 0, calls=2) == growth(2, 4, 0, calls=1)
+
+
+def test_tasks_that_ask_for_no_cpus_run_on_no_node_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [
+        {"NodeID": "head", "Alive": True, "Resources": {"memory": 1.0}},
+        {"NodeID": "worker", "Alive": True, "Resources": {"CPU": 8.0}},
+        {"NodeID": "idle", "Alive": True, "Resources": {"CPU": 0.0}},
+        {"NodeID": "gone", "Alive": False, "Resources": {}},
+    ]
+    monkeypatch.setattr(ray_data.ray, "nodes", lambda: nodes)
+    assert ray_data._place() == {"label_selector": {"ray.io/node-id": "!in(head,idle)"}}
+    monkeypatch.setattr(ray_data.ray, "nodes", lambda: nodes[1:2])
+    assert ray_data._place() == {}
 
 
 @pytest.mark.slow

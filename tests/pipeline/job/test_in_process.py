@@ -16,9 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 from in_process import run_in_process, run_interrupted
 
+from actors.engine.errors import UserError
 from pipeline import job as jobs
 from pipeline.commit.lease import LeaseLost
-from pipeline.commit.sink import PART
+from pipeline.commit.sink import PART, check_output
 from pipeline.config.job import JobConfig
 from pipeline.report.summary import JobResult
 from pipeline.storage.folder import open_folder
@@ -164,3 +165,26 @@ def test_a_job_in_a_thread_that_loses_its_lease_ends_alone(
         signal.signal(signal.SIGTERM, before)
     assert isinstance(lost, LeaseLost) and signals == []
     assert ended.fresh_rows == ROWS and parts(tmp_path / "other") == parts(finished[0])
+
+
+def test_an_actor_that_does_not_see_the_jobs_output_answers_nothing(
+    inputs: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A local path on another node: there it is another folder, which is empty or holds another job."""
+    job = config(inputs, tmp_path / "out", checkpoint)
+    told = rf"^output.path: {tmp_path}/out on node .+ is not the folder in which this job began: give a path that all"
+    monkeypatch.setattr("pipeline.generate.stage.Generator", lambda *_, **named: pytest.fail("loaded"))
+    for found in (None, b"{}", b"{", b"[]", b'{"fingerprint": "of another job"}'):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        with monkeypatch.context() as patched:
+
+            def elsewhere(*given: Any, found: bytes | None = found) -> Any:
+                (tmp_path / "out/_job/job.json").unlink()
+                if found is not None:
+                    (tmp_path / "out/_job/job.json").write_bytes(found)
+                return check_output(*given)
+
+            patched.setattr(jobs, "check_output", elsewhere)
+            with pytest.raises(UserError, match=told):
+                run_in_process(job)
+        assert not parts(tmp_path / "out")

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from cli_command import Command, assert_no_new_rays, assert_released, parts, rays
+from cli_command import Command, SlowCommand, assert_no_new_rays, assert_released, parts, rays
 from in_process import run_in_process
 from leaks import assert_listens_here_alone, assert_no_secret, listening, planted_secrets
 from ray.data import DataContext
@@ -302,9 +302,9 @@ def test_placement_is_checked_before_it_can_hang() -> None:
         ).actors
 
     assert not placement_problem(actors(count=2), {"CPU": 2.0})
-    for count in (4, 3):  # one CPU: repartition
-        problem = placement_problem(actors(count=count), {"CPU": 2.0})
-        assert problem.startswith(f"{count} actors of 0.5 CPUs leave no slot") and "on 2 CPUs" in problem
+    for keys in ({"count": 3}, {"count": 1, "threads": 3}, {"count": 1, "cpus": 2.5}):
+        problem = placement_problem(actors(**keys), {"CPU": 2.0})
+        assert "do not fit on 2 CPUs: lower actors.count or actors.threads, or set actors.cpus" in problem
     problem = placement_problem(actors(count=3, gpus=0.5, cpus=0.1), {"CPU": 2.0, "GPU": 1.0})
     assert problem.startswith("3 actors of 0.5 GPUs do not fit on 1 GPUs")
     assert not placement_problem(actors(min=1, max=9, gpus=1), {"CPU": 4.0, "GPU": 1.0})
@@ -326,7 +326,7 @@ def test_a_killed_run_started_again_is_as_if_undisturbed(
     output = tmp_path / "out"
     job = config(inputs, output, checkpoint, actors={**ACTORS, "count": 1})
     before = rays()
-    first = Command(tmp_path, job)
+    first = SlowCommand(tmp_path, job)
     first.wait_for_parts(output, 2)
     os.killpg(first.process.pid, signal.SIGKILL)
     first.process.wait()
@@ -376,7 +376,7 @@ def test_sigterm_is_exit_4_and_what_is_in_flight_is_finished_or_dropped(
         return len(parts(output)) >= 2
 
     with planted_secrets() as ray_folder:
-        run = Command(tmp_path, job)
+        run = SlowCommand(tmp_path, job)
         run.wait_until(has_parts, every=0.03)
         os.killpg(run.process.pid, signal.SIGTERM)
         early = len(parts(output))

@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from memory_folder import MemoryFolder
 
 from actors.engine.errors import UserError
+from pipeline import job as jobs
+from pipeline.backends.in_process import InProcess
 from pipeline.checkpoints.resolve import resolve_checkpoint
-from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.config.job import ActorsConfig, JobConfig, StorageConfig
 from pipeline.generate.output import ANSWER_FIELDS, OPTIONAL_FIELDS
 from pipeline.plan import inputs as inputs_module
 from pipeline.plan import manifest as manifests
@@ -29,6 +31,7 @@ from pipeline.plan.manifest import Manifest, coverage_problems, difference, plan
 from pipeline.plan.plan_files import INPUTS, JOB, PLAN, SCHEMA, load, save
 from pipeline.prepare.prompts import ADDED, ERROR, PROMPT_IDS
 from pipeline.read.shards import Shard
+from pipeline.runtime import ray_session
 from pipeline.storage.folder import Folder, open_folder
 
 
@@ -97,6 +100,46 @@ def test_shards_are_a_quarter_of_an_actors_rows(
     most = actors.get("max", actors.get("count", 1))
     assert shard_rows == min(4096, math.ceil(min(rows, limit or rows) / (4 * most)))
     assert all(shard.rows <= shard_rows for shard in manifest.shards)
+
+
+@pytest.mark.parametrize(
+    ("node", "actors", "threads", "cache"),
+    [
+        ((8, 2**30, 1), {"count": 2}, 4, 2**27),
+        ((8, 2**30, 1), {"min": 1, "max": 3}, 2, 2**28 // 3),
+        ((8, 2**40, 4), {"count": 6}, 4, 2**30),  # two of them on some nodes
+        ((2, 2**40, 1), {"count": 5}, 1, 2**30),
+        ((8, 2**30, 1), {"count": 2, "threads": 3}, 3, 2**27),
+    ],
+)
+def test_threads_and_cache_are_those_of_the_nodes_and_not_of_the_drivers_machine(
+    inputs: Path,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    node: tuple[int, int, int],
+    actors: dict[str, int],
+    threads: int,
+    cache: int,
+) -> None:
+    monkeypatch.setattr(InProcess, "node", lambda *_: node)
+    batching = jobs.plan(job(inputs, checkpoint, actors=actors), None, InProcess()).manifest.batching
+    assert (batching.threads, batching.cache_bytes) == (threads, cache)
+
+
+def test_an_actor_asks_for_the_cpus_of_its_planned_threads(
+    inputs: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(InProcess, "node", lambda *_: (8, 2**40, 2))
+    monkeypatch.setattr(ray_session, "is_own_ray", lambda: False)
+    planned = jobs.plan(job(inputs, checkpoint, actors={"count": 4}), None, InProcess()).config.actors
+    assert ray_session.actor_cpus(planned) == planned.threads == 4
+    monkeypatch.setattr(ray_session, "is_own_ray", lambda: True)
+    for cpus, each in ((16, 4), (3, 0.75), (1, 0.25)):
+        monkeypatch.setattr(ray_session, "process_cpus", lambda cpus=cpus: cpus)
+        assert ray_session.actor_cpus(planned) == each
+    monkeypatch.setattr(ray_session, "process_cpus", lambda: 2)
+    assert 3 * ray_session.actor_cpus(ActorsConfig(count=3)) <= 2
+    assert ray_session.actor_cpus(ActorsConfig(count=3, cpus=1.5, threads=2)) == 1.5
 
 
 def test_what_the_job_says_is_not_resolved(inputs: Path, checkpoint: Path) -> None:

@@ -6,7 +6,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,7 +20,7 @@ from actors.engine.errors import UserError
 from pipeline.cli.app import app
 from pipeline.config.job import ActorsConfig, ModelConfig
 from pipeline.plan import memory
-from pipeline.plan.memory import check_fits, describe, machine_memory
+from pipeline.plan.memory import check_fits, describe
 
 MODEL = ModelConfig(path="m")
 NEED = Need(1_240_000_000, 2_480_000_000, 2**30)
@@ -48,30 +47,6 @@ def test_actors_that_fit_pass_and_one_byte_less_is_refused() -> None:
         check_fits(NEED, MODEL, ActorsConfig(count=2), 2 * total - 1)
     check_fits(NEED, MODEL, ActorsConfig(gpus=1), 0)  # an actor on a GPU checks the memory there
     assert "\n" not in str(caught.value)
-
-
-def test_the_limit_of_a_control_group_counts(tmp_path: Path) -> None:
-    """The least of the machine's memory and the limits of the group and of those above it; either version."""
-    whole = int(psutil.virtual_memory().total)
-    own, inner = tmp_path / "cgroup", tmp_path / "groups" / "a" / "b"
-    inner.mkdir(parents=True)
-    assert machine_memory(tmp_path / "groups", own) == whole  # no control groups here
-    own.write_text("0::/a/b\n")
-    assert machine_memory(tmp_path / "groups", own) == whole
-    (inner / "memory.max").write_text("max\n")
-    assert machine_memory(tmp_path / "groups", own) == whole
-    (inner.parent / "memory.max").write_text("3000\n")
-    assert machine_memory(tmp_path / "groups", own) == 3000
-    (inner / "memory.max").write_text("2000\n")
-    assert machine_memory(tmp_path / "groups", own) == 2000
-    first = tmp_path / "groups" / "memory" / "c"
-    first.mkdir(parents=True)
-    (first / "memory.limit_in_bytes").write_text("1000\n")
-    own.write_text("5:cpu:/a\n4:memory:/c\n")
-    assert machine_memory(tmp_path / "groups", own) == 1000
-    own.write_text("0::/\n")  # in a container its own group is the root
-    (tmp_path / "groups" / "memory.max").write_text("500\n")
-    assert machine_memory(tmp_path / "groups", own) == 500
 
 
 def test_a_job_that_cannot_fit_is_told_and_exits_2(

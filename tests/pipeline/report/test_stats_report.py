@@ -448,7 +448,7 @@ def test_a_line_says_that_actors_wait_for_rows_and_how_many_cpus_are_free(monkey
         return shown._read()[0]
 
     assert after(0).endswith("elapsed") and after(10).endswith("elapsed")
-    assert after(11).endswith("  no actor runs: 0 of the cluster's 4 CPUs are free")
+    assert after(11).endswith("  no actor has started: 0 of the cluster's 4 CPUs are free")
     coordinator.loading("a")
     assert after(30).endswith("elapsed")
     for actor in ("a", "b"):

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from typing import Any
@@ -17,6 +18,7 @@ import psutil
 import pytest
 import ray
 from ray.data import DataContext
+from ray.util.placement_group import placement_group_table
 
 from actors.engine.errors import UserError
 from pipeline.config.job import ActorsConfig
@@ -43,6 +45,41 @@ def test_a_cluster_that_does_not_grow_is_refused_after_a_while(
         pass
     assert "waiting for the cluster to grow, 0 of 0.5 s: 9 actors of 1 GPUs" in capsys.readouterr().err
     assert ray.is_initialized()
+
+
+def test_each_job_that_waits_asks_for_its_own_nodes(own_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one asks for stays when another asks, and when that one ends."""
+    monkeypatch.setattr(ray_session, "WAIT_POLL_SECONDS", 0.1)
+
+    def asked() -> list[list[float]]:
+        groups = placement_group_table().values()
+        return sorted(
+            [bundle["GPU"] for bundle in group["bundles"].values()] for group in groups if group["state"] == "PENDING"
+        )
+
+    def wait(count: int, seconds: float) -> threading.Thread:
+        def run() -> None:
+            with pytest.raises(UserError, match="has not grown"):
+                ray_session.wait_for_nodes(ActorsConfig(count=count, cpus=0.1, gpus=3, wait_seconds=seconds))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    def wait_until(expected: list[list[float]]) -> None:
+        deadline = time.monotonic() + 30
+        while asked() != expected:
+            assert time.monotonic() < deadline, asked()
+            time.sleep(0.05)
+
+    first = wait(2, 4.0)
+    wait_until([[3.0, 3.0]])
+    second = wait(1, 1.0)
+    wait_until([[3.0], [3.0, 3.0]])
+    second.join()
+    wait_until([[3.0, 3.0]])
+    first.join()
+    wait_until([])
 
 
 def test_the_callers_settings_are_given_back(own_ray: None) -> None:
