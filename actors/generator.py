@@ -188,7 +188,7 @@ class Generator:
             None if output_format is None else OutputFormat.of(output_format),
             seed=seed,
             strip=strip,
-            vocab_size=self.engine.decoder.vocab_size,
+            vocab_size=inspected.config.vocab_size,
             stop_ids=self.engine.stop_ids,
             reasoning=None if reasoning is None else Reasoning(**reasoning),
             row_logprobs=row_logprobs,

@@ -41,7 +41,7 @@ from pipeline.generate.value_fields import value_fields
 from pipeline.plan import manifest as manifests
 from pipeline.plan.agreement import announce_no_gain, is_measured, with_agreement
 from pipeline.plan.columns import check_columns, kept_columns, optional_columns, parsed_column, scored_lists
-from pipeline.plan.inputs import check_output_disjoint
+from pipeline.plan.inputs import check_output_disjoint, check_same_input
 from pipeline.plan.manifest import Manifest
 from pipeline.plan.memory import log_memory_estimate
 from pipeline.plan.snapshot import pinned_snapshot, with_snapshot
@@ -150,10 +150,12 @@ def plan(
         files: to plan over, in place of everything in `input.path`.
 
     Raises:
-        UserError: checkpoint, prompt settings or input are wrong.
+        UserError: checkpoint, prompt settings or input are wrong, or the input is not the stored job's.
         NoRows: there is nothing to answer.
     """
     began = time.time()
+    if stored is not None and files is None:
+        check_same_input(config, stored.identity["input"]["path"])
     with announced("reading the checkpoint's description"):
         config = with_snapshot(config, pinned_snapshot(config, stored))
         checkpoint = resolve_checkpoint(config.model, config.storage, stored.identity.get("model") if stored else None)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from actors.engine.errors import UserError, flat
@@ -48,6 +51,16 @@ def printable(name: object) -> str:
 def listed(names: Iterable[object]) -> str:
     """Names from the data, separated by commas; in quotes where they could be misread."""
     return ", ".join(repr(str(name)) if set(str(name)) & set(",;'\"") else printable(name) for name in names)
+
+
+def where_sought(path: str | Path) -> str:
+    """Where a local path was looked for, as the end of a message; "" but in a job submitted to a Ray cluster."""
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ or "://" in str(path):
+        return ""
+    host = f" on host {socket.gethostname()} of the cluster"
+    if os.path.isabs(path):
+        return f"{host}; give a place that every node reaches, or a path below the folder that --working-dir uploads"
+    return f"{host} in {os.getcwd()}, which holds what `ray job submit --working-dir` uploaded"
 
 
 def counted(count: int, noun: str) -> str:

@@ -262,6 +262,9 @@ def build_engine(
                 check(engine, wanted, eight_bits=kind is not None)
                 engine.take_stats()
             return engine
+        tokens = max(tokenizer.get_vocab().values()) + 1
+        for one in {decoder, drafter}:
+            one.keep_tokens(tokens)
         if settings.compile:
             decoder.compile()
         else:

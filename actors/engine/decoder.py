@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from actors.engine.cache import SkipCache
-from actors.engine.checkpoint.compressed import codes_of
+from actors.engine.checkpoint.compressed import codes_of, set_codes
 from actors.engine.checkpoint.families import Rotary, context_length, family_of, has_pages, has_weights, layer_weights
 from actors.engine.checkpoint.layer_weights import LayerWeights, NormWeights
 from actors.engine.checkpoint.model_shape import ModelShape
@@ -133,6 +134,19 @@ class Decoder:
     def native_buffers(self) -> NativeBuffers | None:
         """Kernels for one cache of this decoder; None: it runs without."""
         return NativeBuffers() if self._native else None
+
+    def keep_tokens(self, count: int) -> None:
+        """Compute no logits of tokens from `count` on: a padded vocabulary has them, the tokenizer does not."""
+        if count >= self.vocab_size:
+            return
+        whole, codes = self.head, codes_of(self.head)
+        self.vocab_size = count
+        self.head = nn.Linear(whole.in_features, count, bias=whole.bias is not None, device="meta")
+        self.head.weight = nn.Parameter(whole.weight.detach()[:count], requires_grad=False)
+        if whole.bias is not None:
+            self.head.bias = nn.Parameter(whole.bias.detach()[:count], requires_grad=False)
+        if codes is not None:
+            set_codes(self.head, replace(codes, scales=codes.scales[:count]))
 
     def prepare_for_cpu(self, *, int8: bool = False) -> None:
         """Replace attention, layers and head by ones that are faster on CPUs, for inference alone; not reversible.

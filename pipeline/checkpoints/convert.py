@@ -6,13 +6,13 @@ checkpoint, and the next conversion into it begins again.
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from tokenizers import pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -32,24 +32,11 @@ from actors.engine.errors import UserError, flat
 from pipeline.checkpoints.gguf_file import GgufHeader, head_dim, read_header
 from pipeline.storage.owned_folder import OwnedFolder
 
-log = logging.getLogger(__name__)
 RECORD, PARTIAL, CONFIG = "convert.json", "_partial", "config.json"
-# how byte-level BPE cuts a text first: names that transformers knows, or that cut as GPT-2, its default
-PRE_TOKENIZERS = (
-    *("default", "gpt-2", "gpt2", "olmo", "smollm"),
-    *(
-        "llama3",
-        "llama-v3",
-        "llama-bpe",
-        "falcon3",
-        "dbrx",
-        "smaug-bpe",
-        "tekken",
-        "qwen2",
-        "deepseek-r1-qwen",
-        "gpt-4o",
-    ),
-)
+# rules by which byte-level BPE cuts a text first, by their names in llama.cpp, whose ids a test holds for each; all but
+# that of smollm are the library's. Not tekken and gpt-4o: at accents llama.cpp's rules are not the published ones.
+WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3")  # a word of the vocabulary is one token, merged or not
+PRE_TOKENIZERS = ("gpt-2", "olmo", "smollm", "dbrx", "smaug-bpe", "qwen2", "deepseek-r1-qwen", *WHOLE_WORDS)
 
 
 def convert(source: Path, output: Path, dtype: torch.dtype, report: Callable[[str], None]) -> None:
@@ -103,6 +90,13 @@ def _config(header: GgufHeader) -> PretrainedConfig:
 
 
 def _tokenizer(header: GgufHeader, config: PretrainedConfig) -> PreTrainedTokenizerBase:
+    """The file's tokenizer, which cuts texts as llama.cpp does. UserError for a rule that is not known."""
+    rule, is_bpe = header.values.get("tokenizer.ggml.pre"), header.values["tokenizer.ggml.model"] == "gpt2"
+    if is_bpe and rule not in PRE_TOKENIZERS:
+        raise UserError(
+            f"{header.path}: tokenizer.ggml.pre = {rule!r}: texts might be cut into other tokens than llama.cpp's; "
+            f"held to its tokens are {', '.join(PRE_TOKENIZERS)}; take the safetensors checkpoint"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             header.path.parent, gguf_file=header.path.name, local_files_only=True, trust_remote_code=False
@@ -110,9 +104,12 @@ def _tokenizer(header: GgufHeader, config: PretrainedConfig) -> PreTrainedTokeni
     except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
         raise UserError(f"{header.path}: its tokenizer cannot be read: {flat(error)}") from None
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
-    rule = header.values.get("tokenizer.ggml.pre")
-    if header.values["tokenizer.ggml.model"] == "gpt2" and rule is not None and rule not in PRE_TOKENIZERS:
-        log.warning("%s: pre-tokenizer %r is not known: texts may be cut as by GPT-2's", header.path, rule)
+    if is_bpe:
+        backend = cast(Any, tokenizer).backend_tokenizer
+        backend.model.ignore_merges = rule in WHOLE_WORDS
+        if rule == "smollm":
+            digits = pre_tokenizers.Digits(individual_digits=True)
+            backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     tokenizer.model_max_length = config.max_position_embeddings
     return tokenizer
 

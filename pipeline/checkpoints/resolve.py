@@ -38,6 +38,7 @@ from pipeline.checkpoints.download_progress import download_progress
 from pipeline.checkpoints.local import PinnedFolder, check_same, pin
 from pipeline.checkpoints.stores import BucketStore, HubStore, RemoteFile, Store
 from pipeline.config.job import ModelConfig, StorageConfig
+from pipeline.messages import where_sought
 
 log = logging.getLogger(__name__)
 HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*)@(\S+)")
@@ -169,12 +170,13 @@ def _resolve_base(model: ModelConfig, storage: StorageConfig, pinned: dict[str, 
     if "://" not in path and not Path(path).is_dir():
         if UNPINNED.fullmatch(path):
             raise UserError(
-                f"{path}: no such checkpoint folder; if a model on the hub is meant, add @revision, for example "
-                f"{path}@main or {path}@ and a commit"
+                f"{path}: no such checkpoint folder{where_sought(path)}; if a model on the hub is meant, add "
+                f"@revision, for example {path}@main or {path}@ and a commit"
             )
         named = HUB.fullmatch(path)
         if named is not None:
             return _resolve_hub(named[1], named[2], model, storage, pinned or {})
+        raise UserError(f"{path}: no such checkpoint folder{where_sought(path)}")
     if "://" not in path:
         return ResolvedCheckpoint(inspect(path), str(Path(path).resolve()))
     if not path.startswith("s3://"):
@@ -191,7 +193,9 @@ def _with_adapter(base: ResolvedCheckpoint, model: ModelConfig, storage: Storage
         files = [file for file in BucketStore(path, storage).files() if file.name in ADAPTER_FILES]
         source = _remote(path, None, None, files, model, storage)
     elif "://" in path or not Path(path).is_dir():
-        raise UserError(f"{path}: no such folder; a speed adapter comes from a local folder or s3://")
+        raise UserError(
+            f"{path}: no such folder{where_sought(path)}; a speed adapter comes from a local folder or s3://"
+        )
     else:
         source = str(Path(path).resolve())
     folder = fetch(source)

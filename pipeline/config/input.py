@@ -133,12 +133,17 @@ class InputConfig(Section):
         "error",
         description="with since, a file that changed after it was answered: stop, answer it again, or keep its answers",
     )
+    unreadable: Literal["error", "later"] = Field(
+        "error",
+        description="with since, a new file that cannot be read or lacks a column: stop, or leave it for a later run",
+    )
 
     @model_validator(mode="after")
     def _fits_together(self) -> InputConfig:
         self._check_table()
-        if self.since is None and self.changed != "error":
-            raise UserError("changed is for incremental runs: give since: last_success too")
+        for name in ("changed", "unreadable"):
+            if self.since is None and getattr(self, name) != "error":
+                raise UserError(f"{name} is for incremental runs: give since: last_success too")
         given = [name for name in ("prompt", "template", "messages") if getattr(self, name) is not None]
         own = [
             *given,
@@ -165,8 +170,9 @@ class InputConfig(Section):
             raise UserError(f"format: {self.format} reads one table; give one path")
         if self.snapshot is not None and self.since is not None:
             raise UserError("give snapshot or since, not both")
-        if self.changed != "error":
-            raise UserError("changed is for files: a table's snapshots tell what was added")
+        for name in ("changed", "unreadable"):
+            if getattr(self, name) != "error":
+                raise UserError(f"{name} is for files: a table's snapshots tell what was added")
 
     @property
     def is_table(self) -> bool:

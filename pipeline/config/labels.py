@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.engine.errors import UserError, flat
-from pipeline.messages import check_unicode
+from pipeline.messages import check_unicode, where_sought
 
 
 def labels_given(value: Any) -> Any:
@@ -21,6 +21,8 @@ def labels_given(value: Any) -> Any:
         try:
             value = json.loads(Path(value).read_text())
             check_unicode(value, "label")
+        except FileNotFoundError:
+            raise UserError(f"{file}: no such file{where_sought(file)}") from None
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{file}: cannot be read as JSON: {flat(error)}") from None
         if not isinstance(value, list):

@@ -15,7 +15,7 @@ from ruamel.yaml.nodes import CollectionNode, Node
 
 from actors.engine.errors import UserError, flat, suggestion
 from pipeline.config.base import SECRET
-from pipeline.messages import check_unicode, counted, without_secrets
+from pipeline.messages import check_unicode, counted, where_sought, without_secrets
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 VALUES = 100_000  # of a document, its aliases expanded
@@ -113,7 +113,7 @@ def load_values(path: str | Path, changes: Sequence[str] = ()) -> dict[str, Any]
     try:
         values = parse_yaml(path.read_text())
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
+        raise UserError(f"{path}: no such file{where_sought(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
     except ValueError as error:

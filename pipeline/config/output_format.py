@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, PlainSerializer
 
 from actors.engine.constraints.output_format import KINDS, OutputFormat
 from actors.engine.errors import UserError, flat
+from pipeline.messages import where_sought
 
 _FILES = {"json_schema": ".json", "grammar": ".lark"}
 
@@ -23,6 +24,8 @@ def _form(value: Any) -> Any:
         if isinstance(text, str) and text.endswith(ending) and "\n" not in text:
             try:
                 read[kind] = Path(text).read_text()
+            except FileNotFoundError:
+                raise UserError(f"{text}: no such file{where_sought(text)}") from None
             except (OSError, ValueError) as error:
                 raise UserError(f"{text}: cannot be read: {flat(error)}") from None
     form = OutputFormat.of(read)

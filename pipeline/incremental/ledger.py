@@ -28,6 +28,7 @@ from rich.table import Table
 
 from actors.engine.errors import UserError, flat
 from pipeline.commit.claim import LEDGER
+from pipeline.messages import counted
 from pipeline.plan.inputs import has_same_content
 from pipeline.plan.manifest import Manifest
 from pipeline.read.files import Files
@@ -37,6 +38,7 @@ from pipeline.tables.table import TablePin
 
 FORMAT = 2
 SHOWN_RUNS = 20
+SHOWN_FILES = 3  # names of those that are left for a later run
 LISTINGS = 5  # tries to read the newest compacted file
 COMPACT_EVERY = 50  # runs; a reader reads at most two small files for each later run
 CLAIM, COMPACTED = re.compile(r"(\d{6,})\.json"), re.compile(r"through-(\d{6,})\.parquet")
@@ -70,6 +72,7 @@ class LedgerRun:
         files: that it claims.
         why: reason of an abandoned run.
         table, snapshot: of an input table, its own id and the snapshot up to which the files reach; else "" and None.
+        left: URLs of new files that it could not read and left for a later run.
         root: below which made-up ids name the files, in all runs of the ledger; see `PartSpec`.
     """
 
@@ -85,6 +88,7 @@ class LedgerRun:
     table: str = ""
     snapshot: int | None = None
     root: str | None = None
+    left: tuple[str, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -155,10 +159,14 @@ def read(root: Folder) -> Ledger:
     return Ledger(tuple(runs), compacted)
 
 
-def claim(root: Folder, ledger: Ledger, manifest: Manifest, pin: TablePin | None = None) -> LedgerRun:
+def claim(
+    root: Folder, ledger: Ledger, manifest: Manifest, pin: TablePin | None = None, left: Sequence[str] = ()
+) -> LedgerRun:
     """Begin the next run, over the files of its manifest.
 
-    pin: the snapshot of an input table up to which the files reach.
+    Args:
+        pin: the snapshot of an input table up to which the files reach.
+        left: URLs of new files that are left for a later run.
 
     Raises ConcurrentRun if another process has begun it since the ledger was read.
     """
@@ -167,7 +175,7 @@ def claim(root: Folder, ledger: Ledger, manifest: Manifest, pin: TablePin | None
     began = _now()
     files = tuple(ClaimedFile(file.url, file.size, file.version, file.digest, file.rows) for file in manifest.files)
     folder, root_of_ids = _folder_name(began, ledger), manifest.batching.root
-    run = LedgerRun(number, folder, manifest.fingerprint, began, _me(), files, root=root_of_ids)
+    run = LedgerRun(number, folder, manifest.fingerprint, began, _me(), files, root=root_of_ids, left=tuple(left))
     if pin is not None:
         run = replace(run, table=pin.table, snapshot=pin.snapshot)
     claimed = asdict(run)
@@ -247,11 +255,19 @@ def print_ledger(console: Console, ledger: Ledger) -> None:
         table.add_column(name)
     for run in shown:
         state = f"{run.state}: {run.why}" if run.why else run.state
+        if run.left:
+            state += f"; left for a later run: {some(run.left)}"
         table.add_row(str(run.number), f"{len(run.files):,}", f"{run.rows:,}", run.folder, run.ended, state)
     console.print(table)
-    counted = [run for run in ledger.runs if run.state == "success"]
-    files, rows = len({file.url for run in counted for file in run.files}), sum(run.rows for run in counted)
-    console.print(f"\n{files:,} files and {rows:,} rows answered in {len(counted):,} runs", highlight=False)
+    succeeded = [run for run in ledger.runs if run.state == "success"]
+    files, rows = len({file.url for run in succeeded for file in run.files}), sum(run.rows for run in succeeded)
+    console.print(f"\n{files:,} files and {rows:,} rows answered in {len(succeeded):,} runs", highlight=False)
+
+
+def some(urls: Sequence[str]) -> str:
+    """The first of some URLs, and the number of others."""
+    more = len(urls) - SHOWN_FILES
+    return ", ".join(urls[:SHOWN_FILES]) + (f" and {counted(more, 'other')}" if more > 0 else "")
 
 
 def _read_compacted(root: Folder, number: int) -> list[LedgerRun]:
@@ -268,7 +284,8 @@ def _read_compacted(root: Folder, number: int) -> list[LedgerRun]:
 
 def _run(values: Mapping[str, Any]) -> LedgerRun:
     known = {key: values[key] for key in LedgerRun.__dataclass_fields__ if key in values}
-    return LedgerRun(**{**known, "files": tuple(ClaimedFile(**file) for file in values["files"])})
+    files = tuple(ClaimedFile(**file) for file in values["files"])
+    return LedgerRun(**{**known, "files": files, "left": tuple(known.get("left", ()))})
 
 
 def _record(root: Folder, name: str) -> dict[str, Any] | None:
@@ -315,6 +332,7 @@ _RUNS = pa.schema(
         ("table", pa.string()),
         ("snapshot", pa.int64()),
         ("root", pa.string()),
+        ("left", pa.list_(pa.string())),
         (
             "files",
             pa.list_(

@@ -65,10 +65,14 @@ class FinishedRun:
 
 @dataclass(frozen=True)
 class IncrementalResult:
-    """Runs that one command finished, at most an unfinished one and a new one. last: the last successful run."""
+    """Runs that one command finished, at most an unfinished one and a new one.
+
+    last: the last successful run. left: URLs of new files that are left for a later run.
+    """
 
     finished: list[FinishedRun]
     last: LedgerRun | None
+    left: Sequence[str] = ()
 
 
 def run(
@@ -127,12 +131,14 @@ def run_in(root: Folder, config: JobConfig, backend: Backend, overwrite: bool) -
     elif last is not None and last.state == "success":
         _write_missing_success(_folder(root, last, config), config)
     ledgers.compact(root, ledger)
-    new = new_input(config, ledger)
+    new, left = new_input(config, ledger), list[str]()
     if new.files:
         try:
             job = jobs.plan(new.config, None, backend, files=new.files)
+            left = sorted(new.files.keys() - {file.url for file in job.manifest.files})
         except NoRows:
-            log.warning("%d new files have no rows and are left for a later run", len(new.files))
+            left = sorted(new.files)
+            log.warning("%d new files have no rows that can be read, and are left for a later run", len(new.files))
         else:
             if ledger.last is not None:  # ids of all runs have one form
                 batching = replace(job.manifest.batching, root=ledger.last.root)
@@ -141,14 +147,14 @@ def run_in(root: Folder, config: JobConfig, backend: Backend, overwrite: bool) -
             jobs.check_output_table(job)
             log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
             with jobs.checked(job, None, backend) as checked:
-                run = ledgers.claim(root, ledger, checked.manifest, new.pin)
+                run = ledgers.claim(root, ledger, checked.manifest, new.pin, left)
                 folder = _folder(root, run, config)
                 plan_files.save(folder, checked.manifest)
                 finished.append(_answer(root, run, folder, checked, backend, resumed=False))
     if finished:
         write_root_report(root, config.storage)
     succeeded = [done.run for done in finished if done.run.state == "success"]
-    return IncrementalResult(finished, succeeded[-1] if succeeded else ledger.last_success)
+    return IncrementalResult(finished, succeeded[-1] if succeeded else ledger.last_success, left)
 
 
 def _nothing_new(root: Folder, config: JobConfig) -> IncrementalResult | None:
@@ -185,7 +191,9 @@ def _folder(root: Folder, run: LedgerRun, config: JobConfig) -> Folder:
 
 
 def print_runs(console: Console, result: IncrementalResult) -> None:
-    """One line: which runs were finished, or since when there is nothing new."""
+    """Which runs were finished, or since when there is nothing new; and which files are left for a later run."""
+    if result.left:
+        console.print(f"left for a later run: {ledgers.some(result.left)}", highlight=False)
     if result.finished:
         good = [done for done in result.finished if done.run.state == "success"]
         runs = [f"run {done.run.number}{' (resumed)' if done.resumed else ''}" for done in good]
@@ -213,6 +221,7 @@ def runs_summary(root: str, result: IncrementalResult, runs: Sequence[Mapping[st
         "output": root,
         "last_success": result.last.number if result.last else None,
         "fresh_rows": sum(run["fresh_rows"] for run in runs),
+        "left": list(result.left),
         "runs": [
             {
                 "run": done.run.number,

@@ -59,6 +59,16 @@ def check_output_disjoint(
             raise UserError(f"{key}: {shown} lies in the input folder {given}; choose another folder")
 
 
+def check_same_input(config: JobConfig, began: Sequence[str]) -> None:
+    """Raise UserError if the job file names another input than the stored job, whose `input.path` was `began`."""
+    now = config.input.path
+    if began != now:
+        raise UserError(
+            f"{config.output.path}: this output belongs to the input {', '.join(began)}, not to {', '.join(now)}; "
+            "choose another output.path, or start again with --overwrite"
+        )
+
+
 def with_digests(files: Sequence[InputFile]) -> list[InputFile]:
     """Record the SHA-256 of local files, so that a file uploaded again with the same bytes counts as unchanged.
 

@@ -214,6 +214,8 @@ def coverage_problems(manifest: Manifest) -> list[str]:
 def read_footers(config: JobConfig, listed: Files, limit: int | None = None) -> tuple[list[InputFile], pa.Schema]:
     """The pinned files, and one schema of the needed columns for all. UserError as for `plan_job`.
 
+    With `input.unreadable: later` files that cannot be read are left out, with a warning each.
+
     limit: rows to read of each text file; None is all.
     """
     text = text_columns(config)
@@ -221,14 +223,22 @@ def read_footers(config: JobConfig, listed: Files, limit: int | None = None) -> 
 
     table = input_table(config.input, config.storage) if config.input.is_table else None
 
-    def layout(url: str) -> tuple[InputFile, pa.Schema]:
-        file, schema = read_layout(url, *listed[url], config.storage, kinds[url], text, limit)
+    def layout(url: str) -> list[tuple[InputFile, pa.Schema]]:
+        try:
+            file, schema = read_layout(url, *listed[url], config.storage, kinds[url], text, limit)
+            if config.input.unreadable == "later":
+                common_schema([(file, schema)], text.names, config.storage)
+        except UserError as error:
+            if config.input.unreadable != "later":
+                raise
+            log.warning("left for a later run: %s", error)
+            return []
         if table is not None and config.input.snapshot is not None:
             schema = table.as_shown(config.input.snapshot, url, schema, text.names)
-        return file, schema
+        return [(file, schema)]
 
     with announced("reading the input's footers, and text files once, for their rows and types"):
-        footers = list(in_parallel(layout, listed))
+        footers = [footer for footers in in_parallel(layout, listed) for footer in footers]
     schemas = {file.url: schema for file, schema in footers}
     schema = one_schema(text.names, schemas) if table else common_schema(footers, text.names, config.storage)
     schema = with_json_fields(schema, text.as_json)
@@ -287,7 +297,7 @@ def _other_ends(resolved: ResolvedCheckpoint) -> dict[str, Any]:
 
 def _input_identity(config: JobConfig) -> dict[str, Any]:
     """Keys of `input` that can change an answer; a job planned before two of them existed has none."""
-    values = config.input.model_dump(mode="json", exclude={"since", "changed", "csv_field_bytes"})
+    values = config.input.model_dump(mode="json", exclude={"since", "changed", "unreadable", "csv_field_bytes"})
     if not config.input.is_table:
         del values["snapshot"]
     for name, default in (("special_tokens", None), ("continue_final", False)):

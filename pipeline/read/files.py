@@ -19,6 +19,7 @@ from fsspec.utils import glob_translate
 from actors.engine.errors import UserError, flat
 from pipeline.config.input import InputFormat
 from pipeline.config.job import StorageConfig
+from pipeline.messages import where_sought
 from pipeline.storage.errors import NoSuchBucket
 from pipeline.storage.folder import filesystem
 
@@ -104,7 +105,7 @@ def list_files(
         except (FileNotFoundError, NotADirectoryError):
             if may_be_empty and not is_local:
                 continue
-            raise UserError(f"{path}: no such file or folder") from None
+            raise UserError(f"{path}: no such file or folder{where_sought(path)}") from None
         except (PermissionError, NoSuchBucket, ValueError) as error:
             raise UserError(f"{path}: cannot be listed: {flat(error)}") from None
         if not found and not may_be_empty:
@@ -128,7 +129,7 @@ def _named(
     if given is None:
         _check_no_table(fs, folder)
     if is_glob:
-        nothing = f"{path}: matches no file; names that begin with _ or . are no input"
+        nothing = f"{path}: matches no file{where_sought(path)}; names that begin with _ or . are no input"
         return _files_below(fs, folder, inside, given), nothing
     if not is_folder:
         entry = fs.info(inside)

@@ -294,7 +294,7 @@ def _connect(address: str, verbose: bool) -> None:
     on_sigterm = signal.getsignal(signal.SIGTERM)  # ray.init installs a handler of its own
     try:
         with _quiet_start() if QUIET in os.environ else nullcontext():
-            ray.init(address, log_to_driver=verbose, logging_level=logging.INFO if verbose else logging.ERROR)
+            ray.init(address=address, log_to_driver=verbose, logging_level=logging.INFO if verbose else logging.ERROR)
     except SystemExit:  # raised by Ray's handler of SIGTERM
         raise Interrupted("SIGTERM") from None
     except Exception as error:
@@ -314,6 +314,8 @@ def _start_error(error: Exception, address: str) -> Exception:
             f"Ray at {address} runs but refuses this client: if the cluster uses tokens, set RAY_AUTH_MODE=token, and "
             "RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head node"
         )
+    if type(error) in (Exception, RuntimeError):  # what Ray raises when its processes do not answer
+        return ray.exceptions.RaySystemError(f"Ray did not start: {flat(error)}")
     return error
 
 

@@ -12,6 +12,52 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel
 
 TEXTS = ["The Eagle is a cheap pub near the river.", "name[The Eagle], area[riverside]", "In 1987 it cost £20-25."] * 4
+CUTS = [  # each of them tells rules apart
+    *("x  5", "1\n\n2", "    5 apples", "| a |    1 |", "In 1987", "12345678 and 1,234,567.89", "a1b22c333d4444"),
+    *(
+        "  two spaces",
+        "ends in spaces   ",
+        "tab\t\there",
+        "\n\n\n",
+        "line\r\nbreak\r\n\r\nagain",
+        " \n \n x",
+        "a\n b\n  c",
+    ),
+    *(
+        "I'm, you're, we'LL, don'T, O'Neil's 'S 'sss",
+        "it's 'tis 'Re 'VE 'D",
+        "(hello)[world]{x}<y>",
+        "a--b...c!!!  d??\n",
+    ),
+    *(
+        "CamelCaseHTTPServer fooBAR Foo",
+        "été ÉCOLE naïveÉ Straße ÄÖÜ",
+        "здравствуй МИР",
+        "你好，世界123",
+        "日本語テスト 한국어",
+    ),
+    *(
+        "½ ² ٣٤ Ⅳ 五",
+        "😀 👍🏽 e\u0301 a\u0308b",
+        "price: $5.00/kg; 50%=half & more",
+        "https://a.b/c?d=e#f_g~h",
+        "a\u00a0b\u3000c\u200bd",
+    ),
+    *(
+        "x=1;y+=2;// done\n\treturn x;\n",
+        "__init__ snake_case kebab-case",
+        "...\n\n...",
+        "'",
+        " ",
+        "\n",
+        "a",
+        "5",
+        " 5",
+        "55 5 555",
+    ),
+    "hello worldwide hello",
+]
+UNMERGED = ["hello", "Ġworldwide"]  # words of the vocabulary to which no merges lead
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -42,27 +88,54 @@ def byte_level_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def uncut_tokenizer() -> Tokenizer:
+    """A byte-level BPE whose merges cross every place where texts may be cut, so that its ids show each cut."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1500,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        max_token_length=5,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CUTS, trainer)
+    saved = json.loads(tokenizer.to_str())
+    vocab = saved["model"]["vocab"]
+    vocab |= {word: len(vocab) + place for place, word in enumerate(UNMERGED)}
+    return Tokenizer.from_str(json.dumps(saved))
+
+
 def write_gguf(
     path: Path,
     model: PreTrainedModel,
     architecture: str,
     *,
+    tokenizer: Tokenizer | None = None,
+    pre: str | None = "gpt-2",
     quantized: bool = False,
     without: str = "",
     template: str | None = TEMPLATE,
     **entries: Any,
 ) -> Path:
-    """Write the model with the tokenizer of `byte_level_tokenizer`.
+    """Write the model with a tokenizer, default that of `byte_level_tokenizer`.
 
     Args:
+        pre: name of the rule by which texts are cut; None leaves it out.
         quantized: products' weights as Q8_0.
         without: leave out the entries whose key begins so.
         entries: further entries, with __ for the dot, and list[float] tensors for names that end in ".weight".
     """
     writer = gguf.GGUFWriter(path, architecture, use_temp_file=False)
-    for key, value in {**_of_model(model, architecture), **_of_tokenizer(template)}.items():
+    for key, value in {
+        **_of_model(model, architecture),
+        **_of_tokenizer(tokenizer or byte_level_tokenizer(), template),
+    }.items():
         if not (without and key.startswith(without)):
             _add(writer, key, value)
+    if pre is not None and without != "tokenizer.":
+        _add(writer, "tokenizer.ggml.pre", pre)
     tensors = dict(_tensors(model, architecture))
     for name, value in entries.items():
         key = name.replace("__", ".")
@@ -115,12 +188,11 @@ def _theta(rope: dict[str, Any]) -> float:
     return float(rope["full_attention"]["rope_theta"] if "full_attention" in rope else rope["rope_theta"])
 
 
-def _of_tokenizer(template: str | None) -> dict[str, Any]:
-    saved = json.loads(byte_level_tokenizer().to_str())
+def _of_tokenizer(tokenizer: Tokenizer, template: str | None) -> dict[str, Any]:
+    saved = json.loads(tokenizer.to_str())
     tokens = sorted(saved["model"]["vocab"], key=saved["model"]["vocab"].get)
     values: dict[str, Any] = {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [3 if token in SPECIAL else 1 for token in tokens],
         "tokenizer.ggml.merges": [" ".join(pair) for pair in saved["model"]["merges"]],

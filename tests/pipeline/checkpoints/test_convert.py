@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gguf_files import TEMPLATE, TEXTS, byte_level_tokenizer, write_gguf
+from gguf_files import CUTS, TEMPLATE, TEXTS, byte_level_tokenizer, uncut_tokenizer, write_gguf
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from typer.testing import CliRunner
 
 from actors.engine.checkpoint.loading import inspect, load_tokenizer
 from actors.engine.errors import UserError
-from pipeline.checkpoints.convert import convert
+from pipeline.checkpoints.convert import PRE_TOKENIZERS, convert
 from pipeline.cli.app import app
 
 VOCAB = byte_level_tokenizer().get_vocab_size()
@@ -100,6 +101,27 @@ def test_tokens_template_and_ends_are_those_of_the_file(tmp_path: Path) -> None:
     assert prompt == original.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n").ids
     ends = [original.token_to_id("<|im_end|>"), original.token_to_id("</s>")]
     assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == ends
+
+
+@pytest.mark.parametrize("rule", PRE_TOKENIZERS)
+def test_texts_are_cut_as_llama_cpp_cuts_them(tmp_path: Path, rule: str) -> None:
+    """Its ids of a vocabulary whose merges cross every cut, as a file records them."""
+    recorded = Path(__file__).parents[1] / "llama_cpp_ids.json"
+    tokenizer, wanted = uncut_tokenizer(), json.loads(recorded.read_text())["ids"][rule]
+    model = tiny_model("llama", vocab_size=tokenizer.get_vocab_size(), num_hidden_layers=1)
+    converted(write_gguf(tmp_path / "m.gguf", model, "llama", tokenizer=tokenizer, pre=rule), tmp_path / "out")
+    ours = load_tokenizer(tmp_path / "out")
+    found = [ours(text, add_special_tokens=False)["input_ids"] for text in CUTS]
+    assert {text: (got, want) for text, got, want in zip(CUTS, found, wanted, strict=True) if got != want} == {}
+
+
+@pytest.mark.parametrize("rule", ["default", "gpt2", "tekken", "gpt-4o", "llama-bpe-2", None])
+def test_a_rule_that_is_not_known_is_refused_by_name(tmp_path: Path, rule: str | None) -> None:
+    source = write_gguf(tmp_path / "m.gguf", *made("llama"), pre=rule)
+    with pytest.raises(
+        UserError, match=rf"m.gguf: tokenizer.ggml.pre = {rule!r}: .* held to its tokens are gpt-2, olmo, smollm"
+    ):
+        converted(source, tmp_path / "out")
 
 
 def test_a_file_without_chat_template_is_converted_and_said_to_have_none(tmp_path: Path) -> None:

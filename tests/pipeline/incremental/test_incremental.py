@@ -255,7 +255,7 @@ def test_only_new_files_go_into_a_run() -> None:
 
 def test_files_without_rows_wait_and_hold_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
     world = World(inputs={"empty": (0, "1")})
-    assert world.run() == IncrementalResult([], None)
+    assert world.run().finished == []
     assert "1 new files have no rows" in caplog.text
     world.inputs["a"] = (7, "1")
     (only,) = world.run().finished

@@ -160,7 +160,7 @@ def test_each_run_takes_what_came_since_and_says_so(inbox: Inbox, flow: Any) -> 
     last = ledgers.read(open_folder(str(inbox.root), LOCAL)).runs[1]
     result = inbox.run()
     assert result.exit_code == 0 and result.stdout == f"nothing new since run 2 of {last.began} ({last.folder})\n"
-    assert inbox.json() == {"output": str(inbox.root), "last_success": 2, "fresh_rows": 0, "runs": []}
+    assert inbox.json() == {"output": str(inbox.root), "last_success": 2, "fresh_rows": 0, "left": [], "runs": []}
     for path in inbox.files.iterdir():
         path.unlink()  # archived, all of it
     assert inbox.json()["runs"] == []
@@ -242,12 +242,34 @@ def test_what_is_wrong_with_the_input_is_one_line(inbox: Inbox, flow: Any, caplo
     inbox.add("empty", 0)
     result = inbox.run()
     assert result.exit_code == 0 and "nothing new since run 1" in result.stdout
-    assert "1 new files have no rows and are left for a later run" in caplog.text
+    assert "1 new files have no rows that can be read, and are left for a later run" in caplog.text
     inbox.add("a", 4)
     assert inbox.refused().startswith(f"{inbox.files / 'a.parquet'}: changed since run 1 answered it (")
     assert inbox.json("--set", "input.changed=ignore")["runs"] == []
     assert [run["rows"] for run in inbox.json("--set", "input.changed=reprocess")["runs"]] == [4]
     assert inbox.states() == ["success", "success"]
+
+
+def test_an_unreadable_file_is_left_for_a_later_run_which_the_ledger_names(inbox: Inbox, flow: Any) -> None:
+    bad, lacking = inbox.files / "b.parquet", inbox.files / "c.parquet"
+    inbox.add("a")
+    bad.write_bytes(b"PAR1 half")
+    pq.write_table(pa.table({"id": ["c"], "question": ["no prompt"]}), lacking)
+    assert inbox.refused().startswith(f"{bad}: not readable as Parquet")
+    inbox.values["input"]["unreadable"] = "later"
+    told = inbox.json()
+    assert told["left"] == [str(bad), str(lacking)] and [run["files"] for run in told["runs"]] == [1]
+    (run,) = ledgers.read(open_folder(str(inbox.root), LOCAL)).runs
+    assert run.left == (str(bad), str(lacking)) and [file.url for file in run.files] == [f"{inbox.files}/a.parquet"]
+    shown = inbox.run().stdout
+    assert f"left for a later run: {bad}, {lacking}" in shown and "nothing new since run 1" in shown
+    inbox.add("b")
+    inbox.add("c")
+    told = inbox.json()
+    assert told["left"] == [] and [run["rows"] for run in told["runs"]] == [6]
+    assert len(inbox.answered()) == 9
+    inbox.values["input"].update(since=None)
+    assert "unreadable is for incremental runs: give since: last_success too" in inbox.run().stderr
 
 
 def test_a_pinned_file_that_changed_is_refused_until_the_run_is_given_up(inbox: Inbox, flow: Any) -> None:

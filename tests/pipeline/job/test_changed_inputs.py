@@ -14,6 +14,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from actors.engine.errors import UserError
 from pipeline import job as jobs
 from pipeline.backends.in_process import InProcess
 from pipeline.cli.app import app
@@ -131,3 +132,25 @@ def test_between_run_and_resume_the_command_refuses_and_names_the_file(
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"skipdecode: {job}: {inputs}/b.parquet: {word} since the job began")
+
+
+def test_another_input_path_for_an_output_is_named(tmp_path: Path, checkpoint: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.parquet").write_bytes(OLD)
+    values = {
+        "input": {"path": f"{tmp_path}/a.parquet"},
+        "output": {"path": f"{tmp_path}/out"},
+        "model": {"path": str(checkpoint), "dtype": "float32"},
+        "schedule": {"agreement_rows": 0},
+        "sampling": {"max_new_tokens": 1},
+        "actors": {"threads": 1},
+    }
+    jobs.run(JobConfig.model_validate(values), backend=InProcess(), limit=2)
+    values["input"] = {"path": f"{tmp_path}/b.parquet"}
+    (tmp_path / "a.parquet").unlink()
+    with pytest.raises(UserError) as refused:
+        jobs.run(JobConfig.model_validate(values), backend=InProcess(), limit=2)
+    assert str(refused.value) == (
+        f"{tmp_path}/out: this output belongs to the input {tmp_path}/a.parquet, not to {tmp_path}/b.parquet; "
+        "choose another output.path, or start again with --overwrite"
+    )
