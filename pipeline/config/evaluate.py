@@ -17,7 +17,9 @@ DEPTH_KEYS = ("speedup", "max_depth", "min_depth", "depths")
 
 
 class EvalDataConfig(Section):
-    path: Paths = Field(description="Parquet files with prompts, and references if there are any")
+    path: Paths = Field(
+        description="files, folders or globs as of input.path, with prompts, and references if there are any"
+    )
     prompt: str = Field("prompt", description="column of text, or of lists of token ids")
     references: str | None = Field(
         "references", description="column: a string, or a list of strings; null: agreement with full depth alone"

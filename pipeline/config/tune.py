@@ -32,8 +32,8 @@ class TuneModelConfig(Section):
 
 
 class TuneDataConfig(Section):
-    train: Paths = Field(description="Parquet files with prompts and references")
-    dev: Paths = Field(description="Parquet files for the dev-set loss")
+    train: Paths = Field(description="files, folders or globs as of input.path, with prompts and references")
+    dev: Paths = Field(description="the same for the dev-set loss")
     prompt: str = Field("prompt", description="prompt column")
     train_reference: str = Field("reference", description="column: a string, or a list of strings")
     dev_reference: str = Field("references", description="column: a string, or a list of strings")

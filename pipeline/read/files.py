@@ -123,11 +123,14 @@ def _named(
     """Name -> (bytes, version) of the files that a path names, and the error message if there is none."""
     if isinstance(fs, LocalFileSystem) and os.path.islink(inside) and not os.path.exists(inside):
         raise _broken_link(inside)
-    is_glob = glob.has_magic(inside) and not fs.exists(inside)
+    is_glob = glob.has_magic(inside)
+    with suppress(PermissionError):  # stores refuse to look for a name that is not there to who may not list all names
+        is_glob = is_glob and not fs.exists(inside)
     is_folder = not is_glob and fs.isdir(inside)
     folder = inside if is_folder else fixed_part(inside) if is_glob else os.path.dirname(inside)
     if given is None:
-        _check_no_table(fs, folder)
+        with suppress(PermissionError):  # of folders above, which a job need not see
+            _check_no_table(fs, folder)
     if is_glob:
         nothing = f"{path}: matches no file{where_sought(path)}; names that begin with _ or . are no input"
         return _files_below(fs, folder, inside, given), nothing
