@@ -91,9 +91,9 @@ def print_report(
         console.print(_labels(_short(name), values, WITHOUT, without), markup=False, highlight=False)
     if len(totals.fields) > SHOWN_FIELDS:
         console.print(f"and {len(totals.fields) - SHOWN_FIELDS} more fields in {SUMMARY}", highlight=False)
-    whole, decode = clock_speedups(manifest.agreement, totals, held)
+    whole, decode_alone = clock_speedups(manifest.agreement, totals, held)
     if whole is not None and totals.layer_steps < totals.full_layer_steps:
-        alone = "" if decode is None else f", decode alone {decode:.2f}x"
+        alone = "" if decode_alone is None else f", decode alone {decode_alone:.2f}x"
         console.print(
             f"speed-up on the clock: {whole:.2f}x{alone}, over full depth as timed on the sampled rows", highlight=False
         )

@@ -10,7 +10,8 @@ from actors.engine.checkpoint.json_file import read_object
 from actors.engine.errors import UserError
 
 ANSWER = "An answer."
-NEUTRAL = {  # settings of a generation config that change the text, and their values without effect
+# settings of a generation config that change the text, and their values without effect
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "do_sample": (False,),
     "temperature": (1.0, 0.0),
     "top_k": (0,),
