@@ -18,6 +18,7 @@ from actors.scored_rows import ScoredRow
 from pipeline.backends.in_process import InProcess
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig
+from pipeline.generate.distributions import id_value
 from pipeline.generate.output import row_ids
 from pipeline.generate.settings import fetched
 from pipeline.generate.stage import prompts
@@ -106,7 +107,7 @@ def answer_first_rows(config: JobConfig, rows: int, say: Callable[[str], None] =
             prepared += prompts(done, shard.url, shard.first_row)
             control_tokens += done[CONTROL_TOKENS].fill_null(0).to_pylist()
             continued |= spec.messages is not None and any(map(ends_with_assistant, table[spec.messages].to_pylist()))
-            ids += row_ids(table, config.input.id_column, root, shard.url, shard.first_row).to_pylist()
+            ids += map(id_value, row_ids(table, config.input.id_column, root, shard.url, shard.first_row))
     with announced("loading the model"):
         from actors.generator import Generator
 

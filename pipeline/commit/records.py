@@ -1,6 +1,6 @@
 """Commit records: one small file per shard, compacted into segments while the job runs.
 
-    _job/commits/000123.json          the record of a shard, written by the task that committed it
+    _job/commits/000123.json          the record of a shard, written by the actor that committed it
     _job/segments/<sha256>.parquet    many records, named after the file's digest; their small files are then removed
 
 All records are the union of both. A crash before the small files are removed leaves duplicates, and two runs that

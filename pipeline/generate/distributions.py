@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -61,6 +62,14 @@ def kind_of(error: str) -> str:
     return _VARIABLE.sub("…", error[:EXAMPLE_CHARS])[:KIND_CHARS]
 
 
+def id_value(row_id: pa.Scalar) -> Any:
+    """Return an id as Python's value; "?" for one that Python cannot hold, such as a date after the year 9999."""
+    try:
+        return row_id.as_py()
+    except (ValueError, OverflowError):
+        return "?"
+
+
 def error_kinds(part: pa.Table) -> str:
     """JSON of [kind, answers, id, error]: the `KINDS` most frequent ones, each with its first example.
 
@@ -75,10 +84,6 @@ def error_kinds(part: pa.Table) -> str:
     listed: list[list[str | int]] = []
     for kind, count in counts.most_common(KINDS):
         place = kinds.index(kind)
-        try:
-            row = str(bad["id"][place].as_py())
-        except (ValueError, OverflowError):  # such as a date that Python cannot hold
-            row = "?"
-        listed.append([kind, count, row[:ID_CHARS], errors[place][:EXAMPLE_CHARS]])
+        listed.append([kind, count, str(id_value(bad["id"][place]))[:ID_CHARS], errors[place][:EXAMPLE_CHARS]])
     rest = len(kinds) - sum(count for _, count in counts.most_common(KINDS))
     return json.dumps([*listed, ["", rest, "", ""]] if rest else listed)

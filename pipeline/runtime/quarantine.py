@@ -162,8 +162,8 @@ class Quarantine:
         self.folder.replace(name, marker.encode())
         if marker.outside >= self.attempts:
             raise ShardLost(
-                f"shard {shard}: its process died, or its answers were lost with their node, {_times(marker.outside)} "
-                "with no row in flight: see the memory of the nodes and the logs of their kernels"
+                f"shard {shard}: its process died {_times(marker.outside)} with no row in flight: "
+                "see the memory of the nodes and the logs of their kernels"
             )
         return ShardAttempt(self, shard, rows, marker)
 

@@ -21,7 +21,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from actors.engine.errors import UserError, flat
-from actors.engine.machine import process_cpus
+from actors.engine.machine import process_cpus, process_memory
 from pipeline.config.job import ActorsConfig
 from pipeline.runtime.announce import announce, announced
 from pipeline.runtime.signals import Interrupted, shielded
@@ -254,7 +254,7 @@ def _start_head(verbose: bool, metrics_port: int | None) -> subprocess.Popen[str
         "address": "local",
         "include_dashboard": False,
         "num_cpus": process_cpus(),
-        "object_store_memory": OBJECT_STORE_BYTES,
+        "object_store_memory": min(OBJECT_STORE_BYTES, process_memory() // 4),
         "_node_ip_address": LOOPBACK,
         "_metrics_export_port": metrics_port,
     }

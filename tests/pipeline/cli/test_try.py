@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import shutil
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,13 @@ def test_its_answers_are_those_of_the_job(values: dict[str, Any], tmp_path: Path
     assert [row.id for row in tried] == [row["id"] for row in rows]
     for row, answered in zip(tried, rows, strict=True):
         assert [answer.generated_text for answer in row.answers] == [answered["generated_text"]]
+
+
+def test_an_id_that_python_cannot_hold_is_a_question_mark(values: dict[str, Any], tmp_path: Path) -> None:
+    table = pa.table({"id": pa.array([20_000, 2**31 - 1], pa.date32()), "prompt": ["alpha", "beta"]})
+    pq.write_table(table, tmp_path / "dates.parquet")
+    config = JobConfig.model_validate({**values, "input": {"path": str(tmp_path / "dates.parquet"), "id": "id"}})
+    assert [row.id for row in answer_first_rows(config, 2)] == [datetime.date(2024, 10, 4), "?"]
 
 
 def test_keys_can_be_set_and_a_mistake_is_one_line(tmp_path: Path, values: dict[str, Any]) -> None:

@@ -114,9 +114,7 @@ def test_deaths_outside_of_batches_fail_the_shard(attempts: int) -> None:
     assert not quarantine.begin(12, 5).isolated  # the first death, of which nothing is known
     for _ in range(attempts):
         assert quarantine.begin(12, 5).isolated
-    with pytest.raises(
-        ShardLost, match=rf"^shard 12: its process died, or .*, {attempts} times? with no row in flight"
-    ):
+    with pytest.raises(ShardLost, match=rf"^shard 12: its process died {attempts} times? with no row in flight"):
         quarantine.begin(12, 5)
 
 
