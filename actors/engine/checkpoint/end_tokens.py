@@ -10,8 +10,7 @@ from actors.engine.checkpoint.json_file import read_object
 from actors.engine.errors import UserError
 
 ANSWER = "An answer."
-# settings of a generation config that change the text, and their values without effect
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # settings that change the text, and their values without effect
     "do_sample": (False,),
     "temperature": (1.0, 0.0),
     "top_k": (0,),
@@ -85,8 +84,9 @@ def ends_before_the_union(folder: Path, tokenizer: Any, config: Any) -> set[int]
 def settings_not_followed(folder: Path, given: Collection[str]) -> Mapping[str, Any]:
     """Settings of the generation config that change the text and that a job does not follow.
 
-    given: sampling parameters that the job sets itself.
+    given: sampling parameters that the job sets itself; a temperature says whether it samples.
     """
+    given = {*given, *(["do_sample"] if "temperature" in given else [])}
     values = _values(folder, "generation_config.json")
     return {
         name: values[name]
