@@ -62,7 +62,7 @@ def ages(config: JobConfig) -> list[float]:
     return [(output / part_name(one["shard"])).stat().st_mtime - one["finished"] for one in stats]
 
 
-def wait_for_parts(config: JobConfig, count: int, seconds: float = 120) -> None:
+def wait_for_parts(config: JobConfig, count: int, seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while len(list(Path(config.output.path).glob("part-*.parquet"))) < count:
         assert time.monotonic() < deadline
