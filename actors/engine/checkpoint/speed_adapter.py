@@ -21,6 +21,7 @@ from actors.engine.errors import UserError
 from actors.engine.schedules.file import SCHEDULE_FILE, load_spec, load_trained
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -81,11 +82,20 @@ class SpeedAdapter:
 def with_adapter(checkpoint: Checkpoint, folder: str | Path) -> Checkpoint:
     """The checkpoint with a speed adapter, whose schedule takes the place of its own; reads no weights.
 
-    Raises:
-        UserError: no speed adapter, a damaged one, features of peft other than plain LoRA, or layers and shapes that
-            the model does not have.
+    Raises UserError as `read_adapter` does, and for layers and shapes that the model does not have.
     """
-    path = Path(folder)
+    adapter = read_adapter(Path(folder))
+    _check_shapes(adapter.path / WEIGHTS, adapter.rank, checkpoint.config)
+    spec = load_spec(adapter.path, checkpoint.num_layers)
+    trained = load_trained(adapter.path, checkpoint.num_layers, spec)
+    return replace(checkpoint, spec=spec, trained=trained, adapter=adapter)
+
+
+def read_adapter(path: Path) -> SpeedAdapter:
+    """Return the speed adapter in a folder, without its weights.
+
+    Raises UserError: no speed adapter, a damaged one, or features of peft other than plain LoRA.
+    """
     for name in FILES:
         if not (path / name).is_file():
             raise UserError(f"{path}: not a speed adapter: no {name}; skipdecode adapt and tune write one")
@@ -98,13 +108,7 @@ def with_adapter(checkpoint: Checkpoint, folder: str | Path) -> Checkpoint:
     _check_features(config, path / CONFIG)
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
         raise UserError(f"{path / CONFIG}: r = {rank} and lora_alpha = {alpha}: not a rank and a scale")
-    _check_shapes(path / WEIGHTS, rank, checkpoint.config)
-    layers = checkpoint.num_layers
-    spec = load_spec(path, layers)
-    trained = load_trained(path, layers, spec)
-    return replace(
-        checkpoint, spec=spec, trained=trained, adapter=SpeedAdapter(path, str(record["base"]), rank, alpha / rank)
-    )
+    return SpeedAdapter(path, str(record["base"]), rank, alpha / rank)
 
 
 def base_digest(checkpoint: Path) -> str:
@@ -144,17 +148,21 @@ def merge(model: PreTrainedModel, adapter: SpeedAdapter) -> None:
     from transformers.pytorch_utils import Conv1D
 
     with safe_open(adapter.path / WEIGHTS, framework="pt") as file:
-        for layer in _layers_in(file.keys()):
+        for layer in layers_in(file.keys()):
             module = model.get_submodule(layer)
             weight: Any = module.weight
-            down, up = (
-                file.get_tensor(f"{PREFIX}{layer}.{part}.weight").to(weight.device).float() for part in PARTS
-            )  # [R, I], [O, R]
-            product = up @ down  # [O, I]
+            change = update(file, layer, adapter.scale, weight.device)
             if isinstance(module, Conv1D):  # its weight is [I, O]
-                product = product.T
-            weight.data.copy_(weight.data.float() + product * adapter.scale)
+                change = change.T
+            weight.data.copy_(weight.data.float() + change)
             renew(module)
+
+
+def update(file: Any, layer: str, scale: float, device: torch.device) -> torch.Tensor:
+    """Return scale · B A of a linear layer, [O, I] in fp32. file: the adapter's open safetensors."""
+    down, up = (file.get_tensor(f"{PREFIX}{layer}.{part}.weight").to(device).float() for part in PARTS)
+    product: torch.Tensor = (up @ down) * scale  # of [O, R] and [R, I]
+    return product
 
 
 def _check_features(config: dict[str, Any], source: Path) -> None:
@@ -182,7 +190,7 @@ def _check_shapes(path: Path, rank: int, config: PretrainedConfig) -> None:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise UserError(f"{path}: damaged: {error}; fetch it again") from None
-    layers = _layers_in(shapes)
+    layers = layers_in(shapes)
     if not layers:
         raise UserError(f"{path}: holds no adapter")
     wanted: dict[str, tuple[int, ...]] = {}
@@ -198,6 +206,6 @@ def _check_shapes(path: Path, rank: int, config: PretrainedConfig) -> None:
             raise UserError(f"{path}: {name} has shape {shapes.get(name)}, and the model needs {wanted.get(name)}")
 
 
-def _layers_in(names: Any) -> list[str]:
+def layers_in(names: Any) -> list[str]:
     """Sorted paths of the layers to which an adapter's tensors belong. names: of the tensors."""
     return sorted({name.removeprefix(PREFIX).rpartition(".weight")[0].rpartition(".")[0] for name in names})

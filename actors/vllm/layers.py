@@ -1,0 +1,235 @@
+"""Runs each decoder layer of a model that vLLM has loaded for the tokens of its subset only.
+
+The layers' `forward` is replaced on the instances, so the tree of modules, and with it quantization and loading, stays
+as it is. The first layer of a forward pass makes the plan, and puts the attention metadata of each layer's subset where
+vLLM's attention looks for it: in the forward context, under the layer's name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import set_current_vllm_config
+from vllm.forward_context import get_forward_context
+
+from actors.engine.errors import UserError
+from actors.engine.schedules.schedule import Schedule
+from actors.vllm.plan import PassPlan, cut_metadata
+
+CONTEXT_KEY = "skipdecode_plan"
+POISON, POISONED = 1e36, 1e18  # in the cache, and the limit of a layer's output
+# arguments of layers that hold one value of each token: of vLLM's own layers, and of those of transformers
+TOKEN_ARGUMENTS = ("hidden_states", "residual", "positions", "position_ids", "position_embeddings")
+
+
+class LayerSkipper:
+    """The hooks in one worker's model.
+
+    Args:
+        schedule: the layers to run.
+        attention: the attention layers of each decoder layer, by name.
+        prompt_lengths: returns the prompt length of each request of a CommonAttentionMetadata.
+        poison: write a huge value into the cache where a token skips a layer, and fail on one in a layer's output.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        attention: Mapping[int, Mapping[str, Any]],
+        prompt_lengths: Callable[[Any], np.ndarray],
+        *,
+        poison: bool = False,
+    ) -> None:
+        if poison and any(layer.dtype == torch.float16 for layers in attention.values() for layer in layers.values()):
+            raise UserError("skipdecode: poison needs float32 or bfloat16")
+        self.ranks = schedule.ranks
+        self.depths, self.prompt_depth = np.asarray(schedule.depths), len(schedule.prompt_layers)
+        self.attention, self.poison = attention, poison
+        self.counts: Counter[str] = Counter()
+        self._prompt_lengths = prompt_lengths
+        self._full_pass: PassPlan | None = None  # see `masked`
+        self._common: Any = None  # CommonAttentionMetadata from which metadata was built last
+        self._built: dict[str, tuple[Any, Any]] = {}  # attention layer -> builder, CommonAttentionMetadata of this pass
+        self._spare: dict[int, list[Any]] = {}  # builders for subsets, by the id of the runner's own builder
+
+    def watch(self, builder: Any) -> None:
+        """Note the CommonAttentionMetadata from which a builder of the runner makes the metadata of its layers."""
+        if builder.requires_block_table_width:
+            raise UserError(f"skipdecode: attention by {type(builder).__name__} is not supported")
+        build, update = builder.build, builder.update_block_table
+
+        def noting_build(common_prefix_len: int, common_attn_metadata: Any, *args: Any, **options: Any) -> Any:
+            self._note(builder, common_attn_metadata)
+            return build(common_prefix_len, common_attn_metadata, *args, **options)
+
+        # called in place of `build` for a further cache group, whose metadata differs in these two fields only
+        def noting_update(metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
+            self._note(builder, replace(self._common, block_table_tensor=blk_table, slot_mapping=slot_mapping))
+            return update(metadata, blk_table, slot_mapping)
+
+        builder.build, builder.update_block_table = noting_build, noting_update
+
+    def wrap(self, layers: Iterable[Any]) -> None:
+        """Replace the layers' `forward`."""
+        for index, layer in enumerate(layers):
+            layer.forward = self._skipping(index, layer.forward)
+
+    @contextmanager
+    def masked(self, plan: PassPlan) -> Iterator[None]:
+        """Run all tokens of one pass through every layer, and drop the results of those that skip it.
+
+        A slow definition of skipping, for `check`: it needs no metadata, and a caller's attention that hides the keys
+        of tokens which skip a layer.
+        """
+        self._full_pass = plan
+        try:
+            yield
+        finally:
+            self._full_pass = None
+
+    def _note(self, builder: Any, common: Any) -> None:
+        self._common = common
+        for name in builder.layer_names:
+            self._built[name] = builder, common
+
+    def _skipping(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """vLLM's layers return hidden states, most of them with a residual, which the next layer adds."""
+        parameters = inspect.signature(forward).parameters
+        required = {
+            name
+            for name, parameter in parameters.items()
+            if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        }
+        if "hidden_states" not in parameters or not required <= set(TOKEN_ARGUMENTS):
+            raise UserError(
+                f"skipdecode: layer {index} takes ({', '.join(parameters)}), which is not supported: only "
+                f"{', '.join(TOKEN_ARGUMENTS)} are"
+            )
+        has_residual = "residual" in parameters
+
+        def run(*args: Any, **options: Any) -> Any:
+            plan = self._full_pass or self._plan()
+            if plan is None or plan.runs_all(self.ranks[index]):
+                return forward(*args, **options)
+            values = dict(zip(parameters, args, strict=False)) | options
+            hidden, residual = values["hidden_states"], values.get("residual")
+            subset = plan.subset(self.ranks[index])
+            if subset is None:
+                return (hidden, residual) if has_residual else hidden
+            axis = hidden.dim() - 2  # 1 in layers of transformers, whose batch is one row of all tokens
+            if self._full_pass is None:
+                out = forward(**{name: _cut(name, value, subset.tokens, axis) for name, value in values.items()})
+            else:
+                out = forward(**{name: _copied(value) for name, value in values.items()})
+                out = _cut("hidden_states", out, subset.tokens, axis)
+            if not isinstance(out, tuple):
+                return hidden.index_copy(axis, subset.tokens, out)
+            if out[1] is None:
+                return hidden.index_copy(axis, subset.tokens, out[0]), residual
+            if residual is None:  # of the lowest layer; a token that skips it has the sum hidden + 0
+                residual, hidden = hidden.clone(), torch.zeros_like(hidden)
+            hidden.index_copy_(axis, subset.tokens, out[0])
+            residual.index_copy_(axis, subset.tokens, out[1])
+            return hidden, residual
+
+        return self._checking(index, run) if self.poison else run
+
+    def _checking(self, index: int, run: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(*args: Any, **options: Any) -> Any:
+            out = run(*args, **options)
+            values = out if isinstance(out, tuple) else (out,)
+            if not all(value is None or bool((value.abs() < POISONED).all()) for value in values):
+                raise RuntimeError(f"skipdecode: layer {index} read the cache where a token has skipped the layer")
+            return out
+
+        return checked
+
+    def _plan(self) -> PassPlan | None:
+        """The plan of this forward pass, made by its first layer; None for passes without attention, e.g. profiling."""
+        context = get_forward_context()
+        if CONTEXT_KEY not in context.additional_kwargs:
+            context.additional_kwargs[CONTEXT_KEY] = self._prepare(context) if context.attn_metadata else None
+        plan = context.additional_kwargs[CONTEXT_KEY]
+        assert plan is None or isinstance(plan, PassPlan)
+        return plan
+
+    def _prepare(self, context: Any) -> PassPlan:
+        """Make the plan and, for each layer that some tokens skip, the metadata of the others."""
+        common, built, self._built = self._common, self._built, {}
+        starts = common.query_start_loc_cpu[: common.num_reqs + 1].numpy().astype(np.int64)
+        # exact without speculative decoding, which is refused
+        ends = common.seq_lens_cpu_upper_bound[: common.num_reqs].numpy().astype(np.int64)
+        device = common.seq_lens.device
+        plan = PassPlan(self.depths, self.prompt_depth, starts, ends, self._prompt_lengths(common), device)
+        made: dict[tuple[int, int], tuple[Any, Any]] = {}  # by builder and subset
+        builds: Counter[int] = Counter()  # by builder
+        for index, layers in self.attention.items():
+            if plan.runs_all(self.ranks[index]):
+                continue
+            subset = plan.subset(self.ranks[index])
+            for name, layer in layers.items():
+                builder, common = built[name]
+                if self.poison:
+                    _poison(layer, common.slot_mapping[plan.holes(self.ranks[index])])
+                if subset is None:
+                    continue
+                key = id(builder), id(subset)
+                if key not in made:
+                    cut = cut_metadata(common, subset, ends)
+                    made[key] = self._spare_builder(builder, builds[id(builder)]).build(0, cut), cut.slot_mapping
+                    builds[id(builder)] += 1
+                context.attn_metadata[name] = made[key][0]
+                if name in context.slot_mapping:
+                    context.slot_mapping[name] = made[key][1]
+        self.counts.update(passes=1, tokens=len(plan.depths), token_layers=int(plan.depths.sum()), builds=len(made))
+        return plan
+
+    def _spare_builder(self, builder: Any, number: int) -> Any:
+        """A builder for one more subset of a pass: some builders keep what they built (FlashInfer, MLA)."""
+        spare = self._spare.setdefault(id(builder), [])
+        while len(spare) <= number:
+            with set_current_vllm_config(builder.vllm_config):
+                new = type(builder)(builder.kv_cache_spec, builder.layer_names, builder.vllm_config, builder.device)
+            if hasattr(builder, "set_workspace_buffer"):
+                new.set_workspace_buffer(builder._get_workspace_buffer())
+            spare.append(new)
+        return spare[number]
+
+
+def _cut(name: str, value: Any, tokens: Tensor, axis: int) -> Any:
+    """The values of some tokens in an argument or result of a layer.
+
+    Args:
+        axis: the dimension of tokens, in hidden states and in all other tensors.
+    """
+    if isinstance(value, tuple):  # cosines and sines, or hidden states and residual
+        return tuple(_cut(name, part, tokens, axis) for part in value)
+    if not isinstance(value, Tensor):
+        return value
+    if name not in TOKEN_ARGUMENTS:
+        raise UserError(f"skipdecode: a layer's argument {name} is a tensor, which is not supported")
+    return value.index_select(axis, tokens)
+
+
+def _copied(value: Any) -> Any:
+    """The value, or a copy of a tensor: layers add to their arguments in place."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _poison(layer: Any, slots: Tensor) -> None:
+    """Write key 0 and a huge value into slots of an attention layer's cache.
+
+    Not NaN: kernels multiply the values of masked slots by a weight of 0, which NaN survives.
+    """
+    shape = len(slots), layer.num_kv_heads
+    key = torch.zeros((*shape, layer.head_size), dtype=layer.dtype, device=slots.device)
+    value = torch.full((*shape, layer.head_size_v), POISON, dtype=layer.dtype, device=slots.device)
+    layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)

@@ -1,0 +1,58 @@
+"""A model loader that merges a speed adapter into the weights while vLLM reads them, before they are sharded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from actors.engine.checkpoint.speed_adapter import WEIGHTS, layers_in, read_adapter, update
+from actors.engine.errors import UserError
+
+LOAD_FORMAT = "skipdecode"
+FORMATS = ("auto", "hf", "safetensors")  # of the base
+FOLDER, BASE_FORMAT = "speed_adapter", "base_format"  # keys of model_loader_extra_config
+
+
+def use_adapter(load_config: Any, folder: str) -> None:
+    """Set a LoadConfig to this loader."""
+    if load_config.load_format not in FORMATS:
+        raise UserError(f"skipdecode: load_format {load_config.load_format} cannot be combined with speed_adapter")
+    extra = {FOLDER: folder, BASE_FORMAT: load_config.load_format}
+    load_config.model_loader_extra_config = {**load_config.model_loader_extra_config, **extra}
+    load_config.load_format = LOAD_FORMAT
+
+
+@register_model_loader(LOAD_FORMAT)
+class AdapterLoader(DefaultModelLoader):  # type: ignore[misc]
+    """Reads safetensors, and adds an adapter's product to each weight that has one."""
+
+    def __init__(self, load_config: Any) -> None:
+        extra = dict(load_config.model_loader_extra_config)
+        self.adapter = read_adapter(Path(extra.pop(FOLDER)))
+        base = dataclasses.replace(load_config, load_format=extra.pop(BASE_FORMAT), model_loader_extra_config=extra)
+        super().__init__(base)
+
+    def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield the base's weights, merged in float32 and rounded to the model's dtype, as `merge` does."""
+        path = self.adapter.path / WEIGHTS
+        with safe_open(path, framework="pt") as file:
+            left = set(layers_in(file.keys()))
+            for name, weight in super().get_all_weights(model_config, model):
+                layer = name.removesuffix(".weight")
+                if layer in left:
+                    left.remove(layer)
+                    change = update(file, layer, self.adapter.scale, weight.device)
+                    if change.shape != weight.shape:
+                        shapes = f"{tuple(change.shape)}, not {tuple(weight.shape)} as in the checkpoint"
+                        raise UserError(f"{path}: the adapter of {layer} has the shape {shapes}")
+                    weight = (weight.to(model_config.dtype).float() + change).to(model_config.dtype)
+                yield name, weight
+        if left:
+            raise UserError(f"{path}: the checkpoint has no weight of {min(left)}")

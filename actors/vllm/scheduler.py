@@ -1,0 +1,39 @@
+"""`scheduler_cls` for vLLM, whose prefix cache holds prompts only: generated tokens have no keys in skipped layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+
+class PromptCache:
+    """Limits the prefix cache of a vLLM scheduler to the blocks of prompts."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        manager = self.kv_cache_manager  # type: ignore[attr-defined]
+        store, find = manager.coordinator.cache_blocks, manager.get_computed_blocks
+
+        def cache_blocks(request: Any, num_computed_tokens: int, *args: Any, **options: Any) -> None:
+            store(request, min(num_computed_tokens, request.num_prompt_tokens), *args, **options)
+
+        def get_computed_blocks(request: Any, *args: Any, **options: Any) -> Any:
+            """A preempted request's generated tokens may be another request's prompt, which ran other layers."""
+            hashes = request.block_hashes
+            request.block_hashes = hashes[: request.num_prompt_tokens // manager.block_pool.hash_block_size]
+            try:
+                return find(request, *args, **options)
+            finally:
+                request.block_hashes = hashes
+
+        manager.coordinator.cache_blocks, manager.get_computed_blocks = cache_blocks, get_computed_blocks
+
+
+class SkipScheduler(PromptCache, Scheduler):  # type: ignore[misc]
+    """For ``async_scheduling=False``."""
+
+
+class SkipAsyncScheduler(PromptCache, AsyncScheduler):  # type: ignore[misc]
+    """For vLLM's default, async scheduling."""

@@ -1,0 +1,155 @@
+"""`worker_cls` for vLLM: the platform's worker, with each decoder layer run for the tokens that need it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import vllm
+from torch.nn import ModuleList
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
+
+from actors.engine.checkpoint.speed_adapter import base_digest, read_adapter
+from actors.engine.errors import UserError
+from actors.vllm.check import check_answers
+from actors.vllm.layers import LayerSkipper
+from actors.vllm.loader import use_adapter
+from actors.vllm.scheduler import PromptCache
+from actors.vllm.settings import read_settings
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+
+TESTED = "0.32"  # minor version of vLLM: the add-on uses attributes that vLLM does not promise to keep
+log = logging.getLogger(__name__)
+
+
+class SkipWorker(PlatformWorker):  # type: ignore[misc]
+    """A worker of vLLM; at full depth it is the platform's own, with nothing replaced."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **options: Any) -> None:
+        model = vllm_config.model_config
+        self.skip_settings = read_settings(
+            vllm_config.additional_config, model.model, model.get_total_num_hidden_layers()
+        )
+        self.skipper: LayerSkipper | None = None
+        self._skips = not self.skip_settings.schedule.is_full_depth
+        if self._skips:
+            refuse_unsupported(vllm_config)
+            if (folder := self.skip_settings.speed_adapter) is not None:
+                if model.quantization is not None:
+                    raise UserError(f"skipdecode: speed_adapter cannot be merged into {model.quantization} weights")
+                if not Path(model.model).is_dir():
+                    raise UserError(f"skipdecode: speed_adapter needs the base in a folder, and {model.model} is none")
+                read_adapter(Path(folder)).check_base(base_digest(Path(model.model)), model.model)
+                use_adapter(vllm_config.load_config, folder)
+        super().__init__(vllm_config, *args, **options)
+
+    def load_model(self, *args: Any, **options: Any) -> None:
+        """Load the model, and replace its layers' forward."""
+        super().load_model(*args, **options)
+        if not self._skips:
+            log.info("skipdecode: full depth, plain vLLM")
+            return
+        schedule = self.skip_settings.schedule
+        layers = decoder_layers(self.model_runner.get_model(), schedule.num_layers)
+        attention = attention_layers(self.vllm_config.compilation_config.static_forward_context)
+        if sorted(attention) != list(range(schedule.num_layers)):
+            raise UserError(f"skipdecode: {len(attention)} of {schedule.num_layers} layers have attention")
+        self.skipper = LayerSkipper(schedule, attention, self._prompt_lengths, poison=self.skip_settings.poison)
+        self.skipper.wrap(layers)
+        log.info("skipdecode: from %d to %d of %d layers", max(schedule.depths), min(schedule.depths), len(layers))
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Allocate the cache, and watch the builders of attention metadata."""
+        super().initialize_from_config(kv_cache_config)
+        if self.skipper is None:
+            return
+        self._cache_config = kv_cache_config
+        for group in (group for groups in self.model_runner.attn_groups for group in groups):
+            if not isinstance(group.kv_cache_spec, AttentionSpec | UniformTypeKVCacheSpecs):
+                raise UserError(f"skipdecode: layers with a {type(group.kv_cache_spec).__name__} keep a state")
+            for builder in group.metadata_builders:
+                self.skipper.watch(builder)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Warm up, and compare some answers with a slow definition of skipping."""
+        times = super().compile_or_warm_up_model()
+        if self.skipper is not None and self.skip_settings.self_check:
+            check_answers(self, self.skipper, self._cache_config)
+        return times
+
+    def skip_counts(self) -> Mapping[str, int]:
+        """Return the number of forward passes, tokens, layers run for tokens, and builds of metadata for subsets."""
+        return {} if self.skipper is None else dict(self.skipper.counts)
+
+    def _prompt_lengths(self, common: Any) -> np.ndarray:
+        runner = self.model_runner
+        lengths: np.ndarray
+        if self.use_v2_model_runner:
+            lengths = runner.req_states.prompt_len.np[common.req_idx[: common.num_reqs]]
+        else:
+            lengths = runner.input_batch.num_prompt_tokens[: common.num_reqs]
+        return lengths
+
+
+def refuse_unsupported(config: Any) -> None:
+    """Raise UserError that names all settings of a VllmConfig which cannot be combined with skipped layers."""
+    version = vllm.__version__
+    if version.split(".")[:2] != TESTED.split("."):
+        raise UserError(
+            f"skipdecode: vLLM {version} is installed, and {TESTED} is tested: pip install 'vllm=={TESTED}.*'"
+        )
+    parallel, model = config.parallel_config, config.model_config
+    scheduler = config.scheduler_config.get_scheduler_cls()
+    reasons = {
+        "speculative decoding": config.speculative_config is not None,
+        "LoRA of requests": config.lora_config is not None,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "expert parallelism": parallel.enable_expert_parallel,
+        "data parallel experts": parallel.data_parallel_size > 1 and model.is_moe,
+        "dual batch overlap": parallel.use_ubatching,
+        "context parallelism": parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1,
+        "transfer of keys and values": config.kv_transfer_config is not None,
+        "fast prefill over shared keys and values": config.cache_config.kv_sharing_fast_prefill,
+        "positions of several axes (M-RoPE)": model.uses_mrope,
+        "encoders": model.is_encoder_decoder,
+        "pooling": model.runner_type != "generate",
+        "compilation and CUDA graphs: pass enforce_eager": not model.enforce_eager,
+        "prefix caching by this scheduler: pass scheduler_cls=actors.vllm.scheduler.SkipAsyncScheduler, or "
+        "enable_prefix_caching=False": config.cache_config.enable_prefix_caching
+        and not issubclass(scheduler, PromptCache),
+    }
+    if found := [name for name, present in reasons.items() if present]:
+        raise UserError(f"skipdecode: cannot be combined with {'; '.join(found)}")
+
+
+def decoder_layers(model: Any, count: int) -> ModuleList:
+    """Return the decoder layers of a model: its only list of `count` modules."""
+    found = [module for module in model.modules() if isinstance(module, ModuleList) and len(module) == count]
+    if len(found) != 1:
+        raise UserError(f"skipdecode: {type(model).__name__} has {len(found)} lists of {count} modules, not one")
+    return found[0]
+
+
+def attention_layers(by_name: Mapping[str, Any]) -> dict[int, dict[str, Attention]]:
+    """Return the attention layers of each decoder layer, by name. by_name: all layers that vLLM registers by name."""
+    found: dict[int, dict[str, Attention]] = {}
+    for name, layer in by_name.items():
+        if not isinstance(layer, AttentionLayerBase):
+            continue
+        if type(layer) is not Attention:
+            raise UserError(f"skipdecode: {name} is a {type(layer).__name__}, which is not supported")
+        if layer.kv_sharing_target_layer_name is not None:
+            raise UserError(f"skipdecode: {name} reads the keys and values of another layer")
+        found.setdefault(extract_layer_index(name), {})[name] = layer
+    return found

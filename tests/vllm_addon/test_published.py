@@ -1,0 +1,132 @@
+"""A published model with its published speed adapter: in this process, by `vllm run-batch` and by `vllm serve`."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.version", reason="vLLM is not installed here: make test-vllm")
+import vllm
+import vllm_cases as cases
+from transformers import AutoTokenizer
+
+from actors.engine.schedules.file import load_spec
+
+ROOT = Path(__file__).parents[2]
+MODEL, ADAPTER = ROOT / "work" / "real" / "model", ROOT / "configs" / "real" / "speed-adapter"
+SYSTEM = "You write one short paragraph that describes a place from the given facts, and uses every fact."
+FACTS = [
+    "name[The Plough], eatType[pub], food[French], priceRange[less than £20], customer rating[high]",
+    "name[Alimentum], area[city centre], familyFriendly[no]",
+    "name[Blue Spice], eatType[coffee shop], customer rating[5 out of 5]",
+    "name[Zizzi], food[Italian], near[Burger King]",
+]
+CHATS = [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": facts}] for facts in FACTS]
+SETTINGS = {"speed_adapter": str(ADAPTER), "speedup": 2}
+TOKENS = 48
+OPTIONS: dict[str, Any] = {
+    "worker_cls": "actors.vllm.worker.SkipWorker",
+    "scheduler_cls": "actors.vllm.scheduler.SkipAsyncScheduler",
+    "enforce_eager": True,
+    "dtype": "float32",
+    "max_model_len": 320,
+    "max_num_seqs": 4,
+    "gpu_memory_utilization": 0.3,
+}
+if not (MODEL / "config.json").is_file():
+    pytest.skip("no model in work/real/model: make real-model", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[str]:
+    """The library engine's answers."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in CHATS]
+    stored = load_spec(ADAPTER, 30)
+    assert stored is not None
+    spec = stored.overridden({"speedup": SETTINGS["speedup"]})
+    answers = cases.library_answers(MODEL, spec, prompts, [TOKENS] * len(prompts), ADAPTER)
+    ends = [[*answer, tokenizer.eos_token_id].index(tokenizer.eos_token_id) for answer in answers]
+    return [tokenizer.decode(answer[:end]).strip() for answer, end in zip(answers, ends, strict=True)]
+
+
+def command(module: str, *parts: str) -> list[str]:
+    """Of `vllm run-batch` or `vllm serve`: the program `vllm` itself does not start with the CPU build of PyPI."""
+    given = ["--model", str(MODEL), "--served-model-name", "model"]
+    for name, value in OPTIONS.items():
+        given += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    given += ["--additional-config", json.dumps({"skipdecode": SETTINGS})]
+    return [sys.executable, "-m", f"vllm.entrypoints.openai.{module}", *given, *parts]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+
+
+def body(chat: list[dict[str, str]]) -> dict[str, Any]:
+    return {"model": "model", "messages": chat, "max_tokens": TOKENS, "temperature": 0}
+
+
+def test_llm_answers_with_the_adapter_as_the_library_engine(wanted: list[str]) -> None:
+    llm = vllm.LLM(str(MODEL), additional_config={"skipdecode": SETTINGS}, **OPTIONS)
+    try:
+        params = vllm.SamplingParams(temperature=0, max_tokens=TOKENS)
+        answers = llm.chat(CHATS, params, use_tqdm=False)  # type: ignore[arg-type]
+        assert [answer.outputs[0].text.strip() for answer in answers] == wanted
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        cases.cleanup_dist_env_and_memory()
+
+
+def test_run_batch_answers_a_batch_file(wanted: list[str], tmp_path: Path) -> None:
+    requests = [
+        {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body(chat)}
+        for number, chat in enumerate(CHATS)
+    ]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(request) + "\n" for request in requests))
+    run = command("run_batch", "-i", str(source), "-o", str(target))
+    done = subprocess.run(
+        run, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=360, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = {line["custom_id"]: line for line in map(json.loads, target.read_text().splitlines())}
+    texts = [lines[str(number)]["response"]["body"]["choices"][0]["message"]["content"] for number in range(len(CHATS))]
+    assert [text.strip() for text in texts] == wanted
+
+
+def test_serve_answers_requests(wanted: list[str], tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    run = command("api_server", "--host", "127.0.0.1", "--port", str(port))
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(run, env=environment(), cwd=tmp_path, stdout=log, stderr=log)
+    try:
+        for _ in range(300):
+            assert server.poll() is None, (tmp_path / "log").read_text()[-3000:]
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=5).close()
+                break
+            except (urllib.error.URLError, OSError):
+                time.sleep(1)
+        texts = []
+        for chat in CHATS[:2]:
+            data, headers = json.dumps(body(chat)).encode(), {"Content-Type": "application/json"}
+            with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/chat/completions", data, headers)) as answer:
+                texts.append(json.load(answer)["choices"][0]["message"]["content"].strip())
+        assert texts == wanted[:2]
+    finally:
+        server.terminate()
+        server.wait(timeout=60)

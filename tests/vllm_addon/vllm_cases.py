@@ -1,0 +1,179 @@
+"""Engines of vLLM with the add-on, tiny checkpoints for them, and the answers that the library engine gives.
+
+Importing it needs vLLM. Engines run in this process, one at a time, on a CPU, in float32.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+import numpy as np
+import torch
+import vllm
+from transformers import AutoConfig, AutoModelForCausalLM
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+from actors.engine.checkpoint.speed_adapter import merge, read_adapter
+from actors.engine.decoder import Decoder
+from actors.engine.engine import Engine
+from actors.engine.scheduler import generate
+from actors.engine.schedules.schedule import ScheduleSpec
+from actors.engine.types import Request, SamplingParams
+from actors.vllm.worker import SkipWorker
+
+LAYERS, VOCAB, BLOCK = 6, 97, 32  # vLLM's CPU attention needs blocks of 32 tokens and heads of 32 numbers
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.3,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma3_text": {
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 32,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+    },
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0, "num_key_value_heads": 2},  # no residual
+    "olmo2": {},  # by transformers' layers
+}
+SPECS = {
+    "1x": ScheduleSpec(),
+    "2x": ScheduleSpec(speedup=2, horizon=12),
+    "3x": ScheduleSpec(speedup=3, horizon=8, keep_order="even"),
+    "first": ScheduleSpec(max_depth=5, min_depth=1, horizon=10, prompt="first"),
+    "without layer 0": ScheduleSpec(depths=(5, 3, 3, 1), keep_order=(3, 0, 5, 1, 4, 2), warmup=0),
+}
+ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 192,
+    "max_num_seqs": 4,
+    "block_size": BLOCK,
+    "enforce_eager": True,
+    "enable_prefix_caching": False,
+    "skip_tokenizer_init": True,
+    "gpu_memory_utilization": 0.3,
+    "worker_cls": "vllm_cases.SwitchingWorker",
+    "scheduler_cls": "actors.vllm.scheduler.SkipAsyncScheduler",
+}
+Prompts = Sequence[Sequence[int]]
+
+
+class SwitchingWorker(SkipWorker):
+    """The add-on's worker, whose schedule tests change between runs."""
+
+    def set_schedule(self, spec: ScheduleSpec) -> None:
+        """Take another schedule; every layer is wrapped already."""
+        schedule = spec.build(LAYERS)
+        assert self.skipper is not None
+        self.skipper.ranks = schedule.ranks
+        self.skipper.depths, self.skipper.prompt_depth = np.asarray(schedule.depths), len(schedule.prompt_layers)
+        self.skipper.counts.clear()
+
+
+def checkpoint(folder: Path, model_type: str) -> Path:
+    """Write a tiny random model."""
+    torch.manual_seed(11)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SHAPE, **MODELS[model_type]}))
+    for weight in model.parameters():
+        if weight.dim() == 1:  # biases and norms, which would else all be 0 or 1
+            torch.nn.init.normal_(weight, float(weight.detach().mean()), 0.3)
+    if model.config.tie_word_embeddings:  # else a token is likeliest to follow itself
+        model.get_input_embeddings().weight.data.mul_(0.3)
+    model.save_pretrained(folder / model_type)
+    return folder / model_type
+
+
+@contextmanager
+def engine(folder: Path, settings: Mapping[str, Any] | None = None, **changes: Any) -> Iterator[vllm.LLM]:
+    """vLLM with the add-on. settings: of the add-on; default a schedule to be switched, and no self-check."""
+    default = {**SPECS["2x"].to_dict(), "unadapted": True, "self_check": False}
+    config = {"skipdecode": default if settings is None else settings}
+    llm = vllm.LLM(str(folder), additional_config=config, **{**ENGINE, **changes})
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+
+
+def answers(llm: vllm.LLM, prompts: Prompts, limits: Sequence[int]) -> list[list[int]]:
+    """vLLM's greedy answers."""
+    params = [
+        vllm.SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True, detokenize=False) for limit in limits
+    ]
+    outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def library_answers(
+    folder: Path, spec: ScheduleSpec, prompts: Prompts, limits: Sequence[int], adapter: Path | None = None
+) -> list[list[int]]:
+    """The greedy answers of this project's library engine.
+
+    To be called before vLLM loads the model: it changes classes of transformers in this process.
+    """
+    rows = [
+        Request(prompt, SamplingParams(max_new_tokens=limit, ignore_eos=True))
+        for prompt, limit in zip(prompts, limits, strict=True)
+    ]
+    decoder = _decoder(folder, adapter)
+    library = Engine(decoder, spec.build(decoder.num_layers), frozenset())
+    return [list(done.token_ids) for done in generate(library, rows, budget_bytes=2**30, max_rows=4)]
+
+
+def preemptions(llm: vllm.LLM) -> list[Any]:
+    """A list to which the scheduler adds each request that it preempts from now on."""
+    scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+    found, preempt = [], scheduler._preempt_request
+
+    def noting(request: Any, *args: Any, **options: Any) -> Any:
+        found.append(request)
+        return preempt(request, *args, **options)
+
+    scheduler._preempt_request = noting
+    return found
+
+
+def skipper(llm: vllm.LLM) -> Any:
+    """The `LayerSkipper` of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.skipper  # type: ignore[attr-defined]
+
+
+def rows(count: int, seed: int = 0, shortest: int = 1, longest: int = 100) -> tuple[list[list[int]], list[int]]:
+    """Random prompts, and limits of their answers: rows at different positions share steps."""
+    chance = random.Random(seed)
+    prompts = [[chance.randrange(3, VOCAB) for _ in range(chance.randint(shortest, longest))] for _ in range(count)]
+    return prompts, [chance.randint(4, 40) for _ in prompts]
+
+
+@cache
+def _decoder(folder: Path, adapter: Path | None) -> Decoder:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+    if adapter is not None:
+        merge(model, read_adapter(adapter))
+    return Decoder(model)
