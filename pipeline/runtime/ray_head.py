@@ -35,21 +35,25 @@ def main() -> None:
     while os.getppid() == starter and not ended(ray_process):
         if select.select([sys.stdin], [], [], POLL_SECONDS)[0]:
             break
-    if not ended(ray_process):
+    died = ended(ray_process)
+    if not died:
         os.kill(ray_process, signal.SIGTERM)
     deadline = time.monotonic() + SHUTDOWN_SECONDS
     while not ended(ray_process) and time.monotonic() < deadline:
         time.sleep(0.02)
     kill_session()
+    _, status = os.waitpid(ray_process, 0)
+    sys.exit(int(died and status != 0))  # 0 after SIGTERM to Ray's own processes
 
 
 def run_ray(settings: dict[str, Any]) -> NoReturn:
-    """Run Ray until SIGTERM."""
+    """Run Ray until SIGTERM, or until a process that it cannot do without has died: exit status 1."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # Ray's own messages
     try:
+        import psutil
         import ray
 
         ray.init(**settings)
@@ -59,9 +63,11 @@ def run_ray(settings: dict[str, Any]) -> NoReturn:
         os._exit(1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     print(json.dumps({"address": address}), file=out, flush=True)
+    vital = [process for process in psutil.Process().children() if process.name() in ("gcs_server", "raylet")]
     try:
-        while True:
-            signal.pause()
+        while all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in vital):
+            time.sleep(POLL_SECONDS)
+        os._exit(1)
     finally:
         ray.shutdown()
         os._exit(0)

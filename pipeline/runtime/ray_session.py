@@ -60,6 +60,7 @@ class _Connection:
                             if not address:
                                 self.head = _start_head(verbose, metrics_port)
                                 address = _address(self.head)
+                                threading.Thread(target=_announce_death, args=(self.head,), daemon=True).start()
                             _connect(address, verbose)
                     self._set_levels(verbose)  # of handlers that Ray has added
                 except BaseException:
@@ -276,6 +277,12 @@ def _address(head: subprocess.Popen[str]) -> str:
     if "error" in values:
         raise ray.exceptions.RaySystemError(f"Ray did not start: {values['error']}")
     return str(values["address"])
+
+
+def _announce_death(head: subprocess.Popen[str]) -> None:
+    """Say that a Ray of our own has died, which ends this process from C++ after some seconds, without a word."""
+    if head.wait() != 0:
+        announce("the job's Ray has died: see this machine's memory and its kernel's log; the same command goes on")
 
 
 def _end(head: subprocess.Popen[str]) -> None:

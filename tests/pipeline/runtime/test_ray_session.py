@@ -143,14 +143,31 @@ def test_a_ray_of_our_own_lives_in_a_session_of_its_own_and_ends_whole(no_ray: N
     assert not processes(session) and not ray.is_initialized()
 
 
+def job_with_ray() -> subprocess.Popen[str]:
+    """A process that starts a Ray, prints its address, and ends when it reads a line."""
+    code = (
+        "from pipeline.runtime import ray_session; import ray\n"
+        "with ray_session.connected(False): print(ray.get_runtime_context().gcs_address, flush=True); input()"
+    )
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen([sys.executable, "-c", code], text=True, env={**os.environ, "RAY_ADDRESS": ""}, **pipes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["gcs_server", "raylet"])
+def test_a_ray_that_dies_is_named(no_ray: None, victim: str) -> None:
+    """Ray itself then ends the process: from C++, without a word."""
+    job = job_with_ray()
+    assert job.stdout is not None and job.stdout.readline()
+    for process in psutil.Process(job.pid).children(recursive=True):
+        if process.name() == victim:
+            process.kill()
+    err = job.communicate(timeout=120)[1]
+    assert job.returncode not in (0, None) and "the job's Ray has died: see this machine's memory" in err
+
+
 def test_two_jobs_have_each_a_ray_of_its_own(no_ray: None) -> None:
-    code = "import os; os.environ['RAY_ADDRESS'] = ''\n"
-    code += "from pipeline.runtime import ray_session; import ray\n"
-    code += "with ray_session.connected(False): print(ray.get_runtime_context().gcs_address, flush=True); input()"
-    jobs = [
-        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
+    jobs = [job_with_ray() for _ in range(2)]
     addresses = {job.stdout.readline() for job in jobs if job.stdout is not None}
     sessions = [process.pid for job in jobs for process in psutil.Process(job.pid).children()]
     assert len(addresses) == 2 and len(sessions) == 2
