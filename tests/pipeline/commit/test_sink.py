@@ -178,7 +178,7 @@ def test_parts_of_other_jobs_and_damaged_parts_are_named(folder: Folder) -> None
     folder.replace(part_name(1), part(SHARDS[1], fingerprint="0" * 64))
     assert "written by another job" in refusal(folder, 1)
     folder.replace(part_name(1), _plain_parquet())
-    assert "written by another job" in refusal(folder, 1)
+    assert "written by another program" in refusal(folder, 1)
     for damaged in (data[:-1], data[: len(data) // 2], b"", b"PAR1"):
         folder.replace(part_name(1), damaged)
         assert "damaged" in refusal(folder, 1)
