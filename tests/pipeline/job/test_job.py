@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,10 @@ def test_two_actors_on_ray_write_the_same_parts_and_leave_the_callers_settings(
     assert process_settings() == before
     assert parts(tmp_path / "out") == parts(output)
     assert outcome.fresh_rows == ROWS
-    assert outcome.manifest.agreement == alone.manifest.agreement is not None
+    ours, theirs = (one.manifest.agreement for one in (outcome, alone))
+    assert ours is not None and theirs is not None
+    untimed: dict[str, Any] = {"prefill_ratio": None, "decode_ratio": None}
+    assert replace(ours, **untimed) == replace(theirs, **untimed)
     for name in ("rows", "errors", "generated_tokens", "layer_steps", "full_layer_steps"):
         assert getattr(outcome.totals, name) == getattr(alone.totals, name), name
     table = pq.read_table(tmp_path / "out" / "_job" / "stats.parquet")
@@ -443,5 +447,4 @@ def test_missing_weights_fail_the_job_in_one_line(
     assert result.exit_code == 2
     last = result.stderr.strip().splitlines()[-1]
     assert last == f"skipdecode: {tmp_path}/job.yaml: {broken}: no weights for model.layers.2.mlp.up_proj.weight"
-    assert_released(tmp_path / "out")
-    assert not list((tmp_path / "out").glob("part-*"))
+    assert not (tmp_path / "out").exists()  # refused before anything is written
