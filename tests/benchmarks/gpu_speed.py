@@ -1,4 +1,4 @@
-"""The engine on a GPU against the memory's limit, at every depth, and against transformers. See gpu.sh.
+"""The engine on a GPU against the memory's limit, at every depth, and against transformers.
 
 What a decode step must read is counted: the weights of the layers that run, the vocabulary head, and the keys and
 values of the rows that run them; ideal is what those bytes and FLOPs take at the ceilings measured first. What does not
