@@ -108,7 +108,7 @@ def test_parse_parses_chats_and_templates_and_counts(chat_checkpoint: Path) -> N
     assert ids == tokenizer.apply_chat_template(chat_of(INJECTED), add_generation_prompt=True)["input_ids"]
     assert counts == [4]
     [ids], counts = prepared(chat_checkpoint, [INJECTED], template="<s>{{ m }}", special_tokens="parse")
-    assert ids == tokenizer(f"<s>{INJECTED}")["input_ids"] and counts == [4]
+    assert ids == tokenizer(INJECTED)["input_ids"] and counts == [4]  # with one <s>
 
 
 def test_generators_and_servers_take_contents_as_text(chat_checkpoint: Path) -> None:

@@ -168,6 +168,7 @@ def test_a_shard_is_tokenized_in_one_call(checkpoint: Path, monkeypatch: pytest.
         calls.append(texts)
         return tokenizer(texts, **options)
 
+    counted.bos_token_id = tokenizer.bos_token_id  # type: ignore[attr-defined]
     monkeypatch.setattr("pipeline.prepare.tokenizer.tokenizer_of", lambda folder: counted)
     ids, _ = prepared(checkpoint, {"prompt": ["a", None, "b"]})
     assert calls == [["a", "b"]] and [bool(one) for one in ids] == [True, False, True]
