@@ -25,6 +25,7 @@ from actors.engine.schedules.file import load_spec
 from pipeline import job as jobs
 from pipeline.adapt import configs
 from pipeline.adapt.choice import BreakEven, Measured, Quality, choose, full_depth, nearest, parallel_actors
+from pipeline.adapt.estimate import announcement
 from pipeline.adapt.pairs import check_metric, default_metric, write_pairs
 from pipeline.adapt.plan import Task, plan_adaptation
 from pipeline.adapt.sample import draw, write_sample
@@ -104,6 +105,8 @@ def _adapt(task: Task, values: Mapping[str, Any], record: StageRecord, verbose: 
     sampled = run("sample", f"draw {options.rows:,} of {task.rows:,} rows", [configs.SAMPLE], lambda: _sample(task))
     if sampled["inputs"] != task.inputs:
         log.warning("%s: changed since the sample was drawn; new rows are not sampled", ", ".join(config.input.path))
+    if not record.done.keys() >= set(STAGES):
+        announce(announcement(task, record.done))
     pairs = [configs.TRAIN, configs.HELD_OUT]
     purpose = f"answer {sampled['drawn'] - sampled['unreadable']:,} rows at full depth with {config.model.path}"
     answered = run("answers", purpose, pairs, lambda: _answer(task, sampled["held_out"], verbose))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,6 +101,8 @@ def _eliminate(
     bypassed: list[int] = []
     divergence: list[float] = []
     at_full_depth = _influence(batches, remaining)
+    began, total_work = time.monotonic(), _work_left(len(remaining), candidates)
+    report(f"keep order: up to {len(remaining) - 1} layers are left out, one after the other")
     while len(remaining) > 1 and (not divergence or divergence[-1] <= LOST):
         influence = _influence(batches, remaining) if bypassed else at_full_depth
         by_influence = sorted(remaining, key=lambda layer: (influence[layer], layer))
@@ -113,9 +116,19 @@ def _eliminate(
         divergence.append(lowest / tokens)
         for batch in batches:
             batch.bypass(least)
-        report(f"{len(remaining)} layers left: {lowest / tokens:.4f} nats per token without {bypassed}")
+        left = _work_left(len(remaining), candidates)
+        minutes = (time.monotonic() - began) * left / max(total_work - left, 1) / 60
+        report(
+            f"keep order: {len(remaining)} layers left, loss {lowest / tokens:.4f} nats per token without {bypassed}; "
+            f"at most about {minutes:.1f} min left"
+        )
     remaining.sort(key=lambda layer: (-at_full_depth[layer], -layer))
     return LayerRanking((*range(warmup), *remaining, *reversed(bypassed)), tuple(divergence), tokens)
+
+
+def _work_left(layers: int, candidates: int | None) -> int:
+    """Return the layers that are run until one is left: of each candidate about half of those that remain."""
+    return sum(min(candidates or left, left) * left for left in range(2, layers + 1))
 
 
 def _influence(batches: Sequence[ResponsePasses], layers: Sequence[int]) -> dict[int, float]:
