@@ -11,11 +11,13 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+
+import pyarrow as pa
 
 from actors.engine.errors import UserError
 from actors.engine.schedules.schedule import Schedule
@@ -23,6 +25,7 @@ from pipeline.backends.stages import Actors, Backend, Read, Session, Stage, Task
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, resolve_checkpoint
 from pipeline.commit.budget import open_budget
 from pipeline.commit.claim import check_same_job, claim, stored_job
+from pipeline.commit.duplicates import count_repeated, repeated_error
 from pipeline.commit.finalize import finalize, finished_totals, write_success
 from pipeline.commit.lease import leased
 from pipeline.commit.records import Compaction
@@ -49,6 +52,7 @@ from pipeline.prepare.prompt_spec import check_generation, check_spec, prompt_sp
 from pipeline.prepare.stage import prepare
 from pipeline.prepare.thinking import marks_of_thinking
 from pipeline.read.files import Files
+from pipeline.read.rows import read_shards
 from pipeline.read.shards import Shard
 from pipeline.report.job_page import write_report
 from pipeline.report.summary import JobResult
@@ -167,7 +171,25 @@ def plan(
     manifest = manifests.plan_job(config, checkpoint, schedule, limit, stored, files, hardware=backend, drafts=drafts)
     actors = config.actors.model_copy(update={"threads": manifest.batching.threads})
     config = config.model_copy(update={"actors": actors})
+    if stored is None and config.input.duplicate_ids == "error":
+        _check_ids(config, manifest)
     return PlannedJob(config, checkpoint, schedule, manifest, began, drafts)
+
+
+def _check_ids(config: JobConfig, manifest: Manifest) -> None:
+    """Raise UserError if an id of Parquet files repeats; other formats would be parsed whole for it."""
+    column = config.input.id_column
+    if column is None or any(file.format != "parquet" for file in manifest.files):
+        return
+
+    def read(shards: Sequence[Shard]) -> Iterator[pa.ChunkedArray]:
+        schema = pa.schema([manifest.schema.field(column)])
+        return (table[column] for _, table in read_shards(manifest.files, shards, schema, config.storage))
+
+    with announced("looking for repeated ids"):
+        found, examples = count_repeated(read(manifest.shards), manifest.shards, lambda shard: next(read([shard])))
+    if found:
+        raise repeated_error(found, examples)
 
 
 def planned_schedule(config: JobConfig, checkpoint: ResolvedCheckpoint) -> Schedule:
@@ -255,7 +277,8 @@ def answer(job: PlannedJob, folder: Folder, backend: Backend) -> tuple[Totals, i
             budget.spending(session.coordinator, len(left)),
         ):
             session.run(stages(job, folder, left, session), workload, job.config.grace_seconds)
-    totals = finalize(folder, manifest)
+    section = job.config.input
+    totals = finalize(folder, manifest, None if section.id_column is None else section.duplicate_ids)
     write_results(folder, manifest, job.config)
     return totals, left_rows
 

@@ -77,6 +77,7 @@ def _location(output: str, endpoint_url: str | None) -> tuple[str, StorageConfig
 def _report(url: str, storage: StorageConfig, check: bool, write: bool) -> None:
     from rich.console import Console
 
+    from pipeline.commit.duplicates import with_duplicates
     from pipeline.commit.finalize import totals_of, write_statistics
     from pipeline.commit.records import read_records
     from pipeline.commit.runs import read_runs
@@ -103,7 +104,8 @@ def _report(url: str, storage: StorageConfig, check: bool, write: bool) -> None:
     records = read_records(folder, manifest.fingerprint)
     if write:
         write_statistics(folder, manifest, records)
-    print_report(Console(soft_wrap=True), manifest, records, totals_of(records), read_runs(folder))
+    totals = with_duplicates(folder, totals_of(records))
+    print_report(Console(soft_wrap=True), manifest, records, totals, read_runs(folder))
 
 
 def _html(url: str, storage: StorageConfig, to: Path | None) -> None:

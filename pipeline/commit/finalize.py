@@ -9,11 +9,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.commit.duplicates import record_duplicates, repeated_error, with_duplicates
 from pipeline.commit.records import drop_records, read_valid_records, record_name
 from pipeline.commit.sink import SUCCESS, load_records, part_name, part_sizes
 from pipeline.generate.stats import STATS_SCHEMA, Totals, add_up
 from pipeline.plan.manifest import Manifest
 from pipeline.read.shards import Shard
+from pipeline.runtime.announce import announced
 from pipeline.storage.folder import Folder
 
 STATS, SUMMARY = "_job/stats.parquet", "_job/summary.json"
@@ -23,8 +25,10 @@ class RowsMissing(Exception):
     """The committed rows are not the planned rows; the message names the first shard that differs."""
 
 
-def finalize(folder: Folder, manifest: Manifest) -> Totals:
+def finalize(folder: Folder, manifest: Manifest, duplicate_ids: str | None = None) -> Totals:
     """Check that every planned row is committed once, then write statistics and summary.
+
+    duplicate_ids: `input.duplicate_ids` of a job whose ids are a column of the input, and are counted; else None.
 
     Raises RowsMissing with the remedy; `_SUCCESS` is then removed. A part that is not the committed one keeps its
     record, so that no later run accepts it; the record of a part that is gone is dropped, so that its shard is run
@@ -39,7 +43,13 @@ def finalize(folder: Folder, manifest: Manifest) -> Totals:
         if gone:
             drop_records(folder, gone, manifest.fingerprint)
         raise
-    return write_statistics(folder, manifest, records)
+    if duplicate_ids is not None:
+        with announced("counting repeated ids"):
+            record_duplicates(folder, manifest, records)
+    totals = write_statistics(folder, manifest, records)
+    if duplicate_ids == "error" and totals.duplicate_ids:
+        raise repeated_error(totals.duplicate_ids, totals.duplicate_examples)
+    return totals
 
 
 def write_success(folder: Folder, manifest: Manifest, totals: Totals) -> None:
@@ -57,7 +67,7 @@ def finished_totals(folder: Folder, manifest: Manifest) -> Totals | None:
         check_rows(records, part_sizes(folder, planned, max(planned, default=-1)), manifest.shards)
     except RowsMissing:
         return None
-    return None if damaged else totals_of(records)
+    return None if damaged else with_duplicates(folder, totals_of(records))
 
 
 def check_rows(records: pa.Table, sizes: Mapping[int, int], shards: Sequence[Shard]) -> None:
@@ -94,7 +104,7 @@ def check_rows(records: pa.Table, sizes: Mapping[int, int], shards: Sequence[Sha
 
 def write_statistics(folder: Folder, manifest: Manifest, records: pa.Table) -> Totals:
     """Write statistics and summary of these records, of a job that may be unfinished."""
-    totals = totals_of(records)
+    totals = with_duplicates(folder, totals_of(records))
     sink = pa.BufferOutputStream()
     pq.write_table(records.select(STATS_SCHEMA.names).cast(STATS_SCHEMA), sink)
     folder.replace(STATS, sink.getvalue().to_pybytes())

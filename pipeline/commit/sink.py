@@ -48,7 +48,7 @@ SUCCESS = "_SUCCESS"
 PARTS_AT_ONCE = 8  # parts that are held in memory whole
 PART = re.compile(r"part-\d{6,}\.parquet")
 OWN = re.compile(  # files in `_job` that jobs write
-    r"(job|summary|results|tables|runs|spent|prediction|products-.+)\.json|(plan|inputs|stats)\.parquet|schema\.arrow|"
+    r"(job|summary|duplicates|results|tables|runs|spent|prediction|products-.+)\.json|(plan|inputs|stats)\.parquet|schema\.arrow|"
     r"report\.html|probe-[0-9a-f]+"
 )
 

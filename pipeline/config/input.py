@@ -129,6 +129,11 @@ class InputConfig(Section):
         None,
         description="incremental runs: each answers the files that no successful run has answered, in a folder by date",
     )
+    duplicate_ids: Literal["warn", "error"] = Field(
+        "warn",
+        description="ids that repeat, of a column: counted over all rows at the end; error: refused, before the start "
+        "where the input is Parquet, else at the end without _SUCCESS",
+    )
     changed: Literal["error", "reprocess", "ignore"] = Field(
         "error",
         description="with since, a file that changed after it was answered: stop, answer it again, or keep its answers",

@@ -297,7 +297,8 @@ def _other_ends(resolved: ResolvedCheckpoint) -> dict[str, Any]:
 
 def _input_identity(config: JobConfig) -> dict[str, Any]:
     """Keys of `input` that can change an answer; a job planned before two of them existed has none."""
-    values = config.input.model_dump(mode="json", exclude={"since", "changed", "unreadable", "csv_field_bytes"})
+    left_out = {"since", "changed", "unreadable", "csv_field_bytes", "duplicate_ids"}
+    values = config.input.model_dump(mode="json", exclude=left_out)
     if not config.input.is_table:
         del values["snapshot"]
     for name, default in (("special_tokens", None), ("continue_final", False)):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from pipeline.commit.duplicates import with_duplicates
 from pipeline.commit.finalize import STATS
 from pipeline.commit.runs import read_runs, versions
 from pipeline.commit.sink import part_name
@@ -58,12 +59,12 @@ def job_page(folder: Folder, manifest: Manifest, shards: pa.Table, prediction: d
     """The page of a job, finished or not.
 
     Args:
-        folder: its output, of which only `_job/runs.json` is read.
+        folder: its output, of which only `_job/runs.json` and `_job/duplicates.json` are read.
         shards: statistics as in `STATS_SCHEMA`, of committed shards.
         prediction: of `skipdecode plan`, if there is one.
     """
     shards = shards.select(STATS_SCHEMA.names).combine_chunks()
-    totals, runs = add_up(shards), read_runs(folder)
+    totals, runs = with_duplicates(folder, add_up(shards)), read_runs(folder)
     spans = run_spans(runs, shards)
     wall = sum(end - begin for begin, end in spans)
     found = timeline(runs, shards)

@@ -115,7 +115,12 @@ def print_report(
     for line in totals.warnings:
         console.print(f"warning: {line}", markup=False, highlight=False)
     if totals.duplicate_ids:
-        console.print(f"warning: {totals.duplicate_ids:,} rows share their id with another row of their shard")
+        lines = "".join(f"\n  {example}" for example in totals.duplicate_examples)
+        console.print(
+            f"warning: {totals.duplicate_ids:,} rows have the id of an earlier row{lines}",
+            markup=False,
+            highlight=False,
+        )
 
 
 def _columns(manifest: Manifest, totals: Totals) -> dict[str, Callable[[ShardStats], str]]:

@@ -40,6 +40,10 @@ class Folder(Protocol):
         """The bytes of a file. Raises FileNotFoundError if it does not exist."""
         ...
 
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        """The bytes of a file from `start` to before `end`. Raises FileNotFoundError if it does not exist."""
+        ...
+
     def create(self, name: str, data: bytes) -> bool:
         """Write a new file, complete and durable. False, without any change, if the name exists."""
         ...
@@ -111,6 +115,11 @@ class LocalFolder:
 
     def read(self, name: str) -> bytes:
         return (self.path / name).read_bytes()
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        with open(self.path / name, "rb") as file:
+            file.seek(start)
+            return file.read(end - start)
 
     def create(self, name: str, data: bytes) -> bool:
         target, temporary = self.path / name, self._write(name, data)
@@ -194,6 +203,10 @@ class ObjectFolder:
 
     def read(self, name: str) -> bytes:
         data: bytes = self.fs.cat_file(f"{self.path}/{name}", max_concurrency=1)  # else a request for the size precedes
+        return data
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        data: bytes = self.fs.cat_file(f"{self.path}/{name}", start=start, end=end, max_concurrency=1)
         return data
 
     def create(self, name: str, data: bytes) -> bool:

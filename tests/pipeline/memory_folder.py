@@ -29,6 +29,9 @@ class MemoryFolder:
         except KeyError:
             raise FileNotFoundError(name) from None
 
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        return self.read(name)[start:end]
+
     def create(self, name: str, data: bytes) -> bool:
         self.gate()
         if f"{self.prefix}/{name}" in self.files:  # one thread at a time passes the gate: this is atomic

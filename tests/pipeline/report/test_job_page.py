@@ -145,7 +145,7 @@ def test_the_page_tells_the_figures(hostile: tuple[Folder, bytes]) -> None:
         f"of {LAYERS} layers",
         "wall clock, start-up included, s 20.0 18.0 to 23.0 40.0 +100.0%",
         "The prediction is for 18 rows; 20 were answered after it",
-        "4 rows share their id",
+        "4 rows have the id of an earlier row",
         "part-000003.parquet",
         "device-hours",
     ):

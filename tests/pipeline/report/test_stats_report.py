@@ -333,7 +333,7 @@ def test_the_report_can_be_read(folder: Folder) -> None:
     text = printed(read_records(folder, FINGERPRINT))
     assert "10 rows in 3 shards, 2 with an error" in text
     assert f"mean depth 3.00 of {LAYERS}, layer ratio 1.33x" in text
-    assert "2 rows share their id" in text
+    assert "2 rows have the id of an earlier row" in text
     assert "agreement" not in text
     tokens = sum(part_stats(shard).generated_tokens for shard in SHARDS)
     assert "cost at work: 24.0 device-seconds and money 0.06; " in text
@@ -345,7 +345,7 @@ def test_the_report_can_be_read(folder: Folder) -> None:
     shown = "agreement with full depth, before the start: 0.95 of 200 tokens as at full depth, token KL 0.04 nats"
     assert shown in printed(read_records(folder, FINGERPRINT), measured)
     none = [replace(part_stats(SHARDS[2]), duplicate_ids=0)]
-    assert "no decode steps" in printed(to_table(none)) and "share their id" not in printed(to_table(none))
+    assert "no decode steps" in printed(to_table(none)) and "have the id" not in printed(to_table(none))
 
 
 def test_answers_of_one_token_have_no_columns_of_decode_steps() -> None:

@@ -1,0 +1,142 @@
+"""Ids that repeat within a job, counted over all of its rows: joins by such an id would double rows.
+
+Each row is a 64-bit hash of its id and its place, 16 bytes. They go to temporary files, so that equal hashes meet in
+one file; each file is sorted in memory, one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from tempfile import TemporaryFile
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from actors.engine.errors import UserError
+from pipeline.commit.sink import part_name
+from pipeline.generate.stats import Totals
+from pipeline.plan.manifest import Manifest
+from pipeline.read.shards import Shard
+from pipeline.storage.concurrency import in_parallel
+from pipeline.storage.folder import Folder
+from pipeline.storage.parquet import read_parquet
+
+DUPLICATES = "_job/duplicates.json"
+ROWS_AT_ONCE = 2**22  # of a temporary file, about: they are sorted in memory
+EXAMPLES = 3
+FOOTER, SMALL = 2**16, 2**18  # bytes: read first for a part's footer; of a part that is read whole
+
+
+def count_repeated(
+    columns: Iterable[pa.ChunkedArray], shards: Sequence[Shard], ids_of: Callable[[Shard], pa.ChunkedArray]
+) -> tuple[int, list[str]]:
+    """Return the number of rows whose id an earlier row of the job has, and examples.
+
+    Args:
+        columns: ids of each shard.
+        ids_of: reads the ids of one shard again.
+    """
+    rows = sum(shard.rows for shard in shards)
+    found, places = 0, list[tuple[int, int]]()
+    with ExitStack() as stack:
+        files = [stack.enter_context(TemporaryFile()) for _ in range(rows // ROWS_AT_ONCE + 1)]
+        first = 0
+        for column in columns:
+            pairs = np.stack([_hashes(column), np.arange(first, first + len(column))], axis=1)
+            first += len(column)
+            which = pairs[:, 0].view(np.uint64) % np.uint64(len(files))
+            order = np.argsort(which, kind="stable")
+            ends = np.searchsorted(which[order], np.arange(1, len(files)))
+            for file, some in zip(files, np.split(pairs[order], ends), strict=True):
+                file.write(some.tobytes())
+        for file in files:
+            file.seek(0)
+            pairs = np.frombuffer(file.read(), np.int64).reshape(-1, 2)
+            pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
+            repeats = np.flatnonzero(pairs[1:, 0] == pairs[:-1, 0])
+            found += len(repeats)
+            for place in repeats[: EXAMPLES - len(places)]:
+                places.append((int(pairs[place, 1]), int(pairs[place + 1, 1])))
+    ends = np.cumsum([shard.rows for shard in shards])
+    examples = []
+    for pair in places:
+        numbers = [int(np.searchsorted(ends, place, side="right")) for place in pair]
+        offsets = [place - int(ends[number]) + shards[number].rows for place, number in zip(pair, numbers, strict=True)]
+        text = str(ids_of(shards[numbers[0]])[offsets[0]])
+        where = [
+            f"row {shards[number].first_row + offset} of {shards[number].url}"
+            for number, offset in zip(numbers, offsets, strict=True)
+        ]
+        examples.append(f"{text[:80]!r}: {' and '.join(where)}")
+    return found, examples
+
+
+def record_duplicates(folder: Folder, manifest: Manifest, records: pa.Table) -> None:
+    """Count the repeated ids of the committed parts, and write the figure and examples beside the statistics.
+
+    records: as from `load_records`, of all shards. Reads nothing but the ids.
+    """
+    sizes = dict(zip(records["shard"].to_pylist(), records["bytes"].to_pylist(), strict=True))
+
+    def ids_of(shard: Shard) -> pa.ChunkedArray:
+        return _ids(folder, part_name(shard.index), sizes[shard.index])
+
+    found, examples = count_repeated(in_parallel(ids_of, manifest.shards), manifest.shards, ids_of)
+    folder.replace(DUPLICATES, (json.dumps({"rows": found, "examples": examples}, indent=1) + "\n").encode())
+
+
+def with_duplicates(folder: Folder, totals: Totals) -> Totals:
+    """Return the totals with the repeated ids of the whole job, where they were counted."""
+    try:
+        values = json.loads(folder.read(DUPLICATES))
+        return replace(totals, duplicate_ids=int(values["rows"]), duplicate_examples=tuple(values["examples"]))
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return totals
+
+
+def repeated_error(found: int, examples: Sequence[str]) -> UserError:
+    """Return the error of a job that refuses repeated ids."""
+    listed = "; ".join(examples)
+    return UserError(f"input.id: {found:,} rows have the id of an earlier row, such as {listed} (input.duplicate_ids)")
+
+
+def _hashes(ids: pa.ChunkedArray) -> np.ndarray:
+    """Return a hash of each id [N], the same in all of this process."""
+    if pa.types.is_integer(ids.type) and not ids.null_count:
+        return np.asarray(ids.to_numpy()).astype(np.int64)
+    try:
+        ids = ids.cast(pa.large_string())  # dates beyond Python's too
+        return np.fromiter(map(hash, ids.to_pylist()), np.int64, len(ids))
+    except pa.ArrowException:  # lists, or bytes that are no text
+        return np.fromiter((hash(str(one)) for one in ids), np.int64, len(ids))
+
+
+def _ids(folder: Folder, name: str, size: int) -> pa.ChunkedArray:
+    """Return the ids of a part's input rows; of a large part only the bytes of their columns are read."""
+    data = bytearray(size)
+
+    def fetch(start: int, end: int) -> None:
+        data[start:end] = folder.read_range(name, start, end)
+
+    fetch(0 if size <= SMALL else size - FOOTER, size)
+    if size > SMALL:
+        footer = int.from_bytes(data[-8:-4], "little") + 8
+        if footer > FOOTER:
+            fetch(size - footer, size - FOOTER)
+    metadata = pq.read_metadata(pa.BufferReader(data))
+    names = [one for one in ("id", "sample_index") if one in metadata.schema.names]
+    if size > SMALL:
+        for group in range(metadata.num_row_groups):
+            chunks = metadata.row_group(group)
+            for chunk in map(chunks.column, range(chunks.num_columns)):
+                if chunk.path_in_schema in names:
+                    begin = chunk.dictionary_page_offset or chunk.data_page_offset
+                    fetch(begin, begin + chunk.total_compressed_size)
+    table = read_parquet(bytes(data), names)
+    if "sample_index" in names:
+        table = table.filter(pa.compute.equal(table["sample_index"], 0))
+    return table["id"]
