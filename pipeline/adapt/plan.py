@@ -138,7 +138,9 @@ def _settings(config: JobConfig, resolved: ResolvedCheckpoint, shape: Mapping[st
     actors = {"actors": config.actors.model_dump(include={"max_batch", "threads", "cache_bytes"})}
     return {
         "sample": {  # without the input's files, to which more may be added
-            "input": config.input.model_dump(exclude={"since", "changed", "csv_field_bytes", "duplicate_ids"}),
+            "input": config.input.model_dump(
+                exclude={"since", "changed", "unreadable", "csv_field_bytes", "duplicate_ids"}
+            ),
             "model": {**config.model.model_dump(exclude={"path", "cache", "speed_adapter"}), **resolved.identity()},
             "sampling": config.sampling.model_dump(exclude={"n"}),
             "choices": config.choices,

@@ -28,6 +28,7 @@ from pipeline.storage.parquet import read_parquet
 DUPLICATES = "_job/duplicates.json"
 ROWS_AT_ONCE = 2**22  # of a temporary file, about: they are sorted in memory
 EXAMPLES = 3
+NULL = -(2**62) - 7919  # stands for an id that is null among integers
 FOOTER, SMALL = 2**16, 2**18  # bytes: read first for a part's footer; of a part that is read whole
 
 
@@ -93,7 +94,7 @@ def with_duplicates(folder: Folder, totals: Totals) -> Totals:
     """Return the totals with the repeated ids of the whole job, where they were counted."""
     try:
         values = json.loads(folder.read(DUPLICATES))
-        return replace(totals, duplicate_ids=int(values["rows"]), duplicate_examples=tuple(values["examples"]))
+        return replace(totals, duplicate_ids=int(values["rows"]), duplicate_examples=list(values["examples"]))
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return totals
 
@@ -105,14 +106,13 @@ def repeated_error(found: int, examples: Sequence[str]) -> UserError:
 
 
 def _hashes(ids: pa.ChunkedArray) -> np.ndarray:
-    """Return a hash of each id [N], the same in all of this process."""
-    if pa.types.is_integer(ids.type) and not ids.null_count:
-        return np.asarray(ids.to_numpy()).astype(np.int64)
-    try:
+    """Return a hash of each id [N], the same in all of this process; of integers they themselves."""
+    if pa.types.is_integer(ids.type):
+        return np.asarray(ids.cast(pa.int64(), safe=False).fill_null(NULL).to_numpy())
+    if not (pa.types.is_nested(ids.type) or pa.types.is_binary(ids.type) or pa.types.is_large_binary(ids.type)):
         ids = ids.cast(pa.large_string())  # dates beyond Python's too
-        return np.fromiter(map(hash, ids.to_pylist()), np.int64, len(ids))
-    except pa.ArrowException:  # lists, or bytes that are no text
-        return np.fromiter((hash(str(one)) for one in ids), np.int64, len(ids))
+    values = ids.to_pylist()
+    return np.fromiter(map(hash, map(repr, values) if pa.types.is_nested(ids.type) else values), np.int64, len(ids))
 
 
 def _ids(folder: Folder, name: str, size: int) -> pa.ChunkedArray:
@@ -122,7 +122,7 @@ def _ids(folder: Folder, name: str, size: int) -> pa.ChunkedArray:
     def fetch(start: int, end: int) -> None:
         data[start:end] = folder.read_range(name, start, end)
 
-    fetch(0 if size <= SMALL else size - FOOTER, size)
+    fetch(0 if size <= SMALL else max(0, size - FOOTER), size)
     if size > SMALL:
         footer = int.from_bytes(data[-8:-4], "little") + 8
         if footer > FOOTER:

@@ -286,7 +286,7 @@ class Totals:
     common_answers: dict[str, int]  # how many answers each text is, of the most frequent texts of each shard
     labels: dict[str, int]  # how many answers each label is, the most frequent first
     fields: dict[str, dict[str, int]]  # how many structured answers have each value, of fields with few values
-    duplicate_examples: tuple[str, ...] = ()  # of ids that repeat within the job
+    duplicate_examples: list[str] = field(default_factory=list)  # of ids that repeat within the job
 
     @property
     def warnings(self) -> list[str]:

@@ -80,7 +80,8 @@ def test_a_job_says_how_many_rows_repeat_an_id_of_another_shard(
     done = CliRunner().invoke(app, ["run", str(tmp_path / "job.yaml")])
     files = [f"{tmp_path}/in/{number}.parquet" for number in range(2)]
     example = f"'b': row 1 of {files[0]} and row 1 of {files[1]}"
-    assert done.exit_code == 0 and f"warning: 1 rows have the id of an earlier row\n  {example}\n" in done.stdout
+    assert done.exit_code == 0, done.output
+    assert f"warning: 1 rows have the id of an earlier row\n  {example}\n" in done.stdout
     summary = json.loads((tmp_path / "out" / "_job" / "summary.json").read_text())
     assert (summary["duplicate_ids"], summary["duplicate_examples"]) == (1, [example])
     assert example.replace("'", "&#39;") in (tmp_path / "out" / "_job" / "report.html").read_text()
