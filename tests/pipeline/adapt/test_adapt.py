@@ -394,4 +394,6 @@ def test_every_stage_is_announced(tmp_path: Path, fakes: Fakes, command: Run) ->
     stages = [line for line in result.stderr.splitlines() if line.startswith("stage ")]
     assert [stage.partition(":")[0] for stage in stages] == [f"stage {number} of 5" for number in range(1, 6)]
     assert stages[0] == "stage 1 of 5: draw 20 of 30 rows"
+    (estimate,) = [line for line in result.stderr.splitlines() if line.startswith("estimate: ")]
+    assert " training steps; " in estimate and "in all on this machine, about: answers " in estimate
     assert not [line for line in command("--json").stderr.splitlines() if line.startswith("stage ")]

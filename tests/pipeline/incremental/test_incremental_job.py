@@ -315,7 +315,7 @@ def test_a_run_while_another_is_at_work_is_exit_5(inbox: Inbox, flow: Any, monke
         assert inbox.states() == ["abandoned"]
 
     answer_by(monkeypatch, overtake)
-    monkeypatch.setattr(jobs, "finalize", lambda folder, manifest: add_up(to_table([])))
+    monkeypatch.setattr(jobs, "finalize", lambda *_: add_up(to_table([])))
     result = inbox.run()
     assert result.exit_code == 5 and "run 1 was abandoned meanwhile (--overwrite)" in result.stderr
     assert inbox.answered() == []
