@@ -128,6 +128,13 @@ def test_replace_writes_over(folder: Folder) -> None:
     assert folder.read("_job/plan.parquet") == large
 
 
+def test_some_bytes_of_a_file_are_read(folder: Folder) -> None:
+    folder.replace("a", b"0123456789")
+    assert (folder.read_range("a", 3, 7), folder.read_range("a", 0, 10)) == (b"3456", b"0123456789")
+    with pytest.raises(FileNotFoundError):
+        folder.read_range("b", 0, 1)
+
+
 def test_names_are_the_files_of_one_folder(folder: Folder) -> None:
     for name in ("part-1", "part-0", "_job/commits/000.json", "_job/job.json"):
         folder.replace(name, b"x")
