@@ -102,7 +102,9 @@ def _run(
     record("the job is finished", "summary", summary=outcome)
     if as_json:
         typer.echo(json.dumps(outcome))
-    errors_and_rows = [(result.totals.errors, result.totals.rows) for _, result in done]
+    errors_and_rows = [
+        (result.totals.errors, result.totals.rows) for _, result in done if not result.manifest.batching.retries
+    ]
     if answered is not None and answered.last is not None and not done:
         # nothing new: the last run's row errors still decide the exit status
         last = open_folder(f"{config.output.path.rstrip('/')}/{answered.last.folder}", config.storage)

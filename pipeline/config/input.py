@@ -142,6 +142,11 @@ class InputConfig(Section):
         "error",
         description="with since, a new file that cannot be read or lacks a column: stop, or leave it for a later run",
     )
+    retry: Literal["errors"] | None = Field(
+        None,
+        description="with since, rows whose answer has an error are answered again, in a dated folder of their own; "
+        "default: never",
+    )
 
     @model_validator(mode="after")
     def _fits_together(self) -> InputConfig:
@@ -149,6 +154,8 @@ class InputConfig(Section):
         for name in ("changed", "unreadable"):
             if self.since is None and getattr(self, name) != "error":
                 raise UserError(f"{name} is for incremental runs: give since: last_success too")
+        if self.retry is not None and (self.since is None or self.is_table):
+            raise UserError("retry is for incremental runs over files: give since: last_success too, or leave it out")
         given = [name for name in ("prompt", "template", "messages") if getattr(self, name) is not None]
         own = [
             *given,

@@ -16,6 +16,7 @@ import os
 import re
 import socket
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -173,7 +174,14 @@ def claim(
     assert ledger.last is None or ledger.last.state != "unfinished", "the previous run must have ended"
     number = ledger.last.number + 1 if ledger.last else 1
     began = _now()
-    files = tuple(ClaimedFile(file.url, file.size, file.version, file.digest, file.rows) for file in manifest.files)
+    rows = Counter({file.url: file.rows for file in manifest.files})
+    if manifest.batching.retries:  # not all rows of the files
+        rows = Counter()
+        for shard in manifest.shards:
+            rows[shard.url] += shard.rows
+    files = tuple(
+        ClaimedFile(file.url, file.size, file.version, file.digest, rows[file.url]) for file in manifest.files
+    )
     folder, root_of_ids = _folder_name(began, ledger), manifest.batching.root
     run = LedgerRun(number, folder, manifest.fingerprint, began, _me(), files, root=root_of_ids, left=tuple(left))
     if pin is not None:

@@ -32,8 +32,10 @@ from pipeline.commit.table import commit_table
 from pipeline.config.job import JobConfig
 from pipeline.incremental import ledger as ledgers
 from pipeline.incremental.ledger import ConcurrentRun, Ledger, LedgerRun
+from pipeline.incremental.retry import Rows, failed_rows, shards_of
 from pipeline.incremental.root_page import write_root_report
 from pipeline.job import PlannedJob
+from pipeline.messages import counted
 from pipeline.plan import manifest as manifests
 from pipeline.plan import plan_files
 from pipeline.plan.columns import check_columns
@@ -45,6 +47,7 @@ from pipeline.read.files import Files
 from pipeline.read.listing import list_input, list_pinned
 from pipeline.report.job_page import write_report
 from pipeline.report.summary import JobResult
+from pipeline.runtime.announce import announce
 from pipeline.runtime.signals import interruptible
 from pipeline.storage.folder import Folder, open_folder, probe_create
 from pipeline.storage.write_check import check_location, make_writable
@@ -131,6 +134,9 @@ def run_in(root: Folder, config: JobConfig, backend: Backend, overwrite: bool) -
     elif last is not None and last.state == "success":
         _write_missing_success(_folder(root, last, config), config)
     ledgers.compact(root, ledger)
+    if failed := _to_retry(root, config, ledger):
+        finished.append(_retry(root, ledger, config, backend, failed))
+        ledger = _read_again(root, finished[-1].run.number)
     new, left = new_input(config, ledger), list[str]()
     if new.files:
         try:
@@ -165,7 +171,30 @@ def _nothing_new(root: Folder, config: JobConfig) -> IncrementalResult | None:
         return None
     if last.state == "success" and not _folder(root, last, config).exists(SUCCESS):
         return None
-    return None if new_input(config, ledger).files else IncrementalResult([], ledger.last_success)
+    if new_input(config, ledger).files or _to_retry(root, config, ledger):
+        return None
+    return IncrementalResult([], ledger.last_success)
+
+
+def _to_retry(root: Folder, config: JobConfig, ledger: Ledger) -> Rows:
+    """The rows that `input.retry` asks to answer again, by file."""
+    if config.input.retry is None or not ledger.runs:
+        return {}
+    return failed_rows(root, ledger, list_input(config.input, config.storage, may_be_empty=True), config.storage)
+
+
+def _retry(root: Folder, ledger: Ledger, config: JobConfig, backend: Backend, failed: Rows) -> FinishedRun:
+    """Answer rows that have an error again, in a run of their own, which counts whatever becomes of them."""
+    listed = list_input(config.input, config.storage)
+    job = jobs.plan(config, None, backend, files={url: listed[url] for url in sorted(failed)})
+    batching = replace(job.manifest.batching, root=ledger.runs[-1].root, retries=True)
+    shards = shards_of(failed, job.manifest.shards)
+    job = replace(job, manifest=replace(job.manifest, batching=batching, shards=shards))
+    announce(f"answering {counted(job.manifest.rows, 'row')} with an error again")
+    run = ledgers.claim(root, ledger, job.manifest)
+    folder = _folder(root, run, config)
+    plan_files.save(folder, job.manifest)
+    return _answer(root, run, folder, job, backend, resumed=False)
 
 
 @dataclass(frozen=True)
@@ -302,7 +331,7 @@ def _answer(
     clear_temporaries(folder)
     totals, fresh_rows = jobs.answer(job, folder, backend)
     ended = run
-    if totals.errors <= job.config.max_error_rate * totals.rows:
+    if totals.errors <= job.config.max_error_rate * totals.rows or job.manifest.batching.retries:
         ended = ledgers.end(root, run, "success")
         if ended.state != "success":
             raise ConcurrentRun(f"run {run.number} was abandoned meanwhile ({ended.why}); {folder.url} does not count")

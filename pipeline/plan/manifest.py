@@ -67,6 +67,7 @@ class Batching:
         planned: time of planning, seconds since 1970; the present time for chat templates.
         scheduler: name in actors.engine.scheduler.
         root: see `PartSpec`; None in a job that an earlier version planned.
+        retries: the shards hold only rows that had an error in an earlier incremental run.
     """
 
     shard_rows: int
@@ -78,6 +79,7 @@ class Batching:
     planned: float = 0.0
     scheduler: str = "lock_step"
     root: str | None = None
+    retries: bool = False
 
 
 @dataclass(frozen=True)
@@ -196,12 +198,14 @@ def coverage_problems(manifest: Manifest) -> list[str]:
         if expected is None:
             problems.append(f"{name}: {shard.url} is no input file of the job")
             continue
-        if shard.first_row != expected:
+        if shard.first_row < expected if manifest.batching.retries else shard.first_row != expected:
             problems.append(f"{name}: begins at row {shard.first_row} of {shard.url}, not at {expected}")
         covered[shard.url] = shard.first_row + shard.rows
         if shard.rows <= 0 or covered[shard.url] > rows[shard.url]:
             problems.append(f"{name}: {shard.rows} rows from {shard.first_row} of {shard.url}: {rows[shard.url]} rows")
     limit = manifest.identity.get("limit")
+    if manifest.batching.retries:
+        return problems
     if limit is None:
         problems += [
             f"{url}: rows {end} to {rows[url]} are in no shard" for url, end in covered.items() if end < rows[url]
@@ -297,7 +301,7 @@ def _other_ends(resolved: ResolvedCheckpoint) -> dict[str, Any]:
 
 def _input_identity(config: JobConfig) -> dict[str, Any]:
     """Keys of `input` that can change an answer; a job planned before two of them existed has none."""
-    left_out = {"since", "changed", "unreadable", "csv_field_bytes", "duplicate_ids"}
+    left_out = {"since", "changed", "unreadable", "retry", "csv_field_bytes", "duplicate_ids"}
     values = config.input.model_dump(mode="json", exclude=left_out)
     if not config.input.is_table:
         del values["snapshot"]

@@ -18,6 +18,7 @@ from pipeline.commit.sink import SUCCESS, part_name
 from pipeline.commit.table import recorded as table_records
 from pipeline.generate.stats import STATS_SCHEMA, ShardStats, Totals, slowest_shards
 from pipeline.messages import counted, parsed_control_tokens
+from pipeline.plan import plan_files
 from pipeline.plan.manifest import Manifest
 from pipeline.report.drafting import drafting
 from pipeline.report.figures import clock_speedups, held_seconds
@@ -222,8 +223,11 @@ def _scores(manifest: Manifest) -> bool:
 
 
 def last_errors(folder: Folder) -> list[tuple[int, int]]:
-    """Errors and rows of the finished job in a folder, from `_SUCCESS`; empty if the folder is gone."""
+    """Errors and rows of the finished job in a folder, from `_SUCCESS`; empty if it is gone, or answered rows again."""
     try:
+        manifest = plan_files.load(folder)
+        if manifest is not None and manifest.batching.retries:
+            return []
         values = json.loads(folder.read(SUCCESS))
     except FileNotFoundError:
         return []

@@ -44,7 +44,7 @@ class World:
         self, gate: Callable[[], None] = lambda: None, version: int = 0, changed: str = "error", overwrite: bool = False
     ) -> IncrementalResult:
         """An incremental run of version `version` of the job, whose answers are one file for each input file."""
-        config: Any = VersionedJob(self, version, SimpleNamespace(changed=changed, world=self))
+        config: Any = VersionedJob(self, version, SimpleNamespace(changed=changed, retry=None, world=self))
         return runs.run_in(self.root(gate), config, cast(Any, None), overwrite)
 
     def folder(self, name: str) -> set[str]:

@@ -142,6 +142,35 @@ def test_a_night_in_which_every_row_failed_is_answered_again_after_the_template_
     assert (run["rows"], run["errors"], run["files"]) == (3, 0, 2) and len(inbox.answered()) == 3
 
 
+def test_rows_with_an_error_are_answered_again_where_the_job_asks_for_it(
+    in_process: None, inbox: Inbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = ["alpha", "bad", "bad", "bravo", None, "bravo", "bad"]
+    pq.write_table(pa.table({"id": [f"a-{row}" for row in range(7)], "prompt": prompts}), inbox.files / "a.parquet")
+    inbox.values["input"] |= {"template": "{% if prompt == 'bad' %}{{ prompt.no.no }}{% endif %}name[{{ prompt }}]"}
+    first = inbox.json()
+    assert (first["runs"][0]["rows"], first["runs"][0]["errors"]) == (7, 4)
+    inbox.values["input"] |= {"template": "name[{{ prompt }}]", "retry": "errors"}
+    inbox.values["max_error_rate"] = 0.1  # not for rows that had an error before
+    inbox.add("b", 1)
+    again, new = inbox.json()["runs"]
+    assert (again["rows"], again["errors"], again["files"]) == (4, 1, 1) and (new["rows"], new["files"]) == (1, 1)
+    folders = [inbox.root / run.folder for run in ledgers.read(open_folder(str(inbox.root), LOCAL)).runs]
+    table = pq.read_table(folders[1])
+    assert table["id"].to_pylist() == ["a-1", "a-2", "a-4", "a-6"]
+    assert [error is None for error in table["error"].to_pylist()] == [True, True, False, True]
+    verified = CliRunner().invoke(app, ["report", str(folders[1]), "--verify"])
+    assert verified.exit_code == 0, verified.output
+    (third,) = inbox.json()["runs"]  # the null has an error still
+    assert (third["rows"], third["errors"]) == (1, 1)
+    (inbox.files / "a.parquet").unlink()
+    gone = inbox.run("--json")
+    assert gone.exit_code == 0 and json.loads(gone.stdout)["runs"] == []
+    assert "1 row with an error not answered again" in caplog.text
+    del inbox.values["input"]["retry"]
+    assert inbox.json()["runs"] == []
+
+
 def test_each_run_takes_what_came_since_and_says_so(inbox: Inbox, flow: Any) -> None:
     inbox.add("a")
     inbox.add("b", 5)
