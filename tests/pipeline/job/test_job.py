@@ -30,6 +30,7 @@ from pipeline import job as jobs
 from pipeline.cli.app import app
 from pipeline.config.job import ActorsConfig, JobConfig, StorageConfig
 from pipeline.generate.output import ANSWER_FIELDS
+from pipeline.runtime import ray_session
 from pipeline.runtime.isolated import Died
 from pipeline.runtime.ray_session import placement_problem
 from pipeline.storage.folder import open_folder
@@ -299,7 +300,9 @@ def test_a_template_and_ids_from_file_and_row(inputs: Path, checkpoint: Path, tm
     assert outcome.totals.errors == 1
 
 
-def test_placement_is_checked_before_it_can_hang() -> None:
+def test_placement_is_checked_before_it_can_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_session, "is_own_ray", lambda: False)
+
     def actors(**keys: Any) -> Any:
         return JobConfig.model_validate(
             {"input": {"path": "x"}, "output": {"path": "y"}, "model": {"path": "z"}, "actors": keys}
