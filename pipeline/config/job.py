@@ -381,6 +381,8 @@ class JobConfig(Section):
     def _fits_together(self) -> JobConfig:
         if self.budget is not None and self.budget.money is not None and self.price_per_hour is None:
             raise UserError("budget.money needs price_per_hour, the money for an hour of one device")
+        if self.input.retry is not None and self.output.is_table:
+            raise UserError("input.retry would add rows that output.table holds already; leave one of both out")
         if self.schedule.exact and self.model.compile:
             raise UserError("schedule.exact has kernels of its own: leave out model.compile")
         if self.model.weights == "fp8" and not self.actors.gpus:

@@ -68,7 +68,7 @@ class FinishedRun:
 
 @dataclass(frozen=True)
 class IncrementalResult:
-    """Runs that one command finished, at most an unfinished one and a new one.
+    """Runs that one command finished, at most an unfinished one, one of rows that had an error, and a new one.
 
     last: the last successful run. left: URLs of new files that are left for a later run.
     """
@@ -134,8 +134,9 @@ def run_in(root: Folder, config: JobConfig, backend: Backend, overwrite: bool) -
     elif last is not None and last.state == "success":
         _write_missing_success(_folder(root, last, config), config)
     ledgers.compact(root, ledger)
-    if failed := _to_retry(root, config, ledger):
-        finished.append(_retry(root, ledger, config, backend, failed))
+    failed, as_listed = _to_retry(root, config, ledger)
+    if failed:
+        finished.append(_retry(root, ledger, config, backend, failed, as_listed))
         ledger = _read_again(root, finished[-1].run.number)
     new, left = new_input(config, ledger), list[str]()
     if new.files:
@@ -171,21 +172,23 @@ def _nothing_new(root: Folder, config: JobConfig) -> IncrementalResult | None:
         return None
     if last.state == "success" and not _folder(root, last, config).exists(SUCCESS):
         return None
-    if new_input(config, ledger).files or _to_retry(root, config, ledger):
+    if new_input(config, ledger).files or _to_retry(root, config, ledger)[0]:
         return None
     return IncrementalResult([], ledger.last_success)
 
 
-def _to_retry(root: Folder, config: JobConfig, ledger: Ledger) -> Rows:
-    """The rows that `input.retry` asks to answer again, by file."""
+def _to_retry(root: Folder, config: JobConfig, ledger: Ledger) -> tuple[Rows, Files]:
+    """Return the rows that `input.retry` asks to answer again, by file, and the present input files."""
     if config.input.retry is None or not ledger.runs:
-        return {}
-    return failed_rows(root, ledger, list_input(config.input, config.storage, may_be_empty=True), config.storage)
+        return {}, {}
+    listed = list_input(config.input, config.storage, may_be_empty=True)
+    return failed_rows(root, ledger, listed, config.storage), listed
 
 
-def _retry(root: Folder, ledger: Ledger, config: JobConfig, backend: Backend, failed: Rows) -> FinishedRun:
+def _retry(
+    root: Folder, ledger: Ledger, config: JobConfig, backend: Backend, failed: Rows, listed: Files
+) -> FinishedRun:
     """Answer rows that have an error again, in a run of their own, which counts whatever becomes of them."""
-    listed = list_input(config.input, config.storage)
     job = jobs.plan(config, None, backend, files={url: listed[url] for url in sorted(failed)})
     batching = replace(job.manifest.batching, root=ledger.runs[-1].root, retries=True)
     shards = shards_of(failed, job.manifest.shards)

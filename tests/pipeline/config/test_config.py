@@ -99,6 +99,12 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
         (merged(model={"compile": True, "engine": "paged"}), r"model: compile and engine: paged exclude each other"),
         (merged(reasoning={"strat": "x"}), r"unknown key reasoning\.strat; did you mean start"),
         (merged(model={"weights": "int4"}), r"model\.weights: .*'int8'.*'fp8', not 'int4'"),
+        (
+            merged(
+                input={"path": "a", "since": "last_success", "retry": "errors"}, output={"path": "b", "format": "delta"}
+            ),
+            "input.retry would add rows that output.table holds already",
+        ),
         (merged(model={"products": "library"}), r"model: products was removed: this package's kernels run"),
         (merged(notify={"url": "http://a"}), r"notify was removed: let the scheduler report the exit status"),
         (
