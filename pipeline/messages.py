@@ -68,6 +68,14 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
+def duration(seconds: float) -> str:
+    """Return a span of time in the largest unit of which it has at least two: ``5.2 h``, ``90.0 s``."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.1f} {unit}"
+    return f"{seconds:.1f} s" if seconds >= 0.1 or not seconds else f"{1000 * seconds:.2f} ms"
+
+
 # a password may hold "/"; "..." marks a quoted line that was cut, perhaps within the scheme or the host
 _END = r"(?:@|(?= \.\.\.))"
 _IN_URL = re.compile(rf"(\w://(?=[^/:\s'\"]*:)|\.\.\. )[^\s'\"]*{_END}|(\w://)[^/\s'\"]*{_END}")

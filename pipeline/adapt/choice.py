@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pipeline.messages import duration
+
 
 @dataclass(frozen=True)
 class Quality:
@@ -128,8 +130,8 @@ class BreakEven:
     def sentences(self, speed: str) -> list[str]:
         """Cost and savings as text."""
         lines = [
-            f"adaptation took {_duration(self.cost)}, without the evaluation before it; a row takes one actor "
-            f"{_duration(self.full)} at full depth without it and {_duration(self.fast)} at {speed} with it"
+            f"adaptation took {duration(self.cost)}, without the evaluation before it; a row takes one actor "
+            f"{duration(self.full)} at full depth without it and {duration(self.fast)} at {speed} with it"
         ]
         job = f"this job has {self.rows:,} rows"
         if self.at_rows is None:
@@ -139,18 +141,11 @@ class BreakEven:
         else:
             percent = 100 * self.saved / self.without
             lines.append(
-                f"break-even: {self.at_rows:,} rows; {job}: {_duration(self.without)} become "
-                f"{_duration(self.without - self.saved)}, adaptation included: {percent:.0f}% saved"
+                f"break-even: {self.at_rows:,} rows; {job}: {duration(self.without)} become "
+                f"{duration(self.without - self.saved)}, adaptation included: {percent:.0f}% saved"
             )
         lines.append(
             f"(assumed: {self.actors:.3g} actor{'s' * (self.actors != 1)} in parallel, each on hardware of "
             "its own, as fast as this machine)"
         )
         return lines
-
-
-def _duration(seconds: float) -> str:
-    for size, unit in ((3600, "h"), (60, "min"), (1, "s")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:,.1f} {unit}"
-    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.2f} ms"

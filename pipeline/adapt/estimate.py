@@ -15,7 +15,7 @@ from pipeline.adapt import configs
 from pipeline.adapt.pairs import prompts_isolated
 from pipeline.adapt.plan import Task
 from pipeline.checkpoints.keep_order import ROWS as ORDER_ROWS
-from pipeline.estimate.report import duration
+from pipeline.messages import duration
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.storage.parquet import read_parquet
 

@@ -41,8 +41,7 @@ def plan(
         with announced("loading libraries"):
             from rich.console import Console
 
-            from pipeline.estimate.report import print_estimate, to_dict
-            from pipeline.estimate.run import NothingLeft, estimate
+            from pipeline.estimate import NothingLeft, estimate, print_estimate, to_dict
             from pipeline.report import prediction
 
         began = psutil.Process().create_time()

@@ -117,7 +117,7 @@ def by_processor(name: str, folder: Path, limit: int) -> dict[str, Any]:
     from pipeline.backends.in_process import InProcess
     from pipeline.config.job import JobConfig
     from pipeline.config.load import load_config
-    from pipeline.estimate.run import estimate
+    from pipeline.estimate import estimate
 
     file, *changes = JOBS[name]
     one_actor = ["actors.count=1", "actors.threads=1"]
@@ -127,7 +127,7 @@ def by_processor(name: str, folder: Path, limit: int) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     chosen = found.predictions[found.chosen]
     totals = jobs.run(config, limit=limit, overwrite=True, backend=InProcess()).totals
-    startup = found.startup.seconds
+    startup = sum(found.startup.values())
     return {
         "job": name,
         "plan_seconds": seconds,

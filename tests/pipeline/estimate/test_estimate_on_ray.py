@@ -12,8 +12,7 @@ import pytest
 from pipeline import job as jobs
 from pipeline.commit.budget import BudgetSpent
 from pipeline.config.job import JobConfig
-from pipeline.estimate.report import to_dict
-from pipeline.estimate.run import estimate
+from pipeline.estimate import estimate, to_dict
 
 ROWS = 240
 

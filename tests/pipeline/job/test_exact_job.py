@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,11 @@ import pytest
 import torch
 from in_process import answered_rows, run_in_process, run_interrupted
 from random_adapter import random_adapter
-from rich.console import Console
 
 from actors.engine.cpu import library
 from actors.engine.errors import UserError
 from actors.engine.schedules.schedule import ScheduleSpec
-from pipeline.backends.in_process import InProcess
 from pipeline.config.job import JobConfig
-from pipeline.estimate.report import print_estimate
-from pipeline.estimate.run import estimate
 from pipeline.report.drafting import drafting
 from pipeline.report.job_page import write_report
 from pipeline.storage.folder import open_folder
@@ -109,23 +104,3 @@ def test_what_exact_mode_lacks_is_refused_in_one_line(inputs: Path, checkpoint: 
     refused("on a GPU only layers draft", schedule={"speedup": 1.0}, actors={"gpus": 1})
     refused("on a GPU only layers draft", actors={"gpus": 1}, model={"path": str(checkpoint), "engine": "library"})
     refused("leave out model.compile", model={"path": str(checkpoint), "compile": True})
-
-
-def test_a_plan_predicts_it_and_offers_prompt_lookup(inputs: Path, checkpoint: Path, tmp_path: Path) -> None:
-    """The job's own mode is a line of its own; other jobs are shown prompt lookup, where it would draft."""
-    stacked = library.multiplies(torch.bfloat16, torch.device("cpu"))
-    for schedule, chosen, wanted in (
-        ({"speedup": 2.0, "exact": True}, "exact", True),
-        ({"speedup": 1.0}, "1x", stacked),
-    ):
-        job = config(inputs, tmp_path / "out", checkpoint, schedule=schedule)
-        found = estimate(job, backend=InProcess(), seconds=4)
-        name = "exact" if chosen == "exact" else "exact: lookup"
-        assert found.chosen == chosen and (name in found.predictions) == wanted and "1x" in found.predictions
-        if wanted:
-            one, full = found.predictions[name], found.predictions["1x"]
-            assert one.layer_ratio == full.layer_ratio == 1 and one.generated_tokens > 0 and one.seconds > 0
-        shown = io.StringIO()
-        print_estimate(Console(file=shown, width=200), found)
-        assert (name in shown.getvalue()) == wanted
-        assert ("its answers are those of 1x" in shown.getvalue()) == (chosen == "exact")

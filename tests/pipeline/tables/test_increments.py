@@ -20,7 +20,7 @@ from actors.engine.errors import UserError
 from pipeline.backends.in_process import InProcess
 from pipeline.commit import table as commit_tables
 from pipeline.config.job import JobConfig, StorageConfig
-from pipeline.estimate.run import NothingLeft, estimate
+from pipeline.estimate import NothingLeft, estimate
 from pipeline.incremental import ledger as ledgers
 from pipeline.incremental import runs
 from pipeline.incremental.runs import IncrementalResult
