@@ -8,7 +8,7 @@
  4  key of random numbers: without the row's number
  5  stop handling: a stop token at min_new_tokens does not end the row
  6  retry budget: after a spent budget, the next call gets a whole one
- 7  quarantine: half of a deadly batch must die as often as the whole before it is halved
+ 7  quarantine: a row that died alone once too few is quarantined
  8  plan: digests of its files are not compared
  9  row order: completions are returned in the order in which rows ended
 10  cache: a layer has one slot less than it has uses
@@ -89,8 +89,8 @@ MUTATIONS = [
     Mutation(
         "quarantine",
         "pipeline/runtime/quarantine.py",
-        "        elif halved or deaths >= attempts:\n",
-        "        elif deaths >= attempts:\n",
+        "            if deaths >= quarantine.attempts\n",
+        "            if deaths >= quarantine.attempts - 1\n",
         ("tests/pipeline/runtime/test_quarantine.py",),
     ),
     Mutation(

@@ -344,7 +344,7 @@ class JobConfig(Section):
     attempts: int = Field(
         3,
         ge=1,
-        description="worker deaths after which a batch is halved, a single row is an error, or loading fails",
+        description="deaths of a worker after which a row that runs alone is an error, or loading fails",
     )
     price_per_hour: float | None = Field(
         None, gt=0, description="money for an hour of one device: a GPU, or an actor on CPUs; for `plan` and the budget"

@@ -19,7 +19,6 @@ from pipeline.prepare.tokenizer import tokenizer_of
 from pipeline.read.ipc import from_ipc, to_ipc
 from pipeline.runtime.quarantine import Quarantine, ShardAttempt
 
-ISOLATED_ROWS = 256  # prepared together after a death; among them the quarantine then searches
 # time for rows, many times what they take: a template that never ends takes its process with it
 DEADLINE_SECONDS, SECONDS_PER_ROW, BYTES_PER_SECOND = 20.0, 0.05, 1e5
 
@@ -77,17 +76,15 @@ def _deadline(table: pa.Table, spec: PromptSpec) -> Iterator[None]:
 
 
 def prepare_isolated(table: pa.Table, spec: PromptSpec, attempt: ShardAttempt) -> pa.Table:
-    """`prepare_table` chunk by chunk, each recorded before it runs; the same rows in the same order."""
+    """Call `prepare_table` group by group, each recorded before it runs; return the same rows in the same order."""
     order = list(attempt.errors)
     tables = [error_table(table.take(order), list(attempt.errors.values()))] if order else []
     for group in attempt.groups:
-        for first in range(0, len(group), ISOLATED_ROWS):
-            chunk = group[first : first + ISOLATED_ROWS]
-            attempt.enter(chunk)
-            part = table.take(list(chunk))
-            with _deadline(part, spec):
-                tables.append(prepare_table(part, spec))
-            order += chunk
+        attempt.enter(group)
+        part = table.take(list(group))
+        with _deadline(part, spec):
+            tables.append(prepare_table(part, spec))
+        order += group
     attempt.enter(())
     return pa.concat_tables(tables).take(np.argsort(order))
 

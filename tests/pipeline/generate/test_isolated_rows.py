@@ -70,7 +70,7 @@ def test_prepare_gives_up_only_the_rows_that_kill(spec: PromptSpec, monkeypatch:
             break
         except Death:
             deaths += 1
-    assert deaths <= 1 + len(POISON) * (2 * 2 + 5)
+    assert deaths <= 1 + len(POISON) * (1 + 2)
     assert got.schema == want.schema
     healthy = [row for row in range(ROWS) if row not in POISON]
     assert got.take(healthy).to_pylist() == want.take(healthy).to_pylist()
@@ -117,7 +117,7 @@ def test_generate_gives_up_only_the_rows_that_kill(
         except Death:
             deaths += 1
     got = pq.read_table(io.BytesIO(commits.parts[3]))
-    assert deaths <= 1 + len(POISON) * (2 * 2 + 5)
+    assert deaths <= 1 + len(POISON) * (1 + 2)
     names = [f"row-{row}" for row in sorted(POISON)]
     healthy = [row for row in want.to_pylist() if row["id"] not in names]
     assert [row for row in got.to_pylist() if row["id"] not in names] == healthy

@@ -130,23 +130,6 @@ def test_work_that_ends_by_itself_is_told_of_the_signal() -> None:
         send_and_wait()
 
 
-def test_a_signal_while_clearing_up_waits_for_its_end() -> None:
-    cleared = []
-
-    def clear_up() -> None:
-        with shielded():
-            send()
-            time.sleep(0.1)
-            cleared.append(1)
-
-    with interruptible():
-        with pytest.raises(Interrupted):
-            clear_up()
-        assert cleared
-        with shielded():  # nothing is left over
-            pass
-
-
 def test_a_lease_lost_while_clearing_up_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a run that slept for minutes would go on to report on another's folder."""
     monkeypatch.setattr(leases, "BEAT_SECONDS", 0.05)
@@ -187,84 +170,51 @@ def test_an_interrupt_from_another_thread_stops_a_grace_that_has_begun() -> None
     assert interrupted(60, work.stop, work.left, act) < 3
 
 
-def lose_the_lease_in_a_thread(folder: Any, work: Callable[[], None]) -> BaseException | None:
-    """What ends a job in a thread of its own, whose lease another run takes over."""
-    errors: list[BaseException] = []
+def test_a_lease_lost_in_a_thread_ends_that_job_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs in one process, of which one loses its lease while the other is in its grace: no signal is sent."""
+    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.05)
+    folder, work, others, errors = open_folder(str(tmp_path), StorageConfig()), Work(2, 60), Work(2, 0.1), []
 
     def run() -> None:
         try:
-            with interruptible(), leased(folder):
+            with interruptible(), leased(folder), graceful(0, work.stop, work.left):
                 folder.create(f"{EPOCHS}/000002.json", folder.read(f"{EPOCHS}/000001.json"))
-                work()
+                while not work.coordinator.stopped:
+                    time.sleep(0.01)
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(30)
-    assert not thread.is_alive()
-    return errors[0] if errors else None
+    with interruptible(), graceful(60, others.stop, others.left) as grace, no_thread_left():
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join(30)
+        assert [type(error) for error in errors] == [LeaseLost]
+        assert grace.signal is None and others.asked_from == []
 
 
-def wait_in_python() -> None:
-    """As Ray Data waits for its next block."""
-    for _ in range(2000):
-        time.sleep(0.01)
-
-
-def test_a_lease_lost_in_a_thread_ends_that_thread_and_signals_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.05)
-    signals: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
-    try:
-        assert isinstance(
-            lose_the_lease_in_a_thread(open_folder(str(tmp_path), StorageConfig()), wait_in_python), LeaseLost
-        )
-        time.sleep(0.5)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert signals == []
-
-
-def test_a_job_in_another_thread_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two jobs in one process, of which one loses its lease while the other is in its grace."""
-    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.05)
-    work = Work(2, 0.1)
-    with interruptible(), graceful(60, work.stop, work.left) as grace:
-        error = lose_the_lease_in_a_thread(open_folder(str(tmp_path), StorageConfig()), wait_in_python)
-        assert isinstance(error, LeaseLost)
-        assert grace.signal is None and work.asked_from == []
-
-
-def test_a_thread_that_ends_just_before_its_interrupt_is_left_alone() -> None:
-    done = threading.Event()
-    interrupts: list[Callable[[], None]] = []
+def test_a_job_in_a_thread_is_interrupted_at_the_end_of_a_block_and_not_after_the_job() -> None:
+    reached: list[str] = []
 
     def run() -> None:
-        with interruptible():
-            interrupts.append(interrupter())
-        wait_in_python_until(done)
-
-    def wait_in_python_until(event: threading.Event) -> None:
-        while not event.is_set():
-            time.sleep(0.01)
-        interrupts.clear()
+        try:
+            with interruptible():
+                interrupt = interrupter()
+                interrupt()
+                with shielded():
+                    reached.append("in the shield")
+                reached.append("never")
+        except Interrupted:
+            interrupt()
+        with interruptible(), shielded():
+            reached.append("in the next job")
 
     thread = threading.Thread(target=run)
     thread.start()
-    while not interrupts:
-        time.sleep(0.01)
-    time.sleep(0.1)
-    interrupts[0]()
-    time.sleep(0.1)
-    done.set()
     thread.join(5)
-    assert interrupts == [], "the thread went on to its end"
+    assert reached == ["in the shield", "in the next job"]
 
 
-def test_a_shield_inside_a_shield_keeps_the_outer_one() -> None:
+def test_a_signal_while_cleaning_up_waits_for_the_end_of_the_outer_shield() -> None:
     cleaned: list[str] = []
 
     def clean_up() -> None:
@@ -277,6 +227,9 @@ def test_a_shield_inside_a_shield_keeps_the_outer_one() -> None:
             time.sleep(0.1)
             cleaned.append("end")
 
-    with interruptible(), pytest.raises(Interrupted):
-        clean_up()
-    assert cleaned == ["inner", "outer", "end"]
+    with interruptible():
+        with pytest.raises(Interrupted):
+            clean_up()
+        assert cleaned == ["inner", "outer", "end"]
+        with shielded():  # nothing is left over
+            pass
