@@ -10,7 +10,7 @@ import logging
 import platform
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -65,6 +65,8 @@ def recorded_run(folder: Folder, config: JobConfig, began: float, rows: int) -> 
         began, time.time(), rows, config.devices, None, config.price_per_hour, values, versions(), socket.gethostname()
     )
     earlier = read_runs(folder)[1 - KEPT :]
+    if earlier:
+        _warn_of_other_versions(earlier[-1].versions, run.versions)
     _write(folder, [*earlier, run])
     try:
         yield
@@ -90,6 +92,14 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:  # such as this package, uploaded by `ray job submit`
             continue
     return {**found, "system": platform.platform()}
+
+
+def _warn_of_other_versions(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Log one line if the last run of the job had other versions: answers may differ in their last bits."""
+    names = [name for name in (*PACKAGES, "python") if before.get(name) != now.get(name)]
+    changed = [f"{name} {before.get(name, 'none')} -> {now.get(name, 'none')}" for name in names]
+    if before and changed:
+        log.warning("this job goes on under other versions than it was begun with: %s", ", ".join(changed))
 
 
 def _end(folder: Folder, run: JobRun) -> None:
