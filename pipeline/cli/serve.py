@@ -45,6 +45,6 @@ def serve(
         for name in PATIENT:  # Ray Serve reads them when it is imported, and so do its processes
             os.environ.setdefault(f"RAY_SERVE_PROXY_{name}_TIMEOUT_S", "60")
 
-        from pipeline.serving.application import run_server
+        from pipeline.serve import run_server
 
         run_server(config, verbose=verbose)

@@ -34,6 +34,10 @@ class ServeSamplingConfig(SamplingConfig):
 
 
 class ReplicasConfig(Section):
+    removed: ClassVar[dict[str, tuple[Any, str]]] = {
+        "events_per_second": (1000, "each step's tokens are sent at once; a client that reads slowly gets fewer events")
+    }
+
     count: int | None = Field(None, ge=1, description="number of replicas; default 1 without min and max")
     min: int | None = Field(None, ge=1, description="least number of replicas, autoscaling")
     max: int | None = Field(None, ge=1, description="largest number of replicas, autoscaling")
@@ -50,11 +54,6 @@ class ReplicasConfig(Section):
     )
     max_batch: int = Field(64, ge=1, description="answers in flight at most")
     max_waiting: int = Field(256, ge=1, description="answers that wait at most; above it requests get status 429")
-    events_per_second: float = Field(
-        1000,
-        gt=0,
-        description="events of streamed answers at most, each one's first and last apart; above it tokens share one",
-    )
 
     @model_validator(mode="after")
     def _fixed_or_range(self) -> ReplicasConfig:

@@ -13,7 +13,7 @@ from http_server import Running, running
 from tiny_checkpoint import tiny_checkpoint
 
 from pipeline.config.serve import ServeConfig
-from pipeline.serving.plan import plan_server
+from pipeline.serve import plan_server
 
 TEMPLATE = """{% if tools %}[{{ tools | length }}]<tool_call>{% endif %}
 {%- for message in messages %}[{{ message.role }}]{{ message.content }}{{ message.tool_calls }}{% endfor %}
@@ -117,7 +117,7 @@ def test_a_form_holds_for_the_answer_after_thinking(thinking: Running) -> None:
 def test_a_file_names_the_marks_or_leaves_them_to_the_chat_template(checkpoint: Path) -> None:
     def marks(reasoning: Any) -> Any:
         config = ServeConfig.model_validate({"model": {"path": str(checkpoint)}, "reasoning": reasoning})
-        return plan_server(config, on_this_machine=False).settings.generator["reasoning"]
+        return plan_server(config, on_this_machine=False).generator["reasoning"]
 
     assert marks(None) is None
     assert marks({}) == {"start": "<think>", "end": "</think>"}

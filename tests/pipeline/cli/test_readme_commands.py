@@ -17,10 +17,10 @@ from shown_commands import README_FILES, ROOT, blocks, commands_of_example, run_
 
 from actors.serving.http import Limits, create_app
 from actors.serving.model import ServedModel
+from pipeline import serve as server
 from pipeline.commit.sink import SUCCESS
 from pipeline.config.serve import ServeConfig
-from pipeline.serving import application
-from pipeline.serving.plan import plan_server
+from pipeline.serve import plan_server
 
 HERE = "tests/pipeline/cli/test_readme_commands.py"
 # the beginning of a command -> the test that runs it
@@ -118,9 +118,9 @@ def test_a_scheduled_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("example", ["README.md", "configs/serve.yaml"])
 def test_a_server_answers_the_request(monkeypatch: pytest.MonkeyPatch, example: str) -> None:
-    """The command's settings, without Ray Serve, which tests/pipeline/serving/test_server.py starts."""
+    """The command's settings, without Ray Serve, which tests/pipeline/test_serve.py starts."""
     given: list[ServeConfig] = []
-    monkeypatch.setattr(application, "run_server", lambda config, verbose: given.append(config))
+    monkeypatch.setattr(server, "run_server", lambda config, verbose: given.append(config))
     monkeypatch.chdir(ROOT)
     shown = [block for block in blocks("README.md") if " serve " in block[0]]
     serve, curl = shown[0] if example == "README.md" else commands_of_example("serve.yaml")

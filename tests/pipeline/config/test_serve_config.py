@@ -14,8 +14,7 @@ from actors.engine.errors import UserError
 from pipeline.cli.app import app
 from pipeline.config.load import validated
 from pipeline.config.serve import ServeConfig
-from pipeline.serving.chat import render
-from pipeline.serving.plan import plan_server
+from pipeline.serve import plan_server, render
 
 PAGED = ("--set", "model.kv_cache=int8", "--set", "model.engine=paged")
 
@@ -42,6 +41,7 @@ def refusal(*arguments: str) -> str:
         (("{file}", "--set", "http.prot=80"), "did you mean port?"),
         (("{file}", "--set", "batches.folder=b"), "batches was removed: answer a batch file with `skipdecode run`"),
         (("{file}", "--set", "http.haproxy=true"), "haproxy was removed: Ray Serve's own proxy is used"),
+        (("{file}", "--set", "replicas.events_per_second=9"), "events_per_second was removed: each step's tokens"),
         (("{file}", "--set", "schedule.speedup=0.5"), "speedup = 0.5"),
         (("{file}", "--set", "http.api_key_env=NO_SUCH_KEY"), "NO_SUCH_KEY is empty"),
         (("{file}", "--set", "model.weights=fp8"), "model.weights: fp8 is for GPUs: set replicas.gpus"),

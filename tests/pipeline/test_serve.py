@@ -26,8 +26,7 @@ from ray.serve.schema import ReplicaState
 from actors.generator import Generator
 from pipeline.config.load import validated
 from pipeline.config.serve import ServeConfig
-from pipeline.serving.application import application
-from pipeline.serving.plan import plan_server
+from pipeline.serve import application, plan_server
 
 PROMPT = "name[Zizzi], priceRange[cheap]"
 

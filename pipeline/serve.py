@@ -1,0 +1,258 @@
+"""`skipdecode serve`: plan a server, build its Ray Serve application, and run it until a signal comes.
+
+`build` is for `serve build` files and RayService: `import_path: pipeline.serve:build`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import urlopen
+
+import ray
+from ray import serve
+from ray.serve import Application
+
+from actors.engine.errors import UserError, flat
+from actors.engine.machine import process_memory
+from actors.engine.schedules.schedule import Schedule
+from actors.server import Server
+from actors.serving.http import Limits
+from actors.serving.model import ModelSettings
+from pipeline.backends.ray_data import RayData
+from pipeline.checkpoints.resolve import resolve_checkpoint
+from pipeline.config.input import InputConfig
+from pipeline.config.job import JobConfig, OutputConfig
+from pipeline.config.load import load_config
+from pipeline.config.serve import HttpConfig, ReplicasConfig, ServeConfig
+from pipeline.generate.settings import fetched, generator_settings
+from pipeline.plan.manifest import plan_batching
+from pipeline.plan.memory import Hardware, actor_need, check_fits, describe
+from pipeline.prepare.chat import Chat, read_messages
+from pipeline.prepare.chat_template import render_chat
+from pipeline.prepare.thinking import marks_of_thinking
+from pipeline.runtime.announce import announce, announced
+from pipeline.runtime.ray_session import actor_cpus, ray_session
+from pipeline.runtime.signals import Interrupted, interruptible
+
+NAME = "skipdecode"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+READY_SECONDS = 300.0  # to listen once the model is loaded
+GRACE_SECONDS = 20  # for requests in flight when a replica stops
+# the replica's requests run in its first event loop, without a change of threads for each message; read by Ray Serve
+ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
+QUIET: Any = {"enable_access_log": False, "log_level": "WARNING"}
+
+
+@dataclass(frozen=True)
+class PlannedServer:
+    """A server whose model, schedule, memory and key have been checked. It holds no weights, and no API key.
+
+    Args:
+        config: The settings, with the number of threads.
+        generator: Arguments of `Generator`, with the checkpoint pinned.
+        limits: Bounds of requests.
+        schedule: Schedule of requests that name no speed.
+        described: Parameters and memory in one line.
+    """
+
+    config: ServeConfig
+    generator: dict[str, Any]
+    limits: Limits
+    schedule: Schedule
+    described: str
+
+    def settings(self) -> ModelSettings:
+        """Return a replica's settings, on its node, where the checkpoint is fetched and compared with the plan."""
+        config = self.config
+        return ModelSettings(config.served_name, fetched(self.generator), config.replicas.max_waiting)
+
+
+def plan_server(config: ServeConfig, *, on_this_machine: bool, hardware: Hardware | None = None) -> PlannedServer:
+    """Check all that can be checked without the weights.
+
+    Args:
+        config: The settings.
+        on_this_machine: Whether this machine's memory must hold the replica.
+        hardware: The replicas' hardware; default this process's.
+
+    Raises:
+        UserError: Settings, checkpoint or memory that do not fit, in one line.
+    """
+    if config.model.engine == "auto":  # the paged engine runs one speed, requests have their own
+        config = config.model_copy(update={"model": config.model.with_library_engine()})
+    limits = Limits(config.http.timeout_seconds, config.http.max_body_bytes, key_digest(config.http))
+    checkpoint = resolve_checkpoint(config.model, config.storage)
+    schedule = checkpoint.schedule(config.schedule.changes(), config.model, unadapted=config.schedule.unadapted)
+    job = JobConfig.model_validate(
+        {
+            "input": InputConfig(path=["unused"]),
+            "output": OutputConfig(path="unused"),
+            "model": config.model,
+            "sampling": config.sampling.model_dump(),
+            "reasoning": config.reasoning,
+            "actors": config.replicas.as_actors(),
+            "storage": config.storage,
+        }
+    )
+    batching = plan_batching(job, checkpoint, 1, hardware)
+    generator = {
+        **generator_settings(config.model, config.sampling, None),
+        "checkpoint": checkpoint.pinned(),
+        "speed_adapter": None if schedule.is_full_depth else checkpoint.pinned_adapter(),
+        "schedule": config.schedule.changes(),
+        "unadapted": config.schedule.unadapted,
+        "reasoning": marks_of_thinking(job, checkpoint),
+        "threads": batching.threads,
+        "cache_bytes": batching.cache_bytes,
+        "max_batch": config.replicas.max_batch,
+    }
+    actors = config.replicas.as_actors()
+    need = actor_need(config.model, actors, checkpoint, batching)
+    if on_this_machine:
+        check_fits(need, config.model, actors, process_memory())
+    replicas = config.replicas.model_copy(update={"threads": batching.threads})
+    config = config.model_copy(update={"replicas": replicas})
+    return PlannedServer(config, generator, limits, schedule, describe(need, config.model.dtype, actors))
+
+
+def key_digest(http: HttpConfig) -> str | None:
+    """Return the SHA-256 of the API key, None without one. Raises UserError if the key's variable is empty."""
+    if http.api_key_env is None:
+        return None
+    key = os.environ.get(http.api_key_env, "").strip()
+    if not key:
+        raise UserError(f"http.api_key_env: the environment variable {http.api_key_env} is empty; put the key there")
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def check_port(http: HttpConfig) -> None:
+    """Raise UserError if nobody can listen there."""
+    family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((http.host, http.port))
+        except OSError as error:
+            where = f"{http.host}:{http.port}"
+            raise UserError(f"http.port: cannot listen on {where}: {flat(error.strerror)}; choose another") from None
+
+
+def render(tokenizer: Any, messages: Any, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, int]:
+    """Return a chat's prompt as a job writes it, and its number of marked control tokens, see `ControlTokens.prompt`.
+
+    Raises UserError for messages that are wrong or that the chat template refuses.
+    """
+    if tokenizer.chat_template is None:
+        raise UserError("this model has no chat template; use /v1/completions")
+    return render_chat(tokenizer, Chat(now=time.time()), read_messages(messages), tools)
+
+
+def build(args: dict[str, str]) -> Application:
+    """Return the application of a file. args: {"config": path of the file}."""
+    config = load_config(ServeConfig, args["config"])
+    return application(plan_server(config, on_this_machine=False, hardware=RayData()))
+
+
+def application(planned: PlannedServer) -> Application:
+    """Return the application of a planned server."""
+    replicas = planned.config.replicas
+    options: dict[str, Any] = {
+        "ray_actor_options": {
+            "num_cpus": actor_cpus(replicas.as_actors()),
+            "num_gpus": replicas.gpus,
+            "runtime_env": {"env_vars": ONE_LOOP},
+        },
+        # a replica's own queue refuses what is too much, with a time to come again
+        "max_ongoing_requests": 2 * (replicas.max_batch + replicas.max_waiting),
+        "max_queued_requests": replicas.max_waiting,
+        "backpressure_config": {"status_code": 429, "retry_after_s": 1},
+        "graceful_shutdown_timeout_s": GRACE_SECONDS,
+        "logging_config": QUIET,
+        **_scaling(replicas),
+    }
+    server = Server.options(**options)  # type: ignore[attr-defined]
+    bound = server.bind(planned.settings, planned.limits, render)
+    return bound  # type: ignore[no-any-return]
+
+
+def _scaling(replicas: ReplicasConfig) -> dict[str, Any]:
+    if replicas.max is None:
+        return {"num_replicas": replicas.count or 1}
+    target = replicas.target_requests or max(1, replicas.max_batch // 2)
+    return {
+        "num_replicas": None,
+        "autoscaling_config": {
+            "min_replicas": replicas.min,
+            "max_replicas": replicas.max,
+            "target_ongoing_requests": target,
+        },
+    }
+
+
+def run_server(config: ServeConfig, *, verbose: bool) -> None:
+    """Serve until SIGTERM or SIGINT; requests in flight then get `GRACE_SECONDS`.
+
+    Raises:
+        UserError: Configuration, model or port do not fit.
+        Interrupted: A signal before the server was ready.
+    """
+    if not verbose:
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    with interruptible():
+        check_port(config.http)
+        with announced("reading the checkpoint's description"):
+            planned = plan_server(config, on_this_machine=True)
+        http, url = config.http, f"http://{config.http.host}:{config.http.port}"
+        if http.host not in LOOPBACK and http.api_key_env is None:
+            announce(
+                f"{http.host}: others than this machine can send requests, without a key; http.api_key_env asks for one"
+            )
+        announce(planned.described)
+        with ray_session(planned.config.replicas.as_actors(), verbose):
+            announce("starting Ray Serve and loading the model")
+            with _ray_serve(http.host, http.port):
+                serve.run(application(planned), name=NAME, logging_config=QUIET)
+                _wait_for_http(f"{url}/health")
+                speed = planned.schedule.speedup or 1
+                announce(f"serving {config.served_name} at {speed:g}x on {url}/v1 (Ctrl-C stops)")
+                with suppress(Interrupted):
+                    while ray.is_initialized():
+                        time.sleep(1)
+                announce("stopping")
+
+
+@contextmanager
+def _ray_serve(host: str, port: int) -> Iterator[None]:
+    """Run Ray Serve for the block; its proxies listen on host and port."""
+    try:
+        with suppress(ray.exceptions.GetTimeoutError):  # a busy machine: the proxy is waited for later
+            serve.start(http_options={"host": host, "port": port}, logging_config=QUIET)
+        yield
+    finally:
+        serve.shutdown()
+
+
+def _wait_for_http(url: str) -> None:
+    """Return once the server answers there. Raises RuntimeError after `READY_SECONDS`."""
+    host = urlsplit(url).hostname
+    if host in ("0.0.0.0", "::"):
+        url = url.replace(f"//{host}", "//127.0.0.1" if host == "0.0.0.0" else "//[::1]")
+    deadline = time.monotonic() + READY_SECONDS
+    while True:
+        try:
+            with urlopen(url, timeout=10) as reply:
+                if reply.status == 200:
+                    return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{url} does not answer after {READY_SECONDS:g} s: {flat(error)}") from None
+        time.sleep(0.2)

@@ -1,1 +1,0 @@
-"""How is a model served over HTTP? Configuration to a Ray Serve application."""
