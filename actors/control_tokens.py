@@ -1,8 +1,9 @@
 """Control tokens that a user's text spells, such as `<|im_end|>`: text, while those that a template writes are parsed.
 
-The markers around them, and the encoding of a marked text, are those of transformers (`apply_chat_template` with
-`sanitize_control_tokens`). Here a template is rendered without markers too, so that they change none of its decisions,
-and a prompt that spells no control token has the tokens of the plain text.
+The markers around them, and the encoding of a marked text, are those of transformers 5.23 (`apply_chat_template` with
+`sanitize_control_tokens`); with an earlier version, rows that spell control tokens are refused. Here a template is
+rendered without markers too, so that they change none of its decisions, and a prompt that spells no control token has
+the tokens of the plain text.
 """
 
 from __future__ import annotations
@@ -60,10 +61,16 @@ class ControlTokens:
     def encode(self, marked: str, *, special_tokens: bool) -> list[int]:
         """Token ids of a text with marked control tokens. special_tokens: with those that the tokenizer adds.
 
-        Raises UserError for a tokenizer that makes a control token of plain text too.
+        Raises UserError for a tokenizer that makes a control token of plain text too, and under a transformers before
+        5.23, which cannot encode such a text.
         """
-        from transformers.utils.chat_template_utils import encode_marked_chat
-
+        try:
+            from transformers.utils.chat_template_utils import encode_marked_chat
+        except ImportError:
+            raise UserError(
+                "control tokens that the row's texts spell need transformers 5.23: remove them, or set "
+                "input.special_tokens: parse"
+            ) from None
         try:
             ids: list[int] = encode_marked_chat(self.tokenizer, marked)
         except ValueError as error:
@@ -75,14 +82,12 @@ class ControlTokens:
         return [*whole[:first], *ids, *whole[first + len(bare) :]]
 
     def _mark(self, value: Any) -> Any:
-        """The library's marks, in keys too."""
-        from transformers.utils.chat_template_utils import mark_control_tokens
-
+        """Mark the control tokens of all texts in a value, in keys too. Markers that a text holds are removed."""
         if isinstance(value, dict):
             return {self._mark(key): self._mark(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return type(value)(map(self._mark, value))
-        return mark_control_tokens(value, self.pattern)
+        return self.pattern.sub(f"{START}\\g<0>{END}", _unmarked(value)) if isinstance(value, str) else value
 
     def _as_text(self, token: str, source: str) -> str:
         return token if token.startswith(START) or token in source else f"{START}{token}{END}"
