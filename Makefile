@@ -161,13 +161,26 @@ evidence-real-labels: .venv/installed-dev
 	.venv/bin/python tests/benchmarks/real_evidence.py groups $(OPTIONS)
 
 work/demo-full-depth/tune.json: | .venv/installed-dev
+	.venv/bin/python configs/demo/new_model.py work/demo-new ../shared/data/e2e/train.parquet
 	.venv/bin/skipdecode tune configs/demo/tune-1-full-depth.yaml
 
 work/evidence/full-depth/tune.json work/evidence/compare/tune.json: work/demo-full-depth/tune.json
 
 work/evidence/full-depth-2/tune.json: work/evidence/full-depth/tune.json
 
-work/evidence/half/tune.json: work/evidence/halves/pairs.parquet
+work/evidence/half/tune.json: work/evidence/halves/pairs.parquet | work/evidence/new/half
+work/evidence/banking77/tune.json: | work/evidence/new/banking77
+work/evidence/dense-5/tune.json: | work/evidence/new/dense-5
+work/evidence/dense-7/tune.json: | work/evidence/new/dense-7
+
+# models with random weights: data and options of configs/demo/new_model.py
+work/evidence/new/half: NEW = work/evidence/halves/pairs.parquet --seed 3
+work/evidence/new/half: work/evidence/halves/pairs.parquet
+work/evidence/new/banking77: NEW = ../shared/data/banking77/train.parquet
+work/evidence/new/dense-5: NEW = ../shared/data/e2e/train.parquet --layers 5
+work/evidence/new/dense-7: NEW = ../shared/data/e2e/train.parquet --layers 7
+work/evidence/new/%: | .venv/installed-dev
+	.venv/bin/python configs/demo/new_model.py $@ $(NEW)
 
 work/evidence/halves/pairs.parquet: | .venv/installed-dev
 	.venv/bin/python tests/benchmarks/e2e_halves.py

@@ -25,7 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PATHS = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "pipeline")]
+PATHS = [str(ROOT / name) for name in (".", "tests", "tests/pipeline", "configs/demo")]
 sys.path[:0] = PATHS
 os.environ.update(PYTHONPATH=os.pathsep.join(PATHS), OMP_NUM_THREADS="1", RAY_AUTH_MODE="disabled")
 

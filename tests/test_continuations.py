@@ -23,7 +23,7 @@ def tokenizer(template: str) -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(
         vocab_size=400, special_tokens=["<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
-    inner.train_from_iterator([text for pair in SENTENCES for text in (pair.prompt, pair.response)], trainer)
+    inner.train_from_iterator([text for pair in SENTENCES.items() for text in pair], trainer)
     inner.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<s>", 0), ("</s>", 1)])
     return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
 

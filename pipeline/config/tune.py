@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from actors.engine.errors import UserError
-from actors.engine.schedules.schedule import MEASURED
 from pipeline.config.base import Place
 from pipeline.config.input import Paths
 from pipeline.config.job import Decay, KeepOrder, Labels, ScheduleConfig, Section
@@ -16,19 +15,12 @@ RANK = 32  # of a speed adapter
 
 
 class TuneModelConfig(Section):
-    path: Place | None = Field(None, description="checkpoint folder to start from")
-    new: dict[str, Any] | None = Field(
-        None, description="a new model: model_type and keys of its Hugging Face config, without vocab_size"
-    )
-    vocab_size: int = Field(2048, ge=300, description="entries of the byte-level BPE trained for a new model")
+    removed: ClassVar[dict[str, tuple[Any, str]]] = {
+        "new": (None, "make a checkpoint with random weights, for example by configs/demo/new_model.py; give path"),
+        "vocab_size": (2048, "leave it out"),
+    }
 
-    @model_validator(mode="after")
-    def _start(self) -> TuneModelConfig:
-        if (self.path is None) == (self.new is None):
-            raise UserError("give either path (a checkpoint) or new (sizes)")
-        if self.new is not None and "model_type" not in self.new:
-            raise UserError("new needs model_type, for example llama")
-        return self
+    path: Place = Field(description="checkpoint folder to start from")
 
 
 class TuneDataConfig(Section):
@@ -190,16 +182,8 @@ class TuneConfig(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> TuneConfig:
-        if self.model.path is None and self.adapter is not None:
-            raise UserError("adapter is for a checkpoint: give model.path, not model.new")
-        if self.model.path is None and self.loss.distillation > 0 and self.loss.teacher is None:
-            raise UserError("loss.teacher: a new model cannot teach itself; give a checkpoint folder")
         if self.schedule.learned_order is not None and self.schedule.compare is None:
             raise UserError("schedule.learned_order is one of the comparisons: give schedule.compare too")
-        if self.model.path is None and self.schedule.keep_order == MEASURED:
-            raise UserError("schedule.keep_order: measured ranks the layers of a checkpoint: give model.path")
-        if "vocab_size" in self.model.model_fields_set and self.model.path is not None:
-            raise UserError("model.vocab_size is of a new model's tokenizer: leave it out")
         workers = self.workers.count if self.workers else 1
         if self.training.batch_size % workers:
             raise UserError(

@@ -19,7 +19,6 @@ from pipeline.tune.plan import TrainingPlan
 
 def with_measured_order(config: TuneConfig, plan: TrainingPlan) -> TuneConfig:
     """The recipe with its keep order as a list, and the warm-up that follows from it unless the recipe has one."""
-    assert config.model.path is not None
     path = Path(config.model.path)
     on_cpu = not torch.cuda.is_available()
     dtype = torch.float32 if on_cpu or not config.training.bf16 else torch.bfloat16

@@ -18,7 +18,6 @@ from actors.engine.schedules.variants import comparison_schedules
 from pipeline.config.tune import TuneConfig
 from pipeline.tune.adapters import check_targets, started
 from pipeline.tune.data import encode, read_pairs
-from pipeline.tune.new_model import new_config, train_tokenizer
 
 SHAPE = {"decay", "warmup", "keep_order", "prompt"}  # keys kept from the start checkpoint's schedule
 
@@ -46,17 +45,11 @@ def plan_training(config: TuneConfig) -> TrainingPlan:
     data = config.data
     train_pairs = read_pairs(data, data.train, data.train_reference)
     dev_pairs = read_pairs(data, data.dev, data.dev_reference)
-    stored = teacher = None
-    if config.model.path is not None:
-        start = inspect(config.model.path)
-        architecture, stored = start.config, start.spec
-        if config.adapter is not None and config.adapter.start is not None:
-            stored = started(start, config.adapter.start).spec
-        tokenizer = load_tokenizer(config.model.path)
-    else:
-        assert config.model.new is not None
-        tokenizer = train_tokenizer(train_pairs, config.model.vocab_size)
-        architecture = new_config(config.model.new, tokenizer)
+    teacher, start = None, inspect(config.model.path)
+    architecture, stored = start.config, start.spec
+    if config.adapter is not None and config.adapter.start is not None:
+        stored = started(start, config.adapter.start).spec
+    tokenizer = load_tokenizer(config.model.path)
     if config.loss.teacher is not None:
         teacher = inspect(config.loss.teacher)
         if load_tokenizer(config.loss.teacher).get_vocab() != tokenizer.get_vocab():

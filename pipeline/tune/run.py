@@ -1,4 +1,4 @@
-"""`skipdecode tune`: adapt a checkpoint to a schedule or to any speed, or train a new model from scratch.
+"""`skipdecode tune`: adapt a checkpoint to a schedule or to any speed.
 
 recipe ──> plan ──────────────> train (in this process, or by workers) ──> checkpoint, tune.json
            data, tokenizer,      one schedule drawn for each step
@@ -34,8 +34,10 @@ def tune(config: TuneConfig) -> Path:
         return Path(config.output)
     check_machine(config.workers)
     resume.begin(config)
-    start = config.model.path or "a new model"
-    announce(f"training {start} on {len(plan.train):,} pairs, {len(plan.dev):,} in the dev set, into {config.output}")
+    announce(
+        f"training {config.model.path} on {len(plan.train):,} pairs, {len(plan.dev):,} in the dev set, "
+        f"into {config.output}"
+    )
     recorded = config
     if config.schedule.keep_order == MEASURED:
         config = with_measured_order(config, plan)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, EarlyStoppingCallback, PreTrainedModel, TrainingArguments
+from transformers import EarlyStoppingCallback, PreTrainedModel, TrainingArguments
 
 from actors.engine.checkpoint.loading import load_decoder, load_model
 from actors.engine.checkpoint.model_shape import ModelShape
@@ -174,14 +174,7 @@ def training_arguments(config: TuneConfig, plan: TrainingPlan) -> TrainingArgume
 
 def _load_model(config: TuneConfig, plan: TrainingPlan) -> PreTrainedModel:
     """The model to train, weights in fp32."""
-    attention = packed_attention.register()
-    model: Any
-    if config.model.path is None:
-        model = AutoModelForCausalLM.from_config(plan.architecture, attn_implementation=attention)
-        log.warning("new model: %.2fM parameters", sum(weight.numel() for weight in model.parameters()) / 1e6)
-    else:
-        model = load_model(config.model.path, torch.float32, None, attention)
-    return model  # type: ignore[no-any-return]
+    return load_model(config.model.path, torch.float32, None, packed_attention.register())
 
 
 def _on_cpu(config: TuneConfig) -> bool:
@@ -195,7 +188,6 @@ def _teacher(config: TuneConfig, student: Decoder, adapted: Any, device: torch.d
         # the start weights, which the adapters leave unchanged
         return Teacher(student, config.loss, student.vocab_size, adapted.disable_adapter)
     path = config.loss.teacher or config.model.path
-    assert path is not None
     decoder = load_decoder(path, torch.bfloat16 if bf16 else torch.float32, device)
     decoder.model.config._attn_implementation = packed_attention.register()
     return Teacher(Decoder(decoder.model), config.loss, student.vocab_size)
@@ -217,7 +209,6 @@ def _save(config: TuneConfig, plan: TrainingPlan, trained: Any, record: dict[str
 
     def save(folder: Path) -> None:
         if config.adapter is not None:
-            assert config.model.path is not None
             adapters.save_adapters(trained, config.model.path, folder)
         else:
             trained.config._attn_implementation = "sdpa"

@@ -77,6 +77,8 @@ def write_inputs() -> None:
     Path(TAILS).parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(prompts.append_column("sampling", sampling).slice(0, 1000), TAILS)
     for name, rows in (("labels", 300), ("groups", 300), ("summaries", 48)):
+        if not Path(f"work/real/{name}/train.parquet").exists():  # made by `make real` and real_data.py
+            continue
         table = pq.read_table(f"work/real/{name}/train.parquet")
         pq.write_table(table.slice(0, rows), BANKING.format(name, rows))
 

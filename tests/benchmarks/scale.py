@@ -27,7 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-sys.path.append(str(ROOT / "tests"))
+sys.path += [str(ROOT / "tests"), str(ROOT / "configs/demo")]
 os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests/benchmarks'}"  # of Ray's workers: their hook runs before all else
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # as the command line sets them
 os.environ.setdefault("RAY_AUTH_MODE", "token")

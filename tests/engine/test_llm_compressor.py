@@ -23,7 +23,7 @@ from actors.generator import Generator
 
 pytest.importorskip("llmcompressor", reason="llm-compressor is not installed: no version of it takes this transformers")
 CPU = torch.device("cpu")
-PROMPTS = [pair.prompt for pair in SENTENCES]
+PROMPTS = list(SENTENCES)
 
 
 def scheme(kind: str = "int", strategy: str = "channel", *, targets: str = "Linear", **changes: Any) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def written(base: Path, folder: Path, recipe: dict[str, Any], modifier: str = "Q
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(base)
-    samples = [tokenizer(f"{pair.prompt} {pair.response}")["input_ids"] for pair in SENTENCES]
+    samples = [tokenizer(f"{prompt} {response}")["input_ids"] for prompt, response in SENTENCES.items()]
     data = Dataset.from_list([{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in samples])
     how = {"targets": "Linear"} if "scheme" in recipe else {}
     steps = getattr(quantization, modifier)(**{"ignore": ["lm_head"], **how, **recipe})

@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from new_model import save_model, train_tokenizer
 
 from pipeline.config.tune import TuneConfig
 from pipeline.tune.run import tune
@@ -23,18 +24,18 @@ def copying_recipe(folder: Path) -> dict[str, Any]:
     pq.write_table(
         pa.table({"prompt": rows[:8], "references": [[row, row] for row in rows[:8]]}), folder / "dev.parquet"
     )
+    save_model(
+        folder / "start",
+        train_tokenizer([*sorted(set(rows)), *rows], vocab_size=300),
+        seed=0,
+        num_hidden_layers=4,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+    )
     return {
-        "model": {
-            "new": {
-                "model_type": "llama",
-                "num_hidden_layers": 4,
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_attention_heads": 2,
-                "max_position_embeddings": 64,
-            },
-            "vocab_size": 300,
-        },
+        "model": {"path": str(folder / "start")},
         "data": {"train": str(folder / "train.parquet"), "dev": str(folder / "dev.parquet")},
         "output": str(folder / "out"),
         "schedule": {"speedups": [1, 2]},

@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from botocore.exceptions import EndpointConnectionError
+from new_model import train_tokenizer
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
@@ -25,8 +26,6 @@ from pipeline.cli.app import app
 from pipeline.config.evaluate import EvalConfig
 from pipeline.evaluate.results import Evaluation, Line, Score, print_tables, write_table
 from pipeline.evaluate.run import evaluate
-from pipeline.tune.data import Pair
-from pipeline.tune.new_model import train_tokenizer
 
 ROWS = [f"alpha bravo {word}" for word in ("charlie", "delta", "echo", "golf")]
 
@@ -328,7 +327,7 @@ def test_refused_in_one_line_before_a_model_is_loaded(
     pq.write_table(table, tmp_path / "eval.parquet")
     monkeypatch.chdir(tmp_path)
     shutil.copytree(checkpoint, tmp_path / "other")
-    train_tokenizer([Pair("quite other words", "than those")], vocab_size=290).save_pretrained(tmp_path / "other")
+    train_tokenizer(["quite other words"], vocab_size=290).save_pretrained(tmp_path / "other")
     assert load_tokenizer(tmp_path / "other").get_vocab() != load_tokenizer(checkpoint).get_vocab()
 
     def loaded(*args: Any, **kwargs: Any) -> None:
