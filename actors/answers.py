@@ -28,7 +28,6 @@ class Prompt:
         sampling: Sampling parameters of this row, on top of the Generator's.
         choices: Labels of this row, in place of the Generator's.
         output_format: Form of this row's answers, in place of the Generator's.
-        continuations: Token ids of each, for a row to score.
         tools: Whether the prompt offers tools, so that its answers may call them.
     """
 
@@ -39,7 +38,6 @@ class Prompt:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     choices: Sequence[str] | None = None
     output_format: OutputFormat | None = None
-    continuations: Sequence[Sequence[int]] = ()
     tools: bool = False
 
 

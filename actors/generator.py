@@ -15,7 +15,7 @@ import resource
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from traceback import walk_stack
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,6 @@ from actors.engine.types import (
     SamplingParams,
 )
 from actors.requests import RequestBuilder
-from actors.scored_rows import ScoredRow, score_columns, score_rows
 
 if TYPE_CHECKING:
     from actors.engine.call import Call
@@ -81,8 +80,7 @@ class Generator:
         checkpoint: Folder with config.json, safetensors and a tokenizer.
         speed_adapter: Folder of a speed adapter for this checkpoint, whose stored schedule replaces the checkpoint's;
             merged into the weights while they load, unless the schedule runs every layer for every token.
-        schedule: Keys of a job's `schedule` section, on top of the schedule that the checkpoint stores. None scores at
-            full depth.
+        schedule: Keys of a job's `schedule` section, on top of the schedule that the checkpoint stores.
         drafts: Keys of a second schedule, for exact mode: its layers, with the speed adapter if there is one, and on
             CPUs prompt lookup draft tokens, and full depth verifies them; at full depth prompt lookup alone. The
             answers are full depth's; `schedule` must be too.
@@ -107,14 +105,13 @@ class Generator:
         compile: Compile the layers with torch.compile, in place of this package's CPU kernels.
         engine: library: layers of transformers, on a CPU with kernels of this package; paged: on a GPU, fused layers,
             CUDA graphs and a paged cache, for the families that have fused layers, else library; auto: paged on a GPU,
-            after a few rows have been compared with library's there, without `compile` and `continuation_column`.
+            after a few rows have been compared with library's there without `compile`.
         cumulative_logprob: Compute the sum of each answer's log-probabilities, nats, which takes time; it becomes a
             column.
         row_logprobs: A row may ask for log-probabilities although `sampling` has none; `answer` returns them.
         seed: Seed of the random numbers, from which and from each prompt a row's own follow.
         share_prefixes: Beginnings that prompts of a call share are computed once.
         prompt_column: Column of a batch that holds the prompts.
-        continuation_column: Column of texts, or lists of texts, to score after the prompts; then nothing is generated.
 
     Raises:
         UserError: Arguments, checkpoint or device that do not fit, in one line.
@@ -149,22 +146,19 @@ class Generator:
         seed: int = 0,
         share_prefixes: bool = True,
         prompt_column: str = "prompt",
-        continuation_column: str | None = None,
     ) -> None:
         check_choice("scheduler", scheduler, SCHEDULERS)
-        if engine == "auto" and continuation_column is not None:
-            engine = "library"
         settings = EngineSettings(
             engine, dtype, device, compile, cache_bytes, max_batch, cumulative_logprob, weights, kv_cache
         )
         self.sampling = SamplingParams().merged(dict(sampling or {}))
-        self.prompt_column, self.continuation_column = prompt_column, continuation_column
+        self.prompt_column = prompt_column
         self.scheduler, self.share_prefixes = scheduler, share_prefixes
         set_threads(threads)
         inspected = inspect(checkpoint)
         if speed_adapter is not None:
             inspected = with_adapter(inspected, speed_adapter)
-        default = {} if continuation_column is None and drafts is None else {"speedup": 1.0}
+        default = {} if drafts is None else {"speedup": 1.0}
         self._inspected, self._changes, self._unadapted = inspected, dict(schedule or {}), unadapted
         changes = dict(default if schedule is None else schedule)
         self.schedule = (
@@ -284,14 +278,11 @@ class Generator:
         random numbers follow from seed and prompt, so that batches may be cut in any way; equal prompts have equal
         answers. With n above 1, a row is repeated n times. A number that is missing, such as the `mean_depth` of an
         answer of one token, is None. A chat template runs in transformers' own sandbox, which bounds neither its time
-        nor its memory. With `continuation_column` each row gets `SCORES` in place of an answer.
+        nor its memory.
         """
         kept = {name: as_column(values) for name, values in batch.items()}
-        for key, name in (("prompt_column", self.prompt_column), ("continuation_column", self.continuation_column)):
-            if name is not None and name not in kept:
-                raise UserError(f"{key}: no column {name!r} in the batch, which has {', '.join(map(repr, kept))}")
-        if self.continuation_column is not None:
-            return kept | self._score_columns(kept[self.prompt_column], kept[self.continuation_column])
+        if (name := self.prompt_column) not in kept:
+            raise UserError(f"prompt_column: no column {name!r} in the batch, which has {', '.join(map(repr, kept))}")
         prompts = [self.builder.prompt(value) for value in kept[self.prompt_column]]
         answers = self.answer(prompts, constant_prefix([prompt.ids for prompt in prompts if prompt.error is None]))
         rows = [answer.row for answer in answers]
@@ -413,32 +404,6 @@ class Generator:
         if needed > self.cache_bytes:
             raise UserError(f"needs {needed} bytes of cache, more than the budget of {self.cache_bytes}")
         return requests
-
-    def _score_columns(self, values: Iterable[Any], continuations: Iterable[Any]) -> dict[str, Any]:
-        texts = [() if text is None else text for text in continuations]
-        prompts = [self.builder.prompt(value, text) for value, text in zip(values, texts, strict=True)]
-        prefix = constant_prefix([prompt.ids for prompt in prompts if prompt.error is None])
-        return score_columns(self.score(prompts, prefix), [not isinstance(text, str) for text in texts])
-
-    def score(
-        self,
-        prompts: Sequence[Prompt],
-        prefix: Sequence[int] = (),
-        on_batch: Callable[[Sequence[int]], None] | None = None,
-    ) -> list[ScoredRow]:
-        """Log-probabilities of rows' continuations under the schedule, in the rows' order. Arguments as in `answer`.
-
-        A row with an error, or whose prompt and continuations do not fit the context, costs no other row.
-        """
-        with self._running, current_device(self.device):
-            return score_rows(
-                self.engine,
-                prompts,
-                budget_bytes=self.cache_bytes,
-                max_rows=self.max_batch,
-                prefix=list(prefix),
-                on_batch=on_batch,
-            )
 
     def token_limit(self, prompt: Prompt) -> int:
         """Most new tokens of each answer to a row; raises UserError for a row that cannot be answered."""

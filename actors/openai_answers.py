@@ -6,6 +6,7 @@ Sources: https://platform.openai.com/docs/api-reference/chat/object and .../comp
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from actors.openai_requests import CHAT
@@ -108,15 +109,15 @@ def _chat_logprobs(tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _logprobs(tokens: Sequence[Mapping[str, Any]], offset: int) -> dict[str, Any]:
     texts = [token["token"] for token in tokens]
-    tops: list[dict[str, float] | None] = []
+    tops: list[dict[str, float]] = []
     for token in tokens:
         top: dict[str, float] = {}
         for other in token["top"]:
             top.setdefault(other["token"], other["logprob"])
-        tops.append(None if token["logprob"] is None else top)  # nothing predicts the first token of a prompt
+        tops.append(top)
     return {
         "tokens": texts,
         "token_logprobs": [token["logprob"] for token in tokens],
         "top_logprobs": tops,
-        "text_offset": [offset + sum(map(len, texts[:position])) for position in range(len(texts))],
+        "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
     }

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from actors.answers import Answer, Prompt
-from actors.continuations import boundary_texts, checked_ids, checked_texts, split
 from actors.control_tokens import control_tokens, one_bos
 from actors.engine.constraints.constraint import Constraint, check_compatible
 from actors.engine.constraints.grammar import GrammarCompiler
@@ -86,33 +85,25 @@ class RequestBuilder:
             return None
         return [token.to_dict(self.token_text) for token in completion.logprobs]
 
-    def prompt(self, value: Any, continuations: Any = None, tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
+    def prompt(self, value: Any, tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
         """The prompt of any value of a prompt column: a text, token ids or messages.
 
         Args:
             value: The prompt.
-            continuations: Text or texts to score after it, see `continuations`; None for a prompt to answer.
             tools: Those that messages offer, see `checked_tools`.
         """
         ids: list[int] = []
-        ways: list[list[int]] = []
         error = None
         try:
-            texts = None if continuations is None else checked_texts(continuations)
-            if isinstance(value, str) and (value.strip() or texts is not None):
-                ids, ways = self._encoded(value, texts, is_chat=False)
+            if isinstance(value, str) and value.strip():
+                ids = self._ids(value, True)
             elif value is None or isinstance(value, str) or len(value) == 0:
                 error = "prompt is null or empty"
             elif isinstance(value[0], Mapping):
                 chat = list(map(dict, value)), list(map(dict, tools))
-                text, spelled = control_tokens(self.tokenizer).prompt(self._render, chat)
-                if texts is None:
-                    ids = self.chat_ids(text, spelled)
-                else:
-                    ids, ways = self._encoded(text, texts, is_chat=True)
+                ids = self.chat_ids(*control_tokens(self.tokenizer).prompt(self._render, chat))
             elif all(token == int(token) >= 0 for token in value):
                 ids = [int(token) for token in value]
-                ways = checked_ids([self._ids(text, False) for text in texts or ()])
             else:
                 error = "prompt holds values that are no token ids"
         except UserError as problem:
@@ -120,7 +111,7 @@ class RequestBuilder:
         # errors that a value of any type, or a chat template, may raise
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
             error = f"prompt cannot be read: {' '.join(str(problem).split())}"
-        return Prompt(ids, f"prompt:{ids}", 0, error, continuations=ways, tools=bool(tools))
+        return Prompt(ids, f"prompt:{ids}", 0, error, tools=bool(tools))
 
     def _render(self, chat: tuple[list[Any], list[Any]]) -> str:
         """The text of messages and tools by transformers' chat template."""
@@ -140,15 +131,6 @@ class RequestBuilder:
     def _ids(self, text: str, special_tokens: bool) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
         return one_bos(self.tokenizer, ids)
-
-    def _encoded(
-        self, prompt: str, continuations: Sequence[str] | None, *, is_chat: bool
-    ) -> tuple[list[int], list[list[int]]]:
-        """Tokens of a prompt's text and of its continuations."""
-        if continuations is None:
-            return self._ids(prompt, not is_chat), []
-        texts = boundary_texts(self.tokenizer, prompt, continuations, is_chat=is_chat)
-        return split(self.tokenizer, [self._ids(*text) for text in texts], is_chat=is_chat)
 
     def requests(self, prompt: Prompt) -> list[Request]:
         """The row's `n` requests; raises UserError for a row that cannot be answered."""

@@ -35,15 +35,14 @@ from pipeline.commit.sink import SUCCESS, check_output, commit_shard, committed_
 from pipeline.commit.table import check_table, commit_table, has_table
 from pipeline.config.job import JobConfig
 from pipeline.generate.coordinator import Workload
-from pipeline.generate.output import PartSpec
-from pipeline.generate.part_schema import part_schema
+from pipeline.generate.output import PartSpec, part_table
 from pipeline.generate.settings import generator_settings
 from pipeline.generate.stage import ShardGenerator
 from pipeline.generate.stats import Totals
 from pipeline.generate.value_fields import value_fields
 from pipeline.plan import manifest as manifests
 from pipeline.plan.agreement import announce_no_gain, is_measured, with_agreement
-from pipeline.plan.columns import check_columns, kept_columns, optional_columns, parsed_column, scored_lists
+from pipeline.plan.columns import check_columns, kept_columns, optional_columns, parsed_column
 from pipeline.plan.inputs import check_output_disjoint, check_same_input
 from pipeline.plan.manifest import Manifest
 from pipeline.plan.memory import log_memory_estimate
@@ -193,13 +192,8 @@ def _check_ids(config: JobConfig, manifest: Manifest) -> None:
 
 
 def planned_schedule(config: JobConfig, checkpoint: ResolvedCheckpoint) -> Schedule:
-    """The job's schedule: full depth in exact mode, and for scores unless a key is set.
-
-    UserError as for the checkpoint's `schedule`.
-    """
-    changes = config.schedule.changes() or ({"speedup": 1.0} if config.scores else {})
-    if config.schedule.exact:
-        changes = {"speedup": 1.0}
+    """The job's schedule: full depth in exact mode. UserError as for the checkpoint's `schedule`."""
+    changes = {"speedup": 1.0} if config.schedule.exact else config.schedule.changes()
     return checkpoint.schedule(changes, config.model, unadapted=config.schedule.unadapted)
 
 
@@ -226,7 +220,7 @@ def draft_schedule(config: JobConfig, checkpoint: ResolvedCheckpoint) -> Schedul
 
 def check_output_table(job: PlannedJob) -> None:
     """UserError if the job's output is a table that cannot hold its parts."""
-    check_table(job.config, part_schema(job.manifest.schema, _part(job)))
+    check_table(job.config, part_table(job.manifest.schema.empty_table(), [], _part(job), "", 0).schema)
 
 
 @contextmanager
@@ -362,7 +356,6 @@ def _part(job: PlannedJob) -> PartSpec:
         num_layers=job.checkpoint.checkpoint.num_layers,
         root=job.manifest.batching.root,
         parsed=parsed_column(job.config),
-        scored=scored_lists(job.config, job.manifest.schema),
         value_fields=value_fields(job.manifest.identity.get("output_format")),
     )
 

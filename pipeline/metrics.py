@@ -32,7 +32,7 @@ def _counter(text: str, *labels: str) -> Metric:
 METRICS = {
     "rows": _counter("rows committed, row errors included"),
     "row_errors": _counter("rows committed with an error"),
-    "generated_tokens": _counter("tokens generated or scored; those of a shard that is repeated count again"),
+    "generated_tokens": _counter("tokens generated; those of a shard that is repeated count again"),
     "prompt_tokens": _counter("tokens computed in prefill, padding left out"),
     "decode_steps": _counter("tokens that were an input to decode"),
     "layer_steps": _counter("layers run over decode steps"),

@@ -13,8 +13,6 @@ import pyarrow as pa
 from actors.answers import Answer, Prompt
 from actors.engine.checkpoint.end_tokens import end_tokens
 from actors.engine.errors import UserError
-from actors.engine.scoring.types import ContinuationScore
-from actors.scored_rows import ScoredRow
 from pipeline.backends.in_process import InProcess
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig
@@ -42,35 +40,24 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class TriedScore:
-    """A text and its score, or why there is none."""
-
-    text: str
-    score: ContinuationScore | None
-    error: str | None
-
-
-@dataclass(frozen=True)
 class TriedRow:
     """A row as the model saw it, and its answers.
 
     Args:
         id: the row's id column, else file and row number.
         prompt: text of the prompt's tokens; "" for a row with an error.
-        answers: to it; none where texts are scored.
-        scores: of its texts, or its error.
+        answers: answers to the prompt.
         control_tokens: that its prompt spells and that were parsed.
     """
 
     id: Any
     prompt: str
     answers: list[Answer]
-    scores: list[TriedScore]
     control_tokens: int
 
 
 def answer_first_rows(config: JobConfig, rows: int, say: Callable[[str], None] = log.debug) -> list[TriedRow]:
-    """Answers to the first `rows` rows of the input, or their scores.
+    """Answer the first `rows` rows of the input.
 
     Random numbers, prompts and row errors are those of the job. Batches are smaller and no prefix is shared, so
     that in types other than float32 an answer may differ.
@@ -118,31 +105,17 @@ def answer_first_rows(config: JobConfig, rows: int, say: Callable[[str], None] =
     if continued and not config.input.continue_final:
         say("messages end with an assistant's turn: input.continue_final: true continues it; else a new one begins")
     say(f"answers end at {', '.join(named) or 'no token: the model names none'}")
-    answers: list[Answer] = []
-    scores: dict[int, list[TriedScore]] = {}
-    if config.scores:
-        with announced("scoring"):
-            scores = {row.row: _tried_scores(row, tokenizer) for row in generator.score(prepared)}
-    else:
-        with announced("answering"):
-            answers = generator.answer(prepared)
+    with announced("answering"):
+        answers = generator.answer(prepared)
     return [
         TriedRow(
             ids[row],
             tokenizer.decode(list(prompt.ids)) if prompt.ids else "",
             [answer for answer in answers if answer.row == row],
-            scores.get(row, []),
             control_tokens[row],
         )
         for row, prompt in enumerate(prepared)
     ]
-
-
-def _tried_scores(row: ScoredRow, tokenizer: Any) -> list[TriedScore]:
-    if row.error is not None:
-        return [TriedScore("", None, row.error)]
-    texts = (tokenizer.decode([token.token for token in score.tokens]) for score in row.scores)
-    return [TriedScore(text, score, None) for text, score in zip(texts, row.scores, strict=True)]
 
 
 def _on_this_machine(config: JobConfig) -> JobConfig:

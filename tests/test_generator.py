@@ -24,7 +24,6 @@ from actors.answers import Prompt
 from actors.engine.build import uses_pages
 from actors.engine.checkpoint.loading import inspect
 from actors.generator import Generator
-from actors.scored_rows import SCORES
 
 PROMPTS = ["a", "name[Zizzi]", "The Eagle serves", "cheap food", "name[Alimentum], area[city centre]", "b c d e f", "a"]
 NEW_TOKENS = 12
@@ -408,7 +407,6 @@ def settings():
     return library.is_progress_bar_enabled(), are_progress_bars_disabled(), level
 before = settings()
 from actors.generator import Generator
-from actors.scored_rows import SCORES
 found = [name for name in ("ray", "pipeline") if name in sys.modules]
 assert not found, f"actors.generator imports {{found}}"
 Generator({str(checkpoint)!r}, device="cpu")
@@ -524,42 +522,6 @@ def test_a_gpu_without_room_is_said_before_loading(checkpoint: Path, monkeypatch
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (2**28, 2**30))
     with pytest.raises(ValueError, match=r"256 MiB of 1\.0 GiB are free: lower actors\.cache_bytes"):
         make(checkpoint, device="cuda")
-
-
-def test_continuations_are_scored_in_place_of_answers(checkpoint: Path) -> None:
-    """At full depth, although the checkpoint stores a speed; prompts are text, token ids and messages."""
-    scorer, answering = make(checkpoint, continuation_column="ways"), make(checkpoint, schedule={"speedup": 1})
-    texts = [["x", " cheap food"], " a", [], ["b"], None, np.array(["x", " cheap food"])]
-    batch = {"id": np.arange(6), "prompt": column([PROMPTS[0], [5, 6, 7], "a", None, "b", PROMPTS[0]])}
-    done = scorer({**batch, "ways": column(texts)})
-    assert list(done) == [*batch, "ways", "prompt_tokens", *SCORES, "error"]
-    assert done["id"].tolist() == list(range(6))
-    assert [error and error.split(";")[0] for error in done["error"]] == [
-        *[None] * 2,
-        "continuations is null or empty",
-        "prompt is null or empty",
-        "continuations is null or empty",
-        None,
-    ]
-    assert done["cumulative_logprob"][0] == pytest.approx(done["cumulative_logprob"][5], abs=1e-5)
-    assert isinstance(done["perplexity"][1], float) and done["is_greedy"][2] is None
-    scored = answering.score([scorer.builder.prompt(PROMPTS[0], "x"), Prompt([5, 6], "f", 0, continuations=[[7], []])])
-    assert scored[0].scores[0].cumulative == pytest.approx(done["cumulative_logprob"][0][0], abs=1e-5)
-    assert scored[0].mean_depths == [LAYERS] and scored[1].mean_depths == [None, None]
-    assert scored[1].scores[1].tokens == ()
-
-
-def test_a_row_that_does_not_fit_costs_no_other_row_its_scores(checkpoint: Path) -> None:
-    generator = make(checkpoint, schedule={"speedup": 1})
-    row = Prompt([5, 6], "f", 0, continuations=[[7]])
-    long = replace(row, ids=[5] * CONTEXT, continuations=[[7, 8]])
-    seen: list[list[int]] = []
-    scored = generator.score([long, row, replace(row, ids=[10**6])], on_batch=lambda rows: seen.append(list(rows)))
-    assert "exceed the context" in str(scored[0].error) and "outside the model's vocabulary" in str(scored[2].error)
-    assert scored[1].error is None and len(scored[1].scores) == 1
-    assert seen == [[1], []]
-    small = make(checkpoint, schedule={"speedup": 1}, cache_bytes=1)
-    assert "more than the budget of 1" in str(small.score([row])[0].error)
 
 
 def test_a_calls_rows_are_in_flight_with_the_last_ones_of_the_call_before(

@@ -25,7 +25,6 @@ class Call:
         usage: Send the counts of tokens after the last of them.
         speed: Nominal speed-up; None for the server's.
         echo: Give the prompt back before the answer.
-        generates: False: the prompt alone is given back, with its log-probabilities.
     """
 
     url: str
@@ -35,7 +34,6 @@ class Call:
     usage: bool
     speed: float | None
     echo: bool
-    generates: bool
 
 
 def read_call(url: str, body: Any) -> Call:
@@ -52,14 +50,13 @@ def read_call(url: str, body: Any) -> Call:
         raise UserError("body: stream_options needs stream: true")
     speed = _speed(rest.pop("speed", None))
     echo = _flag(rest, "echo") if url != CHAT else False
-    generates = not (echo and type(rest.get("max_tokens")) is int and rest["max_tokens"] == 0)
-    if not generates:
-        del rest["max_tokens"]
+    if echo and "logprobs" in rest:
+        raise UserError("body: echo with logprobs is not supported: vLLM's server scores prompts")
     if echo and stream:
         raise UserError("body: echo does not go with stream: true")
     bodies = [rest] if url == CHAT else [{**rest, "prompt": prompt} for prompt in _prompts(rest.pop("prompt", None))]
     prompts = [read_request(url, each) for each in bodies]
-    return Call(url, prompts, rest.get("model"), stream, usage, speed, echo, generates)
+    return Call(url, prompts, rest.get("model"), stream, usage, speed, echo)
 
 
 def _flag(values: dict[str, Any], name: str) -> bool:

@@ -96,44 +96,14 @@ class Calls:
         return [answers[index] for index in sorted(answers)]
 
     async def _echo(self, prepared: Prepared, receive: Receive) -> dict[str, Any]:
-        """The answers behind their prompts, with the prompts' log-probabilities if they are asked for."""
-        call, model, scored = prepared.call, self._model, None
-        if prepared.rows[0].sampling.logprobs is not None:
-            scored = await self._scores(prepared, receive)
-        count = prepared.samples if call.generates else 1
-        nothing = {"generated_text": "", "finish_reason": "length", "generated_tokens": 0, "logprobs": []}
-        choices: list[dict[str, Any]] = [{**nothing, "sample_index": index} for index in range(len(prepared.prompts))]
-        if call.generates:
-            choices = await self._answers(prepared, receive)
+        """The answers behind their prompts."""
+        choices = await self._answers(prepared, receive)
         for choice in choices:
-            number = choice["sample_index"] // count
-            ids = prepared.prompts[number].ids
-            prompt = call.prompts[number].prompt
-            text = prompt if isinstance(prompt, str) else model.decode(ids)
-            choice["prompt_tokens"] = len(ids)
+            number = choice["sample_index"] // prepared.samples
+            prompt = prepared.call.prompts[number].prompt
+            text = prompt if isinstance(prompt, str) else self._model.decode(prepared.prompts[number].ids)
             choice["generated_text"] = text + choice["generated_text"]
-            choice["logprobs"] = None if scored is None else scored[number] + choice["logprobs"]
         return self._body(prepared, choices)
-
-    async def _scores(self, prepared: Prepared, receive: Receive) -> list[list[dict[str, Any]]]:
-        """Log-probabilities of the prompts' tokens. Raises ApiError after the timeout; ClientGone."""
-        gone, scored = asyncio.ensure_future(_gone(receive)), []
-        future: asyncio.Future[list[list[dict[str, Any]]]] | None = None
-        try:
-            async with asyncio.timeout(self._timeout):
-                for part in self._model.scoring_parts(prepared):
-                    future = asyncio.wrap_future(self._model.loop.call(part))
-                    await asyncio.wait((gone, future), return_when=asyncio.FIRST_COMPLETED)
-                    if not future.done():
-                        raise ClientGone
-                    scored += future.result()
-        except TimeoutError:
-            raise _too_late(self._timeout) from None
-        finally:
-            gone.cancel()
-            if future is not None:
-                future.cancel()
-        return scored
 
     def _body(self, prepared: Prepared, answers: list[dict[str, Any]]) -> dict[str, Any]:
         return completion_body(

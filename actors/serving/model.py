@@ -13,10 +13,8 @@ from typing import Any
 from actors.answers import Prompt
 from actors.engine.constraints.reasoning import AfterReasoning
 from actors.engine.errors import UserError
-from actors.engine.online.loop import PASS_TOKENS, OnlineLoop
+from actors.engine.online.loop import OnlineLoop
 from actors.engine.schedules.schedule import Schedule
-from actors.engine.scoring.score import score_continuations
-from actors.engine.scoring.types import ScoreRequest
 from actors.engine.types import Completion, Request
 from actors.generator import Generator
 from actors.openai_requests import CompletionRequest
@@ -151,40 +149,6 @@ class ServedModel:
         """A row's answer with the fields that `completion_body` reads. The completion has tokens."""
         answer = self.generator.completed(prepared.prompt_of(index), 0, index, prepared.rows[index], completion)
         return {**vars(answer), "tool_calls": [call.to_dict() for call in answer.tool_calls or ()]}
-
-    def scoring_parts(self, prepared: Prepared) -> list[Callable[[], list[list[dict[str, Any]]]]]:
-        """Functions for the loop's thread, each of which scores some of the prompts, in their order.
-
-        A prompt runs the layers that the schedule runs over prompts. Of each of its tokens: fields of
-        `TokenLogprob.to_dict`; of the first, which nothing predicts, without a log-probability.
-        """
-        top = prepared.rows[0].sampling.logprobs or 0
-        parts: list[list[Sequence[int]]] = []
-        size = PASS_TOKENS
-        for prompt in prepared.prompts:
-            ids = prompt.ids
-            if size + len(ids) > PASS_TOKENS:
-                parts.append([])
-                size = 0
-            parts[-1].append(ids)
-            size += len(ids)
-        return [partial(self._score, part, prepared.rows[0].schedule or self.generator.schedule, top) for part in parts]
-
-    def _score(self, prompts: Sequence[Sequence[int]], schedule: Schedule, top: int) -> list[list[dict[str, Any]]]:
-        constant = replace(schedule, depths=(len(schedule.prompt_layers),), speedup=None)
-        scores = score_continuations(
-            self.generator.engine.at(constant),
-            [ScoreRequest(ids[:1], (ids[1:],), top) for ids in prompts],
-            budget_bytes=self.generator.cache_bytes,
-            max_rows=self.generator.max_batch,
-        )
-        scored = []
-        for ids, score in zip(prompts, scores, strict=True):
-            if score.error is not None:
-                raise UserError(score.error)
-            first: dict[str, Any] = {"token_id": ids[0], "token": self.token_text(ids[0]), "logprob": None, "top": []}
-            scored.append([first, *(token.to_dict(self.token_text) for token in score.continuations[0].tokens)])
-        return scored
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, special ones left out."""

@@ -33,7 +33,7 @@ def text_schema() -> dict[str, Any]:
     """Of a body for /v1/completions."""
     one: list[dict[str, Any]] = [_TEXT, _IDS]
     prompt = {"anyOf": [*one, {"type": "array", "items": {"anyOf": one}}]}
-    echo = {**_FLAG, "description": "give the prompt back too; with max_tokens 0 and logprobs it is scored"}
+    echo = {**_FLAG, "description": "give the prompt back too; without logprobs"}
     own = {"prompt": prompt, "echo": echo, "logprobs": {**_COUNT, "minimum": 0}}
     return _object({**own, **_BOTH}, "prompt")
 

@@ -60,8 +60,6 @@ class Task:
 def plan_adaptation(config: JobConfig, source: str, folder: Path, record: StageRecord) -> Task:
     """The task of a job file. Raises UserError of one line for a mistake."""
     options = configs.options(config)
-    if config.scores:
-        raise UserError("task: score: adapt trains on answers; give it a job that generates, with the same prompts")
     if config.input.is_batch:
         raise UserError("input.format: openai_batch: adapt evaluates rows of one kind; give it a table of messages")
     if config.input.choices is not None:

@@ -50,14 +50,6 @@ def try_rows(
                     *calls,
                     f"    ({answer.finish_reason}, {counted(answer.generated_tokens, 'token')}{depth}{sure})",
                 ]
-            for scored in row.scores:
-                score = scored.score
-                if score is None:
-                    lines.append(f"  error: {scored.error}")
-                    continue
-                greedy = "greedy" if score.is_greedy else "not greedy"
-                counts = f"{len(score.tokens)} tokens, perplexity {score.perplexity:.4g}, {greedy}"
-                lines += [f"  text: {scored.text}", f"    (log p {score.cumulative:.4f}, {counts})"]
             console.print("\n".join(filter(None, lines)), markup=False, highlight=False)
         if parsed := sum(row.control_tokens for row in tried):
             console.print(parsed_control_tokens(parsed), highlight=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -49,6 +49,10 @@ class InputConfig(Section):
 
     `chat`, `system` and `examples` make a text the last user message of a chat.
     """
+
+    removed: ClassVar[dict[str, tuple[Any, str]]] = {
+        "continuations": (None, "given texts are not scored here: vLLM does it")
+    }
 
     path: Paths = Field(
         description="input file, folder or glob, or a list of them, local or s3://; or a table: its name "
@@ -110,9 +114,6 @@ class InputConfig(Section):
         None,
         description="column of tools for the chat template, a list or JSON: [{type: function, function: {name, "
         "description, parameters}}]; null: none. Calls become the column tool_calls",
-    )
-    continuations: str | None = Field(
-        None, description="for task: score, the column to score: a text, or a list of texts, after each prompt"
     )
     continue_final: bool = Field(
         False, description="answers continue the last message where it is the assistant's; else they begin a new one"

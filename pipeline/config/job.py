@@ -18,14 +18,12 @@ from pipeline.config.catalog import CatalogConfig
 from pipeline.config.input import InputConfig, TableFormat
 from pipeline.config.labels import check_labels, labels_given
 from pipeline.config.output_format import Form
-from pipeline.config.score import check_score
 
 Decay = Literal["linear", "cosine", "power", "step", "constant"]
 KeepOrder = Literal["paper", "even", "early_exit", "measured"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 OutputFormat = Literal["parquet", "jsonl", "openai_batch", TableFormat]
 RESULT_NAMES = ("answers", "results", "errors")  # of the files that output.format adds to the parts, without suffix
-Task = Literal["generate", "score"]
 
 
 def _many(value: Any) -> Any:
@@ -115,7 +113,7 @@ class ModelConfig(Section):
         description="paged: on a GPU, for Llama, Mistral, Qwen2, Qwen3, Phi-3, OLMo 2, SmolLM3 and OPT without sliding "
         "windows, fused layers, CUDA graphs and a paged cache, not yet run on a GPU; library: the layers of "
         "transformers, on a CPU with kernels of this package; auto: paged on a GPU, where each actor first compares a "
-        "few rows with library's layers, but library for compile, task: score and serve",
+        "few rows with library's layers, but library for compile and serve",
     )
 
     def pages(self, *, on_gpu: bool) -> bool:
@@ -296,14 +294,10 @@ class StorageConfig(Section):
 class JobConfig(Section):
     renamed: ClassVar[dict[str, str]] = {"max_row_errors": "max_error_rate"}
     removed: ClassVar[dict[str, tuple[Any, str]]] = {
-        "notify": (None, "let the scheduler report the exit status; `run --json` prints the outcome")
+        "notify": (None, "let the scheduler report the exit status; `run --json` prints the outcome"),
+        "task": ("generate", "given texts are not scored here: vLLM does it"),
     }
 
-    task: Task = Field(
-        "generate",
-        description="generate: answer each prompt; score: log-likelihoods of the texts in input.continuations, at full "
-        "depth unless schedule sets a key",
-    )
     input: InputConfig
     output: OutputConfig
     model: ModelConfig
@@ -361,16 +355,11 @@ class JobConfig(Section):
     def paged(self) -> bool:
         """Whether actors use the paged engine, if the model's family supports it."""
         on_gpu = self.actors.gpus > 0 and self.model.device != "cpu"
-        return self.model.pages(on_gpu=on_gpu) and not self.scores
+        return self.model.pages(on_gpu=on_gpu)
 
     def rows_in_flight(self, has_pages: bool) -> int:
         """At most, in an actor. has_pages: whether the checkpoint's family has them."""
         return self.actors.max_batch or (512 if self.paged and has_pages else 64)
-
-    @property
-    def scores(self) -> bool:
-        """Whether the job scores given texts, and generates none."""
-        return self.task == "score"
 
     @property
     def devices(self) -> float:
@@ -389,10 +378,6 @@ class JobConfig(Section):
             raise UserError("model.weights: fp8 is for GPUs: set actors.gpus, or weights: int8")
         if self.model.kv_cache is not None and not self.actors.gpus:
             raise UserError(f"model.kv_cache: {self.model.kv_cache} is for GPUs: set actors.gpus, or leave it out")
-        if self.scores:
-            check_score(self)
-        elif self.input.continuations is not None:
-            raise UserError("input.continuations is for scoring them: set task: score too")
         if self.output.format == "openai_batch" and not self.input.is_batch:
             raise UserError("output.format: openai_batch answers such requests: set input.format: openai_batch too")
         if self.choices is not None:

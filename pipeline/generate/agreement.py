@@ -1,8 +1,8 @@
 """How far a job's schedule agrees with full depth on some of its own rows, measured where an actor would run.
 
-Full depth answers the rows greedily; texts to score take the place of answers. Free text: over the tokens of these
-answers, the share at which the schedule's most likely token is full depth's, and the KL divergence of the
-distributions. Labels: the share of rows that get the same label.
+Full depth answers the rows greedily. Free text: over the tokens of these answers, the share at which the schedule's
+most likely token is full depth's, and the KL divergence of the distributions. Labels: the share of rows that get the
+same label.
 """
 
 from __future__ import annotations
@@ -120,17 +120,12 @@ def measure_agreement(
         return Agreement()
     full, fast = _generators(generator, len(given))
     first = 1 if len(fast.schedule.prompt_layers) == fast.schedule.num_layers else 0  # token that may differ
-    scored = any(prompt.continuations for prompt in given)
-    at_full, full_stats = ([], EngineStats()) if scored else _answers(full, given, prefix)
-    texts: list[tuple[int, Sequence[int], str | None]] = (
-        [(row, ids[:MOST_TOKENS], None) for row, prompt in enumerate(given) for ids in prompt.continuations]
-        if scored
-        else [(answer.row, answer.token_ids or (), answer.generated_text) for answer in at_full]
-    )
+    at_full, full_stats = _answers(full, given, prefix)
+    texts = [(answer.row, answer.token_ids or (), answer.generated_text) for answer in at_full]
     answers = [answer for answer in texts if len(answer[1]) > first]
     if not answers:
         return Agreement()
-    fast_answers, fast_stats = ([], EngineStats()) if scored else _answers(fast, given, prefix)
+    fast_answers, fast_stats = _answers(fast, given, prefix)
     asked = [given[row] for row, *_ in answers]
     pairs = [(given[row].ids, ids) for row, ids, _ in answers]
     at_full_depth, at_speed = (Model(one.engine.decoder, one.schedule) for one in (full, fast))

@@ -55,7 +55,6 @@ class PartSpec:
         fingerprint: of the job, for the footer.
         num_layers: of the model, for the footer.
         parsed: type of the column `parsed`, which holds the texts as values; None for no such column.
-        scored: whether a row's scores are lists; None for answers.
         value_fields: whose values the statistics count, for the footer.
         root: folder of all input files; None: made-up ids hold the file's name alone, as in jobs of earlier versions.
     """
@@ -66,7 +65,6 @@ class PartSpec:
     fingerprint: str
     num_layers: int
     parsed: pa.DataType | None = None
-    scored: bool | None = None
     value_fields: ValueFields = field(default_factory=dict)
     root: str | None = None
 

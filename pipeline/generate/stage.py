@@ -20,17 +20,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actors.answers import Prompt
+from actors.answers import Answer, Prompt
 from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.types import EngineStats
 from actors.generator import Generator
 from pipeline.generate.coordinator import RunCoordinator
 from pipeline.generate.live_counts import LiveCounts
 from pipeline.generate.output import PartSpec, part_bytes, part_table
-from pipeline.generate.score_output import score_table
 from pipeline.generate.settings import fetched
 from pipeline.generate.stats import ShardStats
-from pipeline.prepare.prompts import CHOICES, CONTINUATIONS, CONTROL_TOKENS, ERROR, FORM, PROMPT_IDS, SAMPLING, TOOLS
+from pipeline.prepare.prompts import CHOICES, CONTROL_TOKENS, ERROR, FORM, PROMPT_IDS, SAMPLING, TOOLS
 from pipeline.read.ipc import from_ipc
 from pipeline.read.shards import Shard
 from pipeline.runtime.quarantine import Quarantine, ShardAttempt
@@ -78,7 +77,7 @@ class ThisProcess:
 
 def prompts(rows: pa.Table, url: str, first_row: int) -> list[Prompt]:
     """A prepared shard's rows as the Generator takes them."""
-    columns = [rows[name].to_pylist() for name in (PROMPT_IDS, ERROR, SAMPLING, CHOICES, FORM, CONTINUATIONS, TOOLS)]
+    columns = [rows[name].to_pylist() for name in (PROMPT_IDS, ERROR, SAMPLING, CHOICES, FORM, TOOLS)]
     return [
         Prompt(
             ids,
@@ -88,10 +87,9 @@ def prompts(rows: pa.Table, url: str, first_row: int) -> list[Prompt]:
             json.loads(sampling) if sampling else {},
             choices,
             OutputFormat(**form) if form else None,
-            continuations or (),
             bool(tools),
         )
-        for row, (ids, error, sampling, choices, form, continuations, tools) in enumerate(zip(*columns, strict=True))
+        for row, (ids, error, sampling, choices, form, tools) in enumerate(zip(*columns, strict=True))
     ]
 
 
@@ -225,8 +223,7 @@ class ShardGenerator:
             before.ended.wait()
             if shard_attempt is None or not shard_attempt.isolated:
                 turn.end()  # an isolated shard keeps its turn, or the next one's death would count as its own
-            to_table = part_table if self.part.scored is None else score_table
-            table = to_table(rows, answers, self.part, url, first_row)
+            table = part_table(rows, answers, self.part, url, first_row)
             described = Shard(shard, url, first_row, rows.num_rows)
             data = part_bytes(table, self.part, described)
             self.counts.report()
@@ -271,15 +268,15 @@ class ShardGenerator:
 
     def _answers(
         self, shard_attempt: ShardAttempt | None, rows: list[Prompt], turn: _Turn
-    ) -> tuple[list[Any], EngineStats]:
-        """Answers to a shard's rows, or their scores, in row order, and what the engine counted.
+    ) -> tuple[list[Answer], EngineStats]:
+        """Return the answers to a shard's rows, in row order, and the engine's counts.
 
         After a death group by group, each batch recorded before it runs.
         """
         if shard_attempt is None or not shard_attempt.isolated:
             return self._answer(rows, on_drain=turn.drains.set)
         errors = shard_attempt.errors
-        answers, stats = list[Any](), EngineStats()
+        answers, stats = list[Answer](), EngineStats()
         for group in filter(None, [tuple(errors), *shard_attempt.groups]):
 
             def enter(positions: Sequence[int], group: tuple[int, ...] = group) -> None:
@@ -296,20 +293,16 @@ class ShardGenerator:
         rows: list[Prompt],
         on_batch: Callable[[Sequence[int]], None] | None = None,
         on_drain: Callable[[], None] | None = None,
-    ) -> tuple[list[Any], EngineStats]:
+    ) -> tuple[list[Answer], EngineStats]:
         generator = self.generator
-        if self.part.scored is not None:
-            before = replace(generator.engine.stats)
-            scores = self.thread.submit(generator.score, rows, self.prefix, on_batch).result()
-            return scores, generator.engine.stats.minus(before)
         work = generator.begin(rows, self.prefix, on_batch, on_drain)
         self.thread.submit(generator.run, work).result()
         return generator.finish(work), work.call.stats
 
 
-def _check_rows(answers: Sequence[Any], rows: int, part: str) -> None:
+def _check_rows(answers: Sequence[Answer], rows: int, part: str) -> None:
     """RuntimeError unless each of `rows` input rows is answered, once and in order. part: named in the error."""
-    answered = [answer.row for answer in answers if getattr(answer, "sample_index", 0) == 0]
+    answered = [answer.row for answer in answers if answer.sample_index == 0]
     if answered != list(range(rows)):
         wrong = min(set(range(rows)).symmetric_difference(answered), default=None)
         which = "a row is answered twice" if wrong is None else f"row {wrong} of the shard has no answer"

@@ -48,7 +48,7 @@ class ShardStats:
     prompt_tokens: int = _unit("tokens of the prompts that were answered")
     control_tokens: int = _unit("control tokens that rows spell and that were parsed, see input.special_tokens")
     shared_prompt_tokens: int = _unit("prompt tokens, over all samples, computed once for several rows")
-    generated_tokens: int = _unit("tokens; of a job that scores, those of its texts")
+    generated_tokens: int = _unit("tokens")
     prepare_seconds: float = _unit("s")
     prefill_seconds: float = _unit("s")
     decode_seconds: float = _unit("s")
@@ -87,7 +87,7 @@ class ShardStats:
     stopped: int = _unit("answers that ended at a stop token, a stop string or a settled choice")
     cut_off: int = _unit("answers that ended at a length limit")
     prompt_lengths: list[int] = _unit("rows without an error by prompt tokens; bins of `distributions`", "none")  # noqa: RUF009
-    answer_lengths: list[int] = _unit("answers by generated tokens, or texts by scored ones; the same bins", "none")  # noqa: RUF009
+    answer_lengths: list[int] = _unit("answers by generated tokens; the same bins", "none")  # noqa: RUF009
     answer_depths: list[int] = _unit("answers by mean depth, a layer a bin", "none")  # noqa: RUF009
     error_kinds: str = _unit("JSON of `distributions.error_kinds`", "none")
     label_counts: str = _unit("JSON of `distributions.label_counts`", "none")
@@ -119,7 +119,7 @@ class ShardStats:
 
         part: with its footer.
         """
-        tokens, depths = (_of_answers(part, name) for name in (_tokens_column(part), "mean_depth"))
+        tokens, depths = (part[name].to_pylist() for name in ("generated_tokens", "mean_depth"))
         steps = [max(count - 1, 0) for count in tokens]
         layer_steps = round(sum(count * (depth or 0.0) for count, depth in zip(steps, depths, strict=True)))
         known = {
@@ -172,13 +172,12 @@ def _counts(part: pa.Table, counted: ValueFields) -> dict[str, Any]:
     counted: see `PartSpec.value_fields`.
     """
     good = part.filter(pc.is_null(part["error"]))
-    scored = "finish_reason" not in part.column_names
-    answered = good if scored else part.filter(pc.not_equal(part["finish_reason"], "error"))
-    reasons = [] if scored else part["finish_reason"].to_pylist()
+    answered = part.filter(pc.not_equal(part["finish_reason"], "error"))
+    reasons = part["finish_reason"].to_pylist()
 
     @cache
     def checks() -> dict[str, Any]:
-        texts = [] if scored else [text or "" for text in answered["generated_text"].to_pylist()]
+        texts = [text or "" for text in answered["generated_text"].to_pylist()]
         if "tool_calls" in part.column_names:  # a call is an answer without text
             calls = answered["tool_calls"].to_pylist()
             texts = [text or str(call or "") for text, call in zip(texts, calls, strict=True)]
@@ -193,8 +192,8 @@ def _counts(part: pa.Table, counted: ValueFields) -> dict[str, Any]:
         "stopped": reasons.count("stop"),
         "cut_off": reasons.count("length"),
         "prompt_lengths": lambda: histogram(_first_samples(good)["prompt_tokens"].to_pylist()),
-        "answer_lengths": lambda: histogram(_of_answers(answered, _tokens_column(part))),
-        "answer_depths": lambda: depth_histogram(_of_answers(part, "mean_depth")),
+        "answer_lengths": lambda: histogram(answered["generated_tokens"].to_pylist()),
+        "answer_depths": lambda: depth_histogram(part["mean_depth"].to_pylist()),
         "error_kinds": lambda: error_kinds(part),
         "label_counts": lambda: label_counts(part),
         "field_counts": lambda: field_counts(part, counted),
@@ -223,25 +222,8 @@ def _first_samples(part: pa.Table) -> pa.Table:
 
 
 def _is_first(part: pa.Table) -> pa.Array | pa.ChunkedArray:
-    """Of each output row, whether it is the first of its input row; scores have one each."""
-    if "sample_index" not in part.column_names:
-        return pa.array([True] * part.num_rows, pa.bool_())
+    """Tell of each output row whether it is the first of its input row."""
     return pc.equal(part["sample_index"], 0)
-
-
-def _tokens_column(part: pa.Table) -> str:
-    return "generated_tokens" if "generated_tokens" in part.column_names else "continuation_tokens"
-
-
-def _of_answers(part: pa.Table, name: str) -> list[Any]:
-    """A column's values of all answers, or of all scores of rows without an error."""
-    column = part[name]
-    if pa.types.is_list(column.type):
-        column = pc.list_flatten(column)
-    elif "continuation_tokens" in part.column_names:
-        column = column.filter(pc.is_valid(part["continuation_tokens"]))
-    values: list[Any] = column.to_pylist()
-    return values
 
 
 @dataclass(frozen=True)

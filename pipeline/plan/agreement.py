@@ -41,7 +41,7 @@ def can_gain(schedule: Schedule, spec: PromptSpec) -> bool:
         return True
     if schedule.is_full_depth:
         return False
-    if spec.choices_column is not None or spec.sampling_columns or spec.is_batch or spec.continuations is not None:
+    if spec.choices_column is not None or spec.sampling_columns or spec.is_batch:
         return True  # by row
     if not spec.choices:
         return spec.sampling.max_new_tokens > 1

@@ -11,11 +11,10 @@ from actors.engine.types import SamplingParams
 from pipeline.config.job import JobConfig
 from pipeline.generate.output import ANSWER_FIELDS, OPTIONAL_FIELDS, PARSED
 from pipeline.generate.parsed import parsed_type
-from pipeline.generate.score_output import score_fields
 from pipeline.messages import printable
 from pipeline.prepare.prompt_spec import read_names
 from pipeline.prepare.prompts import ADDED
-from pipeline.read.schema import is_text, plain
+from pipeline.read.schema import is_text
 from pipeline.read.text_files import TextColumns
 
 
@@ -30,7 +29,6 @@ def needed_columns(config: JobConfig) -> list[str]:
         section.choices,
         section.is_batch,
         section.output_format,
-        section.continuations,
         section.tools,
         section.chat_texts,
     )
@@ -76,11 +74,6 @@ def optional_columns(config: JobConfig) -> tuple[str, ...]:
     return tuple(name for name in OPTIONAL_FIELDS if written[name])
 
 
-def scored_lists(config: JobConfig, schema: pa.Schema) -> bool | None:
-    """Whether a row's scores are lists, as its texts are; None for a job that scores nothing."""
-    return _is_list(plain(schema.field(config.input.continuations).type)) if config.scores else None
-
-
 def parsed_column(config: JobConfig) -> pa.DataType | None:
     """Type of the column `parsed`; None without it. Raises UserError for a schema that has no one type."""
     if not config.output.parse:
@@ -98,8 +91,6 @@ def check_columns(config: JobConfig) -> None:
         if config.output.keep.count(name) > 1:
             raise UserError(f"output.keep: {printable(name)} is listed twice; remove one")
     answers = {PARSED, *(field.name for field in [*ANSWER_FIELDS, *OPTIONAL_FIELDS.values()])}
-    if config.scores:
-        answers = {field.name for field in score_fields(many=True, token_ids=True)}
     parsed_column(config)
     for name in config.output.keep:
         if name in answers or name in ADDED:
@@ -124,11 +115,6 @@ def check_type(config: JobConfig, name: str, kind: pa.DataType, url: str) -> Non
         ("custom_id" if section.is_batch else None, is_text(kind), "a custom_id must be string"),
         (_format_column(config), is_text(kind), "a form must be string"),
         (section.tools, is_text(kind) or _is_structs(kind), "tools must be a list of structs, or JSON as string"),
-        (
-            section.continuations,
-            is_text(kind) or (_is_list(kind) and is_text(kind.value_type)),
-            "continuations must be string, or a list of strings",
-        ),
         (section.choices, _is_list(kind) and is_text(kind.value_type), "choices must be a list of strings"),
     ):
         if name == column and not fits:

@@ -265,7 +265,7 @@ def _identity(
     for file in files:
         inputs.update(f"{file.url}\0{file.size}\0{file.version}\n".encode())
     return {
-        "task": config.task,
+        "task": "generate",  # as in jobs planned when there were others
         "input": {**_input_identity(config), "files": inputs.hexdigest()},
         "output": config.output.model_dump(exclude={"path", "format", "table"}),
         "model": {**_model_values(config.model), **resolved.identity(), **_other_ends(resolved)},
@@ -302,7 +302,7 @@ def _other_ends(resolved: ResolvedCheckpoint) -> dict[str, Any]:
 def _input_identity(config: JobConfig) -> dict[str, Any]:
     """Keys of `input` that can change an answer; a job planned before two of them existed has none."""
     left_out = {"since", "changed", "unreadable", "retry", "csv_field_bytes", "duplicate_ids"}
-    values = config.input.model_dump(mode="json", exclude=left_out)
+    values = {**config.input.model_dump(mode="json", exclude=left_out), "continuations": None}  # a removed key
     if not config.input.is_table:
         del values["snapshot"]
     for name, default in (("special_tokens", None), ("continue_final", False)):

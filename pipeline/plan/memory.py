@@ -60,15 +60,13 @@ def log_memory_estimate(
 
     An actor on a GPU checks the free memory there itself, before it loads.
     """
-    model = config.model.with_library_engine() if config.scores else config.model
-    need = actor_need(model, config.actors, checkpoint, batching)
+    need = actor_need(config.model, config.actors, checkpoint, batching)
     drafts = checkpoint.checkpoint.schedule(config.schedule.changes()) if config.schedule.exact else None
     if checkpoint.adapter is not None and drafts is not None and not drafts.is_full_depth:
         # layers that draft have weights of their own
         need = replace(need, weights=2 * need.weights, loading=2 * need.loading)
-    how = "scoring" if config.scores else batching.scheduler
     described = describe(need, config.model.dtype, config.actors)
-    log.info("%s; %s, at most %d rows in flight", described, how, batching.max_batch)
+    log.info("%s; %s, at most %d rows in flight", described, batching.scheduler, batching.max_batch)
     if hardware.on_this_machine:
         check_fits(need, config.model, config.actors, process_memory())
 

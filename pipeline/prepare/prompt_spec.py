@@ -45,7 +45,6 @@ class PromptSpec:
         is_batch: rows are requests of an OpenAI batch file.
         output_format: form of the job's answers; None for free text.
         format_column: kind of form -> column of the row's own, which overrides the job's.
-        continuations: column of the texts to score; None for rows to answer.
         tools: column of the tools that a chat offers; None for none.
         too_long: `error`, or `truncate_left`, which leaves room for the answer.
         special_tokens: whether control tokens that the input spells are text or parsed; None: parsed in prompts that
@@ -66,7 +65,6 @@ class PromptSpec:
     is_batch: bool = False
     output_format: OutputFormat | None = None
     format_column: Mapping[str, str] = field(default_factory=dict)
-    continuations: str | None = None
     tools: str | None = None
     too_long: str = "error"
     special_tokens: str | None = None
@@ -93,7 +91,6 @@ def prompt_spec(config: JobConfig, resolved: ResolvedCheckpoint, planned: float)
         is_batch=inputs.is_batch,
         output_format=config.output_format,
         format_column=inputs.output_format or {},
-        continuations=inputs.continuations,
         tools=inputs.tools,
         too_long=inputs.too_long,
         special_tokens=inputs.special_tokens,
@@ -123,7 +120,7 @@ def check_spec(spec: PromptSpec) -> None:
             raise UserError(f"choices: {error} (counted from 0)") from None
         if most + 1 >= context:
             raise UserError(f"choices: a label of {most} tokens leaves prompts no room in a context of {context}")
-    elif spec.continuations is None and spec.too_long == "truncate_left" and spec.sampling.max_new_tokens >= context:
+    elif spec.too_long == "truncate_left" and spec.sampling.max_new_tokens >= context:
         raise UserError(
             f"sampling.max_new_tokens = {spec.sampling.max_new_tokens} leaves truncated prompts no room in a context "
             f"of {context}: lower it, or set input.too_long: error"
@@ -151,7 +148,6 @@ def read_names(
     choices: str | None,
     is_batch: bool = False,
     output_format: Mapping[str, str] | None = None,
-    continuations: str | None = None,
     tools: str | None = None,
     texts: Sequence[str] = (),
 ) -> list[str]:
@@ -167,5 +163,5 @@ def read_names(
             raise UserError(f"input.{name}: {error}") from None
     own = [sampling] if isinstance(sampling, str) else list((sampling or {}).values())
     requests = COLUMNS if is_batch else ()
-    names = [*prompt, *own, choices, *(output_format or {}).values(), continuations, tools, *requests]
+    names = [*prompt, *own, choices, *(output_format or {}).values(), tools, *requests]
     return list(dict.fromkeys(name for name in names if name is not None))

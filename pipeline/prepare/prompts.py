@@ -7,14 +7,13 @@ any step keeps its place and gets the reason as its error; it never costs anothe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import pyarrow as pa
 
-from actors.continuations import checked_texts
 from actors.control_tokens import control_tokens
 from actors.engine.constraints.constraint import check_compatible
 from actors.engine.constraints.output_format import OutputFormat
@@ -40,14 +39,12 @@ PROMPT_IDS, ERROR = "__prompt_ids", schema.ERROR
 SAMPLING, CHOICES, FORM = "__sampling", "__choices", "__form"
 TOOLS = "__tools"  # true where the prompt offers tools
 CONTROL_TOKENS = "__control_tokens"  # that the row's values spell and that are parsed
-CONTINUATIONS = "__continuations"  # token ids of the texts to score
 ADDED = {
     PROMPT_IDS: pa.list_(pa.int32()),
     ERROR: pa.string(),
     SAMPLING: pa.string(),
     CHOICES: pa.list_(pa.string()),
     FORM: pa.struct([("kind", pa.string()), ("text", pa.string()), ("after", pa.bool_())]),
-    CONTINUATIONS: pa.list_(pa.list_(pa.int32())),
     TOOLS: pa.bool_(),
     CONTROL_TOKENS: pa.int32(),
 }
@@ -65,7 +62,6 @@ def prepare_table(table: pa.Table, spec: PromptSpec) -> pa.Table:
         spec.choices_column,
         spec.is_batch,
         spec.format_column,
-        spec.continuations,
         spec.tools,
         () if spec.chat is None else spec.chat.texts,
     )
@@ -80,21 +76,17 @@ def prepare_table(table: pa.Table, spec: PromptSpec) -> pa.Table:
         if row.error is None and row.is_marked:
             row.encode_marked(spec)
     good = [row for row in rows if row.error is None]
-    texts = [row.to_tokenize(spec) for row in good]
-    encoded = {special: _encoded(texts, special, spec) for special in (False, True)}
-    for row, own in zip(good, texts, strict=True):
-        tokens = [next(encoded[special]) for _, special in own]
+    for is_chat in (False, True):  # the tokenizer adds special tokens to texts that no chat template has written
+        texts = [row for row in good if row.is_chat == is_chat and isinstance(row.prompt, str)]
+        encoded = tokenize(spec.checkpoint, [str(row.prompt) for row in texts], special_tokens=not is_chat)
+        for row, tokens in zip(texts, encoded, strict=True):
+            row.prompt = tokens
+    for row in good:
         try:
-            row.read_tokens(tokens, spec)
+            row.fit(spec)
         except UserError as error:
             row.error = str(error)
     return _with_added(table, [row if row.error is None else Row(prompt=[], error=row.error) for row in rows])
-
-
-def _encoded(rows: Sequence[Sequence[tuple[str, bool]]], special: bool, spec: PromptSpec) -> Iterator[list[int]]:
-    """Token ids of the rows' texts to which the tokenizer adds special tokens, or of the others."""
-    texts = [text for row in rows for text, adds in row if adds == special]
-    return tokenize(spec.checkpoint, texts, special_tokens=special)
 
 
 def error_table(table: pa.Table, errors: Sequence[str]) -> pa.Table:
@@ -110,7 +102,6 @@ def _with_added(table: pa.Table, rows: Sequence[Row]) -> pa.Table:
         SAMPLING: [row.sampling for row in rows],
         CHOICES: [row.choices for row in rows],
         FORM: [None if row.form is None else asdict(row.form) for row in rows],
-        CONTINUATIONS: [row.continuations for row in rows],
         TOOLS: [row.tools or None for row in rows],
         CONTROL_TOKENS: [row.control_tokens or None for row in rows],
     }
@@ -170,7 +161,6 @@ def _read_row(values: Mapping[str, Any] | Exception, spec: PromptSpec) -> Row:
             check_compatible("output_format", params)
         if tools and (choices or spec.choices or spec.output_format):
             raise UserError("tools do not go with choices or output_format: a call would have another form")
-        texts = None if spec.continuations is None else _checked_continuations(values[spec.continuations])
     except ValueError as error:
         return Row(error=str(error))
     parses = _parses(spec, is_whole=not is_chat and spec.template is None)
@@ -184,7 +174,6 @@ def _read_row(values: Mapping[str, Any] | Exception, spec: PromptSpec) -> Row:
         control_tokens=spelled if parses else 0,
         is_marked=bool(spelled and not parses),
         tools=bool(tools),
-        texts=texts,
     )
 
 
@@ -229,8 +218,7 @@ def _whole_prompt(prompt: str | list[int], spec: PromptSpec) -> tuple[str | list
     if isinstance(prompt, list):
         return _checked_ids(prompt, spec.vocab_size), 0
     control, parses = control_tokens(tokenizer_of(spec.checkpoint)), _parses(spec, is_whole=True)
-    text = _checked_text(prompt, may_be_blank=spec.continuations is not None)
-    return control.prompt(str, text, source="", parse=parses)
+    return control.prompt(str, _checked_text(prompt), source="", parse=parses)
 
 
 def _checked_form(request: CompletionRequest, tools: list[dict[str, Any]], spec: PromptSpec) -> OutputFormat | None:
@@ -276,19 +264,11 @@ def _template_prompt(values: Mapping[str, Any], template: str, spec: PromptSpec)
     """A template's text, without a chat template around it."""
     control, parses = control_tokens(tokenizer_of(spec.checkpoint)), _parses(spec, is_whole=False)
     text, spelled = control.prompt(partial(render, template), values, source=template, parse=parses)
-    return _checked_text(text, may_be_blank=spec.continuations is not None), spelled
+    return _checked_text(text), spelled
 
 
-def _checked_continuations(value: Any) -> list[str]:
-    texts = checked_texts(value)
-    for number, text in enumerate(texts, 1):
-        if not is_unicode(text):
-            raise UserError(f"continuation {number} is not valid Unicode: it holds a lone surrogate")
-    return texts
-
-
-def _checked_text(text: str, *, may_be_blank: bool = False) -> str:
-    if _is_blank(text) and not may_be_blank:
+def _checked_text(text: str) -> str:
+    if _is_blank(text):
         raise UserError("prompt is empty")
     if not is_unicode(text):
         raise UserError("prompt is not valid Unicode: it holds a lone surrogate")

@@ -76,10 +76,9 @@ def job_page(folder: Folder, manifest: Manifest, shards: pa.Table, prediction: d
     held = held_seconds(runs, shards)
     hours = None if held is None else held / 3600
     whole_clock, decode_clock = clock_speedups(manifest.agreement, totals, held)
-    scores = manifest.identity.get("task") == "score"
     schedule = manifest.identity["schedule"]
     prompt_layers = schedule["depths"][0] if schedule.get("prompt") == "first" else schedule["num_layers"]
-    of_tokens = scores or totals.decode_steps > 0  # else answers are single tokens
+    of_tokens = totals.decode_steps > 0  # else answers are single tokens
     kinds = error_kinds(shards)
     values = {
         "title": f"SkipDecode: {folder.url}",
@@ -88,7 +87,6 @@ def job_page(folder: Folder, manifest: Manifest, shards: pa.Table, prediction: d
         "manifest": manifest,
         "totals": totals,
         "finished": totals.rows == manifest.rows,
-        "scores": scores,
         "drafting": drafting(totals),
         "skips": totals.layer_steps < totals.full_layer_steps or prompt_layers < schedule["num_layers"],
         "prompt_layers": prompt_layers,
@@ -111,7 +109,7 @@ def job_page(folder: Folder, manifest: Manifest, shards: pa.Table, prediction: d
         "meanings": MEANINGS,
         "lanes": least_busy(found.lanes, SHOWN_LANES) if found else [],
         "part_sums": _part_sums(found, totals),
-        "histograms": _histograms(shards, scores, of_tokens),
+        "histograms": _histograms(shards, of_tokens),
         "reasons": _reasons(totals),
         "labels": _labels(totals.labels, manifest.identity.get("choices") or (), totals.unnamed_labels),
         "fields": _fields(totals, manifest),
@@ -140,21 +138,20 @@ def _plots(found: Timeline | None, of_tokens: bool) -> dict[str, Any]:
         }
 
 
-def _histograms(shards: pa.Table, scores: bool, of_tokens: bool) -> list[dict[str, Any]]:
+def _histograms(shards: pa.Table, of_tokens: bool) -> list[dict[str, Any]]:
     """Name, unit, bins and plot of each distribution."""
     quiet_matplotlib()
     from pipeline.report import plots
 
-    answers, tokens = ("texts", "scored tokens") if scores else ("answers", "generated tokens")
     wanted: list[tuple[str, str, str, Histogram | None]] = [
         ("Prompt lengths", "rows", "tokens of the prompt", lengths(shards["prompt_lengths"])),
         (
-            f"{answers[:-1].capitalize()} lengths",
-            answers,
-            tokens,
+            "Answer lengths",
+            "answers",
+            "generated tokens",
             lengths(shards["answer_lengths"]) if of_tokens else None,
         ),
-        ("Depth", answers, "layers a decode step, mean of an answer", depths(shards["answer_depths"])),
+        ("Depth", "answers", "layers a decode step, mean of an answer", depths(shards["answer_depths"])),
     ]
     found = []
     with plots.style():

@@ -30,7 +30,6 @@ SHOWN_SHARDS = 20
 SHOWN_LABELS, LABEL_CHARS = 10, 60
 SHOWN_FIELDS = 8
 UNNAMED, WITHOUT = "labels that are not counted by name", "answers without one"
-SHOWN_SCORES = ("cumulative_logprob", "perplexity", "is_greedy")
 
 
 @dataclass(frozen=True)
@@ -52,35 +51,30 @@ def print_report(
     shown = [ShardStats(**row) for row in slowest.select(STATS_SCHEMA.names).to_pylist()]
     title = "Shards" if len(shown) == totals.shards else f"The {len(shown)} slowest of {totals.shards} shards"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    columns = _columns(manifest, totals)
+    columns = _columns(totals)
     for name in columns:
         table.add_column(name, justify="right")
     for shard in sorted(shown, key=lambda shard: shard.shard):
         table.add_row(*(value(shard) for value in columns.values()))
     console.print(table)
     layers = manifest.identity["schedule"]["num_layers"]
-    decode, depth = (
-        "",
-        "no decode steps" if _scores(manifest) else "no decode steps: the prompt's pass gives the answer",
-    )
+    decode, depth = "", "no decode steps: the prompt's pass gives the answer"
     if totals.mean_depth is not None:
         decode = f", decode {totals.decode_seconds:.1f}"
         ratio = "" if totals.layer_ratio is None else f", layer ratio {totals.layer_ratio:.2f}x"
         steps = f"{totals.layer_steps:,} layer steps where full depth runs {totals.full_layer_steps:,}"
         depth = f"mean depth {totals.mean_depth:.2f} of {layers}{ratio}: {steps}"
     answers = "" if totals.answers == totals.rows else f" ({totals.answers:,} answers)"
-    answers_are_tokens = not (totals.decode_steps or _scores(manifest))
-    made = "scored" if _scores(manifest) else "generated"
     exact = "".join(f"{line}\n" for line in drafting(totals))
     console.print(
         f"\n{counted(totals.rows, 'row')}{answers} in {counted(totals.shards, 'shard')}, "
         f"{totals.errors:,} with an error; "
-        f"{totals.prompt_tokens:,} prompt and {totals.generated_tokens:,} {made} tokens\n"
+        f"{totals.prompt_tokens:,} prompt and {totals.generated_tokens:,} generated tokens\n"
         f"{exact}{depth}\n"
         f"actor seconds: prefill {totals.prefill_seconds:.1f}{decode}, "
         f"all {totals.generate_seconds:.1f}; prepare {totals.prepare_seconds:.1f}, commit {totals.commit_seconds:.1f}; "
         f"padding {100 * totals.padding_fraction:.1f}%\n"
-        f"{_cost(totals, held, 'answer' if answers_are_tokens else f'{made} token')}"
+        f"{_cost(totals, held, 'generated token' if totals.decode_steps else 'answer')}"
         f"cache {totals.cache_bytes / 2**20:.1f} MiB a batch at most, peak memory of an actor "
         f"{totals.peak_memory_bytes / 2**20:,.0f} MiB",
         highlight=False,
@@ -124,21 +118,21 @@ def print_report(
         )
 
 
-def _columns(manifest: Manifest, totals: Totals) -> dict[str, Callable[[ShardStats], str]]:
+def _columns(totals: Totals) -> dict[str, Callable[[ShardStats], str]]:
     """Titles of the shards' columns, and their cells; without those of decode steps where there are none."""
-    scores, steps = _scores(manifest), totals.decode_steps > 0
+    steps = totals.decode_steps > 0
     columns: list[tuple[str, bool, Callable[[ShardStats], str]]] = [
         ("shard", True, lambda shard: str(shard.shard)),
         ("rows", True, lambda shard: f"{shard.rows:,}"),
         ("errors", True, lambda shard: f"{shard.errors:,}"),
         ("prompt tok", True, lambda shard: f"{shard.prompt_tokens:,}"),
-        ("scored tok" if scores else "new tok", scores or steps, lambda shard: f"{shard.generated_tokens:,}"),
+        ("new tok", steps, lambda shard: f"{shard.generated_tokens:,}"),
         ("prefill s", True, lambda shard: f"{shard.prefill_seconds:.2f}"),
         ("decode s", steps, lambda shard: f"{shard.decode_seconds:.2f}"),
-        ("tok/s", scores or steps, lambda shard: f"{shard.tokens_per_second:,.0f}" if shard.tokens_per_second else "-"),
+        ("tok/s", steps, lambda shard: f"{shard.tokens_per_second:,.0f}" if shard.tokens_per_second else "-"),
         (
             "rows/s",
-            not (scores or steps),
+            not steps,
             lambda shard: f"{shard.rows / shard.generate_seconds:,.1f}" if shard.tokens_per_second else "-",
         ),
         ("pad %", True, lambda shard: f"{100 * shard.padding_fraction:.1f}"),
@@ -189,7 +183,7 @@ def print_result(console: Console, folder: Folder, result: JobResult, show: int)
     """Print `show` rows with their answers, the statistics of a run, and the paths of its output."""
     for row, full_depth in _shown_rows(folder, result.manifest, show) if show else []:
         console.print(f"\n[{row['id']}]", markup=False, highlight=False)
-        for name in ("prompt", "generated_text", *SHOWN_SCORES, "error"):
+        for name in ("prompt", "generated_text", "error"):
             if row.get(name) is not None:
                 shown = name.replace("generated_text", "answer")
                 console.print(f"  {shown}: {row[name]}", markup=False, highlight=False)
@@ -216,10 +210,6 @@ def print_result(console: Console, folder: Folder, result: JobResult, show: int)
         f"statistics: {folder.url}/{STATS}, summary: {folder.url}/{SUMMARY}{report}",
         highlight=False,
     )
-
-
-def _scores(manifest: Manifest) -> bool:
-    return manifest.identity.get("task") == "score"
 
 
 def last_errors(folder: Folder) -> list[tuple[int, int]]:

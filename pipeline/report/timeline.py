@@ -18,7 +18,7 @@ PARTS = ("start-up", "prefill", "decode", "other", "idle")
 MEANINGS = {
     "start-up": "until the actor had its model: plan, Ray, processes, loading",
     "prefill": "prompts",
-    "decode": "generated tokens, or scored ones",
+    "decode": "generated tokens",
     "other": "requests, text, Parquet",
     "idle": "no shard at hand: the stages before were slower, other actors still worked, or the run was ending",
 }

@@ -200,7 +200,6 @@ def test_on_a_cluster_the_folder_must_be_named(
 @pytest.mark.parametrize(
     ("job", "said"),
     [
-        ({"task": "score", "input": {"continuations": "ways"}}, "task: score: adapt trains on answers"),
         ({"input": {"tools": "tools", "chat": True}}, "input.tools: adapt evaluates free answers"),
         ({"output_format": {"regex": "a"}}, "output_format: adapt evaluates free answers"),
     ],

@@ -106,6 +106,8 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
             "input.retry would add rows that output.table holds already",
         ),
         (merged(model={"products": "library"}), r"model: products was removed: this package's kernels run"),
+        (merged(task="score"), r"task was removed: given texts are not scored here: vLLM does it"),
+        (merged(input={"continuations": "ways"}), r"input: continuations was removed: given texts are not scored"),
         (merged(notify={"url": "http://a"}), r"notify was removed: let the scheduler report the exit status"),
         (
             merged(model={"weights": "int8", "dtype": "float32"}),

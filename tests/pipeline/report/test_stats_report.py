@@ -31,7 +31,6 @@ from pipeline.plan.manifest import Manifest
 from pipeline.prepare.prompts import (
     ADDED,
     CHOICES,
-    CONTINUATIONS,
     CONTROL_TOKENS,
     ERROR,
     FORM,
@@ -183,7 +182,7 @@ def test_statistics_of_a_part_equal_those_of_the_actor(checkpoint: Path, cache_b
             ERROR: pa.array([None, None, "prompt is null", None, None], pa.string()),
             SAMPLING: pa.array([None, '{"n":3,"temperature":1.0}', None, None, None], pa.string()),
             CHOICES: pa.nulls(5, pa.list_(pa.string())),
-            **{name: pa.nulls(5, ADDED[name]) for name in (FORM, CONTINUATIONS, TOOLS, CONTROL_TOKENS)},
+            **{name: pa.nulls(5, ADDED[name]) for name in (FORM, TOOLS, CONTROL_TOKENS)},
         }
     )
     commits = Commits()

@@ -6,8 +6,6 @@ import io
 import json
 import threading
 from collections.abc import Sequence
-from datetime import datetime
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -371,65 +369,3 @@ def test_partitioned_and_strict_tables_are_refused(tables: Tables, checkpoint: P
     DeltaTable(tables.path("out.strict")).alter.drop_column_not_null("n")
     DeltaTable(tables.path("out.strict")).alter.add_constraint({"positive": "n > 0"})
     assert "checks rows by delta.constraints.positive" in refused(job, tmp_path)
-
-
-@pytest.mark.parametrize("ways", [["a pub"] * 3, [["a pub", "a place"], ["cheap"], None]])
-def test_scores_become_a_snapshot_too(tables: Tables, checkpoint: Path, tmp_path: Path, ways: list[Any]) -> None:
-    job = job_into(tables, checkpoint, tmp_path)
-    pq.write_table(prompts(0, 3).append_column("ways", pa.array(ways)), tmp_path / "run 1.parquet")
-    source = {"path": str(tmp_path / "run 1.parquet"), "id": "id", "continuations": "ways"}
-    output = {**job.output.model_dump(exclude_unset=True), "token_ids": True}
-    job = config(tables, checkpoint, task="score", input=source, output=output, sampling=None, shared_prefix=None)
-    planned: list[pa.Schema] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jobs, "check_table", lambda config, schema: planned.append(schema))
-        run_in_process(job)
-    table = tables.rows(NAME)
-    part = pq.read_schema(Path(job.output.path) / "part-000000.parquet").remove_metadata()
-    assert len(table) == 3 and planned == [part]
-    assert set(table.column_names) == set(part.names) and "cumulative_logprob" in part.names
-
-
-def test_every_type_that_a_part_may_have_survives_the_table(tables: Tables, checkpoint: Path, tmp_path: Path) -> None:
-    """Kept columns of all types that pass the check, nested ones too, read back by the table's own library."""
-    now = datetime(2026, 1, 2, 3, 4, 5, 678901)
-    kept = {
-        "b": pa.array([True, None]),
-        "i8": pa.array([-1, None], pa.int8()),
-        "i16": pa.array([-1, None], pa.int16()),
-        "i32": pa.array([-1, None], pa.int32()),
-        "i64": pa.array([2**60, None], pa.int64()),
-        "f": pa.array([0.5, None], pa.float32()),
-        "d": pa.array([0.5, None], pa.float64()),
-        "s": pa.array(["grün", None], pa.large_string()),
-        "y": pa.array([b"\xff", None], pa.binary()),
-        "day": pa.array([now.date(), None], pa.date32()),
-        "ts": pa.array([now, None], pa.timestamp("us")),
-        "tz": pa.array([now, None], pa.timestamp("us", "UTC")),
-        "dec": pa.array([Decimal("1.50"), None], pa.decimal128(9, 2)),
-        "l": pa.array(
-            [[{"a": 1, "b": ["x"]}], None], pa.list_(pa.struct([("a", pa.int32()), ("b", pa.list_(pa.string()))]))
-        ),
-        "m": pa.array([[("k", 1)], None], pa.map_(pa.string(), pa.int64())),
-    }
-    job = job_into(tables, checkpoint, tmp_path)
-    source = prompts(0, 2)
-    for name, values in kept.items():
-        source = source.append_column(name, values)
-    pq.write_table(source, tmp_path / "run 1.parquet")
-    output = job.output.model_copy(update={"keep": list(kept), "token_ids": True, "cumulative_logprob": True})
-    sampling = job.sampling.model_copy(update={"logprobs": 2, "n": 2, "temperature": 1.0})
-    job = job.model_copy(update={"output": output, "sampling": sampling})
-    planned: list[pa.Schema] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jobs, "check_table", lambda config, schema: planned.append(schema))
-        run_in_process(job)
-    assert planned == [pq.read_schema(Path(job.output.path) / "part-000000.parquet").remove_metadata()]
-    table = tables.rows(NAME)
-    assert table.num_rows == 4
-    for name, values in kept.items():
-        found = [
-            None if value == [] else value for value in table[name].to_pylist()
-        ]  # pyiceberg's reader: no null lists
-        assert sorted(found, key=str) == sorted(values.to_pylist() * 2, key=str), name
-    assert all(len(tokens) == 3 and len(tokens[0]["top"]) == 2 for tokens in table["logprobs"].to_pylist())

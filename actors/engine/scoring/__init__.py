@@ -1,1 +1,0 @@
-"""Log-probabilities of given continuations of prompts, by prefill alone."""
