@@ -19,8 +19,8 @@ from tiny_models import LAYERS, VOCAB, tiny_model
 from torch import Tensor
 
 from actors.engine.decoder import Decoder, causal_mask
-from actors.engine.forcing import packed_attention
-from actors.engine.forcing.packed_forcing import predicting_states
+from actors.engine.library import packed_attention
+from actors.engine.library.forcing import predicting_states
 from actors.engine.schedules.schedule import Schedule, ScheduleSpec
 
 SPECS = [

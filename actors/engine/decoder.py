@@ -27,7 +27,7 @@ from actors.engine.cpu.layers import CpuLayer, Norm
 from actors.engine.cpu.native_buffers import NativeBuffers
 from actors.engine.cpu.native_stack import NativeStack, can_stack
 from actors.engine.cpu.screen import Screen, can_screen
-from actors.engine.forcing.packed_attention import Attendance
+from actors.engine.library.packed_attention import Attendance
 from actors.engine.sampling.sampler import argmax
 
 if TYPE_CHECKING:

@@ -1,22 +1,46 @@
-"""`keep_order: measured`: the order in which a checkpoint needs its layers, measured once and kept in the cache."""
+"""`keep_order: measured`: layers ranked by the loss of agreement with full depth without them, kept in the cache.
+
+Two rankings from the literature are combined. Influence (ShortGPT: Men et al., 2024, arXiv 2403.03853) is
+1 - cos(input, output) of a layer, and one pass gives it for all layers; it does not detect that of two layers which
+replace each other one must stay. Greedy elimination (SLEB: Song et al., 2024, arXiv 2402.09025) does, at one pass for
+each layer and step. Here each step tries the layers of least influence only, and its measure is the KL divergence of
+the next-token distribution from full depth's. Where that is so large that nothing of full depth's text is left,
+differences between layers say nothing, and those that remain are ranked by their influence at full depth. As in
+generation, layers are bypassed for response tokens only.
+
+Shapes: N response tokens of a batch, E hidden size, V vocabulary size.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from actors.engine.checkpoint.file_digests import cache_record, write_record
 from actors.engine.decoder import Decoder
 from actors.engine.errors import UserError
-from actors.engine.forcing.layer_ranking import Row, rank_layers
+from actors.engine.library.packed_attention import packed
+from actors.engine.library.token_tree import Tokens, prompt_ranks, prompt_tokens, run_level
 from actors.engine.schedules.schedule import Schedule
 
 log = logging.getLogger(__name__)
+Row = tuple[Sequence[int], Sequence[int]]  # token ids of prompt and response
 ROWS = 32  # prompts and responses that an order is measured on, at most
 VERSION = 1  # of the algorithm; another one measures again
+ROWS_PER_PASS = 8  # so that a pass over a bad candidate ends early
+CANDIDATES = 6  # layers of least influence that a step tries
+LOST = 3.0  # nats per token beyond which the text is lost: full depth's token has a probability of about 5%
+PROMPT_TOKENS = 2**14  # of all rows: their keys and values stay in memory
+PROBABILITIES = 2**27  # of all rows, [N, V]: 512 MiB in fp32
 
 
 def measured_order(
@@ -68,3 +92,187 @@ def _read(record: Path) -> tuple[tuple[int, ...], int] | None:
     except (OSError, ValueError, RecursionError, KeyError, TypeError, UserError) as error:
         log.warning("%s: not a keep order (%s); measuring it again", record, error)
         return None
+
+
+@dataclass(frozen=True)
+class LayerRanking:
+    """Layers ranked by elimination.
+
+    keep_order: the most needed layer first. divergence: nats per response token after each elimination, least needed
+    layer first. tokens: response tokens that it was measured on.
+    """
+
+    keep_order: tuple[int, ...]
+    divergence: tuple[float, ...]
+    tokens: int
+
+    def warmup(self, most: int) -> int:
+        """The number of lowest layers, at most `most`, with which the order begins."""
+        leading = range(1, min(most, len(self.keep_order)) + 1)
+        return max((count for count in leading if set(self.keep_order[:count]) == set(range(count))), default=0)
+
+
+def rank_layers(
+    decoder: Decoder,
+    rows: Sequence[Row],
+    *,
+    warmup: int = 0,
+    candidates: int | None = CANDIDATES,
+    report: Callable[[str], None] = log.info,
+) -> LayerRanking:
+    """Rank the layers on prompts and the responses of full depth.
+
+    Deterministic on one machine; of equal layers the higher one is kept longer. The order of a model tuned to skip is
+    biased towards the layers that it was tuned to keep.
+
+    Args:
+        decoder: The model.
+        rows: Prompts and responses. Rows without either, and rows beyond the bounds on memory, are ignored. With a
+            response of one token the prompt's last token is taken for a response token too.
+        warmup: Lowest layers that are kept before all others.
+        candidates: Layers of least influence that a step tries; None: all, m (m + 1) / 2 - 1 passes for m layers.
+        report: Receives a line now and then.
+
+    Raises:
+        UserError: No row has a prompt and a response.
+    """
+    was_training = decoder.model.training
+    decoder.model.eval()
+    try:
+        with torch.inference_mode(), packed(decoder.model):
+            passes = [ResponsePasses(decoder, pairs) for pairs in batches(rows, decoder.vocab_size)]
+            return _eliminate(decoder, passes, warmup, candidates, report)
+    finally:
+        decoder.model.train(was_training)
+
+
+def _eliminate(
+    decoder: Decoder,
+    batches: Sequence[ResponsePasses],
+    warmup: int,
+    candidates: int | None,
+    report: Callable[[str], None],
+) -> LayerRanking:
+    tokens = sum(batch.tokens for batch in batches)
+    remaining = list(range(warmup, decoder.num_layers))
+    bypassed: list[int] = []
+    divergence: list[float] = []
+    at_full_depth = _influence(batches, remaining)
+    began, total_work = time.monotonic(), _work_left(len(remaining), candidates)
+    report(f"keep order: up to {len(remaining) - 1} layers are left out, one after the other")
+    while len(remaining) > 1 and (not divergence or divergence[-1] <= LOST):
+        influence = _influence(batches, remaining) if bypassed else at_full_depth
+        by_influence = sorted(remaining, key=lambda layer: (influence[layer], layer))
+        least, lowest = by_influence[0], math.inf
+        for layer in by_influence[:candidates]:
+            total = _divergence(batches, layer, lowest)
+            if (total, layer) < (lowest, least):
+                least, lowest = layer, total
+        remaining.remove(least)
+        bypassed.append(least)
+        divergence.append(lowest / tokens)
+        for batch in batches:
+            batch.bypass(least)
+        left = _work_left(len(remaining), candidates)
+        minutes = (time.monotonic() - began) * left / max(total_work - left, 1) / 60
+        report(
+            f"keep order: {len(remaining)} layers left, loss {lowest / tokens:.4f} nats per token without {bypassed}; "
+            f"at most about {minutes:.1f} min left"
+        )
+    remaining.sort(key=lambda layer: (-at_full_depth[layer], -layer))
+    return LayerRanking((*range(warmup), *remaining, *reversed(bypassed)), tuple(divergence), tokens)
+
+
+def _work_left(layers: int, candidates: int | None) -> int:
+    """Return the layers that are run until one is left: of each candidate about half of those that remain."""
+    return sum(min(candidates or left, left) * left for left in range(2, layers + 1))
+
+
+def _influence(batches: Sequence[ResponsePasses], layers: Sequence[int]) -> dict[int, float]:
+    return {layer: sum(batch.influence(layer) for batch in batches) for layer in layers}
+
+
+def _divergence(batches: Sequence[ResponsePasses], layer: int, limit: float) -> float:
+    """Summed divergence without `layer` too; inf as soon as it exceeds `limit`, since no batch lowers the sum."""
+    total = 0.0
+    for batch in batches:
+        total += batch.divergence_without(layer)
+        if not total <= limit:  # NaN too
+            return math.inf
+    return total
+
+
+class ResponsePasses:
+    """A batch whose response tokens run again and again without some layers; their prompts run once, at full depth.
+
+    The hidden states before every layer are kept, so that a pass without one layer begins behind it. The decoder's
+    attention is that of `packed_attention`, here and in each call.
+    """
+
+    def __init__(self, decoder: Decoder, pairs: Sequence[Row]) -> None:
+        self._decoder, self._rows, self._bypassed = decoder, len(pairs), set[int]()
+        every = prompt_ranks(decoder.num_layers, range(decoder.num_layers))
+        _, self._prompts = run_level(decoder, prompt_tokens([prompt for prompt, _ in pairs], 0), every, len(pairs))
+        self._responses = Tokens.of(  # the last token of a response is never an input
+            (token, len(prompt) + place, group, 0, 1)
+            for group, (prompt, response) in enumerate(pairs)
+            for place, token in enumerate(response[:-1])
+        )
+        self.tokens = len(self._responses.ids)
+        self._inputs: list[Tensor] = []  # [1, N, E] before every layer, and the output of the last one
+        logits = self._logits(self._run(self._inputs))
+        self._expected = logits.softmax(dim=-1)  # [N, V]
+        self._entropy = logits.logsumexp(dim=-1) - (self._expected * logits).sum(dim=-1)  # [N]
+
+    def influence(self, layer: int) -> float:
+        """Return 1 - cos(input, output) of a layer, summed over response tokens."""
+        before, after = self._inputs[layer].float(), self._inputs[layer + 1].float()
+        return float((1 - nn.functional.cosine_similarity(before, after, dim=-1)).sum())
+
+    def divergence_without(self, layer: int) -> float:
+        """Return KL(full depth || without the bypassed layers and this one), nats, summed over response tokens."""
+        return self._divergence(self._logits(self._run(self._inputs[: layer + 1], {layer})))
+
+    def agreement(self, layers: Collection[int]) -> tuple[int, float]:
+        """Return at how many tokens `layers` alone have full depth's likeliest token, and their divergence, summed."""
+        logits = self._logits(self._run(self._inputs[:1], set(range(self._decoder.num_layers)) - set(layers)))
+        agreed = logits.argmax(dim=-1) == self._expected.argmax(dim=-1)
+        return int(agreed.sum()), self._divergence(logits)
+
+    def bypass(self, layer: int) -> None:
+        """Run without a further layer from here on."""
+        self._bypassed.add(layer)
+        del self._inputs[layer + 1 :]
+        self._run(self._inputs)
+
+    def _run(self, inputs: list[Tensor], without: Collection[int] = ()) -> Tensor:
+        """Return the output [1, N, E] of the remaining layers behind the last of `inputs`, which get all later ones."""
+        running = set(range(self._decoder.num_layers)) - self._bypassed - set(without)
+        ranks = prompt_ranks(self._decoder.num_layers, running)
+        return run_level(self._decoder, self._responses, ranks, self._rows, [self._prompts], inputs=inputs)[0]
+
+    def _divergence(self, logits: Tensor) -> float:
+        cross = logits.logsumexp(dim=-1) - (self._expected * logits).sum(dim=-1)
+        return float((cross - self._entropy).clamp(min=0).sum(dtype=torch.float64))  # negative only by rounding
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self._decoder.logits(hidden[0]).float()
+
+
+def batches(rows: Sequence[Row], vocab_size: int) -> list[list[Row]]:
+    """The first rows within the bounds on memory, in batches of similar length; at least one row."""
+    chosen: list[Row] = []
+    prompts = responses = 0
+    for prompt, response in rows:
+        if len(response) == 1 and len(prompt) > 1:  # the prompt's own pass predicts it, by its last token
+            prompt, response = prompt[:-1], [prompt[-1], *response]
+        if not len(prompt) or len(response) < 2:
+            continue
+        prompts, responses = prompts + len(prompt), responses + len(response) - 1
+        if chosen and (prompts > PROMPT_TOKENS or responses * vocab_size > PROBABILITIES):
+            break
+        chosen.append((prompt, response))
+    if not chosen:
+        raise UserError("no row with a prompt and a response to measure a keep order on")
+    chosen.sort(key=lambda row: (len(row[1]), len(row[0])))
+    return [chosen[start : start + ROWS_PER_PASS] for start in range(0, len(chosen), ROWS_PER_PASS)]

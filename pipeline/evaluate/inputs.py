@@ -17,9 +17,9 @@ from actors.engine.constraints.label_trie import ChoiceTrie
 from actors.engine.errors import UserError
 from actors.engine.machine import process_memory
 from actors.engine.schedules.schedule import MEASURED, ScheduleSpec
-from actors.engine.schedules.variants import Variant, comparisons, speeds
 from actors.generator import Generator
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, fetch, resolve_checkpoint
+from pipeline.checkpoints.variants import Variant, comparisons, speeds
 from pipeline.config.adapt import SHORT
 from pipeline.config.evaluate import EvalConfig, EvalDataConfig
 from pipeline.config.job import StorageConfig

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from actors.engine.forcing.divergence import Model, Pair, answer_regret, teacher_forced
+from actors.engine.library.divergence import Model, Pair, answer_regret, teacher_forced
 from actors.engine.schedules.schedule import Schedule
 from actors.generator import Generator
 from pipeline.evaluate.inputs import EvalInputs

@@ -15,12 +15,11 @@ from importlib.metadata import version
 
 import torch
 
-from actors.engine.forcing.layer_ranking import Row, rank_layers
 from actors.engine.schedules.schedule import MEASURED, Schedule, ScheduleSpec
-from actors.engine.schedules.variants import Variant, comparisons, speeds
 from actors.generator import Generator
-from pipeline.checkpoints.keep_order import ROWS, measured_order
+from pipeline.checkpoints.keep_order import ROWS, Row, measured_order, rank_layers
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
+from pipeline.checkpoints.variants import Variant, comparisons, speeds
 from pipeline.config.evaluate import EvalConfig
 from pipeline.evaluate.inputs import EXACT, REFERENCE, EvalInputs, prepare
 from pipeline.evaluate.intervals import paired_scores

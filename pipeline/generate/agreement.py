@@ -113,7 +113,7 @@ def measure_agreement(
         generator: arguments of `Generator`, checkpoint and speed adapter as `fetch` takes them.
         prefix: token ids with which the prompts begin.
     """
-    from actors.engine.forcing.divergence import Model, teacher_forced
+    from actors.engine.library.divergence import Model, teacher_forced
 
     given = _prepared(rows, files, schema, storage, spec)
     if not given:

@@ -14,7 +14,7 @@ from actors.engine.checkpoint.families import context_length
 from actors.engine.checkpoint.loading import inspect, load_tokenizer
 from actors.engine.errors import UserError
 from actors.engine.schedules.schedule import MEASURED, Schedule, ScheduleSpec
-from actors.engine.schedules.variants import comparison_schedules
+from pipeline.checkpoints.variants import comparison_schedules
 from pipeline.config.tune import TuneConfig
 from pipeline.tune.adapters import check_targets, started
 from pipeline.tune.data import encode, read_pairs

@@ -14,7 +14,7 @@ from transformers import EarlyStoppingCallback, PreTrainedModel, TrainingArgumen
 from actors.engine.checkpoint.loading import load_decoder, load_model
 from actors.engine.checkpoint.model_shape import ModelShape
 from actors.engine.decoder import Decoder
-from actors.engine.forcing import packed_attention
+from actors.engine.library import packed_attention
 from actors.engine.machine import set_threads
 from actors.engine.schedules.file import save_spec
 from actors.engine.schedules.trained import Trained

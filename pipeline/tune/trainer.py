@@ -16,7 +16,7 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from actors.engine.decoder import Decoder
-from actors.engine.forcing.packed_forcing import Pair, micro_batches, predicting_states, response_labels
+from actors.engine.library.forcing import Pair, micro_batches, predicting_states, response_labels
 from actors.engine.schedules.schedule import Schedule, ScheduleSpec
 from pipeline.config.tune import LossConfig
 from pipeline.runtime.announce import Timer, announce

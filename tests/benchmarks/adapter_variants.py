@@ -35,7 +35,7 @@ from skip_bottleneck import cost, load_bottlenecks, schedule_of, train_bottlenec
 from actors.engine.checkpoint.loading import inspect, load_decoder
 from actors.engine.checkpoint.speed_adapter import merge, with_adapter
 from actors.engine.decoder import Decoder
-from actors.engine.forcing.divergence import Model, teacher_forced
+from actors.engine.library.divergence import Model, teacher_forced
 from actors.engine.schedules.schedule import ScheduleSpec
 from actors.generator import Generator
 from pipeline.config.tune import TuneConfig

@@ -32,9 +32,9 @@ from actors.engine.checkpoint.loading import inspect, load_decoder, load_tokeniz
 from actors.engine.checkpoint.speed_adapter import merge, with_adapter
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
-from actors.engine.forcing.divergence import Model, teacher_forced
 from actors.engine.gpu import reference
 from actors.engine.gpu.products import EightBits
+from actors.engine.library.divergence import Model, teacher_forced
 from actors.engine.scheduler import generate
 from actors.engine.schedules.schedule import Schedule, ScheduleSpec
 from actors.engine.types import Request, SamplingParams

@@ -18,9 +18,10 @@ from workloads import DATA
 
 from actors.answers import Prompt
 from actors.engine.checkpoint.loading import load_tokenizer
-from actors.engine.forcing.layer_ranking import ResponsePasses, Row, batches, rank_layers
+from actors.engine.library.packed_attention import packed
 from actors.engine.schedules.schedule import paper_order
 from actors.generator import Generator
+from pipeline.checkpoints.keep_order import ResponsePasses, Row, batches, rank_layers
 
 SHARES = (0.9, 0.75)  # of the layers, at every position
 ASK = "Write one or two sentences about this restaurant that state all of these facts and no others.\n"
@@ -49,7 +50,7 @@ def main() -> None:
     measured = rank_layers(decoder, ranked, report=print).keep_order
     print(f"measured on {len(ranked)} answers in {time.perf_counter() - began:.0f} s: {list(measured)}")
     orders = {f"paper, warmup {warmup}": paper_order(layers, warmup) for warmup in (1, 2, 3)} | {"measured": measured}
-    with torch.inference_mode():
+    with torch.inference_mode(), packed(decoder.model):
         passes = [ResponsePasses(decoder, rows) for rows in batches(held_out, decoder.vocab_size)]
         print(
             f"{len(held_out)} held-out answers, {sum(batch.tokens for batch in passes)} tokens: top-1 agreement, nats"

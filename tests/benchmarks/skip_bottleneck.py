@@ -23,7 +23,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from actors.engine.checkpoint.loading import load_decoder, load_model
 from actors.engine.decoder import Decoder
-from actors.engine.forcing import packed_attention
+from actors.engine.library import packed_attention
 from actors.engine.schedules.file import load_spec, save_spec
 from actors.engine.schedules.schedule import MEASURED, Schedule
 from pipeline.config.tune import TuneConfig

@@ -2,10 +2,10 @@
 
     .venv/bin/python tests/benchmarks/training_step.py
     .venv/bin/python tests/benchmarks/training_step.py --checkpoint DIR --pairs 16 --prompt 200 --shared 160 \\
-        --response 35 --distillation --padded
+        --response 35 --distillation
 
 The checkpoint, by default the demo's, on random pairs; forward, backward and optimizer, the speeds in turn, medians.
---padded adds the plain way: one padded batch, whole prompts, all logits. Peak memory is of the process until then.
+Peak memory is of the process until then.
 """
 
 from __future__ import annotations
@@ -28,13 +28,11 @@ from transformers import AutoModelForCausalLM
 
 from actors.engine.checkpoint.loading import inspect
 from actors.engine.decoder import Decoder
-from actors.engine.forcing import packed_attention
-from actors.engine.forcing.packed_forcing import micro_batches, predicting_states, response_labels
-from actors.engine.forcing.teacher_forcing import IGNORED, ResponseBatch, response_logits
-from actors.engine.schedules.schedule import Schedule
+from actors.engine.library import packed_attention
+from actors.engine.library.forcing import micro_batches, predicting_states, response_labels
 from pipeline.config.tune import LossConfig
 from pipeline.tune.chunked_loss import summed_loss
-from pipeline.tune.objective import Targets, token_losses
+from pipeline.tune.objective import Targets
 from pipeline.tune.trainer import KEY, Teacher
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +63,6 @@ def main() -> None:
     parser.add_argument("--together", type=int, default=1, help="times that a step draws the speed")
     parser.add_argument("--distillation", action="store_true", help="from the model itself, instead of cross-entropy")
     parser.add_argument("--without-prompt-gradient", action="store_true")
-    parser.add_argument("--padded", action="store_true", help="the plain way too")
     parser.add_argument("--fp32", action="store_true", help="also where the device has bfloat16 instructions")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=None)
@@ -85,78 +82,51 @@ def main() -> None:
         for speed in asked.speeds
     }
 
-    def packed() -> Callable[[Schedule], None]:
-        model.config._attn_implementation = packed_attention.register()
-        decoder = Decoder(model)
-        teacher = Teacher(decoder, loss, decoder.vocab_size) if asked.distillation else None
+    model.config._attn_implementation = packed_attention.register()
+    decoder = Decoder(model)
+    teacher = Teacher(decoder, loss, decoder.vocab_size) if asked.distillation else None
 
-        def step(schedule: Schedule) -> None:
-            schedules = [schedule] * asked.together
+    def step(speed: float) -> None:
+        drawn = [schedules[speed]] * asked.together
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             for batch in micro_batches(rows, asked.together, asked.tokens):
                 labels = response_labels(batch).to(device).repeat(asked.together)
                 targets = Targets.joined([teacher.targets(batch)] * asked.together) if teacher else None
-                states = predicting_states(decoder, batch, schedules, prompt_gradient=not asked.without_prompt_gradient)
+                states = predicting_states(decoder, batch, drawn, prompt_gradient=not asked.without_prompt_gradient)
                 total = summed_loss(decoder, states.flatten(0, 1), labels, targets, loss, 0.0)
                 (total / asked.together / asked.pairs).backward()
-
-        return step
-
-    def padded() -> Callable[[Schedule], None]:
-        model.config._attn_implementation = "sdpa" if device.type == "cuda" else "eager"
-        decoder = Decoder(model)
-        batch = ResponseBatch.of(rows, device)
-        counted = batch.labels != IGNORED
-
-        def step(schedule: Schedule) -> None:
-            targets = None
-            if asked.distillation:
-                with torch.no_grad():
-                    whole = response_logits(decoder, batch, found.schedule({"speedup": 1.0}))[counted]
-                targets = Targets.of(whole, loss, decoder.vocab_size)
-            logits = response_logits(decoder, batch, schedule)[counted]
-            (token_losses(logits, batch.labels[counted], targets, loss, 0.0).sum() / asked.pairs).backward()
-
-        return step
+        optimizer.step()
+        optimizer.zero_grad()
 
     table = Table(box=None, pad_edge=False, title=f"{asked.pairs} pairs of {asked.prompt} + {asked.response} tokens")
-    for name in ("", "nominal", "ms a step", "of 1x", "CPU ms", "GFLOP a step", "of 1x", "peak GB"):
+    for name in ("nominal", "ms a step", "of 1x", "CPU ms", "GFLOP a step", "of 1x", "peak GB"):
         table.add_column(name, justify="right")
-    for kind in (packed, padded) if asked.padded else (packed,):
-        run = kind()
-
-        def step(speed: float, run: Callable[[Schedule], None] = run) -> None:
-            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                run(schedules[speed])
-            optimizer.step()
-            optimizer.zero_grad()
-
-        step(asked.speeds[0])  # the teacher's distributions
-        flops = {speed: _flops(lambda speed=speed: step(speed)) for speed in asked.speeds}
-        times: dict[float, list[tuple[float, float]]] = {speed: [] for speed in asked.speeds}
-        for _ in range(asked.rounds):
-            for speed in asked.speeds:
-                began = time.perf_counter(), time.process_time()
-                step(speed)
-                if device.type == "cuda":
-                    torch.cuda.synchronize()
-                times[speed].append((time.perf_counter() - began[0], time.process_time() - began[1]))
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-        first = asked.speeds[0]
-        medians = {
-            speed: [statistics.median(values) for values in zip(*pairs, strict=True)] for speed, pairs in times.items()
-        }
+    step(asked.speeds[0])  # the teacher's distributions
+    flops = {speed: _flops(lambda speed=speed: step(speed)) for speed in asked.speeds}
+    times: dict[float, list[tuple[float, float]]] = {speed: [] for speed in asked.speeds}
+    for _ in range(asked.rounds):
         for speed in asked.speeds:
-            seconds, processor = medians[speed]
-            table.add_row(
-                kind.__name__,
-                f"{speed:g}x",
-                f"{1000 * seconds:.0f}",
-                f"{seconds / medians[first][0]:.2f}",
-                f"{1000 * processor:.0f}",
-                f"{flops[speed] / 1e9:.0f}",
-                f"{flops[speed] / flops[first]:.2f}",
-                f"{peak:.1f}",
-            )
+            began = time.perf_counter(), time.process_time()
+            step(speed)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            times[speed].append((time.perf_counter() - began[0], time.process_time() - began[1]))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    first = asked.speeds[0]
+    medians = {
+        speed: [statistics.median(values) for values in zip(*pairs, strict=True)] for speed, pairs in times.items()
+    }
+    for speed in asked.speeds:
+        seconds, processor = medians[speed]
+        table.add_row(
+            f"{speed:g}x",
+            f"{1000 * seconds:.0f}",
+            f"{seconds / medians[first][0]:.2f}",
+            f"{1000 * processor:.0f}",
+            f"{flops[speed] / 1e9:.0f}",
+            f"{flops[speed] / flops[first]:.2f}",
+            f"{peak:.1f}",
+        )
     Console(soft_wrap=True).print(table)
 
 

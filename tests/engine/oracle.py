@@ -17,10 +17,7 @@ from actors.engine.types import Request
 _known: WeakKeyDictionary[Decoder, dict[object, list[int]]] = WeakKeyDictionary()
 
 
-@torch.inference_mode()
-def oracle_logits_each(
-    decoder: Decoder, schedule: Schedule, prompt: Sequence[int], response: Sequence[int]
-) -> torch.Tensor:
+def forced_logits(decoder: Decoder, schedule: Schedule, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
     """Logits after the prompt and after each token of the response: [1 + len(response), V]."""
     ids = torch.tensor([[*prompt, *response]])
     positions = torch.arange(ids.shape[1])[None]
@@ -36,6 +33,9 @@ def oracle_logits_each(
         rope = part(rotary[layer], columns=columns)
         hidden[:, columns] = decoder.run_layer(layer, hidden[:, columns], rope, visible[None, None])
     return decoder.logits(hidden[:, len(prompt) - 1 :])[0]
+
+
+oracle_logits_each = torch.inference_mode()(forced_logits)
 
 
 def oracle_logits(decoder: Decoder, schedule: Schedule, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:

@@ -12,9 +12,9 @@ from tiny_models import LAYERS, VOCAB, tiny_model
 
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
-from actors.engine.forcing import divergence
-from actors.engine.forcing.divergence import Model, Pair, answer_regret, teacher_forced
 from actors.engine.gpu import reference
+from actors.engine.library import divergence
+from actors.engine.library.divergence import Model, Pair, answer_regret, teacher_forced
 from actors.engine.scheduler import generate
 from actors.engine.schedules.schedule import ScheduleSpec
 from actors.engine.types import Request, SamplingParams

@@ -17,8 +17,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from actors.engine.cpu import kernels, library
-from actors.engine.forcing import packed_attention
-from actors.engine.forcing.packed_attention import Attendance
+from actors.engine.library import packed_attention
+from actors.engine.library.packed_attention import Attendance
 
 NAME = "skipdecode_cpu"
 

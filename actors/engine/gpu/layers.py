@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from actors.engine.checkpoint.layer_weights import LayerWeights, NormPlacement, NormWeights
-from actors.engine.forcing import packed_attention
-from actors.engine.forcing.packed_attention import Attendance
 from actors.engine.gpu import reference
 from actors.engine.gpu.operations import Lanes, Operations, Rotary
 from actors.engine.gpu.pages import PagedCache
 from actors.engine.gpu.products import EightBits, product_of
 from actors.engine.gpu.prompts import Prompts
 from actors.engine.gpu.splits import Splits
+from actors.engine.library import packed_attention
+from actors.engine.library.packed_attention import Attendance
 
 
 class FusedNorm(nn.Module):

@@ -10,9 +10,8 @@ import pytest
 from tiny_models import LAYERS, VOCAB, tiny_model
 
 from actors.engine.decoder import Decoder
-from actors.engine.forcing.layer_ranking import Row, rank_layers
 from pipeline.checkpoints import keep_order
-from pipeline.checkpoints.keep_order import ROWS, measured_order
+from pipeline.checkpoints.keep_order import ROWS, Row, measured_order, rank_layers
 
 IDENTITY = {"files": {"model.safetensors": "c0ffee"}}
 

@@ -13,8 +13,8 @@ from tiny_models import LAYERS, VOCAB, tiny_model
 from training_cases import pairs
 
 from actors.engine.decoder import Decoder
-from actors.engine.forcing import packed_attention
-from actors.engine.forcing.packed_forcing import predicting_states, response_labels
+from actors.engine.library import packed_attention
+from actors.engine.library.forcing import predicting_states, response_labels
 from actors.engine.schedules.schedule import ScheduleSpec
 from pipeline.config.tune import AdapterConfig, LossConfig
 from pipeline.tune import adapters

@@ -16,8 +16,8 @@ from torch.distributions import Categorical, kl_divergence
 from training_cases import SPECS, pairs
 
 from actors.engine.decoder import Decoder
-from actors.engine.forcing import packed_attention
-from actors.engine.forcing.packed_forcing import predicting_states, response_labels
+from actors.engine.library import packed_attention
+from actors.engine.library.forcing import predicting_states, response_labels
 from actors.engine.schedules.schedule import ScheduleSpec
 from pipeline.config.tune import AdapterConfig, LossConfig
 from pipeline.tune import adapters, chunked_loss, objective

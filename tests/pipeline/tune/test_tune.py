@@ -13,53 +13,22 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from compressed_checkpoints import compressed
-from engine_cases import layer_columns
-from oracle import oracle_logits_each
 from pydantic import ValidationError
 from random_adapter import random_adapter
 from safetensors.torch import load_file, save_file
 from tiny_checkpoint import tiny_checkpoint
-from tiny_models import LAYERS, tiny_model
-from training_cases import SPECS, pairs
 from tune_recipes import copying_recipe, train_recipe
 
 from actors.engine.checkpoint.loading import inspect, load_decoder, load_tokenizer
 from actors.engine.checkpoint.speed_adapter import FILES, WEIGHTS, base_digest, merge, with_adapter
-from actors.engine.decoder import Decoder
 from actors.engine.errors import UserError
-from actors.engine.forcing.divergence import Model, teacher_forced
-from actors.engine.forcing.teacher_forcing import IGNORED, ResponseBatch, collate, response_logits
+from actors.engine.library.divergence import Model, teacher_forced
 from actors.engine.schedules.schedule import ScheduleSpec
 from pipeline.config.tune import TuneConfig, TuneDataConfig
 from pipeline.tune.data import encode, read_pairs
 from pipeline.tune.plan import plan_training
 from pipeline.tune.run import tune
 from pipeline.tune.trainer import StepProgress
-
-
-@pytest.mark.parametrize("family", ["llama", "opt", "opt-post-norm", "mistral", "gemma2", "gemma3", "gpt-neox"])
-@pytest.mark.parametrize("spec", SPECS, ids=range(len(SPECS)))
-def test_training_logits_are_those_of_inference(family: str, spec: ScheduleSpec) -> None:
-    decoder, schedule, rows = Decoder(tiny_model(family)), spec.build(LAYERS), pairs(seed=1)
-    inputs = collate(rows)
-    logits = response_logits(decoder, ResponseBatch(**inputs), schedule)
-    for row, pair in enumerate(rows):
-        prompt, response = pair["input_ids"][: pair["prompt_tokens"]], pair["input_ids"][pair["prompt_tokens"] :]
-        want = oracle_logits_each(decoder, schedule, prompt, response[:-1])
-        torch.testing.assert_close(logits[row, : len(response)], want, rtol=1e-3, atol=1e-3)
-        assert inputs["labels"][row, : len(response)].tolist() == response
-        assert (inputs["labels"][row, len(response) :] == IGNORED).all()
-
-
-def test_a_layer_is_run_only_over_the_columns_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder, rows = Decoder(tiny_model("llama")), pairs(seed=2)
-    schedule = ScheduleSpec(max_depth=4, min_depth=2, horizon=3).build(LAYERS)
-    run = layer_columns(decoder, monkeypatch)
-    batch = ResponseBatch(**collate(rows))
-    response_logits(decoder, batch, schedule)
-    inputs = batch.ids.shape[1] - batch.prompt_columns
-    assert run == [batch.prompt_columns + schedule.uses(layer, inputs + 1) for layer in range(LAYERS)]
-    assert len(set(run)) == 4
 
 
 @pytest.fixture

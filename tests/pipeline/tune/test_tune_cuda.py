@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from tiny_models import LAYERS, tiny_model
 from training_cases import SPECS, pairs
 
 from actors.engine.decoder import Decoder
-from actors.engine.forcing.teacher_forcing import ResponseBatch, collate, response_logits
+from actors.engine.library import packed_attention
+from actors.engine.library.forcing import predicting_states
 from actors.engine.schedules.schedule import ScheduleSpec
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -22,12 +21,10 @@ def test_logits_and_gradients_are_those_of_the_cpu(family: str, spec: ScheduleSp
     schedule, found = spec.build(LAYERS), []
     for device in ("cpu", "cuda"):
         model = tiny_model(family).requires_grad_(True).to(device)
-        inputs: dict[str, Any] = {
-            name: value.to(device) if isinstance(value, torch.Tensor) else value
-            for name, value in collate(pairs(seed=7)).items()
-        }
-        logits = response_logits(Decoder(model), ResponseBatch(**inputs), schedule)
-        logits.logsumexp(-1).sum().backward()
+        decoder = Decoder(model)
+        with packed_attention.packed(model):
+            logits = decoder.logits(predicting_states(decoder, pairs(seed=7), [schedule])[0])
+            logits.logsumexp(-1).sum().backward()
         gradients = [one.grad.flatten().cpu() for one in model.parameters() if one.grad is not None]
         found.append((logits.detach().cpu(), torch.cat(gradients)))
     for expected, got in zip(*found, strict=True):

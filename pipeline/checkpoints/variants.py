@@ -51,7 +51,7 @@ def comparisons(
 ) -> list[Variant]:
     """The paper's schedule at `speedup`, first, and every other one with exactly its mean depth over `tokens` tokens.
 
-    Horizon, warm-up and stairs are those of `spec`. learned: a keep order, see `layer_ranking`. Raises
+    Horizon, warm-up and stairs are those of `spec`. learned: a keep order, see `keep_order`. Raises
     UserError if a schedule cannot be built, e.g. without a horizon.
     """
     paper = spec.overridden({**PAPER, "speedup": float(speedup)})

@@ -1,4 +1,4 @@
-"""Teacher forcing without padding against the padded batch: logits, gradients, tokens of each layer."""
+"""Teacher forcing without padding against rows computed alone: logits, gradients, tokens of each layer."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ import torch
 from engine_cases import layer_columns
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import forced_logits
 from tiny_models import LAYERS, VOCAB, tiny_model
 from torch import Tensor, nn
 
 from actors.engine.decoder import Decoder
-from actors.engine.forcing import packed_attention
-from actors.engine.forcing.packed_forcing import micro_batches, predicting_states, response_labels, shared_tokens
-from actors.engine.forcing.teacher_forcing import IGNORED, ResponseBatch, response_logits
+from actors.engine.library import packed_attention
+from actors.engine.library.forcing import micro_batches, predicting_states, response_labels, shared_tokens
 from actors.engine.schedules.schedule import Schedule, ScheduleSpec
 
-CPU = torch.device("cpu")
 # plain, post-norm, capped, windows of two kinds, parallel residual, learned positions
-FAMILIES = ["llama", "opt-post-norm", "gemma2", "gemma3", "gpt-neox", "gpt2"]
+FAMILIES = ["llama", "opt", "opt-post-norm", "mistral", "gemma2", "gemma3", "gpt-neox", "gpt2"]
 FULL = [
     ScheduleSpec(),
     ScheduleSpec(speedup=2, horizon=6),
@@ -62,11 +61,11 @@ def gradients(model: nn.Module, logits: Tensor, labels: Tensor) -> dict[str, Ten
     return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
 
 
-def padded_logits(model: Any, rows: list[dict[str, Any]], schedules: list[Schedule]) -> tuple[Tensor, Tensor]:
-    batch = ResponseBatch.of(rows, CPU)
-    counted = batch.labels != IGNORED
-    logits = [response_logits(Decoder(model), batch, schedule)[counted] for schedule in schedules]
-    return torch.cat(logits), batch.labels[counted].repeat(len(schedules))
+def logits_alone(model: Any, rows: list[dict[str, Any]], schedules: list[Schedule]) -> tuple[Tensor, Tensor]:
+    decoder = Decoder(model)
+    split = [(row["input_ids"][: row["prompt_tokens"]], row["input_ids"][row["prompt_tokens"] :]) for row in rows]
+    logits = [forced_logits(decoder, one, prompt, response[:-1]) for one in schedules for prompt, response in split]
+    return torch.cat(logits), torch.tensor([token for _, response in split for token in response] * len(schedules))
 
 
 def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -78,11 +77,11 @@ def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor])
 
 @pytest.mark.parametrize("specs", [FULL, FIRST], ids=["full", "first"])
 @pytest.mark.parametrize(("family", "shared"), [("llama", 0), *((family, 17) for family in FAMILIES)])
-def test_logits_and_gradients_are_those_of_a_padded_batch(family: str, specs: list[ScheduleSpec], shared: int) -> None:
+def test_logits_and_gradients_are_those_of_rows_alone(family: str, specs: list[ScheduleSpec], shared: int) -> None:
     model = tiny_model(family).requires_grad_(True)
     rows, schedules = pairs(shared), [spec.build(LAYERS) for spec in specs]
     assert shared_tokens(rows) == shared
-    logits, labels = padded_logits(model, rows, schedules)
+    logits, labels = logits_alone(model, rows, schedules)
     expected = gradients(model, logits, labels)
     with packed(model) as decoder:
         for recompute in (False, True):

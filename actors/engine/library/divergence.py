@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from actors.engine.decoder import Decoder
-from actors.engine.forcing.packed_attention import packed
-from actors.engine.forcing.packed_forcing import Pair as Row
-from actors.engine.forcing.packed_forcing import micro_batches, predicting_states, response_labels
+from actors.engine.library.forcing import Pair as Row
+from actors.engine.library.forcing import micro_batches, predicting_states, response_labels
+from actors.engine.library.packed_attention import packed
 from actors.engine.schedules.schedule import Schedule
 
 TOKENS = 4096  # of a pass

@@ -11,9 +11,10 @@ from oracle import oracle_logits, oracle_logits_each
 from tiny_models import LAYERS, VOCAB, tiny_model
 
 from actors.engine.decoder import Decoder, part
-from actors.engine.forcing import layer_ranking
-from actors.engine.forcing.layer_ranking import LayerRanking, Row, rank_layers
+from actors.engine.library.packed_attention import packed
 from actors.engine.schedules.schedule import Schedule, ScheduleSpec
+from pipeline.checkpoints import keep_order
+from pipeline.checkpoints.keep_order import LayerRanking, Row, rank_layers
 
 FULL = ScheduleSpec().build(LAYERS)
 SILENT = ("self_attn.o_proj", "mlp.down_proj")
@@ -75,7 +76,7 @@ def slow_influence(decoder: Decoder, rows: list[Row], bypassed: list[int]) -> di
 def slow_ranking(decoder: Decoder, rows: list[Row], warmup: int, candidates: int) -> LayerRanking:
     remaining, bypassed, divergence = list(range(warmup, LAYERS)), [], []
     at_full_depth = slow_influence(decoder, rows, [])
-    while len(remaining) > 1 and (not divergence or divergence[-1] <= layer_ranking.LOST):
+    while len(remaining) > 1 and (not divergence or divergence[-1] <= keep_order.LOST):
         influence = slow_influence(decoder, rows, bypassed)
         tried = sorted(remaining, key=lambda layer: influence[layer])[:candidates]
         nats = {layer: slow_divergence(decoder, rows, [*bypassed, layer]) for layer in tried}
@@ -101,8 +102,8 @@ def slow_ranking(decoder: Decoder, rows: list[Row], warmup: int, candidates: int
 def test_the_order_is_that_of_explicit_elimination(
     family: str, warmup: int, candidates: int, prepared: bool, lost: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layer_ranking, "LOST", lost)
-    monkeypatch.setattr(layer_ranking, "ROWS_PER_PASS", 3)
+    monkeypatch.setattr(keep_order, "LOST", lost)
+    monkeypatch.setattr(keep_order, "ROWS_PER_PASS", 3)
     decoder = Decoder(tiny_model(family))
     rows = own_answers(decoder)
     expected = slow_ranking(decoder, rows, warmup, candidates)
@@ -125,8 +126,8 @@ def test_agreement_is_that_of_explicit_passes(most: int) -> None:
         agreed += int((full.argmax(-1) == less.argmax(-1)).sum())
     expected = slow_divergence(decoder, rows, [1, 4])
     decoder.prepare_for_cpu()
-    with torch.inference_mode():
-        passes = layer_ranking.ResponsePasses(decoder, rows)
+    with torch.inference_mode(), packed(decoder.model):
+        passes = keep_order.ResponsePasses(decoder, rows)
         found = passes.agreement((0, 2, 3, 5))
     assert found[0] == agreed
     assert found[1] / passes.tokens == pytest.approx(expected, rel=1e-3)
@@ -147,16 +148,16 @@ def test_layers_without_effect_go_first_and_of_equal_layers_the_higher_is_kept_l
 def test_a_step_tries_the_given_number_of_layers_and_the_model_is_left_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(layer_ranking, "LOST", 1e9)
+    monkeypatch.setattr(keep_order, "LOST", 1e9)
     decoder = Decoder(tiny_model("llama"))
     rows = own_answers(decoder, 1)
-    plain, tried = layer_ranking._divergence, []
+    plain, tried = keep_order._divergence, []
 
     def counting(*given: Any) -> float:
         tried.append(given[1])
         return plain(*given)
 
-    monkeypatch.setattr(layer_ranking, "_divergence", counting)
+    monkeypatch.setattr(keep_order, "_divergence", counting)
     decoder.model.train()
     lines: list[str] = []
     ranking = rank_layers(decoder, [*rows, ([3], []), ([], [3]), ([3], [4])], candidates=2, report=lines.append)
@@ -166,18 +167,18 @@ def test_a_step_tries_the_given_number_of_layers_and_the_model_is_left_as_it_was
     assert not any(weight.requires_grad and weight.grad is not None for weight in decoder.model.parameters())
     with pytest.raises(ValueError, match="no row with a prompt and a response"):
         rank_layers(decoder, [([3], []), ([], [3]), ([3], [4])])
-    assert layer_ranking.batches([([3, 5], [4])], VOCAB) == [[([3], [5, 4])]]
+    assert keep_order.batches([([3, 5], [4])], VOCAB) == [[([3], [5, 4])]]
 
 
 def test_rows_beyond_the_bounds_on_memory_are_left_out_but_never_all(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[Row] = [([3] * 4, [5] * 4)] * 5
-    assert [len(batch) for batch in layer_ranking.batches(rows, VOCAB)] == [5]
-    monkeypatch.setattr(layer_ranking, "PROMPT_TOKENS", 12)
-    assert [len(batch) for batch in layer_ranking.batches(rows, VOCAB)] == [3]
-    monkeypatch.setattr(layer_ranking, "PROBABILITIES", 7 * VOCAB)
-    assert [len(batch) for batch in layer_ranking.batches(rows, VOCAB)] == [2]
-    monkeypatch.setattr(layer_ranking, "PROBABILITIES", 1)
-    assert [len(batch) for batch in layer_ranking.batches(rows, VOCAB)] == [1]
+    assert [len(batch) for batch in keep_order.batches(rows, VOCAB)] == [5]
+    monkeypatch.setattr(keep_order, "PROMPT_TOKENS", 12)
+    assert [len(batch) for batch in keep_order.batches(rows, VOCAB)] == [3]
+    monkeypatch.setattr(keep_order, "PROBABILITIES", 7 * VOCAB)
+    assert [len(batch) for batch in keep_order.batches(rows, VOCAB)] == [2]
+    monkeypatch.setattr(keep_order, "PROBABILITIES", 1)
+    assert [len(batch) for batch in keep_order.batches(rows, VOCAB)] == [1]
 
 
 @pytest.mark.parametrize(

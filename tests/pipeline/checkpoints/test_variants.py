@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.engine.schedules.schedule import ScheduleSpec
-from actors.engine.schedules.variants import comparison_schedules, comparisons, speeds
+from pipeline.checkpoints.variants import comparison_schedules, comparisons, speeds
 
 
 @settings(deadline=None, max_examples=40)

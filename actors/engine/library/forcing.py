@@ -1,7 +1,8 @@
-"""Teacher forcing without padding: the same states as `teacher_forcing`, each prompt computed once for all schedules.
+"""Teacher forcing without padding, each token of known responses through the layers that it runs at inference.
 
-Tokens form a tree, see `token_tree`: the tokens that all prompts begin with, then each prompt's own ones, then the
-response once for each schedule.
+Tokens form a tree, see `token_tree`: the tokens that all prompts begin with, then each prompt's own tokens, computed
+once for all schedules, then the response once for each schedule. The prompt runs all layers (or those of d(0)),
+response token t as input runs the layers of d(t).
 Shapes: E hidden size, S schedules, M response tokens of all pairs.
 """
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from actors.engine.batching import common_length
 from actors.engine.decoder import Decoder
-from actors.engine.forcing.token_tree import Level, Tokens, prompt_ranks, prompt_tokens, run_level
+from actors.engine.library.token_tree import Level, Tokens, prompt_ranks, prompt_tokens, run_level
 from actors.engine.schedules.schedule import Schedule
 
 Pair = Mapping[str, Any]  # `input_ids`, prompt and response, and `prompt_tokens`
@@ -31,7 +32,7 @@ def predicting_states(
     prompt_gradient: bool = True,
     recompute: bool = False,
 ) -> Tensor:
-    """Hidden states [S, M, E] before the final norm that predict each response token under each schedule.
+    """Return the hidden states [S, M, E] before the final norm that predict each response token under each schedule.
 
     Args:
         decoder: its model's attention is that of `packed_attention`.
@@ -48,7 +49,7 @@ def predicting_states(
         own = prompt_tokens([pair["input_ids"][shared : pair["prompt_tokens"] - 1] for pair in pairs], shared)
         for tokens, groups in ((prefix, 1), (own, len(pairs))):
             if len(tokens.ids):
-                ranks = prompt_ranks(schedules[0])
+                ranks = prompt_ranks(decoder.num_layers, schedules[0].prompt_layers)
                 _, level = run_level(decoder, tokens, ranks, groups, above, recompute=recompute)
                 above.append(level)
     ranks = torch.tensor([schedule.ranks for schedule in schedules])
@@ -58,12 +59,12 @@ def predicting_states(
 
 
 def response_labels(pairs: Sequence[Pair]) -> Tensor:
-    """[M], the responses' tokens, in the order of `predicting_states`."""
+    """Return the tokens [M] of the responses in the order of `predicting_states`."""
     return torch.tensor([token for pair in pairs for token in pair["input_ids"][pair["prompt_tokens"] :]])
 
 
 def shared_tokens(pairs: Sequence[Pair]) -> int:
-    """How many tokens of the prompts are computed once for all pairs; never a prompt's last one."""
+    """Return how many tokens of the prompts are computed once for all pairs; never a prompt's last one."""
     shared = common_length([pair["input_ids"][: pair["prompt_tokens"] - 1] for pair in pairs])
     return shared if shared * (len(pairs) - 1) >= LEAST_SAVED else 0
 
@@ -87,20 +88,12 @@ def micro_batches(pairs: Sequence[Pair], schedules: int, tokens: int) -> Iterato
 
 
 def _responses(pairs: Sequence[Pair], schedules: Sequence[Schedule]) -> Tokens:
-    """For each schedule and pair the prompt's last token and the response, whose last token is never an input."""
-    ids: list[int] = []
-    positions: list[int] = []
-    groups: list[int] = []
-    branches: list[int] = []
-    depths: list[int] = []
+    """Return each prompt's last token and its response once a schedule; a response's last token is never an input."""
+    fields = []
     for branch, schedule in enumerate(schedules):
         for group, pair in enumerate(pairs):
-            first = pair["prompt_tokens"] - 1
-            tokens = pair["input_ids"][first:-1]
-            ids += tokens
-            positions += range(first, first + len(tokens))
-            groups += [group] * len(tokens)
-            branches += [branch] * len(tokens)
-            depths.append(len(schedule.prompt_layers))
-            depths += [schedule.depth(place) for place in range(len(tokens) - 1)]
-    return Tokens(*(torch.tensor(values) for values in (ids, positions, groups, branches, depths)))
+            last = pair["prompt_tokens"] - 1
+            for place, token in enumerate(pair["input_ids"][last:-1]):
+                depth = schedule.depth(place - 1) if place else len(schedule.prompt_layers)
+                fields.append((token, last + place, group, branch, depth))
+    return Tokens.of(fields)

@@ -1,0 +1,154 @@
+"""Run a tree of tokens through the layers without padding, level by level; shared beginnings are computed once.
+
+The levels of a tree are the tokens that all prompts begin with, each prompt's own tokens, and the responses in several
+branches. A token attends to the tokens above it and to the earlier tokens of its own branch, as at inference.
+Shapes: N tokens, G groups (tokens of a level that attend to each other), K keys of a group, E hidden size, H key/value
+heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from actors.engine.decoder import Decoder, part
+from actors.engine.library.packed_attention import Attendance
+
+SHARED = -1  # branch id of tokens that all branches share
+PADDING = 2**62  # position of a key that is no token
+Places = tuple[Tensor, Tensor]  # positions and branches of keys, [G, K] each
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """N tokens of one level, [N] each: id, position, group, branch within the group, and number of layers to run."""
+
+    ids: Tensor
+    positions: Tensor
+    groups: Tensor
+    branches: Tensor
+    depths: Tensor
+
+    @classmethod
+    def of(cls, tokens: Iterable[tuple[int, int, int, int, int]]) -> Tokens:
+        """Build a level from the five numbers of each token."""
+        return cls(*torch.tensor(list(tokens), dtype=torch.long).view(-1, 5).T)
+
+
+@dataclass
+class Level:
+    """Keys and values [G, H, K, D] of a level by layer, and the places of the keys."""
+
+    states: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    places: dict[int, Places] = field(default_factory=dict)
+
+
+def prompt_tokens(rows: Sequence[Sequence[int]], start: int) -> Tokens:
+    """Return a level with one group a prompt, whose positions begin at `start`; it is run with `prompt_ranks`."""
+    return Tokens.of(
+        (token, start + place, group, SHARED, 1) for group, row in enumerate(rows) for place, token in enumerate(row)
+    )
+
+
+def prompt_ranks(layers: int, running: Iterable[int]) -> Tensor:
+    """Return ranks [1, layers] by which tokens of depth 1 run the layers `running` and no others."""
+    ranks = torch.ones(1, layers, dtype=torch.long)
+    ranks[:, list(running)] = 0
+    return ranks
+
+
+def run_level(
+    decoder: Decoder,
+    tokens: Tokens,
+    ranks: Tensor,
+    groups: int,
+    above: Sequence[Level] = (),
+    *,
+    recompute: bool = False,
+    inputs: list[Tensor] | None = None,
+) -> tuple[Tensor, Level]:
+    """Return the hidden states [1, N, E] of one level before the final norm, and the level for those below.
+
+    Args:
+        decoder: Its model's attention is that of `packed_attention`.
+        tokens: At least one; those of a branch lie in the order of their positions.
+        ranks: [branches, layers], or [1, layers] for all; a layer runs for the tokens of greater depth.
+        groups: G.
+        above: The levels above, highest first.
+        recompute: Keep only each layer's input for the backward pass (gradient checkpointing).
+        inputs: Hidden states [1, N, E] before the first layers, or none. The pass goes on behind the last of them and
+            adds the input of each later layer, and the output of the last one.
+    """
+    device = decoder.device
+    hidden, rotary = decoder.embed(tokens.ids[None].to(device), tokens.positions[None].to(device))
+    inputs = [] if inputs is None else inputs
+    if inputs:
+        hidden = inputs.pop()
+    runs = tokens.depths[None] > (ranks.T[:, tokens.branches] if len(ranks) > 1 else ranks.T)  # [layers, N]
+    level = Level()
+    layouts: dict[object, tuple[Tensor | None, Attendance, Places]] = {}
+    for layer in range(len(inputs), decoder.num_layers):
+        inputs.append(hidden)
+        if not runs[layer].any():
+            hidden = decoder.skip_layer(layer, hidden, ~runs[layer])
+            continue
+        window, seen = decoder.windows[layer], [one for one in above if layer in one.states]
+        key = (runs[layer].numpy().tobytes(), window, *(id(one.places[layer]) for one in seen))
+        if key not in layouts:
+            layouts[key] = _layout(tokens, runs[layer], groups, [one.places[layer] for one in seen], window, device)
+        index, layout, level.places[layer] = layouts[key]
+        attendance = Attendance(layout.tokens, layout.places, layout.visible, [one.states[layer] for one in seen])
+
+        def run(
+            states: Tensor, attendance: Attendance = attendance, layer: int = layer, index: Tensor | None = index
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            rope = rotary[layer] if index is None else part(rotary[layer], columns=index)
+            output = decoder.run_layer(layer, states, rope, attendance)
+            assert attendance.states is not None
+            return output, *attendance.states
+
+        states = hidden if index is None else hidden.index_select(1, index)
+        output, keys, values = checkpoint(run, states, use_reentrant=False) if recompute else run(states)
+        if index is None:
+            hidden = output
+        else:
+            hidden = decoder.skip_layer(layer, hidden, ~runs[layer]).index_copy(1, index, output)
+        level.states[layer] = keys, values
+    inputs.append(hidden)
+    return hidden, level
+
+
+def _layout(
+    tokens: Tokens, runs: Tensor, groups: int, above: Sequence[Places], window: int | None, device: torch.device
+) -> tuple[Tensor | None, Attendance, Places]:
+    """Return the index of the tokens that run (None: all), their `Attendance` without `earlier`, and their places."""
+    index = runs.nonzero()[:, 0]
+    group, branch, position = (values[index] for values in (tokens.groups, tokens.branches, tokens.positions))
+    counts = torch.bincount(group, minlength=groups)
+    order = group.argsort(stable=True)
+    slots = torch.empty_like(group)
+    slots[order] = torch.arange(len(index)) - (counts.cumsum(0) - counts)[group[order]]
+    columns = int(counts.max())
+    places = group * columns + slots
+    padded = torch.zeros(groups * columns, dtype=torch.long)
+    padded[places] = torch.arange(len(index))
+    positions = torch.full((groups * columns,), PADDING)
+    positions[places] = position
+    padded, places, positions, branches = (
+        values.to(device) for values in (padded, places, positions.view(groups, -1), branch[padded].view(groups, -1))
+    )
+    all_positions, all_branches = (
+        torch.cat([one.expand(groups, -1) for one in (*earlier, own)], dim=1)[:, None]
+        for *earlier, own in zip(*above, (positions, branches), strict=True)
+    )
+    visible = (all_positions < PADDING) & (all_positions <= positions[..., None])
+    visible &= (all_branches == SHARED) | (all_branches == branches[..., None])
+    if window is not None:
+        visible &= all_positions > positions[..., None] - window
+    visible |= (positions == PADDING)[..., None]  # padding sees all keys, or softmax gives NaN
+    whole = None if bool(runs.all()) else index.to(device)
+    return whole, Attendance(padded, places, visible[:, None]), (positions, branches)
