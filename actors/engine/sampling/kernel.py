@@ -1,81 +1,95 @@
-"""`sampler.sample` by the CPU's kernel, which reads a row's logits once and computes what that row asks for."""
+"""`sampler.sample` by the CPU's kernel (`cpu/sampling.h`), which reads the logits of a row once.
+
+Shapes: B rows, N rows of one call, C changed logits of all rows, K likeliest tokens, V vocabulary size.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from actors.engine.cpu import sampling as cpu
-from actors.engine.sampling.penalties import changed_logits
-from actors.engine.sampling.state import NO_TOKEN, Drawn, RowSampling, allowed_bits
+from actors.engine.cpu.library import kernel
+from actors.engine.sampling.state import NO_TOKEN, Drawn, RowSampling, allowed_bits, changed_logits
 from actors.engine.types import TokenLogprob
+
+# bounds int64 [B, 2] of each row's changes, tokens int64 [C] and the values float32 [C] that replace their logits
+Changes = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]
+# tokens [N], log-probabilities [N], those among the allowed tokens [N], likeliest tokens and log-probabilities [N, K]
+Results = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32], NDArray[np.int64], NDArray[np.float32]]
 
 
 def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool) -> Drawn:
     """See `sampler.sample`. logits: [B, V], bfloat16 or float32, contiguous, on the CPU."""
-    batch = _Batch(logits, rows, logprobs)
+    changes = _changes(logits, rows)
     # masks cost more than sampling: a greedy row needs none while its likeliest token is allowed
     masked = [row.needs_mask for row in rows]
-    batch.run([index for index, with_mask in enumerate(masked) if not with_mask])
-    for index, row in enumerate(rows):
-        if row.allowed is not None and not masked[index]:
-            token = int(batch.tokens[index])
-            masked[index] = token != NO_TOKEN and not row.allowed.allows(token)
-    batch.run([index for index, with_mask in enumerate(masked) if with_mask], masks=True)
-    return Drawn(batch.tokens.tolist(), batch.logprobs.tolist(), batch.choice_logprobs.tolist(), batch.top)
+    most = min(max((row.params.logprobs or 0 for row in rows), default=0), logits.shape[1])
+    found = _call(logits, rows, range(len(rows)), masked, changes, most, logprobs)
+    late = [
+        index
+        for index, (row, token) in enumerate(zip(rows, found[0].tolist(), strict=True))
+        if row.allowed is not None and not masked[index] and token != NO_TOKEN and not row.allowed.allows(token)
+    ]
+    if late:
+        again = _call(logits, rows, late, [True] * len(rows), changes, most, logprobs)
+        values: NDArray[Any]
+        for values, own in zip(found, again, strict=True):
+            values[late] = own
+    tokens, of_tokens, among_allowed, *likeliest = (values.tolist() for values in found)
+    top = {
+        index: TokenLogprob(tokens[index], of_tokens[index], tuple(zip(ids[:count], values[:count], strict=True)))
+        for index, (row, ids, values) in enumerate(zip(rows, *likeliest, strict=True))
+        if (count := row.params.logprobs) is not None
+    }
+    return Drawn(tokens, of_tokens, among_allowed, top)
 
 
-class _Batch:
-    """Rows of one step, and their results."""
+def _call(
+    logits: Tensor,
+    rows: Sequence[RowSampling],
+    members: Sequence[int],
+    masked: Sequence[bool],
+    changes: Changes,
+    most: int,
+    logprobs: bool,
+) -> Results:
+    """Sample the rows with these indices. masked: of every row, whether tokens that are not allowed are excluded."""
+    assert logits.device.type == "cpu" and logits.is_contiguous()
+    count, width, own = len(members), logits.shape[1], [rows[index] for index in members]
+    places, (bounds, tokens, values) = np.array(members, np.int64), changes
+    with_mask = [number for number, index in enumerate(members) if masked[index]]
+    bits = allowed_bits([own[number] for number in with_mask], width)
+    mask_rows = np.full(count, -1)
+    mask_rows[with_mask] = np.arange(len(with_mask))
+    read = np.ascontiguousarray(bounds[places]), tokens, values, bits, mask_rows
+    found = (
+        np.empty(count, np.int64),
+        np.empty(count, np.float32),
+        np.empty(count, np.float32),
+        np.empty((count, most), np.int64),
+        np.empty((count, most), np.float32),
+    )
+    drawn = np.array([row.drawn for row in own], np.int64)
+    kernel("sample", logits.dtype)(
+        logits.data_ptr(),
+        places.ctypes.data,
+        b"".join([row.packed for row in own]),
+        drawn.ctypes.data,
+        *(array.ctypes.data for array in (*read, *found)),
+        *(count, width, bits.shape[1], most, int(logprobs)),
+    )
+    return found
 
-    def __init__(self, logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> None:
-        self.logits, self.rows, self.wants_logprobs = logits, rows, logprobs
-        self.tokens = np.zeros(len(rows), np.int64)
-        self.logprobs, self.choice_logprobs = (np.full(len(rows), np.nan, np.float32) for _ in range(2))
-        self.top: dict[int, TokenLogprob] = {}
-        self._drawn = np.array([row.drawn for row in rows], np.int64)
-        self._changes = _changes(logits, rows)
 
-    def run(self, members: Sequence[int], *, masks: bool = False) -> None:
-        """Sample the rows with these indices. masks: exclude tokens that are not allowed."""
-        if not members:
-            return
-        rows = [self.rows[index] for index in members]
-        places = np.array(members, np.int64)
-        changes = self._changes
-        if changes is not None:
-            changes = cpu.Changes(np.ascontiguousarray(changes.bounds[places]), changes.tokens, changes.values)
-        asked = [row.params.logprobs for row in rows]
-        done = cpu.sample(
-            self.logits,
-            places,
-            b"".join([row.packed for row in rows]),
-            self._drawn[places],
-            changes=changes,
-            masks=cpu.Masks(allowed_bits(rows, self.logits.shape[1]), np.arange(len(rows))) if masks else None,
-            most=min(max((count or 0 for count in asked), default=0), self.logits.shape[1]),
-            logprobs=self.wants_logprobs,
-        )
-        self.tokens[places], self.logprobs[places] = done.tokens, done.logprobs
-        self.choice_logprobs[places] = done.choice_logprobs
-        for place, count in enumerate(asked):
-            if count is not None:
-                self.top[members[place]] = _top(done, place, count)
-
-
-def _changes(logits: Tensor, rows: Sequence[RowSampling]) -> cpu.Changes | None:
+def _changes(logits: Tensor, rows: Sequence[RowSampling]) -> Changes:
     changes = changed_logits(logits, rows)
     if changes is None:
-        return None
+        return np.zeros((len(rows), 2), np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32)
     index, tokens, values = (part.numpy() for part in changes)
     numbers = np.arange(len(rows))
     bounds = np.stack([np.searchsorted(index, numbers), np.searchsorted(index, numbers, side="right")], axis=1)
-    return cpu.Changes(bounds, tokens, values)
-
-
-def _top(done: cpu.Sampled, place: int, count: int) -> TokenLogprob:
-    count = min(count, done.top_ids.shape[1])
-    likeliest = zip(done.top_ids[place, :count].tolist(), done.top_logprobs[place, :count].tolist(), strict=True)
-    return TokenLogprob(int(done.tokens[place]), float(done.logprobs[place]), tuple(likeliest))
+    return bounds, tokens, values

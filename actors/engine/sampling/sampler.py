@@ -17,8 +17,7 @@ from torch import Tensor
 
 from actors.engine.cpu import library
 from actors.engine.sampling import kernel as kernel_sampling
-from actors.engine.sampling.penalties import changed_logits
-from actors.engine.sampling.state import NO_TOKEN, Drawn, RowSampling, allowed_bits
+from actors.engine.sampling.state import NO_TOKEN, Drawn, RowSampling, allowed_bits, changed_logits
 from actors.engine.types import TokenLogprob
 from actors.engine.working_memory import DRAWN_NUMBERS
 
@@ -112,7 +111,9 @@ def _sample(logits: Tensor, rows: Sequence[RowSampling], logprobs: bool) -> Draw
         possible = (adjusted if everyone else adjusted[at]).masked_fill(excluded, -torch.inf)
         adjusted = possible if everyone else adjusted.index_copy(0, at, possible)
         tokens[at] = argmax(possible)
-        scored = [place for place, row in enumerate(members) if _scored(rows[row])]
+        scored = [
+            place for place, row in enumerate(members) if (allowed := rows[row].allowed) is not None and allowed.scored
+        ]
         if scored:
             own = logits[at[scored]].masked_fill(excluded[scored], -torch.inf)
             choice_normalizer[at[scored]] = own.logsumexp(dim=-1)
@@ -236,10 +237,6 @@ def _excluded(rows: Sequence[RowSampling], likeliest: Tensor, logits: Tensor) ->
     bits = allowed_bits([rows[index] for index in members], vocabulary)
     excluded = np.unpackbits(~bits.view(np.uint8), axis=1, count=vocabulary, bitorder="little").view(np.bool_)
     return members, torch.from_numpy(excluded).to(logits.device)
-
-
-def _scored(row: RowSampling) -> bool:
-    return row.allowed is not None and row.allowed.scored
 
 
 def _top(logits: Tensor, normalizer: Tensor, tokens: Tensor, rows: Sequence[RowSampling]) -> dict[int, TokenLogprob]:

@@ -1,17 +1,21 @@
-"""State from which a row's next token is sampled, and the result of sampling a batch of rows. Plain values."""
+"""State from which a row's next token is sampled, and the result of sampling a batch of rows."""
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from actors.engine.constraints.constraint import AllowedTokens, words_of
-from actors.engine.cpu.sampling import packed
 from actors.engine.types import SamplingParams, TokenLogprob
+
+_PACKED = struct.Struct("<qqqddd")  # SamplingParameters of cpu/sampling.h
 
 
 class TokenCounts:
@@ -65,7 +69,8 @@ class RowSampling:
     def __post_init__(self) -> None:
         params = self.params
         self.penalized = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
-        self.packed = packed(params, self.key)
+        likeliest = -1 if params.logprobs is None else params.logprobs
+        self.packed = _PACKED.pack(self.key, params.top_k, likeliest, params.temperature, params.top_p, params.min_p)
 
     @classmethod
     def begin(cls, params: SamplingParams, key: int, prompt_ids: Sequence[int]) -> RowSampling:
@@ -99,12 +104,52 @@ class RowSampling:
 
 
 def allowed_bits(rows: Sequence[RowSampling], vocabulary: int) -> NDArray[np.int32]:
-    """Masks [rows, words_of(V)] of rows that have allowed tokens, see `constraint.Bits`."""
+    """Return the masks [rows, words_of(V)] of rows that have allowed tokens, see `constraint.Bits`."""
     bits = np.zeros((len(rows), words_of(vocabulary)), dtype=np.int32)
     for place, row in enumerate(rows):
         assert row.allowed is not None
         row.allowed.write(bits[place])
     return bits
+
+
+def changed_logits(logits: Tensor, rows: Sequence[RowSampling]) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return the logits [B, V] that penalties and barred tokens replace, as in transformers and OpenAI's interface.
+
+    They are row, token and new value, float32, of each change, in the order of rows; None without any.
+
+    A barred token, whose value is -inf, has one change.
+    """
+    counts = [len(row.counts.tokens) if row.penalized else 0 for row in rows]
+    barred = [len(row.barred) for row in rows]
+    if not any(counts) and not any(barred):
+        return None
+    tokens = torch.from_numpy(_joined([row.counts.tokens if row.penalized else b"" for row in rows], np.int64))
+    times = torch.from_numpy(_joined([row.counts.times if row.penalized else b"" for row in rows], np.float32))
+    index = torch.from_numpy(np.repeat(np.arange(len(rows)), counts))
+    values = torch.tensor(
+        [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in (row.params for row in rows)]
+    )[index]
+    if logits.device.type != "cpu":
+        tokens, times, index, values = (part.to(logits.device) for part in (tokens, times, index, values))
+    old = logits[index, tokens].float()
+    new = torch.where(old < 0, old * values[:, 0], old / values[:, 0])
+    new = new - values[:, 1] * (times > 0) - values[:, 2] * times
+    if not any(barred):
+        return index, tokens, new
+    pairs = [(number, token) for number, row in enumerate(rows) for token in row.barred]
+    rows_barred, tokens_barred = torch.tensor(pairs, device=logits.device).T
+    vocabulary = logits.shape[1]
+    is_barred = torch.isin(index * vocabulary + tokens, rows_barred * vocabulary + tokens_barred)
+    index, tokens, new = index[~is_barred], tokens[~is_barred], new[~is_barred]
+    index, tokens = torch.cat((index, rows_barred)), torch.cat((tokens, tokens_barred))
+    new = torch.cat((new, new.new_full((len(pairs),), -torch.inf)))
+    order = index.argsort(stable=True)
+    return index[order], tokens[order], new[order]
+
+
+def _joined(parts: Sequence[object], dtype: type[np.generic]) -> np.ndarray[tuple[int], np.dtype[np.generic]]:
+    """Buffers one behind another, as an array of its own."""
+    return np.frombuffer(bytearray().join(parts), dtype=dtype)  # type: ignore[arg-type]
 
 
 NO_TOKEN = -1  # of a row whose logits are not numbers; the value in sampling.h and screen.h
