@@ -32,7 +32,7 @@ from pipeline.runtime.ray_session import on_cluster
 from pipeline.storage.folder import filesystem
 from pipeline.storage.owned_folder import check_apart
 from pipeline.tune.adapters import started
-from pipeline.tune.fit import check_machine
+from pipeline.tune.workers import check_machine
 
 START = "adapt.adapter.start"  # key of a speed adapter to go on from
 

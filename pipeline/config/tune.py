@@ -130,7 +130,7 @@ class TrainingConfig(Section):
         None,
         ge=1,
         description="most tokens computed at once, by each worker; default as many as 3 GiB of activations allow, "
-        "shared by workers of one machine, on a GPU a quarter of its memory",
+        "shared by the workers, on a GPU a quarter of its memory",
     )
     checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, more time")
     learning_rate: float = Field(1e-3, gt=0, description="peak; cosine to zero after the warm-up")
@@ -149,19 +149,20 @@ class TrainingConfig(Section):
     )
     compile: bool = Field(False, description="torch.compile the layers; needs a C++ compiler, and minutes at first")
     threads: int | None = Field(
-        None, ge=1, description="torch threads; default all cores, with workers of this machine workers.cpus each"
+        None, ge=1, description="torch threads; default all cores, with workers workers.cpus each"
     )
 
 
 class WorkersConfig(Section):
-    """Data parallel training in processes of this machine, or of a Ray cluster; each worker holds the model."""
+    """Data parallel training in processes of this machine; each worker holds the model."""
+
+    removed: ClassVar[dict[str, tuple[Any, str]]] = {
+        "address": (None, "workers are processes of one machine: run the command on the machine that has the GPUs")
+    }
 
     count: int = Field(ge=1, description="processes")
     gpus: Literal[0, 1] = Field(0, description="GPUs a worker")
     cpus: float = Field(1, gt=0, description="CPUs a worker")
-    address: str | None = Field(
-        None, description="of a running Ray cluster, auto for this machine's; default none: processes of this machine"
-    )
 
 
 class TuneConfig(Section):

@@ -14,11 +14,10 @@ from actors.engine.schedules.schedule import MEASURED
 from pipeline.config.tune import TuneConfig
 from pipeline.runtime.announce import announce
 from pipeline.tune import resume
-from pipeline.tune.fit import check_machine
-from pipeline.tune.local_workers import train_in_processes
 from pipeline.tune.measured_order import with_measured_order
 from pipeline.tune.plan import plan_training, with_order
 from pipeline.tune.train import train
+from pipeline.tune.workers import check_machine, train_in_processes
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +43,6 @@ def tune(config: TuneConfig) -> Path:
         plan = with_order(config, plan)
     if config.workers is None:
         train(config, plan, recorded)
-    elif config.workers.address is None:
-        train_in_processes(config, recorded)
     else:
-        from pipeline.tune.workers import train_in_workers  # imports Ray
-
-        train_in_workers(config, recorded)
+        train_in_processes(config, recorded)
     return Path(config.output)

@@ -78,7 +78,7 @@ def _last_losses(trainer: SkipTrainer) -> dict[str, float]:
 
 
 def _trainer(config: TuneConfig, plan: TrainingPlan) -> SkipTrainer:
-    settings = config.training
+    settings, workers = config.training, config.workers.count if config.workers else 1
     model = _load_model(config, plan)
     decoder = Decoder(model)
     adapted: Any = model if config.adapter is None else adapters.add_adapters(model, config.adapter)
@@ -104,7 +104,7 @@ def _trainer(config: TuneConfig, plan: TrainingPlan) -> SkipTrainer:
         together=settings.speeds_per_step,
         loss=config.loss,
         teacher=_teacher(config, decoder, adapted, arguments.device, arguments.bf16),
-        tokens=settings.micro_batch_tokens or tokens_at_once(model, arguments, _on_this_machine(config)),
+        tokens=settings.micro_batch_tokens or tokens_at_once(model, arguments, workers),
         prompt_gradient=settings.prompt_gradient,
         recompute=settings.checkpointing,
         callbacks=early_stopping,
@@ -113,11 +113,6 @@ def _trainer(config: TuneConfig, plan: TrainingPlan) -> SkipTrainer:
 
 def _with_keys(rows: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
     return [{**row, KEY: (name, number)} for number, row in enumerate(rows)]
-
-
-def _on_this_machine(config: TuneConfig) -> int:
-    """Workers that share its memory, as far as is known."""
-    return config.workers.count if config.workers is not None and config.workers.address is None else 1
 
 
 def tokens_at_once(model: PreTrainedModel, arguments: TrainingArguments, workers: int = 1) -> int:

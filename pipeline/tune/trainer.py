@@ -20,8 +20,7 @@ from actors.engine.library.forcing import Pair, micro_batches, predicting_states
 from actors.engine.schedules.schedule import Schedule, ScheduleSpec
 from pipeline.config.tune import LossConfig
 from pipeline.runtime.announce import Timer, announce
-from pipeline.tune.chunked_loss import summed_loss
-from pipeline.tune.objective import Targets, chunks, losses_without_gradient
+from pipeline.tune.objective import Targets, chunks, dev_loss, summed_loss
 from pipeline.tune.step_progress import StepProgress
 
 KEY = "key"  # of a pair: its distributions of the teacher are kept under it
@@ -212,8 +211,8 @@ class SkipTrainer(Trainer):
             for pairs in micro_batches(
                 rows[start : start + self.args.per_device_eval_batch_size], len(names), 2 * self.tokens
             ):
-                for index, losses in self._dev_losses(pairs):
-                    sums[index] += torch.stack([losses.double().sum(), losses.new_tensor(len(losses)).double()])
+                for index, summed, tokens in self._dev_losses(pairs):
+                    sums[index] += torch.tensor([summed, tokens], dtype=torch.double, device=sums.device)
                 done += len(pairs)
         totals = self.accelerator.reduce(sums, "sum").tolist()
         means = {f"eval_loss_{name}": total / count for name, (total, count) in zip(names, totals, strict=True)}
@@ -224,19 +223,20 @@ class SkipTrainer(Trainer):
         return means
 
     @torch.no_grad()
-    def _dev_losses(self, pairs: Sequence[Pair]) -> Iterable[tuple[int, Tensor]]:
-        """Index of each schedule, and its losses of the pairs' response tokens."""
+    def _dev_losses(self, pairs: Sequence[Pair]) -> Iterable[tuple[int, float, int]]:
+        """Return for each schedule its index, its summed loss of the pairs' response tokens, and their number."""
         together: dict[tuple[int, ...], list[int]] = {}
         schedules = list(self.schedules.values())
         for index, schedule in enumerate(schedules):
             together.setdefault(schedule.prompt_layers, []).append(index)
-        found: list[tuple[int, Tensor]] = []
+        found: list[tuple[int, float, int]] = []
         with self.accelerator.autocast():
             labels, targets = self._expected(pairs, 1)
             for indexes in together.values():
                 states = predicting_states(self.decoder, pairs, [schedules[index] for index in indexes])
                 for index, hidden in zip(indexes, states, strict=True):
-                    found.append((index, losses_without_gradient(self.decoder, hidden, labels, targets, self.loss)))
+                    summed = dev_loss(self.decoder, hidden, labels, targets, self.loss)
+                    found.append((index, float(summed), len(labels)))
         return found
 
 

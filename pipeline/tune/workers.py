@@ -1,96 +1,109 @@
-"""A training in processes of a Ray cluster, by Ray Train: data parallel, gradients averaged."""
+"""Train in several processes of this machine: data parallel, gradients averaged.
+
+The processes meet in a file and talk over the loopback interface, so nothing listens to other machines.
+"""
 
 from __future__ import annotations
 
-import logging
-from pathlib import Path
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from typing import Any
 
-from pipeline.config.tune import TuneConfig
-from pipeline.tune import resume
-from pipeline.tune.fit import check_fits
+import torch
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
+
+from actors.engine.errors import UserError
+from actors.engine.machine import process_cpus
+from pipeline.config.tune import TuneConfig, WorkersConfig
 from pipeline.tune.plan import plan_training
 from pipeline.tune.train import train
 
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+SECONDS = 1.0  # maximum time until an interrupt of a thread is raised
+OUT_OF_MEMORY = f"{torch.OutOfMemoryError.__module__}.{torch.OutOfMemoryError.__qualname__}: "
 
-def train_in_workers(config: TuneConfig, recorded: TuneConfig) -> None:
-    """Run `train` in `workers.count` processes, which must all reach the data, the checkpoint and the output.
 
-    If a worker dies, all start again from the last saved step, up to three times. recorded: as in `train`.
+def check_machine(workers: WorkersConfig | None) -> None:
+    """Raise UserError if this machine has too few CPUs or GPUs for the workers."""
+    if workers is None:
+        return
+    for name, each, has in (("CPU", workers.cpus, process_cpus()), ("GPU", workers.gpus, torch.cuda.device_count())):
+        if workers.count * each > has:
+            raise UserError(f"workers: {workers.count} × {each:g} {name} asked for, and this machine has {has:g}")
+
+
+def run_processes(count: int, function: Callable[..., None], *arguments: Any) -> None:
+    """Call `function(rank, *arguments)` in `count` new processes. End all of them when one fails.
 
     Raises:
-        UserError: the cluster is too small for the workers.
-        RuntimeError: training failed.
-        KeyboardInterrupt: it was interrupted.
+        torch.OutOfMemoryError: A process ran out of memory.
+        RuntimeError: A process failed or died. The text is the last line of its traceback with the type's name, so
+            that a command recognizes a UserError. The cause is the whole traceback.
     """
-    import ray
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
-    from ray.train.v2.api.exceptions import TrainingFailedError
-
-    workers = config.workers
-    assert workers is not None and workers.address is not None
-    resolved = absolute(config)
-    owns_ray = not ray.is_initialized()
-    if owns_ray:
-        ray.init(address=workers.address, logging_level=logging.ERROR)
+    context = start_processes(function, args=arguments, nprocs=count, join=False, daemon=True)
     try:
-        check_fits(workers, ray.cluster_resources(), "the cluster")
-        TorchTrainer(
-            work,
-            train_loop_config={
-                "config": resolved.model_dump(exclude_unset=True),
-                "recorded": recorded.model_dump(exclude_unset=True),
-            },
-            torch_config=TorchConfig(backend="nccl" if workers.gpus else "gloo"),
-            scaling_config=ScalingConfig(
-                num_workers=workers.count,
-                use_gpu=workers.gpus > 0,
-                resources_per_worker={"CPU": workers.cpus, **({"GPU": workers.gpus} if workers.gpus else {})},
-            ),
-            run_config=RunConfig(
-                name="ray",
-                storage_path=str(resume.folder(resolved)),
-                failure_config=FailureConfig(max_failures=3),
-            ),
-        ).fit()
-    except SystemExit:  # Ray Train ends so after an interrupt
-        raise KeyboardInterrupt from None
-    except (TrainingFailedError, ray.exceptions.RayError) as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise RuntimeError(lines[-1] if lines else type(error).__name__) from error
+        while not context.join(SECONDS, grace_period=SECONDS):
+            pass
+    except ProcessRaisedException as error:
+        line = str(error).strip().splitlines()[-1]
+        if line.startswith(OUT_OF_MEMORY):
+            raise torch.OutOfMemoryError(line.removeprefix(OUT_OF_MEMORY)) from error
+        raise RuntimeError(line) from error
+    except ProcessExitedException as error:
+        ended = f"was ended by {error.signal_name}" if error.signal_name else f"ended with status {error.exit_code}"
+        raise RuntimeError(f"worker {error.error_index} {ended}") from error
     finally:
-        if owns_ray:
-            ray.shutdown()
+        for process in context.processes:
+            process.kill()  # the output counts only once its last file is written
+            process.join()
 
 
-def work(options: dict[str, Any]) -> None:
-    """One worker's part; options: `config` and `recorded` of `train`, as values."""
-    config = TuneConfig.model_validate(options["config"])
-    train(config, plan_training(config), recorded=TuneConfig.model_validate(options["recorded"]))
+def train_in_processes(config: TuneConfig, recorded: TuneConfig) -> None:
+    """Run `train` in `workers.count` processes, each of which loads the model. Raises as `run_processes`.
+
+    recorded: As in `train`.
+    """
+    assert config.workers is not None
+    values = [one.model_dump(exclude_unset=True) for one in (config, recorded)]
+    with tempfile.TemporaryDirectory(prefix="skipdecode-workers-") as folder:
+        run_processes(config.workers.count, _work, f"{folder}/store", *values)
 
 
-def absolute(config: TuneConfig) -> TuneConfig:
-    """The config with absolute local paths: a worker has a working directory of its own."""
-
-    def of(path: str | None) -> str | None:
-        return None if path is None else str(Path(path).absolute())
-
-    data = config.data.model_copy(
-        update={
-            "train": [of(path) for path in config.data.train],
-            "dev": [of(path) for path in config.data.dev],
-        }
+def _work(rank: int, store: str, config: dict[str, Any], recorded: dict[str, Any]) -> None:
+    """Run one process's part. store: file in which the processes meet. config, recorded: `TuneConfig` as values."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    given = TuneConfig.model_validate(config)
+    workers = given.workers
+    assert workers is not None
+    # accelerate reads these
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": str(workers.count), "LOCAL_WORLD_SIZE": str(workers.count)}
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, LOOPBACK)
+    torch.set_num_threads(max(1, int(workers.cpus)))
+    if workers.gpus:
+        torch.cuda.set_device(rank)
+    torch.distributed.init_process_group(
+        "nccl" if workers.gpus else "gloo",
+        store=torch.distributed.FileStore(store, workers.count),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=workers.count,
     )
-    adapter = config.adapter
-    if adapter is not None:
-        adapter = adapter.model_copy(update={"start": of(adapter.start)})
-    return config.model_copy(
-        update={
-            "adapter": adapter,
-            "data": data,
-            "model": config.model.model_copy(update={"path": of(config.model.path)}),
-            "loss": config.loss.model_copy(update={"teacher": of(config.loss.teacher)}),
-            "output": of(config.output),
-        }
-    )
+    with redirect_stdout(sys.stderr):  # losses are progress; a command may print its result alone
+        train(given, plan_training(given), recorded=TuneConfig.model_validate(recorded))
+    # not after an error: others would fail before this process has left its traceback
+    torch.distributed.destroy_process_group()
+    sys.stderr.flush()
+    os._exit(0)  # a thread of a library may abort in destructors a process whose work is done
+
+
+def _end_with(parent: int) -> None:
+    """End this process soon after its launcher was killed; else it would write where the next run does."""
+    while os.getppid() == parent:
+        time.sleep(SECONDS)
+    os._exit(1)

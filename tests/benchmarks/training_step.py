@@ -31,8 +31,7 @@ from actors.engine.decoder import Decoder
 from actors.engine.library import packed_attention
 from actors.engine.library.forcing import micro_batches, predicting_states, response_labels
 from pipeline.config.tune import LossConfig
-from pipeline.tune.chunked_loss import summed_loss
-from pipeline.tune.objective import Targets
+from pipeline.tune.objective import Targets, summed_loss
 from pipeline.tune.trainer import KEY, Teacher
 
 ROOT = Path(__file__).parents[2]

@@ -13,25 +13,25 @@ from actors.engine.errors import UserError
 
 
 def sleep(rank: int, folder: Path) -> None:
-    (folder.parent / f"started-{rank}-{os.getpid()}").touch()
+    (folder / f"started-{rank}-{os.getpid()}").touch()
     time.sleep(600)
 
 
-def wrong_value(rank: int, folder: Path) -> None:
+def wrong_value(rank: int) -> None:
     if rank == 0:
         time.sleep(600)
     raise ValueError("two\nlines")
 
 
-def user_error(rank: int, folder: Path) -> None:
+def user_error(rank: int) -> None:
     raise UserError("data: too few rows")
 
 
-def out_of_memory(rank: int, folder: Path) -> None:
+def out_of_memory(rank: int) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
 
-def killed(rank: int, folder: Path) -> None:
+def killed(rank: int) -> None:
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)

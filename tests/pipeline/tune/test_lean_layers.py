@@ -18,8 +18,8 @@ from actors.engine.library.forcing import predicting_states, response_labels
 from actors.engine.schedules.schedule import ScheduleSpec
 from pipeline.config.tune import AdapterConfig, LossConfig
 from pipeline.tune import adapters
-from pipeline.tune.chunked_loss import summed_loss
 from pipeline.tune.lean_layers import Adapted, Gated, RmsNorm, make_lean
+from pipeline.tune.objective import summed_loss
 from pipeline.tune.trainer import Teacher
 
 LOSS = LossConfig(references=0.5, distillation=1.0)

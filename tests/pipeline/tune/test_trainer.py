@@ -13,16 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import LAYERS, VOCAB, tiny_model
 from torch.distributions import Categorical, kl_divergence
-from training_cases import SPECS, pairs
+from training_cases import SPECS, pairs, token_losses
 
 from actors.engine.decoder import Decoder
 from actors.engine.library import packed_attention
 from actors.engine.library.forcing import predicting_states, response_labels
 from actors.engine.schedules.schedule import ScheduleSpec
 from pipeline.config.tune import AdapterConfig, LossConfig
-from pipeline.tune import adapters, chunked_loss, objective
-from pipeline.tune.chunked_loss import summed_loss
-from pipeline.tune.objective import Targets, losses_without_gradient, token_losses
+from pipeline.tune import adapters, objective
+from pipeline.tune.objective import Targets, dev_loss, summed_loss
 from pipeline.tune.trainer import LengthGroups, Teacher
 
 ALL = LossConfig(references=0.0, distillation=1.0, teacher_top_k=VOCAB)
@@ -92,7 +91,7 @@ def test_the_sum_in_chunks_has_the_gradients_of_the_whole(
     targets, labels = Teacher(decoder, loss, VOCAB).targets(rows), response_labels(rows)
     schedule = ScheduleSpec(speedup=3, horizon=4).build(LAYERS)
     monkeypatch.setattr(objective, "CHUNK_BYTES", 4 * VOCAB * 7)
-    monkeypatch.setattr(chunked_loss, "BLOCK_BYTES", 4 * VOCAB * 3)
+    monkeypatch.setattr(objective, "BLOCK_BYTES", 4 * VOCAB * 3)
     found = []
     for chunked in (False, True):
         model.zero_grad()
@@ -107,8 +106,8 @@ def test_the_sum_in_chunks_has_the_gradients_of_the_whole(
     assert found[0][1].keys() == found[1][1].keys()
     for name, gradient in found[0][1].items():
         torch.testing.assert_close(found[1][1][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
-    apart = losses_without_gradient(decoder, states, labels, targets, loss, 0.1)
-    torch.testing.assert_close(apart.sum(), found[0][0])
+    plain = token_losses(decoder.logits(states), labels, targets, loss, 0.0).sum()
+    torch.testing.assert_close(dev_loss(decoder, states, labels, targets, loss), plain)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
@@ -145,7 +144,7 @@ def test_a_teacher_that_is_the_student_has_nothing_to_say() -> None:
     targets, labels = Teacher(decoder, ALL, VOCAB).targets(rows), response_labels(rows)
     specs = (ScheduleSpec(), ScheduleSpec(speedup=3, horizon=4))
     same, skipped = (
-        float(losses_without_gradient(decoder, states, labels, targets, ALL).sum())
+        float(dev_loss(decoder, states, labels, targets, ALL))
         for states in predicting_states(decoder, rows, [spec.build(LAYERS) for spec in specs])
     )
     assert same == pytest.approx(0, abs=1e-4)

@@ -24,7 +24,7 @@ from worker_faults import killed, out_of_memory, sleep, user_error, wrong_value
 
 from pipeline.cli.errors import Advice, errors_as_exit_status
 from pipeline.runtime.signals import Interrupted, interrupter, interruptible
-from pipeline.tune.processes import run_processes
+from pipeline.tune.workers import run_processes
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -34,20 +34,16 @@ def recipe(tmp_path: Path) -> dict[str, Any]:
     return copying_recipe(tmp_path)
 
 
-def check_two_workers(recipe: dict[str, Any], **where: str) -> None:
+def test_two_processes_learn_as_one(recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     alone = train_recipe(recipe, bf16=False)
-    workers = {"count": 2, **where}
+    workers = {"count": 2}
     both = train_recipe({**recipe, "output": "both", "workers": workers}, bf16=False)
     assert both["steps"] == alone["steps"] == 12
     # the same pairs in another order
     assert both["dev_loss"] == pytest.approx(alone["dev_loss"], rel=0.03)
     assert both["config"]["output"] == "both"
     assert train_recipe({**recipe, "output": "both", "workers": workers}, bf16=False) == both  # finished
-
-
-def test_two_processes_learn_as_one(recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    check_two_workers(recipe)
 
 
 def test_two_processes_train_a_speed_adapter_as_one(
@@ -148,7 +144,7 @@ def test_an_interrupt_ends_the_workers(
     with interruptible():
         threading.Thread(target=interrupt, args=(interrupter(),), daemon=True).start()
         with pytest.raises(Interrupted):
-            run_processes(2, sleep)
+            run_processes(2, sleep, tmp_path)
     assert len(workers) == 2 and not any(psutil.pid_exists(one) for one in workers)
 
 
@@ -190,20 +186,8 @@ def test_processes_end_with_the_one_that_launched_them(recipe: dict[str, Any], t
     assert not alive
 
 
-@pytest.mark.slow
-def test_two_workers_of_ray_train_learn_as_one(
-    recipe: dict[str, Any], own_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ray Train's own actors take longer than the training."""
-    monkeypatch.chdir(tmp_path)
-    check_two_workers(recipe, address="auto")
-
-
-@pytest.mark.parametrize("where", [{}, {"address": "auto"}])
-def test_more_workers_than_cores_are_refused(
-    recipe: dict[str, Any], own_ray: None, tmp_path: Path, where: dict[str, str]
-) -> None:
-    many = {**recipe, "output": str(tmp_path / "many"), "workers": {"count": 64, **where}}
+def test_more_workers_than_cores_are_refused(recipe: dict[str, Any], tmp_path: Path) -> None:
+    many = {**recipe, "output": str(tmp_path / "many"), "workers": {"count": 64}}
     with pytest.raises(ValueError, match="workers: 64 × 1 CPU asked for, and "):
         train_recipe(many, batch_size=64)
-    assert where or not (tmp_path / "many").exists()  # before anything is written
+    assert not (tmp_path / "many").exists()  # before anything is written
