@@ -24,9 +24,7 @@ from pipeline.config.job import JobConfig
 from pipeline.plan.manifest import Manifest
 from pipeline.runtime.announce import announced
 from pipeline.storage.folder import Folder
-from pipeline.tables.open import output_table, table_name
-from pipeline.tables.table import CommitConflict, OutputTable, PartFile
-from pipeline.tables.urls import real_url
+from pipeline.tables.table import CommitConflict, OutputTable, PartFile, output_table, real_url, table_name
 
 RECORD = "_job/tables.json"
 TRIES = 20  # of a commit that other writers overtake

@@ -42,7 +42,7 @@ from pipeline.read.shards import Shard, cut_shards
 from pipeline.read.text_files import with_json_fields
 from pipeline.runtime.announce import announced
 from pipeline.storage.concurrency import in_parallel
-from pipeline.tables.open import input_table
+from pipeline.tables.table import input_table
 
 log = logging.getLogger(__name__)
 ANSWERS_VERSION = 2  # raise by hand when a change of the code gives the same job file other answers

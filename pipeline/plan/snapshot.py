@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pipeline.config.job import JobConfig
 from pipeline.plan.manifest import Manifest
-from pipeline.tables.open import input_table
-from pipeline.tables.table import TablePin
+from pipeline.tables.table import TablePin, input_table
 
 
 def newest(config: JobConfig) -> TablePin | None:

@@ -14,8 +14,7 @@ from pipeline.read.files import Files, InputFile, fixed_part, list_files, stat
 from pipeline.runtime.announce import announced
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import filesystem
-from pipeline.tables.open import input_table
-from pipeline.tables.table import DataFile
+from pipeline.tables.table import input_table
 
 
 def list_input(
@@ -33,14 +32,14 @@ def list_input(
         return list_files(section.path, storage, section.format, may_be_empty=may_be_empty)
     with announced("reading the table's list of data files"):
         files = _data_files(section, storage, after)
-        present = _present((file.url for file in files), storage)
+        present = _present(files, storage)
     if not files and not may_be_empty:
         raise UserError(f"{section.path[0]}: the table has no rows")
-    for file in files:
-        if file.url not in present:
-            raise UserError(f"{file.url}: a data file of {section.path[0]} is gone")
-        if present[file.url][0] != file.size:
-            raise UserError(f"{file.url}: {present[file.url][0]} bytes, {section.path[0]} lists it with {file.size}")
+    for url, size in files.items():
+        if url not in present:
+            raise UserError(f"{url}: a data file of {section.path[0]} is gone")
+        if present[url][0] != size:
+            raise UserError(f"{url}: {present[url][0]} bytes, {section.path[0]} lists it with {size}")
     return present
 
 
@@ -59,13 +58,13 @@ def input_root(section: InputConfig, storage: StorageConfig, urls: Collection[st
     return "/".join(os.path.commonprefix(folders))  # noqa: RUF071 (of lists it compares their components)
 
 
-def _data_files(section: InputConfig, storage: StorageConfig, after: int | None) -> list[DataFile]:
+def _data_files(section: InputConfig, storage: StorageConfig, after: int | None) -> dict[str, int]:
     table = input_table(section, storage)
     snapshot = section.snapshot
     if snapshot is None:
         pin = table.newest()
         if pin is None:
-            return []
+            return {}
         snapshot = pin.snapshot
     return table.data_files(snapshot) if after is None else table.appended(after, snapshot)
 

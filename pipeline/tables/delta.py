@@ -1,13 +1,32 @@
-"""Delta tables: opening one, and its settings for a store."""
+"""Delta tables: a table as input, and one to which the parts are added where they lie."""
 
 from __future__ import annotations
 
-from deltalake import DeltaTable
-from deltalake.exceptions import DeltaError, TableNotFoundError
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+from urllib.parse import unquote
+
+import pyarrow as pa
+from deltalake import CommitProperties, DeltaTable, Schema, Transaction
+from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
+from deltalake.transaction import AddAction
 
 from actors.engine.errors import UserError, flat
 from pipeline.config.job import StorageConfig
+from pipeline.messages import listed
 from pipeline.storage.folder import open_folder
+from pipeline.tables.table import (
+    CommitConflict,
+    PartFile,
+    TablePin,
+    check_columns,
+    check_types,
+    real_url,
+    store_url,
+)
 
 MAPPING = "delta.columnMapping.mode"
 
@@ -49,3 +68,177 @@ def find_table(url: str, storage: StorageConfig, version: int | None = None) -> 
     if mode != "none":
         raise UserError(f"{url}: the table's columns have other names in its files ({MAPPING} = {mode}), not supported")
     return table
+
+
+COMPACT = "rewrite it (OPTIMIZE, or REORG TABLE ... APPLY (PURGE)) and read the new version"
+
+
+class DeltaInput:
+    """See `InputTable`; a snapshot is a version. Only planning reads the log."""
+
+    def __init__(self, path: str, storage: StorageConfig) -> None:
+        self.root = real_url(path)
+        self.storage = storage
+        self._at(None)
+
+    def newest(self) -> TablePin | None:
+        table = self._at(None)
+        return TablePin(str(table.metadata().id), table.version())
+
+    def data_files(self, snapshot: int) -> dict[str, int]:
+        table = self._at(snapshot)
+        for batch in table.deletion_vectors():
+            for url in pa.record_batch(batch)["filepath"].to_pylist():
+                raise self._deleted(store_url(url))
+        actions = pa.table(table.get_add_actions())
+        return self._files(zip(actions["path"].to_pylist(), actions["size_bytes"].to_pylist(), strict=True))
+
+    def appended(self, after: int, until: int) -> dict[str, int]:
+        if until < after:
+            raise UserError(f"{self.root}: version {after}, which the last success has answered, is newer than {until}")
+        added: list[tuple[str, int]] = []
+        for version in range(after + 1, until + 1):
+            operation = "unknown"
+            for action in self._actions(version, after):
+                operation = action.get("commitInfo", {}).get("operation", operation)
+                add, remove = action.get("add"), action.get("remove")
+                if remove is not None and remove["dataChange"]:
+                    raise UserError(
+                        f"{self.root}: version {version} ({operation}) changed or deleted rows since version {after}, "
+                        "which the last success has answered; answer the whole table into another output.path"
+                    )
+                if add is not None and add["dataChange"]:
+                    if add.get("deletionVector") is not None:
+                        raise self._deleted(add["path"])
+                    added.append((add["path"], add["size"]))
+        return self._files(added)
+
+    def as_shown(self, snapshot: int, url: str, schema: pa.Schema, names: Sequence[str]) -> pa.Schema:
+        table = self._at(snapshot)
+        shown = [field.name for field in table.schema().fields]
+        for name in names:
+            if name not in shown:
+                raise UserError(f"{self.root}: no column {name!r} at version {snapshot}; it has {listed(shown)}")
+            if name in table.metadata().partition_columns:
+                raise UserError(
+                    f"{self.root}: {name!r} is a partition column, which the data files do not hold; leave it out"
+                )
+            if name not in schema.names:
+                schema = schema.append(pa.field(name, pa.null()))
+        return schema
+
+    def _at(self, version: int | None) -> DeltaTable:
+        table = find_table(self.root, self.storage, version)
+        if table is None:
+            raise UserError(f"input.path: {self.root} holds no Delta table")
+        return table
+
+    def _actions(self, version: int, after: int) -> Iterator[dict[str, Any]]:
+        """The actions of a commit, its `commitInfo` first."""
+        try:
+            text = read_commit(self.root, self.storage, version)
+        except FileNotFoundError:
+            raise UserError(
+                f"{self.root}: the log of version {version} is gone, and with it what was added since version {after}, "
+                "which the last success has answered; answer the whole table into another output.path"
+            ) from None
+        actions = [json.loads(line) for line in text.splitlines() if line.strip()]
+        yield from sorted(actions, key=lambda action: "commitInfo" not in action)
+
+    def _files(self, listed: Any) -> dict[str, int]:
+        located = []
+        for path, size in ((unquote(path), size) for path, size in listed):
+            is_absolute = "://" in path or path.startswith(("/", "file:"))
+            located.append((store_url(path) if is_absolute else f"{self.root}/{path}", size))
+        return dict(sorted(located))
+
+    def _deleted(self, path: str) -> UserError:
+        return UserError(f"{path}: rows of this data file of {self.root} were deleted by a deletion vector; {COMPACT}")
+
+
+FINGERPRINT = "skipdecode.fingerprint"  # in a commit's metadata
+RULES = ("delta.constraints.", "delta.invariants")  # configuration by which writers must check each row
+
+
+class DeltaOutput:
+    """See `OutputTable`. Delta's own transaction ids tell which job has committed: they outlive the log's files."""
+
+    def __init__(self, path: str, storage: StorageConfig) -> None:
+        self.url = real_url(path)
+        self.storage = storage
+
+    def check(self, schema: pa.Schema) -> None:
+        check_types(self.url, schema, ())
+        table = find_table(self.url, self.storage)
+        if table is not None:
+            self._check_table(table, schema)
+
+    def snapshot_of(self, fingerprint: str) -> int | None:
+        table = find_table(self.url, self.storage)
+        base = None if table is None else table.transaction_version(f"skipdecode-{fingerprint}")
+        if table is None or base is None:
+            return None
+        for version in range(base + 1, table.version() + 1):  # later where other writers were faster
+            with suppress(FileNotFoundError):  # the log of so old a commit is gone
+                if fingerprint.encode() in read_commit(self.url, self.storage, version):
+                    return version
+        return base + 1
+
+    def append(self, parts: Sequence[PartFile], schema: pa.Schema, fingerprint: str) -> int:
+        table = find_table(self.url, self.storage) or self._created(schema)
+        self._check_table(table, schema)
+        if (
+            table.transaction_version(f"skipdecode-{fingerprint}") is not None
+        ):  # the library compares later commits only
+            raise CommitConflict(f"{self.url} has this job's commit by now")
+        application = Transaction(f"skipdecode-{fingerprint}", table.version())
+        properties = CommitProperties(custom_metadata={FINGERPRINT: fingerprint}, app_transactions=[application])
+        try:
+            table.create_write_transaction(
+                [self._added(part) for part in parts], "append", Schema.from_arrow(schema), commit_properties=properties
+            )
+        except CommitFailedError as error:
+            raise CommitConflict(flat(error)) from None
+        snapshot = self.snapshot_of(fingerprint)
+        assert snapshot is not None
+        return snapshot
+
+    def _created(self, schema: pa.Schema) -> DeltaTable:
+        try:
+            return DeltaTable.create(
+                self.url, Schema.from_arrow(schema), mode="error", storage_options=store_options(self.url, self.storage)
+            )
+        except DeltaError as error:
+            if find_table(self.url, self.storage) is None:
+                raise
+            raise CommitConflict(flat(error)) from None
+
+    def _check_table(self, table: DeltaTable, schema: pa.Schema) -> None:
+        metadata = table.metadata()
+        if metadata.partition_columns:
+            names = listed(metadata.partition_columns)
+            raise UserError(f"output.table: {self.url} is partitioned by {names}; parts are not: choose another table")
+        rule = next((key for key in metadata.configuration if key.startswith(RULES)), None)
+        if rule is not None:
+            raise UserError(f"output.table: {self.url} checks rows by {rule}, which parts are not held to")
+        fields = table.schema().fields
+        required = next((field.name for field in fields if not field.nullable), None)
+        if required is not None:
+            raise UserError(f"output.table: {self.url} does not allow null in {required!r}, which an answer may be")
+        there, ours = (
+            {field.name: field.type.to_json().strip('"') for field in some}
+            for some in (fields, Schema.from_arrow(schema).fields)
+        )
+        check_columns(self.url, there, ours)
+
+    def _added(self, part: PartFile) -> AddAction:
+        prefix = f"{self.url}/"
+        assert part.url.startswith(prefix), "checked when the job was planned"
+        return AddAction(
+            path=part.url.removeprefix(prefix),
+            size=part.size,
+            partition_values={},
+            modification_time=int(time.time() * 1000),
+            data_change=True,
+            stats=json.dumps({"numRecords": part.rows}),
+        )

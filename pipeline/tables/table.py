@@ -1,20 +1,20 @@
-"""What the pipeline asks of a table, whatever its format."""
+"""Tables as input and output, whatever their format. The libraries are imported when a job names a table."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import pyarrow as pa
+from pyarrow import types
 
-
-@dataclass(frozen=True)
-class DataFile:
-    """A data file: absolute path or s3:// URL, and size in bytes."""
-
-    url: str
-    size: int
+from actors.engine.errors import UserError
+from pipeline.config.input import InputConfig
+from pipeline.config.job import OutputConfig, StorageConfig
+from pipeline.messages import printable
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class InputTable(Protocol):
         """The newest snapshot; None of a table that has none yet."""
         ...
 
-    def data_files(self, snapshot: int) -> list[DataFile]:
-        """The table's data files at a snapshot. Refuses files of which rows were deleted, and formats but Parquet."""
+    def data_files(self, snapshot: int) -> dict[str, int]:
+        """Return bytes by URL of the data files at a snapshot; refuse deleted rows, and formats but Parquet."""
         ...
 
-    def appended(self, after: int, until: int) -> list[DataFile]:
-        """Data files with the rows appended after one snapshot and up to another.
+    def appended(self, after: int, until: int) -> dict[str, int]:
+        """Return bytes by URL of the data files with the rows appended after one snapshot and up to another.
 
         A compaction changes no rows and adds none: the files are those that the appends wrote. Refuses a snapshot in
         between that changed or deleted rows, and one that is no successor.
@@ -93,3 +93,109 @@ class OutputTable(Protocol):
         the same fingerprint.
         """
         ...
+
+
+def input_table(section: InputConfig, storage: StorageConfig) -> InputTable:
+    """The table of `input`. UserError if it does not exist or cannot be read."""
+    assert section.is_table
+    if section.format == "iceberg":
+        from pipeline.tables.iceberg import IcebergInput
+
+        return IcebergInput(section.path[0], storage)
+    from pipeline.tables.delta import DeltaInput
+
+    return DeltaInput(section.path[0], storage)
+
+
+def output_table(section: OutputConfig, storage: StorageConfig) -> OutputTable:
+    """The table of `output`, which need not exist. UserError if its catalog cannot be opened."""
+    assert section.is_table
+    if section.format == "iceberg":
+        from pipeline.tables.iceberg import IcebergOutput
+
+        return IcebergOutput(str(section.table), storage)
+    from pipeline.tables.delta import DeltaOutput
+
+    return DeltaOutput(table_name(section), storage)
+
+
+def table_name(section: OutputConfig) -> str:
+    """The output table's name, or of a Delta table its folder."""
+    return section.table or section.path
+
+
+def store_url(location: str) -> str:
+    """A location in a table's metadata as this package writes it; s3a and s3n are s3, file: is a path."""
+    if re.match(r"s3[an]://", location):
+        return f"s3{location[3:]}"
+    return re.sub(r"^file:(//)?(?=/)", "", location)
+
+
+def real_url(location: str) -> str:
+    """A folder that a job names, without a slash at its end; a local one absolute, with symlinks resolved."""
+    url = store_url(location).rstrip("/")
+    return url if "://" in url else os.path.realpath(url)
+
+
+_HELD = {  # types that tables hold as Parquet stores them
+    pa.bool_(),
+    pa.int8(),
+    pa.int16(),
+    pa.int32(),
+    pa.int64(),
+    pa.float32(),
+    pa.float64(),
+    pa.string(),
+    pa.large_string(),
+    pa.binary(),
+    pa.large_binary(),
+    pa.date32(),
+    pa.timestamp("us"),
+    pa.timestamp("us", "UTC"),
+}
+
+
+def check_types(table: str, schema: pa.Schema, more: Collection[pa.DataType]) -> None:
+    """Raise UserError that names a column whose type no table can hold as it is. more: further types that it holds."""
+    for field in schema:
+        wrong = _unheld(field.type, more)
+        if wrong is not None:
+            raise UserError(
+                f"output.table: {table} cannot hold column {field.name!r} of type {printable(wrong)}; leave it out of "
+                "output.keep, or convert the input's column"
+            )
+
+
+def _unheld(kind: pa.DataType, more: Collection[pa.DataType]) -> pa.DataType | None:
+    """The first type in `kind` that a table cannot hold."""
+    if types.is_struct(kind):
+        children = [child.type for child in kind]
+    elif types.is_list(kind) or types.is_large_list(kind):
+        children = [kind.value_type]
+    elif types.is_map(kind):
+        children = [kind.key_type, kind.item_type]
+    else:
+        return None if kind in _HELD or kind in more or types.is_decimal128(kind) else kind
+    return next((wrong for child in children if (wrong := _unheld(child, more)) is not None), None)
+
+
+def check_columns(table: str, there: Mapping[str, str], ours: Mapping[str, str]) -> None:
+    """Raise UserError that names the first column in which a table and the job's answers differ.
+
+    Args:
+        there, ours: type by name.
+    """
+    problem = None
+    for name, kind in ours.items():
+        if name not in there:
+            problem = f"has no column {name!r}, which the job writes ({kind})"
+        elif there[name] != kind:
+            problem = f"has column {name!r} as {there[name]}, the job writes {kind}"
+        if problem is not None:
+            break
+    else:
+        surplus = next((name for name in there if name not in ours), None)
+        if surplus is not None:
+            problem = f"has a column {surplus!r}, which the job does not write"
+    if problem is not None:
+        raise UserError(f"output.table: {table} {problem}; choose another table, or change output.keep")

@@ -81,7 +81,7 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(
 ) -> None:
     for name in [name for name in sys.modules if name.startswith(("pipeline.tables.iceberg", "pipeline.tables.delta"))]:
         monkeypatch.delitem(sys.modules, name)
-    for name in ("pipeline.tables.catalog", "pipeline.tables.file_io"):
+    for name in ("pipeline.tables.iceberg", "pipeline.tables.iceberg"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)

@@ -35,9 +35,9 @@ from pipeline.plan import plan_files
 from pipeline.plan.manifest import Manifest
 from pipeline.read.shards import Shard
 from pipeline.storage.folder import Folder, open_folder
-from pipeline.tables.delta_output import DeltaOutput
-from pipeline.tables.iceberg_output import IcebergOutput
-from pipeline.tables.open import output_table
+from pipeline.tables.delta import DeltaOutput
+from pipeline.tables.iceberg import IcebergOutput
+from pipeline.tables.table import output_table
 
 NAME = "out.answers"
 OUTPUTS = {"iceberg": IcebergOutput, "delta": DeltaOutput}

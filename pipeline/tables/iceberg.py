@@ -1,0 +1,404 @@
+"""Iceberg tables: the catalog, a table as input, and one to which the parts are added where they lie."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+from fsspec.implementations.local import LocalFileSystem
+from pyarrow import types
+from pyiceberg.catalog import LOCATION, WAREHOUSE_LOCATION, Catalog, MetastoreCatalog, load_catalog
+from pyiceberg.exceptions import (
+    CommitFailedException,
+    NamespaceAlreadyExistsError,
+    NoSuchNamespaceError,
+    NoSuchPropertyException,
+    NoSuchTableError,
+    NotInstalledError,
+    RESTError,
+    TableAlreadyExistsError,
+)
+from pyiceberg.io import PY_IO_IMPL, FileIO, InputFile, OutputFile
+from pyiceberg.io.fsspec import FsspecInputFile, FsspecOutputFile
+from pyiceberg.io.pyarrow import parquet_file_to_data_file, pyarrow_to_schema
+from pyiceberg.manifest import FileFormat, ManifestContent, ManifestFile
+from pyiceberg.schema import Schema
+from pyiceberg.table import FileScanTask, Table, TableProperties
+from pyiceberg.table.name_mapping import MappedField, NameMapping
+from pyiceberg.table.snapshots import Operation, Snapshot, ancestors_between_ids
+from pyiceberg.transforms import IdentityTransform
+from pyiceberg.typedef import Properties
+from requests import RequestException
+from sqlalchemy.exc import SQLAlchemyError
+
+from actors.engine.errors import UserError, flat
+from pipeline.config.catalog import CatalogConfig
+from pipeline.config.job import StorageConfig
+from pipeline.messages import listed
+from pipeline.storage.concurrency import in_parallel
+from pipeline.storage.errors import StoreFailed
+from pipeline.storage.folder import filesystem
+from pipeline.tables.table import CommitConflict, PartFile, TablePin, check_columns, check_types, store_url
+
+STORAGE = "skipdecode.storage"  # property with the job's storage section as JSON, without its catalog
+
+
+def storage_property(storage: StorageConfig) -> Mapping[str, str]:
+    """The property by which a `StoreFileIO` finds its store."""
+    return {STORAGE: storage.model_dump_json(exclude={"catalog"})}
+
+
+class StoreFileIO(FileIO):
+    """Files of an Iceberg table. pyiceberg builds it with the catalog's properties."""
+
+    def __init__(self, properties: Properties) -> None:
+        super().__init__(properties)
+        self.storage = StorageConfig.model_validate_json(properties[STORAGE])
+
+    def new_input(self, location: str) -> InputFile:
+        return FsspecInputFile(*self._found(location))
+
+    def new_output(self, location: str) -> OutputFile:
+        return FsspecOutputFile(*self._found(location))
+
+    def delete(self, location: str | InputFile | OutputFile) -> None:
+        url, fs = self._found(location if isinstance(location, str) else location.location)
+        fs.rm(url)
+
+    def _found(self, location: str) -> tuple[str, Any]:
+        url = store_url(location)
+        fs, _ = filesystem(url, self.storage)
+        return url, LocalFileSystem(auto_mkdir=True) if isinstance(fs, LocalFileSystem) else fs
+
+
+def open_catalog(storage: StorageConfig, *, create: bool) -> Catalog:
+    """The job's catalog.
+
+    Args:
+        create: make the tables of a new SQL catalog.
+
+    Raises:
+        UserError: its settings are wrong.
+        StoreFailed: it does not answer.
+    """
+    properties = {
+        **storage.catalog.properties(),
+        **_warehouse(storage.catalog),
+        PY_IO_IMPL: f"{StoreFileIO.__module__}.{StoreFileIO.__qualname__}",
+        **storage_property(storage),
+        "init_catalog_tables": str(create).lower(),
+    }
+    with _one_line(storage):
+        return load_catalog(storage.catalog.name, **properties)
+
+
+def find_table(catalog: Catalog, name: str, storage: StorageConfig) -> Table | None:
+    """A table of the catalog as it is now; None if it does not exist. Raises as `open_catalog`.
+
+    name: namespace.table.
+    """
+    if not all(name.split(".")) or "." not in name:
+        raise UserError(f"{name}: a table of a catalog is named namespace.table")
+    with _one_line(storage):
+        try:
+            return catalog.load_table(name)
+        except NoSuchTableError:
+            return None
+
+
+def _warehouse(catalog: CatalogConfig) -> dict[str, str]:
+    """The folder of new tables, absolute: it stands in their metadata. Of a REST catalog it is a name."""
+    place = catalog.warehouse
+    if place is None or "://" in place or catalog.type == "rest" or str(catalog.uri).startswith("http"):
+        return {}
+    return {"warehouse": os.path.abspath(place)}
+
+
+@contextmanager
+def _one_line(storage: StorageConfig) -> Iterator[None]:
+    name = f"storage.catalog {storage.catalog.name!r}"
+    try:
+        yield
+    except SQLAlchemyError as error:
+        reason = flat(getattr(error, "orig", None) or error)  # `orig` has no SQL and no link
+        raise UserError(f"{name}: {reason}; check storage.catalog.uri, or the catalog's settings") from None
+    except (ValueError, NoSuchPropertyException, NotInstalledError) as error:
+        raise UserError(f"{name}: {flat(error)}") from None
+    except (RESTError, RequestException) as error:
+        raise StoreFailed(f"{name}: {flat(error)}") from None
+
+
+ID = b"PARQUET:field_id"
+
+
+def file_field_ids(schema: pa.Schema, mapping: NameMapping | None) -> dict[str, int]:
+    """Dotted name -> field id of every column and nested field of a file.
+
+    Of a file without ids the table's name mapping gives them; a field without one is left out.
+    """
+    fields = {path: field for column in schema for path, field in _paths(column.name, column)}
+    ids = {path: int(field.metadata[ID]) for path, field in fields.items() if ID in (field.metadata or {})}
+    if ids or mapping is None:
+        return ids
+    mapped = dict(_mapped(mapping, ""))
+    return {path: mapped[path] for path in fields if path in mapped}
+
+
+def _mapped(fields: Iterable[MappedField], prefix: str) -> Iterator[tuple[str, int]]:
+    """Dotted name and id of each field of a name mapping; a field has several names once it was renamed."""
+    for field in fields:
+        for name in field.names:
+            if field.field_id is not None:
+                yield f"{prefix}{name}", field.field_id
+            yield from _mapped(field.fields, f"{prefix}{name}.")
+
+
+def _paths(path: str, field: pa.Field) -> Iterator[tuple[str, pa.Field]]:
+    """A field and the fields in it, under Iceberg's dotted names."""
+    yield path, field
+    kind = field.type
+    if types.is_struct(kind):
+        children = [(child.name, child) for child in kind]
+    elif types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        children = [("element", kind.value_field)]
+    elif types.is_map(kind):
+        children = [("key", kind.key_field), ("value", kind.item_field)]
+    else:
+        children = []
+    for name, child in children:
+        yield from _paths(f"{path}.{name}", child)
+
+
+COMPACT = "compact the table (rewrite_data_files) and read the new snapshot"
+KEEPS_ROWS = (Operation.APPEND, Operation.REPLACE)  # replace: a compaction
+
+
+class IcebergInput:
+    """See `InputTable`. Its catalog answers while the job is planned; the data files are read without it."""
+
+    def __init__(self, name: str, storage: StorageConfig) -> None:
+        self.name = name
+        table = find_table(open_catalog(storage, create=False), name, storage)
+        if table is None:
+            raise UserError(f"input.path: no table {name} in catalog {storage.catalog.name!r}; check storage.catalog")
+        self.table: Table = table
+        self.root = store_url(table.location()).rstrip("/")
+
+    def newest(self) -> TablePin | None:
+        snapshot = self.table.current_snapshot()
+        return None if snapshot is None else TablePin(str(self.table.metadata.table_uuid), snapshot.snapshot_id)
+
+    def data_files(self, snapshot: int) -> dict[str, int]:
+        self._snapshot(snapshot)
+        try:
+            return self._files(self.table.scan(snapshot_id=snapshot).plan_files())
+        except UserError:
+            raise
+        except ValueError as error:  # equality deletes
+            raise UserError(f"{self.name}: snapshot {snapshot}: {flat(error)}; {COMPACT}") from None
+
+    def appended(self, after: int, until: int) -> dict[str, int]:
+        if after == until:
+            return {}
+        self._snapshot(until)
+        try:
+            between = list(ancestors_between_ids(after, until, self.table.metadata))
+            tasks = self.table.incremental_append_scan(
+                from_snapshot_id_exclusive=after, to_snapshot_id_inclusive=until
+            ).plan_files()
+        except ValueError as error:
+            raise UserError(
+                f"{self.name}: what was added since snapshot {after}, which the last success has answered, is not "
+                f"known: {flat(error)}; answer the whole table into another output.path"
+            ) from None
+        for one in between:
+            operation = one.summary.operation if one.summary is not None else None
+            if operation not in KEEPS_ROWS:
+                kind = "of unknown kind" if operation is None else operation.value
+                raise UserError(
+                    f"{self.name}: snapshot {one.snapshot_id} ({kind}) changed or deleted rows since snapshot {after}, "
+                    "which the last success has answered; answer the whole table into another output.path"
+                )
+        return self._files(tasks)
+
+    def as_shown(self, snapshot: int, url: str, schema: pa.Schema, names: Sequence[str]) -> pa.Schema:
+        shown, held = self._schema(snapshot), file_field_ids(schema, self.table.name_mapping())
+        by_id = {number: name for name, number in held.items()}
+        for name in names:
+            if name not in shown.column_names:
+                columns = listed(field.name for field in shown.fields)
+                raise UserError(f"{self.name}: no column {name!r} at snapshot {snapshot}; it has {columns}")
+            field = shown.find_field(name)
+            for path in [path for path in held if path == name or path.startswith(f"{name}.")]:
+                if path not in shown.column_names or shown.find_field(path).field_id != held[path]:
+                    raise UserError(f"{url}: its column {path!r} is another one than the table's: {COMPACT}")
+            if name in schema.names:
+                if held and name not in held:
+                    raise UserError(f"{url}: its column {name!r} has no field id of the table's: {COMPACT}")
+                continue
+            if field.field_id in by_id:
+                raise UserError(
+                    f"{url}: holds column {name!r} as {by_id[field.field_id]!r}, its earlier name; {COMPACT}"
+                )
+            if self._is_partition(field.field_id):
+                raise UserError(f"{url}: lacks the partition column {name!r}; {COMPACT}, or leave the column out")
+            if field.initial_default is not None:
+                raise UserError(f"{url}: lacks column {name!r}, which has a default; {COMPACT}")
+            schema = schema.append(pa.field(name, pa.null()))
+        return schema
+
+    def _snapshot(self, number: int) -> Snapshot:
+        found = self.table.snapshot_by_id(number)
+        if found is None:
+            raise UserError(f"input.snapshot: {self.name} has no snapshot {number}; it may have expired")
+        return found
+
+    def _schema(self, snapshot: int) -> Schema:
+        """The columns at a snapshot; of the newest those of the table, which may have changed since."""
+        found = self._snapshot(snapshot)
+        if found.schema_id is None or found == self.table.current_snapshot():
+            return self.table.schema()
+        return self.table.schemas()[found.schema_id]
+
+    def _is_partition(self, number: int) -> bool:
+        fields = [field for spec in self.table.specs().values() for field in spec.fields]
+        return any(field.source_id == number and isinstance(field.transform, IdentityTransform) for field in fields)
+
+    def _files(self, tasks: Iterable[object]) -> dict[str, int]:
+        files = {}
+        for task in tasks:
+            assert isinstance(task, FileScanTask)
+            url = store_url(task.file.file_path)
+            if task.delete_files:
+                raise UserError(f"{url}: rows of this data file of {self.name} were deleted by delete files; {COMPACT}")
+            if task.file.file_format != FileFormat.PARQUET:
+                raise UserError(f"{url}: a data file of {self.name} is {task.file.file_format.value}, not Parquet")
+            files[url] = task.file.file_size_in_bytes
+        return dict(sorted(files.items()))
+
+
+log = logging.getLogger(__name__)
+FINGERPRINT = "skipdecode.fingerprint"  # in a snapshot's summary
+HELD = (pa.time64("us"),)  # types besides those of every table
+WRITABLE = (1, 2)  # format versions
+
+
+class IcebergOutput:
+    """See `OutputTable`."""
+
+    def __init__(self, name: str, storage: StorageConfig) -> None:
+        self.name = name
+        self.storage = storage
+        self.catalog = open_catalog(storage, create=True)
+
+    def check(self, schema: pa.Schema) -> None:
+        check_types(self.name, schema, HELD)
+        table = self._table()
+        if table is not None:
+            self._check_table(table, schema)
+        elif isinstance(self.catalog, MetastoreCatalog) and not self._location_of_new():
+            raise UserError(f"output.table: {self.name} does not exist: give storage.catalog.warehouse, or create it")
+
+    def snapshot_of(self, fingerprint: str) -> int | None:
+        table = self._table()
+        return None if table is None else _snapshot_of(table, fingerprint)
+
+    def append(self, parts: Sequence[PartFile], schema: pa.Schema, fingerprint: str) -> int:
+        table = self._table() or self._created(schema)
+        self._check_table(table, schema)
+        if _snapshot_of(table, fingerprint) is not None:
+            raise CommitConflict(f"{self.name} has this job's snapshot by now")
+        # the library would repeat a commit that lost against another without looking for this job's snapshot
+        table.properties[TableProperties.COMMIT_NUM_RETRIES] = "0"
+        urls = [part.url if "://" in part.url else f"file://{part.url}" for part in parts]
+        if _refers_to(table, urls):
+            log.warning("%s: has the parts of this job already, from a snapshot that has expired", self.name)
+        else:
+            try:
+                _add_files(table, urls, fingerprint)
+            except CommitFailedException as error:
+                raise CommitConflict(flat(error)) from None
+        snapshot = table.current_snapshot()
+        assert snapshot is not None
+        return snapshot.snapshot_id
+
+    def _table(self) -> Table | None:
+        return find_table(self.catalog, self.name, self.storage)
+
+    def _location_of_new(self) -> str | None:
+        """Where a table would be created; None if nothing says it."""
+        try:
+            namespace = self.catalog.load_namespace_properties(self.name.rpartition(".")[0])
+        except NoSuchNamespaceError:
+            namespace = {}
+        return self.catalog.properties.get(WAREHOUSE_LOCATION) or namespace.get(LOCATION)
+
+    def _created(self, schema: pa.Schema) -> Table:
+        namespace, _, _ = self.name.rpartition(".")
+        try:
+            try:
+                self.catalog.create_namespace_if_not_exists(namespace)
+            except Exception:  # a SQL catalog raises its database's error if another run makes it in this moment
+                if not self.catalog.namespace_exists(namespace):
+                    raise
+            return self.catalog.create_table(self.name, schema)
+        except (NamespaceAlreadyExistsError, TableAlreadyExistsError) as error:
+            raise CommitConflict(flat(error)) from None
+
+    def _check_table(self, table: Table, schema: pa.Schema) -> None:
+        if table.format_version not in WRITABLE:
+            raise UserError(
+                f"output.table: {self.name} has format version {table.format_version}, which pyiceberg cannot write"
+            )
+        if table.spec().fields:
+            names = listed(field.name for field in table.spec().fields)
+            raise UserError(f"output.table: {self.name} is partitioned by {names}; parts are not: choose another table")
+        required = next((field.name for field in table.schema().fields if field.required), None)
+        if required is not None:
+            raise UserError(f"output.table: {self.name} does not allow null in {required!r}, which an answer may be")
+        there = {field.name: str(field.field_type) for field in table.schema().fields}
+        check_columns(self.name, there, {field.name: _type_in(table, field) for field in schema})
+
+
+def _add_files(table: Table, urls: Sequence[str], fingerprint: str) -> None:
+    """`Table.add_files`, which reads one footer after the other, with the footers read in parallel."""
+    read = partial(parquet_file_to_data_file, table.io, table.metadata)
+    with table.transaction() as transaction:
+        if table.name_mapping() is None:
+            mapping = table.schema().name_mapping.model_dump_json()
+            transaction.set_properties({TableProperties.DEFAULT_NAME_MAPPING: mapping})
+        with transaction.update_snapshot(snapshot_properties={FINGERPRINT: fingerprint}).fast_append() as update:
+            for data_file in in_parallel(read, urls):
+                update.append_data_file(data_file)
+
+
+def _refers_to(table: Table, urls: Sequence[str]) -> bool:
+    """Whether a data file of the table is one of these."""
+    snapshot, wanted = table.current_snapshot(), set(urls)
+
+    def refers(manifest: ManifestFile) -> bool:
+        return any(entry.data_file.file_path in wanted for entry in manifest.fetch_manifest_entry(table.io))
+
+    manifests = [] if snapshot is None else snapshot.manifests(table.io)
+    return any(in_parallel(refers, [one for one in manifests if one.content == ManifestContent.DATA]))
+
+
+def _snapshot_of(table: Table, fingerprint: str) -> int | None:
+    for snapshot in reversed(table.snapshots()):
+        if snapshot.summary is not None and snapshot.summary.get(FINGERPRINT) == fingerprint:
+            return snapshot.snapshot_id
+    return None
+
+
+def _type_in(table: Table, field: pa.Field) -> str:
+    """The Iceberg type of a column under the table's field ids; the Arrow type if the table lacks some of it."""
+    try:
+        mapped = pyarrow_to_schema(pa.schema([field]), name_mapping=table.schema().name_mapping)
+    except ValueError:
+        return str(field.type)
+    return str(mapped.fields[0].field_type)
