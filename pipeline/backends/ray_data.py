@@ -107,7 +107,7 @@ class RayData:
             # on the driver's node: it then dies only with the driver
             handle = ray.remote(num_cpus=0)(Coordinator).options(scheduling_strategy=here).remote()
             try:
-                yield RaySession(RemoteCoordinator(handle), output, verbose=self.verbose)
+                yield RaySession(cast(Coordinator, RemoteCoordinator(handle)), output, verbose=self.verbose)
             finally:
                 ray.kill(cast(Any, handle))
 
@@ -115,7 +115,7 @@ class RayData:
 class RaySession:
     """See `Session`."""
 
-    def __init__(self, coordinator: RemoteCoordinator, output: str, *, verbose: bool) -> None:
+    def __init__(self, coordinator: Coordinator, output: str, *, verbose: bool) -> None:
         self.coordinator = coordinator
         self.output = output
         self.verbose = verbose
@@ -127,7 +127,7 @@ class RaySession:
         with (
             installed(RayMetrics(self.output)),
             Progress(self.coordinator, workload),
-            graceful(grace_seconds, self.coordinator.stop, self.coordinator.working) as grace,
+            graceful(grace_seconds, _shards(self.coordinator.stop), _shards(self.coordinator.working)) as grace,
         ):
             try:
                 for _ in batches.iter_internal_ref_bundles():
@@ -139,6 +139,18 @@ class RaySession:
                 raise Interrupted(grace.signal) from None
         if grace.signal is not None:  # shards were left out
             raise Interrupted(grace.signal)
+
+
+def _shards(method: Callable[[], set[int]]) -> Callable[[], set[int]]:
+    """Return a method of the coordinator that returns no shards where the coordinator does not answer."""
+
+    def call() -> set[int]:
+        try:
+            return method()
+        except (ray.exceptions.RayError, TimeoutError):
+            return set()
+
+    return call
 
 
 def _dataset(stages: Sequence[Stage], output: str, *, verbose: bool) -> Dataset:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from pipeline.generate.coordinator import RunProgress
+from pipeline.generate.coordinator import Coordinator
 from pipeline.runtime.ray_metrics import export
 
 Result = TypeVar("Result")
@@ -16,48 +16,17 @@ ANSWER_SECONDS = 5.0  # in which the driver expects the coordinator to answer
 
 
 class RemoteCoordinator:
-    """A handle to the `Coordinator` actor, in any process of the run."""
+    """Call the methods of the `Coordinator` actor from any process of the run."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
 
-    def loading(self, actor: str | None) -> int:
-        """See `RunCoordinator`, also for the methods below."""
-        loads: int = ray.get(self.handle.loading.remote(actor))
-        return loads
-
-    def downloading(self, actor: str | None, line: str) -> None:
-        self.handle.downloading.remote(actor, line)
-
-    def loaded(self, actor: str | None) -> None:
-        self.handle.loaded.remote(actor)
-
-    def begin(self, shard: int) -> bool:
-        begins: bool = ray.get(self.handle.begin.remote(shard))
-        return begins
-
-    def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int) -> None:
-        self.handle.ended.remote(shard, first, rows, errors, tokens)
-
-    def stop(self) -> set[int]:
-        """Empty if the coordinator does not answer."""
-        return self._shards(self.handle.stop)
-
-    def working(self) -> set[int]:
-        """Empty if the coordinator does not answer."""
-        return self._shards(self.handle.working)
-
-    def read(self) -> RunProgress:
-        """Raises RayError or TimeoutError."""
-        progress: RunProgress = ray.get(self.handle.read.remote(), timeout=ANSWER_SECONDS)
-        return progress
-
-    def _shards(self, method: Any) -> set[int]:
-        try:
-            shards: set[int] = ray.get(method.remote(), timeout=ANSWER_SECONDS)
-        except (ray.exceptions.RayError, TimeoutError):
-            return set()
-        return shards
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Return a method of the actor. Those that the driver calls raise RayError or TimeoutError."""
+        if name not in vars(Coordinator):
+            raise AttributeError(name)
+        seconds = ANSWER_SECONDS if name in ("stop", "working", "read") else None
+        return lambda *arguments: ray.get(getattr(self.handle, name).remote(*arguments), timeout=seconds)
 
 
 class RayWorker:

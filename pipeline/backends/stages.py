@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import pyarrow as pa
 
 from pipeline.config.job import ActorsConfig, StorageConfig
-from pipeline.generate.coordinator import RunCoordinator, Workload
+from pipeline.generate.coordinator import Coordinator, Workload
 from pipeline.generate.stage import Worker
 from pipeline.plan.memory import Hardware
 from pipeline.read.files import InputFile
@@ -69,7 +69,7 @@ class Session(Protocol):
     """A backend at work: everything that stages need while they are built and run."""
 
     @property
-    def coordinator(self) -> RunCoordinator:
+    def coordinator(self) -> Coordinator:
         """Of this run."""
         ...
 

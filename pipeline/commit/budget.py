@@ -17,7 +17,7 @@ from typing import Any
 from pipeline.commit.finalize import totals_of
 from pipeline.commit.records import read_records
 from pipeline.config.job import JobConfig
-from pipeline.generate.coordinator import RunCoordinator
+from pipeline.generate.coordinator import Coordinator
 from pipeline.runtime.signals import Interrupted, asker, shielded
 from pipeline.storage.folder import Folder
 
@@ -63,7 +63,7 @@ class Budget:
         return None
 
     @contextmanager
-    def spending(self, coordinator: RunCoordinator, shards: int) -> Iterator[None]:
+    def spending(self, coordinator: Coordinator, shards: int) -> Iterator[None]:
         """Watch the run in the block; interrupt it at a limit, so that no further shard begins.
 
         Args:
@@ -94,7 +94,7 @@ class Budget:
                 self._save()
 
     def _watch(
-        self, coordinator: RunCoordinator, shards: int, ask: Any, ended: threading.Event, reason: list[str]
+        self, coordinator: Coordinator, shards: int, ask: Any, ended: threading.Event, reason: list[str]
     ) -> None:
         while not ended.wait(POLL_SECONDS):
             try:

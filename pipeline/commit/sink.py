@@ -33,7 +33,7 @@ from pipeline.commit.records import (
     record_name,
     records_table,
 )
-from pipeline.generate.coordinator import RunCoordinator
+from pipeline.generate.coordinator import Coordinator
 from pipeline.generate.output import shard_metadata
 from pipeline.generate.stats import ShardStats
 from pipeline.plan.plan_files import JOB
@@ -204,7 +204,7 @@ def check_output(folder: Folder, fingerprint: str) -> None:
 
 
 def commit_shard(
-    shard: Shard, part: bytes, stats: ShardStats, folder: Folder, fingerprint: str, coordinator: RunCoordinator
+    shard: Shard, part: bytes, stats: ShardStats, folder: Folder, fingerprint: str, coordinator: Coordinator
 ) -> None:
     """Commit a shard, remove its quarantine markers and report the commit to the run's coordinator."""
     first = commit(folder, shard, part, stats, fingerprint)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -42,43 +41,6 @@ class Workload:
     began: float = field(default_factory=time.time)
 
 
-class RunCoordinator(Protocol):
-    """What stages ask and report: a `Coordinator`, or a handle to the one in another process."""
-
-    def loading(self, actor: str | None) -> int:
-        """An actor begins to load its model; returns how many loads it began since the last complete one."""
-        ...
-
-    def downloading(self, actor: str | None, line: str) -> None:
-        """An actor downloads its checkpoint; line: how far."""
-        ...
-
-    def loaded(self, actor: str | None) -> None:
-        """An actor has loaded its model."""
-        ...
-
-    def begin(self, shard: int) -> bool:
-        """An actor is about to answer this shard; False: it must not, as the run is being stopped, or the shard is
-        committed already and its task is a retry."""
-        ...
-
-    def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int) -> None:
-        """A shard is committed; first: by this attempt, and these are its numbers. tokens: that were generated."""
-        ...
-
-    def stop(self) -> set[int]:
-        """Begin no further shard; returns the shards at work."""
-        ...
-
-    def working(self) -> set[int]:
-        """Return the indices of the shards that have begun and are not yet committed."""
-        ...
-
-    def read(self) -> RunProgress:
-        """Progress of the run."""
-        ...
-
-
 class Coordinator:
     """Shards at work, shards committed and models being loaded in one run.
 
@@ -95,19 +57,22 @@ class Coordinator:
         self.actors: set[str | None] = set()
 
     def loading(self, actor: str | None) -> int:
-        """See `RunCoordinator`, also for the methods below."""
+        """Note that an actor begins to load its model; return how many loads it began since the last complete one."""
         self.loads[actor] = self.loads.get(actor, 0) + 1
         return self.loads[actor]
 
     def downloading(self, actor: str | None, line: str) -> None:
+        """Note how far an actor's download of the checkpoint is."""
         self.downloads[actor] = line
 
     def loaded(self, actor: str | None) -> None:
+        """Note that an actor has loaded its model."""
         self.downloads.pop(actor, None)
         self.loads.pop(actor, None)
         self.actors.add(actor)
 
     def begin(self, shard: int) -> bool:
+        """Tell whether an actor may answer this shard: not in a run that stops, nor if it is committed already."""
         if self.stopped or shard in self.done:
             self.at_work.discard(shard)  # its first attempt has died
             return False
@@ -115,6 +80,7 @@ class Coordinator:
         return True
 
     def ended(self, shard: int, first: bool, rows: int, errors: int, tokens: int) -> None:
+        """Note that a shard is committed. first: by this attempt, and the other arguments are its numbers."""
         self.done.add(shard)
         self.at_work.discard(shard)
         if first:
@@ -122,13 +88,16 @@ class Coordinator:
             self.committed = RunProgress(done.shards + 1, done.rows + rows, done.errors + errors, done.tokens + tokens)
 
     def stop(self) -> set[int]:
+        """Let no further shard begin; return the shards at work."""
         self.stopped = True
         return self.working()
 
     def working(self) -> set[int]:
+        """Return the shards that have begun and are not yet committed."""
         return set(self.at_work)
 
     def read(self) -> RunProgress:
+        """Return the progress of the run."""
         return replace(
             self.committed,
             loading=len(self.loads),

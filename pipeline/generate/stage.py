@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from actors.answers import Answer, Prompt
 from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.types import EngineStats
 from actors.generator import Generator
-from pipeline.generate.coordinator import RunCoordinator
+from pipeline.generate.coordinator import Coordinator
 from pipeline.generate.live_counts import LiveCounts
 from pipeline.generate.output import PartSpec, part_bytes, part_table
 from pipeline.generate.settings import fetched
@@ -93,11 +93,6 @@ def prompts(rows: pa.Table, url: str, first_row: int) -> list[Prompt]:
     ]
 
 
-# counts of the engine that the statistics hold as they are
-_OF_ENGINE = {item.name for item in fields(EngineStats)} & {item.name for item in fields(ShardStats)}
-_OF_ENGINE -= {"prompt_tokens"}  # computed ones; the statistics count those of prompts
-
-
 class _Turn:
     """When the shard behind another may begin. drains: its rows find free slots; ended: the engine has no rows."""
 
@@ -142,7 +137,7 @@ class ShardGenerator:
         commit: Callable[[Shard, bytes, ShardStats], None],
         check_output: Callable[[], None] | None = None,
         prefix: Sequence[int] = (),
-        coordinator: RunCoordinator | None = None,
+        coordinator: Coordinator | None = None,
         quarantine: Quarantine | None = None,
         worker: Worker | None = None,
         devices: float = 1.0,
@@ -184,7 +179,7 @@ class ShardGenerator:
         if coordinator is not None:
             coordinator.loaded(self.worker.actor())
 
-    def _downloading(self, coordinator: RunCoordinator | None) -> Callable[[str], None] | None:
+    def _downloading(self, coordinator: Coordinator | None) -> Callable[[str], None] | None:
         return None if coordinator is None else partial(coordinator.downloading, self.worker.actor())
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,7 +226,7 @@ class ShardGenerator:
             device_seconds = seconds * self.devices
             money, million_tokens = device_seconds * self.price_per_hour / 3600, engine.generated_tokens / 1e6
             measured = {
-                **{name: getattr(engine, name) for name in _OF_ENGINE},
+                **asdict(engine),
                 "control_tokens": lambda: pc.sum(rows[CONTROL_TOKENS]).as_py() or 0,
                 "prepare_seconds": prepare_seconds,
                 "generate_seconds": seconds,

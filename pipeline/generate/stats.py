@@ -22,9 +22,12 @@ from pipeline.generate.value_fields import ValueFields, field_counts, from_foote
 log = logging.getLogger(__name__)
 
 
-def _unit(unit: str, total: str = "sum") -> Any:
-    """A field with its unit and the total over shards: sum, max, or none."""
-    return field(metadata={"unit": unit, "total": total})
+def _unit(unit: str, default: Any = 0, total: str = "sum") -> Any:
+    """Return a field with its unit and default, and how its total over shards forms: sum, max, or none."""
+    metadata = {"unit": unit, "total": total}
+    if default == []:
+        return field(default_factory=list, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 DRAFTS = ("drafted_tokens", "accepted_tokens", "verified_tokens")
@@ -37,10 +40,9 @@ LATER = {  # fields that older records lack
 
 
 @dataclass(frozen=True)
-class ShardStats:
-    """Statistics of one shard. In a rebuilt record only the values that its part holds are set."""
+class Counts:
+    """Counts of a shard that add up to those of a job."""
 
-    shard: int = _unit("index", "none")
     rows: int = _unit("input rows")
     answers: int = _unit("output rows: each sample of an input row is one")
     errors: int = _unit("rows")
@@ -49,20 +51,14 @@ class ShardStats:
     control_tokens: int = _unit("control tokens that rows spell and that were parsed, see input.special_tokens")
     shared_prompt_tokens: int = _unit("prompt tokens, over all samples, computed once for several rows")
     generated_tokens: int = _unit("tokens")
-    prepare_seconds: float = _unit("s")
-    prefill_seconds: float = _unit("s")
-    decode_seconds: float = _unit("s")
-    generate_seconds: float = _unit("s of the actor on the shard")
-    commit_seconds: float = _unit("s")
-    device_seconds: float = _unit("generate_seconds × GPUs of the actor, or × 1 on CPUs")
-    money: float = _unit("device_seconds × price_per_hour ÷ 3600; 0 without a price")
-    # 0, not known, for a shard that shared steps with another: their seconds cannot be told apart
-    device_seconds_per_million_tokens: float = _unit("device_seconds ÷ millions of generated tokens", "none")
-    money_per_million_tokens: float = _unit("money ÷ millions of generated tokens", "none")
-    tokens_per_second: float = _unit("generated tokens ÷ generate_seconds", "none")
+    prepare_seconds: float = _unit("s", 0.0)
+    prefill_seconds: float = _unit("s", 0.0)
+    decode_seconds: float = _unit("s", 0.0)
+    generate_seconds: float = _unit("s of the actor on the shard", 0.0)
+    commit_seconds: float = _unit("s", 0.0)
+    device_seconds: float = _unit("generate_seconds × GPUs of the actor, or × 1 on CPUs", 0.0)
+    money: float = _unit("device_seconds × price_per_hour ÷ 3600; 0 without a price", 0.0)
     batches: int = _unit("batches")
-    padding_fraction: float = _unit("share of prefill tokens", "none")
-    mean_depth: float = _unit("layers per decode step", "none")
     decode_steps: int = _unit("tokens that were an input to decode")
     layer_steps: int = _unit("layers run over decode steps")
     full_layer_steps: int = _unit("layers run at full depth")
@@ -73,28 +69,41 @@ class ShardStats:
     accepted_lookup_tokens: int = _unit("of these, tokens that full depth sampled too")
     verified_lookup_tokens: int = _unit("tokens that full depth computed to verify them")
     padded_prompt_tokens: int = _unit("tokens computed in prefill, padding included")
-    cache_bytes: int = _unit("bytes of the largest batch's cache", "max")
-    peak_memory_bytes: int = _unit("bytes", "max")
+    cache_bytes: int = _unit("bytes of the largest batch's cache", total="max")
+    peak_memory_bytes: int = _unit("bytes", total="max")
     out_of_memory: int = _unit("batches halved because memory ran out")
-    started: float = _unit("s since 1970", "none")
-    finished: float = _unit("s since 1970", "none")
-    device: str = _unit("name", "none")
-    node: str = _unit("host name and start of the Ray node's id", "none")
-    attempt: int = _unit("1; 2 after a restart of the actor", "none")
-    rebuilt: bool = _unit("the record was lost and rebuilt from the part", "none")
-    actor: str = _unit("id of the actor, the same after a restart", "none")
-    loaded: float = _unit("s since 1970 when the actor had its model", "none")
     stopped: int = _unit("answers that ended at a stop token, a stop string or a settled choice")
     cut_off: int = _unit("answers that ended at a length limit")
-    prompt_lengths: list[int] = _unit("rows without an error by prompt tokens; bins of `distributions`", "none")  # noqa: RUF009
-    answer_lengths: list[int] = _unit("answers by generated tokens; the same bins", "none")  # noqa: RUF009
-    answer_depths: list[int] = _unit("answers by mean depth, a layer a bin", "none")  # noqa: RUF009
-    error_kinds: str = _unit("JSON of `distributions.error_kinds`", "none")
-    label_counts: str = _unit("JSON of `distributions.label_counts`", "none")
-    field_counts: str = _unit("JSON of `value_fields.field_counts`", "none")
     empty_answers: int = _unit("answers without an error that are empty")
     repeating_answers: int = _unit("answers that repeat the same words, see `answer_checks.repeats_itself`")
-    common_answers: str = _unit("JSON of {text: answers}, the most frequent texts", "none")
+
+
+@dataclass(frozen=True)
+class ShardStats(Counts):
+    """Statistics of one shard. In a rebuilt record only the values that its part holds are set."""
+
+    shard: int = _unit("index", total="none")
+    # 0, not known, for a shard that shared steps with another: their seconds cannot be told apart
+    device_seconds_per_million_tokens: float = _unit("device_seconds ÷ millions of generated tokens", 0.0, "none")
+    money_per_million_tokens: float = _unit("money ÷ millions of generated tokens", 0.0, "none")
+    tokens_per_second: float = _unit("generated tokens ÷ generate_seconds", 0.0, "none")
+    padding_fraction: float = _unit("share of prefill tokens", 0.0, "none")
+    mean_depth: float = _unit("layers per decode step", 0.0, "none")
+    started: float = _unit("s since 1970", 0.0, "none")
+    finished: float = _unit("s since 1970", 0.0, "none")
+    device: str = _unit("name", "", "none")
+    node: str = _unit("host name and start of the Ray node's id", "", "none")
+    attempt: int = _unit("1; 2 after a restart of the actor", 0, "none")
+    rebuilt: bool = _unit("the record was lost and rebuilt from the part", False, "none")
+    actor: str = _unit("id of the actor, the same after a restart", "", "none")
+    loaded: float = _unit("s since 1970 when the actor had its model", 0.0, "none")
+    prompt_lengths: list[int] = _unit("rows without an error by prompt tokens; bins of `distributions`", [], "none")  # noqa: RUF009
+    answer_lengths: list[int] = _unit("answers by generated tokens; the same bins", [], "none")  # noqa: RUF009
+    answer_depths: list[int] = _unit("answers by mean depth, a layer a bin", [], "none")  # noqa: RUF009
+    error_kinds: str = _unit("JSON of `distributions.error_kinds`", "", "none")
+    label_counts: str = _unit("JSON of `distributions.label_counts`", "", "none")
+    field_counts: str = _unit("JSON of `value_fields.field_counts`", "", "none")
+    common_answers: str = _unit("JSON of {text: answers}, the most frequent texts", "", "none")
 
     @classmethod
     def from_record(cls, values: dict[str, Any]) -> ShardStats:
@@ -111,7 +120,7 @@ class ShardStats:
             measured: values of further fields, or functions that return them. A value that cannot be had, or that a
                 record cannot hold, is logged and left at 0 or empty.
         """
-        return cls._known(shard, {**_counts(part, counted), **measured})
+        return cls._known(shard, {**measured, **_counts(part, counted)})
 
     @classmethod
     def of_part(cls, shard: int, part: pa.Table, num_layers: int) -> ShardStats:
@@ -135,7 +144,7 @@ class ShardStats:
     @classmethod
     def _known(cls, shard: int, values: Mapping[str, Any]) -> ShardStats:
         """Statistics from those of the values, or of what functions among them return, that a record can hold."""
-        known = {item.name: _UNKNOWN[str(item.type)] for item in fields(cls)}
+        known: dict[str, Any] = {"shard": shard}
         for item in fields(cls):
             value = values.get(item.name)
             try:
@@ -144,10 +153,7 @@ class ShardStats:
                     known[item.name] = _checked(item, value)
             except Exception as error:
                 log.warning("shard %d: no statistic %s: %s", shard, item.name, flat(error))
-        return cls(**{**known, "shard": shard})
-
-
-_UNKNOWN: dict[str, Any] = {"int": 0, "float": 0.0, "str": "", "bool": False, "list[int]": []}
+        return cls(**known)
 
 
 def _checked(item: Field[Any], value: Any) -> Any:
@@ -227,48 +233,20 @@ def _is_first(part: pa.Table) -> pa.Array | pa.ChunkedArray:
 
 
 @dataclass(frozen=True)
-class Totals:
-    """Statistics of a job over all of its shards, of this run and earlier runs."""
+class Totals(Counts):
+    """Statistics of a job over all of its shards, of this run and earlier runs.
 
-    shards: int
-    rows: int
-    answers: int
-    errors: int
-    duplicate_ids: int
-    prompt_tokens: int
-    shared_prompt_tokens: int
-    control_tokens: int
-    generated_tokens: int
-    prepare_seconds: float
-    prefill_seconds: float
-    decode_seconds: float
-    generate_seconds: float
-    commit_seconds: float
-    device_seconds: float
-    money: float
-    batches: int
-    decode_steps: int
-    layer_steps: int
-    full_layer_steps: int
-    drafted_tokens: int
-    accepted_tokens: int
-    verified_tokens: int
-    looked_up_tokens: int
-    accepted_lookup_tokens: int
-    verified_lookup_tokens: int
-    padded_prompt_tokens: int
-    cache_bytes: int
-    peak_memory_bytes: int
-    out_of_memory: int
-    stopped: int
-    cut_off: int
-    empty_answers: int
-    repeating_answers: int
-    padding_tokens: int
-    common_answers: dict[str, int]  # how many answers each text is, of the most frequent texts of each shard
-    labels: dict[str, int]  # how many answers each label is, the most frequent first
-    fields: dict[str, dict[str, int]]  # how many structured answers have each value, of fields with few values
-    duplicate_examples: list[str] = field(default_factory=list)  # of ids that repeat within the job
+    common_answers: how many answers each text is, of the most frequent texts of each shard. labels: how many answers
+    each label is, the most frequent first. fields: how many structured answers have each value, of fields with few
+    values. duplicate_examples: of ids that repeat within the job.
+    """
+
+    shards: int = 0
+    padding_tokens: int = 0
+    common_answers: dict[str, int] = field(default_factory=dict)
+    labels: dict[str, int] = field(default_factory=dict)
+    fields: dict[str, dict[str, int]] = field(default_factory=dict)
+    duplicate_examples: list[str] = field(default_factory=list)
 
     @property
     def warnings(self) -> list[str]:
@@ -311,26 +289,20 @@ class Totals:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, with the derived ones."""
-        return {
-            **asdict(self),
-            "warnings": self.warnings,
-            "mean_depth": self.mean_depth,
-            "layer_ratio": self.layer_ratio,
-            "device_seconds_per_million_tokens": self.device_seconds_per_million_tokens,
-            "money_per_million_tokens": self.money_per_million_tokens,
-            "padding_fraction": self.padding_fraction,
-        }
+        derived = (
+            *("warnings", "mean_depth", "layer_ratio", "device_seconds_per_million_tokens"),
+            *("money_per_million_tokens", "padding_fraction"),
+        )
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
 
 def add_up(shards: pa.Table) -> Totals:
     """Totals over shards, one per row of a table as in `STATS_SCHEMA`."""
     padding = pc.multiply(shards["padding_fraction"], pc.cast(shards["padded_prompt_tokens"], pa.float64()))
-    labels: Counter[str] = Counter()
-    for text in shards["label_counts"].to_pylist():
-        labels.update(json.loads(text) if text else {})
-    common: Counter[str] = Counter()
-    for text in shards["common_answers"].to_pylist():
-        common.update(json.loads(text) if text else {})
+    labels, common = Counter[str](), Counter[str]()
+    for counter, column in ((labels, "label_counts"), (common, "common_answers")):
+        for text in filter(None, shards[column].to_pylist()):
+            counter.update(json.loads(text))
     by_field: dict[str, Counter[str]] = {}
     for text in shards["field_counts"].to_pylist():
         for name, counts in (json.loads(text) if text else {}).items():
@@ -342,10 +314,9 @@ def add_up(shards: pa.Table) -> Totals:
         "labels": _most_frequent_first(labels),
         "fields": {name: _most_frequent_first(counts) for name, counts in sorted(by_field.items())},
     }
-    for item in fields(ShardStats):
-        if item.metadata["total"] != "none":
-            total = pc.max(shards[item.name]) if item.metadata["total"] == "max" else pc.sum(shards[item.name])
-            values[item.name] = total.as_py() or 0
+    for item in fields(Counts):
+        total = pc.max(shards[item.name]) if item.metadata["total"] == "max" else pc.sum(shards[item.name])
+        values[item.name] = total.as_py() or 0
     return Totals(**values)
 
 

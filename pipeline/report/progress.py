@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.text import Text
 
 from pipeline import metrics
-from pipeline.generate.coordinator import RunCoordinator, RunProgress, Workload
+from pipeline.generate.coordinator import Coordinator, RunProgress, Workload
 from pipeline.messages import counted
 from pipeline.runtime.announce import announce, goes_to_log
 
@@ -100,7 +100,7 @@ def _clock(seconds: float) -> str:
 class Progress:
     """Shows progress from `with` to its end."""
 
-    def __init__(self, coordinator: RunCoordinator, work: Workload) -> None:
+    def __init__(self, coordinator: Coordinator, work: Workload) -> None:
         self.coordinator = coordinator
         self.work = work
         self.seen: deque[tuple[float, RunProgress]] = deque()  # see `rates`
