@@ -5,7 +5,12 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
+import tempfile
+import time
+import traceback
 from collections.abc import Callable, Iterable
+from os import getpid
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +105,15 @@ def in_texts(value: Any, change: Callable[[str], str]) -> Any:
 def parsed_control_tokens(count: int) -> str:
     """Say that control tokens in the prompts of a job were parsed."""
     return f"{counted(count, 'control token')} in prompts parsed; with input.special_tokens: text they are text"
+
+
+def write_log(error: BaseException) -> Path | None:
+    """The file in the temporary folder that holds the error's traceback; None if none can be written."""
+    now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    path = Path(tempfile.gettempdir()) / f"skipdecode-{now}-{getpid()}.log"
+    text = f"{' '.join(sys.argv)}\n{''.join(traceback.format_exception(error))}"
+    try:
+        path.write_text(without_secrets(text), errors="backslashreplace")
+    except OSError:
+        return None
+    return path

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.errors import FAILED, Advice, errors_as_exit_status, stop
-from pipeline.cli.options import Changes, Verbose, setup
+from pipeline.cli.command import FAILED, Changes, Verbose, command, stop
 from pipeline.runtime.announce import announce_checks
 
 
@@ -25,15 +24,13 @@ def adapt(
 
     The same command continues an interrupted adaptation.
     """
-    setup(verbose)
-    advice = Advice(
+    with command(
+        verbose,
         output="the adaptation",
         failed="the same command goes on from the last stage",
         interrupted="the same command finishes the job",
         out_of_memory="lower adapt.training.batch_size or actors.max_batch",
-        verbose=verbose,
-    )
-    with errors_as_exit_status(advice):
+    ) as advice:
         from pipeline.config.job import JobConfig
         from pipeline.config.load import load_values, validated
 

@@ -10,8 +10,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.errors import Advice, errors_as_exit_status
-from pipeline.cli.options import Verbose, setup
+from pipeline.cli.command import Verbose, command
 
 
 class Dtype(StrEnum):
@@ -28,10 +27,8 @@ def convert(
     verbose: Verbose = False,
 ) -> None:
     """Write a GGUF file as a checkpoint: safetensors, tokenizer, chat template, generation config."""
-    setup(verbose)
     again = "the same command begins again"
-    advice = Advice(failed=again, interrupted=again, verbose=verbose)
-    with errors_as_exit_status(advice):
+    with command(verbose, failed=again, interrupted=again):
         typer.echo("loading transformers")
         if not sys.stderr.isatty():
             os.environ.setdefault("TQDM_DISABLE", "1")  # the bar of transformers' GGUF reader

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.errors import Advice, errors_as_exit_status
-from pipeline.cli.options import Changes, Verbose, setup
+from pipeline.cli.command import Changes, Verbose, command
 from pipeline.runtime.announce import announce_checks
 
 
@@ -18,18 +17,11 @@ def evaluate(
     verbose: Verbose = False,
 ) -> None:
     """Measure quality and wall clock at several speeds, against references and against full depth."""
-    setup(verbose)
-    advice = Advice(
-        interrupted="nothing is kept, the same command starts again from the beginning",
-        out_of_memory="lower max_batch",
-        verbose=verbose,
-    )
-    with errors_as_exit_status(advice):
+    again = "nothing is kept, the same command starts again from the beginning"
+    with command(verbose, interrupted=again, out_of_memory="lower max_batch") as advice:
         from pipeline.config.evaluate import EvalConfig
-        from pipeline.config.load import load_config
 
-        config = load_config(EvalConfig, recipe, changes or [])
-        advice.file = str(recipe)
+        config = advice.load(EvalConfig, recipe, changes)
         announce_checks(f"reading {recipe} and its data")
 
         from rich.console import Console

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.errors import Advice, errors_as_exit_status
-from pipeline.cli.options import Verbose, setup
+from pipeline.cli.command import Verbose, command
 
 
 def init(
@@ -19,8 +18,7 @@ def init(
     verbose: Verbose = False,
 ) -> None:
     """Look at an input's columns and write a commented job file. Replaces no file."""
-    setup(verbose)
-    with errors_as_exit_status(Advice(verbose=verbose)):
+    with command(verbose):
         from pipeline.messages import counted, listed
         from pipeline.propose.job_file import PLACEHOLDER, write_job_file
 

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.errors import Advice, errors_as_exit_status
-from pipeline.cli.options import Changes, Verbose, setup
+from pipeline.cli.command import Changes, Verbose, command
 
 
 def plan(
@@ -21,20 +20,13 @@ def plan(
     verbose: Verbose = False,
 ) -> None:
     """Predict time, device-hours and money of a job at each speed, from rows answered here. Writes no output."""
-    setup(verbose)
-    advice = Advice(
-        interrupted="nothing is kept",
-        out_of_memory="lower actors.cache_bytes or choose model.dtype: bfloat16",
-        verbose=verbose,
-    )
-    with errors_as_exit_status(advice):
+    lower = "lower actors.cache_bytes or choose model.dtype: bfloat16"
+    with command(verbose, interrupted="nothing is kept", out_of_memory=lower) as advice:
         import psutil
 
         from pipeline.config.job import JobConfig
-        from pipeline.config.load import load_config
 
-        config = load_config(JobConfig, job, changes or [])
-        advice.file = str(job)
+        config = advice.load(JobConfig, job, changes)
 
         from pipeline.runtime.announce import announced
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from actors.engine.errors import UserError
-from pipeline.cli.errors import FAILED, Advice, errors_as_exit_status, stop
-from pipeline.cli.options import setup
+from pipeline.cli.command import FAILED, command, stop
 
 if TYPE_CHECKING:
     from pipeline.config.job import StorageConfig
@@ -46,9 +45,7 @@ def report(
 
     For a root of incremental runs: print the ledger of its runs.
     """
-    setup(False)
-    advice = Advice()
-    with errors_as_exit_status(advice):
+    with command(False) as advice:
         if to is not None and not html:
             raise UserError("--to goes with --html")
         url, storage = _location(output, endpoint_url)

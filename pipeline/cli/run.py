@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.errors import ROW_ERRORS, Advice, errors_as_exit_status, stop
-from pipeline.cli.options import Changes, LogJson, Verbose, setup
+from pipeline.cli.command import ROW_ERRORS, Changes, LogJson, Verbose, command, stop
 
 if TYPE_CHECKING:
     from pipeline.config.job import JobConfig
@@ -32,19 +31,13 @@ def run(
     verbose: Verbose = False,
 ) -> None:
     """Run a bulk job, or finish it; with input.since, answer the files that are new."""
-    setup(verbose, log_json)
     again = "the same command without --overwrite" if overwrite else "the same command"
-    advice = Advice(
-        failed=f"{again} goes on from the committed shards",
-        interrupted=f"{again} finishes the job",
-        verbose=verbose,
-    )
-    with errors_as_exit_status(advice):
+    going_on = {"failed": f"{again} goes on from the committed shards", "interrupted": f"{again} finishes the job"}
+    with command(verbose, log_json, **going_on) as advice:
         from pipeline.config.job import JobConfig
-        from pipeline.config.load import load_config
 
-        config = load_config(JobConfig, job, changes or [])
-        advice.file, advice.output = str(job), config.output.path
+        config = advice.load(JobConfig, job, changes)
+        advice.output = config.output.path
         _run(config, metrics_port, limit=limit, overwrite=overwrite, as_json=as_json, show=show, verbose=verbose)
 
 

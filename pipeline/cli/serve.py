@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from actors.engine.errors import UserError
-from pipeline.cli.errors import Advice, errors_as_exit_status
-from pipeline.cli.options import Changes, Verbose, setup
+from pipeline.cli.command import Changes, Verbose, command
 
 # by default a proxy that does not answer within 5 or 10 s is killed, as it may on a busy machine while it starts
 PATIENT = ("READY_CHECK", "HEALTH_CHECK")
@@ -26,9 +25,7 @@ def serve(
     verbose: Verbose = False,
 ) -> None:
     """Serve a model over HTTP on Ray Serve until a signal comes: completions and chats."""
-    setup(verbose)
-    advice = Advice(interrupted="the server was not ready yet", verbose=verbose)
-    with errors_as_exit_status(advice):
+    with command(verbose, interrupted="the server was not ready yet") as advice:
         from pipeline.config.load import changed, load_values, validated
         from pipeline.config.serve import ServeConfig
 

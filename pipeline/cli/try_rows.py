@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.errors import Advice, errors_as_exit_status
-from pipeline.cli.options import Changes, Verbose, setup
+from pipeline.cli.command import Changes, Verbose, command
 
 
 def try_rows(
@@ -18,14 +17,11 @@ def try_rows(
     verbose: Verbose = False,
 ) -> None:
     """Answer a few rows in this process and print prompts and answers. Writes nothing and starts no Ray."""
-    setup(verbose)
-    advice = Advice(out_of_memory="lower actors.cache_bytes or choose model.dtype: bfloat16", verbose=verbose)
-    with errors_as_exit_status(advice):
+    lower = "lower actors.cache_bytes or choose model.dtype: bfloat16"
+    with command(verbose, out_of_memory=lower) as advice:
         from pipeline.config.job import JobConfig
-        from pipeline.config.load import load_config
 
-        config = load_config(JobConfig, job, changes or [])
-        advice.file = str(job)
+        config = advice.load(JobConfig, job, changes)
         from rich.console import Console
 
         from pipeline.generate.answer_checks import LEAST_TRIED, texts_of, warnings_of

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.errors import Advice, errors_as_exit_status
-from pipeline.cli.options import Changes, Verbose, setup
+from pipeline.cli.command import Changes, Verbose, command
 from pipeline.runtime.announce import announce_checks
 
 
@@ -19,15 +18,11 @@ def tune(
     verbose: Verbose = False,
 ) -> None:
     """Train a checkpoint for a schedule or for any speed; the same command continues an interrupted training."""
-    setup(verbose)
     again = "the same command goes on from the last saved step"
-    advice = Advice(failed=again, interrupted=again, out_of_memory="lower training.micro_batch_tokens", verbose=verbose)
-    with errors_as_exit_status(advice):
-        from pipeline.config.load import load_config
+    with command(verbose, failed=again, interrupted=again, out_of_memory="lower training.micro_batch_tokens") as advice:
         from pipeline.config.tune import TuneConfig
 
-        config = load_config(TuneConfig, recipe, changes or [])
-        advice.file = str(recipe)
+        config = advice.load(TuneConfig, recipe, changes)
         announce_checks(f"reading {recipe} and its data")
 
         from transformers.utils.logging import disable_progress_bar

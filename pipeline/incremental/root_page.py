@@ -12,10 +12,9 @@ from typing import Any
 from pipeline.commit.claim import LEDGER
 from pipeline.commit.sink import SUCCESS
 from pipeline.config.job import StorageConfig
-from pipeline.error_log import write_log
 from pipeline.incremental import ledger as ledgers
 from pipeline.incremental.ledger import Ledger, LedgerRun
-from pipeline.messages import one_line
+from pipeline.messages import one_line, write_log
 from pipeline.report.page import quiet_matplotlib, render
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import Folder, open_folder

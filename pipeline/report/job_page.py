@@ -16,10 +16,9 @@ from pipeline.commit.finalize import STATS
 from pipeline.commit.runs import read_runs, versions
 from pipeline.commit.sink import part_name
 from pipeline.config.job import JobConfig
-from pipeline.error_log import write_log
 from pipeline.generate.stats import STATS_SCHEMA, Totals, add_up, slowest_shards
 from pipeline.generate.value_fields import field_name, value_fields
-from pipeline.messages import one_line
+from pipeline.messages import one_line, write_log
 from pipeline.plan.manifest import Manifest
 from pipeline.report import prediction as predictions
 from pipeline.report.drafting import drafting

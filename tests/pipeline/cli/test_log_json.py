@@ -16,7 +16,7 @@ import yaml
 from typer.testing import CliRunner
 
 from pipeline.cli.app import app
-from pipeline.cli.json_log import JsonLines
+from pipeline.cli.command import JsonLines
 from pipeline.generate.coordinator import Coordinator, RunProgress, Workload
 from pipeline.report import progress as progress_module
 from pipeline.report.progress import Progress

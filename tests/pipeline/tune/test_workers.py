@@ -22,7 +22,7 @@ from tiny_checkpoint import tiny_checkpoint
 from tune_recipes import copying_recipe, train_recipe
 from worker_faults import killed, out_of_memory, sleep, user_error, wrong_value
 
-from pipeline.cli.errors import Advice, errors_as_exit_status
+from pipeline.cli.command import Advice, errors_as_exit_status
 from pipeline.runtime.signals import Interrupted, interrupter, interruptible
 from pipeline.tune.workers import run_processes
 

@@ -1,21 +1,28 @@
-"""How a command that fails ends: one line on standard error, and the exit status of its kind of failure."""
+"""What all commands share: options, process settings, and one line and an exit status for every error."""
 
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
+from pythonjsonlogger.json import JsonFormatter
 
 from actors.engine.errors import UserError, flat
-from pipeline.error_log import write_log
-from pipeline.messages import without_secrets
-from pipeline.runtime.announce import announce
+from pipeline.messages import without_secrets, write_log
+from pipeline.runtime.announce import EVENT, announce, announce_to_log
 
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+Model = TypeVar("Model", bound="BaseModel")
 OK, FAILED, BAD_CONFIG, ROW_ERRORS, INTERRUPTED, LEASE = 0, 1, 2, 3, 4, 5
 RETRY_ADVICE = re.compile(r"Failed to .+ after \d+/\d+ attempts")
 EXTRAS = {  # package -> extra
@@ -48,12 +55,29 @@ class Advice:
     out_of_memory: str = ""
     verbose: bool = False
 
+    def load(self, model: type[Model], file: Path, changes: list[str] | None) -> Model:
+        """Return a configuration file's values; later errors of the user name the file."""
+        from pipeline.config.load import load_config
+
+        config = load_config(model, file, changes or [])
+        self.file = str(file)
+        return config
+
 
 def stop(code: int, message: str) -> typer.Exit:
     """Print the command's last line; the exception to raise."""
     line = f"skipdecode: {without_secrets(flat(message))}"
     announce(line, "end", logging.ERROR, exit_status=code)
     return typer.Exit(code)
+
+
+@contextmanager
+def command(verbose: bool, log_json: bool = False, **advice: str) -> Iterator[Advice]:
+    """Set the process up, and run a command in the block; arguments of `Advice`. See `errors_as_exit_status`."""
+    setup(verbose, log_json)
+    found = Advice(**advice, verbose=verbose)
+    with errors_as_exit_status(found):
+        yield found
 
 
 @contextmanager
@@ -133,3 +157,55 @@ def _is_held(error: BaseException) -> bool:
 def _is_out_of_memory(error: BaseException) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(error, torch.OutOfMemoryError)
+
+
+Changes = Annotated[
+    list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change a key of the file. Repeatable.")
+]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show Ray's own messages and tracebacks.")]
+
+
+LogJson = Annotated[
+    bool, typer.Option("--log-json", help="Write log and progress to standard error as JSON, one object a line.")
+]
+
+
+def setup(verbose: bool, log_json: bool = False) -> None:
+    """Configure logging and the environment variables that libraries read when they are imported."""
+    level = logging.INFO if verbose else logging.WARNING
+    announce_to_log(log_json)
+    if log_json:
+        handler = logging.StreamHandler()
+        handler.setFormatter(JsonLines())
+        logging.basicConfig(level=level, handlers=[handler], force=True)
+        logging.captureWarnings(True)
+    else:
+        lines = "%(levelname)s %(name)s: %(message)s" if verbose else "%(message)s"
+        logging.basicConfig(level=level, format=lines, stream=sys.stderr)
+    for name in ("pipeline.plan.memory", "pipeline.checkpoints.download_progress"):  # always shown
+        logging.getLogger(name).setLevel(logging.INFO)
+    # quiet before they are imported
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # of a job that is killed: until then Ray Data keeps its CPUs from other jobs; a job renews its request each 10 s
+    os.environ.setdefault("RAY_DATA_AUTOSCALING_REQUEST_EXPIRE_TIME_S", "30")
+    if not os.environ.get("RAY_ADDRESS"):  # a Ray of our own is for this machine's loopback and for this user alone
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if not verbose:
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+
+
+class JsonLines(JsonFormatter):
+    """Fields event, level, logger, message, time (UTC); exception, a traceback; those that a record adds."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            ("levelname", "name", "message"),
+            rename_fields={"levelname": "level", "name": "logger", "exc_info": "exception"},
+            timestamp="time",
+            defaults={EVENT: "log"},
+        )
