@@ -30,8 +30,7 @@ from pipeline.prepare.chat import ends_with_assistant
 from pipeline.prepare.prompt_spec import check_generation, check_spec, prompt_spec
 from pipeline.prepare.prompts import CONTROL_TOKENS, prepare_table
 from pipeline.prepare.tokenizer import tokenizer_of
-from pipeline.read.files import InputFile
-from pipeline.read.listing import input_root, list_input
+from pipeline.read.files import InputFile, input_root, list_input
 from pipeline.read.rows import read_shards
 from pipeline.read.shards import Shard, cut_shards
 from pipeline.runtime.announce import announced

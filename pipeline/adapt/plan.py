@@ -26,8 +26,7 @@ from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import ANSWERS_VERSION
 from pipeline.plan.snapshot import pinned_snapshot, with_snapshot
 from pipeline.prepare.prompt_spec import check_spec, prompt_spec
-from pipeline.read.files import InputFile
-from pipeline.read.listing import list_input
+from pipeline.read.files import InputFile, list_input
 from pipeline.runtime.ray_session import on_cluster
 from pipeline.storage.folder import filesystem
 from pipeline.storage.owned_folder import check_apart

@@ -16,8 +16,7 @@ from pipeline.config.job import JobConfig
 from pipeline.plan.manifest import read_footers
 from pipeline.prepare.prompts import ERROR
 from pipeline.read.files import Files, InputFile
-from pipeline.read.ipc import from_ipc, to_ipc
-from pipeline.read.rows import read_shards
+from pipeline.read.rows import from_ipc, read_shards, to_ipc
 from pipeline.read.schema import is_text
 from pipeline.read.shards import Shard
 from pipeline.storage.owned_folder import replacing

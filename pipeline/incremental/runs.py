@@ -43,8 +43,7 @@ from pipeline.plan.inputs import check_output_disjoint, unchanged_files
 from pipeline.plan.manifest import NoRows
 from pipeline.plan.memory import log_memory_estimate
 from pipeline.plan.snapshot import newest, with_snapshot
-from pipeline.read.files import Files
-from pipeline.read.listing import list_input, list_pinned
+from pipeline.read.files import Files, list_input, list_pinned
 from pipeline.report.job_page import write_report
 from pipeline.report.summary import JobResult
 from pipeline.runtime.announce import announce

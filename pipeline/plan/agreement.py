@@ -24,7 +24,7 @@ from pipeline.plan.memory import Hardware
 from pipeline.prepare.label_tokens import tokenize_labels
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.tokenizer import tokenizer_of
-from pipeline.read.spread import spread_rows
+from pipeline.read.shards import spread_rows
 from pipeline.runtime.announce import announce, announced
 from pipeline.runtime.isolated import Died
 

@@ -12,7 +12,7 @@ import numpy as np
 from actors.engine.errors import UserError
 from pipeline.config.job import StorageConfig
 from pipeline.read.files import InputFile
-from pipeline.read.json_types import parsed
+from pipeline.read.text_files import parsed
 from pipeline.read.text_lines import json_lines, open_text, records
 
 ID = "custom_id"

@@ -34,8 +34,7 @@ from pipeline.plan.shared_prefix import sampled_prefix
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.prepare.templates import is_template
 from pipeline.prepare.tokenizer import known_tokenizer, tokenizer_of
-from pipeline.read.files import Files, InputFile, file_format
-from pipeline.read.listing import input_root, list_input, list_pinned
+from pipeline.read.files import Files, InputFile, file_format, input_root, list_input, list_pinned
 from pipeline.read.rows import common_schema, read_layout
 from pipeline.read.schema import one_schema, plain
 from pipeline.read.shards import Shard, cut_shards

@@ -17,8 +17,7 @@ from pipeline.plan.memory import Hardware
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import PROMPT_IDS, prepare_table
 from pipeline.read.files import InputFile
-from pipeline.read.ipc import from_ipc, to_ipc
-from pipeline.read.rows import read_shards
+from pipeline.read.rows import from_ipc, read_shards, to_ipc
 from pipeline.read.schema import is_text
 from pipeline.read.shards import Shard
 from pipeline.runtime.isolated import Died

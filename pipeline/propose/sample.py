@@ -15,8 +15,8 @@ from pipeline.config.input import InputFormat
 from pipeline.config.job import StorageConfig
 from pipeline.messages import one_line
 from pipeline.read.files import file_format, list_files
-from pipeline.read.json_types import parsed
 from pipeline.read.rows import path_values
+from pipeline.read.text_files import parsed
 from pipeline.read.text_lines import GZIP_ERRORS, csv_header, csv_rows, json_lines, open_text, records
 from pipeline.storage.folder import filesystem
 

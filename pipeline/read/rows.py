@@ -15,7 +15,6 @@ import pyarrow as pa
 from actors.engine.errors import UserError
 from pipeline.config.job import StorageConfig
 from pipeline.read.files import InputFile, check_unchanged, file_format, list_files, read_footer
-from pipeline.read.ipc import to_ipc
 from pipeline.read.schema import ERROR, conform, one_schema, with_all
 from pipeline.read.shards import Shard, cut_shards, read_groups
 from pipeline.read.text_files import TextColumns, read_text, scan_text
@@ -182,3 +181,17 @@ def read_blocks(
                 "rows": pa.array([to_ipc(table)], pa.large_binary()),
             }
         )
+
+
+def to_ipc(table: pa.Table) -> bytes:
+    """A table as one Arrow IPC stream."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
+
+
+def from_ipc(data: bytes) -> pa.Table:
+    """The table that `to_ipc` wrote."""
+    return pa.ipc.open_stream(data).read_all()

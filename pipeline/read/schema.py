@@ -17,10 +17,6 @@ from actors.engine.errors import UserError, flat
 from pipeline.messages import listed, printable
 
 ERROR = "__error"  # column of row errors, null for good rows; planning refuses an input column of this name
-_UNITS = ("s", "ms", "us", "ns")
-_SIGNED = (pa.int8(), pa.int16(), pa.int32(), pa.int64())
-_UNSIGNED = (pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64())
-_FLOATS = (pa.float16(), pa.float32(), pa.float64())
 
 
 def one_schema(columns: Sequence[str], files: Mapping[str, pa.Schema]) -> pa.Schema:
@@ -110,106 +106,30 @@ def rebuilt(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> 
 
 
 def common(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
-    """A plain type for the values of two plain types, None without one.
+    """Return the narrowest plain type that holds the values of both plain types, or None.
 
     Two choices depend on the values, which are checked row by row: integers with floats become doubles, and uint64 with
-    signed integers becomes int64.
+    signed integers becomes int64. Times of several zones become UTC.
     """
     if first == second or types.is_null(second):
         return first
     if types.is_null(first):
         return second
-    for family in (_numbers, _decimals, _texts, _times, _lists, _nested):
-        both = family(first, second)
-        if both is not None:
-            return both
-    return None
-
-
-def _numbers(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
-    for family in (_SIGNED, _UNSIGNED, _FLOATS):
-        if first in family and second in family:
-            return family[max(family.index(first), family.index(second))]
-    kinds = (*_SIGNED, *_UNSIGNED, *_FLOATS)
-    if first not in kinds or second not in kinds:
-        return None
-    if first in _FLOATS or second in _FLOATS:
-        return pa.float64()
-    signed, unsigned = (first, second) if first in _SIGNED else (second, first)
-    return _SIGNED[min(max(_SIGNED.index(signed), _UNSIGNED.index(unsigned) + 1), 3)]
-
-
-def _decimals(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
-    if not (types.is_decimal(first) or types.is_decimal(second)):
-        return None
-    digits = scale = 0
-    for kind in (first, second):
-        if types.is_decimal(kind):
-            digits, scale = max(digits, kind.precision - kind.scale), max(scale, kind.scale)
-        elif types.is_integer(kind):
-            digits = max(digits, {8: 3, 16: 5, 32: 10, 64: 20}[kind.bit_width])
-        else:
+    for one, other in ((first, second), (second, first)):  # Arrow would round the one, and take the other for bytes
+        if (types.is_decimal(one) and types.is_floating(other)) or (is_text(one) and _is_binary(other)):
             return None
-    if digits + scale > 76:
+    if types.is_timestamp(first) and types.is_timestamp(second) and None not in (first.tz, second.tz):
+        zone = first.tz if first.tz == second.tz else "UTC"
+        first, second = (pa.timestamp(kind.unit, zone) for kind in (first, second))
+    try:
+        schemas = [pa.schema([("", kind)]) for kind in (first, second)]
+        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
         return None
-    return pa.decimal128(digits + scale, scale) if digits + scale <= 38 else pa.decimal256(digits + scale, scale)
 
 
-def _texts(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
-    if is_text(first) and is_text(second):
-        return pa.large_string()
-    sized = (pa.binary(), pa.large_binary())
-    if all(kind in sized or types.is_fixed_size_binary(kind) for kind in (first, second)):
-        return pa.large_binary() if pa.large_binary() in (first, second) else pa.binary()
-    return None
-
-
-def _times(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
-    if types.is_timestamp(first) and types.is_timestamp(second):
-        if (first.tz is None) != (second.tz is None):
-            return None
-        return pa.timestamp(_finer(first, second), first.tz if first.tz == second.tz else "UTC")
-    if types.is_duration(first) and types.is_duration(second):
-        return pa.duration(_finer(first, second))
-    if types.is_time(first) and types.is_time(second):
-        unit = _finer(first, second)
-        return pa.time32(unit) if types.is_time32(first) and types.is_time32(second) else pa.time64(unit)
-    return None
-
-
-def _finer(first: pa.DataType, second: pa.DataType) -> str:
-    return _UNITS[max(_UNITS.index(first.unit), _UNITS.index(second.unit))]
-
-
-def _lists(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
-    kinds = (first, second)
-    if not all(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) for kind in kinds):
-        return None
-    item = common(first.value_type, second.value_type)
-    if item is None:
-        return None
-    sizes = {kind.list_size if types.is_fixed_size_list(kind) else None for kind in kinds}
-    if len(sizes) == 1 and None not in sizes:
-        return pa.list_(item, sizes.pop())
-    return pa.large_list(item) if any(types.is_large_list(kind) for kind in kinds) else pa.list_(item)
-
-
-def _nested(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
-    if types.is_map(first) and types.is_map(second):
-        key, item = common(first.key_type, second.key_type), common(first.item_type, second.item_type)
-        return None if key is None or item is None else pa.map_(key, item)
-    if not (types.is_struct(first) and types.is_struct(second)):
-        return None
-    fields: dict[str, pa.DataType] = {}
-    for kind in (first, second):
-        if len({child.name for child in kind}) < kind.num_fields:
-            return None
-        for child in kind:
-            both = common(fields.get(child.name, pa.null()), child.type)
-            if both is None:
-                return None
-            fields[child.name] = both
-    return pa.struct(list(fields.items()))
+def _is_binary(kind: pa.DataType) -> bool:
+    return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind))
 
 
 def is_text(kind: pa.DataType) -> bool:

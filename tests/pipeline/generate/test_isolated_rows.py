@@ -21,7 +21,7 @@ from pipeline.prepare import prompts as prepares
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import ADDED, ERROR, prepare_table
 from pipeline.prepare.stage import prepare
-from pipeline.read.ipc import from_ipc, to_ipc
+from pipeline.read.rows import from_ipc, to_ipc
 from pipeline.runtime.quarantine import Quarantine
 
 ROWS, POISON = 21, {4, 13}

@@ -22,7 +22,7 @@ from pipeline.generate.stage import ShardGenerator
 from pipeline.generate.stats import ShardStats
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import prepare_table
-from pipeline.read.ipc import to_ipc
+from pipeline.read.rows import to_ipc
 from pipeline.read.shards import Shard
 from pipeline.runtime.quarantine import Quarantine, marker_name
 

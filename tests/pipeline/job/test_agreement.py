@@ -28,7 +28,7 @@ from pipeline.plan import agreement as plans
 from pipeline.plan import plan_files
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.prepare.tokenizer import tokenizer_of
-from pipeline.read.spread import spread_rows
+from pipeline.read.shards import spread_rows
 from pipeline.report.summary import print_result
 from pipeline.runtime.isolated import Died
 from pipeline.storage.folder import open_folder

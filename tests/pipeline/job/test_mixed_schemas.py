@@ -284,7 +284,7 @@ import sys
 from pipeline.config.job import StorageConfig
 from pipeline.read.schema import conform
 from pipeline.read.files import list_files, read_footer
-from pipeline.read.ipc import to_ipc
+from pipeline.read.rows import to_ipc
 from pipeline.read.shards import cut_shards, group_shards, read_groups
 
 

@@ -21,7 +21,7 @@ from pipeline.commit.verify import verify
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.incremental import runs as incremental
 from pipeline.plan import plan_files
-from pipeline.read.ipc import from_ipc
+from pipeline.read.rows import from_ipc
 from pipeline.storage.folder import open_folder
 from pipeline.try_rows import answer_first_rows
 

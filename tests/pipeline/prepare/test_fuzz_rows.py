@@ -23,7 +23,7 @@ from pipeline.plan.manifest import read_footers
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import prepare_table
 from pipeline.read.files import list_files
-from pipeline.read.ipc import from_ipc, to_ipc
+from pipeline.read.rows import from_ipc, to_ipc
 from pipeline.read.schema import conform
 from pipeline.read.shards import cut_shards, read_groups
 

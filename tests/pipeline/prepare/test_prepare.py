@@ -26,7 +26,7 @@ from pipeline.prepare.prompts import ADDED, ERROR, PROMPT_IDS, prepare_table
 from pipeline.prepare.stage import prepare
 from pipeline.prepare.templates import compile_template, template_columns
 from pipeline.prepare.tokenizer import known_tokenizer, tokenizer_of
-from pipeline.read.ipc import from_ipc, to_ipc
+from pipeline.read.rows import from_ipc, to_ipc
 
 CONTEXT, VOCABULARY = 64, 300
 

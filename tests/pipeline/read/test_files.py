@@ -15,7 +15,7 @@ from input_files import write_rows
 
 from pipeline.config.job import StorageConfig
 from pipeline.read.files import list_files, read_footer
-from pipeline.read.ipc import from_ipc
+from pipeline.read.rows import from_ipc
 from pipeline.read.shards import cut_shards
 from pipeline.read.source import ShardSource
 from pipeline.storage.errors import StoreFailed

@@ -13,7 +13,7 @@ from input_files import write_rows
 
 from pipeline.config.job import StorageConfig
 from pipeline.read.files import InputFile, list_files, read_footer
-from pipeline.read.ipc import from_ipc, to_ipc
+from pipeline.read.rows import from_ipc, to_ipc
 from pipeline.read.shards import Shard, cut_shards, group_shards, read_groups
 from pipeline.read.source import ShardSource
 

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from pipeline.plan.manifest import limited
 from pipeline.read.files import InputFile
-from pipeline.read.shards import Shard, cut_shards
-from pipeline.read.spread import SCANNED_BYTES, SCANNED_ROWS, spread_rows
+from pipeline.read.shards import SCANNED_BYTES, SCANNED_ROWS, Shard, cut_shards, spread_rows
 
 GROUPS = st.lists(st.tuples(st.integers(0, 6000), st.integers(0, 2 * SCANNED_BYTES)), max_size=5)
 

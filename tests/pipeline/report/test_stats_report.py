@@ -38,7 +38,7 @@ from pipeline.prepare.prompts import (
     SAMPLING,
     TOOLS,
 )
-from pipeline.read.ipc import to_ipc
+from pipeline.read.rows import to_ipc
 from pipeline.read.shards import Shard
 from pipeline.report import progress
 from pipeline.report.progress import Rates, progress_line, rates

@@ -29,7 +29,7 @@ from pipeline.config.adapt import AdaptConfig
 from pipeline.config.job import JobConfig
 from pipeline.plan.manifest import Manifest
 from pipeline.plan.snapshot import pinned_snapshot, with_snapshot
-from pipeline.read.listing import list_input
+from pipeline.read.files import list_input
 from pipeline.read.rows import read_rows
 from pipeline.read.shards import cut_shards
 from pipeline.try_rows import answer_first_rows
