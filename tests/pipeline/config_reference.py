@@ -85,8 +85,11 @@ def default_of(field: FieldInfo) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def tables(model: type[BaseModel], path: str = "") -> list[str]:
-    """The lines of a section's table, and after it those of the sections below it."""
+def tables(model: type[BaseModel], seen: set[str], path: str = "") -> list[str]:
+    """Return the lines of a section's table, and after it those of the sections below it.
+
+    seen: rows of the files before, which are left out; the rows of this file are added.
+    """
     lines, below = [], []
     for name, field in model.model_fields.items():
         section = section_of(field.annotation)
@@ -98,21 +101,27 @@ def tables(model: type[BaseModel], path: str = "") -> list[str]:
             state = "required" if field.is_required() else "optional"
             sentence = f"{state.capitalize()}. {purpose[:1].upper()}{purpose[1:]}".strip()
             below += ["", f"#### `{dotted}{in_list}`", "", sentence, ""]
-            below += tables(section, f"{dotted}{in_list}.")
+            below += tables(section, seen, f"{dotted}{in_list}.")
             continue
         text = (field.description or "").replace("|", r"\|").replace("\n", " ")
         kind = kind_of(field.annotation).replace("|", r"\|")
         default = default_of(field).replace("|", r"\|")
         lines.append(f"| `{path}{name}` | {kind} | {'' if default == '-' else f'`{default}`'} | {text} |")
-    head = ["| key | type | default | meaning and unit |", "|---|---|---|---|"] if lines else []
-    return [*head, *lines, *below]
+    new = [line for line in lines if line not in seen]
+    seen |= set(lines)
+    head = ["| key | type | default | meaning and unit |", "|---|---|---|---|"] if new else []
+    if len(new) < len(lines):
+        others = "Further keys" if new else "All keys"
+        head = [f"{others} as in the section of this name above.", *([""] if new else []), *head]
+    return [*head, *new, *below]
 
 
 def reference() -> str:
     """The generated part of configs/README.md."""
     lines: list[str] = []
+    seen: set[str] = set()
     for title, model in FILES.items():
-        lines += ["", f"### {title}", "", *tables(model)]
+        lines += ["", f"### {title}", "", *tables(model, seen)]
     return "\n".join(lines) + "\n\n"
 
 
