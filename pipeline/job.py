@@ -47,9 +47,8 @@ from pipeline.plan.inputs import check_output_disjoint, check_same_input
 from pipeline.plan.manifest import Manifest
 from pipeline.plan.memory import log_memory_estimate
 from pipeline.plan.snapshot import pinned_snapshot, with_snapshot
-from pipeline.prepare.prompt_spec import check_generation, check_spec, prompt_spec
+from pipeline.prepare.prompt_spec import check_generation, check_spec, marks_of_thinking, prompt_spec
 from pipeline.prepare.stage import prepare
-from pipeline.prepare.thinking import marks_of_thinking
 from pipeline.read.files import Files
 from pipeline.read.rows import read_shards
 from pipeline.read.shards import Shard

@@ -36,9 +36,8 @@ from pipeline.config.serve import HttpConfig, ReplicasConfig, ServeConfig
 from pipeline.generate.settings import fetched, generator_settings
 from pipeline.plan.manifest import plan_batching
 from pipeline.plan.memory import Hardware, actor_need, check_fits, describe
-from pipeline.prepare.chat import Chat, read_messages
-from pipeline.prepare.chat_template import render_chat
-from pipeline.prepare.thinking import marks_of_thinking
+from pipeline.prepare.chat import Chat, read_messages, render_chat
+from pipeline.prepare.prompt_spec import marks_of_thinking
 from pipeline.runtime.announce import announce, announced
 from pipeline.runtime.ray_session import actor_cpus, ray_session
 from pipeline.runtime.signals import Interrupted, interruptible

@@ -27,7 +27,7 @@ from pipeline.config.labels import normalized
 from pipeline.evaluate.results import RECORD, output_files, slug
 from pipeline.generate.settings import generator_settings
 from pipeline.messages import is_unicode
-from pipeline.prepare.label_tokens import longest, tokenize_labels
+from pipeline.prepare.tokenizer import longest, tokenize_labels
 from pipeline.read.rows import read_columns
 from pipeline.read.schema import MissingColumn
 from pipeline.storage.owned_folder import OwnedFolder, check_apart

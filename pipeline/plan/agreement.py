@@ -21,9 +21,8 @@ from pipeline.config.job import JobConfig
 from pipeline.generate.agreement import Agreement, measure_agreement
 from pipeline.plan.manifest import Manifest
 from pipeline.plan.memory import Hardware
-from pipeline.prepare.label_tokens import tokenize_labels
 from pipeline.prepare.prompt_spec import PromptSpec
-from pipeline.prepare.tokenizer import tokenizer_of
+from pipeline.prepare.tokenizer import tokenize_labels, tokenizer_of
 from pipeline.read.shards import spread_rows
 from pipeline.runtime.announce import announce, announced
 from pipeline.runtime.isolated import Died

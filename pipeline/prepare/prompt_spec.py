@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from actors.engine.checkpoint.end_tokens import end_tokens, settings_not_followed
 from actors.engine.constraints.grammar import GrammarCompiler
 from actors.engine.constraints.label_trie import ChoiceTrie
 from actors.engine.constraints.output_format import OutputFormat
+from actors.engine.constraints.reasoning import Reasoning
 from actors.engine.errors import UserError
 from actors.engine.types import SamplingParams
 from actors.tool_calls import form_of
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import JobConfig
 from pipeline.prepare.batch_requests import COLUMNS
-from pipeline.prepare.chat import Chat
-from pipeline.prepare.chat_template import check_chat
-from pipeline.prepare.label_tokens import longest, tokenize_labels
+from pipeline.prepare.chat import Chat, check_chat
 from pipeline.prepare.templates import is_template, template_columns
-from pipeline.prepare.tokenizer import Source, known_tokenizer, shown_path, tokenizer_of
+from pipeline.prepare.tokenizer import Source, known_tokenizer, longest, shown_path, tokenize_labels, tokenizer_of
 
 log = logging.getLogger(__name__)
 
@@ -165,3 +164,22 @@ def read_names(
     requests = COLUMNS if is_batch else ()
     names = [*prompt, *own, choices, *(output_format or {}).values(), tools, *requests]
     return list(dict.fromkeys(name for name in names if name is not None))
+
+
+def marks_of_thinking(config: JobConfig, resolved: ResolvedCheckpoint) -> dict[str, str] | None:
+    """The job's marks by the names of `Reasoning`; None for none. `auto` takes those of the checkpoint's chat template.
+
+    Raises UserError for a mark that is a special token.
+    """
+    if config.reasoning is None:
+        return None
+    tokenizer = tokenizer_of(known_tokenizer(resolved))
+    if config.reasoning == "auto":
+        template = tokenizer.get_chat_template() if config.input.is_chat and tokenizer.chat_template else ""
+        marks = Reasoning.of_template(template)
+    else:
+        marks = Reasoning(**config.reasoning.model_dump())
+    if marks is None:
+        return None
+    marks.check(tokenizer.all_special_tokens)
+    return asdict(marks)

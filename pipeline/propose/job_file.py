@@ -11,8 +11,7 @@ from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.config.load import dump_yaml, parse_yaml, validated
 from pipeline.messages import listed, printable
 from pipeline.plan.columns import check_columns
-from pipeline.prepare.chat import Chat
-from pipeline.prepare.chat_template import check_chat
+from pipeline.prepare.chat import Chat, check_chat
 from pipeline.prepare.tokenizer import tokenizer_of
 from pipeline.propose.columns import SUMMARY, Proposal, propose
 from pipeline.propose.sample import Sample, read_sample

@@ -10,9 +10,9 @@ import pytest
 
 from actors.engine.checkpoint.loading import load_tokenizer
 from actors.engine.types import SamplingParams
-from pipeline.prepare.label_tokens import longest, tokenize_labels
 from pipeline.prepare.prompt_spec import PromptSpec, check_spec
 from pipeline.prepare.prompts import CHOICES, ERROR, PROMPT_IDS, prepare_table
+from pipeline.prepare.tokenizer import longest, tokenize_labels
 
 LABELS = pa.list_(pa.string())
 

@@ -13,8 +13,7 @@ from actors.generator import Generator
 from pipeline import job as jobs
 from pipeline.config.job import JobConfig
 from pipeline.generate.output import ANSWER_FIELDS
-from pipeline.prepare.chat import Chat
-from pipeline.prepare.chat_template import render_chat
+from pipeline.prepare.chat import Chat, render_chat
 
 ROWS = 24
 LABELS = ["cheap", "cheap food", "river"]

@@ -18,8 +18,7 @@ from actors.engine.errors import UserError
 from actors.requests import RequestBuilder
 from pipeline.config.job import JobConfig
 from pipeline.config.load import validated
-from pipeline.prepare.chat import Chat, read_messages
-from pipeline.prepare.chat_template import render_chat
+from pipeline.prepare.chat import Chat, read_messages, render_chat
 
 TEMPLATE = """{% if tools %}{% for tool in tools %}{{ tool.function.name }}:{{ tool | tojson | length }} {% endfor %}
 <tool_call>{% endif %}{% for message in messages %}[{{ message.role }}]{{ message.content }}

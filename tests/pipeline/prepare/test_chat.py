@@ -18,8 +18,7 @@ from actors.requests import RequestBuilder
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig
 from pipeline.job import run
-from pipeline.prepare.chat import Chat, conversation
-from pipeline.prepare.chat_template import check_chat, render_chat
+from pipeline.prepare.chat import Chat, check_chat, conversation, render_chat
 from pipeline.prepare.prompt_spec import PromptSpec, check_spec, prompt_spec
 from pipeline.prepare.prompts import CHOICES, ERROR, PROMPT_IDS, SAMPLING, prepare_table
 from pipeline.prepare.templates import compile_template, template_columns

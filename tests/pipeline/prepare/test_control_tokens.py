@@ -17,8 +17,7 @@ from actors.engine.checkpoint.loading import load_tokenizer
 from actors.engine.errors import UserError
 from actors.engine.types import SamplingParams
 from actors.requests import RequestBuilder
-from pipeline.prepare.chat import Chat
-from pipeline.prepare.chat_template import render_chat
+from pipeline.prepare.chat import Chat, render_chat
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import CONTROL_TOKENS, ERROR, PROMPT_IDS, prepare_table
 from pipeline.serve import render as served

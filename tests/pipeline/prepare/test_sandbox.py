@@ -14,8 +14,7 @@ from memory_probe import watch_peak
 from actors.engine.checkpoint.loading import load_tokenizer
 from actors.engine.types import SamplingParams
 from pipeline.prepare import tokenizer as tokenizers
-from pipeline.prepare.chat import Chat
-from pipeline.prepare.chat_template import render_chat
+from pipeline.prepare.chat import Chat, render_chat
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import ERROR, PROMPT_IDS, prepare_table
 from pipeline.prepare.templates import render
@@ -161,7 +160,7 @@ def test_a_prompt_longer_than_the_context_of_longest_tokens_is_refused_untokeniz
 
 
 def test_truncation_reads_the_end_of_a_huge_prompt(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.prepare.prompt_row.TRUNCATED_CHARACTERS", 100_000)
+    monkeypatch.setattr("pipeline.prepare.prompts.TRUNCATED_CHARACTERS", 100_000)
     text = "word " * 30_000 + "at the end"
     done = prepare_table(pa.table({"prompt": [text]}), spec(checkpoint, too_long="truncate_left"))
     assert done[ERROR].to_pylist() == [None]
