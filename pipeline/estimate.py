@@ -282,7 +282,7 @@ def read_prompts(
     return [
         prompt
         for place, table in read_shards(files, places, schema, storage)
-        for prompt in prompts(prepare_table(table, spec), place.url, place.first_row)
+        for prompt in prompts(prepare_table(table, spec), place)
     ]
 
 

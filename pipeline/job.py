@@ -219,7 +219,7 @@ def draft_schedule(config: JobConfig, checkpoint: ResolvedCheckpoint) -> Schedul
 
 def check_output_table(job: PlannedJob) -> None:
     """UserError if the job's output is a table that cannot hold its parts."""
-    check_table(job.config, part_table(job.manifest.schema.empty_table(), [], _part(job), "", 0).schema)
+    check_table(job.config, part_table(job.manifest.schema.empty_table(), [], _part(job), Shard(0, "", 0, 0)).schema)
 
 
 @contextmanager

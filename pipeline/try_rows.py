@@ -90,10 +90,10 @@ def answer_first_rows(config: JobConfig, rows: int, say: Callable[[str], None] =
     with announced("preparing the prompts"):
         for shard, table in read_shards(files, shards, schema, config.storage):
             done = prepare_table(table, spec)
-            prepared += prompts(done, shard.url, shard.first_row)
+            prepared += prompts(done, shard)
             control_tokens += done[CONTROL_TOKENS].fill_null(0).to_pylist()
             continued |= spec.messages is not None and any(map(ends_with_assistant, table[spec.messages].to_pylist()))
-            ids += map(id_value, row_ids(table, config.input.id_column, root, shard.url, shard.first_row))
+            ids += map(id_value, row_ids(table, config.input.id_column, root, shard))
     with announced("loading the model"):
         from actors.generator import Generator
 

@@ -188,7 +188,7 @@ def _prepared(
     given = [
         prompt
         for row, table in read_shards(files, rows, schema, storage)
-        for prompt in prompts(prepare_table(table, spec), row.url, row.first_row)
+        for prompt in prompts(prepare_table(table, spec), row)
     ]
     return [replace(prompt, sampling={}) for prompt in given if prompt.error is None]
 

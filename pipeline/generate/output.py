@@ -69,34 +69,24 @@ class PartSpec:
     root: str | None = None
 
 
-def row_ids(
-    rows: pa.Table, id_column: str | None, root: str | None, url: str, first_row: int
-) -> pa.Array | pa.ChunkedArray:
-    """Ids of a shard's rows: the id column's values, else file and row number. See `PartSpec` and `part_table`."""
+def row_ids(rows: pa.Table, id_column: str | None, root: str | None, shard: Shard) -> pa.Array | pa.ChunkedArray:
+    """Return ids of a shard's rows: the id column's values, else file and row number. root: as in `PartSpec`."""
     if id_column is not None:
         return rows[id_column]
-    name = os.path.basename(url) if root is None else url.removeprefix(f"{root}/")
-    return pa.array([f"{name}:{first_row + row}" for row in range(rows.num_rows)], pa.string())
+    name = os.path.basename(shard.url) if root is None else shard.url.removeprefix(f"{root}/")
+    return pa.array([f"{name}:{shard.first_row + row}" for row in range(rows.num_rows)], pa.string())
 
 
-def carried_columns(rows: pa.Table, spec: PartSpec, url: str, first_row: int) -> dict[str, pa.ChunkedArray]:
-    """`id` and the kept columns of a shard's rows. Arguments: see `part_table`."""
-    ids = row_ids(rows, spec.id_column, spec.root, url, first_row)
-    return {"id": ids, **{name: rows[name] for name in spec.keep if name != "id"}}
-
-
-def part_table(rows: pa.Table, answers: Sequence[Answer], spec: PartSpec, url: str, first_row: int) -> pa.Table:
-    """Output rows of a shard: id, kept columns, answers. An input row with several answers is repeated.
+def part_table(rows: pa.Table, answers: Sequence[Answer], spec: PartSpec, shard: Shard) -> pa.Table:
+    """Return the output rows of a shard: id, kept columns, answers. An input row with several answers is repeated.
 
     Args:
         rows: the shard's input rows.
         answers: sorted by row and sample index.
-        url: of the input file.
-        first_row: row number in the file of the shard's first row.
     """
     owners = [answer.row for answer in answers]
-    carried = carried_columns(rows, spec, url, first_row)
-    names, columns = list(carried), list(carried.values())
+    names = ["id", *(name for name in spec.keep if name != "id")]
+    columns = [row_ids(rows, spec.id_column, spec.root, shard), *(rows[name] for name in names[1:])]
     if owners != list(range(rows.num_rows)):
         columns = [column.take(pa.array(owners, pa.int64())) for column in columns]
     errors = [answer.error for answer in answers]

@@ -75,14 +75,14 @@ class ThisProcess:
         pass
 
 
-def prompts(rows: pa.Table, url: str, first_row: int) -> list[Prompt]:
-    """A prepared shard's rows as the Generator takes them."""
+def prompts(rows: pa.Table, shard: Shard) -> list[Prompt]:
+    """Return a prepared shard's rows as the Generator takes them."""
     columns = [rows[name].to_pylist() for name in (PROMPT_IDS, ERROR, SAMPLING, CHOICES, FORM, TOOLS)]
     return [
         Prompt(
             ids,
-            url,
-            first_row + row,
+            shard.url,
+            shard.first_row + row,
             error,
             json.loads(sampling) if sampling else {},
             choices,
@@ -183,44 +183,38 @@ class ShardGenerator:
         return None if coordinator is None else partial(coordinator.downloading, self.worker.actor())
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Shards with columns shard, url, first_row, rows, prepare_seconds -> shard: the committed ones."""
-        committed = [
-            shard
-            for position, shard in enumerate(batch["shard"].tolist())
-            if self._committed(
-                shard,
-                str(batch["url"][position]),
-                int(batch["first_row"][position]),
-                from_ipc(batch["rows"][position]),
-                float(batch["prepare_seconds"][position]),
-            )
-        ]
+        """Answer and commit shards: columns shard, url, first_row, rows, prepare_seconds -> shard, if committed."""
+        columns = (batch[name] for name in ("shard", "url", "first_row", "rows", "prepare_seconds"))
+        committed = []
+        for index, url, first_row, data, seconds in zip(*columns, strict=True):
+            rows = from_ipc(data)
+            if self._committed(Shard(int(index), str(url), int(first_row), rows.num_rows), rows, float(seconds)):
+                committed.append(index)
         return {"shard": np.array(committed, dtype=np.int64)}
 
-    def _committed(self, shard: int, url: str, first_row: int, rows: pa.Table, prepare_seconds: float) -> bool:
-        """Answer and commit a shard; False if it must not begin any more."""
-        asked, turn = prompts(rows, url, first_row), _Turn()
+    def _committed(self, shard: Shard, rows: pa.Table, prepare_seconds: float) -> bool:
+        """Answer and commit a shard. Return False if it must not begin any more."""
+        asked, turn = prompts(rows, shard), _Turn()
         with self._turns:
             before, self._last_turn = self._last_turn, turn
         try:
             before.drains.wait()
-            if self.quarantine is not None and not before.ended.is_set() and self.quarantine.knows(shard):
+            if self.quarantine is not None and not before.ended.is_set() and self.quarantine.knows(shard.index):
                 before.ended.wait()  # a death must be that of one shard
-            if self.coordinator is not None and not self.coordinator.begin(shard):
+            if self.coordinator is not None and not self.coordinator.begin(shard.index):
                 return False
             began, alone = time.perf_counter(), before.ended.is_set()
             # before anything that may kill this process
-            shard_attempt = None if self.quarantine is None else self.quarantine.begin(shard, rows.num_rows)
+            shard_attempt = None if self.quarantine is None else self.quarantine.begin(shard.index, shard.rows)
             answers, engine = self._answers(shard_attempt, asked, turn)
             with self._turns:  # steps shared with another shard have no seconds of one shard
                 alone = alone and (self._last_turn is turn or not turn.drains.is_set())
-            _check_rows(answers, rows.num_rows, f"part-{shard:06d}.parquet ({url} from row {first_row})")
+            _check_rows(answers, shard)
             before.ended.wait()
             if shard_attempt is None or not shard_attempt.isolated:
                 turn.end()  # an isolated shard keeps its turn, or the next one's death would count as its own
-            table = part_table(rows, answers, self.part, url, first_row)
-            described = Shard(shard, url, first_row, rows.num_rows)
-            data = part_bytes(table, self.part, described)
+            table = part_table(rows, answers, self.part, shard)
+            data = part_bytes(table, self.part, shard)
             self.counts.report()
             seconds, finished = self._seconds_since(began), time.time()
             device_seconds = seconds * self.devices
@@ -248,7 +242,7 @@ class ShardGenerator:
                 "actor": self.worker.actor,
                 "loaded": self.loaded,
             }
-            self.commit(described, data, ShardStats.of_run(shard, table, self.part.value_fields, measured))
+            self.commit(shard, data, ShardStats.of_run(shard.index, table, self.part.value_fields, measured))
             return True
         finally:
             before.ended.wait()
@@ -295,15 +289,15 @@ class ShardGenerator:
         return generator.finish(work), work.call.stats
 
 
-def _check_rows(answers: Sequence[Answer], rows: int, part: str) -> None:
-    """RuntimeError unless each of `rows` input rows is answered, once and in order. part: named in the error."""
+def _check_rows(answers: Sequence[Any], shard: Shard) -> None:
+    """Raise RuntimeError unless each row of a shard is answered, once and in order."""
     answered = [answer.row for answer in answers if answer.sample_index == 0]
-    if answered != list(range(rows)):
-        wrong = min(set(range(rows)).symmetric_difference(answered), default=None)
+    if answered != list(range(shard.rows)):
+        wrong = min(set(range(shard.rows)).symmetric_difference(answered), default=None)
         which = "a row is answered twice" if wrong is None else f"row {wrong} of the shard has no answer"
         raise RuntimeError(
-            f"{part} is not committed: of its {rows} rows {len(set(answered))} are answered, {which}; "
-            "this is a defect of the engine"
+            f"part-{shard.index:06d}.parquet ({shard.url} from row {shard.first_row}) is not committed: of its "
+            f"{shard.rows} rows {len(set(answered))} are answered, {which}; this is a defect of the engine"
         )
 
 

@@ -64,7 +64,7 @@ def part(shard: Shard, **changes: Any) -> bytes:
     ids = [f"row-{shard.first_row + max(row - 1, 0)}" for row in range(shard.rows)]
     rows = pa.table({"id": ids, "topic": list(range(shard.rows))})
     spec = part_spec(**changes)
-    return part_bytes(part_table(rows, fake_answers(shard.rows), spec, shard.url, shard.first_row), spec, shard)
+    return part_bytes(part_table(rows, fake_answers(shard.rows), spec, shard), spec, shard)
 
 
 def part_stats(shard: Shard, **changes: Any) -> ShardStats:

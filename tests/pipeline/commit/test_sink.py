@@ -318,8 +318,8 @@ def test_all_errors_have_the_same_schema() -> None:
     rows = pa.table({"id": ["a", "b", "c"]})
     optional = tuple(OPTIONAL_FIELDS)
     last = [replace(fake_answers(3)[-1], row=0)]
-    one = part_table(rows.slice(2), last, part_spec(optional=optional), "u", 2)
-    all_ = part_table(rows, fake_answers(3), part_spec(optional=optional), "u", 0)
+    one = part_table(rows.slice(2), last, part_spec(optional=optional), Shard(0, "u", 2, 1))
+    all_ = part_table(rows, fake_answers(3), part_spec(optional=optional), Shard(0, "u", 0, 3))
     assert one.schema == all_.schema and one["error"].to_pylist() == ["prompt is null"]
 
 
@@ -327,7 +327,7 @@ def test_samples_of_a_row_carry_its_columns_and_count_as_one_row() -> None:
     rows = pa.table({"id": ["a", "b"], "topic": [1, 2]})
     first, second = fake_answers(2)
     samples = [first, replace(first, sample_index=1), replace(first, sample_index=2), second]
-    table = part_table(rows, samples, part_spec(keep=("topic",)), "u", 0)
+    table = part_table(rows, samples, part_spec(keep=("topic",)), Shard(0, "u", 0, 3))
     assert table["id"].to_pylist() == ["a", "a", "a", "b"] and table["topic"].to_pylist() == [1, 1, 1, 2]
     assert table["sample_index"].to_pylist() == [0, 1, 2, 0]
     stats = ShardStats.of_part(0, table, LAYERS)

@@ -64,12 +64,15 @@ def undisturbed(job: JobConfig, folder: Path) -> list[dict[str, Any]]:
     from pipeline.generate.stage import prompts
     from pipeline.prepare.prompt_spec import prompt_spec
     from pipeline.prepare.prompts import prepare_table
+    from pipeline.read.shards import Shard
 
     sampling = job.sampling.model_dump(exclude={"seed"})
     generator = Generator(job.model.path, sampling=sampling, seed=3, dtype="float32", threads=1, max_batch=2)
     table = pq.read_table(folder / "in.parquet")
     spec = prompt_spec(job, resolve_checkpoint(job.model, job.storage, None), time.time())
-    found = generator.answer(prompts(prepare_table(table, spec), str(folder / "in.parquet"), 0))
+    found = generator.answer(
+        prompts(prepare_table(table, spec), Shard(0, str(folder / "in.parquet"), 0, table.num_rows))
+    )
     return [{"token_ids": one.token_ids, "generated_text": one.generated_text} for one in found]
 
 

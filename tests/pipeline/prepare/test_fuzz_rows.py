@@ -218,8 +218,8 @@ def through(config: JobConfig, checkpoint: Path) -> list[tuple[str, int, int, pa
         for shard, table in zip(shards, read_groups(shards, schema.names, LOCAL) if shards else (), strict=True):
             rows = from_ipc(to_ipc(conform(table, schema)))
             prepared = from_ipc(to_ipc(prepare_table(rows, spec)))
-            answers = [fake(one, row) for row, one in enumerate(prompts(prepared, shard.url, shard.first_row))]
-            part = part_bytes(part_table(prepared, answers, out, shard.url, shard.first_row), out, shard)
+            answers = [fake(one, row) for row, one in enumerate(prompts(prepared, shard))]
+            part = part_bytes(part_table(prepared, answers, out, shard), out, shard)
             done.append((shard.url, shard.first_row, shard.rows, pq.read_table(pa.BufferReader(part))))
     return done
 
