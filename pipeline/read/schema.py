@@ -118,6 +118,11 @@ def common(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
     for one, other in ((first, second), (second, first)):  # Arrow would round the one, and take the other for bytes
         if (types.is_decimal(one) and types.is_floating(other)) or (is_text(one) and _is_binary(other)):
             return None
+    if types.is_decimal(first) != types.is_decimal(second):  # Arrow's decimals of integers hold fewer digits than these
+        first, second = (
+            pa.decimal128({8: 3, 16: 5, 32: 10, 64: 20}[kind.bit_width], 0) if types.is_integer(kind) else kind
+            for kind in (first, second)
+        )
     if types.is_timestamp(first) and types.is_timestamp(second) and None not in (first.tz, second.tz):
         zone = first.tz if first.tz == second.tz else "UTC"
         first, second = (pa.timestamp(kind.unit, zone) for kind in (first, second))

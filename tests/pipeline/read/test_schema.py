@@ -41,7 +41,7 @@ def bad_text(kind: pa.DataType = TEXTS[0]) -> pa.Array:
         (pa.binary(), pa.large_binary(), pa.large_binary()),
         (pa.binary(4), pa.binary(5), pa.binary()),
         (pa.decimal128(5, 2), pa.decimal128(9, 4), pa.decimal128(9, 4)),
-        (pa.decimal128(5, 0), pa.int64(), pa.decimal128(19, 0)),
+        (pa.decimal128(5, 0), pa.int64(), pa.decimal128(20, 0)),
         (pa.decimal128(38, 0), pa.decimal128(10, 8), pa.decimal256(46, 8)),
         (pa.timestamp("s"), pa.timestamp("us"), pa.timestamp("us")),
         (pa.timestamp("ms", "UTC"), pa.timestamp("us", "Europe/Berlin"), pa.timestamp("us", "UTC")),
