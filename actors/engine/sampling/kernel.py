@@ -19,7 +19,7 @@ from actors.engine.types import TokenLogprob
 # bounds int64 [B, 2] of each row's changes, tokens int64 [C] and the values float32 [C] that replace their logits
 Changes = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]
 # tokens [N], log-probabilities [N], those among the allowed tokens [N], likeliest tokens and log-probabilities [N, K]
-Results = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32], NDArray[np.int64], NDArray[np.float32]]
+Results = list[NDArray[Any]]
 
 
 def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool) -> Drawn:
@@ -36,7 +36,6 @@ def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool) -> Dr
     ]
     if late:
         again = _call(logits, rows, late, [True] * len(rows), changes, most, logprobs)
-        values: NDArray[Any]
         for values, own in zip(found, again, strict=True):
             values[late] = own
     tokens, of_tokens, among_allowed, *likeliest = (values.tolist() for values in found)
@@ -66,13 +65,13 @@ def _call(
     mask_rows = np.full(count, -1)
     mask_rows[with_mask] = np.arange(len(with_mask))
     read = np.ascontiguousarray(bounds[places]), tokens, values, bits, mask_rows
-    found = (
+    found = [
         np.empty(count, np.int64),
         np.empty(count, np.float32),
         np.empty(count, np.float32),
         np.empty((count, most), np.int64),
         np.empty((count, most), np.float32),
-    )
+    ]
     drawn = np.array([row.drawn for row in own], np.int64)
     kernel("sample", logits.dtype)(
         logits.data_ptr(),
