@@ -18,14 +18,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from traceback import walk_stack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from actors.answers import Answer, Prompt, answer_columns, as_column, error_answer
 from actors.engine.batching import constant_prefix
-from actors.engine.build import EngineSettings, build_engine, check_choice, current_device, with_memory
-from actors.engine.checkpoint.compressed import Kind
+from actors.engine.build import build_engine, check_choice, current_device
 from actors.engine.checkpoint.loading import inspect, load_tokenizer
 from actors.engine.checkpoint.speed_adapter import with_adapter
+from actors.engine.checkpoint.weights import ITEM_BYTES
 from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.constraints.reasoning import Reasoning
 from actors.engine.errors import UserError
@@ -35,7 +35,6 @@ from actors.engine.schedules.schedule import Schedule
 from actors.engine.types import (
     SCHEDULERS,
     Completion,
-    EngineName,
     EngineStats,
     Request,
     SamplingParams,
@@ -81,9 +80,6 @@ class Generator:
         speed_adapter: Folder of a speed adapter for this checkpoint, whose stored schedule replaces the checkpoint's;
             merged into the weights while they load, unless the schedule runs every layer for every token.
         schedule: Keys of a job's `schedule` section, on top of the schedule that the checkpoint stores.
-        drafts: Keys of a second schedule, for exact mode: its layers, with the speed adapter if there is one, and on
-            CPUs prompt lookup draft tokens, and full depth verifies them; at full depth prompt lookup alone. The
-            answers are full depth's; `schedule` must be too.
         unadapted: Run a schedule that the checkpoint was not trained for; its text may be ruined.
         sampling: Fields of `SamplingParams`.
         choices: Labels; every answer is one of them.
@@ -93,19 +89,13 @@ class Generator:
             answer's `reasoning`, and choices or output_format hold for the text after it. None: nothing is split.
         strip: Remove white space from both ends of a free text.
         dtype: float32, bfloat16 or float16, of weights, activations and cache.
-        weights: int8 or, on a GPU, fp8: linear layers and head with 8 bits, with bfloat16; None: in `dtype`, or with
-            the 8 bits that the checkpoint has.
-        kv_cache: int8 or fp8, of the paged engine, with bfloat16: keys and values with 8 bits; None: in `dtype`.
+        weights: int8, on a CPU with bfloat16: linear layers and head with 8 bits; None: in `dtype`, or with the 8 bits
+            that the checkpoint has.
         device: auto, cpu, cuda or cuda:N; auto is cuda where torch sees a GPU.
         threads: torch threads on a CPU; None keeps the process's setting, at most one for each CPU that it may use.
-        cache_bytes: Bytes of key/value cache of the rows in flight; None: 1 GiB, of the paged engine what the GPU has
-            free; give it where processes share a GPU.
-        max_batch: Most rows in flight; None: 64, of the paged engine 512.
+        cache_bytes: Bytes of key/value cache of the rows in flight.
+        max_batch: Most rows in flight.
         scheduler: lock_step: rows of a batch begin together; refill: a row that has ended is replaced immediately.
-        compile: Compile the layers with torch.compile, in place of this package's CPU kernels.
-        engine: library: layers of transformers, on a CPU with kernels of this package; paged: on a GPU, fused layers,
-            CUDA graphs and a paged cache, for the families that have fused layers, else library; auto: paged on a GPU,
-            after a few rows have been compared with library's there without `compile`.
         cumulative_logprob: Compute the sum of each answer's log-probabilities, nats, which takes time; it becomes a
             column.
         row_logprobs: A row may ask for log-probabilities although `sampling` has none; `answer` returns them.
@@ -124,7 +114,6 @@ class Generator:
         *,
         speed_adapter: str | None = None,
         schedule: Mapping[str, Any] | None = None,
-        drafts: Mapping[str, Any] | None = None,
         unadapted: bool = False,
         sampling: Mapping[str, Any] | None = None,
         choices: Sequence[str] | None = None,
@@ -132,15 +121,12 @@ class Generator:
         reasoning: Mapping[str, str] | None = None,
         strip: bool = True,
         dtype: str = "bfloat16",
-        weights: Kind | None = None,
-        kv_cache: Kind | None = None,
+        weights: Literal["int8"] | None = None,
         device: str = "auto",
         threads: int | None = None,
-        cache_bytes: int | None = None,
-        max_batch: int | None = None,
+        cache_bytes: int = 2**30,
+        max_batch: int = 64,
         scheduler: str = "lock_step",
-        compile: bool = False,
-        engine: EngineName = "auto",
         cumulative_logprob: bool = False,
         row_logprobs: bool = False,
         seed: int = 0,
@@ -148,9 +134,11 @@ class Generator:
         prompt_column: str = "prompt",
     ) -> None:
         check_choice("scheduler", scheduler, SCHEDULERS)
-        settings = EngineSettings(
-            engine, dtype, device, compile, cache_bytes, max_batch, cumulative_logprob, weights, kv_cache
-        )
+        check_choice("dtype", dtype, ITEM_BYTES)
+        if weights is not None:
+            check_choice("weights", weights, ("int8",))
+            if dtype != "bfloat16":
+                raise UserError("weights = 'int8' is for bfloat16")
         self.sampling = SamplingParams().merged(dict(sampling or {}))
         self.prompt_column = prompt_column
         self.scheduler, self.share_prefixes = scheduler, share_prefixes
@@ -158,20 +146,24 @@ class Generator:
         inspected = inspect(checkpoint)
         if speed_adapter is not None:
             inspected = with_adapter(inspected, speed_adapter)
-        default = {} if drafts is None else {"speedup": 1.0}
         self._inspected, self._changes, self._unadapted = inspected, dict(schedule or {}), unadapted
-        changes = dict(default if schedule is None else schedule)
         self.schedule = (
-            inspected.schedule(changes)
+            inspected.schedule(self._changes)
             if unadapted
-            else inspected.adapted_schedule(changes, str(checkpoint), "pass unadapted=True")
+            else inspected.adapted_schedule(self._changes, str(checkpoint), "pass unadapted=True")
         )
         self.tokenizer = load_tokenizer(checkpoint)
-        settings = with_memory(settings, inspected)
-        assert settings.cache_bytes is not None and settings.max_rows is not None
-        self.cache_bytes, self.max_batch = settings.cache_bytes, settings.max_rows
-        of_drafts = None if drafts is None else inspected.schedule(dict(drafts))
-        self.engine = build_engine(inspected, self.schedule, self.tokenizer, settings, of_drafts)
+        self.cache_bytes, self.max_batch = cache_bytes, max_batch
+        self.engine: EngineProtocol = build_engine(
+            inspected,
+            self.schedule,
+            self.tokenizer,
+            dtype=dtype,
+            device=device,
+            cache_bytes=cache_bytes,
+            int8=weights is not None,
+            cumulative_logprob=cumulative_logprob,
+        )
         self.calls = self._scheduler()
         self._building, self._running = threading.RLock(), threading.Lock()
         self.device = self.engine.decoder.device
@@ -224,20 +216,6 @@ class Generator:
         other.calls = other._scheduler()
         return other
 
-    def exact(self, drafter: Generator | None = None) -> Generator | None:
-        """Full depth's answers by the same weights in exact mode; None where it would draft nothing.
-
-        drafter: whose schedule and weights draft, beside prompt lookup; only one of the three may have rows in flight.
-        """
-        from actors.engine.exact.engine import exact_engine
-
-        engine = exact_engine(self.engine, None if drafter is None else drafter.engine)
-        if engine is None:
-            return None
-        other = self.with_engine(engine)
-        other.schedule = engine.schedule
-        return other
-
     def _scheduler(self) -> CallScheduler:
         from actors.engine.scheduler import CallScheduler
 
@@ -263,8 +241,6 @@ class Generator:
         schedule = self._inspected.schedule({**changes, "speedup": speedup})
         if schedule == replace(self.schedule, speedup=schedule.speedup):
             return self.schedule
-        if self.engine.grows:
-            raise UserError(f"speed = {speedup:g}: engine paged runs one speed, that of its schedule")
         if self._inspected.adapter is not None and schedule.is_full_depth != self.schedule.is_full_depth:
             raise UserError(f"speed = {speedup:g}: 1x and the speeds above it have different weights; serve them apart")
         if not self._unadapted:

@@ -19,7 +19,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from actors.engine.errors import UserError
 from actors.engine.schedules.schedule import Schedule
 from pipeline.backends.stages import Actors, Backend, Read, Session, Stage, Tasks
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, resolve_checkpoint
@@ -68,7 +67,7 @@ QUARANTINED_RETRIES = 1000  # of a task whose deaths `Quarantine` counts
 class PlannedJob:
     """A job ready to run: its file, its checkpoint, the schedule of that checkpoint, and what is pinned.
 
-    began: s since 1970, when its run began. drafts: in exact mode, whose layers draft tokens.
+    began: s since 1970, when its run began.
     """
 
     config: JobConfig
@@ -76,7 +75,6 @@ class PlannedJob:
     schedule: Schedule
     manifest: Manifest
     began: float = 0.0
-    drafts: Schedule | None = None
 
 
 def run(
@@ -165,13 +163,12 @@ def plan(
     check_generation(config, checkpoint)
     check_spec(prompt_spec(config, checkpoint, time.time()))
     marks_of_thinking(config, checkpoint)  # refused before a model is loaded
-    drafts = draft_schedule(config, checkpoint)
-    manifest = manifests.plan_job(config, checkpoint, schedule, limit, stored, files, hardware=backend, drafts=drafts)
+    manifest = manifests.plan_job(config, checkpoint, schedule, limit, stored, files, hardware=backend)
     actors = config.actors.model_copy(update={"threads": manifest.batching.threads})
     config = config.model_copy(update={"actors": actors})
     if stored is None and config.input.duplicate_ids == "error":
         _check_ids(config, manifest)
-    return PlannedJob(config, checkpoint, schedule, manifest, began, drafts)
+    return PlannedJob(config, checkpoint, schedule, manifest, began)
 
 
 def _check_ids(config: JobConfig, manifest: Manifest) -> None:
@@ -191,30 +188,9 @@ def _check_ids(config: JobConfig, manifest: Manifest) -> None:
 
 
 def planned_schedule(config: JobConfig, checkpoint: ResolvedCheckpoint) -> Schedule:
-    """The job's schedule: full depth in exact mode. UserError as for the checkpoint's `schedule`."""
-    changes = {"speedup": 1.0} if config.schedule.exact else config.schedule.changes()
+    """Return the job's schedule. Raises UserError as the checkpoint's `schedule` does."""
+    changes = config.schedule.changes()
     return checkpoint.schedule(changes, config.model, unadapted=config.schedule.unadapted)
-
-
-def draft_schedule(config: JobConfig, checkpoint: ResolvedCheckpoint) -> Schedule | None:
-    """The schedule whose layers draft tokens, None but in exact mode; of full depth where nothing is drafted but what
-    is looked up. UserError if it is neither that nor leaves a layer out.
-    """
-    if not config.schedule.exact:
-        return None
-    drafts = checkpoint.checkpoint.schedule(config.schedule.changes())
-    if drafts.mean_layers == drafts.num_layers and not drafts.is_full_depth:
-        raise UserError(
-            "schedule.exact: all layers would draft; give a higher schedule.speedup, or 1 for prompt lookup alone"
-        )
-    if (config.actors.gpus or config.model.device.startswith("cuda")) and (
-        drafts.is_full_depth or not config.paged or not checkpoint.checkpoint.has_pages
-    ):
-        raise UserError(
-            "schedule.exact: on a GPU only layers draft, of the paged engine: give schedule.speedup above 1 and a "
-            "model that it runs, or leave out actors.gpus"
-        )
-    return drafts
 
 
 def check_output_table(job: PlannedJob) -> None:
@@ -325,9 +301,8 @@ def generator_arguments(job: PlannedJob) -> dict[str, Any]:
     return {
         **generator_settings(job.config.model, job.config.sampling, job.config.choices, job.config.output_format),
         "checkpoint": job.checkpoint.pinned(),
-        "speed_adapter": None if (job.drafts or job.schedule).is_full_depth else job.checkpoint.pinned_adapter(),
+        "speed_adapter": None if job.schedule.is_full_depth else job.checkpoint.pinned_adapter(),
         "schedule": _keys(job.schedule),
-        "drafts": None if job.drafts is None else _keys(job.drafts),
         "unadapted": True,  # as planned
         "strip": job.config.output.strip,
         "reasoning": marks_of_thinking(job.config, job.checkpoint),

@@ -86,8 +86,6 @@ def plan_server(config: ServeConfig, *, on_this_machine: bool, hardware: Hardwar
     Raises:
         UserError: Settings, checkpoint or memory that do not fit, in one line.
     """
-    if config.model.engine == "auto":  # the paged engine runs one speed, requests have their own
-        config = config.model_copy(update={"model": config.model.with_library_engine()})
     limits = Limits(config.http.timeout_seconds, config.http.max_body_bytes, key_digest(config.http))
     checkpoint = resolve_checkpoint(config.model, config.storage)
     schedule = checkpoint.schedule(config.schedule.changes(), config.model, unadapted=config.schedule.unadapted)

@@ -20,7 +20,7 @@ from pipeline.generate.distributions import id_value
 from pipeline.generate.output import row_ids
 from pipeline.generate.settings import fetched
 from pipeline.generate.stage import prompts
-from pipeline.job import PlannedJob, draft_schedule, generator_arguments, planned_schedule
+from pipeline.job import PlannedJob, generator_arguments, planned_schedule
 from pipeline.plan.agreement import announce_no_gain
 from pipeline.plan.columns import check_columns
 from pipeline.plan.inputs import check_output_disjoint
@@ -72,7 +72,7 @@ def answer_first_rows(config: JobConfig, rows: int, say: Callable[[str], None] =
         check_columns(config)
         config = with_snapshot(_on_this_machine(config), pinned_snapshot(config, None))
         checkpoint = resolve_checkpoint(config.model, config.storage)
-        schedule, drafts = planned_schedule(config, checkpoint), draft_schedule(config, checkpoint)
+        schedule = planned_schedule(config, checkpoint)
         check_generation(config, checkpoint)
         check_spec(prompt_spec(config, checkpoint, time.time()))
         announce_no_gain(schedule, prompt_spec(config, checkpoint, time.time()))
@@ -81,7 +81,7 @@ def answer_first_rows(config: JobConfig, rows: int, say: Callable[[str], None] =
         root = input_root(config.input, config.storage, {file.url for file in files})
     batching = replace(plan_batching(config, checkpoint, rows, InProcess()), planned=float(int(time.time())))
     manifest = Manifest("", {}, batching, files, shards, schema)
-    job = PlannedJob(config, checkpoint, schedule, manifest, drafts=drafts)
+    job = PlannedJob(config, checkpoint, schedule, manifest)
     spec = prompt_spec(config, checkpoint, batching.planned)
     ids: list[Any] = []
     prepared: list[Prompt] = []

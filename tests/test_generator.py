@@ -18,11 +18,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_checkpoint import CONTEXT, LAYERS, tiny_checkpoint
-from transformers import AutoConfig
 
 from actors.answers import Prompt
-from actors.engine.build import uses_pages
-from actors.engine.checkpoint.loading import inspect
 from actors.generator import Generator
 
 PROMPTS = ["a", "name[Zizzi]", "The Eagle serves", "cheap food", "name[Alimentum], area[city centre]", "b c d e f", "a"]
@@ -445,15 +442,11 @@ def test_a_pool_that_leaves_no_cpu_is_a_warning(
 
 
 def test_the_engine_is_checked_before_a_model_is_loaded(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match=r"^engine = 'graphs': must be one of auto, library, paged$"):
-        Generator(str(checkpoint), engine="graphs")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^compile and engine = 'paged' exclude each other: .*"):
-        Generator(str(checkpoint), engine="paged", compile=True)
     with pytest.raises(ValueError, match=r"^dtype = 'fp8': must be one of float32, bfloat16, float16$"):
         make(checkpoint, dtype="fp8")
-    with pytest.raises(ValueError, match=r"^weights = 'int8' is for bfloat16 without compile$"):
+    with pytest.raises(ValueError, match=r"^weights = 'int8' is for bfloat16$"):
         make(checkpoint, weights="int8", dtype="float32")
-    with pytest.raises(ValueError, match=r"^weights = 'fp8' needs a GPU of compute capability 8.9 .*, not a CPU$"):
+    with pytest.raises(ValueError, match=r"^weights = 'fp8': must be one of int8$"):
         make(checkpoint, weights="fp8", dtype="bfloat16")
 
 
@@ -500,21 +493,6 @@ def test_the_second_gpu_is_the_current_one_while_rows_are_answered(
     monkeypatch.setattr(generator.calls, "finish", watched)
     generator.answer([])
     assert seen == [[torch.device("cuda:1")]] and not entered
-
-
-def test_a_family_without_fused_layers_falls_back_and_says_so(
-    checkpoint: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    llama = inspect(checkpoint)
-    gemma = replace(llama, config=AutoConfig.for_model("gemma3_text"))
-    assert uses_pages("paged", llama, on_gpu=True) and uses_pages("auto", llama, on_gpu=True)
-    assert not uses_pages("auto", gemma, on_gpu=False) and not uses_pages("library", llama, on_gpu=True)
-    assert not uses_pages("auto", llama, on_gpu=True, compiled=True)
-    assert not caplog.messages
-    assert not uses_pages("paged", gemma, on_gpu=True) and not uses_pages("auto", gemma, on_gpu=True)
-    assert not uses_pages("paged", llama, on_gpu=False)
-    no_layers = "engine: library in place of paged, which has no fused layers for this gemma3_text model"
-    assert caplog.messages == [no_layers, no_layers, "engine: library in place of paged, which needs a GPU"]
 
 
 def test_a_gpu_without_room_is_said_before_loading(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from actors.engine.cache import SkipCache
 from actors.engine.checkpoint.compressed import codes_of, set_codes
-from actors.engine.checkpoint.families import Rotary, context_length, family_of, has_pages, has_weights, layer_weights
+from actors.engine.checkpoint.families import Rotary, context_length, family_of, has_weights, layer_weights
 from actors.engine.checkpoint.layer_weights import LayerWeights, NormWeights
 from actors.engine.checkpoint.model_shape import ModelShape
 from actors.engine.cpu import attention, kernels, library, packing
@@ -29,10 +29,6 @@ from actors.engine.cpu.native_stack import NativeStack, can_stack
 from actors.engine.cpu.screen import Screen, can_screen
 from actors.engine.library.packed_attention import Attendance
 from actors.engine.sampling.sampler import argmax
-
-if TYPE_CHECKING:
-    from actors.engine.gpu.operations import Operations
-    from actors.engine.gpu.products import EightBits
 
 
 class KeyValueStore(Protocol):
@@ -83,7 +79,7 @@ class Decoder:
         self.context_length = context_length(config)
         self.logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
         self.head = model.get_output_embeddings()
-        self._fast = False  # whether the layers are `cpu`'s or `gpu`'s, which all have the first layer's rotary
+        self._fast = False  # whether the layers are `cpu`'s, which all have the first layer's rotary
         self._native = False  # whether attention and layers run the CPU's kernels
         self.stack: NativeStack | None = None  # runs all layers of a step in one native call
         self.screens = True  # whether `likeliest` screens the head where it can
@@ -126,7 +122,7 @@ class Decoder:
         return self._greedy_steps
 
     def _rotary_table(self, positions: int) -> Rotary:
-        """Cosines and sines [positions, R] of the first positions; all layers of `cpu` and `gpu` have these."""
+        """Cosines and sines [positions, R] of the first positions; all layers of `cpu` have these."""
         hidden = torch.empty(1, 1, 1, dtype=self.dtype, device=self.device)
         table = self._rotary(hidden, torch.arange(positions, device=self.device)[None])[0]
         return None if table is None else (table[0][0].contiguous(), table[1][0].contiguous())
@@ -184,29 +180,6 @@ class Decoder:
             if not shared:
                 self.model.set_output_embeddings(self.head)  # frees the weight itself
 
-    def prepare_for_gpu(self, operations: Operations, eight_bits: EightBits | None = None) -> bool:
-        """Replace the layers by those of `gpu.layers`, for inference alone; not reversible. False if the family has
-        none.
-
-        Args:
-            operations: `gpu.kernels`, or `gpu.reference` where there is no Triton.
-            eight_bits: products with 8 bits, the head's too; None: all in 16.
-        """
-        from actors.engine.gpu.layers import FusedLayer, FusedNorm
-        from actors.engine.gpu.products import head_of
-
-        if not has_pages(self.model.config):
-            return False
-        self._replace_layers(lambda weights: FusedLayer(weights, operations, eight_bits))
-        if eight_bits is not None and (head := head_of(self.head, eight_bits, operations)) is not None:
-            if self.head.weight is not self.model.get_input_embeddings().weight:
-                self.model.set_output_embeddings(head)  # frees the weight itself
-            self.head = head
-        last = getattr(self.model.model, "norm", None)
-        if last is not None:
-            self.model.model.norm = FusedNorm(NormWeights.of(last), operations)
-        return True
-
     def _replace_layers(self, make: Callable[[LayerWeights], nn.Module]) -> None:
         """Replace each of the library's layers, and free its memory before the next one is made."""
         self._fast = True
@@ -214,16 +187,6 @@ class Decoder:
         for number in range(self.num_layers):  # no name may refer to the old layer when its memory is given back
             self.blocks[number] = blocks[number] = make(layer_weights(self.model.config, blocks[number]))
             packing.give_memory_back()
-
-    def compile(self) -> None:
-        """Compile every layer with torch.compile, for any batch size and length; needs a C++ compiler on CPU."""
-        settings = torch._dynamo.config
-        # a layer's code is shared and guarded by its index: each layer is a recompilation, with and without gradients
-        most = 8 * self.num_layers
-        settings.recompile_limit = max(settings.recompile_limit, most)
-        settings.accumulated_recompile_limit = max(settings.accumulated_recompile_limit, 4 * most)
-        for block in self.blocks:
-            block.compile(dynamic=True)
 
     def embed(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Sequence[Rotary]]:
         """ids, positions [B, S] -> hidden states [B, S, E] and each layer's rotary cosines and sines [B, S, R]."""
@@ -376,16 +339,4 @@ class Decoder:
                 hidden = output
             else:
                 hidden[first:] = output
-        return hidden[:, 0]
-
-    def steps(self, ids: Tensor, positions: Tensor, cache: SkipCache) -> Tensor:
-        """All layers over tokens [N, 1] of rows, one or several of each, as single steps compute them; hidden states
-        [N, E] behind the last layer. Requires `stack`.
-
-        ids, positions: [N, 1].
-        """
-        assert self.stack is not None and isinstance(cache.kernels, NativeBuffers)
-        hidden, rotary = self.embed(ids, positions)
-        everyone = [len(ids)] * self.num_layers
-        hidden = self.stack.step(hidden, rotary[0], everyone, *cache.step_slots(), cache.kernels, shared=True)
         return hidden[:, 0]

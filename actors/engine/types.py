@@ -14,13 +14,8 @@ if TYPE_CHECKING:
     from actors.engine.constraints.constraint import Constraint
     from actors.engine.schedules.schedule import Schedule
 
-EngineName = Literal["auto", "library", "paged"]
+EngineName = Literal["auto", "library"]
 SCHEDULERS = ("lock_step", "refill")
-
-
-def wants_pages(engine: EngineName, *, on_gpu: bool, compiled: bool) -> bool:
-    """Whether a setting asks for the paged engine: `paged` does, and `auto` on a GPU without torch.compile."""
-    return engine == "paged" or (engine == "auto" and on_gpu and not compiled)
 
 
 class FinishReason(StrEnum):
@@ -254,12 +249,6 @@ class EngineStats:
     idle_row_steps: int = field(default=0, metadata={"unit": "decode steps of rows that had ended"})
     layer_steps: int = field(default=0, metadata={"unit": "layers run over decode steps"})
     full_layer_steps: int = field(default=0, metadata={"unit": "layers full depth would have run"})
-    drafted_tokens: int = field(default=0, metadata={"unit": "tokens that layers drafted, in exact mode"})
-    accepted_tokens: int = field(default=0, metadata={"unit": "of these, tokens that full depth sampled too"})
-    verified_tokens: int = field(default=0, metadata={"unit": "tokens that full depth computed to verify them"})
-    looked_up_tokens: int = field(default=0, metadata={"unit": "tokens that exact mode drafted by prompt lookup"})
-    accepted_lookup_tokens: int = field(default=0, metadata={"unit": "of these, tokens that full depth sampled too"})
-    verified_lookup_tokens: int = field(default=0, metadata={"unit": "tokens that full depth computed to verify them"})
     prefill_seconds: float = field(default=0.0, metadata={"unit": "s"})
     decode_seconds: float = field(default=0.0, metadata={"unit": "s"})
     cache_bytes: int = field(default=0, metadata={"unit": "bytes of the largest batch's cache"})

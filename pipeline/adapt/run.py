@@ -130,9 +130,7 @@ def _actors(task: Task, planned: Mapping[str, int]) -> dict[str, Any]:
     """Threads, bytes of cache and rows in flight of one actor. planned: by the job that answered the sample."""
     config = task.config
     actors = {name: getattr(config.actors, name) or planned[name] for name in ("threads", "cache_bytes")}
-    actors["max_batch"] = config.rows_in_flight(task.resolved.checkpoint.has_pages)
-    if config.paged:  # two models share the GPU, and the planned cache was for one
-        actors["cache_bytes"] = config.actors.cache_bytes
+    actors["max_batch"] = config.rows_in_flight
     return actors
 
 

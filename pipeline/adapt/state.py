@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from actors.engine.errors import UserError, flat
+from pipeline.config.base import without_removed
+from pipeline.config.job import JobConfig
 from pipeline.plan.manifest import difference
 from pipeline.storage.owned_folder import FILES, OwnedFolder
 
@@ -48,7 +50,7 @@ class StageRecord:
             name
             for stage in self.names
             if stage in self.done
-            for name in difference(self.done[stage]["settings"], _plain(settings[stage]))
+            for name in difference(without_removed(self.done[stage]["settings"], JobConfig), _plain(settings[stage]))
         ]
         if names:
             raise UserError(

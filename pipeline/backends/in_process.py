@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from actors.engine.errors import UserError
 from actors.engine.machine import process_cpus, process_memory
 from pipeline.backends.stages import Actors, Read, Stage, Tasks
 from pipeline.config.job import ActorsConfig
@@ -28,15 +27,6 @@ class InProcess:
     def node(self, actors: ActorsConfig) -> tuple[int, int, int]:
         """See `Hardware`."""
         return process_cpus(), process_memory(), 1
-
-    def free_gpu_memory(self, actors: ActorsConfig) -> tuple[int, int]:
-        """See `Hardware`."""
-        import torch
-
-        if not torch.cuda.is_available():
-            raise UserError("actors.gpus: torch finds no GPU here; set gpus: 0")
-        free, total = torch.cuda.mem_get_info()
-        return int(free), int(total)
 
     def call_isolated(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """See `Hardware`; here it runs in this process, as every stage does."""

@@ -26,7 +26,6 @@ from pipeline.runtime.ray_metrics import RayMetrics
 from pipeline.runtime.ray_session import (
     actor_cpus,
     check_metrics_port,
-    free_gpu_memory,
     is_own_ray,
     ray_session,
     smallest_node,
@@ -67,10 +66,6 @@ class RayData:
     def node(self, actors: ActorsConfig) -> tuple[int, int, int]:
         """See `Hardware`."""
         return (process_cpus(), process_memory(), 1) if is_own_ray() else smallest_node(actors)
-
-    def free_gpu_memory(self, actors: ActorsConfig) -> tuple[int, int]:
-        """See `Hardware`."""
-        return free_gpu_memory(actors)
 
     def call_isolated(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """See `Hardware`."""

@@ -133,6 +133,8 @@ def read_segments(folder: Folder, fingerprint: str) -> tuple[dict[str, pa.Table]
         if table.schema.metadata.get(b"skipdecode.fingerprint") != fingerprint.encode():
             return None
         table = _with_later_columns(table)
+        kept = [name for name in RECORDS_SCHEMA.names if name in table.column_names]
+        table = table.select(kept)  # earlier versions had further columns
         return table if table.schema.equals(RECORDS_SCHEMA) else None
 
     names = folder.names(SEGMENTS)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Any, ClassVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
@@ -36,6 +37,22 @@ class Section(BaseModel):
         if isinstance(values, dict):
             values = {name: value for name, value in values.items() if name not in cls.removed}
         return values
+
+
+def without_removed(stored: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
+    """Return the values that an earlier version recorded of a section, without removed keys that hold their default.
+
+    So a job, whose identity holds them, goes on.
+    """
+    kept: dict[str, Any] = {}
+    for key, value in stored.items():
+        if key in section.removed and value == section.removed[key][0]:
+            continue
+        field = section.model_fields.get(key)
+        kinds = () if field is None else (field.annotation, *get_args(field.annotation))
+        nested = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+        kept[key] = without_removed(value, nested) if nested is not None and isinstance(value, Mapping) else value
+    return kept
 
 
 SECRET = "secret"  # the type of a pydantic error whose value must not be shown

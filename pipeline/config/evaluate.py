@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -37,6 +37,8 @@ class BootstrapConfig(Section):
 class EvalConfig(Section):
     renamed: ClassVar[dict[str, str]] = {"beside": "baselines"}
 
+    removed: ClassVar[dict[str, tuple[Any, str]]] = {"exact": (False, "leave it out")}
+
     data: EvalDataConfig
     model: ModelConfig
     reference_model: Place | None = Field(
@@ -54,11 +56,6 @@ class EvalConfig(Section):
     )
     compare: float | None = Field(
         None, gt=1, description="nominal speed at which other keep orders, decays and baselines run too"
-    )
-    exact: bool = Field(
-        False,
-        description="time exact mode too, as the line exact, on a CPU: the layers of the highest of speedups and "
-        "prompt lookup draft full depth's own answers",
     )
     learned_order: list[int] | None = Field(
         None, description="with compare: a learned keep order; null: measure it, as schedule.keep_order: measured does"

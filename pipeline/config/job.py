@@ -6,10 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from actors.engine.checkpoint.compressed import Kind
 from actors.engine.constraints.constraint import check_compatible
 from actors.engine.errors import UserError
-from actors.engine.types import EngineName, SamplingParams, wants_pages
+from actors.engine.types import EngineName, SamplingParams
 from pipeline.config.adapt import AdaptConfig
 from pipeline.config.base import Endpoint, Place
 from pipeline.config.base import Section as Section
@@ -76,9 +75,11 @@ class OutputConfig(Section):
 
 
 class ModelConfig(Section):
-    renamed: ClassVar[dict[str, str]] = {"cuda_graphs": "model.engine: for cuda_graphs: true write engine: paged"}
     removed: ClassVar[dict[str, tuple[Any, str]]] = {
-        "products": ("measured", "this package's kernels run, and with AMX the library's products; leave it out")
+        "products": ("measured", "this package's kernels run, and with AMX the library's products; leave it out"),
+        "cuda_graphs": (False, "vLLM captures them; leave it out"),
+        "kv_cache": (None, "on a GPU vLLM has a cache of 8 bits; leave it out"),
+        "compile": (False, "the CPU has kernels of its own; leave it out"),
     }
 
     path: Place = Field(description="checkpoint: local folder, s3:// folder, or owner/name@revision on the hub")
@@ -91,62 +92,35 @@ class ModelConfig(Section):
         None,
         description="folder on each node for downloads; default $SKIPDECODE_CACHE, else ~/.cache/skipdecode",
     )
-    dtype: Dtype = Field("bfloat16", description="weights, activations and, without kv_cache, cache")
-    weights: Kind | None = Field(
+    dtype: Dtype = Field("bfloat16", description="weights, activations and cache")
+    weights: Literal["int8"] | None = Field(
         None,
-        description="linear layers and head with 8 bits, one scale for each output of a weight; needs dtype bfloat16; "
-        "int8: on a CPU, where it needs AVX512-VNNI to be fast, and on a GPU by the paged engine; fp8: on a GPU of "
-        "compute capability 8.9; neither has run on a GPU; default: weights in dtype, or the 8 bits of the checkpoint",
-    )
-    kv_cache: Kind | None = Field(
-        None,
-        description="keys and values with 8 bits, one scale for each token and head: almost twice the rows in the same "
-        "cache; of the paged engine on a GPU, with dtype bfloat16; int8 is the more exact one, fp8 needs compute "
-        "capability 8.9; neither has run on a GPU; default: in dtype",
+        description="linear layers and head with 8 bits, one scale for each output of a weight; needs dtype bfloat16, "
+        "is for CPUs, and is fast with AVX512-VNNI; default: weights in dtype, or the 8 bits of the checkpoint",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where an actor has a GPU")
-    compile: bool = Field(
-        False, description="torch.compile the layers, on a CPU in place of the kernels; needs a C++ compiler"
-    )
     engine: EngineName = Field(
-        "auto",
-        description="paged: on a GPU, for Llama, Mistral, Qwen2, Qwen3, Phi-3, OLMo 2, SmolLM3 and OPT without sliding "
-        "windows, fused layers, CUDA graphs and a paged cache, not yet run on a GPU; library: the layers of "
-        "transformers, on a CPU with kernels of this package; auto: paged on a GPU, where each actor first compares a "
-        "few rows with library's layers, but library for compile and serve",
+        "auto", description="auto and library: the layers of transformers, on a CPU with kernels of this package"
     )
 
-    def pages(self, *, on_gpu: bool) -> bool:
-        """Whether the paged engine runs, if the model's family has it."""
-        return on_gpu and wants_pages(self.engine, on_gpu=on_gpu, compiled=self.compile)
-
-    def with_library_engine(self) -> ModelConfig:
-        """The same for work that the paged engine does not do."""
-        return self.model_copy(update={"engine": "library"})
-
-    @model_validator(mode="after")
-    def _compile_needs_library(self) -> ModelConfig:
-        if self.compile and self.engine == "paged":
-            raise UserError("compile and engine: paged exclude each other: the paged engine has kernels of its own")
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _removed_values(cls, values: Any) -> Any:
+        given = values if isinstance(values, dict) else {}
+        if given.get("engine") == "paged":
+            raise UserError("engine: paged was removed: leave engine out; README says how vLLM runs SkipDecode on GPUs")
+        if given.get("weights") == "fp8":
+            raise UserError(
+                "weights: fp8 was removed with the engine that ran it; leave it out, or write int8 on a CPU"
+            )
+        return values
 
     @model_validator(mode="after")
-    def _eight_bits_fit(self) -> ModelConfig:
-        """Keys that rule out weights or a cache of 8 bits are named, with their value."""
-        weights, cache = self.weights is not None, self.kv_cache is not None
-        for name, key, conflicts in (
-            ("weights", "dtype", weights and self.dtype != "bfloat16"),
-            ("weights", "compile", weights and self.compile),
-            ("weights", "engine", weights and self.device == "cuda" and self.engine == "library"),
-            ("weights", "device", self.weights == "fp8" and self.device == "cpu"),
-            ("kv_cache", "dtype", cache and self.dtype != "bfloat16"),
-            ("kv_cache", "compile", cache and self.compile),
-            ("kv_cache", "engine", cache and self.engine == "library"),
-            ("kv_cache", "device", cache and self.device == "cpu"),
-        ):
-            if conflicts:
+    def _int8_fits(self) -> ModelConfig:
+        for key, conflicts in (("dtype", self.dtype != "bfloat16"), ("device", self.device == "cuda")):
+            if self.weights is not None and conflicts:
                 value = f"{key}: {getattr(self, key)}"
-                raise UserError(f"{name}: {getattr(self, name)} does not go with {value}; leave {key} out")
+                raise UserError(f"weights: {self.weights} cannot be combined with {value}; leave {key} out")
         return self
 
 
@@ -178,11 +152,10 @@ class ScheduleConfig(Section):
 class JobScheduleConfig(ScheduleConfig):
     """A job's schedule, and the checks against one that ruins the text."""
 
-    exact: bool = Field(
-        False,
-        description="answer as full depth does, token for token: the schedule's layers and prompt lookup draft tokens, "
-        "full depth verifies them; at speedup 1 prompt lookup alone, which is for CPUs",
-    )
+    removed: ClassVar[dict[str, tuple[Any, str]]] = {
+        "exact": (False, "leave it out; schedule.speedup: 1 gives full depth's answers")
+    }
+
     unadapted: bool = Field(
         False, description="run a schedule that the checkpoint was not trained for; its text may be ruined"
     )
@@ -247,10 +220,9 @@ class ActorsConfig(Section):
     cache_bytes: int | None = Field(
         None,
         ge=1,
-        description="bytes of key/value cache of the rows in flight; default 1 GiB on CPU, 8 GiB a GPU, of the "
-        "paged engine the free memory of a GPU when the job is planned, less weights and activations",
+        description="bytes of key/value cache of the rows in flight; default 1 GiB on CPU, 8 GiB a GPU",
     )
-    max_batch: int | None = Field(None, ge=1, description="rows in flight at most; default 64, of the paged engine 512")
+    max_batch: int | None = Field(None, ge=1, description="rows in flight at most; default 64")
     scheduler: Literal["lock_step", "refill"] | None = Field(
         None,
         description="lock_step: all rows of a batch begin together; refill: a row that has ended is replaced at once, "
@@ -352,14 +324,9 @@ class JobConfig(Section):
         return self.output.format or ("openai_batch" if self.input.is_batch else "parquet")
 
     @property
-    def paged(self) -> bool:
-        """Whether actors use the paged engine, if the model's family supports it."""
-        on_gpu = self.actors.gpus > 0 and self.model.device != "cpu"
-        return self.model.pages(on_gpu=on_gpu)
-
-    def rows_in_flight(self, has_pages: bool) -> int:
-        """At most, in an actor. has_pages: whether the checkpoint's family has them."""
-        return self.actors.max_batch or (512 if self.paged and has_pages else 64)
+    def rows_in_flight(self) -> int:
+        """Return the largest number of rows in flight in an actor."""
+        return self.actors.max_batch or 64
 
     @property
     def devices(self) -> float:
@@ -372,12 +339,8 @@ class JobConfig(Section):
             raise UserError("budget.money needs price_per_hour, the money for an hour of one device")
         if self.input.retry is not None and self.output.is_table:
             raise UserError("input.retry would add rows that output.table holds already; leave one of both out")
-        if self.schedule.exact and self.model.compile:
-            raise UserError("schedule.exact has kernels of its own: leave out model.compile")
-        if self.model.weights == "fp8" and not self.actors.gpus:
-            raise UserError("model.weights: fp8 is for GPUs: set actors.gpus, or weights: int8")
-        if self.model.kv_cache is not None and not self.actors.gpus:
-            raise UserError(f"model.kv_cache: {self.model.kv_cache} is for GPUs: set actors.gpus, or leave it out")
+        if self.model.weights is not None and self.actors.gpus:
+            raise UserError("model.weights: int8 is for CPUs: leave it out, or leave out actors.gpus")
         if self.output.format == "openai_batch" and not self.input.is_batch:
             raise UserError("output.format: openai_batch answers such requests: set input.format: openai_batch too")
         if self.choices is not None:

@@ -101,15 +101,9 @@ class ServeConfig(Section):
     storage: StorageConfig = Field(default_factory=StorageConfig)
 
     @model_validator(mode="after")
-    def _eight_bits_fit(self) -> ServeConfig:
-        model = self.model
-        if model.kv_cache is not None and model.engine != "paged":
-            raise UserError(
-                f"model.kv_cache: {model.kv_cache} is for the paged engine: set engine: paged, or leave it out"
-            )
-        for key, kind in (("weights: fp8", model.weights == "fp8"), (f"kv_cache: {model.kv_cache}", model.kv_cache)):
-            if kind and not self.replicas.gpus:
-                raise UserError(f"model.{key} is for GPUs: set replicas.gpus, or leave it out")
+    def _int8_fits(self) -> ServeConfig:
+        if self.model.weights is not None and self.replicas.gpus:
+            raise UserError("model.weights: int8 is for CPUs: leave it out, or leave out replicas.gpus")
         return self
 
     @property

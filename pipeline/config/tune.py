@@ -116,6 +116,8 @@ class AdapterConfig(Section):
 
 
 class TrainingConfig(Section):
+    removed: ClassVar[dict[str, tuple[Any, str]]] = {"compile": (False, "leave it out")}
+
     epochs: float = Field(1.0, gt=0, description="passes over the training pairs")
     max_steps: int = Field(-1, description="optimizer steps; -1: by epochs")
     batch_size: int = Field(64, ge=1, description="pairs a step, over all workers and micro-batches")
@@ -147,7 +149,6 @@ class TrainingConfig(Section):
     early_stopping: int | None = Field(
         None, ge=1, description="dev-set losses without improvement before training stops; the best weights are kept"
     )
-    compile: bool = Field(False, description="torch.compile the layers; needs a C++ compiler, and minutes at first")
     threads: int | None = Field(
         None, ge=1, description="torch threads; default all cores, with workers workers.cpus each"
     )

@@ -33,7 +33,6 @@ from pipeline.read.schema import MissingColumn
 from pipeline.storage.owned_folder import OwnedFolder, check_apart
 
 REFERENCE = "reference model"  # name of its line, at full depth
-EXACT = "exact"  # name of exact mode's line, whose answers are not written
 
 
 @dataclass(frozen=True)
@@ -116,12 +115,8 @@ class EvalInputs:
         full = checkpoint.checkpoint.schedule({"speedup": 1.0})
         # any schedule below full depth merges the adapter
         start = {"depths": (max(1, full.warmup),)} if fast else {"speedup": 1.0}
-        # the paged engine's cache stays allocated, once for each model
-        paged = config.model.pages(on_gpu=not _on_cpu(config))
         # others are compared with as they are
-        plain = {"weights": None, "kv_cache": None}
-        model = config.model if checkpoint is self.model else config.model.model_copy(update=plain)
-        models = 1 + (self.model.adapter is not None) + (self.reference is not None) + len(self.baselines)
+        model = config.model if checkpoint is self.model else config.model.model_copy(update={"weights": None})
         generator = Generator(
             str(fetch(checkpoint.source)),
             speed_adapter=str(fetch(checkpoint.adapter)) if fast and checkpoint.adapter is not None else None,
@@ -129,7 +124,7 @@ class EvalInputs:
             unadapted=True,
             **generator_settings(model, config.sampling, config.choices),
             threads=config.threads,
-            cache_bytes=_cache_bytes(config) // (models if paged else 1),
+            cache_bytes=_cache_bytes(config),
             max_batch=config.max_batch,
             cumulative_logprob=False,  # as in a job that does not write them
         )
@@ -149,7 +144,7 @@ def prepare(config: EvalConfig) -> EvalInputs:
         changes["keep_order"] = "paper"  # until it is measured
     spec = (model.checkpoint.spec or ScheduleSpec()).overridden(changes)
     names = [REFERENCE, *(variant.name for variant in _planned(config, spec, model.checkpoint.num_layers))]
-    _check_names(config.baselines, [*names, EXACT])
+    _check_names(config.baselines, names)
     folder.check(output_files([*names, *config.baselines]))
     trie = _trie(config, model)
     reserved = 1 if trie is None else trie.most_tokens

@@ -21,7 +21,7 @@ from pipeline.checkpoints.keep_order import ROWS, Row, measured_order, rank_laye
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.checkpoints.variants import Variant, comparisons, speeds
 from pipeline.config.evaluate import EvalConfig
-from pipeline.evaluate.inputs import EXACT, REFERENCE, EvalInputs, prepare
+from pipeline.evaluate.inputs import REFERENCE, EvalInputs, prepare
 from pipeline.evaluate.intervals import paired_scores
 from pipeline.evaluate.line_statistics import available_metrics, line_statistics
 from pipeline.evaluate.plot import write_plot
@@ -74,19 +74,12 @@ def evaluate(config: EvalConfig) -> Evaluation:
     variants += [Variant(name, "model", ScheduleSpec(), None) for name in models.baselines]
     lines |= {name: (baseline, baseline.schedule) for name, baseline in models.baselines.items()}
 
-    exact = _exact(models, variants) if config.exact else None
-    timed = lines if exact is None else {**lines, EXACT: exact}
-    runs = time_in_turn(timed, inputs.prompts, config.runs, config.model.compile)
-    of_exact = runs.pop(EXACT, None)
+    runs = time_in_turn(lines, inputs.prompts, config.runs)
     announce(f"scoring {len(lines)} lines of {len(inputs.rows):,} answers")
     statistics = line_statistics(inputs, lines, runs, full_depth, available_metrics(inputs))
     scores = paired_scores(statistics, full_depth, config.bootstrap)
-    shown = [_line(variant, runs[variant.name], runs["1x"], scores[variant.name]) for variant in variants]
-    if of_exact is not None:  # its answers are those of 1x, and so are its scores
-        announce(_said(of_exact, runs["1x"]))
-        shown.append(_line(Variant(EXACT, EXACT, ScheduleSpec(), None), of_exact, runs["1x"], scores["1x"]))
     evaluation = Evaluation(
-        lines=shown,
+        lines=[_line(variant, runs[variant.name], runs["1x"], scores[variant.name]) for variant in variants],
         output=inputs.folder.path,
         rows=len(inputs.rows),
         batch=models.model.max_batch,
@@ -164,34 +157,6 @@ def _compared(inputs: EvalInputs, generator: Generator, planned: Sequence[Varian
     paper, *others = comparisons(inputs.spec, inputs.num_layers, speedup, tokens, order)
     known = [variant.spec.build(inputs.num_layers).to_dict() for variant in planned]
     return others if paper.spec.build(inputs.num_layers).to_dict() in known else [paper, *others]
-
-
-def _exact(models: Models, variants: Sequence[Variant]) -> tuple[Generator, Schedule] | None:
-    """The line of exact mode, whose drafts are of the highest speed; None where nothing is drafted."""
-    fastest = max((one for one in variants if one.group == "speed"), key=lambda one: one.nominal or 1.0)
-    base = models.base or models.model
-    drafts = fastest.spec.build(base.schedule.num_layers)
-    found = base.exact(models.model.at(drafts) if not drafts.is_full_depth else None)
-    if found is None:
-        announce("no line exact: only bfloat16 kernels of all layers, on a CPU, verify several tokens at once")
-        return None
-    return found, found.schedule
-
-
-def _said(run: TimedRun, full: TimedRun) -> str:
-    """What exact mode drafted, and whether its answers are full depth's."""
-    stats, pairs = run.stats, zip(run.answers, full.answers, strict=True)
-    same = sum(one.token_ids == other.token_ids for one, other in pairs)
-    drafted = [
-        f"{many:,} tokens {how}, {accepted:,} accepted"
-        for how, many, accepted in (
-            ("drafted by layers", stats.drafted_tokens, stats.accepted_tokens),
-            ("looked up", stats.looked_up_tokens, stats.accepted_lookup_tokens),
-        )
-        if many
-    ]
-    of_drafts = "; ".join(drafted) or "nothing drafted, as it would not pay"
-    return f"exact: {of_drafts}; {same:,} of {len(full.answers):,} answers are those of 1x to the token"
 
 
 def _line(variant: Variant, run: TimedRun, base: TimedRun, scores: Mapping[str, Score]) -> Line:

@@ -92,15 +92,14 @@ def time_in_turn(
     lines: Mapping[str, tuple[Generator, Schedule]],
     prompts: Sequence[Prompt],
     rounds: int,
-    compiled: bool = False,
 ) -> dict[str, TimedRun]:
     """Answer all rows under every line, `rounds` times: one line after the other, so that a drift affects all.
 
-    Every line warms up first: on its largest batch; or in whole rounds where there are several, on a GPU and with
-    `compiled` layers, as each new shape costs time there. Answers and counts are the last round's.
+    Every line warms up first: on its largest batch; or in a whole round where there are several rounds, and on a
+    GPU, as each new shape costs time there. Answers and counts are the last round's.
     """
-    whole_warm_up = rounds > 1 or compiled or any(generator.device.type == "cuda" for generator, _ in lines.values())
-    warm_ups = max(generator.engine.rounds_to_warm for generator, _ in lines.values()) if whole_warm_up else 0
+    whole_warm_up = rounds > 1 or any(generator.device.type == "cuda" for generator, _ in lines.values())
+    warm_ups = int(whole_warm_up)
     if not whole_warm_up:
         longest = sorted(prompts, key=lambda prompt: -len(prompt.ids))
         for name, (generator, schedule) in lines.items():

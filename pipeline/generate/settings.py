@@ -24,10 +24,7 @@ def generator_settings(
         "output_format": None if output_format is None else output_format.to_dict(),
         "dtype": model.dtype,
         "weights": model.weights,
-        "kv_cache": model.kv_cache,
         "device": model.device,
-        "compile": model.compile,
-        "engine": model.engine,
     }
 
 

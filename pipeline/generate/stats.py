@@ -30,11 +30,9 @@ def _unit(unit: str, default: Any = 0, total: str = "sum") -> Any:
     return field(default=default, metadata=metadata)
 
 
-DRAFTS = ("drafted_tokens", "accepted_tokens", "verified_tokens")
-LOOKUPS = ("looked_up_tokens", "accepted_lookup_tokens", "verified_lookup_tokens")
 SIGNS = ("empty_answers", "repeating_answers")
 LATER = {  # fields that older records lack
-    **dict.fromkeys((*DRAFTS, *LOOKUPS, *SIGNS, "control_tokens"), 0),
+    **dict.fromkeys((*SIGNS, "control_tokens"), 0),
     **dict.fromkeys(("label_counts", "field_counts", "common_answers"), ""),
 }
 
@@ -62,12 +60,6 @@ class Counts:
     decode_steps: int = _unit("tokens that were an input to decode")
     layer_steps: int = _unit("layers run over decode steps")
     full_layer_steps: int = _unit("layers run at full depth")
-    drafted_tokens: int = _unit("tokens that layers drafted, in exact mode")
-    accepted_tokens: int = _unit("of these, tokens that full depth sampled too")
-    verified_tokens: int = _unit("tokens that full depth computed to verify them")
-    looked_up_tokens: int = _unit("tokens that exact mode drafted by prompt lookup")
-    accepted_lookup_tokens: int = _unit("of these, tokens that full depth sampled too")
-    verified_lookup_tokens: int = _unit("tokens that full depth computed to verify them")
     padded_prompt_tokens: int = _unit("tokens computed in prefill, padding included")
     cache_bytes: int = _unit("bytes of the largest batch's cache", total="max")
     peak_memory_bytes: int = _unit("bytes", total="max")

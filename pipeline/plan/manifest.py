@@ -26,7 +26,6 @@ from pipeline.config.job import JobConfig, ModelConfig
 from pipeline.generate.agreement import Agreement
 from pipeline.plan.batch_ids import check_unique_ids
 from pipeline.plan.columns import check_type, text_columns
-from pipeline.plan.gpu_memory import planned_cache
 from pipeline.plan.inputs import check_output_disjoint, unchanged_files, with_digests
 from pipeline.plan.memory import Hardware
 from pipeline.plan.scheduler_choice import chosen_scheduler
@@ -45,7 +44,7 @@ from pipeline.tables.table import input_table
 
 log = logging.getLogger(__name__)
 ANSWERS_VERSION = 2  # raise by hand when a change of the code gives the same job file other answers
-GPU_CACHE_BYTES = 8 * 2**30  # cache of an actor on a whole GPU, where the engine has no pages
+GPU_CACHE_BYTES = 8 * 2**30  # cache of an actor on a whole GPU
 
 
 class NoRows(UserError):
@@ -117,7 +116,6 @@ def plan_job(
     files: Files | None = None,
     *,
     hardware: Hardware | None = None,
-    drafts: Schedule | None = None,
 ) -> Manifest:
     """Plan a new job, or the continuation of a stored one with its pinned files and batching.
 
@@ -127,7 +125,6 @@ def plan_job(
         stored: the job in the output folder.
         files: to plan over; default all files of `input.path`.
         hardware: asked for what a new job's threads and cache depend on; default this process.
-        drafts: of exact mode.
 
     Raises:
         UserError: input is missing, unreadable, of the wrong type, or changed since the stored job began.
@@ -166,9 +163,10 @@ def plan_job(
                 log.warning("actors.%s = %s is ignored: this job was planned with %s", name, asked, planned)
     # a file uploaded again with the same bytes has another version, but does not make another job
     identity = _identity(config, resolved, schedule, stored.files if stored else pinned, batching, limit)
-    if drafts is not None:
-        identity["schedule"]["drafts"] = drafts.to_dict()
-    fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    if stored is not None and stored.identity == json.loads(json.dumps(identity)):
+        fingerprint = stored.fingerprint  # an earlier version's, if keys were removed since
+    else:
+        fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     agreement = None if stored is None else stored.agreement
     return Manifest(fingerprint, identity, batching, pinned, shards, schema, agreement)
 
@@ -264,7 +262,6 @@ def _identity(
     for file in files:
         inputs.update(f"{file.url}\0{file.size}\0{file.version}\n".encode())
     return {
-        "task": "generate",  # as in jobs planned when there were others
         "input": {**_input_identity(config), "files": inputs.hexdigest()},
         "output": config.output.model_dump(exclude={"path", "format", "table"}),
         "model": {**_model_values(config.model), **resolved.identity(), **_other_ends(resolved)},
@@ -282,11 +279,10 @@ def _identity(
 
 
 def _model_values(model: ModelConfig) -> dict[str, Any]:
-    """Keys of `model` that can change an answer; a job planned before the two below existed has none."""
+    """Keys of `model` that can change an answer; a job planned before `weights` existed has none."""
     values = model.model_dump(exclude={"path", "cache", "speed_adapter"})
-    for name in ("weights", "kv_cache"):
-        if values[name] == ModelConfig.model_fields[name].default:
-            del values[name]
+    if values["weights"] is None:
+        del values["weights"]
     return values
 
 
@@ -301,7 +297,7 @@ def _other_ends(resolved: ResolvedCheckpoint) -> dict[str, Any]:
 def _input_identity(config: JobConfig) -> dict[str, Any]:
     """Keys of `input` that can change an answer; a job planned before two of them existed has none."""
     left_out = {"since", "changed", "unreadable", "retry", "csv_field_bytes", "duplicate_ids"}
-    values = {**config.input.model_dump(mode="json", exclude=left_out), "continuations": None}  # a removed key
+    values = config.input.model_dump(mode="json", exclude=left_out)
     if not config.input.is_table:
         del values["snapshot"]
     for name, default in (("special_tokens", None), ("continue_final", False)):
@@ -319,18 +315,12 @@ def plan_batching(config: JobConfig, resolved: ResolvedCheckpoint, rows: int, ha
     if hardware is not None and not actors.gpus and None in (actors.threads, actors.cache_bytes):
         cpus, memory, nodes = hardware.node(actors)
     of_node = math.ceil(actors.most / nodes)
-    if config.paged and resolved.checkpoint.has_pages and actors.cache_bytes is None:
-        assert hardware is not None
-        cache = planned_cache(config, resolved, hardware)
-    elif actors.gpus:
-        cache = int(GPU_CACHE_BYTES * min(actors.gpus, 1))
-    else:
-        cache = min(2**30, memory // 4 // of_node)
+    cache = int(GPU_CACHE_BYTES * min(actors.gpus, 1)) if actors.gpus else min(2**30, memory // 4 // of_node)
     return Batching(
         shard_rows=config.shard_rows or min(4096, math.ceil(rows / (4 * actors.most))),
         shard_bytes=config.shard_bytes,
         cache_bytes=actors.cache_bytes or cache,
-        max_batch=config.rows_in_flight(resolved.checkpoint.has_pages),
+        max_batch=config.rows_in_flight,
         threads=actors.threads or (1 if actors.gpus else max(1, cpus // of_node)),
         scheduler=chosen_scheduler(config, resolved.checkpoint),
     )

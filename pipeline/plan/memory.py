@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from actors.engine.build import uses_pages
 from actors.engine.checkpoint.file_digests import cache_record, write_record
 from actors.engine.checkpoint.fitting import check_tensors
 from actors.engine.checkpoint.loading import memory_needed
@@ -40,10 +38,6 @@ class Hardware(Protocol):
         """CPUs and bytes of memory of the smallest node that may hold actors, and the number of such nodes."""
         ...
 
-    def free_gpu_memory(self, actors: ActorsConfig) -> tuple[int, int]:
-        """Bytes of a GPU that an actor may use, and all bytes of that GPU. UserError if there is no GPU."""
-        ...
-
     def call_isolated(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Call a function that may kill its process. Raises Died then, where the backend survives it."""
         ...
@@ -61,10 +55,6 @@ def log_memory_estimate(
     An actor on a GPU checks the free memory there itself, before it loads.
     """
     need = actor_need(config.model, config.actors, checkpoint, batching)
-    drafts = checkpoint.checkpoint.schedule(config.schedule.changes()) if config.schedule.exact else None
-    if checkpoint.adapter is not None and drafts is not None and not drafts.is_full_depth:
-        # layers that draft have weights of their own
-        need = replace(need, weights=2 * need.weights, loading=2 * need.loading)
     described = describe(need, config.model.dtype, config.actors)
     log.info("%s; %s, at most %d rows in flight", described, batching.scheduler, batching.max_batch)
     if hardware.on_this_machine:
@@ -72,18 +62,11 @@ def log_memory_estimate(
 
 
 def actor_need(model: ModelConfig, actors: ActorsConfig, checkpoint: ResolvedCheckpoint, batching: Batching) -> Need:
-    """Memory of one actor. Raises UserError if the weights do not fit the config, or the engine lacks 8 bits."""
+    """Memory of one actor. Raises UserError if the weights do not fit the config."""
     on_gpu = _on_gpu(model, actors)
-    paged = uses_pages(model.engine, checkpoint.checkpoint, on_gpu=on_gpu, compiled=model.compile)
-    for key, kind in (("weights", model.weights if on_gpu else None), ("kv_cache", model.kv_cache)):
-        if kind is not None and not paged:
-            raise UserError(
-                f"model.{key}: {kind}: on a GPU only the paged engine has it, for jobs that generate and models with "
-                "pages: leave it out"
-            )
     if (stored := checkpoint.checkpoint.stored) is not None and model.weights is None:
-        lacking = f" (expanded to {model.dtype} where a {'GPU' if on_gpu else 'CPU'} lacks the instructions)"
-        runs = stored.run(model.dtype, compiled=model.compile, on_gpu=on_gpu, paged=paged)
+        runs = stored.run(model.dtype, on_gpu=on_gpu)
+        lacking = f" (expanded to {model.dtype} where a CPU lacks the instructions)"
         log.info("model: %s weights%s", stored.kind, lacking if runs else f", expanded to {model.dtype}")
     tensors = checkpoint.tensors()
     check_weights(checkpoint.checkpoint.config, tensors, model.path)
@@ -93,8 +76,6 @@ def actor_need(model: ModelConfig, actors: ActorsConfig, checkpoint: ResolvedChe
         batching.cache_bytes,
         tensors,
         on_gpu=on_gpu,
-        paged_rows=batching.max_batch if paged else 0,
-        weights=model.weights if paged else None,
     )
 
 

@@ -17,6 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from actors.engine.errors import UserError
+from pipeline.config.base import without_removed
+from pipeline.config.job import JobConfig
 from pipeline.generate.agreement import Agreement
 from pipeline.messages import one_line, printable
 from pipeline.plan.manifest import Batching, Manifest
@@ -79,7 +81,8 @@ def load(folder: Folder) -> Manifest | None:
     schema = pa.ipc.read_schema(pa.py_buffer(data[SCHEMA]))
     batching = Batching(**{**values["batching"], "prefix": tuple(values["batching"]["prefix"])})
     agreement = None if values["agreement"] is None else Agreement.of(values["agreement"])
-    return Manifest(values["fingerprint"], values["identity"], batching, files, shards, schema, agreement)
+    identity = without_removed(values["identity"], JobConfig)
+    return Manifest(values["fingerprint"], identity, batching, files, shards, schema, agreement)
 
 
 def is_own(text: bytes) -> bool:

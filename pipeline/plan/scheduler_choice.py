@@ -28,4 +28,4 @@ def chosen_scheduler(config: JobConfig, checkpoint: Checkpoint) -> str:
     stored = None if checkpoint.spec is None else checkpoint.spec.horizon
     median = config.schedule.horizon or stored
     is_similar = median is not None and sampling.max_new_tokens <= SPREAD * median
-    return "lock_step" if is_similar and config.rows_in_flight(checkpoint.has_pages) > FEW_ROWS else "refill"
+    return "lock_step" if is_similar and config.rows_in_flight > FEW_ROWS else "refill"

@@ -21,7 +21,6 @@ from pipeline.generate.value_fields import field_name, value_fields
 from pipeline.messages import one_line, write_log
 from pipeline.plan.manifest import Manifest
 from pipeline.report import prediction as predictions
-from pipeline.report.drafting import drafting
 from pipeline.report.figures import Histogram, clock_speedups, compare, depths, error_kinds, held_seconds, lengths
 from pipeline.report.page import flat, quiet_matplotlib, render
 from pipeline.report.timeline import MEANINGS, PARTS, Timeline, least_busy, run_spans, timeline
@@ -86,7 +85,6 @@ def job_page(folder: Folder, manifest: Manifest, shards: pa.Table, prediction: d
         "manifest": manifest,
         "totals": totals,
         "finished": totals.rows == manifest.rows,
-        "drafting": drafting(totals),
         "skips": totals.layer_steps < totals.full_layer_steps or prompt_layers < schedule["num_layers"],
         "prompt_layers": prompt_layers,
         "decodes": totals.decode_steps > 0,

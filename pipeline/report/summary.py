@@ -20,7 +20,6 @@ from pipeline.generate.stats import STATS_SCHEMA, ShardStats, Totals, slowest_sh
 from pipeline.messages import counted, parsed_control_tokens
 from pipeline.plan import plan_files
 from pipeline.plan.manifest import Manifest
-from pipeline.report.drafting import drafting
 from pipeline.report.figures import clock_speedups, held_seconds
 from pipeline.report.job_page import REPORT
 from pipeline.storage.folder import Folder
@@ -65,12 +64,11 @@ def print_report(
         steps = f"{totals.layer_steps:,} layer steps where full depth runs {totals.full_layer_steps:,}"
         depth = f"mean depth {totals.mean_depth:.2f} of {layers}{ratio}: {steps}"
     answers = "" if totals.answers == totals.rows else f" ({totals.answers:,} answers)"
-    exact = "".join(f"{line}\n" for line in drafting(totals))
     console.print(
         f"\n{counted(totals.rows, 'row')}{answers} in {counted(totals.shards, 'shard')}, "
         f"{totals.errors:,} with an error; "
         f"{totals.prompt_tokens:,} prompt and {totals.generated_tokens:,} generated tokens\n"
-        f"{exact}{depth}\n"
+        f"{depth}\n"
         f"actor seconds: prefill {totals.prefill_seconds:.1f}{decode}, "
         f"all {totals.generate_seconds:.1f}; prepare {totals.prepare_seconds:.1f}, commit {totals.commit_seconds:.1f}; "
         f"padding {100 * totals.padding_fraction:.1f}%\n"

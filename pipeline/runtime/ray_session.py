@@ -169,33 +169,6 @@ def ray_session(actors: ActorsConfig, verbose: bool, metrics_port: int | None = 
         yield
 
 
-def free_gpu_memory(actors: ActorsConfig) -> tuple[int, int]:
-    """Bytes of a GPU that an actor may use, and all bytes of it. Actors that share a GPU share it evenly.
-
-    Waits for a GPU where the cluster has yet to grow. UserError if there is none, or torch sees none.
-    """
-    with connected(verbose=False):
-        wait_for_nodes(actors)
-        log.info("reading the free memory of a GPU; actors.cache_bytes sets the cache without")
-        # its process must end before the actors start: it holds memory of the GPU as long as it lives
-        task = ray.remote(num_cpus=0, num_gpus=actors.gpus, max_calls=1)(_gpu_memory)
-        free, total = ray.get(task.remote())
-    if not total:
-        raise UserError(
-            "actors.gpus: Ray has GPUs, but torch sees none there: install a torch built for CUDA, or set gpus: 0"
-        )
-    return int(free * min(1.0, actors.gpus)), total
-
-
-def _gpu_memory() -> tuple[int, int]:
-    import torch
-
-    if not torch.cuda.is_available():
-        return 0, 0
-    free, total = torch.cuda.mem_get_info()
-    return int(free), int(total)
-
-
 def wait_for_nodes(actors: ActorsConfig) -> None:
     """Wait until the least number of actors fits the cluster.
 

@@ -18,7 +18,7 @@ STATE = "_training"
 RECIPE = "recipe.json"
 # keys that may change when an interrupted training is resumed
 FREE: dict[str, Any] = {
-    "training": {"epochs", "max_steps", "threads", "eval_steps", "save_steps", "compile"},
+    "training": {"epochs", "max_steps", "threads", "eval_steps", "save_steps"},
     "workers": True,
 }
 

@@ -82,14 +82,11 @@ def _trainer(config: TuneConfig, plan: TrainingPlan) -> SkipTrainer:
     model = _load_model(config, plan)
     decoder = Decoder(model)
     adapted: Any = model if config.adapter is None else adapters.add_adapters(model, config.adapter)
-    if settings.compile:
-        decoder.compile()
     arguments = training_arguments(config, plan)
     if config.adapter is not None:
         if arguments.bf16:
             adapters.round_frozen(model)
-        if not settings.compile:  # the compiler makes its own
-            make_lean(adapted)
+        make_lean(adapted)
     stopping = settings.early_stopping
     early_stopping = [] if stopping is None else [EarlyStoppingCallback(stopping)]
     keyed = _with_keys(plan.train, "train") if arguments.num_train_epochs > 1 or arguments.max_steps > 0 else plan.train

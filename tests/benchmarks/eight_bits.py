@@ -1,13 +1,13 @@
 """What the screened head and int8 weights gain in decode, beside bfloat16 with the whole head.
 
-    .venv/bin/python tests/benchmarks/eight_bits.py [--models demo,smollm2,opt-125m] [--rows 8,64] [--runs 5] [--gpu]
+    .venv/bin/python tests/benchmarks/eight_bits.py [--models demo,smollm2,opt-125m] [--rows 8,64] [--runs 5]
 
 Greedy, bf16, two threads, bare engine; lines run in turn after one warm-up round, medians are shown: tokens a second of
 decode and of prompts, ms a step of the head. A screened head must give a whole one's tokens, or the program ends. For
 int8: token KL from bfloat16 at the same speed, nats, over bfloat16's own answers. demo: its checkpoint; smollm2:
 work/real/model (make real-model) on the chats of work/real/text (real_data.py text), with the speed adapter of
 configs/real at 3x; opt-125m: its shape with random weights, of which a KL says nothing. The last line is one JSON
-object. --gpu: in place of all that, the KL at 1x of the GPU's products with 8 bits, computed by plain torch; no GPU.
+object.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ from actors.engine.checkpoint.loading import inspect, load_decoder, load_tokeniz
 from actors.engine.checkpoint.speed_adapter import merge, with_adapter
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
-from actors.engine.gpu import reference
-from actors.engine.gpu.products import EightBits
 from actors.engine.library.divergence import Model, teacher_forced
 from actors.engine.scheduler import generate
 from actors.engine.schedules.schedule import Schedule, ScheduleSpec
@@ -54,15 +52,11 @@ def main() -> None:
     parser.add_argument("--speeds", default="1,3", help="nominal")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--gpu", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     found = []
     with tempfile.TemporaryDirectory() as scratch:
         for name in given.models.split(","):
-            if given.gpu:
-                found += _of_gpu(name, int(given.rows.split(",")[0])) if name in PLACES else []
-                continue
             for speed in map(float, given.speeds.split(",")):
                 found += _measured(name, speed, list(map(int, given.rows.split(","))), given.runs, Path(scratch))
     print(json.dumps(found))
@@ -94,30 +88,6 @@ def _measured(name: str, speed: float, counts: Sequence[int], runs: int, scratch
     lines = []
     for rows in counts:
         lines += _timed(name, speed, engines, prompts_of(name, folder, rows), runs)
-    return lines
-
-
-def _of_gpu(name: str, rows: int) -> list[dict[str, Any]]:
-    """KL of the products of `gpu.products`, by their reference in plain torch, at 1x."""
-    folder = PLACES[name]
-
-    def load() -> Decoder:
-        return load_decoder(folder, torch.bfloat16, torch.device("cpu"))
-
-    full, prompts = load(), prompts_of(name, folder, rows)
-    full.prepare_for_cpu()
-    schedule = ScheduleSpec().build(full.num_layers)
-    sampling = SamplingParams(max_new_tokens=TOKENS, ignore_eos=True)
-    requests = [Request(ids, sampling, key=row) for row, ids in enumerate(prompts)]
-    done = generate(Engine(full, schedule, ()), requests, budget_bytes=2**32, max_rows=rows)
-    answers = {"whole head": [tuple(one.token_ids) for one in done]}
-    lines = []
-    for eight_bits in (None, EightBits("int8"), EightBits("fp8")):
-        decoder = load()
-        assert decoder.prepare_for_gpu(reference, eight_bits)
-        kl = _divergence(full, decoder, schedule, prompts, answers)
-        lines.append({"model": name, "rows": rows, "weights": eight_bits and eight_bits.kind, "kl": kl})
-        print(lines[-1], flush=True)
     return lines
 
 

@@ -4,7 +4,6 @@
 # runners, then throughput with random weights: plain vLLM with CUDA graphs, and the add-on at 2x and 3x. Results: $OUT or
 # work/gpu: vllm.json, and a table at the end.
 #   tests/benchmarks/gpu.sh [--shape llama-3-8b] [--rows 32,256,1024] [--prompt-tokens 128] [--new-tokens 128]
-# This package's own engine: gpu_speed.py.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONPATH=. TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1

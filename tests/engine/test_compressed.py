@@ -20,8 +20,7 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoint import LAYERS, tiny_checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from actors.engine.build import EngineSettings, products_in_eight_bits
-from actors.engine.checkpoint.compressed import LIMITS, Codes, Kind, codes_of, largest_scales
+from actors.engine.checkpoint.compressed import LIMITS, Kind, codes_of, largest_scales
 from actors.engine.checkpoint.loading import inspect, load_decoder, memory_needed
 from actors.engine.cpu import library, native_stack
 from actors.engine.cpu.layers import CpuLayer
@@ -29,7 +28,6 @@ from actors.engine.cpu.packing import PackedLinear
 from actors.engine.cpu.quantization import QuantizedProduct, quantize_weight
 from actors.engine.decoder import Decoder
 from actors.engine.errors import UserError
-from actors.engine.gpu.products import DTYPES, EightBitProduct
 from actors.engine.schedules.schedule import ScheduleSpec
 from actors.generator import Generator
 
@@ -141,7 +139,6 @@ def check_expanded(folder: Path, way: str, tmp_path: Path) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    kind=st.sampled_from(list(LIMITS)),
     outputs=st.integers(1, 40),
     inputs=st.integers(1, 100),
     exponent=st.integers(-30, 10),
@@ -149,27 +146,16 @@ def check_expanded(folder: Path, way: str, tmp_path: Path) -> None:
     seed=st.integers(0, 999),
 )
 def test_codes_are_found_again_in_expanded_weights(
-    kind: Kind, outputs: int, inputs: int, exponent: int, wide: bool, seed: int
+    outputs: int, inputs: int, exponent: int, wide: bool, seed: int
 ) -> None:
     """Of any scale, whether stored in float32 or bfloat16: all codes there are."""
     chance = torch.Generator().manual_seed(seed)
     scales = (torch.rand(outputs, generator=chance) + 0.5) * 2.0**exponent
     scales = scales if wide else scales.bfloat16().float()
-    if kind == "int8":
-        codes = torch.randint(-128, 128, (outputs, inputs), generator=chance).to(torch.int8)
-    else:
-        bits = torch.randint(0, 256, (outputs, inputs), generator=chance).to(torch.uint8)
-        bits[(bits & 127) == 127] = 0  # NaN
-        codes = bits.view(torch.float8_e4m3fn)
+    codes = torch.randint(-128, 128, (outputs, inputs), generator=chance).to(torch.int8)
     weight = (codes.float() * scales[:, None]).bfloat16()
-    if kind == "int8":
-        found, kept = quantize_weight(weight, scales)
-        assert torch.equal(found[:, :inputs], codes) and torch.equal(kept, scales)
-    padded = torch.nn.functional.pad(weight, (0, -inputs % 16, 0, -outputs % 16))
-    own = torch.nn.functional.pad(scales, (0, -outputs % 16))
-    product = EightBitProduct(padded, None, Codes(kind, own))
-    assert product.codes.dtype == DTYPES[kind]
-    assert torch.equal(product.codes[:outputs, :inputs].float(), codes.float())
+    found, kept = quantize_weight(weight, scales)
+    assert torch.equal(found[:, :inputs], codes) and torch.equal(kept, scales)
 
 
 def products(decoder: Decoder) -> list[bool]:
@@ -295,7 +281,7 @@ def test_tied_heads(base: Path, kind: Kind, tmp_path: Path) -> None:
     assert got.model.lm_head.weight is got.model.model.embed_tokens.weight
     assert torch.equal(logits(got), logits(want))
     plain, scales = held[table], largest_scales(held[table], kind)
-    codes = (plain / scales.clamp(min=1e-9)[:, None]).to(DTYPES[kind])
+    codes = (plain / scales.clamp(min=1e-9)[:, None]).to(torch.int8 if kind == "int8" else torch.float8_e4m3fn)
     near = codes.float() * scales[:, None]
     for coded, expected in (([table], near), (["lm_head.weight"], plain), ([table, "lm_head.weight"], near)):
         of_codes = {name: codes.clone() for name in coded} | {f"{name}_scale": scales.clone() for name in coded}
@@ -407,25 +393,3 @@ def test_scales_that_do_not_fit_are_refused(made: Callable[..., Path], kind: Kin
     if kind == "int8":
         no_weight = {f"{name}.weight": None, f"{name}.weight_packed": torch.ones(64, 7, dtype=torch.int32)}
         refused(rf"weight_packed of {name} has shape \[64, 7\], and its weight \[64, 32\]$", **no_weight)
-
-
-def test_what_a_gpu_multiplies(made: Callable[..., Path], base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its compute capability, and by the paged engine alone."""
-    cuda, capability = torch.device("cuda"), (9, 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an A100")
-
-    def asked(folder: Path, weights: Kind | None = None, *, paged: bool = True, dtype: str = "bfloat16") -> Kind | None:
-        settings = EngineSettings("auto", dtype, "cuda", False, None, None, False, weights)
-        return products_in_eight_bits(settings, inspect(folder), cuda, paged=paged)
-
-    int8, fp8, alone = made("int8"), made("fp8"), made("int8", inputs=None)
-    assert [asked(one) for one in (base, int8, fp8, alone)] == [None, "int8", "fp8", None]
-    assert [asked(one, "fp8") for one in (base, int8, fp8)] == ["fp8"] * 3
-    assert asked(fp8, paged=False) is None and asked(fp8, dtype="float16") is None
-    with pytest.raises(UserError, match=r"^weights = 'int8': on a GPU only the paged engine has it; "):
-        asked(base, "int8", paged=False)
-    capability = (8, 0)
-    assert [asked(one) for one in (int8, fp8)] == ["int8", None] and asked(fp8, "int8") == "int8"
-    with pytest.raises(UserError, match=r"^weights = 'fp8' needs a GPU of compute capability 8\.9 .*, not an A100$"):
-        asked(base, "fp8")

@@ -10,16 +10,15 @@ import torch
 from engine_cases import STOP, answer, requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_exact import FULL, HALF, exact
 from tiny_models import CONTEXT, LAYERS, MODELS, WINDOWLESS, tiny_model
 
 from actors.engine.cpu import library
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
-from actors.engine.exact.draft_length import MOST_DRAFTS
+from actors.engine.schedules.schedule import ScheduleSpec
 from actors.engine.types import Request, SamplingParams
 
-BF16 = torch.bfloat16
+BF16, FULL, MOST_STEPS = torch.bfloat16, ScheduleSpec().build(LAYERS), 8
 native = pytest.mark.skipif(not library.quantizes(BF16, torch.device("cpu")), reason="no kernel screens a head")
 ALL = {**MODELS, **WINDOWLESS}
 FAMILIES = [name for name, (kind, _) in ALL.items() if kind in ("llama", "opt", "mistral", "qwen2", "qwen3")]
@@ -40,19 +39,19 @@ def prepared(family: str) -> Decoder:
 @given(
     lengths=st.lists(st.integers(1, 12) | st.integers(CONTEXT - 12, CONTEXT - 2), min_size=1, max_size=5),
     layers=st.lists(st.booleans(), min_size=LAYERS, max_size=LAYERS),
-    count=st.integers(1, MOST_DRAFTS),
+    count=st.integers(1, MOST_STEPS),
     seed=st.integers(0, 10**6),
 )
 @torch.inference_mode()
 def test_steps_in_one_call_are_those_of_their_parts(
     family: str, lengths: list[int], layers: list[bool], count: int, seed: int
 ) -> None:
-    """Of some rows, by any layers, within the context and behind it; then several tokens of each row by all layers."""
+    """Of some rows, by any layers, within the context and behind it."""
     decoder, generator = prepared(family), torch.Generator().manual_seed(seed)
     steps = decoder.greedy_steps
     assert steps is not None
     engine = Engine(decoder, FULL, ())
-    engine.open(len(lengths), max(lengths), MOST_DRAFTS + 2)
+    engine.open(len(lengths), max(lengths), MOST_STEPS + 2)
     prompts = [torch.randint(3, decoder.vocab_size, (length,), generator=generator).tolist() for length in lengths]
     engine.admit([Request(prompt, SamplingParams(max_new_tokens=2), key=row) for row, prompt in enumerate(prompts)])
     cache, members = engine.cache, [row for row in range(len(lengths)) if (seed >> row) % 2 or row == 0]
@@ -70,21 +69,12 @@ def test_steps_in_one_call_are_those_of_their_parts(
     for row in range(len(members)):
         told = next((step for step in range(count) if found[step][row] < 0), count)  # later tokens follow from another
         assert [column[row] for column in found[:told]] == [column[row] for column in columns[1 : told + 1]]
-
-    owners = [row for row in members for _ in range(count)]
-    places = [lengths[row] + number for row in members for number in range(count)]
-    tokens = [column[index] for index in range(len(members)) for column in columns[:-1]]
-    cache.begin_step(places, decoder.device, owners)
-    at = torch.tensor(places).clamp(max=last)[:, None]
-    want = decoder.likeliest(decoder.steps(torch.tensor(tokens)[:, None], at, cache))
-    everyone = [len(tokens)] * LAYERS
-    assert steps(tokens, everyone, cache, shared=True) == [want]
     engine.close()
 
 
 @native
 def test_a_head_that_the_screen_does_not_decide_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps take the whole head then; drafts behind an undecided token are wrong, and not accepted."""
+    """Steps take the whole head then."""
     undecided, rows = Decoder(tiny_model("llama").to(BF16)), requests(6, seed=4, most_new=12)
     rows = [replace(row, sampling=replace(row.sampling, temperature=0.0)) for row in rows]
     undecided.prepare_for_cpu()
@@ -92,7 +82,6 @@ def test_a_head_that_the_screen_does_not_decide_changes_no_answer(monkeypatch: p
     want = [one.token_ids for one in answer(Engine(prepared("llama"), FULL, STOP, cumulative_logprob=False), rows)]
     assert [one.token_ids for one in answer(Engine(undecided, FULL, STOP, cumulative_logprob=False), rows)] == want
     assert undecided.screen is not None and undecided.screen.undecided == undecided.screen.rows > 0
-    assert [one.token_ids for one in answer(exact(undecided, HALF, (3, 1), cumulative_logprob=False), rows)] == want
 
 
 @native

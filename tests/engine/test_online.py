@@ -20,9 +20,6 @@ from tiny_models import LAYERS, tiny_model
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.errors import UserError
-from actors.engine.gpu import reference
-from actors.engine.gpu.engine import GpuEngine
-from actors.engine.gpu.pages import page_bytes
 from actors.engine.online.loop import OnlineLoop
 from actors.engine.online.submissions import Event, QueueFull, Submission
 from actors.engine.protocol import EngineProtocol
@@ -64,13 +61,6 @@ def llama() -> Decoder:
     return Decoder(tiny_model("llama"))
 
 
-@pytest.fixture(scope="module")
-def fused() -> Decoder:
-    decoder = Decoder(tiny_model("llama"))
-    assert decoder.prepare_for_gpu(reference)
-    return decoder
-
-
 def loop_of(
     engine: EngineProtocol,
     budget: int = 2**40,
@@ -101,30 +91,22 @@ def expected(decoder: Decoder, schedule: Schedule, rows: Sequence[Request]) -> l
     budget_rows=st.integers(1, 4),
     arrivals=st.lists(st.integers(0, 5), min_size=10, max_size=10),
     cancelled=st.sets(st.integers(0, 9), max_size=6),
-    paged=st.booleans(),
     events_per_second=st.sampled_from([math.inf, 1e4, 100, 1e-3]),
 )
 def test_tokens_are_those_of_the_bulk_path_whenever_rows_come_and_go(
     llama: Decoder,
-    fused: Decoder,
     schedule: Schedule,
     seed: int,
     max_rows: int,
     budget_rows: int,
     arrivals: list[int],
     cancelled: set[int],
-    paged: bool,
     events_per_second: float,
 ) -> None:
     rows = requests(10, seed, sampled=True)
     want = expected(llama, schedule, rows)
-    engine: EngineProtocol
-    budget = budget_rows * Engine(llama, schedule, STOP).row_bytes(20, 14) or 1
-    if paged:
-        budget = 4000 * page_bytes(fused.kv_heads, fused.head_dim, fused.dtype.itemsize)
-        engine = GpuEngine(fused, schedule, STOP, budget_bytes=budget, max_rows=max_rows, read_every=1 + seed % 4)
-    else:
-        engine = Engine(llama, schedule, STOP)
+    engine = Engine(llama, schedule, STOP)
+    budget = budget_rows * engine.row_bytes(20, 14) or 1
     loop = loop_of(engine, budget, max_rows, events_per_second=events_per_second)
     clients = [Client() for _ in rows]
     submissions: list[Submission] = []
@@ -140,7 +122,7 @@ def test_tokens_are_those_of_the_bulk_path_whenever_rows_come_and_go(
                 loop.cancel(submissions[gone])
             loop.turn()
             turn += 1
-        if not paged and engine.cache is not None:
+        if engine.cache is not None:
             assert engine.cache.bytes <= budget
     for number in sorted(leave):
         for gone in leave[number]:
@@ -153,8 +135,6 @@ def test_tokens_are_those_of_the_bulk_path_whenever_rows_come_and_go(
             assert client.done[0].token_ids == want[row]
     assert not engine.rows and not loop.in_flight and not loop.waiting
     assert loop.totals.ended + loop.totals.cancelled == 10
-    if paged:
-        assert engine._run is not None and engine._run.cache.free == engine.pages
 
 
 @settings(max_examples=10)

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save, save_file
 from tiny_models import tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from actors.engine.checkpoint.compressed import Kind
 from actors.engine.checkpoint.fitting import check_tensors
 from actors.engine.checkpoint.loading import inspect, load_decoder, memory_needed
 from actors.engine.checkpoint.weights import (
@@ -32,9 +31,6 @@ from actors.engine.checkpoint.weights import (
     weight_files,
 )
 from actors.engine.errors import UserError
-from actors.engine.gpu import reference
-from actors.engine.gpu.layers import FusedLayer
-from actors.engine.gpu.products import EightBitHead, EightBitProduct, EightBits
 
 SHAPES = st.dictionaries(
     st.text("abc.", min_size=1, max_size=8), st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=5
@@ -278,29 +274,3 @@ def test_a_damaged_header_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(data)
     with pytest.raises(ValueError, match=r"model\.safetensors: not a safetensors file: its header cannot be read"):
         folder_tensors(tmp_path)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_the_need_of_8_bits_is_what_the_gpus_layers_hold(tmp_path: Path, kind: Kind, tied: bool) -> None:
-    """Beside a tied head's copy the embeddings stay; while they load, weights have 16 bits."""
-    shape = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
-    config = LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied)
-    save_checkpoint(tmp_path, LlamaForCausalLM(config))
-    plain, found = (
-        memory_needed(inspect(tmp_path), "bfloat16", 1000, on_gpu=True, paged_rows=8, weights=weights)
-        for weights in (None, kind)
-    )
-    assert found.loading == plain.weights and found.working > plain.working
-    decoder = load_decoder(tmp_path, torch.bfloat16, torch.device("cpu"))
-    assert decoder.prepare_for_gpu(reference, EightBits(kind))
-    layers = [block for block in decoder.blocks if isinstance(block, FusedLayer)]
-    products = [one for layer in layers for one in (layer.qkv, layer.output, layer.up, layer.down)]
-    assert isinstance(decoder.head, EightBitHead)
-    held = 0
-    for product in (*products, decoder.head.product):
-        assert isinstance(product, EightBitProduct)
-        held += product.codes.nbytes + product.scales.nbytes
-    norms = [norm.weight for layer in layers for norm in layer.norms]
-    held += sum(weight.nbytes for weight in norms) + decoder.model.model.norm.norm.weight.nbytes
-    assert found.weights == held + decoder.model.get_input_embeddings().weight.nbytes

@@ -49,9 +49,9 @@ class StoredWeights:
     multiplied: bool
     symmetric: bool = True
 
-    def run(self, dtype: str, *, compiled: bool, on_gpu: bool, paged: bool) -> bool:
-        """Whether an engine multiplies such codes, if the device has the instructions; else it expands them."""
-        return self.multiplied and dtype == "bfloat16" and not compiled and (paged if on_gpu else self.kind == "int8")
+    def run(self, dtype: str, *, on_gpu: bool) -> bool:
+        """Return whether the engine multiplies such codes, if the CPU has the instructions; else it expands them."""
+        return self.multiplied and dtype == "bfloat16" and not on_gpu and self.kind == "int8"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The supported model families: how to reach the parts of the library's models. Only this file knows families.
 
 A further family is one more entry of FAMILIES and one more tiny model in the engine's tests. With a function from the
-library's layer to `LayerWeights` it also runs by the fast layers of `cpu` and `gpu`.
+library's layer to `LayerWeights` it also runs by the fast layers of `cpu`.
 Shapes: B rows, S columns, N hidden states, E hidden size, V vocabulary size, R rotary size.
 """
 
@@ -302,7 +302,7 @@ def unknown_value(config: PretrainedConfig) -> str | None:
 
 
 def has_weights(config: PretrainedConfig) -> bool:
-    """Whether `layer_weights` can describe the layers, so that the fast layers of `cpu` and `gpu` apply."""
+    """Whether `layer_weights` can describe the layers, so that the fast layers of `cpu` apply."""
     if family_of(config).weights is None:
         return False
     if config.model_type == "opt":
@@ -331,12 +331,3 @@ def context_length(config: PretrainedConfig) -> int:
         if parameters.get("rope_type") == "longrope":
             lengths.append(parameters["original_max_position_embeddings"])
     return min(lengths)
-
-
-def has_pages(config: PretrainedConfig) -> bool:
-    """Whether a GPU can run the model by `gpu`'s layers over a paged cache: described layers without windows."""
-    if not has_weights(config) or any(window is not None for window in family_of(config).windows(config)):
-        return False
-    # these rope types depend on the rows' lengths, which a CUDA graph cannot follow
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    return rope not in ("dynamic", "longrope")

@@ -1,4 +1,4 @@
-"""One description of a decoder layer, whatever its family: `families` builds it, `cpu` and `gpu` compute from it.
+"""One description of a decoder layer, whatever its family: `families` builds it, `cpu` computes from it.
 
 Shapes: E hidden size, F feed-forward size, Q query heads, H key/value heads, D head size, I inputs, O outputs.
 """

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.engine.checkpoint.compressed import CONFIG_KEYS, Kind, StoredWeights, expand, stored_weights
+from actors.engine.checkpoint.compressed import CONFIG_KEYS, StoredWeights, expand, stored_weights
 from actors.engine.checkpoint.fitting import check_report
 from actors.engine.checkpoint.json_file import read_object
 from actors.engine.checkpoint.weights import (
@@ -28,7 +28,6 @@ from actors.engine.errors import UserError, flat
 from actors.engine.schedules.file import SCHEDULE_FILE, load_spec, load_trained
 from actors.engine.schedules.schedule import Schedule, ScheduleSpec
 from actors.engine.schedules.trained import Trained
-from actors.engine.working_memory import working_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -64,13 +63,6 @@ class Checkpoint:
     context_length: int
     adapter: SpeedAdapter | None = None
     stored: StoredWeights | None = None
-
-    @property
-    def has_pages(self) -> bool:
-        """See `families`."""
-        from actors.engine.checkpoint.families import has_pages
-
-        return has_pages(self.config)
 
     def schedule(self, changes: dict[str, Any]) -> Schedule:
         """The stored schedule with a job's `changes` on top; ValueError says what does not fit."""
@@ -202,16 +194,12 @@ def memory_needed(
     tensors: Mapping[str, StoredTensor] | None = None,
     *,
     on_gpu: bool,
-    paged_rows: int = 0,
-    weights: Kind | None = None,
 ) -> Need:
     """Memory that an actor needs for the checkpoint.
 
     Args:
         tensors: of the checkpoint; None: read from the headers in the folder.
         on_gpu: whether the actor has a GPU; else a CPU that packs weights in bfloat16 is assumed.
-        paged_rows: most rows in flight of the paged engine; 0: another engine runs.
-        weights: 8 bits of its products, if the job asks for them.
 
     Raises UserError if weights are missing or damaged.
     """
@@ -222,30 +210,7 @@ def memory_needed(
     if dtype == "bfloat16" and not on_gpu:  # the head is kept as it is, packed, and in 8 bits
         head = config.vocab_size * (getattr(config, "word_embed_proj_dim", None) or config.hidden_size)
         needed = replace(needed, weights=needed.weights + head * ITEM_BYTES[dtype] + head * 17 // 16)
-    if paged_rows:
-        working = working_bytes(config, ITEM_BYTES[dtype], paged_rows, weights)
-        needed = replace(needed, working=needed.working + working)
-        if weights is not None:  # they load in 16 bits
-            saved = _saved_bytes(config, tied=tied)
-            needed = replace(needed, loading=needed.weights, weights=needed.weights - saved)
     return needed
-
-
-def _saved_bytes(config: PretrainedConfig, *, tied: bool) -> int:
-    """Bytes that 8 bits for linear layers and head save; a tied head is a copy of the embeddings."""
-    from actors.engine.checkpoint.speed_adapter import linear_layers
-    from actors.engine.gpu.products import ALIGNMENT
-
-    layers: Any = linear_layers(config).values()
-    shapes = [tuple(layer.weight.shape) for layer in layers]
-    head = config.vocab_size, getattr(config, "word_embed_proj_dim", None) or config.hidden_size
-    saved = 0
-    for outputs, inputs in (*shapes, head):
-        if outputs % ALIGNMENT == inputs % ALIGNMENT == 0:
-            saved += outputs * inputs - 4 * outputs  # float32 scales
-    if tied and head[0] % ALIGNMENT == head[1] % ALIGNMENT == 0:
-        saved -= 2 * head[0] * head[1]
-    return saved
 
 
 def load_tokenizer(path: str | Path, class_name: str | None = None) -> PreTrainedTokenizerBase:

@@ -17,8 +17,6 @@ from actors.engine.errors import UserError
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEADER_LIMIT = 100_000_000  # bytes; the library refuses longer ones too
 ALLOWANCE = 2**29  # bytes for the process, its libraries, and a batch's activations and logits
-SPARED = 32  # 1/32 of a GPU's memory for cache is left free
-CACHE_STEP = 2**26  # bytes; a cache planned from free memory is a multiple
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # held while transformers makes a model: meanwhile it replaces a method of a class and torch's default dtype
 building_models = threading.Lock()
@@ -160,13 +158,6 @@ def check_free(need: Need, free: int, total: int) -> None:
             f"{gib(need.working)} working memory), but {gib(free)} of {gib(total)} are free: lower actors.cache_bytes, "
             "let fewer actors share a GPU, or free it"
         )
-
-
-def cache_that_fits(need: Need, free: int) -> int:
-    """Bytes of cache that fit a GPU with `free` bytes, at least 1; some memory is left for the allocator's
-    fragmentation."""
-    available = free - need.weights - need.working
-    return max(1, (available - available // SPARED) // CACHE_STEP * CACHE_STEP)
 
 
 def gib(count: int) -> str:

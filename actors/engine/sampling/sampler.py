@@ -19,11 +19,11 @@ from actors.engine.cpu import library
 from actors.engine.sampling import kernel as kernel_sampling
 from actors.engine.sampling.state import NO_TOKEN, Drawn, RowSampling, allowed_bits, changed_logits
 from actors.engine.types import TokenLogprob
-from actors.engine.working_memory import DRAWN_NUMBERS
 
 if TYPE_CHECKING:
     from actors.engine.decoder import Decoder
 
+DRAWN_NUMBERS = 2**23  # most logits from which tokens are sampled together by torch
 _INFINITY, _MINUS_INFINITY = 0x7F80, 0xFF80  # in bfloat16
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 

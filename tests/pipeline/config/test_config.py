@@ -96,9 +96,12 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
         (merged(input={"too_long": "cut"}), r"input\.too_long: .*'error'.*'truncate_left'.*, not 'cut'"),
         (merged(output={"keep": "topic"}), r"output\.keep: .*list, not 'topic'"),
         (merged(model={"dtype": "fp8"}), r"model\.dtype: .*'bfloat16'.*, not 'fp8'"),
-        (merged(model={"compile": True, "engine": "paged"}), r"model: compile and engine: paged exclude each other"),
+        (merged(model={"engine": "paged"}), r"model: engine: paged was removed: leave engine out"),
+        (merged(model={"compile": True}), r"model: compile was removed: .*leave it out"),
+        (merged(model={"kv_cache": "int8"}), r"model: kv_cache was removed: .*leave it out"),
+        (merged(schedule={"exact": True}), r"schedule: exact was removed: leave it out"),
         (merged(reasoning={"strat": "x"}), r"unknown key reasoning\.strat; did you mean start"),
-        (merged(model={"weights": "int4"}), r"model\.weights: .*'int8'.*'fp8', not 'int4'"),
+        (merged(model={"weights": "int4"}), r"model\.weights: .*'int8', not 'int4'"),
         (
             merged(
                 input={"path": "a", "since": "last_success", "retry": "errors"}, output={"path": "b", "format": "delta"}
@@ -113,14 +116,11 @@ def test_schedule_changes_are_the_keys_that_are_set(tmp_path: Path) -> None:
             merged(model={"weights": "int8", "dtype": "float32"}),
             r"model: weights: int8 .*dtype: float32; leave dtype out",
         ),
-        (merged(model={"weights": "fp8", "device": "cpu"}), r"model: weights: fp8 .*device: cpu; leave device out"),
-        (
-            merged(model={"weights": "int8", "device": "cuda", "engine": "library"}),
-            r"model: weights: int8 .*engine: library; leave engine out",
-        ),
-        (merged(model={"weights": "fp8"}), r"model\.weights: fp8 is for GPUs: set actors\.gpus, or weights: int8"),
-        (merged(model={"engine": "graphs"}), r"model\.engine: .*'auto', 'library' or 'paged', not 'graphs'"),
-        (merged(model={"cuda_graphs": True}), r"model: cuda_graphs is now model\.engine: "),
+        (merged(model={"weights": "int8", "device": "cuda"}), r"model: weights: int8 .*device: cuda; leave device out"),
+        (merged(model={"weights": "fp8"}), r"model: weights: fp8 was removed"),
+        (merged(model={"weights": "int8"}, actors={"gpus": 1}), r"model\.weights: int8 is for CPUs: leave it out"),
+        (merged(model={"engine": "graphs"}), r"model\.engine: .*'auto' or 'library', not 'graphs'"),
+        (merged(model={"cuda_graphs": True}), r"model: cuda_graphs was removed"),
         (merged(schedule={"speedup": "fast"}), r"schedule\.speedup: .*number.*, not 'fast'"),
         (merged(schedule={"keep_order": "odd"}), r"schedule\.keep_order: .*, not 'odd'"),
         (merged(sampling={"max_new_tokens": 0}), r"sampling\.max_new_tokens: .*1, not 0"),
@@ -207,7 +207,7 @@ def test_changes_are_values_of_yaml(tmp_path: Path) -> None:
         "output.keep=[a, b]",
         "input.path=s3://bucket/x=1/*.parquet",
         "input.template={{ question }}",
-        "model.compile=true",
+        "model.engine=library",
         "shard_rows=null",
         " output.path =elsewhere",
     ]
@@ -215,7 +215,7 @@ def test_changes_are_values_of_yaml(tmp_path: Path) -> None:
     assert config.schedule.speedup == 3 and config.sampling.temperature == 0.5
     assert config.output.keep == ["a", "b"] and config.output.path == "elsewhere"
     assert config.input.path == ["s3://bucket/x=1/*.parquet"] and config.input.template == "{{ question }}"
-    assert config.model.compile and config.shard_rows is None
+    assert config.model.engine == "library" and config.shard_rows is None
     assert load_config(JobConfig, path).schedule.speedup is None
 
 
@@ -339,7 +339,6 @@ def test_every_key_has_a_description(section: type[Section]) -> None:
     ("values", "message"),
     [
         ({**JOB, "max_row_errors": 0.1}, "max_row_errors is now max_error_rate"),
-        ({**JOB, "model": {"path": "m", "cuda_graphs": True}}, "model: cuda_graphs is now model.engine: for cuda_gr"),
     ],
 )
 def test_a_former_key_is_refused_by_its_new_name(tmp_path: Path, values: dict[str, Any], message: str) -> None:

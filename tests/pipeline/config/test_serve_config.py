@@ -16,8 +16,6 @@ from pipeline.config.load import validated
 from pipeline.config.serve import ServeConfig
 from pipeline.serve import plan_server, render
 
-PAGED = ("--set", "model.kv_cache=int8", "--set", "model.engine=paged")
-
 
 def config_of(checkpoint: Path, **sections: Any) -> ServeConfig:
     model = {"path": str(checkpoint), "dtype": "float32", **sections.pop("model", {})}
@@ -44,9 +42,10 @@ def refusal(*arguments: str) -> str:
         (("{file}", "--set", "replicas.events_per_second=9"), "events_per_second was removed: each step's tokens"),
         (("{file}", "--set", "schedule.speedup=0.5"), "speedup = 0.5"),
         (("{file}", "--set", "http.api_key_env=NO_SUCH_KEY"), "NO_SUCH_KEY is empty"),
-        (("{file}", "--set", "model.weights=fp8"), "model.weights: fp8 is for GPUs: set replicas.gpus"),
-        (("{file}", "--set", "model.kv_cache=int8"), "is for the paged engine: set engine: paged"),
-        (("{file}", *PAGED), "model.kv_cache: int8 is for GPUs: set replicas.gpus"),
+        (
+            ("{file}", "--set", "model.weights=int8", "--set", "replicas.gpus=1"),
+            "model.weights: int8 is for CPUs: leave it out",
+        ),
         (("{file}", "--set", "replicas.cache_bytes=99999999999999"), "do not fit in this machine's"),
         (("{file}", "--port", "{used}"), "choose another"),
     ],

@@ -21,7 +21,6 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from actors.engine.checkpoint.loading import load_tokenizer
-from actors.engine.cpu import library
 from pipeline.cli.app import app
 from pipeline.config.evaluate import EvalConfig
 from pipeline.evaluate.results import Evaluation, Line, Score, print_tables, write_table
@@ -299,7 +298,7 @@ BAD = [
     ({"beside": {"dense": "other"}}, "beside is now baselines"),
     ({"baselines": {"2x": "other"}}, "baselines: '2x' is the name of another line, '2x'"),
     ({"baselines": {"reference/model": "other"}}, "'reference/model' is the name of another line, 'reference model'"),
-    ({"baselines": {"exact": "other"}}, "baselines: 'exact' is the name of another line, 'exact'"),
+    ({"exact": True}, "exact was removed: leave it out"),
     ({"baselines": {"a b": "other", "a/b": "other"}}, "baselines: 'a/b' is the name of another line, 'a b'"),
     ({"baselines": {" / ": "other"}}, "baselines: ' / ' leaves nothing to name a file by"),
     ({"compare": 2, "baselines": {"2x learned order": "other"}}, "'2x learned order' is the name of another line"),
@@ -381,16 +380,3 @@ def test_a_later_failure_is_one_line_and_exit_1(
     line, log = result.stderr.strip().split("; traceback: ")
     assert line == f"skipdecode: {message}"
     assert type(error).__name__ in Path(log).read_text()
-
-
-def test_exact_mode_is_a_line_of_speed(recipe: dict[str, Any]) -> None:
-    """Its answers, and so its scores, are those of 1x; in a dtype without kernels of all layers there is none."""
-    brief = {**recipe, "exact": True}
-    assert [line.name for line in evaluate(EvalConfig.model_validate(brief)).lines] == ["1x", "2x"]
-    brief["model"] = {**recipe["model"], "dtype": "bfloat16"}
-    lines = evaluate(EvalConfig.model_validate(brief)).lines
-    if not library.multiplies(torch.bfloat16, torch.device("cpu")):
-        return
-    full, _, exact = lines
-    assert exact.name == "exact" and exact.scores == full.scores and exact.layer_ratio == 1.0
-    assert exact.seconds > 0 and exact.tokens_per_second > 0

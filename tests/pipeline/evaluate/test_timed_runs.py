@@ -20,20 +20,11 @@ PROMPTS = [Prompt([1] * length, "f", row) for row, length in enumerate((3, 9, 5,
 
 
 @pytest.mark.parametrize(
-    ("rounds", "device", "compiled", "warm_ups", "each"),
-    [
-        (1, "cpu", False, 2, 1),
-        (2, "cpu", False, 5, 1),
-        (1, "cuda", False, 5, 1),
-        (2, "cuda", False, 5, 2),
-        (1, "cpu", True, 5, 1),
-    ],
+    ("rounds", "device", "warm_ups"), [(1, "cpu", 2), (2, "cpu", 5), (1, "cuda", 5), (2, "cuda", 5)]
 )
-def test_lines_warm_up_and_take_turns(
-    rounds: int, device: str, compiled: bool, warm_ups: int, each: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a warm-up of few rows, these are the longest: the batch that comes first and needs the most. each: rounds that
-    an engine needs until nothing is compiled."""
+def test_lines_warm_up_and_take_turns(rounds: int, device: str, warm_ups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a warm-up of few rows, these are the longest: the batch that comes first and needs the most."""
+    each = 1
     asked: list[tuple[str, list[int]]] = []
 
     def answer(generator: Any, schedule: Any, prompts: list[Prompt], stage: str = "") -> TimedRun:
@@ -43,10 +34,9 @@ def test_lines_warm_up_and_take_turns(
         return TimedRun(answers, number, [number], [number / 2])  # type: ignore[arg-type, list-item]
 
     monkeypatch.setattr(timing, "answer", answer)
-    engine = SimpleNamespace(rounds_to_warm=each)
-    generator = SimpleNamespace(max_batch=2, device=SimpleNamespace(type=device), engine=engine)
+    generator = SimpleNamespace(max_batch=2, device=SimpleNamespace(type=device))
     lines: Any = {"1x": (generator, "1x"), "2x": (generator, "2x")}
-    runs = time_in_turn(lines, PROMPTS, rounds, compiled)
+    runs = time_in_turn(lines, PROMPTS, rounds)
     assert [name for name, _ in asked] == ["1x", "2x"] * (rounds + each)
     assert [len(rows) for _, rows in asked] == [warm_ups] * 2 * each + [5] * (2 * rounds)
     if warm_ups == 2:

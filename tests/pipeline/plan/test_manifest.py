@@ -313,9 +313,8 @@ def test_where_and_how_fast_is_not_what(inputs: Path, checkpoint: Path, sections
         ({"output": {"keep": ["topic"]}}, ["output.keep"]),
         ({"output": {"token_ids": True}}, ["output.token_ids"]),
         ({"model": {"dtype": "float32"}}, ["model.dtype"]),
-        ({"model": {"compile": True}}, ["model.compile"]),
+        ({"model": {"engine": "library"}}, ["model.engine"]),
         ({"model": {"weights": "int8"}}, ["model.weights"]),
-        ({"model": {"kv_cache": "int8"}, "actors": {"gpus": 1, "cache_bytes": 10**8}}, ["model.kv_cache"]),
         ({"schedule": {"speedup": 1}}, ["schedule.depths", "schedule.speedup"]),
         ({"shard_rows": 2}, ["shard_rows"]),
         ({"shard_bytes": 1000}, ["shard_bytes"]),
@@ -354,6 +353,29 @@ def test_limit_checkpoint_and_input_files_are_part_of_the_job(inputs: Path, chec
     changed = plan(config)
     assert changed.fingerprint != plain.fingerprint
     assert difference(plain.identity, changed.identity) == ["input.files"]
+
+
+@pytest.mark.parametrize(
+    ("removed", "changes", "goes_on"),
+    [
+        ({"compile": False, "products": "measured", "kv_cache": None}, {}, True),
+        ({"compile": False}, {"sampling": {"seed": 1}}, False),
+        ({"compile": True}, {}, False),
+    ],
+)
+def test_a_job_whose_identity_has_keys_that_were_removed_since_goes_on(
+    inputs: Path, checkpoint: Path, folder: Folder, removed: dict[str, Any], changes: dict[str, Any], goes_on: bool
+) -> None:
+    """It keeps its fingerprint, if the removed keys had their default and nothing else differs."""
+    planned = plan(job(inputs, checkpoint))
+    older = {**planned.identity, "model": {**planned.identity["model"], **removed}}
+    save(folder, replace(planned, identity=older, fingerprint="of an earlier version"))
+    stored = load(folder)
+    assert stored is not None
+    resumed = plan(job(inputs, checkpoint, **changes), stored=stored)
+    assert (resumed.fingerprint == "of an earlier version") == goes_on
+    names = ["model.compile"] if removed == {"compile": True} else ["sampling.seed"] if changes else []
+    assert difference(stored.identity, resumed.identity) == names
 
 
 NESTED = st.recursive(

@@ -1,1 +1,0 @@
-"""Exact mode: few layers or a lookup draft tokens, full depth verifies them."""
