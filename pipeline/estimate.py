@@ -57,6 +57,7 @@ SAMPLE_SHARE = 0.01  # share of the job's rows to answer, if that is more than t
 LEAST_ROWS = 64  # rows that an actor answers at each speed
 SAMPLED_ACTORS = 8  # maximum number of actors that measure at the same time
 WARM_UP_ROWS = 8
+BATCH_GAIN = 4  # seconds a row of a warm-up divided by those of a full batch, at most
 PREPARED_ROWS, PLACES = 2048, 16  # rows to tokenize, read from this many places of the input
 STAGES_SECONDS = 1.5  # from a loaded model to the first shard; totals, report and the end of the process
 WORKER_SHARE = 0.3  # processor seconds to start a worker that reads and prepares, divided by seconds of planning
@@ -332,7 +333,10 @@ def _sample(
     )
     generator = {**jobs.generator_arguments(job), "speed_adapter": job.checkpoint.pinned_adapter()}
     size = min(batching.shard_rows, batching.max_batch * (4 if batching.scheduler == "refill" else 2))
-    calls = [(spread[worker::workers], generator, batching.prefix, speeds, size, seconds) for worker in range(workers)]
+    calls = [
+        (spread[worker::workers], generator, batching.prefix, speeds, name_of(job.schedule), size, seconds)
+        for worker in range(workers)
+    ]
     return backend.call_as_actors(actors, time_speeds, calls)
 
 
@@ -341,12 +345,14 @@ def time_speeds(
     generator: Mapping[str, Any],
     prefix: Sequence[int],
     speeds: Mapping[str, Schedule],
+    chosen: str,
     size: int,
     seconds: float,
 ) -> ActorSample:
     """Answer rows at each speed, as many as the time allows, in a process of an actor.
 
-    Calls of all speeds alternate, so that machine drift affects them equally.
+    Calls of all speeds alternate, so that machine drift affects them equally. The job's own speed and 1x are always
+    timed, others where the time allows a call of as many rows.
 
     Args:
         given: Rows.
@@ -354,38 +360,41 @@ def time_speeds(
             for schedules that skip layers.
         prefix: Token ids with which the prompts begin.
         speeds: Schedules by name.
+        chosen: Name of the job's own speed.
         size: Rows of a call at most.
-        seconds: Time for all speeds after the first model is loaded. The first call of a speed may exceed it.
+        seconds: Time for all speeds after the first model is loaded. The first calls may exceed it.
     """
     from actors.generator import Generator
 
-    settings = fetched(generator)
-    adapter, loaded, deadline = settings["speed_adapter"], 0.0, 0.0
-    parts = math.ceil(len(given) / size)
+    settings, began = fetched(generator), 0.0
+    adapter, loaded = settings["speed_adapter"], 0.0
     calls: dict[str, list[TimedCall]] = {name: [] for name in speeds}
     skipping = [name for name, schedule in speeds.items() if adapter is not None and not schedule.is_full_depth]
     groups = [names for names in (skipping, [name for name in speeds if name not in skipping]) if names]
-    left = len(speeds)
-    for names in groups:
+    for number, names in enumerate(groups, 1):
         one = None  # two models do not share the memory
         gc.collect()
         one = Generator(**{**settings, "speed_adapter": adapter if names is skipping else None})
-        loaded = loaded or time.time()
-        deadline = deadline or time.monotonic() + seconds
-        until = time.monotonic() + max(0.0, deadline - time.monotonic()) * len(names) / left
-        left -= len(names)
+        loaded, began = loaded or time.time(), began or time.monotonic()
+        until = began + seconds * number / len(groups)
         at = {name: one.at(speeds[name]) for name in names}
-        rate = {name: _timed(each, given[:WARM_UP_ROWS], prefix) for name, each in at.items()}
-        second = {name: call.seconds / call.rows for name, call in rate.items()}
+        needed = [name for name in names if name in (chosen, "1x")]
+        parts = math.ceil(len(given) / size)
         for part in range(parts):
-            for index, name in enumerate(names):
-                rows = given[part::parts]  # spread over the input
-                fits = int((until - time.monotonic()) / (len(names) - index) / second[name])
-                if fits < len(rows) and calls[name]:
+            rows = given[part::parts]  # spread over the input
+            for name in sorted(names, key=lambda name: name not in needed):
+                left = until - time.monotonic()
+                if calls[name]:
+                    second = calls[name][-1].seconds / calls[name][-1].rows
+                elif part:
                     continue
-                call = _timed(at[name], rows[: max(fits, WARM_UP_ROWS)], prefix)
-                calls[name].append(call)
-                second[name] = call.seconds / call.rows
+                else:
+                    warm_up = _timed(at[name], given[:WARM_UP_ROWS], prefix)
+                    second = warm_up.seconds / warm_up.rows / BATCH_GAIN
+                    left /= max(1, sum(not calls[other] for other in needed))
+                fits = int(left / second)
+                if fits >= len(rows) or (name in needed and not calls[name]):
+                    calls[name].append(_timed(at[name], rows[: max(fits, WARM_UP_ROWS)], prefix))
     return ActorSample(loaded, calls)
 
 

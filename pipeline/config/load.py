@@ -11,25 +11,20 @@ from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.nodes import CollectionNode, Node
 
 from actors.engine.errors import UserError, flat, suggestion
 from pipeline.config.base import SECRET
 from pipeline.messages import check_unicode, counted, where_sought, without_secrets
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
-VALUES = 100_000  # of a document, its aliases expanded
 
 
 def parse_yaml(text: str) -> Any:
-    """The values of a YAML 1.2 document: yes and no are text, 1e-5 is a number, a key twice is refused.
+    """Return the values of a YAML 1.2 document: yes and no are text, 1e-5 is a number.
 
-    Raises UserError of one line if it is no such document, or its aliases expand to more than `VALUES` values.
+    Raises UserError of one line for another document, or for a key that occurs twice.
     """
     try:
-        node = _yaml().compose(io.StringIO(text))
-        if node is not None:
-            _expanded(node, {})
         return _yaml().load(io.StringIO(text))
     except RecursionError:
         raise UserError("nested too deeply") from None
@@ -72,22 +67,6 @@ def _place(error: MarkedYAMLError) -> str:
     return f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
 
 
-def _expanded(node: Node, known: dict[int, int]) -> int:
-    """Values of a tree, each alias counted with everything that it stands for."""
-    size = known.get(id(node))
-    if size == 0:
-        raise UserError(f"line {node.start_mark.line + 1}: an alias holds itself")
-    if size is None:
-        known[id(node)] = 0
-        below = node.value if isinstance(node, CollectionNode) else []
-        children = [child for entry in below for child in (entry if isinstance(entry, tuple) else (entry,))]
-        size = 1 + sum(_expanded(child, known) for child in children)
-        if size > VALUES:
-            raise UserError(f"more than {VALUES:,} values once its aliases are expanded")
-        known[id(node)] = size
-    return size
-
-
 def load_config(kind: type[ConfigT], path: str | Path, changes: Sequence[str] = ()) -> ConfigT:
     """Read a YAML file, apply ``a.b=value`` changes and validate.
 
@@ -103,6 +82,8 @@ def validated(kind: type[ConfigT], values: dict[str, Any], source: str) -> Confi
         return kind.model_validate(values)
     except ValidationError as error:
         raise UserError(f"{source}: {_first_problem(kind, error)}") from None
+    except RecursionError:
+        raise UserError(f"{source}: an alias holds itself, or values are nested too deeply") from None
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
 

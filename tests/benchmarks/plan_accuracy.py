@@ -125,7 +125,7 @@ def by_processor(name: str, folder: Path, limit: int) -> dict[str, Any]:
     one_actor = ["actors.count=1", "actors.threads=1"]
     config = load_config(JobConfig, file, [*changes, *one_actor, f"output.path={folder / name}"])
     began = time.perf_counter()
-    found = estimate(config, limit=limit, backend=InProcess(), seconds=30)
+    found = estimate(config, limit=limit, backend=InProcess())
     seconds = time.perf_counter() - began
     chosen = found.predictions[found.chosen]
     totals = jobs.run(config, limit=limit, overwrite=True, backend=InProcess()).totals

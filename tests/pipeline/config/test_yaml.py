@@ -13,14 +13,6 @@ from actors.engine.errors import UserError
 from pipeline.config.job import JobConfig
 from pipeline.config.load import dump_yaml, load_config, parse_yaml, validated
 
-BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{name}: &{name} [{', '.join([f'*{above}'] * 10)}]\n" for above, name in zip("abcdefg", "bcdefgh", strict=True)
-)
-MERGE_BOMB = "a: &a {x: 1}\n" + "".join(
-    f"{name}: &{name} {{<<: [{', '.join([f'*{above}'] * 10)}]}}\n"
-    for above, name in zip("abcdefg", "bcdefgh", strict=True)
-)
-
 
 @pytest.mark.parametrize(
     ("text", "value"),
@@ -81,19 +73,22 @@ def test_text_that_utf_8_cannot_hold_is_refused_wherever_it_stands(tmp_path: Pat
         ("a: 1\nb: 2\na: 3", 'line 3, column 1: found duplicate key "a"; leave one out'),
         ("a:\n\tb: 1", r"line 2, column 1: found character '\t' that cannot start any token; indent with spaces"),
         ("a: [1, 2", "line 1, column 9: expected ',' or ']', but got '<stream end>'"),
-        ("a: &a [*a]", "line 1: an alias holds itself"),
-        (BOMB, "more than 100,000 values once its aliases are expanded"),
-        (MERGE_BOMB, "more than 100,000 values once its aliases are expanded"),
         ("[" * 1_000, "nested too deeply"),
         ("a: !!python/object/apply:os.system [true]", "line 1, column 4: could not determine a constructor"),
         ("a: !!bool x", "a tag or a key does not fit its value"),
     ],
-    ids=["twice", "tab", "open", "self", "bomb", "merge bomb", "deep", "python", "tag"],
+    ids=["twice", "tab", "open", "deep", "python", "tag"],
 )
 def test_a_refused_document_is_one_line(text: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_yaml(text)
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+def test_an_alias_that_holds_itself_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("input: &a [*a]")
+    with pytest.raises(UserError, match=r"job.yaml: an alias holds itself, or"):
+        load_config(JobConfig, tmp_path / "job.yaml")
 
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(["yes", "1e-5", "null", "~", "012", ""])

@@ -100,7 +100,7 @@ def test_an_actor_that_is_free_takes_the_next_shard(rows: list[int], actors: int
 
 
 def test_an_actor_times_every_speed_in_turn(checkpoint: Path) -> None:
-    """40 rows in calls of at most 16 that are spread over them; without time each speed answers one small call."""
+    """Calls of at most 16 rows; without time 1x and the job's speed answer one small call, others none."""
     generator = {
         "checkpoint": str(checkpoint),
         "speed_adapter": None,
@@ -112,16 +112,17 @@ def test_an_actor_times_every_speed_in_turn(checkpoint: Path) -> None:
     }
     inspected = inspect(checkpoint)
     speeds = {"2x": inspected.schedule({"speedup": 2.0, "horizon": 3}), "1x": inspected.schedule({"speedup": 1.0})}
+    others = {"1.5x": inspected.schedule({"speedup": 1.5, "horizon": 3})}
     prompts = [Prompt([7 + row, 8], "x", row) for row in range(40)]
-    calls = time_speeds(prompts, generator, [], speeds, 16, 60.0).calls
+    calls = time_speeds(prompts, generator, [], speeds, "2x", 16, 60.0).calls
     for timed in calls.values():
         assert [call.rows for call in timed] == [14, 13, 13]
         assert all(call.seconds > 0 and call.prompt_tokens == 2 * call.rows for call in timed)
         assert all(call.stats.generated_tokens >= len(call.texts) == call.rows for call in timed)
     layers = [call.stats.layer_steps for timed in calls.values() for call in timed]
     assert sum(layers[:3]) < sum(layers[3:])
-    hurried = time_speeds(prompts, generator, [], speeds, 16, 0.0).calls
-    assert [[call.rows for call in timed] for timed in hurried.values()] == [[8], [8]]
+    hurried = time_speeds(prompts, generator, [], speeds | others, "2x", 16, 0.0).calls
+    assert [[call.rows for call in timed] for timed in hurried.values()] == [[8], [8], []]
 
 
 def test_the_sample_is_spread_over_the_shards() -> None:
