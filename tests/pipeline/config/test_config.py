@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.engine.types import SamplingParams
@@ -309,30 +308,6 @@ VALUES = st.recursive(
     lambda below: st.lists(below, max_size=3) | st.dictionaries(KEYS, below, max_size=4),
     max_leaves=12,
 )
-
-
-@given(VALUES, st.booleans())
-@settings(deadline=None)
-def test_whatever_the_file_holds_it_is_a_job_or_one_line(
-    tmp_path_factory: pytest.TempPathFactory, values: Any, complete: bool
-) -> None:
-    if complete and isinstance(values, dict):
-        values = {**JOB, **values}
-    path = tmp_path_factory.getbasetemp() / "any.yaml"
-    path.write_text(yaml.safe_dump(values))
-    said = ""
-    try:
-        load_config(JobConfig, path)
-    except ValueError as error:
-        said = str(error)
-    assert not said or (said.startswith(f"{path}: ") and "\n" not in said)
-
-
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
-def test_every_key_has_a_description(section: type[Section]) -> None:
-    for name, field in section.model_fields.items():
-        below = isinstance(field.annotation, type) and issubclass(field.annotation, Section)
-        assert below or (field.description or "").strip(), f"{section.__name__}.{name} has no description"
 
 
 @pytest.mark.parametrize(

@@ -50,16 +50,6 @@ def test_a_finished_job_run_again_writes_nothing(
     assert files(config) == before
 
 
-def test_a_part_that_is_gone_from_a_finished_job_is_answered_again(config: JobConfig) -> None:
-    jobs.run(config)
-    part = Path(config.output.path) / "part-000001.parquet"
-    data = part.read_bytes()
-    part.unlink()
-    again = jobs.run(config)
-    assert again.fresh_rows == 4 and part.read_bytes() == data
-    assert (Path(config.output.path) / "_SUCCESS").exists()
-
-
 def test_an_output_that_is_the_input_folder_is_refused_without_proposing_to_overwrite(config: JobConfig) -> None:
     folder = Path(config.input.path[0]).parent
     for path in (f"{folder}/*.parquet", str(folder)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 import threading
@@ -61,41 +60,6 @@ def finished(inputs: Path, checkpoint: Path, tmp_path_factory: pytest.TempPathFa
 
 def parts(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.parquet"))}
-
-
-def test_every_row_is_answered_once_and_row_errors_say_why(finished: tuple[Path, JobResult]) -> None:
-    output, outcome = finished
-    rows = [row for name in sorted(parts(output)) for row in pq.read_table(output / name).to_pylist()]
-    assert [row["id"] for row in rows] == [f"row-{row}" for row in range(ROWS)]
-    errors = {number: row["error"] for number, row in enumerate(rows) if row["error"] is not None}
-    assert errors.keys() == BAD.keys() and errors[5] == BAD[5] and errors[13].startswith("prompt of ")
-    assert all(row["generated_text"] is not None for number, row in enumerate(rows) if number not in BAD)
-    assert (outcome.totals.rows, outcome.totals.errors, outcome.fresh_rows) == (ROWS, len(BAD), ROWS)
-    assert json.loads((output / "_SUCCESS").read_text())["rows"] == ROWS
-    assert not list((output / "_job" / "quarantine").iterdir())
-
-
-def test_a_lost_part_is_answered_again_with_the_same_bytes(
-    finished: tuple[Path, JobResult], inputs: Path, checkpoint: Path, tmp_path: Path
-) -> None:
-    output, _ = finished
-    copy = tmp_path / "out"
-    shutil.copytree(output, copy)
-    (copy / "part-000001.parquet").unlink()
-    outcome = run_in_process(config(inputs, copy, checkpoint))
-    assert outcome.fresh_rows == 6 and parts(copy) == parts(output)
-    assert run_in_process(config(inputs, copy, checkpoint)).fresh_rows == 0
-
-
-def test_another_job_over_the_same_output_is_refused_unless_overwritten(
-    finished: tuple[Path, JobResult], inputs: Path, checkpoint: Path, tmp_path: Path
-) -> None:
-    copy = tmp_path / "out"
-    shutil.copytree(finished[0], copy)
-    other = config(inputs, copy, checkpoint, sampling={"max_new_tokens": 3})
-    with pytest.raises(ValueError, match=r"holds another job, which differs in sampling\.max_new_tokens"):
-        run_in_process(other)
-    assert run_in_process(other, overwrite=True, limit=10).totals.rows == 10
 
 
 def test_an_interrupt_lets_shards_at_work_end_and_the_same_command_finishes(

@@ -193,15 +193,6 @@ def test_statistics_add_up(undisturbed: tuple[Path, jobs.JobResult]) -> None:
     assert (summary["rows"], summary["planned_rows"], summary["nominal_speedup"]) == (ROWS, ROWS, 2)
 
 
-def test_a_finished_job_does_nothing(undisturbed: tuple[Path, jobs.JobResult], inputs: Path, checkpoint: Path) -> None:
-    output, first = undisturbed
-    times = {path: path.stat().st_mtime_ns for path in output.glob("*.parquet")}
-    again = run_in_process(config(inputs, output, checkpoint, actors={"count": 1}))  # actors may change
-    assert again.fresh_rows == 0
-    assert again.totals == first.totals
-    assert {path: path.stat().st_mtime_ns for path in output.glob("*.parquet")} == times
-
-
 def test_another_job_over_the_same_output_is_refused(
     undisturbed: tuple[Path, jobs.JobResult], inputs: Path, checkpoint: Path
 ) -> None:
