@@ -3,54 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-from actors.engine.machine import process_cpus, process_memory
-from pipeline.backends.stages import Actors, Read, Stage, Tasks
+from pipeline.backends.stages import Actors, Backend, Read, Stage, Tasks
 from pipeline.config.job import ActorsConfig
 from pipeline.generate.coordinator import Coordinator, Workload
 from pipeline.generate.stage import ThisProcess
 from pipeline.read.rows import read_blocks
 from pipeline.runtime.signals import Interrupted, graceful
 
-Result = TypeVar("Result")
 
-
-class InProcess:
+class InProcess(Backend):
     """Backend of one process: one actor, no retries. A row that kills the process kills the caller."""
 
-    on_this_machine = True
-    starts_workers = False
-
-    def node(self, actors: ActorsConfig) -> tuple[int, int, int]:
-        """See `Hardware`."""
-        return process_cpus(), process_memory(), 1
-
-    def call_isolated(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """See `Hardware`; here it runs in this process, as every stage does."""
-        return function(*arguments)
-
-    def call_as_actor(self, actors: ActorsConfig, function: Callable[..., Result], *arguments: Any) -> Result:
-        """See `Hardware`; here it runs in this process."""
-        return function(*arguments)
-
-    def call_as_actors(
-        self, actors: ActorsConfig, function: Callable[..., Result], calls: Sequence[tuple[Any, ...]]
-    ) -> list[Result]:
-        """See `Backend`; here one after the other."""
-        return [function(*arguments) for arguments in calls]
-
-    @contextmanager
-    def ready(self, actors: ActorsConfig) -> Iterator[None]:
-        """See `Backend`."""
-        yield
-
-    @contextmanager
-    def session(self, actors: ActorsConfig, output: str) -> Iterator[InProcessSession]:
-        """See `Backend`."""
-        yield InProcessSession()
+    def session(self, actors: ActorsConfig, output: str) -> AbstractContextManager[InProcessSession]:
+        return nullcontext(InProcessSession())
 
 
 class InProcessSession:
@@ -61,7 +30,6 @@ class InProcessSession:
         self.worker = ThisProcess()
 
     def run(self, stages: Sequence[Stage], workload: Workload, grace_seconds: float) -> None:
-        """See `Session`."""
         batches: Iterator[Any] = iter(())
         for stage in stages:
             batches = self._read(stage) if isinstance(stage, Read) else map(_function(stage), batches)

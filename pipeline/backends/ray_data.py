@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.engine.machine import process_cpus, process_memory
 from pipeline.backends.remote import RayWorker, RemoteCoordinator, exporting
-from pipeline.backends.stages import Actors, Read, Stage, Tasks
+from pipeline.backends.stages import Actors, Backend, Read, Stage, Tasks
 from pipeline.config.job import ActorsConfig
 from pipeline.generate.coordinator import Coordinator, Workload
 from pipeline.messages import one_line
@@ -42,7 +42,7 @@ CALL_RETRIES = 1  # of a call as an actor whose process died: its node may have 
 READ_RETRIES = 20  # of a read task whose process died, or whose result was lost with its node
 
 
-class RayData:
+class RayData(Backend):
     """Backend on a Ray of our own, or on the cluster that RAY_ADDRESS names or the caller has connected to.
 
     Args:
@@ -60,25 +60,18 @@ class RayData:
 
     @property
     def on_this_machine(self) -> bool:
-        """See `Hardware`."""
         return is_own_ray()
 
     def node(self, actors: ActorsConfig) -> tuple[int, int, int]:
-        """See `Hardware`."""
         return (process_cpus(), process_memory(), 1) if is_own_ray() else smallest_node(actors)
 
     def call_isolated(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """See `Hardware`."""
         return call_isolated(function, *arguments, seconds=ISOLATED_SECONDS, memory_bytes=process_memory() // 2)
-
-    def call_as_actor(self, actors: ActorsConfig, function: Callable[..., Result], *arguments: Any) -> Result:
-        """See `Hardware`."""
-        return self.call_as_actors(actors, function, [arguments])[0]
 
     def call_as_actors(
         self, actors: ActorsConfig, function: Callable[..., Result], calls: Sequence[tuple[Any, ...]]
     ) -> list[Result]:
-        """See `Backend`. Raises Died if a process dies."""
+        """Call as in `Hardware`. Raises Died if a process dies."""
         with self.ready(actors):
             remote: Any = ray.remote(num_cpus=actor_cpus(actors), num_gpus=actors.gpus, max_retries=CALL_RETRIES)
             task = remote(function)
@@ -90,13 +83,11 @@ class RayData:
 
     @contextmanager
     def ready(self, actors: ActorsConfig) -> Iterator[None]:
-        """See `Backend`."""
         with ray_session(actors, self.verbose, self.metrics_port):
             yield
 
     @contextmanager
     def session(self, actors: ActorsConfig, output: str) -> Iterator[RaySession]:
-        """See `Backend`."""
         with self.ready(actors):
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             # on the driver's node: it then dies only with the driver
@@ -117,7 +108,7 @@ class RaySession:
         self.worker = RayWorker(output)
 
     def run(self, stages: Sequence[Stage], workload: Workload, grace_seconds: float) -> None:
-        """See `Session`. Raises RayError of a task that failed for good."""
+        """Run as in `Session`. Raises RayError of a task that failed for good."""
         batches = _dataset(stages, self.output, verbose=self.verbose)
         with (
             installed(RayMetrics(self.output)),

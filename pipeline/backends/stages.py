@@ -6,20 +6,18 @@ Between two stages travels a batch that holds one shard.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import pyarrow as pa
 
 from pipeline.config.job import ActorsConfig, StorageConfig
 from pipeline.generate.coordinator import Coordinator, Workload
 from pipeline.generate.stage import Worker
-from pipeline.plan.memory import Hardware
+from pipeline.plan.hardware import Hardware
 from pipeline.read.files import InputFile
 from pipeline.read.shards import Shard
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -68,49 +66,29 @@ Stage = Read | Tasks | Actors
 class Session(Protocol):
     """A backend at work: everything that stages need while they are built and run."""
 
-    @property
-    def coordinator(self) -> Coordinator:
-        """Of this run."""
-        ...
-
-    @property
-    def worker(self) -> Worker:
-        """A process of the actor stage; used there."""
-        ...
+    coordinator: Coordinator
+    worker: Worker
 
     def run(self, stages: Sequence[Stage], workload: Workload, grace_seconds: float) -> None:
-        """Run the stages to their end.
+        """Run the stages to their end. Raises Interrupted after a signal.
 
-        Args:
-            grace_seconds: for shards at work after a first signal.
-
-        Raises:
-            Interrupted: after a signal.
+        grace_seconds: for shards at work after a first signal.
         """
         ...
 
 
-class Backend(Hardware, Protocol):
-    """Where a job runs."""
+class Backend(Hardware):
+    """Where a job runs. starts_workers: whether processes of its own read and prepare rows."""
 
-    @property
-    def starts_workers(self) -> bool:
-        """Whether it starts worker processes that read and prepare rows."""
-        ...
+    starts_workers = False
 
     def ready(self, actors: ActorsConfig) -> AbstractContextManager[None]:
         """Start what `call_as_actor` and a session run on, once for all within the block."""
-        ...
-
-    def call_as_actors(
-        self, actors: ActorsConfig, function: Callable[..., Result], calls: Sequence[tuple[Any, ...]]
-    ) -> list[Result]:
-        """`call_as_actor` once for each of `calls`, its arguments, all at the same time where there is space."""
-        ...
+        return nullcontext()
 
     def session(self, actors: ActorsConfig, output: str) -> AbstractContextManager[Session]:
         """Start what the stages run on. UserError if the actors can never be placed.
 
         output: the job's output folder, the label of its metrics.
         """
-        ...
+        raise NotImplementedError

@@ -19,8 +19,8 @@ from actors.engine.errors import UserError
 from actors.engine.schedules.schedule import Schedule
 from pipeline.config.job import JobConfig
 from pipeline.generate.agreement import Agreement, measure_agreement
+from pipeline.plan.hardware import Hardware
 from pipeline.plan.manifest import Manifest
-from pipeline.plan.memory import Hardware
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.tokenizer import tokenize_labels, tokenizer_of
 from pipeline.read.shards import spread_rows

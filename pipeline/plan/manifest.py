@@ -26,8 +26,8 @@ from pipeline.config.job import JobConfig, ModelConfig
 from pipeline.generate.agreement import Agreement
 from pipeline.plan.batch_ids import check_unique_ids
 from pipeline.plan.columns import check_type, text_columns
+from pipeline.plan.hardware import Hardware
 from pipeline.plan.inputs import check_output_disjoint, unchanged_files, with_digests
-from pipeline.plan.memory import Hardware
 from pipeline.plan.scheduler_choice import chosen_scheduler
 from pipeline.plan.shared_prefix import sampled_prefix
 from pipeline.prepare.prompt_spec import prompt_spec
@@ -152,7 +152,7 @@ def plan_job(
         batching = replace(batching, planned=float(int(time.time())), root=root)
         if config.shared_prefix:
             spec = prompt_spec(config, resolved, batching.planned)
-            prefix = sampled_prefix(pinned, shards, schema, config.storage, spec, hardware)
+            prefix = sampled_prefix(pinned, shards, schema, config.storage, spec, hardware or Hardware())
             batching = replace(batching, prefix=tuple(prefix))
     else:
         schema, batching, shards = stored.schema, stored.batching, stored.shards

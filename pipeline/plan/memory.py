@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from actors.engine.checkpoint.file_digests import cache_record, write_record
 from actors.engine.checkpoint.fitting import check_tensors
@@ -14,6 +14,7 @@ from actors.engine.errors import UserError
 from actors.engine.machine import process_memory
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import ActorsConfig, JobConfig, ModelConfig
+from pipeline.plan.hardware import Hardware
 from pipeline.runtime.isolated import call_isolated
 
 if TYPE_CHECKING:
@@ -22,29 +23,7 @@ if TYPE_CHECKING:
     from pipeline.plan.manifest import Batching
 
 log = logging.getLogger(__name__)
-Result = TypeVar("Result")
 CHECK_SECONDS = 300.0  # for the comparison of weights and config in a process of its own
-
-
-class Hardware(Protocol):
-    """Where the actors will run."""
-
-    @property
-    def on_this_machine(self) -> bool:
-        """Whether every actor shares this machine's memory."""
-        ...
-
-    def node(self, actors: ActorsConfig) -> tuple[int, int, int]:
-        """CPUs and bytes of memory of the smallest node that may hold actors, and the number of such nodes."""
-        ...
-
-    def call_isolated(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Call a function that may kill its process. Raises Died then, where the backend survives it."""
-        ...
-
-    def call_as_actor(self, actors: ActorsConfig, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Call a function once with the resources of an actor. Raises Died if its process dies, where possible."""
-        ...
 
 
 def log_memory_estimate(

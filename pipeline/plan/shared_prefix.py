@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from actors.engine.batching import SHORTEST_PREFIX, constant_prefix
 from pipeline.config.job import StorageConfig
-from pipeline.plan.memory import Hardware
+from pipeline.plan.hardware import Hardware
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import PROMPT_IDS, prepare_table
 from pipeline.read.files import InputFile
@@ -34,13 +34,13 @@ def sampled_prefix(
     schema: pa.Schema,
     storage: StorageConfig,
     spec: PromptSpec,
-    hardware: Hardware | None = None,
+    hardware: Hardware,
 ) -> list[int]:
     """Token ids that good rows near the start of the first, the middle and the last shard begin with; [] for none.
 
     Args:
         hardware: prepares the rows where a row that kills its process does no harm; there is then no prefix, and the
-            quarantine finds the row when its shard runs. None prepares them here.
+            quarantine finds the row when its shard runs.
     """
     sampled = sorted({0, len(shards) // 2, len(shards) - 1}) if shards else []
     by_url = {file.url: file for file in files}
@@ -51,8 +51,6 @@ def sampled_prefix(
     if any(_differ(table, spec) for table in readable):
         return []
     rows = [to_ipc(table) for table in readable]
-    if hardware is None:
-        return constant_prefix(prompt_ids(rows, spec))
     try:
         return constant_prefix(hardware.call_isolated(prompt_ids, rows, spec))
     except Died as error:

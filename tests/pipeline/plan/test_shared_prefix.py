@@ -20,8 +20,8 @@ from pipeline.backends.ray_data import RayData
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.plan import shared_prefix
+from pipeline.plan.hardware import Hardware
 from pipeline.plan.manifest import Manifest, difference, plan_job
-from pipeline.plan.memory import Hardware
 from pipeline.plan.plan_files import load, save
 from pipeline.storage.folder import open_folder
 
