@@ -41,8 +41,8 @@ def adapt(
 
         from rich.console import Console
 
-        from pipeline.adapt import run as adaptation
-        from pipeline.adapt.report import print_adapted, to_dict, too_tight
+        from pipeline.learn.adapt import run as adaptation
+        from pipeline.learn.adapt.report import print_adapted, to_dict, too_tight
 
         adapted = adaptation.adapt(config, values, str(job), verbose=verbose)
         print_adapted(Console(soft_wrap=True, stderr=as_json), adapted)

@@ -27,8 +27,8 @@ def evaluate(
         from rich.console import Console
         from transformers.utils.logging import disable_progress_bar
 
-        from pipeline.evaluate.results import print_tables
-        from pipeline.evaluate.run import evaluate as measure
+        from pipeline.learn.evaluate.results import print_tables
+        from pipeline.learn.evaluate.run import evaluate as measure
 
         disable_progress_bar()
         print_tables(Console(soft_wrap=True), measure(config))

@@ -27,7 +27,7 @@ def tune(
 
         from transformers.utils.logging import disable_progress_bar
 
-        from pipeline.tune.run import tune as train
+        from pipeline.learn.tune.run import tune as train
 
         disable_progress_bar()
         signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -39,7 +39,7 @@ from actors.engine.library.divergence import Model, teacher_forced
 from actors.engine.schedules.schedule import ScheduleSpec
 from actors.generator import Generator
 from pipeline.config.tune import TuneConfig
-from pipeline.tune.run import tune
+from pipeline.learn.tune.run import tune
 
 PROBE_STEPS = 3
 ADAPTER_RATE, FULL_RATE = 1e-3, 2e-4

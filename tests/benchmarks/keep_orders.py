@@ -21,7 +21,7 @@ from actors.engine.checkpoint.loading import load_tokenizer
 from actors.engine.library.packed_attention import packed
 from actors.engine.schedules.schedule import paper_order
 from actors.generator import Generator
-from pipeline.checkpoints.keep_order import ResponsePasses, Row, batches, rank_layers
+from pipeline.learn.keep_order import ResponsePasses, Row, batches, rank_layers
 
 SHARES = (0.9, 0.75)  # of the layers, at every position
 ASK = "Write one or two sentences about this restaurant that state all of these facts and no others.\n"

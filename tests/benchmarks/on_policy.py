@@ -29,7 +29,7 @@ from actors.engine.library.divergence import Model, teacher_forced
 from actors.engine.schedules.schedule import ScheduleSpec
 from actors.generator import Generator
 from pipeline.config.tune import TuneConfig
-from pipeline.tune.run import tune
+from pipeline.learn.tune.run import tune
 
 SPEEDS = (1.5, 2.0, 3.0)
 LEARNING_RATE = 3e-4  # a third of that of a new adapter

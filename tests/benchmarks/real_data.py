@@ -27,10 +27,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from actors.engine.checkpoint.loading import load_tokenizer
-from pipeline.adapt.pairs import prompt_ids
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig
 from pipeline.config.load import load_config
+from pipeline.learn.adapt.pairs import prompt_ids
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.storage.owned_folder import replacing
 

@@ -26,9 +26,9 @@ from actors.engine.checkpoint.loading import Checkpoint, inspect
 from actors.engine.checkpoint.speed_adapter import with_adapter
 from pipeline.config.evaluate import BootstrapConfig, EvalConfig
 from pipeline.config.load import load_config
-from pipeline.evaluate.intervals import interval, resampled_sums
-from pipeline.evaluate.metrics import Array
-from pipeline.evaluate.results import answers_file
+from pipeline.learn.evaluate.intervals import interval, resampled_sums
+from pipeline.learn.evaluate.metrics import Array
+from pipeline.learn.evaluate.results import answers_file
 
 METRICS = {"text": "bleu", "labels": "exact_match", "groups": "exact_match", "summaries": "rouge_l"}
 TITLES = {"bleu": "BLEU", "exact_match": "accuracy %", "rouge_l": "ROUGE-L"}

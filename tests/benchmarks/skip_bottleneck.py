@@ -27,11 +27,11 @@ from actors.engine.library import packed_attention
 from actors.engine.schedules.file import load_spec, save_spec
 from actors.engine.schedules.schedule import MEASURED, Schedule
 from pipeline.config.tune import TuneConfig
-from pipeline.tune.adapters import round_frozen
-from pipeline.tune.measured_order import with_measured_order
-from pipeline.tune.plan import plan_training, with_order
-from pipeline.tune.train import tokens_at_once, training_arguments
-from pipeline.tune.trainer import KEY, SkipTrainer, Teacher, collate_pairs
+from pipeline.learn.tune.adapters import round_frozen
+from pipeline.learn.tune.plan import plan_training, with_order
+from pipeline.learn.tune.run import with_measured_order
+from pipeline.learn.tune.train import tokens_at_once, training_arguments
+from pipeline.learn.tune.trainer import KEY, SkipTrainer, Teacher, collate_pairs
 
 WEIGHTS, RECORD = "bottlenecks.safetensors", "tune.json"
 

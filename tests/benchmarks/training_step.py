@@ -31,8 +31,8 @@ from actors.engine.decoder import Decoder
 from actors.engine.library import packed_attention
 from actors.engine.library.forcing import micro_batches, predicting_states, response_labels
 from pipeline.config.tune import LossConfig
-from pipeline.tune.objective import Targets, summed_loss
-from pipeline.tune.trainer import KEY, Teacher
+from pipeline.learn.tune.objective import Targets, summed_loss
+from pipeline.learn.tune.trainer import KEY, Teacher
 
 ROOT = Path(__file__).parents[2]
 SPEEDS = (1.0, 2.0, 3.0, 4.0, 5.0)

@@ -13,11 +13,11 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from pipeline.adapt import configs
-from pipeline.adapt import run as adaptation
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
 from pipeline.config.load import dump_yaml
+from pipeline.learn.adapt import configs
+from pipeline.learn.adapt import run as adaptation
 from pipeline.runtime.signals import Interrupted
 
 ROWS = 30
@@ -72,7 +72,7 @@ class Fakes:
         self.prompt_seconds = 0.0  # of ten
         self.losses: dict[float, float] = {1.0: 0.0, 2.0: 3.0, 3.0: 8.0}
         patch.setattr(adaptation.jobs, "run", self.run)
-        patch.setattr("pipeline.adapt.pairs.call_isolated", called_here)
+        patch.setattr("pipeline.learn.adapt.pairs.call_isolated", called_here)
         patch.setattr(adaptation, "_tune", self.tune)
         patch.setattr(adaptation, "_evaluate", self.evaluate)
 

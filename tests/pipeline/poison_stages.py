@@ -12,8 +12,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.adapt.pairs import prompt_ids
 from pipeline.generate.stage import ShardGenerator
+from pipeline.learn.adapt.pairs import prompt_ids
 from pipeline.prepare import prompts as prepares
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.stage import prepare

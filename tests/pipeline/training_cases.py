@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from actors.engine.schedules.schedule import ScheduleSpec
 from pipeline.config.tune import LossConfig
-from pipeline.tune.objective import Targets
+from pipeline.learn.tune.objective import Targets
 
 SPECS = [
     ScheduleSpec(),

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from new_model import save_model, train_tokenizer
 
 from pipeline.config.tune import TuneConfig
-from pipeline.tune.run import tune
+from pipeline.learn.tune.run import tune
 
 
 def copying_recipe(folder: Path) -> dict[str, Any]:

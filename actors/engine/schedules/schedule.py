@@ -19,7 +19,7 @@ from actors.engine.errors import UserError
 
 DECAYS = ("linear", "cosine", "power", "step", "constant")
 KEEP_ORDERS = ("paper", "even", "early_exit")
-MEASURED = "measured"  # a keep order to be replaced by a list: see `pipeline.checkpoints.keep_order`
+MEASURED = "measured"  # a keep order to be replaced by a list: see `pipeline.learn.keep_order`
 PROMPT_POLICIES = ("full", "first")
 MAX_HORIZON = 2**17  # generated tokens; a longer curve is a mistake, and takes seconds to build
 

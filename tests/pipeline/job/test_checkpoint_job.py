@@ -95,7 +95,7 @@ def test_wherever_a_checkpoint_lies_the_answers_are_the_same(
 
 
 def test_evaluate_takes_them_too(sharded: Path, s3: StorageConfig, tmp_path: Path) -> None:
-    from pipeline.evaluate.run import evaluate
+    from pipeline.learn.evaluate.run import evaluate
 
     pq.write_table(pa.table({"prompt": PROMPTS[:2], "references": [["a"], ["b"]]}), tmp_path / "dev.parquet")
     found = evaluate(

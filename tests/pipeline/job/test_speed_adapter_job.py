@@ -19,7 +19,7 @@ from actors.engine.schedules.schedule import ScheduleSpec
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.evaluate import EvalConfig
 from pipeline.config.job import JobConfig, ModelConfig, StorageConfig
-from pipeline.evaluate.run import evaluate
+from pipeline.learn.evaluate.run import evaluate
 from pipeline.storage.folder import filesystem
 from pipeline.try_rows import answer_first_rows
 

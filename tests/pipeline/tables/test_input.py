@@ -22,11 +22,11 @@ from table_stores import LOCAL, DeltaTables, IcebergTables, Tables, config, loca
 
 from actors.engine.errors import UserError
 from pipeline import job as jobs
-from pipeline.adapt.configs import full_depth_job
-from pipeline.adapt.sample import layout, write_sample
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.adapt import AdaptConfig
 from pipeline.config.job import JobConfig
+from pipeline.learn.adapt.configs import full_depth_job
+from pipeline.learn.adapt.sample import layout, write_sample
 from pipeline.plan.manifest import Manifest
 from pipeline.plan.snapshot import pinned_snapshot, with_snapshot
 from pipeline.read.files import list_input

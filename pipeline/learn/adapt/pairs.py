@@ -1,0 +1,222 @@
+"""Full-depth answers -> the files that tune and evaluate read: prompts and responses as token ids."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from actors.engine.errors import UserError
+from pipeline.config.adapt import OF_TEXTS, SHORT
+from pipeline.config.labels import normalized
+from pipeline.learn.adapt.configs import ANSWERS, HELD_OUT, SAMPLE, TRAIN
+from pipeline.prepare.prompt_spec import PromptSpec
+from pipeline.prepare.prompts import ERROR, PROMPT_IDS, prepare_table
+from pipeline.prepare.tokenizer import tokenizer_of
+from pipeline.runtime.isolated import Died, call_isolated
+from pipeline.storage.owned_folder import replacing
+from pipeline.storage.parquet import read_parquet
+
+log = logging.getLogger(__name__)
+ISOLATED_SECONDS = 600.0  # for the prompts of a sample
+SCHEMA = pa.schema(
+    [
+        ("prompt", pa.list_(pa.int32())),
+        ("response", pa.list_(pa.int32())),
+        ("ended", pa.bool_()),
+        ("text", pa.string()),
+        ("references", pa.list_(pa.string())),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class PairCounts:
+    """Rows written, and rows of the sample left out.
+
+    errors, empty: rows with an error, or with an empty answer. unreferenced: held-out rows without a reference, with
+    choices without one that is a label. repeated: training rows with a held-out row's prompt, whose score would be of
+    a memorized answer. longest: tokens of the longest pair, its end token counted.
+    """
+
+    train: int
+    held_out: int
+    errors: int
+    empty: int
+    unreferenced: int
+    repeated: int
+    longest: int
+
+
+@dataclass
+class _Pairs:
+    """Pairs kept and rows left out, counted by reason."""
+
+    train: list[dict[str, Any]] = field(default_factory=list)
+    held_out: list[dict[str, Any]] = field(default_factory=list)
+    errors: int = 0
+    empty: int = 0
+    unreferenced: int = 0
+    repeated: int = 0
+
+    def counts(self) -> PairCounts:
+        left_out = {name: getattr(self, name) for name in ("errors", "empty", "unreferenced", "repeated")}
+        pairs = [*self.train, *self.held_out]
+        longest = max(len(pair["prompt"]) + len(pair["response"]) + int(pair["ended"]) for pair in pairs)
+        return PairCounts(len(self.train), len(self.held_out), **left_out, longest=longest)
+
+
+def split_end(tokens: Sequence[int], end: int | None) -> tuple[list[int], bool]:
+    """The answer without its end-of-sequence token, and whether it had one.
+
+    An answer that ended otherwise keeps all its tokens; no end is learned from it.
+    """
+    ended = bool(tokens) and tokens[-1] == end
+    return list(tokens[:-1] if ended else tokens), ended
+
+
+def write_pairs(
+    folder: Path, spec: PromptSpec, held_out: int, references: str | None, choices: Sequence[str] | None
+) -> PairCounts:
+    """Join the sample with its answers and write the files of held-out rows and of training rows.
+
+    Args:
+        folder: of the adaptation.
+        spec: of the job that answered the sample.
+        held_out: rows at the start of the sample that are not trained on.
+        references: column of the sample.
+        choices: labels; other references are ignored.
+
+    Raises:
+        UserError: too few rows are left.
+    """
+    sample = read_parquet((folder / SAMPLE).read_bytes())
+    answers = _answers(folder / ANSWERS)
+    prompts = _prompts(sample, answers, spec)
+    end = tokenizer_of(spec.checkpoint).eos_token_id
+    values: list[Any] = sample[references].to_pylist() if references is not None else [None] * sample.num_rows
+    labels = None if choices is None else {normalized(label) for label in choices}
+    pairs = _Pairs(errors=sample.num_rows - len(prompts))
+    evaluated: set[tuple[int, ...]] = set()  # prompts of held-out rows, which come first
+    for row, prompt in prompts.items():
+        response, ended = split_end(answers[row]["token_ids"], end)
+        usable = _usable_references(values[row], labels)
+        pair = {
+            "prompt": prompt,
+            "response": response,
+            "ended": ended,
+            "text": answers[row]["generated_text"],
+            "references": usable,
+        }
+        if not response:
+            pairs.empty += 1
+        elif row >= held_out and tuple(prompt) in evaluated:
+            pairs.repeated += 1
+        elif row >= held_out:
+            pairs.train.append(pair)
+        elif references is not None and not usable:
+            pairs.unreferenced += 1
+        else:
+            evaluated.add(tuple(prompt))
+            pairs.held_out.append(pair)
+    _check_enough(pairs, folder, sample.num_rows)
+    for name, rows in ((HELD_OUT, pairs.held_out), (TRAIN, pairs.train)):
+        with replacing(folder / name) as temporary:
+            pq.write_table(pa.Table.from_pylist(rows, SCHEMA), temporary)
+    return pairs.counts()
+
+
+def _prompts(sample: pa.Table, answers: dict[int, dict[str, Any]], spec: PromptSpec) -> dict[int, list[int]]:
+    """Row -> prompt, for the rows without an error."""
+    failed = {row: answers[row]["error"] for row in range(sample.num_rows) if answers[row]["error"] is not None}
+    if failed:
+        row, error = next(iter(failed.items()))
+        log.warning("%d rows of the sample have an error and are left out; row %d: %s", len(failed), row, error)
+    answered = [row for row in range(sample.num_rows) if row not in failed]
+    prompts = prompts_isolated(sample.take(answered), spec)
+    return {row: ids for row, ids in zip(answered, prompts, strict=True) if ids is not None}
+
+
+def prompt_ids(table: pa.Table, spec: PromptSpec) -> list[list[int] | None]:
+    """Token ids of each row's prompt; None for a row with an error."""
+    prepared = prepare_table(table, spec)
+    columns = (prepared[PROMPT_IDS].to_pylist(), prepared[ERROR].to_pylist())
+    return [ids if error is None else None for ids, error in zip(*columns, strict=True)]
+
+
+def prompts_isolated(
+    table: pa.Table,
+    spec: PromptSpec,
+    prepare: Callable[[pa.Table, PromptSpec], list[list[int] | None]] = prompt_ids,
+) -> list[list[int] | None]:
+    """`prompt_ids`, in a process of its own: a row whose template or tokenizer kills it is None, after a warning.
+
+    The row is searched for by halves.
+    """
+    try:
+        return call_isolated(prepare, table, spec, seconds=ISOLATED_SECONDS)
+    except Died as death:
+        if table.num_rows == 1:
+            log.warning("a row of the sample is left out: its prompt cannot be prepared: %s", death)
+            return [None]
+    half = table.num_rows // 2
+    return [*prompts_isolated(table[:half], spec, prepare), *prompts_isolated(table[half:], spec, prepare)]
+
+
+def _check_enough(pairs: _Pairs, folder: Path, rows: int) -> None:
+    for kept, least, purpose in ((pairs.held_out, 2, "to evaluate"), (pairs.train, 1, "to train on")):
+        if len(kept) < least:
+            raise UserError(
+                f"{folder}: {len(kept)} rows left {purpose}: of {rows} answered at full depth {pairs.errors} "
+                f"have an error, {pairs.empty} are empty, {pairs.unreferenced} have no reference, {pairs.repeated} "
+                f"have a held-out row's prompt; raise adapt.rows, or look into {folder / ANSWERS}"
+            )
+
+
+def default_metric(folder: Path, *, choices: bool, references: bool) -> str:
+    """The metric of a job that names none, by its held-out rows.
+
+    With references: exact match of labels, BLEU where a row has several references, else ROUGE-L. Without: exact
+    agreement of labels and of short answers, else fidelity.
+    """
+    table = read_parquet((folder / HELD_OUT).read_bytes(), ["references", "response"])
+    texts = table["references"].to_pylist()
+    if not references:
+        short = median(map(len, table["response"].to_pylist())) <= SHORT
+        return "agreement_exact" if choices or short else "fidelity"
+    if choices or all(len(text.split()) == 1 for row in texts for text in row):
+        return "exact_match"
+    return "bleu" if any(len(row) > 1 for row in texts) else "rouge_l"
+
+
+def check_metric(folder: Path, metric: str) -> None:
+    """Raise UserError if the held-out references are labels, one word each, and `metric` is one of texts."""
+    if metric not in OF_TEXTS:
+        return
+    rows = read_parquet((folder / HELD_OUT).read_bytes(), ["references"])["references"].to_pylist()
+    if all(len(text.split()) == 1 for row in rows for text in row):
+        raise UserError(
+            f"adapt.metric: {metric} is not for labels, and every reference of the {len(rows)} held-out rows is one "
+            "word; take exact_match"
+        )
+
+
+def _usable_references(value: Any, labels: Collection[str] | None) -> list[str]:
+    """The references that a row can be scored by: text; with `labels`, one of them."""
+    texts = [text for text in (value if isinstance(value, list) else [value]) if text and text.strip()]
+    return texts if labels is None else [text for text in texts if normalized(text) in labels]
+
+
+def _answers(folder: Path) -> dict[int, dict[str, Any]]:
+    """Row number in the sample, the end of the id that the job makes -> first answer."""
+    columns = ["id", "sample_index", "generated_text", "token_ids", "error"]
+    rows = pa.concat_tables(
+        read_parquet(path.read_bytes(), columns) for path in sorted(folder.glob("part-*.parquet"))
+    ).to_pylist()
+    return {int(row["id"].rsplit(":", 1)[1]): row for row in rows if row["sample_index"] == 0}

@@ -1,0 +1,93 @@
+"""The result of an adaptation, for a terminal and as JSON."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.config.adapt import MEANINGS
+from pipeline.learn.adapt.choice import full_depth
+from pipeline.learn.adapt.configs import AFTER, BEFORE
+from pipeline.learn.adapt.run import Adapted
+from pipeline.runtime.wide_console import wide
+
+FURTHER = {"token_kl": "token KL", "length_ratio": "length", "repetition": "repeats %"}  # of the table, if measured
+
+
+def print_adapted(console: Console, adapted: Adapted) -> None:
+    """Print the table before and after, the choice, the break-even and the paths."""
+    console, counts = wide(console), adapted.counts
+    console.print(
+        f"{counts['drawn']:,} of {counts['job']:,} rows drawn: {counts['train']:,} trained on, {counts['held_out']:,} "
+        f"held out; left out: {counts['unreadable'] + counts['errors']:,} with an error, {counts['empty']:,} with an "
+        f"empty answer, {counts['unreferenced']:,} without a reference, {counts['repeated']:,} with a held-out row's "
+        "prompt",
+    )
+    console.print(_table(adapted))
+    unit = "nats" if adapted.metric == "token_kl" else "points of 100"
+    console.print(f"{adapted.metric}: {MEANINGS[adapted.metric]}")
+    console.print(
+        f"losses are against the job's own checkpoint at full depth, over the held-out rows, greedy, in {unit}; "
+        f"tolerance {adapted.tolerance:g}",
+    )
+    if adapted.break_even is not None and adapted.chosen is not None:
+        for line in adapted.break_even.sentences(adapted.chosen.name):
+            console.print(line)
+    shown = ", ".join(f"{stage} {seconds:,.1f} s" for stage, seconds in adapted.seconds.items())
+    console.print(f"time: {shown}")
+    folder = adapted.folder
+    console.print(
+        f"trained: {folder / adapted.trained}\ntables: {folder / BEFORE} (before), {folder / AFTER} (after)",
+    )
+    if adapted.job_file is not None:
+        console.print(f"next: skipdecode run {adapted.job_file}")
+
+
+def too_tight(adapted: Adapted) -> str:
+    """One line for an adaptation without a choice: the smallest tolerance with one."""
+    closest = adapted.nearest
+    least = math.ceil(1000 * closest.scores[adapted.metric].loss_high) / 1000  # rounded up, to admit this speed
+    return (
+        f"no speed-up is within adapt.tolerance = {adapted.tolerance:g} of {adapted.metric}, and no job file is "
+        f"written; {closest.name} would be within {least:g}"
+    )
+
+
+def to_dict(adapted: Adapted) -> dict[str, Any]:
+    """Plain values, derived ones included."""
+    values = asdict(adapted)
+    if adapted.break_even is not None:
+        values["break_even"] |= {"at_rows": adapted.break_even.at_rows, "saved": adapted.break_even.saved}
+    values["folder"] = str(adapted.folder)
+    values["job_file"] = None if adapted.job_file is None else str(adapted.job_file)
+    return values
+
+
+def _table(adapted: Adapted) -> Table:
+    table = Table(box=None, pad_edge=False)
+    further = [name for name in FURTHER if name in adapted.nearest.scores and name != adapted.metric]
+    columns = ("speed", "layer ratio", "wall", adapted.metric, "before", "loss", "at worst", "within")
+    for name in (*columns, *(FURTHER[name] for name in further)):
+        table.add_column(name, justify="right")
+    before = {line.name: line for line in adapted.before}
+    full = full_depth(adapted.after)
+    for line in adapted.after:
+        if line.nominal is None:
+            continue
+        score = line.scores[adapted.metric]
+        table.add_row(
+            line.name + (" *" if line == adapted.chosen else ""),
+            "" if line.layer_ratio is None else f"{line.layer_ratio:.2f}x",
+            f"{full.seconds / line.seconds:.2f}x",
+            f"{score.value:.4g}",
+            f"{before[line.name].scores[adapted.metric].value:.4g}",
+            f"{score.loss:.3g}",
+            f"{score.loss_high:.3g}",
+            "yes" if score.loss_high <= adapted.tolerance else "no",
+            *(f"{line.scores[name].value:.3g}" for name in further),
+        )
+    return table

@@ -1,0 +1,294 @@
+"""`skipdecode adapt`: a job's own rows make its checkpoint fast for that job.
+
+    input ──> sample ──> answers at full depth ──> tune ──> evaluate before and after ──> job file
+              k rows     by the job's pipeline     on all    on the held-out rows         fastest within tolerance
+                                                   but the held-out
+
+Each stage leaves its files in one folder; the same command again skips the stages that are done.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actors.engine.machine import process_cpus
+from actors.engine.schedules.file import load_spec
+from pipeline import job as jobs
+from pipeline.checkpoints.resolve import fetch
+from pipeline.commit.lease import leased
+from pipeline.config.adapt import TOLERANCES
+from pipeline.config.job import ActorsConfig, JobConfig
+from pipeline.learn.adapt import configs
+from pipeline.learn.adapt.choice import BreakEven, Measured, Quality, choose, full_depth, nearest, parallel_actors
+from pipeline.learn.adapt.estimate import announcement
+from pipeline.learn.adapt.pairs import check_metric, default_metric, write_pairs
+from pipeline.learn.adapt.plan import Task, plan_adaptation
+from pipeline.learn.adapt.sample import draw, write_sample
+from pipeline.learn.adapt.state import StageRecord
+from pipeline.prepare.prompt_spec import prompt_spec
+from pipeline.runtime.announce import announce
+from pipeline.runtime.ray_session import on_cluster
+from pipeline.runtime.signals import interruptible
+from pipeline.storage.folder import LocalFolder
+
+log = logging.getLogger(__name__)
+STAGES = ("sample", "answers", "tune", "before", "after")
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """Result of an adaptation.
+
+    trained: name of the folder in `folder` with the speed adapter or the checkpoint. before, after: measurements of the
+    job's checkpoint and of the tuned one. chosen: None if no speed-up is within the tolerance. nearest: the speed-up
+    closest to the tolerance. counts: of rows. seconds: by stage. job_file: None without a choice.
+    """
+
+    folder: Path
+    trained: str
+    metric: str
+    tolerance: float
+    before: list[Measured]
+    after: list[Measured]
+    chosen: Measured | None
+    nearest: Measured
+    counts: Mapping[str, int]
+    seconds: Mapping[str, float]
+    break_even: BreakEven | None
+    job_file: Path | None
+
+
+def adapt(config: JobConfig, values: Mapping[str, Any], source: str, *, verbose: bool = False) -> Adapted:
+    """Adapt the job's checkpoint to its own rows and choose a speed, stage by stage.
+
+    Args:
+        config: the job.
+        values: the job file's own values, for the job file that is written.
+        source: name of the job file.
+        verbose: as in `job.run`.
+
+    Raises:
+        UserError: a mistake, found before Ray starts and a model is loaded where possible; and the errors of `job.run`.
+    """
+    config = config.model_copy(update={"adapt": configs.options(config)})
+    folder = configs.output_folder(config)
+    stored = StageRecord(folder, STAGES)
+    task = plan_adaptation(config, source, folder, stored)
+    stored.check(task.settings)
+    stored.folder.claim(configs.STAGE_FILES)
+    with interruptible(), leased(LocalFolder(str(folder), folder)):
+        record = StageRecord(folder, STAGES)  # read again: another run may have held the folder until now
+        record.check(task.settings)
+        return _adapt(task, values, record, verbose)
+
+
+def _adapt(task: Task, values: Mapping[str, Any], record: StageRecord, verbose: bool) -> Adapted:
+    config, folder = task.config, task.folder
+    options = configs.options(config)
+
+    def run(stage: str, purpose: str, files: list[str], work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        def announced() -> dict[str, Any]:
+            announce(f"stage {STAGES.index(stage) + 1} of {len(STAGES)}: {purpose}")
+            return work()
+
+        return record.run(stage, task.settings[stage], files, announced)
+
+    sampled = run("sample", f"draw {options.rows:,} of {task.rows:,} rows", [configs.SAMPLE], lambda: _sample(task))
+    if sampled["inputs"] != task.inputs:
+        log.warning("%s: changed since the sample was drawn; new rows are not sampled", ", ".join(config.input.path))
+    if not record.done.keys() >= set(STAGES):
+        announce(announcement(task, record.done))
+    pairs = [configs.TRAIN, configs.HELD_OUT]
+    purpose = f"answer {sampled['drawn'] - sampled['unreadable']:,} rows at full depth with {config.model.path}"
+    answered = run("answers", purpose, pairs, lambda: _answer(task, sampled["held_out"], verbose))
+    counts = answered["counts"]
+    labels, references = config.choices is not None, options.references is not None
+    metric = options.metric or default_metric(folder, choices=labels, references=references)
+    if not labels:
+        check_metric(folder, metric)
+    purpose = f"train {config.model.path} on {counts['train']:,} answers"
+    prompts = configs.prompt_policies(config, task.shape, answered["prompt_share"])
+    run("tune", purpose, [f"{configs.trained(config)}/tune.json"], lambda: _tune(task, counts["longest"], prompts))
+    actors = _actors(task, answered["actors"])
+    purpose = f"measure the {{}} checkpoint over {counts['held_out']:,} held-out rows"
+    before = run("before", purpose.format("job's"), [], lambda: _evaluate(task, prompts, tuned=False, actors=actors))
+    after = run("after", purpose.format("tuned"), [], lambda: _evaluate(task, prompts, tuned=True, actors=actors))
+    counts = {"job": task.rows, "drawn": sampled["drawn"], "unreadable": sampled["unreadable"], **counts}
+    return _chosen(task, values, record, metric, _measured(before), _measured(after), counts, actors["threads"])
+
+
+def _actors(task: Task, planned: Mapping[str, int]) -> dict[str, Any]:
+    """Threads, bytes of cache and rows in flight of one actor. planned: by the job that answered the sample."""
+    config = task.config
+    actors = {name: getattr(config.actors, name) or planned[name] for name in ("threads", "cache_bytes")}
+    actors["max_batch"] = config.rows_in_flight
+    return actors
+
+
+def _chosen(
+    task: Task,
+    values: Mapping[str, Any],
+    record: StageRecord,
+    metric: str,
+    before: list[Measured],
+    after: list[Measured],
+    counts: Mapping[str, int],
+    threads: int,
+) -> Adapted:
+    """Choose a speed and write its job file, if one is within the tolerance. threads: of one actor."""
+    tolerance = configs.options(task.config).tolerance or TOLERANCES[metric]
+    chosen = choose(metric, tolerance, after)
+    seconds = {stage: record.seconds[stage] for stage in STAGES}
+    break_even, job_file = None, task.folder / configs.JOB_FILE
+    record.folder.discard([configs.JOB_FILE])  # of another tolerance
+    if chosen is not None:
+        break_even = BreakEven(
+            cost=sum(seconds[stage] for stage in STAGES if stage != "before"),  # only for the table
+            full=full_depth(after).seconds,
+            fast=chosen.seconds,
+            rows=task.rows,
+            actors=_parallel_actors(task.config.actors, threads),
+        )
+        record.folder.claim([configs.JOB_FILE])
+        _write_job(task, values, chosen, metric, tolerance, job_file)
+    return Adapted(
+        folder=task.folder,
+        trained=configs.trained(task.config),
+        metric=metric,
+        tolerance=tolerance,
+        before=before,
+        after=after,
+        chosen=chosen,
+        nearest=nearest(metric, after),
+        counts=counts,
+        seconds=seconds,
+        break_even=break_even,
+        job_file=None if chosen is None else job_file,
+    )
+
+
+def _sample(task: Task) -> dict[str, Any]:
+    options = configs.options(task.config)
+    drawn = draw(task.rows, options.rows, options.seed)
+    readable = write_sample(task.config, task.files, task.schema, drawn, task.folder / configs.SAMPLE)
+    return {
+        "inputs": task.inputs,
+        "drawn": len(drawn),
+        "unreadable": readable.count(False),
+        "held_out": readable[: options.held_out].count(True),
+    }
+
+
+def _answer(task: Task, held_out: int, verbose: bool) -> dict[str, Any]:
+    """Answer the sample by the job's own pipeline, and write the files that tune and evaluate read."""
+    job = configs.full_depth_job(task.config, task.resolved, task.folder)
+    result = jobs.run(job, verbose=verbose)
+    batching, totals = result.manifest.batching, result.totals
+    for line in totals.warnings:  # training would copy such answers
+        log.warning("in the sample, at full depth, %s", line)
+    spec = prompt_spec(job, task.resolved, batching.planned)
+    references = configs.options(task.config).references
+    counts = write_pairs(task.folder, spec, held_out, references, task.config.choices)
+    seconds = totals.prefill_seconds + totals.decode_seconds
+    return {
+        "counts": asdict(counts),
+        "actors": {"threads": batching.threads, "cache_bytes": batching.cache_bytes},
+        "prompt_share": totals.prefill_seconds / seconds if seconds else 0.0,
+    }
+
+
+def _tune(task: Task, longest: int, prompts: Sequence[str]) -> dict[str, Any]:
+    from pipeline.learn.tune.run import tune  # imports the Trainer, only after Ray has been shut down
+
+    model = str(fetch(task.resolved.source))
+    recipe = configs.tune_config(task.config, task.shape, model, longest, task.folder, task.source, prompts)
+    with memory_freed(), redirect_stdout(sys.stderr):  # losses are progress; only the result goes to stdout
+        return {"checkpoint": str(tune(recipe))}
+
+
+def _evaluate(task: Task, prompts: Sequence[str], *, tuned: bool, actors: Mapping[str, int | None]) -> dict[str, Any]:
+    """Evaluate the job's checkpoint, or the tuned one against it, at every speed, as one actor of the job would run.
+
+    actors: threads, bytes of cache and rows in flight of one actor. The job's checkpoint is timed once, as the choice
+    does not depend on its times.
+    """
+    from pipeline.config.evaluate import EvalConfig
+    from pipeline.config.load import validated
+    from pipeline.learn.evaluate import run as evaluate_run
+
+    trained, adapter = task.folder / configs.trained(task.config), configs.trains_adapter(task.config)
+    spec = load_spec(trained, task.resolved.checkpoint.num_layers)
+    assert spec is not None, "tune writes one"
+    shape = {key: value for key, value in spec.to_dict().items() if key in configs.KEPT}
+    original = str(fetch(task.resolved.source))  # the commit that was resolved, whatever the name means now
+    values = configs.eval_values(
+        task.config,
+        shape,
+        {"path": original} | ({"speed_adapter" if adapter else "path": str(trained)} if tuned else {}),
+        original if tuned and not adapter else None,  # an adapter's 1x is the job's own checkpoint
+        task.folder / (configs.AFTER if tuned else configs.BEFORE),
+        task.folder,
+        prompts,
+    ) | {"runs": configs.options(task.config).runs if tuned else 1, **actors}
+    evaluate: Any = evaluate_run.evaluate
+    with memory_freed():
+        evaluation = evaluate(validated(EvalConfig, values, "adapt"))
+    groups = ("speed", "prompt")
+    lines = [line for line in evaluation.lines if line.group in groups or line.name == evaluation.full_depth]
+    return {
+        "lines": [
+            Measured(
+                line.nominal,
+                line.prompt,
+                line.layer_ratio,
+                line.seconds / evaluation.rows,
+                {name: Quality(score.value, score.loss, score.loss_high) for name, score in line.scores.items()},
+            ).to_dict()
+            for line in lines
+        ]
+    }
+
+
+def _measured(stage: Mapping[str, Any]) -> list[Measured]:
+    return [Measured.from_dict(line) for line in stage["lines"]]
+
+
+@contextmanager
+def memory_freed() -> Iterator[None]:
+    """Free the memory of a stage at its end: a trainer is a reference cycle, which only the collector frees."""
+    try:
+        yield
+    finally:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _parallel_actors(actors: ActorsConfig, threads: int) -> float:
+    if on_cluster():
+        return parallel_actors(actors.most, actors.gpus, threads, None, None)
+    return parallel_actors(actors.most, actors.gpus, threads, process_cpus(), torch.cuda.device_count())
+
+
+def _write_job(
+    task: Task, values: Mapping[str, Any], chosen: Measured, metric: str, tolerance: float, path: Path
+) -> None:
+    assert chosen.nominal is not None
+    comment = [
+        f"Written by `skipdecode adapt {task.source}`: its job at the fastest speed within the tolerance.",
+        f"At {chosen.name} {metric} loses {chosen.scores[metric].loss:.3g}, at worst "
+        f"{chosen.scores[metric].loss_high:.3g} of {tolerance:g}, over held-out rows of its own input.",
+        f"It answers every row, those of {task.folder / configs.SAMPLE} too. skipdecode run {path}",
+    ]
+    model = configs.tuned_model(task.config, task.resolved, task.folder)
+    schedule = {"speedup": chosen.nominal} | ({} if chosen.prompt == "full" else {"prompt": chosen.prompt})
+    path.write_text(configs.job_text(values, model, schedule, comment))

@@ -1,0 +1,1 @@
+"""Train a checkpoint along the inference path: plan, train, save."""

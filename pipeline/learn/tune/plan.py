@@ -1,0 +1,204 @@
+"""The plan of a training, checked before weights are loaded: tokenizer, architecture, token ids, schedules."""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from actors.engine.checkpoint.families import context_length
+from actors.engine.checkpoint.loading import inspect, load_tokenizer
+from actors.engine.errors import UserError
+from actors.engine.schedules.schedule import MEASURED, Schedule, ScheduleSpec
+from pipeline.config.job import StorageConfig
+from pipeline.config.tune import TuneConfig, TuneDataConfig
+from pipeline.learn.tune.adapters import check_targets, started
+from pipeline.learn.variants import comparison_schedules
+from pipeline.read.rows import read_columns
+
+log = logging.getLogger(__name__)
+
+Text = str | list[int]  # text, or its token ids
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prompt and its response. ended: the end-of-sequence token follows the response."""
+
+    prompt: Text
+    response: Text
+    ended: bool = True
+
+
+def read_pairs(data: TuneDataConfig, paths: Sequence[str], reference: str) -> list[Pair]:
+    """Pairs of text or token ids; each of a list of references makes a pair.
+
+    Raises UserError that names file and row of an empty prompt or response, of one that is neither text nor token ids,
+    or of a response that is none of `data.choices`.
+    """
+    pairs: list[Pair] = []
+    labels = None if data.choices is None else set(data.choices)
+    for path in paths:
+        columns = (data.prompt, reference, *((data.ended,) if data.ended else ()))
+        read = read_columns(path, columns, StorageConfig())
+        prompts, responses, *ended = (read[name] for name in columns)
+        if ended and not all(isinstance(value, bool) for value in ended[0]):
+            raise UserError(f"{path}: {data.ended} must hold true or false in every row")
+        for row, (prompt, value) in enumerate(zip(prompts, responses, strict=True)):
+            if not _is_text(prompt):
+                raise UserError(f"{path}: row {row}: {data.prompt} is empty, or neither text nor token ids")
+            several = isinstance(value, list) and bool(value) and not isinstance(value[0], int)
+            for response in value if several else [value]:
+                if not _is_text(response):
+                    raise UserError(
+                        f"{path}: row {row}: {reference} is empty, or neither text nor token ids; leave the row out"
+                    )
+                if labels is not None and (not isinstance(response, str) or response not in labels):
+                    raise UserError(f"{path}: row {row}: {response!r} is none of the {len(labels)} choices")
+                if isinstance(response, str):
+                    response = " ".join(response.split()) if data.collapse_whitespace else response.strip()
+                pairs.append(Pair(prompt, response, ended[0][row] if ended else True))
+    if not pairs:
+        raise UserError(f"{paths[0]}: no rows to train or evaluate on")
+    return pairs
+
+
+def _is_text(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(type(token) is int for token in value)
+    return isinstance(value, str) and bool(value.strip())
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Pair], max_tokens: int, vocab_size: int
+) -> list[dict[str, Any]]:
+    """`input_ids` and `prompt_tokens` of each pair; longer pairs than `max_tokens` are left out with a warning.
+
+    Raises UserError for a token outside the vocabulary, or if the tokenizer has no end-of-sequence token.
+    """
+    if tokenizer.eos_token_id is None:
+        raise UserError("the tokenizer has no end-of-sequence token, so that no end could be learned")
+    prompts = _ids(tokenizer, [pair.prompt for pair in pairs], special=True)
+    responses = _ids(tokenizer, [pair.response for pair in pairs], special=False)
+    end = [tokenizer.eos_token_id]
+    rows: list[dict[str, Any]] = []
+    for number, (pair, prompt, response) in enumerate(zip(pairs, prompts, responses, strict=True)):
+        ids = [*prompt, *response, *(end if pair.ended else [])]
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            raise UserError(f"pair {number}: a token id lies outside the model's vocabulary of {vocab_size}")
+        rows.append({"input_ids": ids, "prompt_tokens": len(prompt)})
+    fitting = [row for row in rows if len(row["input_ids"]) <= max_tokens]
+    if len(fitting) < len(rows):
+        log.warning(
+            "%d of %d pairs are longer than %d tokens: left out", len(rows) - len(fitting), len(rows), max_tokens
+        )
+    return fitting
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, values: Sequence[Text], special: bool) -> list[list[int]]:
+    texts = [value for value in values if isinstance(value, str)]
+    encoded = iter(tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else [])
+    return [next(encoded) if isinstance(value, str) else value for value in values]
+
+
+SHAPE = {"decay", "warmup", "keep_order", "prompt"}  # keys kept from the start checkpoint's schedule
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Inputs of a training.
+
+    train, dev: rows for `collate`. spec: the schedule to store. schedules: those that a step is drawn from, by name.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    architecture: PretrainedConfig
+    train: Sequence[Mapping[str, Any]]
+    dev: Sequence[Mapping[str, Any]]
+    spec: ScheduleSpec
+    schedules: Mapping[str, Schedule]
+
+
+def plan_training(config: TuneConfig) -> TrainingPlan:
+    """Read the data and inspect the checkpoints; loads no weights. Raises UserError of one line for a mistake.
+
+    A keep order to measure is the paper's until `with_order`.
+    """
+    data = config.data
+    train_pairs = read_pairs(data, data.train, data.train_reference)
+    dev_pairs = read_pairs(data, data.dev, data.dev_reference)
+    teacher, start = None, inspect(config.model.path)
+    architecture, stored = start.config, start.spec
+    if config.adapter is not None and config.adapter.start is not None:
+        stored = started(start, config.adapter.start).spec
+    tokenizer = load_tokenizer(config.model.path)
+    if config.loss.teacher is not None:
+        teacher = inspect(config.loss.teacher)
+        if load_tokenizer(config.loss.teacher).get_vocab() != tokenizer.get_vocab():
+            raise UserError(f"loss.teacher: {config.loss.teacher} has another tokenizer than the model to train")
+    if config.adapter is not None:
+        check_targets(config.adapter, architecture)
+    longest = min([data.max_tokens, context_length(architecture), *([teacher.context_length] if teacher else [])])
+    train = encode(tokenizer, train_pairs, longest, architecture.vocab_size)
+    dev = encode(tokenizer, dev_pairs, longest, architecture.vocab_size)
+    if not train or not dev:
+        raise UserError(f"data: no pair within {longest} tokens, by max_tokens or the model's context")
+    kept = min(len(dev), data.dev_rows)
+    dev = [dev[row * len(dev) // kept] for row in range(kept)]
+    if len(dev) < 2:
+        raise UserError(f"{data.dev[0]}: a dev set of one pair says nothing: give at least two")
+    spec = _spec(config, stored, train)
+    schedules = _schedules(config, spec, architecture.num_hidden_layers)
+    return TrainingPlan(tokenizer, architecture, train, dev, spec, schedules)
+
+
+def with_order(config: TuneConfig, plan: TrainingPlan) -> TrainingPlan:
+    """The plan with the keep order and warm-up of `config`, where they were to be measured."""
+    order = config.schedule.keep_order
+    assert isinstance(order, list)
+    spec = plan.spec.overridden({"keep_order": tuple(order), "warmup": config.schedule.warmup})
+    return replace(plan, spec=spec, schedules=_schedules(config, spec, plan.architecture.num_hidden_layers))
+
+
+def _spec(config: TuneConfig, stored: ScheduleSpec | None, rows: Sequence[Mapping[str, Any]]) -> ScheduleSpec:
+    """The schedule to store: the default speed, and the horizon for every job of this checkpoint.
+
+    Keys that the recipe leaves out are the start checkpoint's, but for the horizon, which follows from the data.
+    """
+    schedule = config.schedule
+    lengths = [len(row["input_ids"]) - row["prompt_tokens"] for row in rows]
+    changes: dict[str, Any] = {
+        "speedup": schedule.default or schedule.speedups[-1],
+        "horizon": schedule.horizon or max(2, int(statistics.median(lengths))),
+    }
+    for key in SHAPE & schedule.model_fields_set:
+        value = getattr(schedule, key)
+        changes[key] = tuple(value) if isinstance(value, list) else value
+    if schedule.keep_order == MEASURED:
+        changes["keep_order"] = "paper"
+    return (stored or ScheduleSpec()).overridden(changes)
+
+
+def _schedules(config: TuneConfig, spec: ScheduleSpec, layers: int) -> dict[str, Schedule]:
+    """The schedules that a step may be drawn from, by name; of equal ones the first; for an adapter none at 1x."""
+    schedules = {f"{speed:g}x": spec.overridden({"speedup": speed}).build(layers) for speed in config.schedule.speedups}
+    for further in config.schedule.also:
+        changes = further.changes()
+        name = " ".join(f"{key}={value}" for key, value in changes.items())
+        schedules[name] = spec.overridden(changes).build(layers)
+    if config.schedule.compare is not None:
+        assert spec.horizon is not None
+        learned = config.schedule.learned_order
+        schedules |= comparison_schedules(spec, layers, config.schedule.compare, spec.horizon, learned)
+    unique = {json.dumps(schedule.to_dict()): name for name, schedule in reversed(schedules.items())}
+    drawn = {name: schedule for name, schedule in schedules.items() if name in unique.values()}
+    if config.adapter is None:
+        return drawn
+    if all(schedule.is_full_depth for schedule in drawn.values()):
+        raise UserError("schedule.speedups: an adapter is for speeds above 1x, and none is given: add one, such as 2")
+    return {name: schedule for name, schedule in drawn.items() if not schedule.is_full_depth}

@@ -1,0 +1,78 @@
+"""`skipdecode tune`: adapt a checkpoint to a schedule or to any speed.
+
+recipe ──> plan ──────────────> train (in this process, or by workers) ──> checkpoint, tune.json
+           data, tokenizer,      one schedule drawn for each step
+           schedules
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from pathlib import Path
+
+import torch
+
+from actors.engine.checkpoint.file_digests import digests
+from actors.engine.checkpoint.loading import load_decoder
+from actors.engine.decoder import Decoder
+from actors.engine.machine import set_threads
+from actors.engine.schedules.schedule import MEASURED
+from pipeline.config.tune import TuneConfig
+from pipeline.learn.keep_order import measured_order
+from pipeline.learn.tune import resume
+from pipeline.learn.tune.plan import TrainingPlan, plan_training, with_order
+from pipeline.learn.tune.train import train
+from pipeline.learn.tune.workers import check_machine, train_in_processes
+from pipeline.runtime.announce import announce
+
+log = logging.getLogger(__name__)
+
+
+def tune(config: TuneConfig) -> Path:
+    """Train as `config` says and write the checkpoint; a run that was interrupted continues from its last saved step.
+
+    Raises UserError of one line, before anything is trained, if configuration or data are wrong.
+    """
+    plan = plan_training(config)
+    if resume.finished(config):
+        log.warning("%s is finished; nothing is left to do", config.output)
+        return Path(config.output)
+    check_machine(config.workers)
+    resume.begin(config)
+    announce(
+        f"training {config.model.path} on {len(plan.train):,} pairs, {len(plan.dev):,} in the dev set, "
+        f"into {config.output}"
+    )
+    recorded = config
+    if config.schedule.keep_order == MEASURED:
+        config = with_measured_order(config, plan)
+        plan = with_order(config, plan)
+    if config.workers is None:
+        train(config, plan, recorded)
+    else:
+        train_in_processes(config, recorded)
+    return Path(config.output)
+
+
+def with_measured_order(config: TuneConfig, plan: TrainingPlan) -> TuneConfig:
+    """The recipe with its keep order as a list, and the warm-up that follows from it unless the recipe has one."""
+    path = Path(config.model.path)
+    on_cpu = not torch.cuda.is_available()
+    dtype = torch.float32 if on_cpu or not config.training.bf16 else torch.bfloat16
+    set_threads(config.training.threads)
+
+    def load() -> Decoder:
+        decoder = load_decoder(path, dtype, torch.device("cpu" if on_cpu else "cuda"))
+        decoder.prepare_for_cpu()
+        return decoder
+
+    rows = [(row["input_ids"][: row["prompt_tokens"]], row["input_ids"][row["prompt_tokens"] :]) for row in plan.train]
+    given = config.schedule.warmup if "warmup" in config.schedule.model_fields_set else None
+    identity = {"files": digests(path), "dtype": str(dtype).removeprefix("torch.")}
+    order, warmup = measured_order(identity, load, rows, given, None, announce)
+    if not on_cpu:  # the training, perhaps in another process, has the GPU's memory
+        gc.collect()
+        torch.cuda.empty_cache()
+    schedule = config.schedule.model_copy(update={"keep_order": list(order), "warmup": warmup})
+    return config.model_copy(update={"schedule": schedule})

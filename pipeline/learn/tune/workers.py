@@ -1,0 +1,109 @@
+"""Train in several processes of this machine: data parallel, gradients averaged.
+
+The processes meet in a file and talk over the loopback interface, so nothing listens to other machines.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from typing import Any
+
+import torch
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
+
+from actors.engine.errors import UserError
+from actors.engine.machine import process_cpus
+from pipeline.config.tune import TuneConfig, WorkersConfig
+from pipeline.learn.tune.plan import plan_training
+from pipeline.learn.tune.train import train
+
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+SECONDS = 1.0  # maximum time until an interrupt of a thread is raised
+OUT_OF_MEMORY = f"{torch.OutOfMemoryError.__module__}.{torch.OutOfMemoryError.__qualname__}: "
+
+
+def check_machine(workers: WorkersConfig | None) -> None:
+    """Raise UserError if this machine has too few CPUs or GPUs for the workers."""
+    if workers is None:
+        return
+    for name, each, has in (("CPU", workers.cpus, process_cpus()), ("GPU", workers.gpus, torch.cuda.device_count())):
+        if workers.count * each > has:
+            raise UserError(f"workers: {workers.count} × {each:g} {name} asked for, and this machine has {has:g}")
+
+
+def run_processes(count: int, function: Callable[..., None], *arguments: Any) -> None:
+    """Call `function(rank, *arguments)` in `count` new processes. End all of them when one fails.
+
+    Raises:
+        torch.OutOfMemoryError: A process ran out of memory.
+        RuntimeError: A process failed or died. The text is the last line of its traceback with the type's name, so
+            that a command recognizes a UserError. The cause is the whole traceback.
+    """
+    context = start_processes(function, args=arguments, nprocs=count, join=False, daemon=True)
+    try:
+        while not context.join(SECONDS, grace_period=SECONDS):
+            pass
+    except ProcessRaisedException as error:
+        line = str(error).strip().splitlines()[-1]
+        if line.startswith(OUT_OF_MEMORY):
+            raise torch.OutOfMemoryError(line.removeprefix(OUT_OF_MEMORY)) from error
+        raise RuntimeError(line) from error
+    except ProcessExitedException as error:
+        ended = f"was ended by {error.signal_name}" if error.signal_name else f"ended with status {error.exit_code}"
+        raise RuntimeError(f"worker {error.error_index} {ended}") from error
+    finally:
+        for process in context.processes:
+            process.kill()  # the output counts only once its last file is written
+            process.join()
+
+
+def train_in_processes(config: TuneConfig, recorded: TuneConfig) -> None:
+    """Run `train` in `workers.count` processes, each of which loads the model. Raises as `run_processes`.
+
+    recorded: As in `train`.
+    """
+    assert config.workers is not None
+    values = [one.model_dump(exclude_unset=True) for one in (config, recorded)]
+    with tempfile.TemporaryDirectory(prefix="skipdecode-workers-") as folder:
+        run_processes(config.workers.count, _work, f"{folder}/store", *values)
+
+
+def _work(rank: int, store: str, config: dict[str, Any], recorded: dict[str, Any]) -> None:
+    """Run one process's part. store: file in which the processes meet. config, recorded: `TuneConfig` as values."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    given = TuneConfig.model_validate(config)
+    workers = given.workers
+    assert workers is not None
+    # accelerate reads these
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": str(workers.count), "LOCAL_WORLD_SIZE": str(workers.count)}
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, LOOPBACK)
+    torch.set_num_threads(max(1, int(workers.cpus)))
+    if workers.gpus:
+        torch.cuda.set_device(rank)
+    torch.distributed.init_process_group(
+        "nccl" if workers.gpus else "gloo",
+        store=torch.distributed.FileStore(store, workers.count),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=workers.count,
+    )
+    with redirect_stdout(sys.stderr):  # losses are progress; a command may print its result alone
+        train(given, plan_training(given), recorded=TuneConfig.model_validate(recorded))
+    # not after an error: others would fail before this process has left its traceback
+    torch.distributed.destroy_process_group()
+    sys.stderr.flush()
+    os._exit(0)  # a thread of a library may abort in destructors a process whose work is done
+
+
+def _end_with(parent: int) -> None:
+    """End this process soon after its launcher was killed; else it would write where the next run does."""
+    while os.getppid() == parent:
+        time.sleep(SECONDS)
+    os._exit(1)

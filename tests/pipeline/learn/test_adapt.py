@@ -1,0 +1,399 @@
+"""`skipdecode adapt`: pairs, choice, job file and resumption, without a model and without Ray."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import weakref
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from adapt_fakes import END, ROWS, Fakes, Run, command_over, values, write_inputs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from poison_stages import prompt_ids_or_death
+
+from actors.engine.schedules.schedule import ScheduleSpec
+from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint, resolve_checkpoint
+from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.config.load import load_config, load_values
+from pipeline.learn.adapt import configs
+from pipeline.learn.adapt import run as adaptation
+from pipeline.learn.adapt.configs import job_text
+from pipeline.learn.adapt.pairs import default_metric, prompt_ids, prompts_isolated, split_end
+from pipeline.plan.manifest import plan_job
+from pipeline.prepare.prompt_spec import prompt_spec
+from pipeline.prepare.prompts import PROMPT_IDS, prepare_table
+
+# training pairs
+
+
+@given(st.lists(st.integers(0, 9), max_size=8))
+def test_an_answer_keeps_all_tokens_but_one_end(tokens: list[int]) -> None:
+    response, ended = split_end(tokens, END)
+    assert response + [END] * ended == tokens
+    assert split_end(tokens, None) == (tokens, False)  # a model without an end token
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
+    return Fakes(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def command(tmp_path: Path, checkpoint: Path) -> Run:
+    return command_over(tmp_path, checkpoint)
+
+
+def test_rows_that_teach_nothing_are_left_out_and_counted(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+    result = command("--json", rows=ROWS, references="right")
+    assert result.exit_code == 0, result.output
+    folder = tmp_path / "out-adapt"
+    found = json.loads(result.stdout)
+    assert fakes.job.schedule.changes() == {"speedup": 1.0}
+    assert (fakes.job.output.token_ids, fakes.job.output.keep, fakes.job.sampling.n) == (True, [], 1)
+
+    # every row is accounted for, once
+    sample = pq.read_table(folder / "sample.parquet").to_pylist()
+    empty = {row for row in range(ROWS) if row % 5 == 0}
+    bad = {row for row, one in enumerate(sample) if one["q"] is None}
+    bare = {row for row, one in enumerate(sample) if row < 6 and not one["right"]} - empty
+    left = [row for row in range(ROWS) if row not in empty | bad | bare]
+    train, held = (pq.read_table(folder / f"{name}.parquet") for name in ("train", "held-out"))
+    assert [one[0] - 5 for one in held["response"].to_pylist()] == [row for row in left if row < 6]
+    assert [one[0] - 5 for one in train["response"].to_pylist()] == [row for row in left if row >= 6]
+    assert found["counts"] == {
+        "job": ROWS,
+        "drawn": ROWS,
+        "unreadable": 0,
+        "train": train.num_rows,
+        "held_out": held.num_rows,
+        "errors": len(bad),
+        "empty": len(empty - bad),
+        "unreferenced": len(bare),
+        "repeated": 0,
+        "longest": fakes.longest,
+    }
+    for row in train.to_pylist():
+        number = row["response"][0] - 5
+        assert row["ended"] == (number % 4 != 3)  # cut off: no end to be learned
+        assert END not in row["response"]
+        assert row["text"] == "x" * len(row["response"])
+
+    # prompts are those of the job's own prepare step
+    config = fakes.job
+    resolved = resolve_checkpoint(config.model, config.storage)
+    whole = prepare_table(pq.read_table(folder / "sample.parquet"), prompt_spec(config, resolved, 0.0))
+    by_row = whole[PROMPT_IDS].to_pylist()
+    assert train["prompt"].to_pylist() == [by_row[row] for row in left if row >= 6]
+    pairs = [*train.to_pylist(), *held.to_pylist()]
+    assert fakes.longest == max(len(one["prompt"]) + len(one["response"]) + one["ended"] for one in pairs)
+
+
+def test_the_job_file_is_the_users_with_adapter_and_speed(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+    result = command("--set", "shard_rows=5", "--set", "output.strip=false")
+    assert result.exit_code == 0, result.output
+    path = tmp_path / "out-adapt" / "job.yaml"
+    mine, written = load_values(tmp_path / "job.yaml"), load_values(path)
+    mine["model"]["speed_adapter"] = str(tmp_path / "out-adapt" / "speed-adapter")
+    mine["schedule"] = {"speedup": 3, "agreement_rows": 0}
+    mine["shard_rows"] = 5
+    mine["output"]["strip"] = False
+    del mine["adapt"]
+    assert written == mine
+    assert load_config(JobConfig, path).sampling.stop == ("1e5",)
+    assert path.read_text().startswith("# Written by `skipdecode adapt")
+    assert f"next: skipdecode run {path}" in result.stdout
+    assert "break-even: " in result.stdout
+
+
+def test_without_a_speed_within_tolerance_no_job_file_is_left(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+    assert command().exit_code == 0
+    path = tmp_path / "out-adapt" / "job.yaml"
+    assert path.exists()
+    result = command(tolerance=1.5)
+    assert result.exit_code == 1
+    assert result.stderr.strip().splitlines()[-1] == (
+        "skipdecode: no speed-up is within adapt.tolerance = 1.5 of agreement_exact, and no job file is written; "
+        "2x would be within 4"
+    )
+    assert not path.exists()
+    assert fakes.calls == ["answers", "tune", "before", "after"]  # another tolerance needs no other model
+    assert command(tolerance=4.0).exit_code == 0
+    assert load_values(path)["schedule"] == {"speedup": 2, "agreement_rows": 0}
+
+
+LONG, WORD = [5] * 9, [5]
+
+
+@pytest.mark.parametrize(
+    ("choices", "references", "response", "metric"),
+    [
+        (False, None, LONG, "fidelity"),
+        (False, None, LONG[:8], "agreement_exact"),
+        (True, None, LONG, "agreement_exact"),
+        (True, [["yes"], ["no"]], WORD, "exact_match"),
+        (False, [["yes"], ["no", "none"]], WORD, "exact_match"),
+        (False, [["a summary"], ["of text"]], LONG, "rouge_l"),
+        (False, [["a summary"], ["of text", "or another"]], LONG, "bleu"),
+    ],
+)
+def test_the_default_metric_follows_from_the_held_out_rows(
+    tmp_path: Path, choices: bool, references: list[list[str]] | None, response: list[int], metric: str
+) -> None:
+    table = {"references": references or [[], []], "response": [response, response]}
+    pq.write_table(pa.table(table), tmp_path / "held-out.parquet")
+    assert default_metric(tmp_path, choices=choices, references=references is not None) == metric
+
+
+@pytest.mark.parametrize(
+    ("adapt", "schedule", "prompt_seconds", "policies", "written"),
+    [
+        ({}, {}, 3.3, ["full"], {"speedup": 2}),
+        ({}, {}, 3.4, ["full", "first"], {"speedup": 2, "prompt": "first"}),
+        ({"tolerance": 4.2}, {}, 9, ["full", "first"], {"speedup": 2}),
+        ({}, {"prompt": "full"}, 9, ["full"], {"speedup": 2}),
+        ({"prompt": "full"}, {}, 9, ["full"], {"speedup": 2}),
+        ({"prompt": "first"}, {}, 0, ["first"], {"speedup": 2, "prompt": "first"}),
+    ],
+)
+def test_a_job_of_long_prompts_is_offered_skipping_in_the_prompt(
+    tmp_path: Path,
+    fakes: Fakes,
+    command: Run,
+    adapt: dict[str, Any],
+    schedule: dict[str, Any],
+    prompt_seconds: float,
+    policies: list[str],
+    written: dict[str, Any],
+) -> None:
+    fakes.prompt_seconds = prompt_seconds
+    result = command("--json", job={"schedule": {"horizon": 6, **schedule}}, **{"tolerance": 5.0, **adapt})
+    assert result.exit_code == 0, result.output
+    assert fakes.recipe.workers is None
+    trained = [fakes.recipe.schedule.prompt, *(one.prompt for one in fakes.recipe.schedule.also if one.speedup == 2)]
+    assert trained == policies
+    assert all(one.speedup in (2, 3) for one in fakes.recipe.schedule.also)
+    lines = json.loads(result.stdout)["after"]
+    assert [line["prompt"] for line in lines if line["nominal"] == 2] == policies
+    assert load_values(tmp_path / "out-adapt" / "job.yaml")["schedule"] == written
+
+
+@pytest.mark.parametrize("stage", ["answers", "tune", "before", "after"])
+def test_an_interrupted_adaptation_resumes_at_its_stage(fakes: Fakes, command: Run, stage: str) -> None:
+    fakes.fail = stage
+    result = command()
+    assert (result.exit_code, "interrupted (SIGTERM)" in result.stderr) == (4, True)
+    done = fakes.calls[:-1]
+    assert fakes.calls[-1] == stage
+    fakes.fail, fakes.calls = "", []
+    assert command().exit_code == 0
+    assert [*done, *fakes.calls] == ["answers", "tune", "before", "after"]
+    fakes.calls = []
+    assert command().exit_code == 0
+    assert fakes.calls == []
+
+
+def test_a_lost_checkpoint_is_trained_and_evaluated_again(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+    assert command().exit_code == 0
+    (tmp_path / "out-adapt" / "speed-adapter" / "tune.json").unlink()
+    fakes.calls = []
+    assert command().exit_code == 0
+    assert fakes.calls == ["tune", "before", "after"]
+
+
+def test_labels_are_evaluated_greedily(checkpoint: Path, tmp_path: Path) -> None:
+    job = {**values(tmp_path, tmp_path, checkpoint), "choices": ["yes", "no"]}
+    job["sampling"] = {"temperature": 1.0, "n": 2, "logprobs": 3}
+    config = JobConfig.model_validate(job)
+    asked = configs.eval_values(config, {"horizon": 6}, {"path": "m"}, "r", tmp_path / "after", tmp_path, ["full"])
+    assert asked["choices"] == ["yes", "no"]
+    assert asked["data"]["references"] is None
+    assert {name: asked["sampling"][name] for name in ("temperature", "n", "logprobs")} == {
+        "temperature": 0.0,
+        "n": 1,
+        "logprobs": None,
+    }
+
+
+def test_prompts_of_held_out_rows_are_not_trained_on(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+    source = {"path": str(tmp_path / "in"), "template": "say {{ q[-1] }}"}  # ten prompts for 30 rows
+    result = command("--json", rows=ROWS, job={"input": source})
+    assert result.exit_code == 0, result.output
+    counts = json.loads(result.stdout)["counts"]
+    train, held = (
+        {tuple(one) for one in pq.read_table(tmp_path / "out-adapt" / f"{name}.parquet")["prompt"].to_pylist()}
+        for name in ("train", "held-out")
+    )
+    assert train and held and not train & held
+    assert counts["repeated"] > 0
+    assert sum(counts[name] for name in ("train", "held_out", "errors", "empty", "repeated")) == ROWS
+
+
+def test_references_that_are_no_labels_are_ignored(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+    """Else evaluate would refuse the row, after all the training."""
+    labels = ["Answer 1", "answer 2", *(f"answer {row}" for row in range(15, ROWS))]
+    job = {"choices": labels, "sampling": {}}
+    result = command("--json", rows=ROWS, held_out=20, references="right", job=job)
+    assert result.exit_code == 0, result.output
+    rows = pq.read_table(tmp_path / "out-adapt" / "held-out.parquet")["references"].to_pylist()
+    known = {label.lower() for label in labels}
+    assert rows and all(row and {text.lower() for text in row} <= known for row in rows)
+    assert json.loads(result.stdout)["counts"]["unreferenced"] > 1
+
+
+def test_evaluation_has_the_resources_of_an_actor(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+    assert command().exit_code == 0
+    # as the answers' job has resolved them
+    assert fakes.actors == {"threads": 3, "cache_bytes": 2**20, "max_batch": 64}
+    shutil.rmtree(tmp_path / "out-adapt")
+    assert command(job={"actors": {"threads": 2, "cache_bytes": 12345}}).exit_code == 0
+    assert fakes.actors == {"threads": 2, "cache_bytes": 12345, "max_batch": 64}
+
+
+def test_the_evaluation_before_is_no_cost(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+    found = json.loads(command("--json").stdout)
+    seconds = found["seconds"]
+    assert found["break_even"]["cost"] == pytest.approx(sum(seconds.values()) - seconds["before"], rel=1e-9)
+
+
+def test_memory_in_cycles_is_freed() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    gc.disable()
+    try:
+        for failing in (False, True):
+            with suppress(KeyError), adaptation.memory_freed():
+                held = weakref.ref(Cycle())
+                assert held() is not None
+                if failing:
+                    raise KeyError
+            assert held() is None
+    finally:
+        gc.enable()
+
+
+def test_a_model_of_the_hub_stays_at_its_commit(checkpoint: Path, tmp_path: Path) -> None:
+    job = values(tmp_path, tmp_path / "out", checkpoint)
+    hub = JobConfig.model_validate({**job, "model": {"path": "owner/name@main"}})
+    local = resolve_checkpoint(JobConfig.model_validate(job).model, StorageConfig())
+    remote = RemoteCheckpoint("owner/name@main", "c0ffee", None, "key", (), StorageConfig(), None)
+    resolved = ResolvedCheckpoint(local.checkpoint, remote)
+    assert configs.full_depth_job(hub, resolved, Path("adapt")).model.path == "owner/name@c0ffee"
+    assert configs.tuned_model(hub, resolved, Path("adapt")) == {
+        "path": "owner/name@c0ffee",
+        "speed_adapter": str(Path("adapt/speed-adapter").resolve()),
+    }
+    relative = JobConfig.model_validate({**job, "model": {"path": "my/checkpoint"}})
+    assert configs.full_depth_job(relative, local, Path("adapt")).model.path == "my/checkpoint"
+    assert configs.tuned_model(relative, local, Path("adapt"))["speed_adapter"] == "adapt/speed-adapter"
+    whole = JobConfig.model_validate({**job, "model": {"path": "my/checkpoint"}, "adapt": {"weights": "full"}})
+    assert configs.tuned_model(whole, local, Path("adapt")) == {"path": "adapt/checkpoint"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"power": 3.0}, ""),
+        ({"steps": 2, "decay": "cosine"}, ""),
+        ({"steps": 2, "decay": "power"}, ""),
+        ({"power": 3.0, "decay": "power"}, "schedule.power"),
+        ({"steps": 2, "decay": "step"}, "schedule.steps"),
+    ],
+)
+def test_keys_that_the_decay_ignores_are_allowed(
+    checkpoint: Path, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    job = {**values(tmp_path, tmp_path / "out", checkpoint), "schedule": changes}
+    config = JobConfig.model_validate(job)
+    with pytest.raises(ValueError, match=said) if said else nullcontext():
+        assert configs.schedule_shape(config, None)["decay"] == changes.get("decay", "linear")
+    if changes.get("decay") in ("power", "step"):  # a checkpoint that has it already is trained for it
+        assert configs.schedule_shape(config, ScheduleSpec(**changes))
+
+
+def test_without_an_order_of_job_or_checkpoint_it_is_measured(checkpoint: Path, tmp_path: Path) -> None:
+    def shape(stored: ScheduleSpec | None, **schedule: Any) -> dict[str, Any]:
+        job = {**values(tmp_path, tmp_path / "out", checkpoint), "schedule": schedule}
+        return configs.schedule_shape(JobConfig.model_validate(job), stored)
+
+    assert shape(None)["keep_order"] == "measured" and "warmup" not in shape(None)  # it follows from the order
+    assert (shape(None, warmup=2)["keep_order"], shape(None, warmup=2)["warmup"]) == ("measured", 2)
+    assert (shape(None, keep_order="paper")["keep_order"], shape(None, keep_order="paper")["warmup"]) == ("paper", 1)
+    stored = ScheduleSpec(keep_order=(1, 0, 3, 2), warmup=2)
+    assert (shape(stored)["keep_order"], shape(stored)["warmup"]) == ([1, 0, 3, 2], 2)
+    assert shape(stored, keep_order="measured")["keep_order"] == "measured"
+    assert "warmup" not in shape(stored, keep_order="measured")
+
+
+# configurations
+
+
+def test_run_accepts_the_section(tmp_path: Path, checkpoint: Path) -> None:
+    """Another, or none: the job is the same one."""
+    inputs = write_inputs(tmp_path / "in")
+    prints = set()
+    for adapt in ({"rows": 10, "held_out": 2, "seed": 3}, {"metric": "token_kl"}, None):
+        job = {**values(inputs, tmp_path / "out", checkpoint), "adapt": adapt}
+        config = JobConfig.model_validate(job)
+        resolved = resolve_checkpoint(config.model, config.storage)
+        schedule = resolved.checkpoint.schedule(config.schedule.changes())
+        prints.add(plan_job(config, resolved, schedule, None, None).fingerprint)
+    assert len(prints) == 1
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=12)
+numbers_as_text = st.from_regex(r"[-+]?[0-9]{1,3}(\.[0-9]{0,2})?[eE][-+]?[0-9]{1,2}", fullmatch=True)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.dictionaries(st.text(min_size=1, max_size=5), scalars | numbers_as_text | st.lists(scalars, max_size=3)))
+def test_values_written_are_read_back_as_they_are(
+    tmp_path_factory: pytest.TempPathFactory, rest: dict[str, Any]
+) -> None:
+    job = {**rest, "model": {"path": "x", "cache": "1e5"}, "adapt": {"rows": 3}}
+    path = tmp_path_factory.mktemp("yaml") / "job.yaml"
+    path.write_text(job_text(job, {"path": "y"}, {"speedup": 2.5}, ["of\nline"]))
+    want = {**job, "model": {"path": "y", "cache": "1e5"}, "schedule": {"speedup": 2.5}}
+    del want["adapt"]
+    assert load_values(path) == want
+    assert yaml.safe_load(path.read_text())["model"]["path"] == "y"
+
+
+def test_a_row_that_kills_its_process_is_left_out(
+    tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = JobConfig.model_validate(values(write_inputs(tmp_path / "in"), tmp_path / "out", checkpoint))
+    spec = prompt_spec(config, resolve_checkpoint(config.model, config.storage), 0.0)
+    table = pq.read_table(tmp_path / "in" / "in-0.parquet").slice(3, 2)
+    whole = prompt_ids(table, spec)
+    assert prompts_isolated(table, spec, prompt_ids_or_death) == [whole[0], None]
+    assert caplog.messages == ["a row of the sample is left out: its prompt cannot be prepared: killed by SIGKILL"]
+
+
+def test_a_row_that_the_job_could_not_answer_is_left_out(
+    tmp_path: Path, fakes: Fakes, command: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    fakes.deadly = 3
+    result = command("--json", rows=20)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["counts"]["errors"] >= 1
+    assert any("row 3: the row ended its process" in message for message in caplog.messages)
+
+
+def test_every_stage_is_announced(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+    result = command("--json")
+    stages = [line for line in result.stderr.splitlines() if line.startswith("stage ")]
+    assert [stage.partition(":")[0] for stage in stages] == [f"stage {number} of 5" for number in range(1, 6)]
+    assert stages[0] == "stage 1 of 5: draw 20 of 30 rows"
+    (estimate,) = [line for line in result.stderr.splitlines() if line.startswith("estimate: ")]
+    assert " training steps; " in estimate and "in all on this machine, about: answers " in estimate
+    assert not [line for line in command("--json").stderr.splitlines() if line.startswith("stage ")]

@@ -1,0 +1,128 @@
+"""The choice of a speed and the break-even, as laws over whatever may be measured."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.learn.adapt.choice import BreakEven, Measured, Quality, choose, nearest, parallel_actors
+
+METRIC = "agreement_exact"
+seconds = st.floats(1e-6, 1e4)
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> list[Measured]:
+    """The job's own checkpoint, then the tuned one at 1x and at one to six speed-ups."""
+    nominals: list[float | None] = [None, 1.0, *draw(st.lists(st.floats(1.01, 9), min_size=1, max_size=6, unique=True))]
+    found = []
+    for nominal in nominals:
+        loss = draw(st.floats(-5, 50))
+        quality = Quality(100 - loss, loss, loss + draw(st.sampled_from([0.0, 1.0, 7.5])))
+        found.append(Measured(nominal, "full", nominal, draw(st.sampled_from([0.1, 0.2, 0.3])), {METRIC: quality}))
+    return found
+
+
+@given(lines(), st.floats(0.1, 60))
+def test_the_choice_is_the_fastest_of_those_within_the_tolerance(measured: list[Measured], tolerance: float) -> None:
+    within = {
+        line.nominal: line
+        for line in measured
+        if (line.nominal or 1) > 1 and line.scores[METRIC].loss_high <= tolerance
+    }
+    chosen = choose(METRIC, tolerance, measured)
+    if chosen is None:
+        assert not within
+        return
+    assert within[chosen.nominal] == chosen
+    for other in within.values():
+        assert chosen.seconds < other.seconds or (
+            chosen.seconds == other.seconds and (chosen.layer_ratio or 1) >= (other.layer_ratio or 1)
+        )
+
+
+@given(lines())
+def test_the_nearest_tolerance_admits_a_speed_and_a_smaller_one_none(measured: list[Measured]) -> None:
+    least = nearest(METRIC, measured).scores[METRIC].loss_high
+    assert choose(METRIC, least, measured) is not None
+    assert choose(METRIC, least - 1e-6, measured) is None
+
+
+def test_the_upper_end_of_the_interval_must_be_within() -> None:
+    line = Measured(2.0, "full", 2.0, 0.1, {METRIC: Quality(99, 1.0, 6.0)})
+    assert choose(METRIC, 5.9, [line]) is None
+    assert choose(METRIC, 6.0, [line]) is line
+
+
+@given(seconds, seconds, seconds, st.integers(1, 10**7), st.floats(1, 64))
+def test_from_the_break_even_on_time_is_saved_and_before_it_is_not(
+    cost: float, full: float, fast: float, rows: int, actors: float
+) -> None:
+    account = BreakEven(cost, full, fast, rows, actors)
+    if fast >= full:
+        assert account.at_rows is None and not account.pays and account.saved <= 0
+        return
+    assert account.at_rows is not None
+    slack = 1e-9 * (cost + rows * full)
+    if account.pays:
+        assert account.saved >= -slack
+    else:
+        assert account.saved <= slack
+    at = account.at_rows
+    if at < 1e12:
+        assert BreakEven(cost, full, fast, at, actors).saved >= -1e-9 * (cost + at * full)
+        assert BreakEven(cost, full, fast, at - 1, actors).saved <= 1e-9 * (cost + at * full)
+
+
+@pytest.mark.parametrize(
+    ("account", "said"),
+    [
+        (
+            BreakEven(100, 0.2, 0.1, 10_000),
+            "break-even: 1,000 rows; this job has 10,000 rows: 33.3 min become 18.3 min",
+        ),
+        (
+            BreakEven(100, 0.2, 0.1, 999),
+            "break-even: 1,000 rows; this job has 999 rows, so that adaptation does not pay",
+        ),
+        (
+            BreakEven(100, 0.2, 0.1, 10_000, actors=4),  # each row saves a quarter of it
+            "break-even: 4,000 rows; this job has 10,000 rows: 8.3 min become 5.8 min",
+        ),
+        (BreakEven(100, 0.1, 0.1, 10**9), "break-even: never, for 3x saves no time"),
+    ],
+)
+def test_the_sentences_of_the_break_even(account: BreakEven, said: str) -> None:
+    text = account.sentences("3x")
+    assert text[1].startswith(said)
+    assert ("saved" in text[1]) == account.pays
+    assert text[2].startswith(f"(assumed: {account.actors:g} actor") and "its own" in text[2]
+
+
+@pytest.mark.parametrize(
+    ("actors", "gpus", "threads", "cores", "devices", "at_once"),
+    [
+        (4, 0, 2, 8, 0, 4),
+        (4, 0, 2, 4, 0, 2),
+        (4, 0, 8, 4, 0, 1),
+        (4, 0, 2, None, None, 4),
+        (4, 1, 1, 2, 4, 4),
+        (4, 0.5, 1, 2, 4, 2),  # two take turns on each GPU
+        (8, 2, 1, 2, 4, 2),
+        (8, 0.5, 1, None, None, 4),
+        (1, 0.25, 1, 2, 1, 1),
+    ],
+)
+def test_actors_count_where_they_have_hardware_of_their_own(
+    actors: int, gpus: float, threads: int, cores: int | None, devices: int | None, at_once: float
+) -> None:
+    assert parallel_actors(actors, gpus, threads, cores, devices) == at_once
+
+
+@given(lines())
+def test_measurements_survive_the_record(measured: list[Measured]) -> None:
+    for line in measured:
+        assert Measured.from_dict(json.loads(json.dumps(line.to_dict()))) == line

@@ -1,0 +1,112 @@
+"""`skipdecode adapt` with real answers, training and evaluation, and the job that it writes. No Ray."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from pipeline.cli.app import app
+from pipeline.config.load import dump_yaml
+from pipeline.learn.adapt import pairs
+
+pytest.importorskip("pipeline.config.evaluate", reason="evaluate is not in yet")
+ROWS = 40
+ADAPT: dict[str, Any] = {
+    "rows": ROWS,
+    "held_out": 8,
+    "training": {"max_steps": 2, "batch_size": 4, "bf16": False, "threads": 1},
+    "runs": 1,
+}
+
+
+@pytest.fixture
+def prepared_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are prepared in this process; another one imports for 2 s first."""
+    monkeypatch.setattr(pairs, "call_isolated", lambda function, *arguments, seconds: function(*arguments))
+
+
+@pytest.mark.parametrize("weights", ["adapter", "full"])
+def test_from_a_job_to_a_faster_one(
+    in_process: None, tmp_path: Path, checkpoint: Path, weights: str, own_cache: Path, request: pytest.FixtureRequest
+) -> None:
+    """With all weights by a measured order, of which the written job says nothing: the checkpoint has it."""
+    if weights == "full":
+        request.getfixturevalue("prepared_here")
+    prompts: list[str | None] = [f"name[Zizzi], area[{row}]" for row in range(ROWS)]
+    prompts[7] = None
+    pq.write_table(pa.table({"key": list(range(ROWS)), "q": prompts}), tmp_path / "in.parquet", row_group_size=8)
+    job = tmp_path / "job.yaml"
+    values = {
+        "input": {"path": str(tmp_path / "in.parquet"), "id": "key", "template": "{{ q }}"},
+        "output": {"path": str(tmp_path / "out")},
+        "model": {"path": str(checkpoint), "dtype": "float32"},
+        "schedule": {"agreement_rows": 0, **({"keep_order": "measured"} if weights == "full" else {})},
+        "sampling": {"max_new_tokens": 10},
+        "actors": {"threads": 1, "max_batch": 8},
+        "adapt": ADAPT | {"speedups": [1, 2], "tolerance": 100.0, "weights": weights},
+    }
+    job.write_text(dump_yaml(values))
+    result = CliRunner().invoke(app, ["adapt", str(job), "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [line["nominal"] for line in found["before"]] == [1, 2]
+    # an adapter leaves the job's checkpoint at 1x; all weights make another one, at full depth too
+    assert [line["nominal"] for line in found["after"]] == ([1, 2] if weights == "adapter" else [None, 1, 2])
+    assert found["after"][0]["scores"]["agreement_exact"]["value"] == 100
+    assert (found["chosen"]["nominal"], found["counts"]["errors"]) == (2, 1)
+    assert sum(found["counts"][name] for name in ("train", "held_out", "errors", "empty")) == ROWS
+
+    # the tokens trained on are those that the job's checkpoint gives at full depth: alone, it agrees with itself
+    assert found["before"][0]["scores"]["agreement_exact"]["value"] == 100
+    trained = tmp_path / "out-adapt" / ("speed-adapter" if weights == "adapter" else "checkpoint")
+    assert json.loads((trained / "tune.json").read_text())["steps"] == 2
+    order = json.loads((trained / "skipdecode.json").read_text())["keep_order"]
+    measured = [json.loads(path.read_text()) for path in own_cache.glob("keep-orders/*.json")]
+    assert [order] == ([record["keep_order"] for record in measured] if weights == "full" else ["paper"])
+    model = yaml.safe_load(Path(found["job_file"]).read_text())["model"]
+    named = {"path": str(checkpoint), "speed_adapter": str(trained)} if weights == "adapter" else {"path": str(trained)}
+    assert model == {**values["model"], **named}  # type: ignore[dict-item]
+
+    again = CliRunner().invoke(app, ["adapt", str(job), "--json"])
+    assert json.loads(again.stdout) == found  # nothing is done again
+
+    ran = CliRunner().invoke(app, ["run", found["job_file"], "--set", "max_error_rate=0.1", "--json"])
+    assert ran.exit_code == 0, ran.output
+    summary = json.loads(ran.stdout)
+    assert (summary["planned_rows"], summary["nominal_speedup"]) == (ROWS, 2)
+    assert sorted(pq.read_table(tmp_path / "out")["id"].to_pylist()) == list(range(ROWS))
+
+
+def test_labels_of_one_token_gain_by_skipping_in_the_prompt(
+    in_process: None, prepared_here: None, tmp_path: Path, checkpoint: Path
+) -> None:
+    """Without a decode step the layers of the prompt are the only ones to skip."""
+    prompts = [f"name[Zizzi], area[{row}]" for row in range(ROWS)]
+    pq.write_table(pa.table({"q": prompts}), tmp_path / "in.parquet")
+    job = tmp_path / "job.yaml"
+    values = {
+        "input": {"path": str(tmp_path / "in.parquet"), "prompt": "q"},
+        "output": {"path": str(tmp_path / "out")},
+        "model": {"path": str(checkpoint), "dtype": "float32"},
+        "schedule": {"agreement_rows": 0},
+        "choices": ["a", "b"],
+        "actors": {"threads": 1, "max_batch": 8},
+        "adapt": ADAPT | {"speedups": [3], "tolerance": 200.0},
+    }
+    job.write_text(dump_yaml(values))
+    result = CliRunner().invoke(app, ["adapt", str(job), "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    lines = [(line["nominal"], line["prompt"]) for line in found["after"]]
+    assert lines == [(1, "full"), (3, "full"), (3, "first")]
+    tuned = json.loads((tmp_path / "out-adapt" / "speed-adapter" / "tune.json").read_text())
+    assert [(one["speedup"], one["prompt"]) for one in tuned["config"]["schedule"]["also"]] == [(3, "first")]
+    written = yaml.safe_load(Path(found["job_file"]).read_text())["schedule"]
+    assert written.get("prompt", "full") == found["chosen"]["prompt"]

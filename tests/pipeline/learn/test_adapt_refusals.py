@@ -1,0 +1,296 @@
+"""Refusals of `skipdecode adapt`: one line each, as early as possible."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from adapt_fakes import ROWS, Fakes, Run, command_over
+from random_adapter import random_adapter
+from typer.testing import CliRunner
+
+from actors.engine.schedules.schedule import ScheduleSpec
+from pipeline.cli.app import app
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
+    return Fakes(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def command(tmp_path: Path, checkpoint: Path) -> Run:
+    return command_over(tmp_path, checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("adapt", "job", "named"),
+    [
+        ({"seed": 1}, {}, "adapt.seed"),
+        ({"rows": 19}, {}, "adapt.rows"),
+        ({"training": {"epochs": 1.0}}, {}, "adapt.training.epochs"),
+        ({"speedups": [1, 2]}, {}, "adapt.speedups"),
+        ({"runs": 1}, {}, "adapt.runs"),
+        ({}, {"output": {"path": "OUT", "strip": False}}, "output.strip"),
+        ({}, {"shared_prefix": False}, "shared_prefix"),
+        ({}, {"shard_rows": 3, "shard_bytes": 99}, "shard_bytes, shard_rows"),
+        ({}, {"actors": {"max_batch": 3, "threads": 1}}, "actors.max_batch, actors.threads"),
+        ({}, {"actors": {"cache_bytes": 9}}, "actors.cache_bytes"),
+        ({}, {"sampling": {"max_new_tokens": 9}}, "sampling.max_new_tokens, sampling.stop"),
+        ({}, {"schedule": {"decay": "cosine"}}, "schedule.decay"),
+    ],
+)
+def test_other_settings_are_refused_by_name(
+    tmp_path: Path, fakes: Fakes, command: Run, adapt: dict[str, Any], job: dict[str, Any], named: str
+) -> None:
+    assert command().exit_code == 0
+    if "output" in job:
+        job = {"output": {**job["output"], "path": str(tmp_path / "out")}}
+    result = command(job=job, **adapt)
+    assert result.exit_code == 2
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1 and f"differs in {named}; remove the folder, or choose another adapt.output" in lines[0]
+
+
+def test_an_adapter_to_go_on_from_that_has_changed_is_refused(
+    tmp_path: Path, checkpoint: Path, fakes: Fakes, command: Run
+) -> None:
+    start = random_adapter(checkpoint, tmp_path / "start", ScheduleSpec(speedup=2, horizon=6))
+    going_on = {"adapter": {"start": str(start)}}
+    assert command(**going_on).exit_code == 0
+    record = tmp_path / "out-adapt" / "adapt.json"
+    written = json.loads(record.read_text())
+    random_adapter(checkpoint, start, ScheduleSpec(speedup=2, horizon=6), rank=2)
+    result = command(**going_on)
+    assert result.exit_code == 2 and "differs in adapt.adapter.start.weights; remove the folder" in result.stderr
+    del written["done"]["tune"]["settings"]["adapt.adapter.start"]  # an earlier version recorded the path alone
+    record.write_text(json.dumps(written))
+    assert command(**going_on).exit_code == 0
+
+
+def test_the_folder_must_not_lie_in_the_adapter_to_go_on_from(
+    tmp_path: Path, checkpoint: Path, fakes: Fakes, command: Run
+) -> None:
+    start = random_adapter(checkpoint, tmp_path / "start", ScheduleSpec(speedup=2, horizon=6))
+    result = command(adapter={"start": str(start)}, output=str(start / "adapt"))
+    assert result.exit_code == 2 and "adapt.adapter.start " in result.stderr
+    assert "lie in each other; choose another folder" in result.stderr
+
+
+def test_options_of_a_stage_not_done_may_still_change(fakes: Fakes, command: Run) -> None:
+    fakes.fail = "tune"
+    assert command().exit_code == 4
+    fakes.fail = ""
+    assert command(training={"epochs": 1.0}, workers={"count": 2}).exit_code == 0
+    assert fakes.recipe.workers is not None and fakes.recipe.workers.count == 2
+    assert fakes.calls == ["answers", "tune", "tune", "before", "after"]
+
+
+def test_more_workers_than_cores_are_refused_before_rows_are_drawn(fakes: Fakes, command: Run) -> None:
+    many = {"workers": {"count": 64}, "training": {"batch_size": 64}}
+    result = command(**many)
+    assert result.exit_code == 2 and "workers: 64 × 1 CPU asked for, and this machine has" in result.stderr
+    assert not fakes.calls
+    small = {"training": {"batch_size": 64}}
+    assert command(**small).exit_code == 0
+    assert command(**many).exit_code == 0  # nothing is left to train
+
+
+def test_new_input_files_are_logged_and_not_sampled(
+    tmp_path: Path, fakes: Fakes, command: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert command().exit_code == 0 and not caplog.messages
+    sample = (tmp_path / "out-adapt" / "sample.parquet").read_bytes()
+    pq.write_table(pa.table({"key": pa.array([99], pa.int16()), "q": ["more"]}), tmp_path / "in" / "more.parquet")
+    result = command("--json", tolerance=4.0)
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["counts"]["job"] == ROWS + 1
+    assert [one.partition(": ")[2] for one in caplog.messages] == [
+        "changed since the sample was drawn; new rows are not sampled"
+    ]
+    assert (tmp_path / "out-adapt" / "sample.parquet").read_bytes() == sample
+    assert fakes.calls == ["answers", "tune", "before", "after"]
+
+
+@pytest.mark.parametrize(
+    ("adapt", "job", "said"),
+    [
+        ({"rows": 6}, {}, "adapt: rows = 6 leaves none to train on: raise it above held_out = 6"),
+        ({"rows": 99, "held_out": 30}, {}, "30 rows leave none to train on: lower adapt.held_out = 30"),
+        ({"references": "wrong"}, {}, "no column 'wrong'; it has key, q, right, unused"),
+        ({"metric": "bleu"}, {}, "adapt: metric: bleu needs references"),
+        ({"output": "s3://bucket/x"}, {}, "adapt.output: s3://bucket/x is not local"),
+        ({}, {"output": {"path": "s3://bucket/x"}}, "adapt.output: s3://bucket/x-adapt is not local"),
+        ({"speedups": [1]}, {}, "speedups must be 1 or above, and at least one above 1"),
+        ({"speedup": [1]}, {}, "unknown key adapt.speedup; did you mean speedups?"),
+        ({"training": {"epoch": 1.0}}, {}, "adapt: unknown key training.epoch; did you mean epochs?"),
+        ({"training": {"early_stopping": 2}}, {}, "training.early_stopping would choose by the held-out rows"),
+        ({"adapter": {"rank": 0}}, {}, "adapt: adapter.rank"),
+        ({"workers": {"count": 3}}, {}, "batch_size = 16 cannot be cut into 3 equal parts"),
+        ({"lora": {"targets": ["q_proj"]}}, {}, "lora is now adapter, which is trained unless weights: full is set"),
+        ({"weights": "full", "adapter": {"rank": 2}}, {}, "adapter has no effect with weights: full"),
+        ({"loss": {"distillation": 0.0}}, {}, "there is nothing to learn from"),
+        ({}, {"schedule": {"decay": "power", "power": 3.0}}, "schedule.power: adapt trains for 2.0 alone"),
+        ({"references": "key"}, {}, "adapt.references: column 'key' is int16; it must be string, or a list"),
+        (
+            {"metric": "rouge_l", "references": "right"},
+            {"choices": ["yes", "no"], "sampling": {}},
+            "adapt.metric: rouge_l is not for labels; with choices take exact_match",
+        ),
+        ({}, {"model": {"path": "/none"}}, "/none: no such checkpoint folder"),
+    ],
+)
+def test_a_mistake_is_one_line_before_a_model_is_loaded(
+    tmp_path: Path, fakes: Fakes, command: Run, adapt: dict[str, Any], job: dict[str, Any], said: str
+) -> None:
+    result = command(job=job, **adapt)
+    assert result.exit_code == 2, result.output
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1 and said in lines[0], result.stderr
+    assert lines[0].count("job.yaml: ") == 1
+    assert fakes.calls == [] and not (tmp_path / "out-adapt").exists()
+
+
+def test_the_folder_must_not_lie_in_the_input(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+    result = command(output=str(tmp_path / "in" / "adapt"))
+    assert result.exit_code == 2
+    assert "adapt.output: " in result.stderr and "lies in the input folder" in result.stderr
+
+
+def test_too_few_rows_are_refused_before_training(fakes: Fakes, command: Run) -> None:
+    fakes.empty = True
+    result = command()
+    assert (result.exit_code, fakes.calls) == (2, ["answers"])
+    assert "out-adapt: 0 rows left to evaluate: of 20 answered at full depth" in result.stderr
+
+
+@pytest.mark.parametrize("place", ["out", "out/adapt", ".", "checkpoint", "checkpoint/adapt"])
+def test_the_folder_must_not_share_with_output_or_checkpoint(
+    tmp_path: Path, checkpoint: Path, fakes: Fakes, command: Run, place: str
+) -> None:
+    shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    inputs = tmp_path.parent / f"{tmp_path.name}-in"
+    (tmp_path / "in").rename(inputs)
+    model = {"path": str(tmp_path / "checkpoint"), "dtype": "float32"}
+    job = {"input": {"path": str(inputs), "prompt": "q"}, "model": model}
+    result = command(job=job, output=str(tmp_path / place))
+    lines = result.stderr.strip().splitlines()
+    assert (result.exit_code, len(lines), fakes.calls) == (2, 1, [])
+    assert "lie in each other; choose another folder" in lines[0]
+
+
+def test_on_a_cluster_the_folder_must_be_named(
+    tmp_path: Path, fakes: Fakes, command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    result = command()
+    lines = result.stderr.strip().splitlines()
+    assert (result.exit_code, len(lines), fakes.calls) == (2, 1, [])
+    assert "adapt.output: the cluster's nodes must all read and write" in lines[0]
+    assert command(output=str(tmp_path / "shared")).exit_code == 0
+    assert Path(fakes.job.input.path[0]).is_absolute() and Path(fakes.job.output.path).is_absolute()
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        ({"input": {"tools": "tools", "chat": True}}, "input.tools: adapt evaluates free answers"),
+        ({"output_format": {"regex": "a"}}, "output_format: adapt evaluates free answers"),
+    ],
+)
+def test_a_job_without_free_answers_is_refused(
+    tmp_path: Path, fakes: Fakes, checkpoint: Path, job: dict[str, Any], said: str
+) -> None:
+    values = {
+        "output": {"path": str(tmp_path / "out")},
+        "model": {"path": str(checkpoint)},
+        **job,
+        "input": {"path": str(tmp_path / "in"), "prompt": "q", **job.get("input", {})},
+    }
+    (tmp_path / "job.yaml").write_text(json.dumps(values))
+    result = CliRunner().invoke(app, ["adapt", str(tmp_path / "job.yaml")])
+    lines = result.stderr.strip().splitlines()
+    assert (result.exit_code, len(lines), fakes.calls) == (2, 1, [])
+    assert said in lines[0]
+
+
+def test_a_text_metric_of_labels_is_refused_before_training(fakes: Fakes, command: Run) -> None:
+    result = command(references="unused", metric="bleu")
+    assert (result.exit_code, fakes.calls) == (2, ["answers"])
+    assert "adapt.metric: bleu is not for labels, and every reference of the " in result.stderr
+    assert command(references="unused", metric="exact_match", tolerance=20).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (
+            ModuleNotFoundError("no", name="peft"),
+            2,
+            "peft is not installed: pip install '.[tune]' in skipdecode's folder",
+        ),
+        (RuntimeError("a worker\nended"), 1, "failed: ended; the same command goes on from the last stage"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. And\nmore."),
+            1,
+            "failed: CUDA out of memory; lower adapt.training.batch_size or actors.max_batch; the same command goes on",
+        ),
+    ],
+)
+def test_a_failed_stage_is_one_line(fakes: Fakes, command: Run, error: Exception, code: int, said: str) -> None:
+    fakes.error = error
+    result = command()
+    lines = [line for line in result.stderr.strip().splitlines() if not line.startswith(("stage ", "estimate: "))]
+    assert (result.exit_code, len(lines)) == (code, 1)
+    assert said in lines[0]
+
+
+OF_THE_USER = ("job.yaml", "train.parquet", "sample.parquet", "held-out.parquet", "checkpoint/model.safetensors")
+
+
+def test_a_folder_of_the_user_is_refused_and_untouched(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+    folder = tmp_path / "project"
+    for name in OF_THE_USER:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("mine")
+    for link in (False, True):
+        output = tmp_path / "link" if link else folder
+        if link:
+            output.symlink_to(folder)
+        result = command(output=str(output))
+        lines = result.stderr.strip().splitlines()
+        assert (result.exit_code, len(lines), fakes.calls) == (2, 1, [])
+        assert "holds 'checkpoint' and no adapt.json of an earlier run; choose an empty or a new folder" in lines[0]
+        assert all((folder / name).read_text() == "mine" for name in OF_THE_USER)
+        assert sorted(path.name for path in folder.iterdir()) == sorted({name.split("/")[0] for name in OF_THE_USER})
+
+
+def test_a_job_file_of_the_user_in_an_adaptations_folder_is_kept(tmp_path: Path, fakes: Fakes, command: Run) -> None:
+    assert command(tolerance=1.5).exit_code == 1  # no job file is written
+    path = tmp_path / "out-adapt" / "job.yaml"
+    path.write_text("mine")
+    for tolerance in (1.5, 4.0):  # would remove it, would replace it
+        result = command(tolerance=tolerance)
+        assert result.exit_code == 2
+        assert "job.yaml exists and adapt.json does not list it; move it, or choose another folder" in result.stderr
+        assert path.read_text() == "mine"
+    path.unlink()
+    assert command(tolerance=4.0).exit_code == 0
+
+
+def test_an_adaptation_killed_before_its_first_stage_goes_on(
+    tmp_path: Path, fakes: Fakes, command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.learn.adapt.run.leased", killed)
+        assert command().exit_code != 0
+    assert command().exit_code == 0

@@ -1,0 +1,82 @@
+"""The rows that an adaptation draws from a job's input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from adapt_fakes import ROWS, values, write_inputs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.learn.adapt.sample import draw, layout, write_sample
+from pipeline.read.files import list_files
+from pipeline.storage.folder import open_folder
+
+
+@given(st.integers(0, 200), st.integers(1, 250), st.integers(0, 5))
+def test_rows_are_drawn_without_replacement(total: int, count: int, seed: int) -> None:
+    drawn = draw(total, count, seed)
+    assert len(set(drawn)) == len(drawn) == min(count, total)
+    assert all(0 <= row < total for row in drawn)
+    assert drawn == draw(total, count, seed)
+
+
+def test_all_rows_are_drawn_equally_often() -> None:
+    hits = [0] * 10
+    for seed in range(2000):
+        for row in draw(10, 3, seed):
+            hits[row] += 1
+    assert all(abs(one - 600) < 5 * (2000 * 0.3 * 0.7) ** 0.5 for one in hits), hits
+
+
+def sampled(config: JobConfig, drawn: list[int], path: Path) -> pa.Table:
+    files, schema = layout(config, list_files(config.input.path, config.storage))
+    assert write_sample(config, files, schema, drawn, path) == [True] * len(drawn)
+    return pq.read_table(path)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs") / "in")
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, ROWS - 1), unique=True, min_size=1))
+def test_the_sample_is_the_rows_drawn_in_their_order(inputs: Path, checkpoint: Path, drawn: list[int]) -> None:
+    folder = inputs.parent
+    config = JobConfig.model_validate(values(inputs, folder / "out", checkpoint, references="right"))
+    table = sampled(config, drawn, folder / "sample.parquet")
+    whole = pq.read_table(inputs)
+    assert table.column_names == ["key", "q", "right"]  # what the job reads, and the references
+    assert table.schema.field("key").type == pa.int16()
+    assert table.to_pylist() == whole.select(table.column_names).take(drawn).to_pylist()
+
+
+def test_only_row_groups_with_drawn_rows_are_read(
+    inputs: Path, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = JobConfig.model_validate(values(inputs, tmp_path / "out", checkpoint))
+    read: list[tuple[str, int]] = []
+    plain = pq.ParquetFile.iter_batches
+
+    def noting(file: Any, *args: Any, row_groups: list[int], **more: Any) -> Any:
+        read.append((str(file.metadata.num_rows), row_groups[0]))
+        return plain(file, *args, row_groups=row_groups, **more)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", noting)
+    sampled(config, [29, 3, 0], tmp_path / "sample.parquet")
+    assert read == [("13", 0), ("16", 3)]
+
+
+def test_the_sample_of_a_bucket(s3: StorageConfig, inputs: Path, tmp_path: Path, checkpoint: Path) -> None:
+    bucket = open_folder("s3://bucket/adapt", s3)
+    for path in inputs.iterdir():
+        bucket.replace(path.name, path.read_bytes())
+    job = {**values("s3://bucket/adapt", tmp_path / "out", checkpoint), "storage": s3.model_dump()}
+    table = sampled(JobConfig.model_validate(job), [20, 4], tmp_path / "sample.parquet")
+    assert table["key"].to_pylist() == [20, 4]

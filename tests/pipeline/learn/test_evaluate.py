@@ -1,0 +1,383 @@
+"""The command `evaluate`: measurements, files, and refusals before a model is loaded."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from botocore.exceptions import EndpointConnectionError
+from new_model import train_tokenizer
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from actors.engine.checkpoint.loading import load_tokenizer
+from pipeline.cli.app import app
+from pipeline.config.evaluate import EvalConfig
+from pipeline.learn.evaluate.results import Evaluation, Line, Score, print_tables, write_table
+from pipeline.learn.evaluate.run import evaluate
+
+ROWS = [f"alpha bravo {word}" for word in ("charlie", "delta", "echo", "golf")]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, checkpoint: Path) -> dict[str, Any]:
+    """Four rows with references, at 1x and 2x."""
+    table = {
+        "prompt": ROWS,
+        "references": [[row, "x y"] for row in ROWS],
+        "label": ["red", "green", "red", "Blue "],
+        "ids": [[4, 5, 6 + row] for row in range(4)],
+    }
+    pq.write_table(pa.table(table), tmp_path / "eval.parquet")
+    return {
+        "data": {"path": str(tmp_path / "eval.parquet")},
+        "model": {"path": str(checkpoint), "dtype": "float32"},
+        "output": str(tmp_path / "out"),
+        "speedups": [1, 2],
+        "sampling": {"max_new_tokens": 12},
+        "threads": 1,
+        "bootstrap": {"samples": 100},
+    }
+
+
+def run(recipe: dict[str, Any], tmp_path: Path, *options: str) -> Result:
+    (tmp_path / "eval.yaml").write_text(yaml.safe_dump(recipe))
+    return CliRunner().invoke(app, ["evaluate", str(tmp_path / "eval.yaml"), *options])
+
+
+def test_quality_and_the_three_speeds(recipe: dict[str, Any], tmp_path: Path) -> None:
+    recipe["data"]["limit"] = 2
+    out = tmp_path / "out"
+    result = run(recipe, tmp_path)
+    assert result.exit_code == 0, result.output
+    one, two = json.loads((out / "table.json").read_text())
+    assert (one["name"], one["nominal"], one["layer_ratio"], one["wall_clock"]) == ("1x", 1, 1, 1)
+    assert (one["rows"], one["batch"]) == (2, 64)
+    assert two["layer_ratio"] > 1.4
+    assert two["cache_bytes"] < one["cache_bytes"]
+    for line in (one, two):
+        for metric in ("bleu", "rouge_l", "exact_match", "agreement_exact", "agreement_rouge_l", "token_kl"):
+            assert line[f"{metric}_low"] <= line[f"{metric}_high"]
+            assert line[f"{metric}_loss_low"] <= line[f"{metric}_loss_high"]
+    assert (one["agreement_exact"], one["agreement_rouge_l"], one["token_kl"]) == (100, 100, 0)
+    assert two["token_kl"] > 0
+    assert pq.read_table(out / "table.parquet").to_pylist() == [one, two]
+    answers = pq.read_table(out / "answers-2x.parquet")
+    assert answers.num_rows == 2
+    assert answers["references"].to_pylist()[0] == [ROWS[0], "x y"]
+    written = {"answers-1x.parquet", "answers-2x.parquet", "evaluate.json", "plot.png", "plot.svg"}
+    assert {path.name for path in out.iterdir()} == {*written, "table.json", "table.parquet"}
+    made_by = json.loads((out / "evaluate.json").read_text())
+    assert EvalConfig.model_validate(made_by["config"]) == EvalConfig.model_validate(recipe)
+    assert (made_by["device"].split()[0], made_by["threads"]) == ("cpu", 1) and made_by["version"] and made_by["torch"]
+    assert all(len(text) <= 120 for text in result.output.splitlines())
+    assert "BLEU" in result.output and "token KL nats" in result.output
+
+
+def test_answers_carry_the_ids_of_the_rows(recipe: dict[str, Any], tmp_path: Path) -> None:
+    answers = tmp_path / "out" / "answers-1x.parquet"
+    table = pq.read_table(tmp_path / "eval.parquet")
+    assert run(recipe, tmp_path).exit_code == 0
+    assert pq.read_schema(answers).names == ["prompt", "references", "answer", "generated_tokens", "finish_reason"]
+    pq.write_table(table.append_column("id", pa.array([7, 5, 3, 1])), tmp_path / "eval.parquet")
+    assert run(recipe, tmp_path).exit_code == 0
+    assert pq.read_table(answers)["id"].to_pylist() == [7, 5, 3, 1]
+    recipe["data"]["id"] = "label"
+    assert run(recipe, tmp_path).exit_code == 0
+    assert pq.read_table(answers)["id"].to_pylist() == ["red", "green", "red", "Blue "]
+
+
+def test_every_stage_is_announced(recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.runtime.announce.INTERVAL", 0.0)
+    result = run({**recipe, "runs": 2, "max_batch": 2, "bootstrap": {"samples": 100}}, tmp_path)
+    assert result.exit_code == 0, result.output
+    lines = result.stderr.splitlines()
+    assert f"loading {recipe['model']['path']}, for 4 rows" in lines
+    stages = [
+        f"answering 4 rows at {name}, {stage}" for stage in ("round 1 of 2", "round 2 of 2") for name in ("1x", "2x")
+    ]
+    assert [line for line in lines if line in stages] == stages
+    assert "2x, round 2 of 2: 2 of 4 rows" in lines
+    assert "scoring 2 lines of 4 answers" in lines
+
+
+def test_only_files_of_the_last_evaluation_are_replaced(recipe: dict[str, Any], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run({**recipe, "speedups": [1, 3]}, tmp_path).exit_code == 0
+    for name in ("answers-9x.parquet", "notes.txt"):
+        (out / name).write_text("mine")
+    assert run({**recipe, "speedups": [1, 2]}, tmp_path).exit_code == 0
+    names = {path.name for path in out.iterdir()}
+    assert {"answers-2x.parquet", "answers-9x.parquet", "notes.txt"} <= names and "answers-3x.parquet" not in names
+    assert (out / "answers-9x.parquet").read_text() == (out / "notes.txt").read_text() == "mine"
+    result = run({**recipe, "speedups": [1, 9]}, tmp_path)
+    assert result.exit_code == 2
+    assert "answers-9x.parquet exists and evaluate.json does not list it; move it, or choose" in result.stderr
+    assert (out / "answers-9x.parquet").read_text() == "mine"
+
+
+def test_a_folder_of_the_user_is_refused(recipe: dict[str, Any], tmp_path: Path) -> None:
+    """Its own input among them, also through a symbolic link."""
+    user = tmp_path / "user"
+    user.mkdir()
+    (tmp_path / "eval.parquet").rename(user / "answers-customers.parquet")
+    before = (user / "answers-customers.parquet").read_bytes()
+    (tmp_path / "link").symlink_to(user)
+    recipe["data"]["path"] = str(user / "answers-customers.parquet")
+    for output in ("user", "link"):
+        result = run({**recipe, "output": str(tmp_path / output)}, tmp_path)
+        assert result.exit_code == 2 and result.stderr.count("\n") == 1
+        assert "holds 'answers-customers.parquet' and no evaluate.json of an earlier run; choose" in result.stderr
+    result = run({**recipe, "data": {"path": str(user)}, "output": str(tmp_path / "link" / "out")}, tmp_path)
+    assert result.exit_code == 2
+    assert "/link/out and data.path " in result.stderr and "lie in each other" in result.stderr
+    assert (user / "answers-customers.parquet").read_bytes() == before
+
+
+def test_an_answers_file_is_no_input_of_the_next_evaluation(recipe: dict[str, Any], tmp_path: Path) -> None:
+    assert run(recipe, tmp_path).exit_code == 0
+    answers = tmp_path / "out" / "answers-1x.parquet"
+    before = answers.read_bytes()
+    result = run({**recipe, "data": {"path": str(answers), "references": None}}, tmp_path)
+    assert result.exit_code == 2 and "lie in each other; choose another folder" in result.stderr
+    assert answers.read_bytes() == before
+
+
+def test_without_references_lines_are_judged_by_full_depth(recipe: dict[str, Any], tmp_path: Path) -> None:
+    """And prompts may be token ids; speeds are shown in their order, each once, full depth always."""
+    recipe["data"] |= {"references": None, "prompt": "ids"}
+    found = evaluate(EvalConfig.model_validate({**recipe, "speedups": [3, 2, 3]}))
+    assert [line.name for line in found.lines] == ["1x", "3x", "2x"]
+    assert found.metric == "fidelity"
+    of_answers = {"fidelity", "length_ratio", "repetition"}
+    assert set(found.lines[0].scores) == {"agreement_exact", "agreement_rouge_l", "token_kl", "perplexity", *of_answers}
+    own, three = (found.lines[number].scores for number in (0, 1))
+    assert own["length_ratio"].value == 1
+    assert own["fidelity"].value == pytest.approx(100 - own["repetition"].value, abs=1e-3)
+    assert own["fidelity"].loss == 0 < three["fidelity"].loss
+    brief = {**recipe, "sampling": {"max_new_tokens": 8}, "output": str(tmp_path / "brief")}
+    assert evaluate(EvalConfig.model_validate(brief)).metric == "agreement_exact"
+    answers = pq.read_table(tmp_path / "out" / "answers-3x.parquet")
+    assert answers["prompt"].to_pylist()[1] == [4, 5, 7]
+    assert "references" not in answers.column_names
+
+
+def test_choices_are_scored_by_exact_match(recipe: dict[str, Any], tmp_path: Path) -> None:
+    recipe["data"]["references"] = "label"
+    recipe["choices"] = ["red", "green", "blue"]
+    found = evaluate(EvalConfig.model_validate(recipe))
+    assert (found.metric, found.batch) == ("exact_match", 64)
+    assert "bleu" not in found.lines[0].scores
+    given = pq.read_table(tmp_path / "out" / "answers-1x.parquet")["answer"].to_pylist()
+    assert set(given) <= set(recipe["choices"])
+    hits = sum(one == label for one, label in zip(given, ["red", "green", "red", "blue"], strict=True))
+    assert found.lines[0].scores["exact_match"].value == 25 * hits
+
+
+def test_comparisons_run_at_one_mean_depth(recipe: dict[str, Any]) -> None:
+    found = evaluate(EvalConfig.model_validate({**recipe, "compare": 2}))
+    groups = {line.name: line.group for line in found.lines}
+    assert groups["2x"] == "speed" and groups["2x early exit"] == "keep order" and groups["2x constant"] == "depth"
+    assert "2x learned order" in groups and "2x paper" not in groups  # which is 2x
+    shown = io.StringIO()
+    print_tables(Console(file=shown, width=80), found)
+    names = {line.split("  ")[0] for line in shown.getvalue().splitlines()}
+    assert names >= set(groups)
+
+
+def test_a_keep_order_is_measured_on_the_rows_once(recipe: dict[str, Any], tmp_path: Path, own_cache: Path) -> None:
+    recipe["schedule"] = {"keep_order": "measured"}
+    first = run(recipe, tmp_path)
+    assert first.exit_code == 0, first.output
+    assert "measuring the keep order on 4 answers" in first.stderr
+    (record,) = (own_cache / "keep-orders").iterdir()
+    assert sorted(json.loads(record.read_text())["keep_order"]) == list(range(4))
+    found = run(recipe, tmp_path)
+    assert found.exit_code == 0, found.output
+    assert "measured before" in found.stderr
+
+
+def test_lines_are_compared_with_a_reference_model(recipe: dict[str, Any], tmp_path: Path, checkpoint: Path) -> None:
+    """With the same weights, stored twice, all scores are those without it, but for rounding."""
+    alone = evaluate(EvalConfig.model_validate(recipe))
+    shutil.copytree(checkpoint, tmp_path / "copy")
+    (tmp_path / "copy" / "skipdecode.json").unlink()
+    found = evaluate(EvalConfig.model_validate({**recipe, "reference_model": str(tmp_path / "copy")}))
+    assert [line.name for line in found.lines] == ["reference model", "1x", "2x"]
+    assert found.full_depth == "reference model"
+    for line, own in zip(found.lines[1:], alone.lines, strict=True):
+        assert line.scores.keys() == own.scores.keys()
+        for metric, score in line.scores.items():
+            assert astuple(score) == pytest.approx(astuple(own.scores[metric]), rel=1e-4, abs=1e-4)
+    assert found.lines[1].wall_clock == 1
+    assert (found.lines[0].layer_ratio, found.lines[0].mean_depth, found.lines[1].layer_ratio) == (None, 4, 1)
+
+
+def test_baselines_are_measured_at_full_depth(recipe: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path / "twin")
+    found = evaluate(EvalConfig.model_validate({**recipe, "baselines": {"a twin": str(tmp_path / "twin")}}))
+    twin = found.lines[-1]
+    assert (twin.name, twin.group, twin.nominal, twin.layer_ratio) == ("a twin", "model", None, None)
+    assert twin.mean_depth == 4  # its own layers are no measure of ours, and so no ratio
+    assert twin.scores["agreement_exact"].value == 100 and twin.scores["bleu"] == found.lines[0].scores["bleu"]
+
+
+def test_without_decode_steps_there_is_no_depth(recipe: dict[str, Any], tmp_path: Path) -> None:
+    recipe["sampling"]["max_new_tokens"] = 1
+    result = run(recipe, tmp_path)
+    assert result.exit_code == 0, result.output
+    for line in json.loads((tmp_path / "out" / "table.json").read_text()):
+        assert line["layer_ratio"] is None and line["mean_depth"] is None
+    schema = pq.read_schema(tmp_path / "out" / "table.parquet")
+    assert (schema.field("layer_ratio").type, schema.field("mean_depth").type) == (pa.float64(), pa.float64())
+    assert re.search(r"^1x +- +- +1.00x", result.output, re.MULTILINE)
+
+
+def test_infinity_and_nan_are_null_in_json(tmp_path: Path) -> None:
+    score = Score(float("inf"), 1.0, float("inf"), float("nan"), 0.0, 0.0)
+    line = Line("1x", "speed", 1.0, "full", 1.0, 4.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1, {"perplexity": score})
+    write_table(Evaluation([line], tmp_path, 2, 64, "perplexity", "1x", 0.95))
+    [row] = json.loads((tmp_path / "table.json").read_text(), parse_constant=pytest.fail)
+    assert (row["perplexity"], row["perplexity_low"], row["perplexity_loss"]) == (None, 1, None)
+
+
+def test_labels_from_a_file(recipe: dict[str, Any], tmp_path: Path) -> None:
+    labels = tmp_path / "labels.json"
+    labels.write_text(json.dumps(["red", "green", "blue"]))
+    assert EvalConfig.model_validate({**recipe, "choices": str(labels)}).choices == ("red", "green", "blue")
+    for text, message in (("{}", "must hold one list of labels, not dict"), ("[", "cannot be read as JSON")):
+        labels.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            EvalConfig.model_validate({**recipe, "choices": str(labels)})
+
+
+def test_batches_are_those_that_fit_at_full_depth(recipe: dict[str, Any]) -> None:
+    """Skipping layers saves cache; the rows are cut alike all the same."""
+    found = evaluate(EvalConfig.model_validate({**recipe, "cache_bytes": 40_000}))
+    assert 1 <= found.batch < 4
+    with pytest.raises(ValueError, match=r"eval.parquet: row \d: needs \d+ bytes of cache at full depth"):
+        evaluate(EvalConfig.model_validate({**recipe, "cache_bytes": 1000}))
+
+
+BAD = [
+    ({"data": {"references": "answer"}}, r"no column 'answer'; it has .*; data.references: null measures agreement"),
+    ({"data": {"prompt": "question"}}, "no column 'question'; it has prompt"),
+    ({"data": {"references": "none"}}, "row 0 needs a prompt and at least one reference; column 'none' must hold"),
+    ({"data": {"references": "ids"}}, "row 0 needs a prompt and at least one reference; column 'ids' must hold text"),
+    ({"data": {"prompt": "blank"}}, "row 1: column 'blank' must hold text or token ids"),
+    ({"data": {"prompt": "empty"}}, "row 1: column 'empty' must hold text or token ids"),
+    ({"data": {"prompt": "wild"}}, "row 2: token 9999 lies outside the model's vocabulary"),
+    ({"data": {"prompt": "long"}}, r"row 0: prompt of \d+ tokens leaves no room in a context of 64"),
+    ({"data": {"limit": 1}}, "1 row to score; intervals are over rows: give at least 2"),
+    ({"data": {"references": "label"}, "choices": ["red", "green"]}, "row 3: label 'Blue ' is not one of choices"),
+    ({"choices": ["red", "red"]}, "'red' is repeated"),
+    ({"choices": ["red", "blue"], "sampling": {"stop": ["x"]}}, "choices do not go with sampling.stop"),
+    ({"reference_model": "other"}, "other has another tokenizer than"),
+    ({"reference_model": "nowhere"}, "nowhere: no such checkpoint folder"),
+    ({"speedups": [0.5]}, "speedup = 0.5: must be at least 1"),
+    ({"schedule": {"max_depth": 3}}, "schedule.max_depth: the depths are measured at every one of speedups"),
+    ({"sampling": {"temperature": 1.0, "n": 2}}, "sampling.n: one answer a row is scored"),
+    ({"sampling": {"logprobs": 2}}, "sampling.logprobs: evaluate writes none"),
+    ({"compare": 1}, "compare: input should be greater than 1"),
+    ({"speedups": [2, 2.0000001]}, r"speedups: 2.0 and 2.0000001 are both shown as 2x"),
+    ({"data": {"path": "none/*.parquet"}}, r"none/\*.parquet: matches no file"),
+    ({"output": "s3://bucket/out"}, "output: s3://bucket/out: evaluate writes into a local folder"),
+    ({"output": "eval.parquet"}, "output: eval.parquet: there is a file of that name"),
+    ({"output": "eval.parquet/out"}, "output: eval.parquet/out: there is a file of that name"),
+    ({"output": "/proc/self/out"}, "output: /proc/self/out: cannot be made"),
+    ({"beside": {"dense": "other"}}, "beside is now baselines"),
+    ({"baselines": {"2x": "other"}}, "baselines: '2x' is the name of another line, '2x'"),
+    ({"baselines": {"reference/model": "other"}}, "'reference/model' is the name of another line, 'reference model'"),
+    ({"exact": True}, "exact was removed: leave it out"),
+    ({"baselines": {"a b": "other", "a/b": "other"}}, "baselines: 'a/b' is the name of another line, 'a b'"),
+    ({"baselines": {" / ": "other"}}, "baselines: ' / ' leaves nothing to name a file by"),
+    ({"compare": 2, "baselines": {"2x learned order": "other"}}, "'2x learned order' is the name of another line"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD, ids=range(len(BAD)))
+def test_refused_in_one_line_before_a_model_is_loaded(
+    changes: dict[str, Any],
+    message: str,
+    recipe: dict[str, Any],
+    tmp_path: Path,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = pq.read_table(tmp_path / "eval.parquet")
+    for name, values in {
+        "none": [[], ["a"], ["b"], ["c"]],
+        "blank": ["a", " ", "b", "c"],
+        "empty": [[4], [], [5], [6]],
+        "wild": [[4], [5], [9999], [6]],
+        "long": ["word " * 99] * 4,
+    }.items():
+        table = table.append_column(name, pa.array(values))
+    pq.write_table(table, tmp_path / "eval.parquet")
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(checkpoint, tmp_path / "other")
+    train_tokenizer(["quite other words"], vocab_size=290).save_pretrained(tmp_path / "other")
+    assert load_tokenizer(tmp_path / "other").get_vocab() != load_tokenizer(checkpoint).get_vocab()
+
+    def loaded(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("pipeline.learn.evaluate.inputs.Generator", loaded)
+    for key, value in changes.items():
+        recipe[key] = {**recipe.get(key, {}), **value} if isinstance(value, dict) else value
+    result = run(recipe, tmp_path)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.count("\n") == 1
+    assert re.search(message, result.stderr), result.stderr
+
+
+def test_a_prompt_without_tokens_is_refused_before_a_model_is_loaded(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tokens(texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[] if "delta" in text else [4] for text in texts]}
+
+    monkeypatch.setattr("pipeline.learn.evaluate.inputs.load_tokenizer", lambda path: tokens)
+    refused = lambda *args, **kwargs: pytest.fail("a model was loaded")  # noqa: E731
+    monkeypatch.setattr("pipeline.learn.evaluate.inputs.Generator", refused)
+    result = run(recipe, tmp_path)
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"skipdecode: {tmp_path}/eval.yaml: {tmp_path}/eval.parquet: row 1: "
+        "the tokenizer finds no token in this prompt; leave the row out\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            EndpointConnectionError(endpoint_url="http://s3"),
+            'failed: Could not connect to the endpoint URL: "http://s3"',
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried\nto"), "failed: CUDA out of memory; lower max_batch"),
+    ],
+    ids=["store", "memory"],
+)
+def test_a_later_failure_is_one_line_and_exit_1(
+    error: Exception, message: str, recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("pipeline.learn.evaluate.run.evaluate", fail)
+    result = run(recipe, tmp_path)
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    line, log = result.stderr.strip().split("; traceback: ")
+    assert line == f"skipdecode: {message}"
+    assert type(error).__name__ in Path(log).read_text()

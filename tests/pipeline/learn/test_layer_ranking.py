@@ -1,0 +1,190 @@
+"""The measured keep order, against elimination by explicit forward passes, one row and one set of layers at a time."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from oracle import oracle_logits, oracle_logits_each
+from tiny_models import LAYERS, VOCAB, tiny_model
+
+from actors.engine.decoder import Decoder, part
+from actors.engine.library.packed_attention import packed
+from actors.engine.schedules.schedule import Schedule, ScheduleSpec
+from pipeline.learn import keep_order
+from pipeline.learn.keep_order import LayerRanking, Row, rank_layers
+
+FULL = ScheduleSpec().build(LAYERS)
+SILENT = ("self_attn.o_proj", "mlp.down_proj")
+
+
+def silence(decoder: Decoder, layer: int) -> None:
+    """Make a Llama layer an exact identity."""
+    for name in SILENT:
+        decoder.blocks[layer].get_submodule(name).weight.data.zero_()
+
+
+def own_answers(decoder: Decoder, count: int = 4) -> list[Row]:
+    """Prompts with what the model at full depth answers them, of different lengths."""
+    rng, rows = random.Random(5), []
+    for _ in range(count):
+        prompt: list[int] = rng.choices(range(3, VOCAB), k=rng.randint(2, 6))
+        response: list[int] = []
+        for _ in range(rng.randint(2, 6)):
+            response.append(int(oracle_logits(decoder, FULL, prompt, response).argmax()))
+        rows.append((prompt, response))
+    return rows
+
+
+def without(bypassed: list[int]) -> Schedule:
+    kept = [layer for layer in range(LAYERS) if layer not in bypassed]
+    return Schedule(LAYERS, (len(kept),), (*kept, *bypassed), warmup=0)
+
+
+def slow_divergence(decoder: Decoder, rows: list[Row], bypassed: list[int]) -> float:
+    """Nats per response token that is an input, from the definition."""
+    nats: list[float] = []
+    for prompt, response in rows:
+        inputs = response[:-1]
+        full = oracle_logits_each(decoder, FULL, prompt, inputs)[1:].log_softmax(-1).double()
+        less = oracle_logits_each(decoder, without(bypassed), prompt, inputs)[1:].log_softmax(-1).double()
+        nats += (full.exp() * (full - less)).sum(-1).tolist()
+    return sum(nats) / len(nats)
+
+
+@torch.inference_mode()
+def slow_influence(decoder: Decoder, rows: list[Row], bypassed: list[int]) -> dict[int, float]:
+    """1 - cos of every layer that runs, summed over the same tokens, from the definition."""
+    influence = dict.fromkeys(range(LAYERS), 0.0)
+    for prompt, response in rows:
+        ids = torch.tensor([[*prompt, *response[:-1]]])
+        hidden, rotary = decoder.embed(ids, torch.arange(ids.shape[1])[None])
+        for layer in range(LAYERS):
+            columns = list(range(len(prompt) if layer in bypassed else ids.shape[1]))
+            keys, queries = torch.tensor(columns), torch.tensor(columns)[:, None]
+            visible = (keys > queries - (decoder.windows[layer] or 99)) & (keys <= queries)
+            before = hidden.clone()
+            rope = part(rotary[layer], columns=columns)
+            hidden[:, columns] = decoder.run_layer(layer, hidden[:, columns], rope, visible[None, None])
+            cosines = torch.cosine_similarity(before, hidden, dim=-1)[0, len(prompt) :]
+            influence[layer] += float((1 - cosines).sum())
+    return influence
+
+
+def slow_ranking(decoder: Decoder, rows: list[Row], warmup: int, candidates: int) -> LayerRanking:
+    remaining, bypassed, divergence = list(range(warmup, LAYERS)), [], []
+    at_full_depth = slow_influence(decoder, rows, [])
+    while len(remaining) > 1 and (not divergence or divergence[-1] <= keep_order.LOST):
+        influence = slow_influence(decoder, rows, bypassed)
+        tried = sorted(remaining, key=lambda layer: influence[layer])[:candidates]
+        nats = {layer: slow_divergence(decoder, rows, [*bypassed, layer]) for layer in tried}
+        least = min(nats, key=lambda layer: nats[layer])
+        remaining.remove(least)
+        bypassed.append(least)
+        divergence.append(nats[least])
+    remaining.sort(key=lambda layer: -at_full_depth[layer])
+    tokens = sum(len(response) - 1 for _, response in rows)
+    return LayerRanking((*range(warmup), *remaining, *reversed(bypassed)), tuple(divergence), tokens)
+
+
+@pytest.mark.parametrize(
+    ("family", "warmup", "candidates", "prepared", "lost"),
+    [
+        ("llama", 0, LAYERS, True, 1e9),
+        ("gemma2", 1, 3, False, 1e9),
+        ("gpt-neox", 0, 2, False, 0.5),
+        ("mistral", 2, 3, True, 1e9),
+        ("qwen2", 0, LAYERS, False, 1.0),
+    ],
+)
+def test_the_order_is_that_of_explicit_elimination(
+    family: str, warmup: int, candidates: int, prepared: bool, lost: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keep_order, "LOST", lost)
+    monkeypatch.setattr(keep_order, "ROWS_PER_PASS", 3)
+    decoder = Decoder(tiny_model(family))
+    rows = own_answers(decoder)
+    expected = slow_ranking(decoder, rows, warmup, candidates)
+    if prepared:
+        decoder.prepare_for_cpu()
+    got = rank_layers(decoder, rows, warmup=warmup, candidates=None if candidates == LAYERS else candidates)
+    assert got.keep_order == expected.keep_order and got.tokens == expected.tokens
+    assert got.divergence == pytest.approx(expected.divergence, rel=1e-3, abs=1e-5)
+    assert len(got.divergence) == LAYERS - warmup - 1 or got.divergence[-1] > lost
+    Schedule(LAYERS, (LAYERS, 2), got.keep_order, warmup)
+
+
+@pytest.mark.parametrize("most", [6, 2])  # with 2 tokens, of which one is an input, a pass has a single column
+def test_agreement_is_that_of_explicit_passes(most: int) -> None:
+    decoder = Decoder(tiny_model("llama"))
+    rows = [(prompt, response[:most]) for prompt, response in own_answers(decoder)]
+    schedule, agreed = without([1, 4]), 0
+    for prompt, response in rows:
+        full, less = (oracle_logits_each(decoder, one, prompt, response[:-1])[1:] for one in (FULL, schedule))
+        agreed += int((full.argmax(-1) == less.argmax(-1)).sum())
+    expected = slow_divergence(decoder, rows, [1, 4])
+    decoder.prepare_for_cpu()
+    with torch.inference_mode(), packed(decoder.model):
+        passes = keep_order.ResponsePasses(decoder, rows)
+        found = passes.agreement((0, 2, 3, 5))
+    assert found[0] == agreed
+    assert found[1] / passes.tokens == pytest.approx(expected, rel=1e-3)
+
+
+def test_layers_without_effect_go_first_and_of_equal_layers_the_higher_is_kept_longer() -> None:
+    decoder = Decoder(tiny_model("llama"))
+    for layer in (1, 2, 4):
+        silence(decoder, layer)
+    rows = own_answers(decoder)
+    ranking = rank_layers(decoder, rows)
+    assert ranking.keep_order[-3:] == (4, 2, 1)
+    assert ranking.divergence[:3] == pytest.approx((0, 0, 0), abs=1e-5) and ranking.divergence[3] > 1e-3
+    assert rank_layers(decoder, rows, warmup=LAYERS).keep_order == tuple(range(LAYERS))
+    assert rank_layers(decoder, rows, warmup=LAYERS - 1).keep_order == tuple(range(LAYERS))
+
+
+def test_a_step_tries_the_given_number_of_layers_and_the_model_is_left_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(keep_order, "LOST", 1e9)
+    decoder = Decoder(tiny_model("llama"))
+    rows = own_answers(decoder, 1)
+    plain, tried = keep_order._divergence, []
+
+    def counting(*given: Any) -> float:
+        tried.append(given[1])
+        return plain(*given)
+
+    monkeypatch.setattr(keep_order, "_divergence", counting)
+    decoder.model.train()
+    lines: list[str] = []
+    ranking = rank_layers(decoder, [*rows, ([3], []), ([], [3]), ([3], [4])], candidates=2, report=lines.append)
+    assert len(tried) == 2 * (LAYERS - 1) and len([line for line in lines if "min left" in line]) == LAYERS - 1
+    assert set(ranking.keep_order[1:]) <= set(tried) and ranking.tokens == len(rows[0][1]) - 1
+    assert decoder.model.training
+    assert not any(weight.requires_grad and weight.grad is not None for weight in decoder.model.parameters())
+    with pytest.raises(ValueError, match="no row with a prompt and a response"):
+        rank_layers(decoder, [([3], []), ([], [3]), ([3], [4])])
+    assert keep_order.batches([([3, 5], [4])], VOCAB) == [[([3], [5, 4])]]
+
+
+def test_rows_beyond_the_bounds_on_memory_are_left_out_but_never_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[Row] = [([3] * 4, [5] * 4)] * 5
+    assert [len(batch) for batch in keep_order.batches(rows, VOCAB)] == [5]
+    monkeypatch.setattr(keep_order, "PROMPT_TOKENS", 12)
+    assert [len(batch) for batch in keep_order.batches(rows, VOCAB)] == [3]
+    monkeypatch.setattr(keep_order, "PROBABILITIES", 7 * VOCAB)
+    assert [len(batch) for batch in keep_order.batches(rows, VOCAB)] == [2]
+    monkeypatch.setattr(keep_order, "PROBABILITIES", 1)
+    assert [len(batch) for batch in keep_order.batches(rows, VOCAB)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("order", "most", "warmup"),
+    [((0, 5, 1, 2, 3, 4), 3, 1), ((1, 0, 2, 5, 4, 3), 2, 2), ((5, 0, 1, 2, 3, 4), 3, 0), ((0, 1, 2, 3, 4, 5), 1, 1)],
+)
+def test_the_warm_up_is_the_lowest_layers_that_begin_the_order(order: tuple[int, ...], most: int, warmup: int) -> None:
+    assert LayerRanking(order, (), 1).warmup(most) == warmup
+    Schedule(LAYERS, (LAYERS,), order, warmup)

@@ -1,0 +1,248 @@
+"""The objective against its definition, the teacher's distributions, and the order of rows."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import LAYERS, VOCAB, tiny_model
+from torch.distributions import Categorical, kl_divergence
+from training_cases import SPECS, pairs, token_losses
+
+from actors.engine.decoder import Decoder
+from actors.engine.library import packed_attention
+from actors.engine.library.forcing import predicting_states, response_labels
+from actors.engine.schedules.schedule import ScheduleSpec
+from pipeline.config.tune import AdapterConfig, LossConfig
+from pipeline.learn.tune import adapters, objective
+from pipeline.learn.tune.objective import Targets, dev_loss, summed_loss
+from pipeline.learn.tune.trainer import LengthGroups, Teacher
+
+ALL = LossConfig(references=0.0, distillation=1.0, teacher_top_k=VOCAB)
+
+
+def packed_decoder(family: str) -> Decoder:
+    model = tiny_model(family)
+    model.config._attn_implementation = packed_attention.register()
+    return Decoder(model)
+
+
+def exact(logits: torch.Tensor, taught: torch.Tensor, temperature: float) -> torch.Tensor:
+    """KL(teacher || student) over the vocabulary [M]."""
+    return kl_divergence(Categorical(logits=taught / temperature), Categorical(logits=logits / temperature))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**31 - 1), st.floats(0.0, 2.0), st.floats(0.1, 2.0), st.floats(0.3, 4.0))
+def test_the_objective_is_the_weighted_sum_of_cross_entropy_and_divergence(
+    seed: int, references: float, distillation: float, temperature: float
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    logits = torch.randn(9, 11, generator=random) * 3
+    taught = torch.randn(9, 13, generator=random) * 3  # padded, as vocabularies may be
+    labels = torch.randint(0, 11, (9,), generator=random)
+    wider = torch.cat([logits, logits[:, :1]], dim=1)
+    for student, teacher in ((logits, taught), (wider, taught[:, :11])):
+        loss = LossConfig(references=references, distillation=distillation, temperature=temperature, teacher_top_k=1000)
+        targets = Targets.of(teacher, loss, student.shape[1])
+        found = token_losses(student, labels, targets, loss, 0.0)
+        entropy = -student.log_softmax(-1)[torch.arange(9), labels]
+        divergence = exact(logits, taught[:, :11], temperature)
+        torch.testing.assert_close(
+            found, references * entropy + distillation * temperature**2 * divergence, rtol=1e-4, atol=1e-4
+        )
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**31 - 1), st.integers(1, 10), st.floats(0.3, 4.0))
+def test_of_the_likeliest_tokens_it_is_the_divergence_of_classes(seed: int, kept: int, temperature: float) -> None:
+    """All other tokens are one class: a lower bound, by the rest's mass times the divergence within the rest."""
+    random = torch.Generator().manual_seed(seed)
+    logits, taught = torch.randn(2, 6, 11, generator=random, dtype=torch.double) * 3
+    loss = LossConfig(references=0.0, distillation=1.0, temperature=temperature, teacher_top_k=kept)
+    targets = Targets.of(taught, loss, 11)
+    found = token_losses(logits, torch.zeros(6, dtype=torch.long), targets, loss, 0.0) / temperature**2
+    order = taught.argsort(-1, descending=True)
+    rest = torch.stack([one.gather(-1, order)[:, kept:] for one in (logits, taught)])
+    mass = (taught / temperature).softmax(-1).gather(-1, order)[:, kept:].sum(-1)
+    torch.testing.assert_close(
+        found.double(), exact(logits, taught, temperature) - mass * exact(*rest, temperature), rtol=1e-3, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "opt-post-norm", "qwen3"])
+@pytest.mark.parametrize("kept", [5, VOCAB])
+@pytest.mark.parametrize("training_head", [True, False])
+def test_the_sum_in_chunks_has_the_gradients_of_the_whole(
+    family: str, kept: int, training_head: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = packed_decoder(family)
+    model, rows = decoder.model, pairs(seed=4)
+    model.requires_grad_(training_head)
+    if not training_head:
+        decoder.blocks[0].requires_grad_(True)
+    loss = LossConfig(references=0.5, distillation=1.0, temperature=2.0, label_smoothing=0.1, teacher_top_k=kept)
+    targets, labels = Teacher(decoder, loss, VOCAB).targets(rows), response_labels(rows)
+    schedule = ScheduleSpec(speedup=3, horizon=4).build(LAYERS)
+    monkeypatch.setattr(objective, "CHUNK_BYTES", 4 * VOCAB * 7)
+    monkeypatch.setattr(objective, "BLOCK_BYTES", 4 * VOCAB * 3)
+    found = []
+    for chunked in (False, True):
+        model.zero_grad()
+        (states,) = predicting_states(decoder, rows, [schedule])
+        if chunked:
+            total = summed_loss(decoder, states, labels, targets, loss, 0.1)
+        else:
+            total = token_losses(decoder.logits(states), labels, targets, loss, 0.1).sum()
+        (total / 3).backward()
+        found.append((total, {name: one.grad for name, one in model.named_parameters() if one.grad is not None}))
+    torch.testing.assert_close(found[1][0], found[0][0])
+    assert found[0][1].keys() == found[1][1].keys()
+    for name, gradient in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+    plain = token_losses(decoder.logits(states), labels, targets, loss, 0.0).sum()
+    torch.testing.assert_close(dev_loss(decoder, states, labels, targets, loss), plain)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+def test_rounded_frozen_weights_give_the_gradients_of_autocast(family: str) -> None:
+    rows, loss = pairs(seed=5), LossConfig(references=0.5, distillation=1.0)
+    schedule = ScheduleSpec(speedup=2, horizon=4).build(LAYERS)
+    found = []
+    for rounded in (False, True):
+        decoder = packed_decoder(family)
+        torch.manual_seed(0)
+        adapted = adapters.add_adapters(decoder.model, AdapterConfig(rank=2))
+        tuned = {name: weight for name, weight in adapted.named_parameters() if weight.requires_grad}
+        with torch.no_grad():
+            for name, weight in tuned.items():
+                if "lora_B" in name:
+                    weight.normal_(std=0.1)  # zero at the start, which would leave lora_A without gradients
+        if rounded:
+            adapters.round_frozen(decoder.model)
+        with torch.autocast("cpu", torch.bfloat16):
+            targets = Teacher(decoder, loss, VOCAB, adapted.disable_adapter).targets(rows)
+            (states,) = predicting_states(decoder, rows, [schedule])
+            total = summed_loss(decoder, states, response_labels(rows), targets, loss, 0.0)
+        total.backward()
+        gradients = {name: weight.grad for name, weight in tuned.items() if weight.grad is not None}
+        assert any("lora_A" in name and gradient.abs().max() > 0 for name, gradient in gradients.items())
+        found.append((total, gradients))
+    assert torch.equal(found[0][0], found[1][0])
+    for name, gradient in found[0][1].items():
+        assert torch.equal(gradient, found[1][1][name]), name
+
+
+def test_a_teacher_that_is_the_student_has_nothing_to_say() -> None:
+    decoder, rows = packed_decoder("llama"), pairs(seed=4)
+    targets, labels = Teacher(decoder, ALL, VOCAB).targets(rows), response_labels(rows)
+    specs = (ScheduleSpec(), ScheduleSpec(speedup=3, horizon=4))
+    same, skipped = (
+        float(dev_loss(decoder, states, labels, targets, ALL))
+        for states in predicting_states(decoder, rows, [spec.build(LAYERS) for spec in specs])
+    )
+    assert same == pytest.approx(0, abs=1e-4)
+    assert skipped > 0.1
+
+
+def test_a_teacher_answers_alone_and_once_for_each_key() -> None:
+    decoder, rows = packed_decoder("llama"), pairs(seed=4)
+    entered = []
+
+    @contextmanager
+    def alone() -> Iterator[None]:
+        entered.append(True)
+        yield
+
+    teacher = Teacher(decoder, ALL, VOCAB, alone)
+    plain = teacher.targets(rows)
+    teacher.targets(rows)
+    assert len(entered) == 2
+    keyed = [{**row, "key": number} for number, row in enumerate(rows)]
+    teacher.targets(keyed[:2])
+    some = teacher.targets([keyed[0], keyed[3]])
+    again = teacher.targets(keyed[:2])
+    assert len(entered) == 4
+    counts = [len(row["input_ids"]) - row["prompt_tokens"] for row in rows]
+    starts = [sum(counts[:number]) for number in range(len(rows))]
+    expected = Targets.joined([plain[starts[row] : starts[row] + counts[row]] for row in (0, 3)])
+    torch.testing.assert_close(some.log_probs, expected.log_probs, rtol=1e-4, atol=1e-4)
+    assert len(again.ids) == counts[0] + counts[1]
+
+
+def test_workers_keep_what_each_of_them_computed() -> None:
+    """In the next epoch a pair may come to another worker."""
+    entered = []
+
+    @contextmanager
+    def alone() -> Iterator[None]:
+        entered.append(True)
+        yield
+
+    decoder = packed_decoder("llama")
+    keyed = [{**row, "key": number} for number, row in enumerate(pairs(seed=4))]
+    workers = [Teacher(decoder, ALL, VOCAB, alone) for _ in range(2)]
+    for half, worker in enumerate(workers):
+        worker.targets(keyed[half::2])
+    computed = [one for worker in workers for one in worker._new]
+    assert [key for key, _ in computed] == [*range(0, len(keyed), 2), *range(1, len(keyed), 2)]
+    for _, targets in computed:  # a view would be sent with all that it was cut from
+        numbers = (targets.ids, targets.log_probs, targets.rest)
+        assert all(one.untyped_storage().nbytes() == one.nbytes for one in numbers)
+        assert len(pickle.dumps(targets)) < sum(one.nbytes for one in numbers) + 1500
+    for worker in workers:
+        worker.exchange(lambda _: computed)
+    found = [worker.targets(keyed) for worker in workers]
+    assert len(entered) == 2 and torch.equal(found[0].log_probs, found[1].log_probs)
+    sent: list[Any] = []
+    workers[0].exchange(lambda new: sent.extend(new) or [])  # type: ignore[func-returns-value]
+    assert not sent
+
+
+def test_a_teacher_that_is_the_student_in_training_does_not_drop_out() -> None:
+    decoder = packed_decoder("gpt2")
+    for module in decoder.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    decoder.model.train()
+    first, second = (Teacher(decoder, ALL, VOCAB).targets(pairs(seed=4)) for _ in range(2))
+    torch.testing.assert_close(first.log_probs, second.log_probs)
+    assert decoder.model.training
+
+
+def test_a_kept_distribution_is_all_of_it_or_its_top() -> None:
+    logits = torch.randn(4, VOCAB)
+    whole = Targets.of(logits, ALL, VOCAB)
+    top = Targets.of(logits, ALL.model_copy(update={"teacher_top_k": 3}), VOCAB)
+    torch.testing.assert_close(top.log_probs, whole.log_probs[:, :3])
+    torch.testing.assert_close(top.rest.exp(), whole.log_probs[:, 3:].exp().sum(-1))
+    assert torch.equal(whole.rest, torch.full((4,), -torch.inf))
+
+
+def test_groups_of_like_lengths_are_the_same_after_a_resume() -> None:
+    lengths = [(7 * row) % 50 for row in range(200)]
+    orders = [list(LengthGroups(lengths, 10, lambda seed=seed: seed)) for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0]) == list(range(200))
+    spread = [max(group) - min(group) for group in zip(*[iter([lengths[row] for row in orders[0]])] * 10, strict=True)]
+    assert sum(spread) / len(spread) < 10
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=range(len(SPECS)))
+def test_the_gradient_of_a_batch_is_that_of_its_rows(spec: ScheduleSpec) -> None:
+    decoder = packed_decoder("llama")
+    model, schedule, rows = decoder.model.requires_grad_(True), spec.build(LAYERS), pairs(seed=6)
+    found = []
+    for batches in ([rows], [[row] for row in rows]):
+        model.zero_grad()
+        for batch in batches:
+            (states,) = predicting_states(decoder, batch, [schedule])
+            summed_loss(decoder, states, response_labels(batch), None, LossConfig(), 0.0).backward()
+        found.append(torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)

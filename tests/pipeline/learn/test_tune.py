@@ -1,0 +1,464 @@
+"""Training follows the inference path: its logits are the oracle's, and skipped layers are not computed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from compressed_checkpoints import compressed
+from pydantic import ValidationError
+from random_adapter import random_adapter
+from safetensors.torch import load_file, save_file
+from tiny_checkpoint import tiny_checkpoint
+from tune_recipes import copying_recipe, train_recipe
+
+from actors.engine.checkpoint.loading import inspect, load_decoder, load_tokenizer
+from actors.engine.checkpoint.speed_adapter import FILES, WEIGHTS, base_digest, merge, with_adapter
+from actors.engine.errors import UserError
+from actors.engine.library.divergence import Model, teacher_forced
+from actors.engine.schedules.schedule import ScheduleSpec
+from pipeline.config.tune import TuneConfig, TuneDataConfig
+from pipeline.learn.tune.plan import encode, plan_training, read_pairs
+from pipeline.learn.tune.run import tune
+from pipeline.learn.tune.trainer import StepProgress
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> dict[str, Any]:
+    return copying_recipe(tmp_path)
+
+
+def parquet(path: Path, **columns: Any) -> str:
+    pq.write_table(pa.table(columns), path)
+    return str(path)
+
+
+def test_tune_then_tune_from_its_checkpoint(recipe: dict[str, Any], tmp_path: Path) -> None:
+    record = train_recipe(recipe)
+    assert record["steps"] == 12
+    assert set(record["dev_loss"]) == {"eval_loss_1x", "eval_loss_2x", "eval_loss"}
+    assert record["dev_loss"]["eval_loss"] < 4.5  # untrained: ln 300 = 5.7
+    found = inspect(tmp_path / "out")
+    assert found.spec is not None
+    assert (found.spec.speedup, found.num_layers) == (2, 4)
+    assert found.trained is not None and (found.trained.depths[-1], found.trained.prompt) == (2, ("full",))
+    assert found.spec.horizon is not None and 3 <= found.spec.horizon <= 20
+    further = {
+        **recipe,
+        "model": {"path": str(tmp_path / "out")},
+        "output": str(tmp_path / "further"),
+        "schedule": {"speedups": [2], "horizon": 5},
+    }
+    assert train_recipe(further, bf16=False)["dev_loss"]["eval_loss_2x"] < record["dev_loss"]["eval_loss_2x"]
+    spec = inspect(tmp_path / "further").spec
+    assert spec is not None and spec.horizon == 5
+
+
+def test_an_interrupted_run_resumes(recipe: dict[str, Any]) -> None:
+    first = train_recipe(recipe, max_steps=6)
+    assert (first["steps"], first["resumed_at_step"]) == (6, 0)
+    second = train_recipe(recipe)
+    assert (second["steps"], second["resumed_at_step"]) == (12, 6)
+    with pytest.raises(ValueError, match="holds a run of another recipe"):
+        train_recipe(recipe, learning_rate=0.02)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "message"),
+    [
+        ("data", "train", "none.parquet", "none.parquet: no such file or folder"),
+        ("data", "prompt", "question", r"train.parquet: no column 'question'; it has prompt, reference"),
+        ("data", "max_tokens", 4, "no pair within 4 tokens"),
+        ("schedule", "speedups", [0.5], "speedup = 0.5: must be at least 1"),
+        ("schedule", "keep_order", [0, 1], "keep_order has 2 entries for 4 layers"),
+    ],
+)
+def test_bad_recipes_are_refused_before_training(
+    recipe: dict[str, Any], section: str, key: str, value: Any, message: str, tmp_path: Path
+) -> None:
+    bad = {**recipe, section: {**recipe[section], key: value}}
+    with pytest.raises(ValueError, match=message) as caught:
+        tune(TuneConfig.model_validate(bad))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint to begin from, with words that the recipe's data has."""
+    return tiny_checkpoint(tmp_path_factory.mktemp("start"))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_accumulated_micro_batches_are_one_batch(recipe: dict[str, Any], tmp_path: Path) -> None:
+    curves = [
+        train_recipe(
+            {**recipe, "output": str(tmp_path / str(tokens))}, micro_batch_tokens=tokens, max_steps=3, bf16=False
+        )["dev_loss"]
+        for tokens in (1000, 40)
+    ]
+    assert curves[1] == pytest.approx(curves[0], rel=2e-3)
+
+
+def test_a_finished_run_is_unchanged(recipe: dict[str, Any], tmp_path: Path) -> None:
+    train_recipe(recipe)
+    record = tmp_path / "out" / "tune.json"
+    written = record.stat().st_mtime_ns
+    train_recipe(recipe)
+    assert record.stat().st_mtime_ns == written
+    table = pq.read_table(tmp_path / "train.parquet")
+    pq.write_table(table.slice(1), tmp_path / "train.parquet")
+    with pytest.raises(ValueError, match="another recipe, or of files that have changed"):
+        train_recipe(recipe)
+    shutil.rmtree(tmp_path / "out" / "_training")
+    with pytest.raises(ValueError, match="holds a checkpoint already"):
+        train_recipe(recipe)
+
+
+def test_an_incomplete_checkpoint_is_ignored(recipe: dict[str, Any], tmp_path: Path) -> None:
+    train_recipe(recipe, max_steps=6)
+    torn = tmp_path / "out" / "_training" / "checkpoint-9"
+    torn.mkdir()
+    (torn / "model.safetensors").write_bytes(b"torn")
+    assert train_recipe(recipe)["resumed_at_step"] == 6
+
+
+def test_keys_left_out_are_the_start_checkpoints(recipe: dict[str, Any], tmp_path: Path) -> None:
+    train_recipe({**recipe, "schedule": {"speedups": [2], "keep_order": "even", "decay": "cosine"}})
+    further = {**recipe, "model": {"path": str(tmp_path / "out")}, "output": str(tmp_path / "further")}
+    train_recipe({**further, "schedule": {"speedups": [2], "decay": "linear"}}, max_steps=1)
+    spec = inspect(tmp_path / "further").spec
+    assert spec is not None and (spec.keep_order, spec.decay) == ("even", "linear")
+    (tmp_path / "link").symlink_to("out")
+    for output in ("out", "link", "out/further", "."):
+        with pytest.raises(
+            ValueError, match=r"output: .* and model.path .*/out lie in each other; choose another folder"
+        ):
+            train_recipe({**further, "output": str(tmp_path / output)})
+
+
+def test_weights_are_saved_in_the_type_asked_for(recipe: dict[str, Any], tmp_path: Path) -> None:
+    for bf16, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        output = tmp_path / str(bf16)
+        train_recipe({**recipe, "output": str(output)}, max_steps=1, bf16=bf16)
+        assert {tensor.dtype for tensor in weights(output).values()} == {dtype}
+        assert json.loads((output / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+
+
+def test_a_folder_of_the_user_is_refused_and_untouched(recipe: dict[str, Any], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / "_training").mkdir(parents=True)
+    for name in ("model.safetensors", "tokenizer.json", "_training/recipe.json"):
+        (out / name).write_text("mine")
+    with pytest.raises(ValueError, match=r"output: .*out holds '_training' and no tune.json of an earlier run; choose"):
+        train_recipe(recipe)
+    for name in ("model.safetensors", "tokenizer.json", "_training/recipe.json"):
+        assert (out / name).read_text() == "mine"
+
+
+def test_a_file_of_the_user_stays_when_training_ends(recipe: dict[str, Any], tmp_path: Path) -> None:
+    train_recipe(recipe, max_steps=6)
+    out = tmp_path / "out"
+    (out / "notes.txt").write_text("mine")
+    (out / "generation_config.json").unlink()
+    listed = json.loads((out / "tune.json").read_text())
+    listed["files"].remove("generation_config.json")
+    (out / "tune.json").write_text(json.dumps(listed))
+    (out / "generation_config.json").write_text("mine")
+    with pytest.raises(ValueError, match=r"generation_config.json exists and tune.json does not list it; move it"):
+        train_recipe(recipe)
+    assert (out / "generation_config.json").read_text() == (out / "notes.txt").read_text() == "mine"
+    (out / "generation_config.json").unlink()
+    assert train_recipe(recipe)["steps"] == 12
+    assert (out / "notes.txt").read_text() == "mine"
+
+
+def test_all_weights_are_trained_from_expanded_ones(recipe: dict[str, Any], start: Path, tmp_path: Path) -> None:
+    """Of a checkpoint with 8 bits; the trained one is plain."""
+    folder = compressed(start, tmp_path / "fp8", "fp8")
+    train_recipe({**recipe, "model": {"path": str(folder)}}, max_steps=1, learning_rate=1e-9, bf16=False)
+    trained = inspect(tmp_path / "out")
+    assert trained.stored is None and inspect(folder).stored is not None
+    got, want = (load_decoder(path, torch.float32, torch.device("cpu")).model for path in (trained.path, folder))
+    for name, weight in got.state_dict().items():
+        torch.testing.assert_close(weight, want.state_dict()[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("weights_of_start", ["plain", "int8"])
+def test_a_speed_adapter_is_trained_above_1x_alone(
+    recipe: dict[str, Any], start: Path, tmp_path: Path, weights_of_start: str
+) -> None:
+    if weights_of_start == "int8":
+        start = compressed(start, tmp_path / "int8", "int8")
+    adapter = {"rank": 4, "targets": ["q_proj", "down_proj"]}
+    adapted = {
+        **recipe,
+        "model": {"path": str(start)},
+        "adapter": adapter,
+        "loss": {"references": 0, "distillation": 1, "teacher_top_k": 1000},
+    }
+    before = weights(start)
+    record = train_recipe(adapted, learning_rate=0.05, bf16=False)
+    assert all(torch.equal(weight, before[name]) for name, weight in weights(start).items())
+    assert set(record["dev_loss"]) == {"eval_loss_2x", "eval_loss"}  # of the speeds 1 and 2
+    out = tmp_path / "out"
+    assert {path.name for path in out.iterdir()} == {*FILES, "tune.json", "_training"}
+    assert len({(out / name).stat().st_mode for name in FILES}) == 1  # other users read all or none
+    found = with_adapter(inspect(start), out)
+    assert found.adapter is not None and (found.adapter.rank, found.adapter.scale) == (4, 2.0)
+    found.adapter.check_base(base_digest(start), "start")
+    trained = load_file(out / WEIGHTS)
+    assert {name.split(".")[-3] for name in trained} == {"q_proj", "down_proj"}
+    assert found.trained is not None and found.trained.depths == found.schedule({}).depths
+
+    # the loss is that of the merged weights, but for their rounding to bfloat16
+    model = load_decoder(start, torch.float32, torch.device("cpu"))
+    merge(model.model, found.adapter)
+    base = load_decoder(start, torch.float32, torch.device("cpu"))
+    plan = plan_training(TuneConfig.model_validate(adapted))
+    pairs = [(row["input_ids"][: row["prompt_tokens"]], row["input_ids"][row["prompt_tokens"] :]) for row in plan.dev]
+    lines = [Model(decoder, plan.schedules["2x"]) for decoder in (model, base)]
+    scores = teacher_forced(Model(base, ScheduleSpec().build(model.num_layers)), lines, pairs)
+    loss, without = (score.kl.sum() / score.tokens.sum() for score in scores)
+    assert loss == pytest.approx(record["dev_loss"]["eval_loss_2x"], rel=0.02)
+    assert abs(loss - without) > 0.05 * without
+
+
+def test_a_killed_adapter_training_ends_as_one_without_a_pause(
+    recipe: dict[str, Any], start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taught = {"loss": {"references": 0, "distillation": 1}, "adapter": {"rank": 2}, "model": {"path": str(start)}}
+    settings = {"max_steps": 6, "learning_rate": 0.05, "save_steps": 3, "bf16": False, "warmup_steps": 0}
+    assert train_recipe({**recipe, **taught, "output": str(tmp_path / "whole")}, **settings)["steps"] == 6
+
+    def kill(self: StepProgress, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 4:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StepProgress, "on_step_end", kill)
+        with pytest.raises(KeyboardInterrupt):
+            train_recipe({**recipe, **taught}, **settings)
+    assert train_recipe({**recipe, **taught}, **settings)["resumed_at_step"] == 3
+    resumed, whole = (load_file(tmp_path / name / WEIGHTS) for name in ("out", "whole"))
+    # the teacher's pass after a pause has other rows in a batch, and other rounding; steps of 0.05 would show a loss
+    assert all(torch.allclose(resumed[name].float(), whole[name].float(), rtol=0.01, atol=0.002) for name in whole)
+
+
+def test_training_goes_on_from_a_speed_adapter(recipe: dict[str, Any], start: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "out", tmp_path / "second"
+    taught = {**recipe, "loss": {"references": 0, "distillation": 1}, "model": {"path": str(start)}}
+    shape = {"rank": 4, "alpha": 4, "targets": ["q_proj"]}
+    schedule = {**recipe["schedule"], "horizon": 5, "prompt": "first"}
+    done = train_recipe({**taught, "adapter": shape, "schedule": schedule}, learning_rate=0.05, bf16=False)
+    before = load_file(first / WEIGHTS)
+
+    del schedule["prompt"]  # the adapter's own then
+    going_on = {**taught, "adapter": {"start": str(first)}, "schedule": schedule, "output": str(second)}
+    settings = {"max_steps": 1, "warmup_steps": 0, "bf16": False}
+    record = train_recipe(going_on, learning_rate=1e-9, **settings)
+    found = with_adapter(inspect(start), second)
+    assert found.adapter is not None and (found.adapter.rank, found.adapter.scale) == (4, 1.0)
+    assert found.spec is not None and found.spec.prompt == "first"
+    assert all(torch.equal(weight, before[name]) for name, weight in load_file(second / WEIGHTS).items())
+    assert record["dev_loss"] == pytest.approx(done["dev_loss"], rel=0.01)  # but for the rounding to bfloat16
+
+    other = tmp_path / "other"
+    shutil.copytree(start, other)
+    weight_file = other / "model.safetensors"
+    save_file({name: weight + 1 for name, weight in load_file(weight_file).items()}, weight_file, {"format": "pt"})
+    bad = {**going_on, "model": {"path": str(other)}, "output": str(tmp_path / "third")}
+    with pytest.raises(UserError, match=r"adapter.start: .*trained for a base with weights"):
+        train_recipe(bad, **settings)
+    with pytest.raises(UserError, match=r"adapter.start: .*not a speed adapter"):
+        train_recipe({**going_on, "adapter": {"start": str(start)}, "output": str(tmp_path / "third")}, **settings)
+
+
+@pytest.mark.parametrize("ended", ["finished", "killed"])
+def test_an_adapter_to_go_on_from_that_has_changed_is_another_recipe(
+    recipe: dict[str, Any], start: Path, tmp_path: Path, ended: str
+) -> None:
+    first = random_adapter(start, tmp_path / "first", ScheduleSpec(speedup=2, horizon=5), rank=2)
+    going_on = {
+        **recipe,
+        "model": {"path": str(start)},
+        "adapter": {"start": str(first)},
+        "schedule": {"speedups": [2], "horizon": 5},
+        "training": {**recipe["training"], "max_steps": 1, "warmup_steps": 0, "eval_steps": 1, "save_steps": 1},
+    }
+    record = train_recipe(going_on)
+    written = tmp_path / "out" / "_training" / "recipe.json"
+    recorded = written.read_text()
+    if ended == "killed":
+        (tmp_path / "out" / "tune.json").write_text('{"files": ["_training"]}')
+    else:
+        # an earlier version did not record the adapter's files
+        written.write_text(json.dumps({key: json.loads(recorded)[key] for key in ("config", "files")}))
+        assert train_recipe(going_on) == record
+        written.write_text(recorded)
+    random_adapter(start, first, ScheduleSpec(speedup=3, horizon=5), rank=2)
+    with pytest.raises(UserError, match="holds a run of another recipe, or of files that have changed"):
+        train_recipe(going_on)
+
+
+def test_the_output_does_not_lie_in_the_adapter_to_go_on_from(
+    recipe: dict[str, Any], start: Path, tmp_path: Path
+) -> None:
+    first = random_adapter(start, tmp_path / "first", ScheduleSpec(speedup=2, horizon=5), rank=2)
+    inside = {"adapter": {"start": str(first)}, "schedule": {"speedups": [2]}, "output": str(first / "second")}
+    with pytest.raises(UserError, match=r"adapter.start .* lie in each other"):
+        train_recipe({**recipe, "model": {"path": str(start)}, **inside})
+
+
+def test_a_speed_adapter_needs_a_speed(recipe: dict[str, Any], start: Path) -> None:
+    adapted = {**recipe, "model": {"path": str(start)}, "adapter": {}, "schedule": {"speedups": [1]}}
+    with pytest.raises(ValueError, match=r"schedule.speedups: an adapter is for speeds above 1x"):
+        train_recipe(adapted)
+
+
+def test_distillation_brings_skipping_nearer_to_full_depth(recipe: dict[str, Any], start: Path, tmp_path: Path) -> None:
+    taught = {
+        **recipe,
+        "model": {"path": str(start)},
+        "loss": {"references": 0.0, "distillation": 1.0},
+        "schedule": {"speedups": [2]},
+    }
+    first, last = (
+        train_recipe({**taught, "output": str(tmp_path / str(steps))}, max_steps=steps, learning_rate=0.006)["dev_loss"]
+        for steps in (1, 20)
+    )
+    assert last["eval_loss_2x"] < 0.7 * first["eval_loss_2x"]
+
+
+def test_the_best_weights_are_kept_when_it_stops_early(recipe: dict[str, Any]) -> None:
+    record = train_recipe(recipe, max_steps=200, eval_steps=4, learning_rate=1.0, early_stopping=2, warmup_steps=0)
+    assert record["steps"] < 200
+    calm = train_recipe({**recipe, "output": recipe["output"] + "-calm"}, max_steps=8, eval_steps=4, early_stopping=2)
+    assert calm["steps"] == 8
+
+
+def test_token_ids_and_cut_off_responses(recipe: dict[str, Any], start: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(start)
+    texts = ["Zizzi is cheap", "The Eagle is near"]
+    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    prompts = tokenizer(texts)["input_ids"]
+    path = parquet(tmp_path / "ids.parquet", prompt=prompts, response=ids, ended=[True, False])
+    data = TuneDataConfig.model_validate({"train": path, "dev": path, "ended": "ended"})
+    rows = encode(tokenizer, read_pairs(data, [path], "response"), 256, 300)
+    assert [row["input_ids"] for row in rows] == [
+        [*prompts[0], *ids[0], tokenizer.eos_token_id],
+        [*prompts[1], *ids[1]],
+    ]
+    plain = parquet(tmp_path / "plain.parquet", prompt=texts, response=texts)
+    text = read_pairs(data.model_copy(update={"ended": None}), [plain], "response")
+    assert encode(tokenizer, text, 256, 300)[0] == rows[0]
+    with pytest.raises(ValueError, match="pair 0: a token id lies outside the model's vocabulary of 5"):
+        encode(tokenizer, text, 256, 5)
+    columns = {"train_reference": "response", "dev_reference": "response", "ended": "ended"}
+    train_recipe({**recipe, "model": {"path": str(start)}, "data": {"train": path, "dev": path, **columns}})
+
+
+def test_schedules_to_draw_from_may_differ_in_anything(recipe: dict[str, Any], tmp_path: Path) -> None:
+    record = train_recipe({**recipe, "schedule": {"speedups": [1, 2], "also": [{"speedup": 2.0, "prompt": "first"}]}})
+    assert set(record["dev_loss"]) == {
+        "eval_loss_1x",
+        "eval_loss_2x",
+        "eval_loss_speedup=2.0 prompt=first",
+        "eval_loss",
+    }
+    trained = inspect(tmp_path / "out").trained
+    assert trained is not None and trained.prompt == ("full", "first")
+
+
+def test_comparisons_are_trained_together(recipe: dict[str, Any]) -> None:
+    compared = {"speedups": [2], "compare": 2.0, "learned_order": [0, 2, 3, 1]}
+    losses = train_recipe({**recipe, "schedule": compared})["dev_loss"]
+    assert {"eval_loss_2x", "eval_loss_2x early exit", "eval_loss_2x learned order"} <= set(losses)
+    assert "eval_loss_2x paper" not in losses  # which is 2x
+
+
+@pytest.mark.parametrize(
+    ("columns", "changes", "message"),
+    [
+        ({"reference": ["a", ""]}, {}, r"bad.parquet: row 1: reference is empty"),
+        ({"reference": ["a", None]}, {}, r"bad.parquet: row 1: reference is empty"),
+        ({"prompt": ["a", " "]}, {}, r"bad.parquet: row 1: prompt is empty"),
+        ({"reference": ["red", "yelow"]}, {"data": {"choices": ["red", "yellow"]}}, r"row 1: 'yelow' is none of the 2"),
+        ({}, {"model": {"path": "START"}, "adapter": {"targets": ["wq"]}}, r"no 'wq'; it has down_proj, .*v_proj"),
+        (
+            {},
+            {"model": {"path": "START", "new": {"model_type": "llama"}}},
+            r"new was removed: .*new_model\.py",
+        ),
+        ({}, {"adapter": {"start": "START", "rank": 8}}, "adapter.rank is that of adapter.start: leave it out"),
+        ({}, {"lora": {"targets": ["q_proj"]}}, "lora is now adapter, which writes a speed adapter"),
+        ({}, {"loss": {"distillation": 1.0, "teacher": "START"}}, "START has another tokenizer"),
+        ({}, {"loss": {"references": 0.0}}, "nothing to learn from"),
+        ({}, {"workers": {"count": 3}}, "batch_size = 16 cannot be cut into 3"),
+    ],
+)
+def test_bad_data_and_settings_are_one_line_before_training(
+    recipe: dict[str, Any], start: Path, tmp_path: Path, columns: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    path = parquet(tmp_path / "bad.parquet", **{"prompt": ["a", "b"], "reference": ["a", "b"], **columns})
+    bad = {**recipe, "data": {**recipe["data"], "train": path}}
+    for section, values in json.loads(json.dumps(changes).replace("START", str(start))).items():
+        bad[section] = values if "path" in values else {**bad.get(section, {}), **values}
+    with pytest.raises(ValueError, match=message.replace("START", str(start))) as caught:
+        tune(TuneConfig.model_validate(bad))
+    assert isinstance(caught.value, ValidationError) or "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dev_set_of_one_pair_is_refused(recipe: dict[str, Any], tmp_path: Path) -> None:
+    path = parquet(tmp_path / "one.parquet", prompt=["red"], references=["red"])
+    with pytest.raises(ValueError, match=r"one.parquet: a dev set of one pair says nothing"):
+        tune(TuneConfig.model_validate({**recipe, "data": {**recipe["data"], "dev": path}}))
+
+
+def test_a_training_announces_its_steps(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pipeline.runtime.announce.INTERVAL", 0.0)
+    train_recipe(recipe, max_steps=2)
+    lines = capsys.readouterr().err.splitlines()
+    assert f"training {recipe['model']['path']} on 64 pairs, 16 in the dev set, into {recipe['output']}" in lines
+    steps = [line for line in lines if line.startswith("training: ")]
+    assert steps[0] == "training: 0 of 2 steps"
+    for done, line in enumerate(steps[1:], 1):
+        assert re.fullmatch(
+            rf"training: {done} of 2 steps, [\d.]+ s a step, about [\d.]+ m?s left; loss \d\.\d{{3}}", line
+        )
+    assert len(steps) == 3
+    assert "dev set at 2 schedules: 0 of 16 rows" in lines
+
+
+def test_a_measured_order_is_stored_as_a_list_and_measured_once(
+    recipe: dict[str, Any], tmp_path: Path, own_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_recipe(recipe, max_steps=2)
+    further = {**recipe, "model": {"path": str(tmp_path / "out")}, "output": str(tmp_path / "further")}
+    further["schedule"] = {"speedups": [2], "horizon": 5, "keep_order": "measured"}
+    assert train_recipe(further, max_steps=2)["config"]["schedule"]["keep_order"] == "measured"
+    spec = inspect(tmp_path / "further").spec
+    assert spec is not None and sorted(spec.keep_order) == [0, 1, 2, 3]
+    assert sorted(spec.keep_order[: spec.warmup]) == list(range(spec.warmup))
+    assert "measuring the keep order on 32 answers" in capsys.readouterr().err
+    again = {**further, "output": str(tmp_path / "again")}
+    train_recipe(again, max_steps=2)
+    assert inspect(tmp_path / "again").spec == spec
+    assert "measured before" in capsys.readouterr().err
+    again["schedule"]["warmup"] = 3
+    train_recipe({**again, "output": str(tmp_path / "warm")}, max_steps=2)
+    warm = inspect(tmp_path / "warm").spec
+    assert warm is not None and (set(warm.keep_order[:3]), warm.warmup) == ({0, 1, 2}, 3)
