@@ -79,7 +79,7 @@ class Generator:
         checkpoint: Folder with config.json, safetensors and a tokenizer.
         speed_adapter: Folder of a speed adapter for this checkpoint, whose stored schedule replaces the checkpoint's;
             merged into the weights while they load, unless the schedule runs every layer for every token.
-        schedule: Keys of a job's `schedule` section, on top of the schedule that the checkpoint stores.
+        schedule: The schedule itself, or keys of a job's `schedule` section on top of the checkpoint's.
         unadapted: Run a schedule that the checkpoint was not trained for; its text may be ruined.
         sampling: Fields of `SamplingParams`.
         choices: Labels; every answer is one of them.
@@ -113,7 +113,7 @@ class Generator:
         checkpoint: str,
         *,
         speed_adapter: str | None = None,
-        schedule: Mapping[str, Any] | None = None,
+        schedule: Schedule | Mapping[str, Any] | None = None,
         unadapted: bool = False,
         sampling: Mapping[str, Any] | None = None,
         choices: Sequence[str] | None = None,
@@ -146,12 +146,12 @@ class Generator:
         inspected = inspect(checkpoint)
         if speed_adapter is not None:
             inspected = with_adapter(inspected, speed_adapter)
-        self._inspected, self._changes, self._unadapted = inspected, dict(schedule or {}), unadapted
-        self.schedule = (
-            inspected.schedule(self._changes)
-            if unadapted
-            else inspected.adapted_schedule(self._changes, str(checkpoint), "pass unadapted=True")
-        )
+        resolved = schedule if isinstance(schedule, Schedule) else None
+        self._changes = {} if schedule is None or isinstance(schedule, Schedule) else dict(schedule)
+        self._inspected, self._unadapted = inspected, unadapted
+        if resolved is None and unadapted:
+            resolved = inspected.schedule(self._changes)
+        self.schedule = resolved or inspected.adapted_schedule(self._changes, str(checkpoint), "pass unadapted=True")
         self.tokenizer = load_tokenizer(checkpoint)
         self.cache_bytes, self.max_batch = cache_bytes, max_batch
         self.engine: EngineProtocol = build_engine(

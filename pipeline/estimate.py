@@ -38,10 +38,10 @@ from pipeline.generate.settings import fetched
 from pipeline.generate.stage import prompts
 from pipeline.incremental import ledger as ledgers
 from pipeline.incremental import runs
-from pipeline.job import PlannedJob
 from pipeline.messages import counted, duration
 from pipeline.plan.manifest import Manifest
 from pipeline.plan.memory import log_memory_estimate
+from pipeline.planned import PlannedJob, generator_arguments
 from pipeline.prepare.prompt_spec import PromptSpec, prompt_spec
 from pipeline.prepare.prompts import prepare_table
 from pipeline.read.files import InputFile
@@ -331,7 +331,7 @@ def _sample(
         f"answering up to {counted(count, 'row')} at {', '.join(speeds)} on {counted(workers, 'actor')}, "
         f"about {seconds:g} s"
     )
-    generator = {**jobs.generator_arguments(job), "speed_adapter": job.checkpoint.pinned_adapter()}
+    generator = {**generator_arguments(job), "speed_adapter": job.checkpoint.pinned_adapter()}
     size = min(batching.shard_rows, batching.max_batch * (4 if batching.scheduler == "refill" else 2))
     calls = [
         (spread[worker::workers], generator, batching.prefix, speeds, name_of(job.schedule), size, seconds)

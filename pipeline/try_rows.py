@@ -20,12 +20,12 @@ from pipeline.generate.distributions import id_value
 from pipeline.generate.output import row_ids
 from pipeline.generate.settings import fetched
 from pipeline.generate.stage import prompts
-from pipeline.job import PlannedJob, generator_arguments, planned_schedule
 from pipeline.plan.agreement import announce_no_gain
 from pipeline.plan.columns import check_columns
 from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import Manifest, NoRows, limited, plan_batching, read_footers
 from pipeline.plan.snapshot import pinned_snapshot, with_snapshot
+from pipeline.planned import PlannedJob, generator_arguments, planned_schedule
 from pipeline.prepare.chat import ends_with_assistant
 from pipeline.prepare.prompt_spec import check_generation, check_spec, prompt_spec
 from pipeline.prepare.prompts import CONTROL_TOKENS, prepare_table

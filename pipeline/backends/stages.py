@@ -5,19 +5,29 @@ Between two stages travels a batch that holds one shard.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import pyarrow as pa
 
+from pipeline.commit.sink import check_output, commit_shard
 from pipeline.config.job import ActorsConfig, StorageConfig
 from pipeline.generate.coordinator import Coordinator, Workload
-from pipeline.generate.stage import Worker
+from pipeline.generate.stage import ShardGenerator, Worker
 from pipeline.plan.hardware import Hardware
+from pipeline.planned import PlannedJob, generator_arguments, part_spec
+from pipeline.prepare.prompt_spec import prompt_spec
+from pipeline.prepare.stage import prepare
 from pipeline.read.files import InputFile
 from pipeline.read.shards import Shard
+from pipeline.runtime.quarantine import STAGE_NAMES, Quarantine
+from pipeline.storage.folder import Folder
+
+QUARANTINED_RETRIES = 1000  # of a task whose deaths `Quarantine` counts
 
 
 @dataclass(frozen=True)
@@ -92,3 +102,43 @@ class Backend(Hardware):
         output: the job's output folder, the label of its metrics.
         """
         raise NotImplementedError
+
+
+def job_stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Session) -> list[Stage]:
+    """The three stages of a run over these shards."""
+    config, manifest, coordinator = job.config, job.manifest, session.coordinator
+    # a shard's rows may share steps with the last rows of the shard before; the generator decides
+    may_join = manifest.batching.scheduler == "refill" and config.model.dtype != "float32"
+    run_id = uuid.uuid4().hex
+    preparing, generating = (Quarantine(folder, run_id, config.attempts, stage) for stage in STAGE_NAMES)
+    return [
+        Read(shards, manifest.files, manifest.schema, config.storage),
+        Tasks(
+            prepare,
+            {
+                "spec": prompt_spec(config, job.checkpoint, manifest.batching.planned),
+                "quarantine": preparing,
+            },
+            retries=QUARANTINED_RETRIES,
+        ),
+        Actors(
+            ShardGenerator,
+            {
+                "generator": generator_arguments(job),
+                "part": part_spec(job),
+                "commit": partial(
+                    commit_shard, folder=folder, fingerprint=manifest.fingerprint, coordinator=coordinator
+                ),
+                "check_output": partial(check_output, folder, manifest.fingerprint),
+                "prefix": manifest.batching.prefix,
+                "coordinator": coordinator,
+                "quarantine": generating,
+                "worker": session.worker,
+                "devices": config.actors.gpus or 1.0,
+                "price_per_hour": config.price_per_hour or 0.0,
+            },
+            config.actors,
+            retries=QUARANTINED_RETRIES,
+            calls=2 if may_join else 1,
+        ),
+    ]

@@ -210,6 +210,4 @@ def _generators(generator: Mapping[str, Any], rows: int) -> tuple[Generator, Gen
     full = Generator(**{**settings, "speed_adapter": None, "schedule": {"speedup": 1.0}})
     if adapted:
         return full, Generator(**settings)
-    keys = generator["schedule"]
-    depths, keep_order = tuple(keys["depths"]), tuple(keys["keep_order"])
-    return full, full.at(Schedule(full.schedule.num_layers, depths, keep_order, keys["warmup"], keys["prompt"]))
+    return full, full.at(generator["schedule"])

@@ -28,13 +28,12 @@ from pipeline.commit.finalize import totals_of, write_success
 from pipeline.commit.lease import leased
 from pipeline.commit.records import read_records
 from pipeline.commit.sink import SUCCESS, clear_temporaries
-from pipeline.commit.table import commit_table
+from pipeline.commit.table import check_table, commit_table
 from pipeline.config.job import JobConfig
 from pipeline.incremental import ledger as ledgers
 from pipeline.incremental.ledger import ConcurrentRun, Ledger, LedgerRun
 from pipeline.incremental.retry import Rows, failed_rows, shards_of
 from pipeline.incremental.root_page import write_root_report
-from pipeline.job import PlannedJob
 from pipeline.messages import counted
 from pipeline.plan import manifest as manifests
 from pipeline.plan import plan_files
@@ -43,6 +42,7 @@ from pipeline.plan.inputs import check_output_disjoint, unchanged_files
 from pipeline.plan.manifest import NoRows
 from pipeline.plan.memory import log_memory_estimate
 from pipeline.plan.snapshot import newest, with_snapshot
+from pipeline.planned import PlannedJob, part_schema
 from pipeline.read.files import Files, list_input, list_pinned
 from pipeline.report.job_page import write_report
 from pipeline.report.summary import JobResult
@@ -150,7 +150,7 @@ def run_in(root: Folder, config: JobConfig, backend: Backend, overwrite: bool) -
                 batching = replace(job.manifest.batching, root=ledger.last.root)
                 job = replace(job, manifest=replace(job.manifest, batching=batching))
             # before the claim: a job that does not fit must not be saved
-            jobs.check_output_table(job)
+            check_table(job.config, part_schema(job))
             log_memory_estimate(config, job.checkpoint, job.manifest.batching, backend)
             with jobs.checked(job, None, backend) as checked:
                 run = ledgers.claim(root, ledger, checked.manifest, new.pin, left)

@@ -119,18 +119,19 @@ def _run(request: dict[str, Any], files: list[int]) -> None:
 
 def _command() -> None:
     from pipeline import job as jobs
+    from pipeline.backends import stages
     from pipeline.backends.in_process import InProcess
     from pipeline.cli.app import main
 
     jobs.ray_backend = lambda **_: InProcess()
     if pause := float(os.environ.get("SLOW_COMMITS", "0")):
-        commit = jobs.commit_shard  # type: ignore[attr-defined]
+        commit = stages.commit_shard  # type: ignore[attr-defined]
 
         def slowly(*given: object, **named: object) -> object:
             time.sleep(pause)
             return commit(*given, **named)
 
-        jobs.commit_shard = slowly  # type: ignore[attr-defined]
+        stages.commit_shard = slowly  # type: ignore[attr-defined]
     main()
 
 

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline import job as jobs
+from pipeline.backends import stages
 from pipeline.backends.in_process import InProcess
 from pipeline.config.job import JobConfig
 from pipeline.config.load import load_config
@@ -54,13 +55,13 @@ def run_example(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *chang
 
 def run_interrupted(monkeypatch: pytest.MonkeyPatch, config: JobConfig) -> None:
     """Run a job whose process gets SIGTERM while the first shard is committed."""
-    commit_shard = jobs.commit_shard
+    commit_shard = stages.commit_shard
 
     def signalled(*arguments: Any, **named: Any) -> Any:
-        monkeypatch.setattr(jobs, "commit_shard", commit_shard)
+        monkeypatch.setattr(stages, "commit_shard", commit_shard)
         os.kill(os.getpid(), signal.SIGTERM)
         return commit_shard(*arguments, **named)
 
-    monkeypatch.setattr(jobs, "commit_shard", signalled)
+    monkeypatch.setattr(stages, "commit_shard", signalled)
     with pytest.raises(Interrupted):
         run_in_process(config)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline import job as jobs
+from pipeline.backends import stages
 from pipeline.cli.app import main
 
 
@@ -31,9 +32,9 @@ class Slowness:
 def slowed(by: Slowness) -> Iterator[None]:
     """Jobs started in this context are slow. The stages are pickled by value: workers cannot import this file."""
     kept = {name: getattr(jobs, name) for name in ("prepare", "ShardGenerator", "commit_shard")}
-    jobs.prepare = _prepare(by.prepare)  # type: ignore[attr-defined]
-    jobs.ShardGenerator = _shard_generator(by.answer)  # type: ignore[attr-defined]
-    jobs.commit_shard = _commit_shard(by.commit)  # type: ignore[attr-defined]
+    stages.prepare = _prepare(by.prepare)  # type: ignore[attr-defined]
+    stages.ShardGenerator = _shard_generator(by.answer)  # type: ignore[attr-defined]
+    stages.commit_shard = _commit_shard(by.commit)  # type: ignore[attr-defined]
     try:
         yield
     finally:
@@ -42,7 +43,7 @@ def slowed(by: Slowness) -> Iterator[None]:
 
 
 def _prepare(seconds: float) -> Any:
-    original = jobs.prepare  # type: ignore[attr-defined]
+    original = stages.prepare  # type: ignore[attr-defined]
 
     @functools.wraps(original)
     def prepare(*arguments: Any, **named: Any) -> Any:
@@ -56,7 +57,7 @@ def _prepare(seconds: float) -> Any:
 
 
 def _shard_generator(seconds: float) -> Any:
-    class ShardGenerator(jobs.ShardGenerator):  # type: ignore[name-defined, misc]
+    class ShardGenerator(stages.ShardGenerator):  # type: ignore[name-defined, misc]
         def __call__(self, *arguments: Any, **named: Any) -> Any:
             time.sleep(seconds / 2)
             answered = super().__call__(*arguments, **named)
@@ -80,7 +81,7 @@ def _commit_shard(seconds: float) -> Any:
                 time.sleep(seconds)
             return created
 
-    original = jobs.commit_shard  # type: ignore[attr-defined]
+    original = stages.commit_shard  # type: ignore[attr-defined]
 
     def commit_shard(*arguments: Any, folder: Any, **named: Any) -> Any:
         return original(*arguments, folder=SlowFolder(folder), **named)

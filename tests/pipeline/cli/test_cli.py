@@ -24,7 +24,7 @@ from pipeline.checkpoints.resolve import ResolvedCheckpoint, resolve_checkpoint
 from pipeline.cli.app import app
 from pipeline.cli.command import Advice, cause_line, errors_as_exit_status
 from pipeline.config.job import JobConfig, ModelConfig, StorageConfig
-from pipeline.job import planned_schedule
+from pipeline.planned import planned_schedule
 from pipeline.storage.errors import StoreFailed
 
 

@@ -26,6 +26,7 @@ from pipeline.generate.agreement import Agreement, measure_agreement, skipped_sh
 from pipeline.incremental import runs
 from pipeline.plan import agreement as plans
 from pipeline.plan import plan_files
+from pipeline.planned import PlannedJob, generator_arguments
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.prepare.tokenizer import tokenizer_of
 from pipeline.read.shards import spread_rows
@@ -60,7 +61,7 @@ def job(values: dict[str, Any], **sections: Any) -> JobConfig:
     return JobConfig.model_validate(merged)
 
 
-def plan(config: JobConfig) -> jobs.PlannedJob:
+def plan(config: JobConfig) -> PlannedJob:
     return jobs.plan(config, None, InProcess())
 
 
@@ -71,7 +72,7 @@ def measured(config: JobConfig, rows: int = 16, **schedule: Any) -> Agreement:
         planned = replace(planned, schedule=ScheduleSpec(**schedule).build(planned.schedule.num_layers))
     manifest, spec = planned.manifest, prompt_spec(config, planned.checkpoint, time.time())
     sample = spread_rows(manifest.files, manifest.shards, rows)
-    arguments = jobs.generator_arguments(planned)
+    arguments = generator_arguments(planned)
     return measure_agreement(sample, manifest.files, manifest.schema, config.storage, spec, arguments, ())
 
 

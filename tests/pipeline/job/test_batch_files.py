@@ -337,7 +337,7 @@ from in_process import run_example, run_in_process
 from pipeline import job as jobs
 from pipeline.config.job import JobConfig
 
-commit, calls = jobs.commit_shard, []
+commit, calls = stages.commit_shard, []
 
 def killed(*arguments, **options):
     calls.append(1)
@@ -345,7 +345,7 @@ def killed(*arguments, **options):
         os.kill(os.getpid(), signal.SIGKILL)
     return commit(*arguments, **options)
 
-jobs.commit_shard = killed
+stages.commit_shard = killed
 run_in_process(JobConfig.model_validate(json.loads({values!r})))
 """
 

@@ -15,7 +15,7 @@ from in_process import run_in_process
 from typer.testing import CliRunner
 
 from actors.engine.errors import UserError
-from pipeline import job as jobs
+from pipeline.backends import stages
 from pipeline.cli.app import app
 from pipeline.commit.budget import SPENT, Budget, BudgetSpent
 from pipeline.config.job import JobConfig
@@ -42,14 +42,14 @@ def values(tmp_path: Path, checkpoint: Path) -> dict[str, Any]:
 @pytest.fixture
 def slow_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each shard takes longer than a look at the budget."""
-    commit_shard = jobs.commit_shard
+    commit_shard = stages.commit_shard
 
     def slow(*arguments: Any, **named: Any) -> Any:
         done = commit_shard(*arguments, **named)
         time.sleep(0.6)
         return done
 
-    monkeypatch.setattr(jobs, "commit_shard", slow)
+    monkeypatch.setattr(stages, "commit_shard", slow)
 
 
 def parts(folder: Path) -> dict[str, bytes]:

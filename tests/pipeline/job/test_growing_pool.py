@@ -19,7 +19,7 @@ from ray.data.context import AutoscalingConfig
 from slow_stages import Slowness, slowed
 
 from pipeline import job as jobs
-from pipeline.backends import ray_data
+from pipeline.backends import ray_data, stages
 from pipeline.backends.ray_data import SHARDS_OF_ACTOR, scale_for
 from pipeline.config.job import JobConfig
 
@@ -114,7 +114,7 @@ def test_a_pool_grows_and_shrinks_and_writes_the_same_bytes(
         "shared_prefix": False,
     }
     run_in_process(JobConfig.model_validate(values))
-    prepare = jobs.prepare  # type: ignore[attr-defined]
+    prepare = stages.prepare  # type: ignore[attr-defined]
 
     output = tmp_path / "pool"
 
@@ -137,7 +137,7 @@ def test_a_pool_grows_and_shrinks_and_writes_the_same_bytes(
     values["output"]["path"] = str(output)
     values["actors"] |= {"min": 1, "max": 2}
     with slowed(Slowness(prepare=0, answer=2.0, commit=0)):
-        monkeypatch.setattr(jobs, "prepare", with_a_pause)
+        monkeypatch.setattr(stages, "prepare", with_a_pause)
         jobs.run(JobConfig.model_validate(values))
     assert len(set(pq.read_table(output / "_job/stats.parquet")["actor"].to_pylist())) == 2
     until_the_pause = [actors for done, actors in sizes if done <= EARLY]

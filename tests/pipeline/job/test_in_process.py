@@ -16,7 +16,7 @@ import pytest
 from in_process import run_in_process, run_interrupted
 
 from actors.engine.errors import UserError
-from pipeline import job as jobs
+from pipeline.backends import stages
 from pipeline.commit.lease import LeaseLost
 from pipeline.commit.sink import PART, check_output
 from pipeline.config.job import JobConfig
@@ -107,7 +107,7 @@ def test_a_job_in_a_thread_that_loses_its_lease_ends_alone(
 ) -> None:
     """A scheduler's process, in which another job runs, gets no signal; the other job ends as if alone."""
     monkeypatch.setattr("pipeline.commit.lease.BEAT_SECONDS", 0.05)
-    commit_shard = jobs.commit_shard
+    commit_shard = stages.commit_shard
 
     def lose_the_lease(*arguments: Any, folder: Any, **named: Any) -> Any:
         if folder.url.endswith("/loses"):
@@ -117,7 +117,7 @@ def test_a_job_in_a_thread_that_loses_its_lease_ends_alone(
                 time.sleep(0.01)
         return commit_shard(*arguments, folder=folder, **named)
 
-    monkeypatch.setattr(jobs, "commit_shard", lose_the_lease)
+    monkeypatch.setattr(stages, "commit_shard", lose_the_lease)
     signals: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     try:
@@ -148,7 +148,7 @@ def test_an_actor_that_does_not_see_the_jobs_output_answers_nothing(
                     (tmp_path / "out/_job/job.json").write_bytes(found)
                 return check_output(*given)
 
-            patched.setattr(jobs, "check_output", elsewhere)
+            patched.setattr(stages, "check_output", elsewhere)
             with pytest.raises(UserError, match=told):
                 run_in_process(job)
         assert not parts(tmp_path / "out")

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from pipeline import job as jobs
+from pipeline.backends import stages
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
 
@@ -88,7 +89,7 @@ def test_a_row_that_kills_its_process_is_found(
     own_ray: None, stage: str, deadly: Any, job: JobConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     want = undisturbed(job, tmp_path)
-    monkeypatch.setattr(jobs, stage, deadly)
+    monkeypatch.setattr(stages, stage, deadly)
     outcome = jobs.run(job)
     assert (outcome.totals.rows, outcome.totals.errors) == (ROWS, 1)
     rows = answers(job)
@@ -106,7 +107,7 @@ def test_no_actor_of_a_finished_job_stays_in_an_exit_handler(
     own_ray: None, job: JobConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a Ray that goes on, as a cluster does."""
-    monkeypatch.setattr(jobs, "ShardGenerator", poison_stages.StaysAtExit)
+    monkeypatch.setattr(stages, "ShardGenerator", poison_stages.StaysAtExit)
     jobs.run(job)
     process = int((Path(job.model.path).parent / poison_stages.STAYING).read_text())
     end = time.monotonic() + 20
@@ -124,7 +125,7 @@ def test_an_actor_that_dies_while_it_loads_ends_the_job_in_one_line(
 ) -> None:
     loads = Path(job.model.path).parent / poison_stages.LOADS
     loads.unlink(missing_ok=True)
-    monkeypatch.setattr(jobs, "ShardGenerator", poison_stages.DeadlyLoad)
+    monkeypatch.setattr(stages, "ShardGenerator", poison_stages.DeadlyLoad)
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))
     result = CliRunner().invoke(app, ["run", str(file)])

@@ -16,6 +16,7 @@ from in_process import run_in_process
 
 from actors.engine.errors import UserError
 from pipeline import job as jobs
+from pipeline.backends import stages
 from pipeline.backends.in_process import InProcess
 from pipeline.commit.verify import verify
 from pipeline.config.job import JobConfig, StorageConfig
@@ -95,7 +96,7 @@ def test_a_killed_and_resumed_job_writes_the_same_bytes(tmp_path: Path, checkpoi
         pass
 
     with pytest.MonkeyPatch.context() as patch:
-        real, calls = jobs.commit_shard, []
+        real, calls = stages.commit_shard, []
 
         def dying(*arguments: Any, **options: Any) -> Any:
             calls.append(1)
@@ -103,7 +104,7 @@ def test_a_killed_and_resumed_job_writes_the_same_bytes(tmp_path: Path, checkpoi
                 raise Killed
             return real(*arguments, **options)
 
-        patch.setattr(jobs, "commit_shard", dying)
+        patch.setattr(stages, "commit_shard", dying)
         with pytest.raises(Killed):
             jobs.run(killed, backend=InProcess())
     assert len(parts(tmp_path / "killed")) == 2

@@ -1,0 +1,139 @@
+"""A job as it is planned: its file, its checkpoint, its schedule, and what is pinned; and what its stages take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from actors.engine.schedules.schedule import Schedule
+from pipeline.checkpoints.resolve import ResolvedCheckpoint, resolve_checkpoint
+from pipeline.commit.duplicates import count_repeated, repeated_error
+from pipeline.config.job import JobConfig
+from pipeline.generate.output import PartSpec, part_table
+from pipeline.generate.settings import generator_settings
+from pipeline.generate.value_fields import value_fields
+from pipeline.plan import manifest as manifests
+from pipeline.plan.columns import kept_columns, optional_columns, parsed_column
+from pipeline.plan.hardware import Hardware
+from pipeline.plan.inputs import check_same_input
+from pipeline.plan.manifest import Manifest
+from pipeline.plan.snapshot import pinned_snapshot, with_snapshot
+from pipeline.prepare.prompt_spec import check_generation, check_spec, marks_of_thinking, prompt_spec
+from pipeline.read.files import Files
+from pipeline.read.rows import read_shards
+from pipeline.read.shards import Shard
+from pipeline.runtime.announce import announced
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """A job ready to run: its file, its checkpoint, the schedule of that checkpoint, and what is pinned.
+
+    began: s since 1970, when its run began.
+    """
+
+    config: JobConfig
+    checkpoint: ResolvedCheckpoint
+    schedule: Schedule
+    manifest: Manifest
+    began: float = 0.0
+
+
+def plan(
+    config: JobConfig,
+    stored: Manifest | None,
+    hardware: Hardware,
+    *,
+    limit: int | None = None,
+    files: Files | None = None,
+) -> PlannedJob:
+    """Plan a new job, or the continuation of the stored one, which keeps its pinned values.
+
+    Args:
+        files: to plan over, in place of everything in `input.path`.
+
+    Raises:
+        UserError: checkpoint, prompt settings or input are wrong, or the input is not the stored job's.
+        NoRows: there is nothing to answer.
+    """
+    began = time.time()
+    if stored is not None and files is None:
+        check_same_input(config, stored.identity["input"]["path"])
+    with announced("reading the checkpoint's description"):
+        config = with_snapshot(config, pinned_snapshot(config, stored))
+        checkpoint = resolve_checkpoint(config.model, config.storage, stored.identity.get("model") if stored else None)
+    schedule = planned_schedule(config, checkpoint)
+    check_generation(config, checkpoint)
+    check_spec(prompt_spec(config, checkpoint, time.time()))
+    marks_of_thinking(config, checkpoint)  # refused before a model is loaded
+    manifest = manifests.plan_job(config, checkpoint, schedule, limit, stored, files, hardware=hardware)
+    actors = config.actors.model_copy(update={"threads": manifest.batching.threads})
+    config = config.model_copy(update={"actors": actors})
+    if stored is None and config.input.duplicate_ids == "error":
+        _check_ids(config, manifest)
+    return PlannedJob(config, checkpoint, schedule, manifest, began)
+
+
+def _check_ids(config: JobConfig, manifest: Manifest) -> None:
+    """Raise UserError if an id of Parquet files repeats; other formats would be parsed whole for it."""
+    column = config.input.id_column
+    if column is None or any(file.format != "parquet" for file in manifest.files):
+        return
+
+    def read(shards: Sequence[Shard]) -> Iterator[pa.ChunkedArray]:
+        schema = pa.schema([manifest.schema.field(column)])
+        return (table[column] for _, table in read_shards(manifest.files, shards, schema, config.storage))
+
+    with announced("looking for repeated ids"):
+        found, examples = count_repeated(read(manifest.shards), manifest.shards, lambda shard: next(read([shard])))
+    if found:
+        raise repeated_error(found, examples)
+
+
+def planned_schedule(config: JobConfig, checkpoint: ResolvedCheckpoint) -> Schedule:
+    """Return the job's schedule. Raises UserError as the checkpoint's `schedule` does."""
+    changes = config.schedule.changes()
+    return checkpoint.schedule(changes, config.model, unadapted=config.schedule.unadapted)
+
+
+def generator_arguments(job: PlannedJob) -> dict[str, Any]:
+    """Arguments of `Generator`; checkpoint and speed adapter as `fetch` takes them."""
+    batching = job.manifest.batching
+    return {
+        **generator_settings(job.config.model, job.config.sampling, job.config.choices, job.config.output_format),
+        "checkpoint": job.checkpoint.pinned(),
+        "speed_adapter": None if job.schedule.is_full_depth else job.checkpoint.pinned_adapter(),
+        "schedule": job.schedule,
+        "strip": job.config.output.strip,
+        "reasoning": marks_of_thinking(job.config, job.checkpoint),
+        "row_logprobs": job.config.input.is_batch,
+        "share_prefixes": job.config.shared_prefix,
+        "cumulative_logprob": job.config.output.cumulative_logprob,
+        "threads": batching.threads,
+        "cache_bytes": batching.cache_bytes,
+        "max_batch": batching.max_batch,
+        "scheduler": batching.scheduler,
+    }
+
+
+def part_spec(job: PlannedJob) -> PartSpec:
+    """Return what the job's parts hold."""
+    return PartSpec(
+        id_column=job.config.input.id_column,
+        keep=tuple(kept_columns(job.config)),
+        optional=optional_columns(job.config),
+        fingerprint=job.manifest.fingerprint,
+        num_layers=job.checkpoint.checkpoint.num_layers,
+        root=job.manifest.batching.root,
+        parsed=parsed_column(job.config),
+        value_fields=value_fields(job.manifest.identity.get("output_format")),
+    )
+
+
+def part_schema(job: PlannedJob) -> pa.Schema:
+    """Return the columns of the job's parts."""
+    return part_table(job.manifest.schema.empty_table(), [], part_spec(job), Shard(0, "", 0, 0)).schema
