@@ -1,9 +1,6 @@
 """Ray Serve deployment of the HTTP interface: a replica holds one engine. The only module of `actors` that imports ray.
 
-    serve.run(Server.bind(load, Limits()))
-
-`load` gives a replica its `ModelSettings`, on the replica's node. Ray Serve's autoscaling counts requests, those that
-wait in a replica's own queue included.
+serve.run(Server.bind(load, Limits()))
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from ray.util import get_node_ip_address
 from starlette.types import ASGIApp
 
 from actors.serving.http import Limits, create_app
-from actors.serving.model import ModelSettings, Render, ServedModel
+from actors.serving.model import ServedModel
 
 
 @serve.deployment
@@ -26,32 +23,31 @@ class Server:
     """One replica.
 
     Args:
-        load: Gives the model's settings; called on the replica's node, where it may fetch the checkpoint.
+        load: Returns the model; called on the replica's node, where it may fetch the checkpoint.
         limits: Bounds of requests.
-        render: See `ServedModel`.
     """
 
-    def __init__(self, load: Callable[[], ModelSettings], limits: Limits, render: Render | None = None) -> None:
+    def __init__(self, load: Callable[[], ServedModel], limits: Limits) -> None:
         stay_on_loopback()
-        self._limits, self._model = limits, ServedModel(load(), render)
+        self._limits, self._model = limits, load()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return create_app(self._model, self._limits)
 
     def check_health(self) -> None:
-        """Ray Serve replaces a replica whose engine fails."""
+        """Raise RuntimeError if the engine fails, so that Ray Serve replaces the replica."""
         if not self._model.loop.healthy:
             raise RuntimeError("the engine fails")
 
 
 def stay_on_loopback() -> None:
-    """Call this while a replica is made: on a Ray of the loopback alone, its calls come from there alone.
+    """Let the replica that is being made listen on loopback alone, where Ray does.
 
-    A replica takes calls of other deployments, as pickles, on every address of the machine, whatever the node's own is.
+    Ray Serve has no setting for it: a replica takes calls of other deployments, as pickles, on every address.
     """
-    names = vars(replica)
-    add_port = names["add_port_to_grpc_server"]
     if get_node_ip_address().startswith("127."):
+        names = vars(replica)
+        add_port = names["add_port_to_grpc_server"]
 
         def on_loopback(server: Any, address: str) -> int:
             port: int = add_port(server, address.replace("[::]", "127.0.0.1"))

@@ -26,7 +26,7 @@ from actors.engine.machine import process_memory
 from actors.engine.schedules.schedule import Schedule
 from actors.server import Server
 from actors.serving.http import Limits
-from actors.serving.model import ModelSettings
+from actors.serving.model import ServedModel
 from pipeline.backends.ray_data import RayData
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.input import InputConfig
@@ -70,10 +70,10 @@ class PlannedServer:
     schedule: Schedule
     described: str
 
-    def settings(self) -> ModelSettings:
-        """Return a replica's settings, on its node, where the checkpoint is fetched and compared with the plan."""
-        config = self.config
-        return ModelSettings(config.served_name, fetched(self.generator), config.replicas.max_waiting)
+    def load(self) -> ServedModel:
+        """Load the model on this node, where the checkpoint is fetched and compared with the plan."""
+        replicas = self.config.replicas
+        return ServedModel(self.config.served_name, fetched(self.generator), replicas.max_waiting, render)
 
 
 def plan_server(config: ServeConfig, *, on_this_machine: bool, hardware: Hardware | None = None) -> PlannedServer:
@@ -178,7 +178,7 @@ def application(planned: PlannedServer) -> Application:
         **_scaling(replicas),
     }
     server = Server.options(**options)  # type: ignore[attr-defined]
-    bound = server.bind(planned.settings, planned.limits, render)
+    bound = server.bind(planned.load, planned.limits)
     return bound  # type: ignore[no-any-return]
 
 

@@ -1,35 +1,52 @@
-"""The ASGI application: routes, the API key, limits of requests, and errors in OpenAI's form."""
+"""OpenAI's HTTP interface over one engine: routes, the API key, limits of requests, answers and server-sent events.
+
+Source: https://platform.openai.com/docs/api-reference. This package knows neither Ray nor the pipeline.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import json
 import logging
+import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+import uuid
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from pydantic_core import from_json
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from actors.engine.errors import UserError
-from actors.engine.online.submissions import QueueFull
+from actors.engine.errors import UserError, flat
+from actors.engine.types import NOT_NUMBERS, Completion, FinishReason
+from actors.openai_answers import completion_body, shown_calls, shown_logprobs, usage
 from actors.openai_requests import CHAT, ENDPOINTS
-from actors.serving.calls import Calls
-from actors.serving.errors import ApiError, api_error
-from actors.serving.mailbox import ClientGone
-from actors.serving.metrics import Metrics
-from actors.serving.model import ServedModel
-from actors.serving.openapi import chat_schema, text_schema
+from actors.serving.loop import ClientGone, Event, OnlineLoop, QueueFull, Submission, hand_out
+from actors.serving.model import Call, ServedModel
 
-SHORT_BYTES = 2048  # of a body whose prompt is prepared at once
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 GONE = 499  # status of a request whose client has gone; nobody reads it
+ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+DONE = b"data: [DONE]\n\n"
 log = logging.getLogger(__name__)
 
 
@@ -38,8 +55,8 @@ class Limits:
     """Bounds of requests.
 
     Args:
-        timeout_seconds: After which a request ends with status 504.
-        body_bytes: Most bytes of a body; above it status 413.
+        timeout_seconds: Time after which a request ends with status 504.
+        body_bytes: Largest body; above it status 413.
         key_sha256: Digest of the API key; None: no key is asked for.
     """
 
@@ -48,83 +65,80 @@ class Limits:
     key_sha256: str | None = None
 
 
+class ApiError(Exception):
+    """An answer other than 200.
+
+    Args:
+        status: HTTP status.
+        message: For people, one line.
+        code: For programs.
+        headers: Further headers.
+    """
+
+    def __init__(
+        self, status: int, message: str, code: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.headers = status, message, code, dict(headers or {})
+
+    def body(self) -> dict[str, object]:
+        """Return the error as OpenAI's API writes it."""
+        kind = ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": None, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """Return the HTTP response."""
+        return JSONResponse(self.body(), self.status, self.headers)
+
+
 def create_app(model: ServedModel, limits: Limits) -> ASGIApp:
     """Return the application over a model. It starts the model's loop, and closes it at the end."""
     metrics = Metrics(model.loop)
-    calls = Calls(model, metrics, limits.timeout_seconds)
-    created = int(time.time())
+    # long prompts and grammars must not hold up the event loop; one thread, as a model prepares one call at a time
+    preparing = ThreadPoolExecutor(1, "prepare")
+    shown = {"id": model.name, "object": "model", "created": int(time.time()), "owned_by": "skipdecode"}
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        model.loop.start()
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        running = asyncio.get_running_loop()
+        model.loop.start(lambda events: running.call_soon_threadsafe(hand_out, events))
         try:
             yield
         finally:
-            calls.close()
+            preparing.shutdown(wait=False, cancel_futures=True)
             model.loop.close()
 
-    app = FastAPI(title="skipdecode", lifespan=lifespan, redirect_slashes=False)
+    async def models(_: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [shown]})
 
-    async def answer(request: Request, url: str) -> Any:
-        began, status = time.perf_counter(), 500
-        try:
-            raw = await read_body(request, limits.body_bytes)
-            done = await calls.answer(url, parse_json(raw), request.receive, is_short=len(raw) <= SHORT_BYTES)
-            status = 200
-            if not isinstance(done, dict):
-                return _Streamed(done)
-            metrics.seconds.observe(time.perf_counter() - began)
-            return JSONResponse(done)
-        except (ClientGone, ClientDisconnect):
-            status = GONE
-            return Response(status_code=GONE)
-        except (ApiError, QueueFull, UserError) as error:
-            refusal = api_error(error)
-            status = refusal.status
-            return refusal.response()
-        finally:
-            metrics.requests.labels(url, str(status)).inc()
+    async def one_model(request: Request) -> Response:
+        name = request.path_params["name"]
+        return JSONResponse(shown) if name == model.name else _unknown_model(name, model.name).response()
 
-    def add(url: str, schema: dict[str, Any]) -> None:
-        async def endpoint(request: Request) -> Any:
-            return await answer(request, url)
-
-        content = {"application/json": {"schema": schema}}
-        app.post(url, openapi_extra={"requestBody": {"required": True, "content": content}}, summary=url)(endpoint)
-
-    for url in ENDPOINTS:
-        add(url, chat_schema() if url == CHAT else text_schema())
-
-    shown = {"id": model.name, "object": "model", "created": created, "owned_by": "skipdecode"}
-
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [shown]}
-
-    @app.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> Any:
-        if name != model.name:
-            return ApiError(404, f"model {name!r} is not served here", "model_not_found").response()
-        return shown
-
-    @app.get("/health")
-    async def health() -> Response:
+    async def health(_: Request) -> Response:
         return PlainTextResponse("ok") if model.loop.healthy else PlainTextResponse("the engine fails", 503)
 
-    @app.get("/metrics")
-    async def metrics_text() -> Response:
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4")
+    async def metrics_text(_: Request) -> Response:
+        return Response(generate_latest(metrics.registry), media_type="text/plain; version=0.0.4")
 
-    @app.exception_handler(HTTPException)
-    async def not_found(request: Request, error: HTTPException) -> Response:
+    async def not_found(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {str(error.detail).lower()}"
         return ApiError(error.status_code, message, headers=error.headers).response()
 
-    @app.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> Response:
-        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return ApiError(500, f"the server failed: {type(error).__name__}").response()
-
+    answering = [Route(url, Completions(url, model, limits, metrics, preparing), methods=["POST"]) for url in ENDPOINTS]
+    app = Starlette(
+        routes=[
+            *answering,
+            Route("/v1/models", models),
+            Route("/v1/models/{name:path}", one_model),
+            Route("/health", health),
+            Route("/metrics", metrics_text),
+        ],
+        lifespan=lifespan,
+        exception_handlers={HTTPException: not_found},
+    )
+    app.router.redirect_slashes = False
     return app if limits.key_sha256 is None else _asks_for_key(app, limits.key_sha256)
 
 
@@ -142,45 +156,246 @@ def _asks_for_key(app: ASGIApp, key_sha256: str) -> ASGIApp:
 
 
 def _has_key(scope: Scope, key_sha256: str) -> bool:
-    """Compared by digests in constant time: neither length nor prefix of the key shows in the time taken."""
-    given = dict(scope["headers"]).get(b"authorization", b"")
-    kind, _, key = given.partition(b" ")
+    """Compare digests in constant time: neither length nor prefix of the key shows in the time taken."""
+    kind, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
     digest = hashlib.sha256(key.strip()).hexdigest()
     return hmac.compare_digest(digest, key_sha256) and kind.lower() == b"bearer"
 
 
-class _Streamed(Response):
-    """A response that an ASGI application sends itself."""
+class Completions:
+    """The ASGI application of one endpoint, one of `ENDPOINTS`."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
-        super().__init__()
-        self._stream = app
+    def __init__(
+        self, url: str, model: ServedModel, limits: Limits, metrics: Metrics, preparing: ThreadPoolExecutor
+    ) -> None:
+        self._url, self._model, self._limits, self._metrics, self._preparing = url, model, limits, metrics, preparing
+        self._fingerprint = f"fp_{uuid.uuid4().hex[:10]}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._stream(scope, receive, send)
+        began, status, streaming = time.perf_counter(), GONE, False
+        submission: Submission | None = None
+        gone: asyncio.Future[None] | None = None
+        try:
+            async with asyncio.timeout(self._limits.timeout_seconds):
+                body = parse_json(await _read_body(Request(scope, receive), self._limits.body_bytes))
+                running = asyncio.get_running_loop()
+                call = await running.run_in_executor(self._preparing, self._model.call, self._url, body)
+                if call.model not in (None, self._model.name):
+                    raise _unknown_model(call.model, self._model.name)
+                submission = self._model.loop.submit(call.rows, streams=call.stream)
+                gone = asyncio.ensure_future(_gone(receive))
+                gone.add_done_callback(lambda _: submission.leave())
+                if call.stream:
+                    await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
+                    streaming = True
+                    await self._stream(call, submission, send)
+                else:
+                    answered = await self._answered(call, submission)
+                    self._metrics.seconds.observe(time.perf_counter() - began)
+                    await JSONResponse(answered)(scope, receive, send)
+            status = 200
+        except Exception as error:
+            refusal = self._refusal(error)
+            status = refusal.status
+            if not streaming:
+                await refusal.response()(scope, receive, send)
+            elif status != GONE:
+                await send({"type": "http.response.body", "body": _event(refusal.body()), "more_body": True})
+        finally:
+            if gone is not None:
+                gone.cancel()
+            if submission is not None and submission.left:
+                self._model.loop.cancel(submission)
+            self._metrics.requests.labels(self._url, str(status)).inc()
+        if streaming and status != GONE:
+            await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+    async def _answered(self, call: Call, submission: Submission) -> dict[str, Any]:
+        """Return the response's body once all rows have ended."""
+        answers: dict[int, dict[str, Any]] = {}
+        while submission.left:
+            for event in await submission.take():
+                assert event.completion is not None
+                answers[event.index] = finished(self._model, call, event.index, event.completion)
+        return completion_body(
+            self._url,
+            [answers[index] for index in sorted(answers)],
+            key=uuid.uuid4().hex[:24],
+            created=int(time.time()),
+            model=self._model.name,
+            job=self._fingerprint,
+            prompt_tokens=call.prompt_tokens,
+        )
+
+    async def _stream(self, call: Call, submission: Submission, send: Send) -> None:
+        """Send the tokens of all rows as they come."""
+        chunks = Chunks(self._url, self._model, call)
+        last = time.perf_counter()
+        histogram = self._metrics.first_token
+        while submission.left:
+            events = await submission.take()
+            histogram.observe(time.perf_counter() - last)
+            histogram, last = self._metrics.between_tokens, time.perf_counter()
+            body = b"".join(chunk for event in events for chunk in chunks.of(event))
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        if call.usage:
+            await send({"type": "http.response.body", "body": chunks.usage(), "more_body": True})
+
+    def _refusal(self, error: Exception) -> ApiError:
+        """Return the answer that an error means; log an error that is not expected."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, TimeoutError):
+            seconds = self._limits.timeout_seconds
+            return ApiError(504, f"not answered within {seconds:g} s; send fewer tokens", "timeout")
+        if isinstance(error, ClientGone | ClientDisconnect | OSError):
+            return ApiError(GONE, "the client has gone")
+        if isinstance(error, QueueFull):
+            wait = str(math.ceil(error.retry_after))
+            return ApiError(429, f"{error}: try again in {wait} s", "rate_limit_exceeded", {"Retry-After": wait})
+        if isinstance(error, UserError):
+            return ApiError(400, str(error))
+        log.error("POST %s failed", self._url, exc_info=error)
+        return ApiError(500, f"the server failed: {type(error).__name__}")
 
 
-async def read_body(request: Request, most_bytes: int) -> bytes:
-    """A body. Raises ApiError for one that is too large."""
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > most_bytes:
-            raise ApiError(413, f"the body is larger than {most_bytes} bytes", "request_too_large")
-        parts.append(part)
-    return b"".join(parts)
+def finished(model: ServedModel, call: Call, index: int, completion: Completion) -> dict[str, Any]:
+    """Return the answer of a row; raise ApiError if it has none."""
+    error = str(completion.error)
+    if error == NOT_NUMBERS:
+        raise ApiError(500, error)
+    if completion.finish_reason == FinishReason.ERROR and not completion.token_ids:
+        raise ApiError(500 if error.startswith("the server failed") else 503, error)
+    return model.answer(call, index, completion)
+
+
+class Chunks:
+    """The server-sent events of a call that streams."""
+
+    def __init__(self, url: str, model: ServedModel, call: Call) -> None:
+        self._url, self._is_chat, self._key = url, url == CHAT, uuid.uuid4().hex[:24]
+        self._model, self._call = model, call
+        self._frame: dict[str, Any] = {
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{self._key}",
+            "object": "chat.completion.chunk" if self._is_chat else "text_completion",
+            "created": int(time.time()),
+            "model": model.name,
+            **({"usage": None} if call.usage else {}),
+        }
+        self._texts = [model.answer_stream(call, index) for index in range(len(call.rows))]
+        self._sent: dict[int, int] = {}  # characters of text, by row
+        self._tokens = 0  # of answers that have ended
+
+    def of(self, event: Event) -> Iterator[bytes]:
+        """Yield the chunks of an event. Raises ApiError if the row has no answer."""
+        index, call, done = event.index, self._call, None
+        text, thinking = self._texts[index].push(event.tokens)
+        if event.completion is not None:
+            done = finished(self._model, call, index, event.completion)
+            rest = self._texts[index].finish(
+                done["generated_text"], done["reasoning"], has_calls=bool(done["tool_calls"])
+            )
+            text, thinking = text + rest[0], thinking + rest[1]
+            self._tokens += done["generated_tokens"]
+        if index not in self._sent and self._is_chat:
+            yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
+        offset = self._sent.setdefault(index, 0)
+        self._sent[index] += len(text)
+        logprobs = None
+        if call.rows[index].sampling.logprobs is not None:
+            logprobs = [token.to_dict(self._model.token_text) for token in event.logprobs]
+        if not (text or thinking or done is not None or logprobs):
+            return
+        thought = {"reasoning_content": thinking} if thinking else {}
+        delta: dict[str, Any] = {**({"content": text} if text else {}), **thought}
+        finish = None if done is None else done["finish_reason"]
+        if done is not None and done["tool_calls"]:
+            calls = shown_calls(done["tool_calls"], f"{self._key}-{index}")
+            delta["tool_calls"] = [{"index": number, **one} for number, one in enumerate(calls)]
+            finish = "tool_calls"
+        content = {"delta": delta} if self._is_chat else {"text": text, **thought}
+        yield self._chunk(index, content, shown_logprobs(self._url, logprobs, offset), finish)
+
+    def usage(self) -> bytes:
+        """Return the chunk that counts tokens."""
+        return _event({**self._frame, "choices": [], "usage": usage(self._call.prompt_tokens, self._tokens)})
+
+    def _chunk(
+        self, index: int, content: dict[str, Any], logprobs: dict[str, Any] | None = None, finish: str | None = None
+    ) -> bytes:
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
+        return _event({**self._frame, "choices": [choice]})
+
+
+class Metrics(Collector):
+    """Counts of requests and of the loop, in Prometheus' format. Each replica counts for itself."""
+
+    def __init__(self, loop: OnlineLoop) -> None:
+        self._loop, self.registry = loop, CollectorRegistry()
+        self.requests = Counter(
+            "skipdecode_requests", "Requests by endpoint and status.", ["endpoint", "status"], registry=self.registry
+        )
+        self.seconds, self.first_token, self.between_tokens = (
+            Histogram(f"skipdecode_{name}_seconds", text, buckets=SECONDS, registry=self.registry)
+            for name, text in (
+                ("request", "Time of an answered request."),
+                ("first_token", "Time from a streamed request's admission to the queue to its first token."),
+                ("between_tokens", "Time between two events of a streamed answer."),
+            )
+        )
+        self.registry.register(self)
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the loop's counts."""
+        loop, stats = self._loop, self._loop.engine.stats
+        for name, text, value in (
+            ("rows_waiting", "Answers that wait to begin.", loop.waiting),
+            ("rows_in_flight", "Answers being generated.", loop.in_flight),
+            ("cache_bytes", "Bytes of the key/value cache.", loop.engine.used_cache_bytes()),
+            ("cache_bytes_limit", "Most bytes of the key/value cache.", loop.cache_bytes),
+        ):
+            yield GaugeMetricFamily(f"skipdecode_{name}", text, value=value)
+        for name, text, value in (
+            ("ended", "Rows answered.", loop.ended),
+            ("cancelled", "Rows cancelled.", loop.cancelled),
+            ("failed", "Rows that could not be answered.", loop.failed),
+            ("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
+            ("generated_tokens", "Tokens of rows that left.", stats.generated_tokens),
+            ("layer_steps", "Layers run over decode steps.", stats.layer_steps),
+            ("full_layer_steps", "Layers that full depth would have run.", stats.full_layer_steps),
+            ("out_of_memory", "Times that memory ran out.", stats.out_of_memory),
+        ):
+            yield CounterMetricFamily(f"skipdecode_{name}", text, value=value)
 
 
 def parse_json(raw: bytes) -> Any:
-    """The values of a JSON body. Raises ApiError if it is none."""
+    """Return the values of a JSON body. Raises ApiError if it is none."""
     try:
-        values = json.loads(raw, parse_constant=_refuse_constant)
-        if b"\\ud" in raw.lower():  # JSON allows half a character, a tokenizer does not
-            json.dumps(values, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {' '.join(str(error).split())[:200]}") from None
-    return values
+        return from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {flat(error)[:200]}") from None
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+async def _read_body(request: Request, most_bytes: int) -> bytes:
+    """Return the body. Raises ApiError for one that is too large."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > most_bytes:
+            raise ApiError(413, f"the body is larger than {most_bytes} bytes", "request_too_large")
+    return bytes(body)
+
+
+async def _gone(receive: Receive) -> None:
+    """Return once the client has closed its connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _unknown_model(name: str | None, served: str) -> ApiError:
+    return ApiError(404, f"model {name!r} is not served here; {served!r} is", "model_not_found")
+
+
+def _event(values: Mapping[str, Any]) -> bytes:
+    """Return a server-sent event."""
+    return f"data: {json.dumps(values, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()

@@ -1,66 +1,85 @@
-"""One model, loaded, with its loop: calls become rows, rows' completions become answers."""
+"""A loaded model and its loop: bodies of requests become rows of the engine, their completions become answers."""
 
 from __future__ import annotations
 
-import math
+import reprlib
 import secrets
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache
 from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from actors.answers import Prompt
 from actors.engine.constraints.reasoning import AfterReasoning
-from actors.engine.errors import UserError
-from actors.engine.online.loop import OnlineLoop
-from actors.engine.schedules.schedule import Schedule
+from actors.engine.engine import Engine
+from actors.engine.errors import UserError, flat
 from actors.engine.types import Completion, Request
 from actors.generator import Generator
-from actors.openai_requests import CompletionRequest
-from actors.serving.bodies import Call
-from actors.serving.texts import AnswerStream, TextStream
+from actors.openai_requests import CHAT, TEXT, CompletionRequest, read_request
+from actors.serving.loop import OnlineLoop
+from actors.serving.texts import AnswerStream
 from actors.tool_calls import checked_tools, form_of
 
-MOST_SPEEDS = 64  # whose schedules are kept
+MAX_PROMPTS = 256  # of one request
 # (tokenizer, a body's messages, checked tools) -> `ControlTokens.prompt`
 Render = Callable[[Any, Any, Sequence[Mapping[str, Any]]], tuple[str, int]]
 
 
+class _StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    include_usage: bool = False
+
+
+class _StructuredOutputs(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    choice: list[str] = Field(min_length=1)
+
+
+class _ServerKeys(BaseModel):
+    """Keys of a body that a batch file's requests lack, those of vLLM's server for labels among them."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    stream: bool = False
+    stream_options: _StreamOptions = _StreamOptions()
+    speed: float | None = Field(None, ge=1)
+    choices: list[str] | None = Field(None, min_length=1)
+    guided_choice: list[str] | None = Field(None, min_length=1)
+    structured_outputs: _StructuredOutputs | None = None
+
+    def labels(self) -> list[str] | None:
+        """Return the labels, one of which the answer is. Raises UserError for several lists of them."""
+        structured = None if self.structured_outputs is None else self.structured_outputs.choice
+        given = [labels for labels in (self.choices, self.guided_choice, structured) if labels is not None]
+        if len(given) > 1:
+            raise UserError("body: give one of choices, guided_choice and structured_outputs")
+        return given[0] if given else None
+
+
 @dataclass(frozen=True)
-class ModelSettings:
-    """The served model: its name, its engine's settings, and the length of its queue.
+class Call:
+    """A request's body as rows of the engine.
 
     Args:
-        name: The model's name in requests.
-        generator: Arguments of `Generator`; its `sampling` holds the defaults of a body's keys.
-        max_waiting: Largest number of answers in the queue; above it a request is refused with status 429.
-        events_per_second: Most events of streamed answers, but for their first and last; see `OnlineLoop`.
-    """
-
-    name: str
-    generator: Mapping[str, Any]
-    max_waiting: int = 256
-    events_per_second: float = math.inf
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A call as rows of the engine.
-
-    Args:
-        rows: The answers to be, those of one prompt one behind another.
-        prompts: Its prompts.
+        model: The name that the body gives; None for none.
+        stream: Send tokens as they are sampled.
+        usage: Send the counts of tokens after the last of them.
+        rows: The answers to be; those of a prompt follow each other.
+        prompts: The body's prompts.
         samples: Answers to each prompt.
     """
 
-    call: Call
+    model: str | None
+    stream: bool
+    usage: bool
     rows: Sequence[Request]
     prompts: Sequence[Prompt]
     samples: int
 
     def prompt_of(self, index: int) -> Prompt:
-        """The prompt of row `index`."""
+        """Return the prompt of row `index`."""
         return self.prompts[index // self.samples]
 
     @property
@@ -70,50 +89,77 @@ class Prepared:
 
 
 class ServedModel:
-    """A model that answers calls of many clients; `prepare` is called by one thread at a time.
+    """A model that answers calls of many clients; one thread at a time calls `call`.
 
     Args:
-        settings: Which model, and its limits.
+        name: The model's name in requests.
+        generator: Arguments of `Generator`; its `sampling` holds the defaults of a body's keys.
+        max_waiting: Largest number of answers in the queue; above it a request is refused with status 429.
         render: Writes a chat's messages as a prompt, or raises UserError; None: transformers' chat template.
 
     Raises:
         UserError: Settings, checkpoint or device that do not fit, in one line.
     """
 
-    def __init__(self, settings: ModelSettings, render: Render | None = None) -> None:
-        self.name, self._render = settings.name, render
-        self.generator = Generator(
-            **{**settings.generator, "row_logprobs": True, "strip": False, "cumulative_logprob": False}
-        )
+    def __init__(
+        self, name: str, generator: Mapping[str, Any], max_waiting: int = 256, render: Render | None = None
+    ) -> None:
+        self.name, self._render = name, render
+        self.generator = Generator(**{**generator, "row_logprobs": True, "strip": False, "cumulative_logprob": False})
         self.tokenizer, self._builder = self.generator.tokenizer, self.generator.builder
+        self.token_text = self._builder.token_text
+        engine = self.generator.engine
+        assert isinstance(engine, Engine)
         self.loop = OnlineLoop(
-            self.generator.engine,
+            engine,
             cache_bytes=self.generator.cache_bytes,
             max_rows=self.generator.max_batch,
-            max_waiting=settings.max_waiting,
-            events_per_second=settings.events_per_second,
+            max_waiting=max_waiting,
         )
-        self._schedules: dict[float, Schedule] = {}
+        self._schedule_at = lru_cache(64)(self.generator.schedule_at)
 
-    def prepare(self, call: Call) -> Prepared:
-        """The call's rows. Raises UserError for one that cannot be answered."""
-        schedule = None if call.speed is None else self._schedule(call.speed)
+    def call(self, url: str, body: Any) -> Call:
+        """Return the call of a body. Raises UserError that names the key that is unknown, unsupported or wrong."""
+        if not isinstance(body, Mapping):
+            raise UserError("the body must be a JSON object")
+        rest = {name: value for name, value in body.items() if value is not None}
+        own = {name: rest.pop(name) for name in _ServerKeys.model_fields if name in rest}
+        try:
+            keys = _ServerKeys.model_validate(own)
+        except ValidationError as problem:
+            error = problem.errors()[0]
+            name, given = ".".join(map(str, error["loc"])), reprlib.repr(error["input"])
+            raise UserError(f"body: {name} = {given}: {flat(error['msg'])}") from None
+        if keys.stream_options.include_usage and not keys.stream:
+            raise UserError("body: stream_options needs stream: true")
+        if url == TEXT and rest.get("echo") is True:
+            raise UserError("body: echo is not supported: prompts are neither repeated nor scored; vLLM scores texts")
+        bodies = (
+            [rest] if url == CHAT else [{**rest, "prompt": prompt} for prompt in _prompts(rest.pop("prompt", None))]
+        )
+        requests = [read_request(url, each) for each in bodies]
+        schedule, labels = None if keys.speed is None else self._schedule_at(keys.speed), keys.labels()
+        prompts = [self._prompt(number, request, labels) for number, request in enumerate(requests)]
         rows: list[Request] = []
-        prompts = [self._prompt(number, request) for number, request in enumerate(call.prompts)]
         for prompt in prompts:
             try:
                 samples = self._builder.requests(prompt)
             except UserError as error:
                 raise UserError(_as_in_bodies(str(error))) from None
             rows += [replace(sample, schedule=schedule) for sample in samples]
-        return Prepared(call, rows, prompts, len(rows) // len(prompts))
+        return Call(
+            rest.get("model"), keys.stream, keys.stream_options.include_usage, rows, prompts, len(rows) // len(prompts)
+        )
 
-    def _prompt(self, number: int, request: CompletionRequest) -> Prompt:
-        value: Any = request.prompt
-        tools = checked_tools(request.tools)
+    def _prompt(self, number: int, request: CompletionRequest, labels: list[str] | None) -> Prompt:
+        tools = () if request.tools is None else checked_tools(request.tools)
         form = request.checked_form(tools, self.tokenizer)
+        if labels is not None and (form is not None or tools):
+            raise UserError("body: choices cannot be combined with response_format or tools")
+        value = request.prompt
         if value is None and self._render is not None:
-            ids = self._builder.chat_ids(*self._render(self.tokenizer, request.messages, tools))
+            text, spelled = self._render(self.tokenizer, request.messages, tools)
+            ids = self._builder.chat_ids(text, spelled)
             prompt = Prompt(ids, "", 0, None if ids else "prompt has no tokens", tools=bool(tools))
         elif value is None:
             if not isinstance(request.messages, list) or not all(isinstance(one, Mapping) for one in request.messages):
@@ -123,43 +169,47 @@ class ServedModel:
             prompt = self._builder.prompt(value)
         # with a seed, equal requests have equal answers; without, each has random numbers of its own
         source = "seed" if "seed" in request.sampling else f"{uuid.uuid4()}-{secrets.randbits(64)}"
-        return replace(prompt, source=source, row=number, sampling=request.sampling, output_format=form)
+        return replace(prompt, source=source, row=number, sampling=request.sampling, output_format=form, choices=labels)
 
-    def _schedule(self, speed: float) -> Schedule:
-        if speed not in self._schedules:
-            schedule = self.generator.schedule_at(speed)
-            if len(self._schedules) >= MOST_SPEEDS:
-                self._schedules.pop(next(iter(self._schedules)))
-            self._schedules[speed] = schedule
-        return self._schedules[speed]
+    def answer_stream(self, call: Call, index: int) -> AnswerStream:
+        """Return the stream of a row's answer."""
+        row, builder, prompt = call.rows[index], self._builder, call.prompt_of(index)
+        thinks_first, constraint = isinstance(row.constraint, AfterReasoning), row.constraint
+        has_label = prompt.choices is not None or (builder.choices is not None and prompt.output_format is None)
+        decode: Callable[[list[int]], str] = self.decode
+        if constraint is not None and not (thinks_first or has_label):
+            decode = lambda tokens: constraint.text(tokens, None)  # noqa: E731
+        return AnswerStream(
+            decode,
+            row.sampling.stop,
+            row.sampling.all_stop_ids(builder.stop_ids),
+            builder.answer_start(row.prompt_ids),
+            marks=builder.reasoning,
+            begun=builder.begins_thinking(row),
+            text_at_end=thinks_first or has_label,
+            calls=form_of(self.tokenizer) if prompt.tools else None,
+        )
 
-    def answer_stream(self, prepared: Prepared, index: int) -> AnswerStream:
-        """For the parts of a row's answer."""
-        row, builder = prepared.rows[index], self._builder
-        thinks_first, decode = isinstance(row.constraint, AfterReasoning), self.decode
-        if row.constraint is not None and not thinks_first:
-            decode = partial(row.constraint.text, label=None)
-        ends, start = row.sampling.all_stop_ids(builder.stop_ids), builder.answer_start(row.prompt_ids)
-        text = TextStream(decode, row.sampling.stop, ends, start)
-        calls = form_of(self.tokenizer) if prepared.prompt_of(index).tools else None
-        begun = builder.begins_thinking(row)
-        return AnswerStream(text, builder.reasoning, begun=begun, has_form=thinks_first, calls=calls)
+    def answer(self, call: Call, index: int, completion: Completion) -> dict[str, Any]:
+        """Return a row's answer with the fields that `completion_body` reads. The completion has tokens."""
+        answer = self.generator.completed(call.prompt_of(index), 0, index, call.rows[index], completion)
+        return {**vars(answer), "tool_calls": [tool.to_dict() for tool in answer.tool_calls or ()]}
 
-    def answer(self, prepared: Prepared, index: int, completion: Completion) -> dict[str, Any]:
-        """A row's answer with the fields that `completion_body` reads. The completion has tokens."""
-        answer = self.generator.completed(prepared.prompt_of(index), 0, index, prepared.rows[index], completion)
-        return {**vars(answer), "tool_calls": [call.to_dict() for call in answer.tool_calls or ()]}
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text of tokens, without special ones."""
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, special ones left out."""
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def token_text(self, token: int) -> str:
-        """The text of one token, special ones included."""
-        return self._builder.token_text(token)
+def _prompts(value: Any) -> list[Any]:
+    """Return a body's `prompt` as a list: it is one text, one list of token ids, or a list of either."""
+    if isinstance(value, list) and value and all(isinstance(each, str | list) for each in value):
+        if len(value) > MAX_PROMPTS:
+            raise UserError(f"body: prompt has {len(value)} prompts, at most {MAX_PROMPTS} fit one request")
+        return value
+    return [value]
 
 
 def _as_in_bodies(error: str) -> str:
-    """A message about sampling parameters, with the names that bodies have for them."""
+    """Return a message about sampling parameters with the names that bodies have for them."""
     renamed = error.replace("max_new_tokens", "max_tokens").replace("min_new_tokens", "min_tokens")
     return renamed.removeprefix("sampling: ")

@@ -122,9 +122,9 @@ def _environment() -> dict[str, str]:
 ASGI = """
 import sys, uvicorn
 from actors.serving.http import Limits, create_app
-from actors.serving.model import ModelSettings, ServedModel
+from actors.serving.model import ServedModel
 arguments = {"checkpoint": sys.argv[1], "threads": 1, "max_batch": int(sys.argv[3]), "sampling": {"temperature": 1.0}}
-model = ServedModel(ModelSettings("load", arguments, events_per_second=1000))
+model = ServedModel("load", arguments)
 uvicorn.run(create_app(model, Limits()), port=int(sys.argv[2]), log_level="warning")
 """
 

@@ -3,6 +3,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
+import openai
 import pytest
 from http_server import Running, running
 from tiny_checkpoint import tiny_checkpoint
@@ -24,3 +26,15 @@ def served(chat_checkpoint: Path) -> Iterator[Running]:
     """The tiny model behind a real socket, in this process."""
     with running(chat_checkpoint) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def http() -> Iterator[httpx2.Client]:
+    """One client for all requests: a new one reads the certificates of this machine."""
+    with httpx2.Client(timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def client(served: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)

@@ -15,7 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from actors.serving.http import Limits, create_app
-from actors.serving.model import ModelSettings, ServedModel
+from actors.serving.model import ServedModel
 
 SAMPLING = {"max_new_tokens": 16, "temperature": 1.0}
 
@@ -35,11 +35,6 @@ class Running:
             time.sleep(0.01)
 
 
-def settings(checkpoint: Path, max_waiting: int = 256, **generator: Any) -> ModelSettings:
-    arguments = {"checkpoint": str(checkpoint), "dtype": "float32", "sampling": SAMPLING, "max_batch": 8}
-    return ModelSettings("tiny", {**arguments, **generator}, max_waiting)
-
-
 @contextmanager
 def running(
     checkpoint: Path,
@@ -48,7 +43,8 @@ def running(
     **generator: Any,
 ) -> Iterator[Running]:
     """A server for the block. generator: arguments of `Generator`."""
-    model = ServedModel(settings(checkpoint, max_waiting, **generator))
+    arguments = {"checkpoint": str(checkpoint), "dtype": "float32", "sampling": SAMPLING, "max_batch": 8}
+    model = ServedModel("tiny", {**arguments, **generator}, max_waiting)
     with listening(create_app(model, limits or Limits())) as url:
         yield Running(url, model)
 

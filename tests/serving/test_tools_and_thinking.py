@@ -46,19 +46,19 @@ def thinking(checkpoint: Path) -> Iterator[Running]:
         yield server
 
 
-def client(served: Running) -> Any:
+def chats(served: Running) -> Any:
     return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0).chat.completions
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "g"}}])
 def test_a_call_that_the_request_asks_for(served: Running, choice: Any) -> None:
     how: Any = {"model": "tiny", "messages": CHAT, "tools": TOOLS, "tool_choice": choice, "seed": 3, "max_tokens": 1900}
-    [answer] = client(served).create(**how).choices
+    [answer] = chats(served).create(**how).choices
     assert answer.finish_reason == "tool_calls" and answer.message.content is None
     for call in answer.message.tool_calls:
         assert json.loads(call.function.arguments) in ({"a": 1}, {"a": 2})
         assert call.function.name in ("fg" if choice == "required" else "g")
-    *earlier, last = (chunk.choices[0] for chunk in client(served).create(**how, stream=True))
+    *earlier, last = (chunk.choices[0] for chunk in chats(served).create(**how, stream=True))
     assert last.finish_reason == "tool_calls"
     streamed = [(call.function.name, call.function.arguments) for call in last.delta.tool_calls]
     assert streamed == [(call.function.name, call.function.arguments) for call in answer.message.tool_calls]
@@ -68,12 +68,12 @@ def test_a_call_that_the_request_asks_for(served: Running, choice: Any) -> None:
 
 def test_a_conversation_goes_on_after_a_call(served: Running) -> None:
     how: Any = {"model": "tiny", "tools": TOOLS, "max_tokens": 5, "temperature": 0}
-    [asked] = client(served).create(**how, messages=CHAT, tool_choice="none").choices
+    [asked] = chats(served).create(**how, messages=CHAT, tool_choice="none").choices
     assert asked.message.content is not None and asked.message.tool_calls is None
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     history: Any = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}]
     answered = [*history, {"role": "tool", "tool_call_id": "call_1", "content": "yes"}]
-    [answer] = client(served).create(**how, messages=answered).choices
+    [answer] = chats(served).create(**how, messages=answered).choices
     assert answer.finish_reason in ("stop", "length")
 
 
@@ -88,17 +88,17 @@ def test_a_conversation_goes_on_after_a_call(served: Running) -> None:
 )
 def test_wrong_tools_are_refused(served: Running, changes: Any, says: str) -> None:
     with pytest.raises(openai.BadRequestError, match=says):
-        client(served).create(model="tiny", messages=CHAT, **changes)
+        chats(served).create(model="tiny", messages=CHAT, **changes)
 
 
 def test_thinking_is_apart_from_the_answer(served: Running, thinking: Running) -> None:
     how: Any = {"model": "tiny", "messages": CHAT, "seed": 5, "max_tokens": 120, "extra_body": {"ignore_eos": True}}
-    [plain] = client(served).create(**how).choices
+    [plain] = chats(served).create(**how).choices
     thought, end, text = plain.message.content.partition("a")
     assert end and thought and text
-    [whole] = client(thinking).create(**how).choices
+    [whole] = chats(thinking).create(**how).choices
     assert (whole.message.reasoning_content, whole.message.content) == (thought, text)
-    deltas = [chunk.choices[0].delta for chunk in client(thinking).create(**how, stream=True)]
+    deltas = [chunk.choices[0].delta for chunk in chats(thinking).create(**how, stream=True)]
     assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == thought
     assert "".join(delta.content or "" for delta in deltas) == text
 
@@ -106,9 +106,9 @@ def test_thinking_is_apart_from_the_answer(served: Running, thinking: Running) -
 def test_a_form_holds_for_the_answer_after_thinking(thinking: Running) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "one", "schema": PARAMETERS}}
     how: Any = {"model": "tiny", "messages": CHAT, "response_format": form, "seed": 5, "max_tokens": 200}
-    [whole] = client(thinking).create(**how).choices
+    [whole] = chats(thinking).create(**how).choices
     assert json.loads(whole.message.content) in ({"a": 1}, {"a": 2}) and whole.message.reasoning_content
-    deltas = [chunk.choices[0].delta for chunk in client(thinking).create(**how, stream=True)]
+    deltas = [chunk.choices[0].delta for chunk in chats(thinking).create(**how, stream=True)]
     thought = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
     assert thought == whole.message.reasoning_content
     assert "".join(delta.content or "" for delta in deltas) == whole.message.content

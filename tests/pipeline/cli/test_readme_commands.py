@@ -16,7 +16,6 @@ from http_server import listening
 from shown_commands import README_FILES, ROOT, blocks, commands_of_example, run_commands
 
 from actors.serving.http import Limits, create_app
-from actors.serving.model import ServedModel
 from pipeline import serve as server
 from pipeline.commit.sink import SUCCESS
 from pipeline.config.serve import ServeConfig
@@ -128,7 +127,7 @@ def test_a_server_answers_the_request(monkeypatch: pytest.MonkeyPatch, example: 
     _, url, header, kind, data, body = shlex.split(curl)
     assert (header, kind, data) == ("-H", "Content-Type: application/json", "-d")
     assert f"127.0.0.1:{given[0].http.port}" == urlsplit(url).netloc
-    model = ServedModel(plan_server(given[0], on_this_machine=True).settings())
+    model = plan_server(given[0], on_this_machine=True).load()
     with listening(create_app(model, Limits())) as here:
         reply = httpx2.post(f"{here}{urlsplit(url).path}", content=body, headers={"Content-Type": "application/json"})
     assert reply.status_code == 200, reply.text

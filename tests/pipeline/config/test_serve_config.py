@@ -14,6 +14,7 @@ from actors.engine.errors import UserError
 from pipeline.cli.app import app
 from pipeline.config.load import validated
 from pipeline.config.serve import ServeConfig
+from pipeline.generate.settings import fetched
 from pipeline.serve import plan_server, render
 
 
@@ -72,11 +73,11 @@ def test_a_plan_holds_what_a_replica_needs_and_no_key(checkpoint: Path, monkeypa
     )
     assert planned.limits.key_sha256 == hashlib.sha256(b"top-secret").hexdigest()
     assert "top-secret" not in repr(planned)
-    settings = planned.settings()
-    assert settings.name == "checkpoint" or settings.name == checkpoint.name
-    assert settings.generator["checkpoint"] == str(checkpoint.resolve())
-    assert (settings.generator["max_batch"], settings.generator["cache_bytes"]) == (7, 10**8)
-    assert settings.generator["sampling"]["temperature"] == 1.0
+    assert planned.config.served_name == checkpoint.name
+    generator = fetched(planned.generator)
+    assert generator["checkpoint"] == str(checkpoint.resolve())
+    assert (generator["max_batch"], generator["cache_bytes"]) == (7, 10**8)
+    assert generator["sampling"]["temperature"] == 1.0
 
 
 def test_a_schedule_that_was_not_trained_is_refused_unless_allowed(checkpoint: Path, tmp_path: Path) -> None:
