@@ -21,7 +21,6 @@ from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, Literal
 
 from actors.answers import Answer, Prompt, answer_columns, as_column, error_answer
-from actors.engine.batching import constant_prefix
 from actors.engine.build import build_engine, check_choice, current_device
 from actors.engine.checkpoint.loading import inspect, load_tokenizer
 from actors.engine.checkpoint.speed_adapter import with_adapter
@@ -31,6 +30,7 @@ from actors.engine.constraints.reasoning import Reasoning
 from actors.engine.errors import UserError
 from actors.engine.machine import set_threads
 from actors.engine.no_collections import without_collections
+from actors.engine.scheduler import constant_prefix
 from actors.engine.schedules.schedule import Schedule
 from actors.engine.types import (
     SCHEDULERS,
@@ -42,9 +42,8 @@ from actors.engine.types import (
 from actors.requests import RequestBuilder
 
 if TYPE_CHECKING:
-    from actors.engine.call import Call
-    from actors.engine.protocol import EngineProtocol
-    from actors.engine.scheduler import CallScheduler
+    from actors.engine.engine import Engine
+    from actors.engine.loop import Call, Loop
 
 
 log = logging.getLogger(__name__)
@@ -154,7 +153,7 @@ class Generator:
         self.schedule = resolved or inspected.adapted_schedule(self._changes, str(checkpoint), "pass unadapted=True")
         self.tokenizer = load_tokenizer(checkpoint)
         self.cache_bytes, self.max_batch = cache_bytes, max_batch
-        self.engine: EngineProtocol = build_engine(
+        self.engine = build_engine(
             inspected,
             self.schedule,
             self.tokenizer,
@@ -209,17 +208,17 @@ class Generator:
         other.max_batch = self.max_batch if max_batch is None else max_batch
         return other.with_engine(self.engine.at(schedule))
 
-    def with_engine(self, engine: EngineProtocol) -> Generator:
+    def with_engine(self, engine: Engine) -> Generator:
         """A generator that answers by another engine over the same weights, in all else equal to this one."""
         other = copy.copy(self)
         other.engine = engine
         other.calls = other._scheduler()
         return other
 
-    def _scheduler(self) -> CallScheduler:
-        from actors.engine.scheduler import CallScheduler
+    def _scheduler(self) -> Loop:
+        from actors.engine.loop import Loop
 
-        return CallScheduler(
+        return Loop(
             self.engine,
             budget_bytes=self.cache_bytes,
             max_rows=self.max_batch,
@@ -320,7 +319,7 @@ class Generator:
             assert on_batch is not None
             on_batch(sorted({owners[index] for index in indices}))
 
-        call = self.calls.submit(requests, prefix, None if on_batch is None else report, on_drain)
+        call = self.calls.add(requests, prefix, None if on_batch is None else report, on_drain)
         return RowsAtWork(prompts, owners, errors, call)
 
     def run(self, work: RowsAtWork) -> None:
@@ -409,7 +408,7 @@ class Generator:
         return f"{name} [{visible}]" if visible else name
 
 
-def _joins_calls(engine: EngineProtocol) -> bool:
+def _joins_calls(engine: Engine) -> bool:
     """Whether rows of different calls may share steps: where no bit of a row depends on the others, or where no bits
     are promised, as on a GPU in 16 bits."""
     decoder = engine.decoder

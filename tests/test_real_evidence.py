@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
-from actors.engine.scheduler import generate
+from actors.engine.loop import generate
 from actors.engine.schedules.schedule import ScheduleSpec
 from actors.engine.types import Request, SamplingParams
 

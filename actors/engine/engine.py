@@ -1,11 +1,11 @@
-"""The library engine: admit rows, generate one token a step, retire ended rows. Start reading here.
+"""The engine's slots: admit rows, generate one token for each in a step, retire ended rows.
 
-    open(...)                            # cache for so many rows of such lengths
-    admit(requests)                      # the prompts' own pass, which yields each row's first token
+    open(...)                            # allocate slots for a number of rows of at most these lengths
+    admit(requests)                      # prefill, which yields each row's first token
     while rows in flight:
         step()                           # one token a row, each row at its own depth; ended rows retire
 
-`scheduler` decides which rows are admitted when; `gpu.engine` is the paged engine behind the same `EngineProtocol`.
+`loop` decides which rows are admitted when.
 Rows lie oldest first. Depth never rises along a row, so the rows that a layer runs for are the youngest
 ones, one contiguous slice; in the paper's lock-step batch all rows have the same age. Rows of different speeds share
 steps too: then rows lie by the depth of their next input, and are moved when one falls below another.
@@ -15,16 +15,14 @@ Knows nothing of Ray, Parquet or text: token ids in, token ids out.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
 from actors.engine.cache import SkipCache, cache_bytes_per_row, compaction
 from actors.engine.decoder import Decoder
-from actors.engine.errors import UserError
-from actors.engine.out_of_memory import is_out_of_memory
+from actors.engine.errors import UserError, is_out_of_memory
 from actors.engine.prompt_passes import PromptPasses
-from actors.engine.protocol import Ended
 from actors.engine.row import (
     Row,
     begin_row,
@@ -38,7 +36,9 @@ from actors.engine.row import (
 from actors.engine.sampling.sampler import greedy, is_greedy, sample_behind
 from actors.engine.sampling.state import Drawn
 from actors.engine.schedules.schedule import Schedule
-from actors.engine.types import EngineStats, Request
+from actors.engine.types import Completion, EngineStats, Request
+
+Ended = list[tuple[int, Completion]]  # (ticket, completion) of rows that have ended
 
 
 class Engine:
@@ -54,11 +54,7 @@ class Engine:
         UserError: A schedule for another number of layers.
     """
 
-    rounds_to_warm = 1
-    grows = stepped = False
-    reserved_bytes = (
-        0  # least cache memory that `open` allocates, where the machine has it: untouched pages cost nothing
-    )
+    reserved_bytes = 0  # least cache memory that `open` allocates, if the machine has it: untouched pages cost nothing
 
     def __init__(
         self, decoder: Decoder, schedule: Schedule, stop_ids: Collection[int], *, cumulative_logprob: bool = True
@@ -143,7 +139,11 @@ class Engine:
             return None
 
     def widen(self, rows: int, prompt_tokens: int, max_new_tokens: int) -> bool:
-        """See `EngineProtocol`. Rows in flight are copied where the slots have another length."""
+        """With rows in flight, make slots for at most `rows` rows of these lengths in the memory that is allocated.
+
+        Rows in flight are copied where the slots have another length. Return whether there is enough memory; else
+        nothing has changed.
+        """
         cache, held = self.cache, len(self.rows)
         assert cache is not None and rows >= held
         shape = rows, prompt_tokens, max_new_tokens
@@ -230,41 +230,17 @@ class Engine:
     def close(self) -> None:
         """Drop the rows in flight; the counts of their steps are taken back. The cache's memory stays."""
         for row in self.rows:
-            steps = max(len(row.tokens) - 1, 0)
-            self.stats.decode_steps -= steps
-            self.stats.layer_steps -= row.schedule.layer_steps(steps)
-            self.stats.full_layer_steps -= self.schedule.num_layers * steps
+            self.stats.add_steps(row.schedule, -max(len(row.tokens) - 1, 0))
         self.rows, self.cache = [], None
-
-    def shared_tokens(self, prefix: Sequence[int]) -> int:
-        """None: each row has a copy in its slot."""
-        return 0
-
-    def admission_estimate(self, requests: Sequence[Request], prefixes: Sequence[Sequence[int]] = ()) -> int:
-        """All of them: `open` has allocated their cache."""
-        return len(requests)
-
-    def first_pass(self, requests: Sequence[Request], prefix: Sequence[int]) -> int:
-        """All of them."""
-        return len(requests)
-
-    def take_preempted(self) -> list[int]:
-        """No row is ever preempted."""
-        return []
 
     def cancel(self, tickets: Collection[int]) -> None:
         """Remove rows from flight, whatever they have generated."""
         if self.rows:
             self._keep([row.ticket not in tickets for row in self.rows])
 
-    def generated(self) -> Mapping[int, Sequence[int]]:
-        """The tokens so far of the rows in flight, by ticket."""
-        return {row.ticket: row.tokens for row in self.rows}
-
-    def release_memory(self) -> bool:
+    def release_memory(self) -> None:
         """Free the memory that is kept for the next `open`."""
         self._memory = None
-        return False
 
     @torch.inference_mode()
     def step(self, *, last: bool = False) -> Ended:

@@ -1,9 +1,14 @@
-"""The error for mistakes that a user can correct, and parts of its messages. Any other exception is a failure."""
+"""The error for mistakes that a user can correct, parts of its messages, and errors of memory that has run out."""
 
 from __future__ import annotations
 
 import difflib
+import gc
 from collections.abc import Iterable
+
+# signs of memory that has run out in RuntimeErrors other than torch.OutOfMemoryError: the CPU's allocator, cuBLAS's
+# workspace, the CUDA runtime
+OUT_OF_MEMORY = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 
 
 class UserError(ValueError):
@@ -25,3 +30,28 @@ def suggestion(name: object, known: Iterable[str]) -> str:
     """`nearest`, or the list of known names."""
     known = list(known)
     return nearest(name, known) or f"known: {', '.join(known)}"
+
+
+def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
+    """Return whether an error means that memory has run out, on a GPU or on the host."""
+    import torch
+
+    signs = any(sign in str(error) for sign in OUT_OF_MEMORY)
+    return signs or isinstance(error, torch.OutOfMemoryError | MemoryError)
+
+
+def free_memory() -> None:
+    """Free unreferenced memory. The error must be gone, since its traceback refers to tensors."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def alone_error(prompt_tokens: int, max_new_tokens: int) -> str:
+    """Return the error of a row that does not fit the memory even alone."""
+    return (
+        f"out of memory: a row of {prompt_tokens} prompt and up to {max_new_tokens} new tokens does not fit alone: "
+        "lower max_new_tokens or actors.cache_bytes, or shorten the prompt"
+    )

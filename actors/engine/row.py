@@ -1,4 +1,4 @@
-"""A row in flight, and the functions over rows that both engines use."""
+"""A row in flight, and functions over rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ class Row:
         limit: Most new tokens.
         stop_ids: Tokens that end the row.
         schedule: Layers of each of its positions.
-        prepares_masks: Whether another thread computes a sampled row's next mask as soon as its last token is known.
         progress: Place that the tokens have reached in the request's constraint.
         position: t of the token that the next step takes as input, -1 before the first token.
         finish: Why the row has ended; None while it runs.
@@ -38,7 +37,6 @@ class Row:
     sampling: RowSampling
     stop_ids: frozenset[int]
     schedule: Schedule
-    prepares_masks: bool = True
     progress: AllowedTokens | None = None
     position: int = -1
     tokens: list[int] = field(default_factory=list)
@@ -108,7 +106,7 @@ class Row:
         self._prepare(self.progress)
 
     def _prepare(self, progress: AllowedTokens) -> None:
-        if self.prepares_masks and self.request.sampling.temperature > 0:  # a greedy row seldom needs its mask
+        if self.request.sampling.temperature > 0:  # a greedy row seldom needs its mask
             progress.prepare()
 
 
@@ -120,13 +118,12 @@ def begin_row(
     vocab_size: int,
     stop_ids: frozenset[int],
     schedule: Schedule,
-    prepares_masks: bool = True,
 ) -> Row:
-    """A row before its first token. stop_ids: those of the model. schedule: of rows without their own."""
+    """Build the row of a request. stop_ids: the model's. schedule: used when the request has none."""
     sampling = RowSampling.begin(request.sampling, request.key, request.prompt_ids)
     ends = request.sampling.all_stop_ids(stop_ids)
     limit = request.new_tokens_limit(context_length)
-    row = Row(request, ticket, limit, sampling, ends, request.schedule or schedule, prepares_masks)
+    row = Row(request, ticket, limit, sampling, ends, request.schedule or schedule)
     if request.constraint is not None:
         row.begin_constraint(request.constraint)
     elif request.sampling.min_new_tokens > 0:

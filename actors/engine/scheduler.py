@@ -1,304 +1,214 @@
-"""Which rows are in flight together: lock-step batches, or slots that are refilled as rows end.
+"""Which rows share the engine's slots, and which beginnings of prompts are computed once.
 
-    lock step  admit a batch, step until its last row has ended, next batch. Rows of a batch share one depth.
-    refill     as rows end, waiting rows take their slots, in groups: continuous batching at ragged depth. While the
-               last rows of a run finish, those of the next run are admitted, where its slots fit the cache.
-
-Requests come in calls. What runs together is a function of a call's requests and their answers alone, so that a retry
-or a resumed job runs the same batches; unless calls may join: then the next call's rows take the slots that the last
-rows of a call leave free.
+Pure functions of prompts, lengths and budget: the same requests give the same runs, so that a resumed job runs the same
+batches.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from operator import itemgetter
 
-from actors.engine.batching import plan_batches
-from actors.engine.call import Call, OnBatch, shape_of
-from actors.engine.engine import Engine
-from actors.engine.flight import Flight
-from actors.engine.out_of_memory import alone_error, free_memory, is_out_of_memory
-from actors.engine.protocol import EngineProtocol
-from actors.engine.runs import Run, merge, smaller
-from actors.engine.shared_prefixes import Prompt, shared_prefixes
-from actors.engine.types import SCHEDULERS, Completion, EngineStats, FinishReason, Request
+from actors.engine.errors import UserError
 
-
-def generate(
-    engine: EngineProtocol,
-    requests: Sequence[Request],
-    *,
-    budget_bytes: int,
-    max_rows: int,
-    prefix: Sequence[int] = (),
-    share_prefixes: bool = True,
-    scheduler: str = "lock_step",
-    on_batch: OnBatch | None = None,
-) -> list[Completion]:
-    """Answer all requests; returns completions in their order. Arguments and errors as of `CallScheduler`."""
-    calls = CallScheduler(
-        engine, budget_bytes=budget_bytes, max_rows=max_rows, share_prefixes=share_prefixes, scheduler=scheduler
-    )
-    return calls.finish(calls.submit(requests, prefix, on_batch))
+SPREAD = 2  # maximum ratio of longest to shortest prompt in a run; every slot is padded to the longest
+SHORTEST_PREFIX = 16  # tokens; a shorter prefix of all prompts costs more than it saves
+LEAST_TOKENS = 32  # tokens of a beginning that some prompts share, behind the prefix of all prompts
+LEAST_SAVED = 512  # tokens that a beginning must save: a pass for few rows costs more
+MOST_NESTED = 50  # depth of the search for beginnings of beginnings
+Prompt = tuple[int, ...]
+Saved = tuple[int, list[tuple[Prompt, Sequence[Prompt]]]]  # tokens saved; beginnings, and the prompts of each
 
 
-class CallScheduler:
-    """Answers calls of requests, one after the other, or joined where one ends.
-
-    Where memory runs out, the rows that have not ended run again: first without rows of another run, then unchanged if
-    the engine could reduce its own memory, then with half as many in flight. A request that runs out of memory alone
-    gets a completion with an error.
+@dataclass(frozen=True)
+class Run:
+    """Rows that share one `open` of the engine.
 
     Args:
-        engine: Has no rows in flight; nobody else uses it while a call is answered.
-        budget_bytes: Bytes of cache of the rows in flight.
-        max_rows: Most rows in flight.
-        share_prefixes: Whether longer beginnings that some prompts share are computed once too.
-        scheduler: One of SCHEDULERS.
-        joins_calls: Whether rows of a call may be in flight with the last ones of the call before. For engines whose
-            results for a row do not depend on other rows, or need not be the same in each run.
+        rows: Indices of requests, in the order of their admission.
+        capacity: Most rows in flight.
+        apart: Whether the run shares the engine with no other run, since memory has run out.
     """
 
-    def __init__(
-        self,
-        engine: EngineProtocol,
-        *,
-        budget_bytes: int,
-        max_rows: int,
-        share_prefixes: bool = True,
-        scheduler: str = "lock_step",
-        joins_calls: bool = False,
-    ) -> None:
-        assert scheduler in SCHEDULERS
-        self.engine, self.budget_bytes, self.max_rows = engine, budget_bytes, max_rows
-        self.share_prefixes, self.refills = share_prefixes, scheduler == "refill"
-        self.joins_calls = joins_calls and self.refills
-        self._queue: deque[Call] = deque()  # submitted, not begun
-        self._begun: list[Call] = []  # oldest first
-        self._flight: Flight | None = None
-        self._mark = EngineStats()  # the engine's counts when the last call ended
-        if self.joins_calls and isinstance(engine, Engine):
-            engine.reserved_bytes = budget_bytes  # so that the next call's cache fits the memory of this one's
+    rows: list[int]
+    capacity: int
+    apart: bool = False
 
-    def submit(
-        self,
-        requests: Sequence[Request],
-        prefix: Sequence[int] = (),
-        on_batch: OnBatch | None = None,
-        on_drain: Callable[[], None] | None = None,
-    ) -> Call:
-        """Queue requests; from any thread.
 
-        Args:
-            requests: The rows.
-            prefix: Token ids with which most prompts begin; its keys and values are kept until another prefix comes.
-            on_batch: Called, before memory is allocated for them, with the indices of all requests that may be in
-                flight until its next call. A call with it joins no other.
-            on_drain: Called when the last row has been admitted and rows of another call would find slots.
+def plan_batches(
+    prompt_tokens: Sequence[int],
+    max_new_tokens: Sequence[int],
+    *,
+    row_bytes: Callable[[int, int], int],
+    budget_bytes: int,
+    max_rows: int,
+    groups: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """Return batches of row numbers, longest prompts first, so that a batch that does not fit the memory comes first.
 
-        Raises:
-            UserError: A request that cannot be run.
-        """
-        engine = self.engine
-        lengths = [len(request.prompt_ids) for request in requests]
-        limits = [request.new_tokens_limit(engine.decoder.context_length) for request in requests]
-        prefixes = shared_prefixes([request.prompt_ids for request in requests], prefix, nested=self.share_prefixes)
-        runs = self._plan(prefixes, lengths, limits)
-        call = Call(requests, prefixes, lengths, limits, runs[::-1], on_batch, on_drain)
-        if requests:
-            self._queue.append(call)
-        else:
-            call.done.set()
-        return call
+    Rows of a group follow each other, the group with the longest prompt first.
 
-    def finish(self, call: Call) -> list[Completion]:
-        """Admit and step until a call's rows have ended; from one thread at a time. Returns its completions."""
-        while not call.done.is_set():
-            self._turn()
-        return call.result()
+    Args:
+        prompt_tokens: Tokens of each row's prompt.
+        max_new_tokens: Most new tokens of each row.
+        row_bytes: (longest prompt, most new tokens) of a batch -> cache bytes a row.
+        budget_bytes: Bytes of a batch's cache.
+        max_rows: Most rows of a batch.
+        groups: Group of each row; None: one.
 
-    def _plan(self, prefixes: Sequence[Prompt], lengths: Sequence[int], limits: Sequence[int]) -> list[Run]:
-        """The runs of a call, longest prompts first; rows with the same prefix follow each other."""
-        engine, numbers = self.engine, dict[Prompt, int]()
-        batches = plan_batches(
-            lengths,
-            limits,
-            row_bytes=engine.row_bytes,
-            budget_bytes=self.budget_bytes,
-            max_rows=self.max_rows,
-            groups=[numbers.setdefault(prefix, len(numbers)) for prefix in prefixes],
-            shared=[engine.shared_tokens(prefix) for prefix in prefixes],
-        )
-        runs = [Run(batch, len(batch)) for batch in batches]
-        if not self.refills:
-            return runs
-        if engine.grows:  # rows allocate cache as they grow: one run of all
-            return [Run([row for run in runs for row in run.rows], self.max_rows)] if runs else []
-        return merge(runs, lengths, limits, engine.row_bytes, self.budget_bytes)
-
-    def _turn(self) -> None:
-        """Open the next run, or admit rows, or make a step."""
-        failed = False
-        try:
-            flight = self._flight or self._open()
-            self._join(flight)
-            rows = flight.next_rows()
-            if rows:
-                flight.settle(flight.admit(rows))
-            else:
-                last = not flight.waiting and not self._may_join(flight)
-                flight.settle(self.engine.step(last=last))
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                self._abandon(error)
-                raise
-            failed = True
-        except BaseException as error:
-            self._abandon(error)
-            raise
-        if failed:  # outside of the clause: the error's traceback holds tensors
-            self._run_again()
-        elif flight.left == 0:
-            self.engine.close()
-            self._flight = None
-        for call in [call for call in self._begun if len(call.completions) == len(call.requests)]:
-            self._end(call)
-
-    def _open(self) -> Flight:
-        """Open the engine for the next run."""
-        while True:
-            call = self._next_call()
-            assert call is not None, "no call has rows left"
-            self._begin(call)
-            run = call.runs.pop()
-            longest, most_new = shape_of(call, run.rows)
-            if run.capacity == 1 or run.capacity * self.engine.row_bytes(longest, most_new) < call.too_large:
-                break
-            call.runs += smaller(run)[::-1]
-        flight = self._flight = Flight(self.engine, run.capacity, (longest, most_new))
-        flight.add(call, run)
-        flight.report()  # before memory is allocated, which may kill the process
-        self.engine.open(run.capacity, longest, most_new)
-        return flight
-
-    def _next_call(self) -> Call | None:
-        """The oldest call that has rows to admit."""
-        return next((call for call in self._begun if call.runs), self._queue[0] if self._queue else None)
-
-    def _begin(self, call: Call) -> None:
-        if call in self._begun:
-            return
-        if not self._begun:
-            self._mark = replace(self.engine.stats)
-        self._begun.append(call)
-        self._queue.popleft()
-
-    def _may_join(self, flight: Flight) -> bool:
-        """Whether rows of another run may be admitted to these."""
-        return self.refills and not flight.apart and (bool(flight.call.runs) or self._joins(flight.call))
-
-    def _joins(self, call: Call) -> bool:
-        """Whether a call may share steps with another."""
-        return self.joins_calls and call.on_batch is None
-
-    def _join(self, flight: Flight) -> None:
-        """Once a run's last rows have been admitted and slots are free, let the next run's rows wait for them."""
-        if flight.waiting or not flight.has_free_slots or not self._may_join(flight):
-            return
-        on_drain = flight.call.on_drain
-        if not flight.call.runs and on_drain is not None:
-            flight.call.on_drain = None  # once
-            on_drain()
-        call = self._next_call()
-        if call is None or call.runs[-1].apart or (call is not flight.call and not self._joins(call)):
-            return
-        run = call.runs[-1]
-        most, shape = self._widened(flight, shape_of(call, run.rows), call.too_large)
-        if most < run.capacity or most <= len(self.engine.rows):
-            return  # until rows in flight that need longer slots have ended
-        if call.on_batch is not None:
-            call.on_batch(sorted({*flight.rows_of(call), *run.rows[:most]}))
-        if not self.engine.widen(most, *shape):
-            return
-        self._begin(call)
-        call.runs.pop()
-        flight.add(call, run)
-        flight.capacity, flight.shape = most, shape
-        self.engine.stats.batches += 1
-
-    def _widened(self, flight: Flight, wanted: tuple[int, int], too_large: float) -> tuple[int, tuple[int, int]]:
-        """Most rows in flight once rows of the shape `wanted` join those in flight, and the shape of all."""
-        held = flight.shape_in_flight()
-        shape = max(held[0], wanted[0]), max(held[1], wanted[1])
-        if self.engine.grows:
-            return self.max_rows, shape
-        size = self.engine.row_bytes(*shape)
-        most = min(self.max_rows, self.budget_bytes // size) if size else self.max_rows
-        return (most if most * size < too_large else 0), shape
-
-    def _run_again(self) -> None:
-        """Put back the rows that have not ended, after memory has run out."""
-        flight, self._flight = self._flight, None
-        self.engine.close()
-        reduced = self._free_after_failure()
-        if flight is None:
-            return
-        for call, run in reversed(flight.members):
-            left = call.left(run)
-            if not left:
+    Raises:
+        UserError: A row that does not fit the budget alone.
+    """
+    groups = groups or [0] * len(prompt_tokens)
+    longest_of: dict[int, int] = {}
+    for group, tokens in zip(groups, prompt_tokens, strict=True):
+        longest_of[group] = max(tokens, longest_of.get(group, 0))
+    order = sorted(
+        range(len(prompt_tokens)),
+        key=lambda row: (-longest_of[groups[row]], groups[row], -prompt_tokens[row], -max_new_tokens[row], row),
+    )
+    batches: list[list[int]] = []
+    longest = most_new = 0
+    for row in order:
+        if batches:
+            batch = batches[-1]
+            long, new = max(longest, prompt_tokens[row]), max(most_new, max_new_tokens[row])
+            if len(batch) < max_rows and (len(batch) + 1) * row_bytes(long, new) <= budget_bytes:
+                batch.append(row)
+                longest, most_new = long, new
                 continue
-            longest, most_new = shape_of(call, run.rows)
-            if flight.joined:
-                call.runs.append(replace(run, rows=left, apart=True))
-            elif reduced and not run.retried:
-                call.runs.append(replace(run, rows=left, retried=True))
-            elif len(run.rows) == 1:
-                score = 0.0 if self.engine.cumulative_logprob else None
-                error = alone_error(longest, most_new)
-                call.completions[left[0]] = Completion((), FinishReason.ERROR, score, error=error)
-            else:
-                call.too_large = min(call.too_large, run.capacity * self.engine.row_bytes(longest, most_new))
-                call.runs += smaller(replace(run, rows=left))[::-1]
+        longest, most_new = prompt_tokens[row], max_new_tokens[row]
+        alone = row_bytes(longest, most_new)
+        if alone > budget_bytes:
+            raise UserError(
+                f"a row of {longest} prompt and {most_new} new tokens needs {alone} bytes of cache, "
+                f"the budget is {budget_bytes}"
+            )
+        batches.append([row])
+    return batches
 
-    def _free_after_failure(self) -> bool:
-        """Free memory; whether the engine has reduced its own, so that the same rows may run again."""
-        self.engine.stats.out_of_memory += 1
-        reduced = self.engine.release_memory()
-        free_memory()
-        return reduced
 
-    def _abandon(self, error: BaseException) -> None:
-        """End all calls whose rows are in flight."""
-        self._flight = None
-        self.engine.close()
-        for call in self._begun:
-            call.error = error
-            call.done.set()
-        self._begun = []
+def merge(
+    runs: Sequence[Run],
+    lengths: Sequence[int],
+    limits: Sequence[int],
+    row_bytes: Callable[[int, int], int],
+    budget_bytes: int,
+) -> list[Run]:
+    """Join batches of similar prompts, longest first, into fewer and longer runs whose slots are refilled.
 
-    def _end(self, call: Call) -> None:
-        """Count what the engine did for a call that has ended, and leave to the others in flight what is theirs."""
-        self._begun.remove(call)
-        counted = self.engine.stats.minus(self._mark)
-        for other in self._begun:
-            so_far = self._of_rows(other).plus(other.passes)
-            counted = counted.minus(so_far.minus(other.credited))
-            other.credited = so_far
-        call.stats = counted.plus(call.credited)
-        self._mark = replace(self.engine.stats)
-        call.done.set()
+    All slots of a run are as large as its longest prompt and its most new tokens require: a batch that would cost
+    the others half of their slots stays apart.
+    """
+    merged: list[Run] = []
+    most_new = 0
+    for run in runs:
+        new = max(limits[row] for row in run.rows)
+        if merged:
+            longest, most = max(lengths[row] for row in merged[-1].rows), max(new, most_new)
+            capacity = max(merged[-1].capacity, run.capacity)
+            slot = row_bytes(longest, most)
+            fit = budget_bytes // slot if slot else capacity
+            if longest <= SPREAD * max(lengths[row] for row in run.rows) and 2 * fit >= capacity:
+                merged[-1].rows.extend(run.rows)
+                merged[-1] = Run(merged[-1].rows, min(fit, capacity))
+                most_new = most
+                continue
+        merged.append(Run(list(run.rows), run.capacity))
+        most_new = new
+    return merged
 
-    def _of_rows(self, call: Call) -> EngineStats:
-        """Tokens and steps of a call's rows so far."""
-        tokens = [(row, len(done.token_ids)) for row, done in call.completions.items()]
-        stats = EngineStats(generated_tokens=sum(count for _, count in tokens))
-        if self._flight is not None and not self.engine.grows:  # else a row is counted once it has ended
-            tokens += self._flight.tokens_of(call)
-        for row, count in tokens:
-            steps, schedule = max(count - 1, 0), call.requests[row].schedule or self.engine.schedule
-            stats.decode_steps += steps
-            stats.layer_steps += schedule.layer_steps(steps)
-            stats.full_layer_steps += self.engine.schedule.num_layers * steps
-        return stats
+
+def smaller(run: Run) -> list[Run]:
+    """Return runs of the same rows with at most half as many in flight; a batch becomes two halves."""
+    if run.capacity == 1:
+        return [replace(run, rows=[row]) for row in run.rows]
+    if run.capacity >= len(run.rows):
+        half = (len(run.rows) + 1) // 2
+        halves = run.rows[:half], run.rows[half:]
+        return [replace(run, rows=rows, capacity=len(rows)) for rows in halves if rows]
+    return [replace(run, capacity=run.capacity // 2)]
+
+
+def constant_prefix(ids: Sequence[Sequence[int]]) -> list[int]:
+    """Return the tokens with which all prompts begin; every prompt has at least one more.
+
+    [] if they are fewer than `SHORTEST_PREFIX`, and for a single prompt. The loop checks each row for the prefix,
+    so it may be used with other prompts too.
+    """
+    if len(ids) < 2:
+        return []
+    common = min(common_length(ids), min(len(prompt) for prompt in ids) - 1)
+    return list(ids[0][:common]) if common >= SHORTEST_PREFIX else []
+
+
+def common_length(lists: Sequence[Sequence[int]]) -> int:
+    """Return the number of equal tokens with which all lists begin."""
+    ordered = [list(one) for one in lists]
+    least, greatest = min(ordered), max(ordered)  # the two that differ first
+    pairs = enumerate(zip(least, greatest, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(least), len(greatest)))
+
+
+def begins_with(prompt: Sequence[int], prefix: Sequence[int]) -> bool:
+    """Return whether a prompt begins with a prefix and has further tokens."""
+    return 0 < len(prefix) < len(prompt) and list(prompt[: len(prefix)]) == list(prefix)
+
+
+def shared_prefixes(
+    prompts: Sequence[Sequence[int]], prefix: Sequence[int] = (), *, nested: bool = True
+) -> list[Prompt]:
+    """Return the beginning of each prompt that is computed once for all prompts which have it; () for none.
+
+    Every prompt has at least one token more. Of prompts that share a beginning either all take it, or groups of them
+    take longer ones, whichever saves more tokens.
+
+    Args:
+        prompts: Token ids.
+        prefix: With which most prompts begin.
+        nested: Whether to search for beginnings besides `prefix`.
+    """
+    base = tuple(prefix)
+    having = [begins_with(prompt, base) for prompt in prompts]
+    if not nested:
+        return [base if one else () for one in having]
+    chosen: dict[Prompt, Prompt] = {}
+    for has, before in ((True, base), (False, ())):
+        distinct = sorted({tuple(prompt) for prompt, one in zip(prompts, having, strict=True) if one == has})
+        _, found = _best(distinct, len(before), 0)
+        chosen |= dict.fromkeys(distinct, before)
+        chosen |= {prompt: common for common, members in found for prompt in members}
+    return [chosen[tuple(prompt)] for prompt in prompts]
+
+
+def _whole(members: Sequence[Prompt], length: int, before: int) -> Saved:
+    """Return the savings of one beginning of this length for all members."""
+    saved = (len(members) - 1) * (length - before)
+    if length - before < LEAST_TOKENS or saved < LEAST_SAVED:
+        return 0, []
+    return saved, [(members[0][:length], members)]
+
+
+def _best(ordered: Sequence[Prompt], before: int, nested: int) -> Saved:
+    """Return the choice of beginnings that saves most.
+
+    Args:
+        ordered: Distinct prompts in their order, which are equal for `before` tokens.
+        before: Tokens that need no saving.
+        nested: Calls that this one is nested in.
+    """
+    if len(ordered) < 2:
+        return 0, []
+    equal = common_length((ordered[0], ordered[-1]))
+    whole = _whole(ordered, min(equal, len(ordered[0]) - 1), before)
+    if len(ordered[0]) == equal:  # the others may share one token more
+        whole = max(whole, _whole(ordered[1:], equal, before), key=itemgetter(0))
+    if nested == MOST_NESTED:
+        return whole
+    parts = [
+        _best(list(part), before, nested + 1) for _, part in itertools.groupby(ordered, lambda one: one[: equal + 1])
+    ]
+    divided = sum(part[0] for part in parts), [found for part in parts for found in part[1]]
+    return whole if whole[0] >= divided[0] else divided

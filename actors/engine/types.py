@@ -259,12 +259,14 @@ class EngineStats:
         sums = {item.name: getattr(self, item.name) + getattr(other, item.name) for item in fields(self)}
         return EngineStats(**{**sums, "cache_bytes": max(self.cache_bytes, other.cache_bytes)})
 
-    def minus(self, other: EngineStats) -> EngineStats:
-        """These counts without those of `other`; the bytes are these."""
-        left = {item.name: getattr(self, item.name) - getattr(other, item.name) for item in fields(self)}
-        return EngineStats(**{**left, "cache_bytes": self.cache_bytes})
+    def add_prompts(self, now: EngineStats, before: EngineStats) -> None:
+        """Add the counts of prefill between two states of an engine's counts."""
+        for name in ("prompt_tokens", "shared_prompt_tokens", "padded_prompt_tokens", "prefill_seconds"):
+            setattr(self, name, getattr(self, name) + getattr(now, name) - getattr(before, name))
 
-    def of_prompts(self) -> EngineStats:
-        """The counts of prefill alone."""
-        names = ("prompt_tokens", "shared_prompt_tokens", "padded_prompt_tokens", "prefill_seconds")
-        return EngineStats(**{name: getattr(self, name) for name in names})
+    def add_steps(self, schedule: Schedule, count: int) -> None:
+        """Add the first `count` decode steps of a row; a negative number takes them back."""
+        layers = schedule.layer_steps(abs(count))
+        self.decode_steps += count
+        self.layer_steps += layers if count > 0 else -layers
+        self.full_layer_steps += schedule.num_layers * count

@@ -20,11 +20,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from actors.engine.build import current_device
-from actors.engine.engine import Engine
-from actors.engine.errors import UserError
-from actors.engine.flight import REFILL_SHARE
-from actors.engine.out_of_memory import alone_error, free_memory, is_out_of_memory
-from actors.engine.protocol import Ended
+from actors.engine.engine import Ended, Engine
+from actors.engine.errors import UserError, alone_error, free_memory, is_out_of_memory
+from actors.engine.loop import REFILL_SHARE
 from actors.engine.space import Slots
 from actors.engine.types import Completion, FinishReason, Request, TokenLogprob
 

@@ -12,7 +12,7 @@ from actors.engine.types import EngineStats
 from pipeline import metrics
 
 if TYPE_CHECKING:
-    from actors.engine.protocol import EngineProtocol
+    from actors.engine.engine import Engine
 
 SECONDS = 1.0  # between two reports
 COUNTERS = ("generated_tokens", "prompt_tokens", "decode_steps", "layer_steps")
@@ -21,7 +21,7 @@ COUNTERS = ("generated_tokens", "prompt_tokens", "decode_steps", "layer_steps")
 class Source(Protocol):
     """Whose counts are reported: a `Generator`."""
 
-    engine: EngineProtocol
+    engine: Engine
     cache_bytes: int
 
 

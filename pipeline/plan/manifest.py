@@ -63,7 +63,7 @@ class Batching:
         threads: torch threads of an actor.
         prefix: token ids that all prompts begin with, computed once per actor; () for none.
         planned: time of planning, seconds since 1970; the present time for chat templates.
-        scheduler: name in actors.engine.scheduler.
+        scheduler: name in actors.engine.loop.
         root: see `PartSpec`; None in a job that an earlier version planned.
         retries: the shards hold only rows that had an error in an earlier incremental run.
     """

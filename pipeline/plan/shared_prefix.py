@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from actors.engine.batching import SHORTEST_PREFIX, constant_prefix
+from actors.engine.scheduler import SHORTEST_PREFIX, constant_prefix
 from pipeline.config.job import StorageConfig
 from pipeline.plan.hardware import Hardware
 from pipeline.prepare.prompt_spec import PromptSpec

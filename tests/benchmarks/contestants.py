@@ -24,7 +24,7 @@ from workloads import Forced, Workload
 
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
-from actors.engine.scheduler import generate
+from actors.engine.loop import generate
 from actors.engine.schedules.schedule import ScheduleSpec
 from actors.engine.types import EngineStats, Request, SamplingParams
 

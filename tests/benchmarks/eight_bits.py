@@ -33,7 +33,7 @@ from actors.engine.checkpoint.speed_adapter import merge, with_adapter
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.library.divergence import Model, teacher_forced
-from actors.engine.scheduler import generate
+from actors.engine.loop import generate
 from actors.engine.schedules.schedule import Schedule, ScheduleSpec
 from actors.engine.types import Request, SamplingParams
 from pipeline.demo_data import write_prompts

@@ -43,8 +43,8 @@ from speed import INSTALLED, PEERS, median, processor, rounds  # noqa: E402
 from workloads import Workload  # noqa: E402
 
 from actors.answers import Prompt  # noqa: E402
-from actors.engine.batching import common_length  # noqa: E402
 from actors.engine.checkpoint.loading import read_config  # noqa: E402
+from actors.engine.scheduler import common_length  # noqa: E402
 from actors.generator import Generator  # noqa: E402
 
 NEW_TOKENS = 96  # at most, as configs/real/text.yaml has them

@@ -18,9 +18,8 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
-from actors.engine.call import Call
-from actors.engine.protocol import Ended
-from actors.engine.scheduler import CallScheduler
+from actors.engine.engine import Ended
+from actors.engine.loop import Call, Loop
 from actors.engine.types import Completion, EngineStats, FinishReason, Request, SamplingParams
 
 MOST_NEW = 1536
@@ -41,7 +40,7 @@ class CountingEngine:
         self._tickets = 0
 
     def row_bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
-        """See `EngineProtocol`, also for the methods below."""
+        """See `Engine`, also for the methods below."""
         return prompt_tokens + max_new_tokens
 
     def shared_tokens(self, prefix: Sequence[int]) -> int:
@@ -93,7 +92,7 @@ def idle(shards: int, shard_rows: int, slots: int, *, joins: bool) -> tuple[floa
         for _ in range(shards)
     ]
     engine = CountingEngine()
-    scheduler = CallScheduler(
+    scheduler = Loop(
         cast(Any, engine),
         budget_bytes=2**40,
         max_rows=slots,
@@ -108,7 +107,7 @@ def idle(shards: int, shard_rows: int, slots: int, *, joins: bool) -> tuple[floa
         nonlocal drained
         drained = len(engine.steps)
         if len(calls) < shards:
-            calls.append(scheduler.submit(rows[len(calls)], on_drain=submit))
+            calls.append(scheduler.add(rows[len(calls)], on_drain=submit))
 
     submit()
     for number in range(shards):

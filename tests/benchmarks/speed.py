@@ -39,7 +39,7 @@ from roofline import Ceilings, Counter, least, measure  # noqa: E402
 from shapes import SHAPES, write  # noqa: E402
 from workloads import CONTEXT, KINDS, Workload, available, make  # noqa: E402
 
-from actors.engine.scheduler import SCHEDULERS  # noqa: E402
+from actors.engine.loop import SCHEDULERS  # noqa: E402
 
 INSTALLED = ROOT / "work" / "peers"
 PEERS: dict[str, tuple[str, Path, dict[str, str]]] = {  # script, Python, environment

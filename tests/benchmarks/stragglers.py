@@ -50,10 +50,10 @@ from output_length import explained, fit  # noqa: E402
 from shapes import SHAPES, write  # noqa: E402
 from workloads import CONTEXT, Workload, available, chance_of, draw, make  # noqa: E402
 
-from actors.engine.batching import plan_batches  # noqa: E402
 from actors.engine.decoder import Decoder  # noqa: E402
 from actors.engine.engine import Engine  # noqa: E402
-from actors.engine.scheduler import generate  # noqa: E402
+from actors.engine.loop import generate  # noqa: E402
+from actors.engine.scheduler import plan_batches  # noqa: E402
 from actors.engine.schedules.schedule import ScheduleSpec  # noqa: E402
 from actors.engine.types import Completion, EngineStats, Request  # noqa: E402
 

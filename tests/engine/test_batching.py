@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.engine.batching import plan_batches
+from actors.engine.scheduler import plan_batches
 
 
 def bytes_of(prompt_tokens: int, max_new_tokens: int) -> int:
@@ -33,23 +33,16 @@ def test_batches_hold_every_row_once_within_the_budget(rows: list[tuple[int, int
     st.integers(450, 3000),
     st.integers(1, 20),
 )
-def test_what_a_group_stores_once_counts_once_a_batch(rows: list[tuple[int, int, int]], budget: int, most: int) -> None:
-    """And a batch ends only where the next row would not fit."""
-    shared = [20 * group for _, _, group in rows]
-    prompts, news = [own + before for (own, _, _), before in zip(rows, shared, strict=True)], [row[1] for row in rows]
-    groups = [row[2] for row in rows]
-    batches = plan_batches(
-        prompts, news, row_bytes=bytes_of, budget_bytes=budget, max_rows=most, groups=groups, shared=shared
-    )
-    assert sorted(row for batch in batches for row in batch) == list(range(len(rows)))
+def test_rows_of_a_group_follow_each_other_in_full_batches(
+    rows: list[tuple[int, int, int]], budget: int, most: int
+) -> None:
+    prompts, news, groups = ([row[part] for row in rows] for part in range(3))
+    batches = plan_batches(prompts, news, row_bytes=bytes_of, budget_bytes=budget, max_rows=most, groups=groups)
+    order = [groups[row] for batch in batches for row in batch]
+    assert len(list(itertools.groupby(order))) == len(set(groups))
 
     def size(batch: list[int]) -> int:
-        longest, new, first = max(prompts[row] for row in batch), max(news[row] for row in batch), set[int]()
-        total = 0
-        for row in batch:
-            total += bytes_of(longest - (shared[row] if groups[row] in first else 0), new)
-            first.add(groups[row])
-        return total
+        return len(batch) * bytes_of(max(prompts[row] for row in batch), max(news[row] for row in batch))
 
     for batch, then in itertools.pairwise([*batches, []]):
         assert 1 <= len(batch) <= most and size(batch) <= budget

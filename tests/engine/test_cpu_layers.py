@@ -34,7 +34,7 @@ from actors.engine.cpu.packing import (
 )
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
-from actors.engine.scheduler import generate
+from actors.engine.loop import generate
 from actors.engine.schedules.schedule import ScheduleSpec
 from actors.engine.types import Request, SamplingParams
 

@@ -14,7 +14,7 @@ from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.library import divergence
 from actors.engine.library.divergence import Model, Pair, answer_regret, teacher_forced
-from actors.engine.scheduler import generate
+from actors.engine.loop import generate
 from actors.engine.schedules.schedule import ScheduleSpec
 from actors.engine.types import Request, SamplingParams
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from actors.engine.cpu import huge_pages
 from actors.engine.cpu.huge_pages import ALIGNED, PAGE
-from actors.engine.out_of_memory import is_out_of_memory
+from actors.engine.errors import is_out_of_memory
 
 DTYPES = [torch.bfloat16, torch.uint8, torch.float32]
 

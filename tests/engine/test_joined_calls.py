@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import LAYERS, tiny_model
 
-from actors.engine.call import Call
 from actors.engine.cpu import library
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
-from actors.engine.scheduler import CallScheduler, generate
+from actors.engine.loop import Call, Loop, generate
 from actors.engine.schedules.schedule import ScheduleSpec
 from actors.engine.types import Completion, Request, SamplingParams
 
@@ -63,13 +62,13 @@ def answer(
     engine: Engine, calls: Sequence[Sequence[Request]], prefix: Sequence[int] = (), **how: Any
 ) -> tuple[list[list[Completion]], list[Call]]:
     """Each call is submitted when the one before drains, as a second thread does."""
-    scheduler = CallScheduler(engine, **{**HOW, "joins_calls": True, **how})
+    scheduler = Loop(engine, **{**HOW, "joins_calls": True, **how})
     done: list[Call] = []
 
     def submit() -> None:
         number = len(done)
         if number < len(calls):
-            done.append(scheduler.submit(calls[number], prefix, on_drain=submit))
+            done.append(scheduler.add(calls[number], prefix, on_drain=submit))
 
     submit()
     got = []
@@ -162,11 +161,11 @@ def test_runs_of_one_call_follow_each_other_without_a_gap(kernels: Decoder) -> N
 
 
 def test_a_call_that_reports_its_batches_joins_no_other(kernels: Decoder) -> None:
-    scheduler = CallScheduler(Engine(kernels, SCHEDULE, ()), **HOW, joins_calls=True)
+    scheduler = Loop(Engine(kernels, SCHEDULE, ()), **HOW, joins_calls=True)
     seen: list[Sequence[int]] = []
     drained: list[bool] = []
-    first = scheduler.submit(requests(9, 1), on_batch=seen.append, on_drain=lambda: drained.append(True))
-    second = scheduler.submit(requests(3, 2))
+    first = scheduler.add(requests(9, 1), on_batch=seen.append, on_drain=lambda: drained.append(True))
+    second = scheduler.add(requests(3, 2))
     scheduler.finish(first)
     assert not second.completions and not drained and {row for batch in seen for row in batch} == set(range(9))
     scheduler.finish(second)
@@ -198,8 +197,8 @@ def test_memory_that_runs_out_in_joined_calls_costs_no_answer(
 
 def test_an_error_ends_the_calls_in_flight_and_no_other(kernels: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(kernels, SCHEDULE, ())
-    scheduler = CallScheduler(engine, **HOW, joins_calls=True)
-    first, second = scheduler.submit(requests(3, 1)), scheduler.submit(requests(3, 2))
+    scheduler = Loop(engine, **HOW, joins_calls=True)
+    first, second = scheduler.add(requests(3, 1)), scheduler.add(requests(3, 2))
     with monkeypatch.context() as patched:
         patched.setattr(Engine, "admit", lambda *given: (_ for _ in ()).throw(RuntimeError("broken")))
         with pytest.raises(RuntimeError, match="broken"):

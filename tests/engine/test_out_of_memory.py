@@ -14,8 +14,8 @@ from tiny_models import LAYERS, tiny_model
 
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
-from actors.engine.out_of_memory import free_memory, is_out_of_memory
-from actors.engine.scheduler import SCHEDULERS, generate
+from actors.engine.errors import free_memory, is_out_of_memory
+from actors.engine.loop import SCHEDULERS, generate
 from actors.engine.schedules.schedule import ScheduleSpec
 from actors.engine.types import FinishReason, Request, SamplingParams
 

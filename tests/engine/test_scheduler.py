@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from oracle import oracle
 from tiny_models import LAYERS, tiny_model
 
-from actors.engine.batching import plan_batches
 from actors.engine.cache import cache_bytes_per_row
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
-from actors.engine.runs import SPREAD, Run, merge, smaller
-from actors.engine.scheduler import SCHEDULERS, generate
+from actors.engine.loop import SCHEDULERS, generate
+from actors.engine.scheduler import SPREAD, Run, merge, plan_batches, smaller
 from actors.engine.schedules.schedule import ScheduleSpec
 from actors.engine.types import Completion, Request, SamplingParams
 

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from oracle import oracle
 from tiny_models import LAYERS, VOCAB, tiny_model
 
-from actors.engine import shared_prefixes as module
-from actors.engine.batching import begins_with
+from actors.engine import scheduler as module
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
-from actors.engine.scheduler import generate
+from actors.engine.loop import generate
+from actors.engine.scheduler import begins_with, shared_prefixes
 from actors.engine.schedules.schedule import ScheduleSpec
-from actors.engine.shared_prefixes import shared_prefixes
 from actors.engine.types import Request, SamplingParams
 
 SCHEDULE = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)

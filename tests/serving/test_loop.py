@@ -20,7 +20,7 @@ from tiny_models import LAYERS, tiny_model
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.errors import UserError
-from actors.engine.scheduler import generate
+from actors.engine.loop import generate
 from actors.engine.schedules.schedule import Schedule, ScheduleSpec, envelope
 from actors.engine.types import Completion, FinishReason, Request, SamplingParams
 from actors.serving.loop import ClientGone, Event, OnlineLoop, QueueFull, Submission, hand_out

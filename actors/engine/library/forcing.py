@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.engine.batching import common_length
 from actors.engine.decoder import Decoder
 from actors.engine.library.token_tree import Level, Tokens, prompt_ranks, prompt_tokens, run_level
+from actors.engine.scheduler import common_length
 from actors.engine.schedules.schedule import Schedule
 
 Pair = Mapping[str, Any]  # `input_ids`, prompt and response, and `prompt_tokens`

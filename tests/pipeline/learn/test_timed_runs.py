@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.answers import Answer, Prompt
-from actors.engine.batching import plan_batches
+from actors.engine.scheduler import plan_batches
 from pipeline.learn.evaluate import timed_runs as timing
 from pipeline.learn.evaluate.timed_runs import TimedRun, common_batch, time_in_turn
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.engine.batching import SHORTEST_PREFIX, constant_prefix
 from actors.engine.checkpoint.loading import load_tokenizer
+from actors.engine.scheduler import SHORTEST_PREFIX, constant_prefix
 from pipeline.backends.in_process import InProcess
 from pipeline.backends.ray_data import RayData
 from pipeline.checkpoints.resolve import resolve_checkpoint

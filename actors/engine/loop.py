@@ -1,0 +1,398 @@
+"""The loop that answers requests: it admits them to the engine's slots and generates one token a step. Read it first.
+
+    loop = Loop(engine, budget_bytes=2**30, max_rows=64, scheduler="refill")
+    call = loop.add(requests)             # from any thread
+    while not call.done.is_set():
+        loop.step()                       # open slots, admit prompts, or make a decode step for all rows in flight
+    completions = call.result()           # loop.finish(call) is the last three lines
+
+Which rows are in flight together:
+
+    lock_step  A batch is admitted and runs until its last row has ended. All its rows have the same depth.
+    refill     As rows end, waiting rows take their slots, in groups: continuous batching at ragged depth. While the
+               last rows of a run finish, those of the next run are admitted, where its slots fit the cache.
+
+What runs together is a function of a call's requests and their answers alone, so that a retry or a resumed job runs the
+same batches; unless calls may join: then the next call's rows take the slots that the last rows of a call leave free.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby, islice
+
+from actors.engine.engine import Ended, Engine
+from actors.engine.errors import alone_error, free_memory, is_out_of_memory
+from actors.engine.scheduler import Prompt, Run, merge, plan_batches, shared_prefixes, smaller
+from actors.engine.types import SCHEDULERS, Completion, EngineStats, FinishReason, Request
+
+REFILL_SHARE = 8  # rows are admitted once 1/8 of the slots is free: a pass of one row costs as much as of a few
+OnBatch = Callable[[Sequence[int]], None]
+
+
+@dataclass(eq=False)
+class Call:
+    """Requests that are answered together; made by `Loop.add`.
+
+    Args:
+        requests: The requests.
+        prefixes: For each request, the beginning of its prompt that is computed once for several requests.
+        lengths: Prompt tokens of each request.
+        limits: Most new tokens of each request.
+        runs: Runs that have not begun, the next one last.
+        on_batch: See `Loop.add`, also for `on_drain`.
+        completions: Completions so far, by index of the request.
+        stats: Counts of the call, complete once `done` is set.
+        error: The error that ended the call early.
+        too_large: Bytes of the smallest cache that ran out of memory; none as large is tried again.
+    """
+
+    requests: Sequence[Request]
+    prefixes: Sequence[Prompt]
+    lengths: Sequence[int]
+    limits: Sequence[int]
+    runs: list[Run]
+    on_batch: OnBatch | None = None
+    on_drain: Callable[[], None] | None = None
+    completions: dict[int, Completion] = field(default_factory=dict)
+    stats: EngineStats = field(default_factory=EngineStats)
+    error: BaseException | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+    too_large: float = math.inf
+
+    def shape(self, rows: Sequence[int]) -> tuple[int, int]:
+        """Return the longest prompt and the most new tokens of these rows."""
+        return max(self.lengths[row] for row in rows), max(self.limits[row] for row in rows)
+
+    def left(self, run: Run) -> list[int]:
+        """Return the rows of a run that have not ended."""
+        return [row for row in run.rows if row not in self.completions]
+
+    def result(self) -> list[Completion]:
+        """Return the completions of all requests, in their order. Raises the error that ended the call."""
+        if self.error is not None:
+            raise self.error
+        return [self.completions[row] for row in range(len(self.requests))]
+
+
+@dataclass
+class _Flight:
+    """Rows between the engine's `open` and `close`.
+
+    Args:
+        capacity: Slots.
+        shape: Longest prompt and most new tokens that a slot holds.
+        members: Runs whose rows are here, the one that is admitted last.
+        waiting: Rows that wait for a slot.
+        tickets: Rows in flight, by the engine's ticket.
+        reported: Rows of the last call of `on_batch`.
+        joined: Whether rows of several runs were here together.
+    """
+
+    capacity: int
+    shape: tuple[int, int]
+    members: list[tuple[Call, Run]] = field(default_factory=list)
+    waiting: deque[tuple[Call, int]] = field(default_factory=deque)
+    tickets: dict[int, tuple[Call, int]] = field(default_factory=dict)
+    reported: set[int] = field(default_factory=set)
+    joined: bool = False
+
+    @property
+    def call(self) -> Call:
+        """The call whose rows are admitted."""
+        return self.members[-1][0]
+
+    @property
+    def has_free_slots(self) -> bool:
+        """Whether enough slots are free for a pass over prompts."""
+        return self.capacity - len(self.tickets) >= math.ceil(self.capacity / REFILL_SHARE)
+
+    def add(self, call: Call, run: Run) -> None:
+        """Let a run's rows wait for slots."""
+        self.joined = bool(self.members)
+        self.members = [(one, other) for one, other in self.members if one.left(other)] + [(call, run)]
+        self.waiting.extend((call, row) for row in run.rows)
+
+    def next_rows(self) -> list[tuple[Call, int]]:
+        """Return the waiting rows that are admitted now: as many as there are slots, once they are worth a pass."""
+        if self.tickets and not self.has_free_slots:
+            return []
+        return list(islice(self.waiting, self.capacity - len(self.tickets)))
+
+    def rows_of(self, call: Call) -> list[int]:
+        """Return the rows of a call that are in flight."""
+        return [row for one, row in self.tickets.values() if one is call]
+
+    def report(self) -> None:
+        """Call `on_batch` with the rows in flight and those that may be admitted next."""
+        if self.call.on_batch is not None:
+            self.reported = {*self.rows_of(self.call), *(row for _, row in islice(self.waiting, self.capacity))}
+            self.call.on_batch(sorted(self.reported))
+
+
+class Loop:
+    """Answers calls of requests, one after the other, or joined where one ends.
+
+    Where memory runs out, the rows that have not ended run again: first without rows of another run, then with half as
+    many in flight. A request that runs out of memory alone gets a completion with an error.
+
+    Args:
+        engine: Engine without rows in flight; nobody else uses it while a call is answered.
+        budget_bytes: Bytes of cache of the rows in flight.
+        max_rows: Most rows in flight.
+        share_prefixes: Whether longer beginnings that some prompts share are computed once too.
+        scheduler: One of SCHEDULERS.
+        joins_calls: Whether rows of a call may be in flight with the last ones of the call before. For engines whose
+            results for a row do not depend on other rows, or need not be the same in each run.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        budget_bytes: int,
+        max_rows: int,
+        share_prefixes: bool = True,
+        scheduler: str = "lock_step",
+        joins_calls: bool = False,
+    ) -> None:
+        assert scheduler in SCHEDULERS
+        self.engine, self.budget_bytes, self.max_rows = engine, budget_bytes, max_rows
+        self.share_prefixes, self.refills = share_prefixes, scheduler == "refill"
+        self.joins_calls = joins_calls and self.refills
+        self._queue: deque[Call] = deque()  # added, not begun
+        self._begun: list[Call] = []  # oldest first
+        self._flight: _Flight | None = None
+        if self.joins_calls:
+            engine.reserved_bytes = budget_bytes  # so that the next call's cache fits the memory of this one's
+
+    def add(
+        self,
+        requests: Sequence[Request],
+        prefix: Sequence[int] = (),
+        on_batch: OnBatch | None = None,
+        on_drain: Callable[[], None] | None = None,
+    ) -> Call:
+        """Queue requests, from any thread.
+
+        Args:
+            requests: The rows.
+            prefix: Token ids with which most prompts begin; its keys and values are kept until another prefix comes.
+            on_batch: Called, before memory is allocated for them, with the indices of all requests that may be in
+                flight until its next call. A call with it joins no other.
+            on_drain: Called when the last row has been admitted and rows of another call would find slots.
+
+        Raises:
+            UserError: A request that cannot be run.
+        """
+        lengths = [len(request.prompt_ids) for request in requests]
+        limits = [request.new_tokens_limit(self.engine.decoder.context_length) for request in requests]
+        prefixes = shared_prefixes([request.prompt_ids for request in requests], prefix, nested=self.share_prefixes)
+        numbers: dict[Prompt, int] = {}
+        batches = plan_batches(
+            lengths,
+            limits,
+            row_bytes=self.engine.row_bytes,
+            budget_bytes=self.budget_bytes,
+            max_rows=self.max_rows,
+            groups=[numbers.setdefault(one, len(numbers)) for one in prefixes],
+        )
+        runs = [Run(batch, len(batch)) for batch in batches]
+        if self.refills:
+            runs = merge(runs, lengths, limits, self.engine.row_bytes, self.budget_bytes)
+        call = Call(requests, prefixes, lengths, limits, runs[::-1], on_batch, on_drain)
+        if requests:
+            self._queue.append(call)
+        else:
+            call.done.set()
+        return call
+
+    def finish(self, call: Call) -> list[Completion]:
+        """Step until a call has ended, from one thread at a time; return its completions."""
+        while not call.done.is_set():
+            self.step()
+        return call.result()
+
+    def step(self) -> list[tuple[Call, int, Completion]]:
+        """Open slots for the next run, then admit rows or make a decode step; return the rows that have ended.
+
+        A call with rows must have been added.
+        """
+        ended: list[tuple[Call, int, Completion]] = []
+        failed = False
+        try:
+            flight = self._flight or self._open()
+            self._join(flight)
+            rows = flight.next_rows()
+            found = self._admit(flight, rows) if rows else self._decode(flight)
+            ended = [(*flight.tickets.pop(ticket), completion) for ticket, completion in found]
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                self._abandon(error)
+                raise
+            failed = True
+        except BaseException as error:
+            self._abandon(error)
+            raise
+        for call, row, completion in ended:
+            call.completions[row] = completion
+        if failed:  # outside of the clause: the error's traceback holds tensors
+            self._run_again()
+        elif not (flight.waiting or flight.tickets):
+            self.engine.close()
+            self._flight = None
+        for call in [call for call in self._begun if len(call.completions) == len(call.requests)]:
+            self._begun.remove(call)
+            self._count(call)
+            call.done.set()
+        return ended
+
+    def _open(self) -> _Flight:
+        """Open the engine for the next run."""
+        while True:
+            call = self._next_call()
+            assert call is not None, "no call has rows left"
+            self._begin(call)
+            run = call.runs.pop()
+            shape = call.shape(run.rows)
+            if run.capacity == 1 or run.capacity * self.engine.row_bytes(*shape) < call.too_large:
+                break
+            call.runs += smaller(run)[::-1]
+        flight = self._flight = _Flight(run.capacity, shape)
+        flight.add(call, run)
+        flight.report()  # before memory is allocated, which may kill the process
+        self.engine.open(run.capacity, *shape)
+        call.stats.batches += 1
+        return flight
+
+    def _next_call(self) -> Call | None:
+        """Return the oldest call that has rows to admit."""
+        return next((call for call in self._begun if call.runs), self._queue[0] if self._queue else None)
+
+    def _begin(self, call: Call) -> None:
+        if call not in self._begun:
+            self._begun.append(call)
+            self._queue.popleft()
+
+    def _joins(self, call: Call) -> bool:
+        """Return whether a call may share steps with another."""
+        return self.joins_calls and call.on_batch is None
+
+    def _may_join(self, flight: _Flight) -> bool:
+        """Return whether rows of another run may be admitted to these."""
+        call, run = flight.members[-1]
+        return self.refills and not run.apart and (bool(call.runs) or self._joins(call))
+
+    def _join(self, flight: _Flight) -> None:
+        """Once a run's last rows have been admitted and slots are free, let the next run's rows wait for them."""
+        if flight.waiting or not flight.has_free_slots or not self._may_join(flight):
+            return
+        on_drain = flight.call.on_drain
+        if not flight.call.runs and on_drain is not None:
+            flight.call.on_drain = None  # once
+            on_drain()
+        call = self._next_call()
+        if call is None or call.runs[-1].apart or (call is not flight.call and not self._joins(call)):
+            return
+        run = call.runs[-1]
+        shapes = [call.shape(run.rows), *(one.shape([row]) for one, row in flight.tickets.values())]
+        shape = max(prompt for prompt, _ in shapes), max(new for _, new in shapes)
+        size = self.engine.row_bytes(*shape)
+        most = min(self.max_rows, self.budget_bytes // size) if size else self.max_rows
+        if most * size >= call.too_large or most < run.capacity or most <= len(flight.tickets):
+            return  # until rows in flight that need longer slots have ended
+        if call.on_batch is not None:
+            call.on_batch(sorted({*flight.rows_of(call), *run.rows[:most]}))
+        if not self.engine.widen(most, *shape):
+            return
+        self._begin(call)
+        call.runs.pop()
+        flight.add(call, run)
+        flight.capacity, flight.shape = most, shape
+        self.engine.stats.batches += 1
+        call.stats.batches += 1
+
+    def _admit(self, flight: _Flight, rows: Sequence[tuple[Call, int]]) -> Ended:
+        """Admit the first waiting rows; return those that have ended with their first token."""
+        engine = self.engine
+        if flight.call.on_batch is not None and not flight.reported.issuperset(row for _, row in rows):
+            flight.report()
+        for (_, prefix), members in groupby(rows, lambda one: (id(one[0]), one[0].prefixes[one[1]])):
+            alike = list(members)  # one pass computes them
+            call, before = alike[0][0], replace(engine.stats)
+            tickets = engine.admit([call.requests[row] for _, row in alike], prefix)
+            call.stats.add_prompts(engine.stats, before)
+            for _ in alike:
+                flight.waiting.popleft()
+            flight.tickets.update(zip(tickets, alike, strict=True))
+        return engine.retire()
+
+    def _decode(self, flight: _Flight) -> Ended:
+        before = self.engine.stats.decode_seconds
+        ended = self.engine.step(last=not flight.waiting and not self._may_join(flight))
+        self._begun[0].stats.decode_seconds += self.engine.stats.decode_seconds - before  # of joined calls, the older's
+        return ended
+
+    def _run_again(self) -> None:
+        """Put back the rows that have not ended, after memory has run out."""
+        flight, self._flight = self._flight, None
+        self.engine.close()
+        self.engine.release_memory()
+        free_memory()
+        self.engine.stats.out_of_memory += 1
+        if flight is None:
+            return
+        self._begun[0].stats.out_of_memory += 1
+        for call, run in reversed(flight.members):
+            left = call.left(run)
+            if not left:
+                continue
+            shape = call.shape(run.rows)
+            if flight.joined:
+                call.runs.append(replace(run, rows=left, apart=True))
+            elif len(run.rows) == 1:
+                score = 0.0 if self.engine.cumulative_logprob else None
+                call.completions[left[0]] = Completion((), FinishReason.ERROR, score, error=alone_error(*shape))
+            else:
+                call.too_large = min(call.too_large, run.capacity * self.engine.row_bytes(*shape))
+                call.runs += smaller(replace(run, rows=left))[::-1]
+
+    def _abandon(self, error: BaseException) -> None:
+        """End all calls whose rows are in flight."""
+        self._flight = None
+        self.engine.close()
+        for call in self._begun:
+            call.error = error
+            call.done.set()
+        self._begun = []
+
+    def _count(self, call: Call) -> None:
+        """Count the tokens and steps of a call that has ended."""
+        call.stats.cache_bytes = self.engine.stats.cache_bytes
+        for row, completion in call.completions.items():
+            count = len(completion.token_ids)
+            schedule = call.requests[row].schedule or self.engine.schedule
+            call.stats.generated_tokens += count
+            call.stats.add_steps(schedule, max(count - 1, 0))
+
+
+def generate(
+    engine: Engine,
+    requests: Sequence[Request],
+    *,
+    budget_bytes: int,
+    max_rows: int,
+    prefix: Sequence[int] = (),
+    share_prefixes: bool = True,
+    scheduler: str = "lock_step",
+    on_batch: OnBatch | None = None,
+) -> list[Completion]:
+    """Answer all requests; return completions in their order. Arguments and errors as of `Loop`."""
+    loop = Loop(
+        engine, budget_bytes=budget_bytes, max_rows=max_rows, share_prefixes=share_prefixes, scheduler=scheduler
+    )
+    return loop.finish(loop.add(requests, prefix, on_batch))
