@@ -20,7 +20,7 @@ def init(
     """Look at an input's columns and write a commented job file. Replaces no file."""
     with command(verbose):
         from pipeline.messages import counted, listed
-        from pipeline.propose.job_file import PLACEHOLDER, write_job_file
+        from pipeline.propose import PLACEHOLDER, write_job_file
 
         sample, proposal = write_job_file(path, output, model)
         typer.echo(f"{counted(sample.files, 'file')}; columns: {listed(sample.columns)}")

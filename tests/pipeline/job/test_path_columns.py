@@ -14,7 +14,7 @@ from in_process import run_and_read
 
 from actors.engine.errors import UserError
 from pipeline.config.job import JobConfig, StorageConfig
-from pipeline.propose.sample import read_sample
+from pipeline.propose import read_sample
 from pipeline.storage.folder import filesystem
 from pipeline.try_rows import answer_first_rows
 

@@ -20,9 +20,7 @@ from actors.engine.errors import UserError
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
 from pipeline.config.load import load_config, parse_yaml, validated
-from pipeline.propose.columns import propose
-from pipeline.propose.job_file import PLACEHOLDER, job_text, write_job_file
-from pipeline.propose.sample import Sample
+from pipeline.propose import PLACEHOLDER, Sample, job_text, propose, write_job_file
 
 
 def written(folder: Path, *arguments: str) -> tuple[Any, Path]:

@@ -1,0 +1,250 @@
+"""Write a commented job file from an input's columns (`skipdecode init`)."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import keyword
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from actors.engine.errors import UserError
+from pipeline.config.input import InputFormat
+from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.config.load import dump_yaml, parse_yaml, validated
+from pipeline.messages import listed, one_line, printable
+from pipeline.plan.columns import check_columns
+from pipeline.prepare.chat import Chat, check_chat
+from pipeline.prepare.tokenizer import tokenizer_of
+from pipeline.read.files import file_format, list_files
+from pipeline.read.rows import path_values
+from pipeline.read.text_files import parsed
+from pipeline.read.text_lines import GZIP_ERRORS, csv_header, csv_rows, json_lines, open_text, records
+from pipeline.storage.folder import filesystem
+
+ROWS = 200  # rows of the first file to look at
+IDS = ("id", "uuid", "key", "row_id", "custom_id", "index", "name")
+CHATS = ("messages", "conversation", "conversations", "chat")
+PROMPTS = ("prompt", "question", "instruction", "query", "request", "input")  # columns that say what to do
+TEXTS = ("text", "content", "body", "document", "article", "review", "sentence", "description", "title")
+REQUEST = {"custom_id", "method", "url", "body"}  # columns of an OpenAI batch
+SUMMARY = "\n\nSummary:"  # end of a template for a model that continues texts
+LONG = 400  # characters from which a text is no id
+DEMO, PLACEHOLDER = "configs/demo/checkpoint", "owner/name@revision"
+SYSTEM = "You do what the user asks, and write nothing else."
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Hold the number of input files, the `input.format` that their names do not say, and sampled values by column."""
+
+    files: int
+    format: InputFormat | None
+    columns: dict[str, list[Any]]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Hold keys of section `input`, and a sentence about each choice."""
+
+    keys: dict[str, Any]
+    notes: list[str]
+
+
+def write_job_file(path: str, output: Path, model: str | None = None) -> tuple[Sample, Proposal]:
+    """Write the job file of an input to a new file.
+
+    Args:
+        path: File, folder or glob, local or s3://.
+        output: The job file. It must not exist.
+        model: Checkpoint; by default the demo's where it is found, else a placeholder.
+
+    Raises:
+        UserError: The job file exists, or the input has no rows or no prompts.
+    """
+    if output.exists():
+        raise UserError(f"{output}: exists, and is not replaced; give another --output")
+    sample = read_sample(path, StorageConfig())
+    proposal = propose(sample.columns)
+    text = job_text(path, sample, proposal, model or (DEMO if Path(DEMO).is_dir() else PLACEHOLDER))
+    check_columns(validated(JobConfig, parse_yaml(text), path))
+    try:
+        with open(output, "x") as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(f"{output}: cannot be written: {error.strerror}") from None
+    return sample, proposal
+
+
+def read_sample(path: str, storage: StorageConfig) -> Sample:
+    """Read the first rows of the first file. Raise UserError if there are none, or the file cannot be read."""
+    first: UserError | None = None
+    for given in (None, "jsonl", "csv"):  # a folder's format cannot be told from its name
+        try:
+            urls = list(list_files([path], storage, given))
+            break
+        except UserError as error:
+            first = first or error
+    else:
+        assert first is not None
+        raise first
+    kind = file_format(urls[0], given)
+    try:
+        rows = [path_values(urls[0]) | row for row in itertools.islice(_rows(urls[0], kind, storage), ROWS)]
+    except (pa.ArrowException, ValueError, *GZIP_ERRORS) as error:
+        raise UserError(f"{urls[0]}: cannot be read as {kind}: {one_line(error)}") from None
+    if not rows:
+        raise UserError(f"{urls[0]}: no row that can be read as {kind}")
+    names = dict.fromkeys(name for row in rows for name in row)
+    return Sample(len(urls), given, {name: [row.get(name) for row in rows] for name in names})
+
+
+def _rows(url: str, kind: str, storage: StorageConfig) -> Iterator[dict[str, Any]]:
+    if kind == "parquet":
+        fs, inside = filesystem(url, storage)
+        with fs.open(inside, "rb") as opened:
+            for batch in pq.ParquetFile(opened).iter_batches(ROWS, use_threads=False):
+                yield from batch.to_pylist()
+        return
+    with open_text(url, storage) as stream:
+        if kind == "jsonl":  # lines that are no objects are errors of their rows when the job runs
+            for block, *_ in records(stream, "jsonl"):
+                yield from (values for values, _ in map(parsed, json_lines(block)) if values is not None)
+            return
+        names = csv_header(stream)
+        stream.seek(0)
+        lines = itertools.chain.from_iterable(csv_rows(block) for block, *_ in records(stream, "csv"))
+        yield from (dict(zip(names, fields, strict=False)) for fields, _ in itertools.islice(lines, 1, None))
+
+
+def propose(columns: Mapping[str, Sequence[Any]]) -> Proposal:
+    """Choose id and prompt among the columns. Raise UserError if no column can be a prompt.
+
+    columns: Sampled values by name, None where a row has no value.
+    """
+    if set(columns) >= REQUEST:
+        return Proposal({"format": "openai_batch"}, ["Each line is a request with a custom_id: an OpenAI batch."])
+    likely = [name for name in columns if name.lower() in IDS or name.lower().endswith(("_id", "-id"))]
+    likely.sort(key=lambda name: IDS.index(name.lower()) if name.lower() in IDS else 2)
+    found = next((name for name in likely if _is_id(columns[name])), None)
+    keys = {} if found is None else {"id": found}
+    notes = ["No column has another value in each row: ids are made of file and row number."]
+    if found is not None:
+        notes = [f"{found} has no value twice in the sampled rows: it becomes `id`."]
+
+    def chosen(key: str, value: str, note: str) -> Proposal:
+        return Proposal({**keys, key: value}, [*notes, note])
+
+    chats = [name for name, values in columns.items() if _all(values, _is_chat)]
+    if chats:
+        chat = min(chats, key=lambda name: CHATS.index(name) if name in CHATS else len(CHATS))
+        return chosen("messages", chat, f"{chat} holds chats: the model's template renders them.")
+    texts = [name for name in columns if name != found and _all(columns[name], lambda value: isinstance(value, str))]
+    asks = [name for name in PROMPTS if name in texts]
+    if {"instruction", "input"} <= set(asks):
+        template = "{{ instruction }}\n\n{{ input }}"
+        return chosen("template", template, "instruction and input make one prompt.")
+    if asks:
+        return chosen("prompt", asks[0], f"{asks[0]} holds the prompts.")
+    tokens = next((name for name, values in columns.items() if _all(values, _is_tokens)), None)
+    if tokens is not None:
+        return chosen("prompt", tokens, f"{tokens} holds prompts as token ids.")
+    if not texts:
+        raise UserError(
+            f"no column holds text, token ids or chats ({listed(columns)}); write a job with input.template"
+        )
+    named = [name for name in TEXTS if name in texts]
+    text = named[0] if named else max(texts, key=lambda name: mean(len(value or "") for value in columns[name]))
+    if not text.isidentifier() or keyword.iskeyword(text):
+        return chosen("prompt", text, f"{text} holds the longest texts: it is the prompt.")
+    template = f"Summarize in one sentence.\n\n{{{{ {text} }}}}{SUMMARY}"
+    return chosen(
+        "template", template, f"{text} holds texts: the template asks for a summary of one sentence; change it."
+    )
+
+
+def _is_id(values: Sequence[Any]) -> bool:
+    return len(set(map(str, values))) == len(values) and all(
+        isinstance(value, str | int) and len(str(value)) < LONG for value in values
+    )
+
+
+def _all(values: Sequence[Any], fits: Any) -> bool:
+    """Return True if there are values and all of them fit, missing ones aside."""
+    given = [value for value in values if value is not None]
+    return bool(given) and all(map(fits, given))
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(entry) is int for entry in value)
+
+
+def _is_chat(value: Any) -> bool:
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return False
+    is_list = isinstance(value, list) and bool(value)
+    return is_list and all(isinstance(entry, dict) and {"role", "content"} <= set(entry) for entry in value)
+
+
+def job_text(path: str, sample: Sample, proposal: Proposal, model: str) -> str:
+    """Return a job file with a comment for each choice."""
+    keys = {"path": path} | ({"format": sample.format} if sample.format else {}) | proposal.keys
+    is_chat = "messages" in keys or keys.get("format") == "openai_batch"
+    if not is_chat and _has_chat_template(model):
+        keys["chat"] = True
+        try:  # else the template may add a system message of its own, which small models repeat
+            check_chat(tokenizer_of(model), Chat(system=SYSTEM), model)
+            keys["system"] = SYSTEM
+        except UserError:
+            pass
+        if "template" in keys:
+            keys["template"] = keys["template"].removesuffix(SUMMARY)
+    name = path.rstrip("/").rpartition("/")[2].partition(".")[0].replace("*", "") or "answers"
+    notes = "".join(f"# {printable(line)}\n" for line in (f"Columns: {listed(sample.columns)}", *proposal.notes))
+    hint = (
+        "" if is_chat or "chat" in keys else "  # chat: true                      # for a model with a chat template\n"
+    )
+    edit = "  # replace it: a folder, s3://…, or a model on the hub\n" if model == PLACEHOLDER else ""
+    return f"""# Written by `skipdecode init {printable(path)}`. Every key: configs/README.md of the project.
+#
+# skipdecode try THIS_FILE     answers five rows, and writes nothing
+# skipdecode plan THIS_FILE    predicts time and cost at each speed
+# skipdecode run THIS_FILE     answers all rows; the same command resumes
+#
+# Paths are relative to the folder in which a command runs.
+
+{notes}{dump_yaml({"input": keys})}{hint}{dump_yaml({"output": {"path": f"answers/{name}"}})}\
+  # keep: []                        # input columns to copy to the answers
+  # format: jsonl                   # answers.jsonl too
+{dump_yaml({"model": {"path": model}})}{edit}\
+  # dtype: float32                  # default bfloat16
+# schedule: {{speedup: 2}}            # fewer layers a token; `skipdecode adapt` trains a model for it first
+sampling:
+  max_new_tokens: 128               # tokens of an answer, at most
+  temperature: 0.0                  # 0 is greedy
+# choices: [positive, negative]     # labels, one of which is each answer
+actors:
+  count: 1                          # processes that hold the model
+  # gpus: 1                         # of each
+# price_per_hour: 2.5               # of a GPU, or of an actor on CPUs, for `plan`
+# budget: {{hours: 10}}               # device-hours after which the job stops
+"""
+
+
+def _has_chat_template(model: str) -> bool:
+    folder = Path(model)
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    try:
+        return "chat_template" in json.loads((folder / "tokenizer_config.json").read_text())
+    except (OSError, ValueError):
+        return False

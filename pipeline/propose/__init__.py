@@ -1,1 +1,0 @@
-"""A job file from an input's columns: `skipdecode init`."""
