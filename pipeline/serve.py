@@ -43,6 +43,8 @@ from pipeline.runtime.announce import announce, announced
 from pipeline.runtime.ray_session import actor_cpus, ray_session
 from pipeline.runtime.signals import Interrupted, interruptible
 
+MAX_WAITING = 256  # answers that wait, at most; above it requests get status 429
+MAX_BODY_BYTES = 8 * 2**20  # of a request
 NAME = "skipdecode"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 READY_SECONDS = 300.0  # to listen once the model is loaded
@@ -72,8 +74,7 @@ class PlannedServer:
 
     def load(self) -> ServedModel:
         """Load the model on this node, where the checkpoint is fetched and compared with the plan."""
-        replicas = self.config.replicas
-        return ServedModel(self.config.served_name, fetched(self.generator), replicas.max_waiting, render)
+        return ServedModel(self.config.served_name, fetched(self.generator), MAX_WAITING, render)
 
 
 def plan_server(config: ServeConfig, *, on_this_machine: bool, hardware: Hardware | None = None) -> PlannedServer:
@@ -87,7 +88,7 @@ def plan_server(config: ServeConfig, *, on_this_machine: bool, hardware: Hardwar
     Raises:
         UserError: Settings, checkpoint or memory that do not fit, in one line.
     """
-    limits = Limits(config.http.timeout_seconds, config.http.max_body_bytes, key_digest(config.http))
+    limits = Limits(config.http.timeout_seconds, MAX_BODY_BYTES, key_digest(config.http))
     checkpoint = resolve_checkpoint(config.model, config.storage)
     schedule = checkpoint.schedule(config.schedule.changes(), config.model, unadapted=config.schedule.unadapted)
     job = JobConfig.model_validate(
@@ -170,8 +171,8 @@ def application(planned: PlannedServer) -> Application:
             "runtime_env": {"env_vars": ONE_LOOP},
         },
         # a replica's own queue refuses what is too much, with a time to come again
-        "max_ongoing_requests": 2 * (replicas.max_batch + replicas.max_waiting),
-        "max_queued_requests": replicas.max_waiting,
+        "max_ongoing_requests": 2 * (replicas.max_batch + MAX_WAITING),
+        "max_queued_requests": MAX_WAITING,
         "backpressure_config": {"status_code": 429, "retry_after_s": 1},
         "graceful_shutdown_timeout_s": GRACE_SECONDS,
         "logging_config": QUIET,
@@ -185,7 +186,7 @@ def application(planned: PlannedServer) -> Application:
 def _scaling(replicas: ReplicasConfig) -> dict[str, Any]:
     if replicas.max is None:
         return {"num_replicas": replicas.count or 1}
-    target = replicas.target_requests or max(1, replicas.max_batch // 2)
+    target = max(1, replicas.max_batch // 2)  # requests of a replica, above which another one starts
     return {
         "num_replicas": None,
         "autoscaling_config": {

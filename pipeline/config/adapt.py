@@ -50,6 +50,7 @@ TRAINING = {
 class AdaptConfig(Section):
     """The job's horizon, decay, warmup and keep_order are kept; depths and prompt policy are chosen."""
 
+    removed: ClassVar[dict[str, tuple[Any, str]]] = {"seed": (0, "the draw of rows is fixed; leave it out")}
     renamed: ClassVar[dict[str, str]] = {"lora": "adapter, which is trained unless weights: full is set"}
 
     rows: int = Field(2000, ge=3, description="input rows answered at full depth, held-out ones included")
@@ -79,7 +80,6 @@ class AdaptConfig(Section):
         "interval; default 10 of fidelity and agreement_rouge_l, 5 of agreement_exact, 2 of others, 0.1 nats",
     )
     references: str | None = Field(None, description="input column with right answers, a string or a list of strings")
-    seed: int = Field(0, ge=0, description="of the draw of rows")
     max_tokens: int | None = Field(
         None, ge=4, description="tokens of prompt and answer; longer pairs are not trained on; default no limit"
     )

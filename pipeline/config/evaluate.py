@@ -28,16 +28,13 @@ class EvalDataConfig(Section):
     limit: int | None = Field(None, ge=1, description="rows")
 
 
-class BootstrapConfig(Section):
-    samples: int = Field(1000, ge=100, le=1_000_000, description="resampled data sets of every interval")
-    seed: int = Field(0, ge=0, description="of the resampling; the same rows are drawn for every line")
-    confidence: float = Field(0.95, gt=0, lt=1, description="share of the resampled scores inside an interval")
-
-
 class EvalConfig(Section):
     renamed: ClassVar[dict[str, str]] = {"beside": "baselines"}
 
-    removed: ClassVar[dict[str, tuple[Any, str]]] = {"exact": (False, "leave it out")}
+    removed: ClassVar[dict[str, tuple[Any, str]]] = {
+        "exact": (False, "leave it out"),
+        "bootstrap": ({}, "intervals are of 95%, from 1,000 resampled data sets"),
+    }
 
     data: EvalDataConfig
     model: ModelConfig
@@ -70,7 +67,6 @@ class EvalConfig(Section):
     )
     threads: int | None = Field(None, ge=1, description="torch threads; default all cores")
     runs: int = Field(1, ge=1, description="times each line is timed; the median is shown")
-    bootstrap: BootstrapConfig = Field(default_factory=BootstrapConfig)
     storage: StorageConfig = Field(default_factory=StorageConfig)
 
     @model_validator(mode="after")

@@ -35,15 +35,17 @@ class ServeSamplingConfig(SamplingConfig):
 
 class ReplicasConfig(Section):
     removed: ClassVar[dict[str, tuple[Any, str]]] = {
-        "events_per_second": (1000, "each step's tokens are sent at once; a client that reads slowly gets fewer events")
+        "events_per_second": (
+            1000,
+            "a client that reads slowly gets fewer events; leave it out",
+        ),
+        "target_requests": (None, "another replica starts above half of max_batch requests: set max_batch"),
+        "max_waiting": (256, "256 answers wait, further requests get status 429; raise max or count"),
     }
 
     count: int | None = Field(None, ge=1, description="number of replicas; default 1 without min and max")
     min: int | None = Field(None, ge=1, description="least number of replicas, autoscaling")
     max: int | None = Field(None, ge=1, description="largest number of replicas, autoscaling")
-    target_requests: int | None = Field(
-        None, ge=1, description="requests a replica above which another one is started; default half of max_batch"
-    )
     gpus: float = Field(0, ge=0, description="GPUs per replica")
     cpus: float | None = Field(None, gt=0, description="logical CPUs per replica; default its threads")
     threads: int | None = Field(
@@ -52,14 +54,11 @@ class ReplicasConfig(Section):
     cache_bytes: int | None = Field(
         None, ge=1, description="bytes of key/value cache of the answers in flight; default 1 GiB on CPU, 8 GiB a GPU"
     )
-    max_batch: int = Field(64, ge=1, description="answers in flight at most")
-    max_waiting: int = Field(256, ge=1, description="answers that wait at most; above it requests get status 429")
+    max_batch: int = Field(64, ge=1, description="answers in flight at most; 256 more wait, above it status is 429")
 
     @model_validator(mode="after")
     def _fixed_or_range(self) -> ReplicasConfig:
         self.as_actors()
-        if self.target_requests is not None and self.max is None:
-            raise UserError("target_requests is for autoscaling: give min and max too")
         return self
 
     def as_actors(self) -> ActorsConfig:
@@ -69,7 +68,10 @@ class ReplicasConfig(Section):
 
 
 class HttpConfig(Section):
-    removed: ClassVar[dict[str, tuple[Any, str]]] = {"haproxy": (False, "Ray Serve's own proxy is used")}
+    removed: ClassVar[dict[str, tuple[Any, str]]] = {
+        "haproxy": (False, "Ray Serve's own proxy is used"),
+        "max_body_bytes": (8 * 2**20, "a request holds at most 8 MiB; answer longer ones by skipdecode run"),
+    }
 
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 is every network")
     port: int = Field(8000, ge=1, le=65535, description="port to listen on")
@@ -77,7 +79,6 @@ class HttpConfig(Section):
         None, min_length=1, description="environment variable that holds the API key; default: no key is asked for"
     )
     timeout_seconds: float = Field(600, gt=0, description="after which a request ends with status 504")
-    max_body_bytes: int = Field(8 * 2**20, ge=1, description="largest request")
 
 
 class ServeConfig(Section):

@@ -24,9 +24,9 @@ from roofline import Ceilings, measure
 
 from actors.engine.checkpoint.loading import Checkpoint, inspect
 from actors.engine.checkpoint.speed_adapter import with_adapter
-from pipeline.config.evaluate import BootstrapConfig, EvalConfig
+from pipeline.config.evaluate import EvalConfig
 from pipeline.config.load import load_config
-from pipeline.learn.evaluate.intervals import interval, resampled_sums
+from pipeline.learn.evaluate.intervals import Bootstrap, interval, resampled_sums
 from pipeline.learn.evaluate.metrics import Array
 from pipeline.learn.evaluate.results import answers_file
 
@@ -34,7 +34,7 @@ METRICS = {"text": "bleu", "labels": "exact_match", "groups": "exact_match", "su
 TITLES = {"bleu": "BLEU", "exact_match": "accuracy %", "rouge_l": "ROUGE-L"}
 LINES = {"adapted": "adapted", "measured": "unadapted, measured order", "paper": "unadapted, paper's order"}
 OF_PROMPT_AND_FALL = ("horizon", "decay", "prompt")
-SAMPLES = BootstrapConfig()
+SAMPLES = Bootstrap()
 MARKS = {"paper": "s", "measured": "^", "adapted": "o", "dense": "D"}
 
 

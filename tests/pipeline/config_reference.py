@@ -107,6 +107,9 @@ def tables(model: type[BaseModel], seen: set[str], path: str = "") -> list[str]:
         kind = kind_of(field.annotation).replace("|", r"\|")
         default = default_of(field).replace("|", r"\|")
         lines.append(f"| `{path}{name}` | {kind} | {'' if default == '-' else f'`{default}`'} | {text} |")
+    keys = {line.replace(f"`{path}", "`", 1) if path.endswith("[].") else line for line in lines}
+    if path.endswith("[].") and keys <= {line.replace("`schedule.", "`", 1) for line in seen}:
+        return ["Keys as in the section `schedule` of job files."]
     new = [line for line in lines if line not in seen]
     seen |= set(lines)
     head = ["| key | type | default | meaning and unit |", "|---|---|---|---|"] if new else []

@@ -99,7 +99,7 @@ def test_a_replica_is_added_under_load(own_ray: None, chat_checkpoint: Path) -> 
     values = {
         "model": {"path": str(chat_checkpoint), "dtype": "float32"},
         "name": "tiny",
-        "replicas": {"min": 1, "max": 2, "target_requests": 2, "threads": 1, "cpus": 0.5},
+        "replicas": {"min": 1, "max": 2, "max_batch": 4, "threads": 1, "cpus": 0.5},
     }
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     serve.run(application(plan_server(validated(ServeConfig, values, "serve"), on_this_machine=True)))

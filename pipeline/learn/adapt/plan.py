@@ -142,7 +142,7 @@ def _settings(config: JobConfig, resolved: ResolvedCheckpoint, shape: Mapping[st
             "sampling": config.sampling.model_dump(exclude={"n"}),
             "choices": config.choices,
             "answers_version": ANSWERS_VERSION,
-            **chosen("rows", "held_out", "references", "seed"),
+            **chosen("rows", "held_out", "references"),
         },
         "answers": {
             "output": {"strip": config.output.strip},

@@ -41,6 +41,7 @@ from pipeline.runtime.signals import interruptible
 from pipeline.storage.folder import LocalFolder
 
 log = logging.getLogger(__name__)
+SEED = 0  # of the draw of rows
 STAGES = ("sample", "answers", "tune", "before", "after")
 
 
@@ -178,7 +179,7 @@ def _chosen(
 
 def _sample(task: Task) -> dict[str, Any]:
     options = configs.options(task.config)
-    drawn = draw(task.rows, options.rows, options.seed)
+    drawn = draw(task.rows, options.rows, SEED)
     readable = write_sample(task.config, task.files, task.schema, drawn, task.folder / configs.SAMPLE)
     return {
         "inputs": task.inputs,

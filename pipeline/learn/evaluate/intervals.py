@@ -7,14 +7,25 @@ Percentile intervals after Koehn, "Statistical Significance Tests for Machine Tr
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.config.evaluate import BootstrapConfig
 from pipeline.learn.evaluate.metrics import METRICS, Array
 from pipeline.learn.evaluate.results import Score
 
 DRAWN_AT_ONCE = 2**22  # row numbers, 32 MiB
+
+
+class Bootstrap(NamedTuple):
+    """Resampled data sets of every interval, the seed of their draw, and the share of scores inside an interval."""
+
+    samples: int = 1000
+    seed: int = 0
+    confidence: float = 0.95
+
+
+DEFAULT = Bootstrap()
 
 
 def resampled_counts(rows: int, samples: int, rng: np.random.Generator) -> Array:
@@ -36,7 +47,7 @@ def resampled_sums(statistics: Array, samples: int, seed: int) -> Array:
 
 
 def paired_scores(
-    statistics: Mapping[str, Mapping[str, Array]], full_depth: str, settings: BootstrapConfig
+    statistics: Mapping[str, Mapping[str, Array]], full_depth: str, settings: Bootstrap = DEFAULT
 ) -> dict[str, dict[str, Score]]:
     """Scores of every line and metric.
 

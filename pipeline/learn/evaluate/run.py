@@ -20,7 +20,7 @@ from actors.generator import Generator
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.evaluate import EvalConfig
 from pipeline.learn.evaluate.inputs import REFERENCE, EvalInputs, prepare
-from pipeline.learn.evaluate.intervals import paired_scores
+from pipeline.learn.evaluate.intervals import DEFAULT, paired_scores
 from pipeline.learn.evaluate.line_statistics import available_metrics, line_statistics
 from pipeline.learn.evaluate.plot import write_plot
 from pipeline.learn.evaluate.results import Evaluation, Line, Score, output_files, write_answers, write_table
@@ -77,7 +77,7 @@ def evaluate(config: EvalConfig) -> Evaluation:
     runs = time_in_turn(lines, inputs.prompts, config.runs)
     announce(f"scoring {len(lines)} lines of {len(inputs.rows):,} answers")
     statistics = line_statistics(inputs, lines, runs, full_depth, available_metrics(inputs))
-    scores = paired_scores(statistics, full_depth, config.bootstrap)
+    scores = paired_scores(statistics, full_depth)
     evaluation = Evaluation(
         lines=[_line(variant, runs[variant.name], runs["1x"], scores[variant.name]) for variant in variants],
         output=inputs.folder.path,
@@ -85,7 +85,7 @@ def evaluate(config: EvalConfig) -> Evaluation:
         batch=models.model.max_batch,
         metric=inputs.metric,
         full_depth=full_depth,
-        confidence=config.bootstrap.confidence,
+        confidence=DEFAULT.confidence,
     )
     _write(evaluation, inputs, runs, models.model)
     return evaluation

@@ -36,7 +36,6 @@ def refusal(*arguments: str) -> str:
         ((), "give --model CHECKPOINT"),
         (("--model", "no/such/folder"), "no such checkpoint folder"),
         (("{file}", "--set", "replicas.min=2"), "min and max go together"),
-        (("{file}", "--set", "replicas.target_requests=2"), "target_requests is for autoscaling"),
         (("{file}", "--set", "http.prot=80"), "did you mean port?"),
         (("{file}", "--set", "batches.folder=b"), "batches was removed: answer a batch file with `skipdecode run`"),
         (("{file}", "--set", "http.haproxy=true"), "haproxy was removed: Ray Serve's own proxy is used"),

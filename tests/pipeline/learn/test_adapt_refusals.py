@@ -32,7 +32,6 @@ def command(tmp_path: Path, checkpoint: Path) -> Run:
 @pytest.mark.parametrize(
     ("adapt", "job", "named"),
     [
-        ({"seed": 1}, {}, "adapt.seed"),
         ({"rows": 19}, {}, "adapt.rows"),
         ({"training": {"epochs": 1.0}}, {}, "adapt.training.epochs"),
         ({"speedups": [1, 2]}, {}, "adapt.speedups"),

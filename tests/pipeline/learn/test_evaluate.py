@@ -46,7 +46,6 @@ def recipe(tmp_path: Path, checkpoint: Path) -> dict[str, Any]:
         "speedups": [1, 2],
         "sampling": {"max_new_tokens": 12},
         "threads": 1,
-        "bootstrap": {"samples": 100},
     }
 
 
@@ -99,7 +98,7 @@ def test_answers_carry_the_ids_of_the_rows(recipe: dict[str, Any], tmp_path: Pat
 
 def test_every_stage_is_announced(recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.runtime.announce.INTERVAL", 0.0)
-    result = run({**recipe, "runs": 2, "max_batch": 2, "bootstrap": {"samples": 100}}, tmp_path)
+    result = run({**recipe, "runs": 2, "max_batch": 2}, tmp_path)
     assert result.exit_code == 0, result.output
     lines = result.stderr.splitlines()
     assert f"loading {recipe['model']['path']}, for 4 rows" in lines

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rouge_score.rouge_scorer import RougeScorer
 
-from pipeline.config.evaluate import BootstrapConfig
 from pipeline.learn.evaluate import metrics
-from pipeline.learn.evaluate.intervals import paired_scores, resampled_counts, resampled_sums
+from pipeline.learn.evaluate.intervals import Bootstrap, paired_scores, resampled_counts, resampled_sums
 from pipeline.learn.evaluate.metrics import (
     METRICS,
     bleu_statistics,
@@ -25,7 +24,7 @@ from pipeline.learn.evaluate.metrics import (
 )
 
 WORDS = ["the", "Eagle", "serves", "French", "food,", "near", "the", "river.", "It's", "a", "pub!", "£20-25"]
-SETTINGS = BootstrapConfig(samples=200)
+SETTINGS = Bootstrap(samples=200)
 
 
 def corpus(seed: int, rows: int) -> tuple[list[str], list[list[str]]]:
@@ -65,7 +64,7 @@ def test_a_thousand_samples_of_a_test_set_take_no_time() -> None:
     texts, references = corpus(1, 504)
     lines = {name: {"bleu": bleu_statistics(texts, references)} for name in ("1x", "2x", "3x")}
     began = time.perf_counter()
-    paired_scores(lines, "1x", BootstrapConfig())
+    paired_scores(lines, "1x", Bootstrap())
     assert time.perf_counter() - began < 5  # 0.1 s on an idle machine
 
 
@@ -102,7 +101,7 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
     inside = 0
     for trial in range(200):
         rows = mean_statistics((rng.random(60) < 0.4).astype(float))
-        settings_ = BootstrapConfig(samples=200, seed=trial, confidence=0.8)
+        settings_ = Bootstrap(samples=200, seed=trial, confidence=0.8)
         score = paired_scores({"1x": {"exact_match": rows}}, "1x", settings_)["1x"]["exact_match"]
         inside += score.low <= 40 <= score.high
     assert 0.7 * 200 < inside < 0.9 * 200
