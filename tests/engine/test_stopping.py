@@ -39,6 +39,27 @@ def test_the_first_token_that_completes_a_string_ends_the_answer(tokens: list[in
         assert stops.cut(begun) == text
 
 
+def test_a_string_that_ends_in_white_space_decodes_each_kind_of_token_once() -> None:
+    asked: list[list[int]] = []
+
+    def counted(tokens: list[int]) -> str:
+        asked.append(tokens)
+        return decode(tokens)
+
+    stops = StopStrings(["\n"], counted, {0})
+    tokens = [1, 2, 3, 4] * 20
+    assert not any(stops.ended(tokens[:count]) for count in range(1, len(tokens) + 1))
+    assert len(asked) == 4
+    assert stops.ended([*tokens, 13])
+
+
+def test_white_space_in_front_of_a_token_ends_a_string_although_a_text_drops_its_first_space() -> None:
+    pieces = [" a", " b", "c"]
+    stops = StopStrings(["a "], lambda tokens: "".join(pieces[token] for token in tokens).removeprefix(" "))
+    assert not stops.ended([1, 0]) and not stops.ended([1, 0, 2])
+    assert stops.ended([1, 0, 1]) and stops.cut([1, 0, 1]) == "b "
+
+
 def test_a_string_may_span_tokens_or_end_inside_one() -> None:
     stops = StopStrings(["END"], decode, {0})
     assert not stops.ended([1, 6])

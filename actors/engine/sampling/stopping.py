@@ -53,14 +53,12 @@ class StopStrings:
         return self._first(tokens, self.decode(list(tokens))) is not None
 
     def _may_end_in(self, token: int) -> bool:
-        """Whether a token's text holds the last character of a string; true where its text depends on its place."""
+        """Return whether a token may hold the last character of a string; true for a part of a character."""
         found = self._may_end.get(token)
         if found is None:
-            text = self.decode([token])
-            partial = not text or "\ufffd" in text  # spaces may be dropped, and characters may span tokens
-            found = token not in self.special_ids and (
-                partial or any(end in text or end.isspace() for end in self._ends)
-            )
+            text = self.decode([token, token])  # twice: the space with which a text begins may be dropped
+            partial = not text or "\ufffd" in text
+            found = token not in self.special_ids and (partial or any(end in text for end in self._ends))
             self._may_end[token] = found
         return found
 
