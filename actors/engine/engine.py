@@ -74,6 +74,7 @@ class Engine:
         self.token_bytes = 2 * decoder.kv_heads * decoder.head_dim * decoder.dtype.itemsize
         self._row_bytes: dict[tuple[int, int], int] = {}
         self._shape = 0, 0, 0  # rows, longest prompt and most new tokens that the cache is for
+        self._deepest = schedule  # of the cache
 
     def row_bytes(self, prompt_tokens: int, max_new_tokens: int, schedule: Schedule | None = None) -> int:
         """Exact cache bytes of a row in a batch with these as its longest prompt and most new tokens.
@@ -118,7 +119,7 @@ class Engine:
             self._memory = None
         if self._memory is None and need <= self.reserved_bytes:
             self._memory = self._reserve()
-        self._shape = rows, prompt_tokens, max_new_tokens
+        self._shape, self._deepest = (rows, prompt_tokens, max_new_tokens), schedule or self.schedule
         self.cache = self._allocate(*self._shape, schedule, self._memory)
         self._memory = self.cache.memory
         self.stats.batches += 1
@@ -138,39 +139,49 @@ class Engine:
                 raise
             return None
 
-    def widen(self, rows: int, prompt_tokens: int, max_new_tokens: int) -> bool:
-        """With rows in flight, make slots for at most `rows` rows of these lengths in the memory that is allocated.
+    def widen(
+        self,
+        rows: int,
+        prompt_tokens: int,
+        max_new_tokens: int,
+        schedule: Schedule | None = None,
+        *,
+        allocates: bool = False,
+    ) -> bool:
+        """With rows in flight, make slots for at most `rows` rows of these lengths; return whether there is memory.
 
-        Rows in flight are copied where the slots have another length. Return whether there is enough memory; else
-        nothing has changed.
+        Rows in flight are copied where the slots change. Without enough memory nothing has changed.
+
+        Args:
+            rows: Most rows in flight.
+            prompt_tokens: Longest prompt.
+            max_new_tokens: Most new tokens.
+            schedule: See `open`.
+            allocates: Whether memory may be allocated; both caches then exist at once. Else the present memory is used.
         """
         cache, held = self.cache, len(self.rows)
         assert cache is not None and rows >= held
         shape = rows, prompt_tokens, max_new_tokens
-        if all(most >= wanted for most, wanted in zip(self._shape, shape, strict=True)):
+        fits = all(most >= wanted for most, wanted in zip(self._shape, shape, strict=True))
+        if fits and self._deepest.covers(schedule or self.schedule):
             return True
         memory = self._memory
-        if memory is None or memory.nbytes < rows * self.row_bytes(prompt_tokens, max_new_tokens):
-            return False
-        kept = self._allocate(held, *self._shape[1:], None, None) if held else None
-        if kept is not None:
-            kept.copy_rows(cache, held)
-        self.cache, self._shape = self._allocate(*shape, None, memory), shape
-        if kept is not None:
-            self.cache.copy_rows(kept, held)
+        if memory is None or memory.nbytes < rows * self.row_bytes(prompt_tokens, max_new_tokens, schedule):
+            if not allocates:
+                return False
+            wider = self._allocate(*shape, schedule, None)
+            wider.copy_rows(cache, held)
+            self.cache, self._memory = wider, wider.memory
+        else:
+            kept = self._allocate(held, *self._shape[1:], self._deepest, None) if held else None
+            if kept is not None:
+                kept.copy_rows(cache, held)
+            self.cache = self._allocate(*shape, schedule, memory)
+            if kept is not None:
+                self.cache.copy_rows(kept, held)
+        self._shape, self._deepest = shape, schedule or self.schedule
         self.stats.cache_bytes = max(self.stats.cache_bytes, self.cache.bytes)
         return True
-
-    def resize(self, rows: int, prompt_tokens: int, max_new_tokens: int, schedule: Schedule | None = None) -> None:
-        """As `open`, with rows in flight: their keys and values are copied, and until then exist twice.
-
-        Where memory runs out, everything stays as it was.
-        """
-        assert self.cache is not None and rows >= len(self.rows)
-        cache = self._allocate(rows, prompt_tokens, max_new_tokens, schedule, None)
-        cache.copy_rows(self.cache, len(self.rows))
-        self.cache, self._memory = cache, cache.memory
-        self.stats.cache_bytes = max(self.stats.cache_bytes, cache.bytes)
 
     def _allocate(
         self,

@@ -21,13 +21,16 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby, islice
 
 from actors.engine.engine import Ended, Engine
 from actors.engine.errors import alone_error, free_memory, is_out_of_memory
+from actors.engine.row import Row
 from actors.engine.scheduler import Prompt, Run, merge, plan_batches, shared_prefixes, smaller
+from actors.engine.schedules.schedule import Schedule, envelope
 from actors.engine.types import SCHEDULERS, Completion, EngineStats, FinishReason, Request
 
 REFILL_SHARE = 8  # rows are admitted once 1/8 of the slots is free: a pass of one row costs as much as of a few
@@ -39,7 +42,7 @@ class Call:
     """Requests that are answered together; made by `Loop.add`.
 
     Args:
-        requests: The requests.
+        requests: The requests, all with the same `schedule`.
         prefixes: For each request, the beginning of its prompt that is computed once for several requests.
         lengths: Prompt tokens of each request.
         limits: Most new tokens of each request.
@@ -63,6 +66,11 @@ class Call:
     error: BaseException | None = None
     done: threading.Event = field(default_factory=threading.Event)
     too_large: float = math.inf
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule of all requests; None: the engine's."""
+        return self.requests[0].schedule
 
     def shape(self, rows: Sequence[int]) -> tuple[int, int]:
         """Return the longest prompt and the most new tokens of these rows."""
@@ -148,6 +156,8 @@ class Loop:
         scheduler: One of SCHEDULERS.
         joins_calls: Whether rows of a call may be in flight with the last ones of the call before. For engines whose
             results for a row do not depend on other rows, or need not be the same in each run.
+        online: Whether calls come one by one, as to a server: slots are made for `max_rows` rows, as far as the budget
+            goes, not for those of the first call; lengths are rounded up, so that slots are seldom resized.
     """
 
     def __init__(
@@ -159,11 +169,12 @@ class Loop:
         share_prefixes: bool = True,
         scheduler: str = "lock_step",
         joins_calls: bool = False,
+        online: bool = False,
     ) -> None:
         assert scheduler in SCHEDULERS
         self.engine, self.budget_bytes, self.max_rows = engine, budget_bytes, max_rows
         self.share_prefixes, self.refills = share_prefixes, scheduler == "refill"
-        self.joins_calls = joins_calls and self.refills
+        self.joins_calls, self.online = joins_calls and self.refills, online
         self._queue: deque[Call] = deque()  # added, not begun
         self._begun: list[Call] = []  # oldest first
         self._flight: _Flight | None = None
@@ -193,17 +204,20 @@ class Loop:
         limits = [request.new_tokens_limit(self.engine.decoder.context_length) for request in requests]
         prefixes = shared_prefixes([request.prompt_ids for request in requests], prefix, nested=self.share_prefixes)
         numbers: dict[Prompt, int] = {}
+        schedule = requests[0].schedule if requests else None
+        assert all(request.schedule is schedule for request in requests), "requests of different schedules"
+        row_bytes = partial(self.engine.row_bytes, schedule=schedule)
         batches = plan_batches(
             lengths,
             limits,
-            row_bytes=self.engine.row_bytes,
+            row_bytes=row_bytes,
             budget_bytes=self.budget_bytes,
             max_rows=self.max_rows,
             groups=[numbers.setdefault(one, len(numbers)) for one in prefixes],
         )
         runs = [Run(batch, len(batch)) for batch in batches]
         if self.refills:
-            runs = merge(runs, lengths, limits, self.engine.row_bytes, self.budget_bytes)
+            runs = merge(runs, lengths, limits, row_bytes, self.budget_bytes)
         call = Call(requests, prefixes, lengths, limits, runs[::-1], on_batch, on_drain)
         if requests:
             self._queue.append(call)
@@ -241,14 +255,8 @@ class Loop:
         for call, row, completion in ended:
             call.completions[row] = completion
         if failed:  # outside of the clause: the error's traceback holds tensors
-            self._run_again()
-        elif not (flight.waiting or flight.tickets):
-            self.engine.close()
-            self._flight = None
-        for call in [call for call in self._begun if len(call.completions) == len(call.requests)]:
-            self._begun.remove(call)
-            self._count(call)
-            call.done.set()
+            ended = self._run_again()
+        self._end()
         return ended
 
     def _open(self) -> _Flight:
@@ -259,13 +267,16 @@ class Loop:
             self._begin(call)
             run = call.runs.pop()
             shape = call.shape(run.rows)
-            if run.capacity == 1 or run.capacity * self.engine.row_bytes(*shape) < call.too_large:
+            if run.capacity == 1 or run.capacity * self.engine.row_bytes(*shape, call.schedule) < call.too_large:
                 break
             call.runs += smaller(run)[::-1]
-        flight = self._flight = _Flight(run.capacity, shape)
+        capacity = run.capacity
+        if self.online and not run.apart and call.too_large == math.inf:
+            capacity, shape = self._slots(shape, call.schedule, run.capacity)
+        flight = self._flight = _Flight(capacity, shape)
         flight.add(call, run)
         flight.report()  # before memory is allocated, which may kill the process
-        self.engine.open(run.capacity, *shape)
+        self.engine.open(capacity, *shape, call.schedule)
         call.stats.batches += 1
         return flight
 
@@ -301,13 +312,20 @@ class Loop:
         run = call.runs[-1]
         shapes = [call.shape(run.rows), *(one.shape([row]) for one, row in flight.tickets.values())]
         shape = max(prompt for prompt, _ in shapes), max(new for _, new in shapes)
-        size = self.engine.row_bytes(*shape)
-        most = min(self.max_rows, self.budget_bytes // size) if size else self.max_rows
-        if most * size >= call.too_large or most < run.capacity or most <= len(flight.tickets):
+        schedules = {id(one): one for one in (call.schedule, *(one.schedule for one, _ in flight.tickets.values()))}
+        deepest = call.schedule
+        if len(schedules) > 1:
+            deepest = envelope([one or self.engine.schedule for one in schedules.values()])
+        most, shape = self._slots(shape, deepest, len(flight.tickets) + len(run.rows))
+        if (
+            most * self.engine.row_bytes(*shape, deepest) >= call.too_large
+            or most < run.capacity
+            or most <= len(flight.tickets)
+        ):
             return  # until rows in flight that need longer slots have ended
         if call.on_batch is not None:
             call.on_batch(sorted({*flight.rows_of(call), *run.rows[:most]}))
-        if not self.engine.widen(most, *shape):
+        if not self.engine.widen(most, *shape, deepest, allocates=self.online):
             return
         self._begin(call)
         call.runs.pop()
@@ -315,6 +333,57 @@ class Loop:
         flight.capacity, flight.shape = most, shape
         self.engine.stats.batches += 1
         call.stats.batches += 1
+
+    def _slots(self, shape: tuple[int, int], schedule: Schedule | None, wanted: int) -> tuple[int, tuple[int, int]]:
+        """Return how many slots the budget allows, and their lengths, rounded up online unless `wanted` rows lose."""
+
+        def most(lengths: tuple[int, int]) -> int:
+            size = self.engine.row_bytes(*lengths, schedule)
+            return min(self.max_rows, self.budget_bytes // size) if size else self.max_rows
+
+        if self.online:
+            context = self.engine.decoder.context_length
+            prompt, new = (max(one, min(max(64, 1 << (one - 1).bit_length()), context)) for one in shape)
+            if most((prompt, new)) >= min(wanted, self.max_rows):
+                shape = prompt, new
+        return most(shape), shape
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether rows wait for slots."""
+        flight = self._flight
+        return bool(self._queue) or any(call.runs for call in self._begun) or bool(flight and flight.waiting)
+
+    def running(self) -> list[tuple[Call, int, Row]]:
+        """Return the rows in flight."""
+        return [(*self._flight.tickets[row.ticket], row) for row in self.engine.rows] if self._flight else []
+
+    def cancel(self, rows: Collection[tuple[Call, int]]) -> None:
+        """Drop rows that have not ended, between two steps; their calls get completions without tokens."""
+        for call, row in rows:
+            call.completions.setdefault(row, Completion((), FinishReason.ERROR, None, error="cancelled"))
+            call.runs = [replace(run, rows=left) for run in call.runs if (left := call.left(run))]
+        flight = self._flight
+        if flight is not None:
+            flight.waiting = deque(one for one in flight.waiting if one not in rows)
+            gone = [ticket for ticket, one in flight.tickets.items() if one in rows]
+            self.engine.cancel(gone)
+            for ticket in gone:
+                del flight.tickets[ticket]
+        for call in [call for call in self._queue if len(call.completions) == len(call.requests)]:
+            self._queue.remove(call)
+            self._begun.append(call)
+        self._end()
+
+    def _end(self) -> None:
+        """Close the engine after a flight's last row, and end the calls whose rows have all ended."""
+        if self._flight is not None and not (self._flight.waiting or self._flight.tickets):
+            self.engine.close()
+            self._flight = None
+        for call in [call for call in self._begun if len(call.completions) == len(call.requests)]:
+            self._begun.remove(call)
+            self._count(call)
+            call.done.set()
 
     def _admit(self, flight: _Flight, rows: Sequence[tuple[Call, int]]) -> Ended:
         """Admit the first waiting rows; return those that have ended with their first token."""
@@ -337,29 +406,33 @@ class Loop:
         self._begun[0].stats.decode_seconds += self.engine.stats.decode_seconds - before  # of joined calls, the older's
         return ended
 
-    def _run_again(self) -> None:
-        """Put back the rows that have not ended, after memory has run out."""
+    def _run_again(self) -> list[tuple[Call, int, Completion]]:
+        """Put back the rows that have not ended, after memory has run out; return the row that ran out alone."""
         flight, self._flight = self._flight, None
         self.engine.close()
         self.engine.release_memory()
         free_memory()
         self.engine.stats.out_of_memory += 1
+        ended: list[tuple[Call, int, Completion]] = []
         if flight is None:
-            return
+            return ended
         self._begun[0].stats.out_of_memory += 1
         for call, run in reversed(flight.members):
             left = call.left(run)
             if not left:
                 continue
             shape = call.shape(run.rows)
-            if flight.joined:
+            if flight.joined or flight.capacity > run.capacity:
                 call.runs.append(replace(run, rows=left, apart=True))
             elif len(run.rows) == 1:
                 score = 0.0 if self.engine.cumulative_logprob else None
-                call.completions[left[0]] = Completion((), FinishReason.ERROR, score, error=alone_error(*shape))
+                completion = Completion((), FinishReason.ERROR, score, error=alone_error(*shape))
+                call.completions[left[0]] = completion
+                ended.append((call, left[0], completion))
             else:
-                call.too_large = min(call.too_large, run.capacity * self.engine.row_bytes(*shape))
+                call.too_large = min(call.too_large, run.capacity * self.engine.row_bytes(*shape, call.schedule))
                 call.runs += smaller(replace(run, rows=left))[::-1]
+        return ended
 
     def _abandon(self, error: BaseException) -> None:
         """End all calls whose rows are in flight."""

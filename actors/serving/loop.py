@@ -1,7 +1,7 @@
-"""Requests of many clients answered by one engine in a thread of its own: rows in, tokens out after each step.
+"""Requests of many clients, answered by the engine's loop in a thread of its own: rows in, tokens out after each step.
 
     submit(requests)    from any thread: rows wait in a bounded queue
-    turn()              in the loop's thread: cancelled rows leave, waiting rows are admitted or rows in flight step
+    turn()              in the loop's thread: cancelled rows leave, waiting rows are added to the engine's loop, a step
 
 A row's tokens depend neither on its neighbours, nor on when it was admitted, nor on rows that leave.
 """
@@ -17,13 +17,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 from actors.engine.build import current_device
-from actors.engine.engine import Ended, Engine
-from actors.engine.errors import UserError, alone_error, free_memory, is_out_of_memory
-from actors.engine.loop import REFILL_SHARE
-from actors.engine.space import Slots
+from actors.engine.engine import Engine
+from actors.engine.errors import UserError
+from actors.engine.loop import REFILL_SHARE, Call, Loop
 from actors.engine.types import Completion, FinishReason, Request, TokenLogprob
 
 PASS_TOKENS = 2048  # prompt tokens computed between two steps; rows in flight wait meanwhile
@@ -135,15 +133,22 @@ class OnlineLoop:
         self.engine, self.max_rows, self.max_waiting, self.cache_bytes = engine, max_rows, max_waiting, cache_bytes
         self.ended = self.cancelled = self.failed = 0  # rows
         self.failures = 0  # failed turns since a row ended
+        self._loop = Loop(
+            engine,
+            budget_bytes=cache_bytes,
+            max_rows=max_rows,
+            share_prefixes=False,
+            scheduler="refill",
+            joins_calls=True,
+            online=True,
+        )
         self._deliver: Callable[[Delivery], object] = hand_out
-        self._slots = Slots(engine, cache_bytes)
-        self._limit = max_rows  # of rows in flight; lower after memory has run out
         self._waiting: deque[_Task] = deque()
-        self._flying: dict[int, _Task] = {}  # by ticket
+        self._tasks: dict[tuple[Call, int], _Task] = {}  # in the loop, by call and number in it
         self._changed = threading.Condition()  # guards _waiting, _closed and the submissions' `cancelled`
         self._closed = self._has_cancelled = False
-        self._step_first = False  # whether a step comes before the next admission
-        self._waited = 0  # steps that waiting rows have let pass since the last admission
+        self._step_first = False  # whether a decode step comes before the next prefill
+        self._waited = 0  # steps that waiting rows have let pass
         self._row_seconds = 0.0  # moving average of the time between two ends of rows
         self._last_end = time.monotonic()
         self._thread: threading.Thread | None = None
@@ -158,7 +163,8 @@ class OnlineLoop:
             QueueFull: The queue has no space for all of them.
         """
         for request in requests:
-            needed = self._slots.bytes_alone(request)
+            limit = request.new_tokens_limit(self.engine.decoder.context_length)
+            needed = self.engine.row_bytes(len(request.prompt_ids), limit, request.schedule)
             if needed > self.cache_bytes:
                 raise UserError(
                     f"{len(request.prompt_ids)} prompt and up to {request.sampling.max_new_tokens} new tokens need "
@@ -168,8 +174,8 @@ class OnlineLoop:
             raise UserError(f"{len(requests)} answers at once; this server queues at most {self.max_waiting}")
         submission = Submission(len(requests), streams)
         with self._changed:
-            if self._closed or len(self._waiting) + len(requests) > self.max_waiting:
-                raise QueueFull(min(60.0, max(1.0, self._row_seconds * len(self._waiting))))
+            if self._closed or self.waiting + len(requests) > self.max_waiting:
+                raise QueueFull(min(60.0, max(1.0, self._row_seconds * self.waiting)))
             self._waiting += [_Task(request, submission, index) for index, request in enumerate(requests)]
             self._changed.notify()
         return submission
@@ -182,13 +188,13 @@ class OnlineLoop:
 
     @property
     def waiting(self) -> int:
-        """Rows in the queue."""
-        return len(self._waiting)
+        """Rows that are not in flight yet."""
+        return len(self._waiting) + max(0, len(self._tasks) - len(self.engine.rows))
 
     @property
     def in_flight(self) -> int:
         """Rows in flight."""
-        return len(self._flying)
+        return len(self.engine.rows)
 
     @property
     def healthy(self) -> bool:
@@ -216,7 +222,9 @@ class OnlineLoop:
             self._changed.notify()
         if self._thread is not None:
             self._thread.join()
-        self._fail([*self._take_back(()), *self._waiting], "the server stops")
+        self._loop.cancel(self._tasks.keys())
+        self._fail([*self._tasks.values(), *self._waiting], "the server stops")
+        self._tasks.clear()
         self._waiting.clear()
 
     # in the loop's thread
@@ -229,26 +237,21 @@ class OnlineLoop:
                         self._changed.wait_for(lambda: self._closed or self._waiting)
 
     def turn(self) -> bool:
-        """Let cancelled rows leave, then admit rows or make a step; return whether there were rows."""
+        """Let cancelled rows leave, admit waiting rows, or make a step; return whether there were rows."""
         self._drop_cancelled()
-        if not (self._waiting or self._flying):
+        self._add()
+        if not self._tasks:
             return False
-        tasks: list[_Task] = []
-        ran_out = False
         try:
-            tasks = self._admissible()
-            ended = self._admit(tasks) if tasks else self.engine.step()
+            ended = self._loop.step()
         except Exception as error:
-            ran_out = isinstance(error, RuntimeError | MemoryError) and is_out_of_memory(error)
-            if not ran_out:
-                log.exception("a step of the engine failed")
-                self.failures += 1
-                # the error's text may hold what no client should see
-                self._fail(self._take_back(tasks), f"the server failed: {type(error).__name__}")
+            log.exception("a step of the engine failed")
+            self.failures += 1
+            failed = [row for row in self._tasks if row[0].error is not None]
+            # the error's text may hold what no client should see
+            self._fail([self._tasks.pop(row) for row in failed], f"the server failed: {type(error).__name__}")
         else:
             self._send(ended)
-        if ran_out:  # the error is gone: its traceback held tensors
-            self._after_out_of_memory(self._take_back(tasks))
         return True
 
     def _drop_cancelled(self) -> None:
@@ -256,67 +259,56 @@ class OnlineLoop:
             return
         with self._changed:
             self._has_cancelled = False
-            rows = len(self._waiting) + len(self._flying)
+            rows = len(self._waiting) + len(self._tasks)
             self._waiting = deque(task for task in self._waiting if not task.submission.cancelled)
-        tickets = {ticket for ticket, task in self._flying.items() if task.submission.cancelled}
-        self.engine.cancel(tickets)
-        self._flying = {ticket: task for ticket, task in self._flying.items() if ticket not in tickets}
-        self.cancelled += rows - len(self._waiting) - len(self._flying)
+        gone = {row for row, task in self._tasks.items() if task.submission.cancelled}
+        self._loop.cancel(gone)
+        self._tasks = {row: task for row, task in self._tasks.items() if row not in gone}
+        self.cancelled += rows - len(self._waiting) - len(self._tasks)
 
-    def _admissible(self) -> list[_Task]:
-        """Take the first waiting rows that are admitted now, with at most `PASS_TOKENS` prompt tokens.
+    def _add(self) -> None:
+        """Make a call of the first waiting rows, of one speed and with at most `PASS_TOKENS` prompt tokens.
 
         A prefill of one row costs as much as one of a few: beside many rows in flight, few waiting rows wait for
-        others, `PATIENCE` steps at most.
+        others, `PATIENCE` steps at most. Between two prefills the rows in flight make a step.
         """
-        busy = len(self._flying)
+        busy = len(self.engine.rows)
+        if not self._waiting or self._loop.has_waiting:
+            return
         if busy and self._step_first:
             self._step_first = False
-            return []
-        with self._changed:
-            first = list(islice(self._waiting, max(0, self._limit - busy)))
-        if first and len(first) < math.ceil(busy / REFILL_SHARE) and self._waited < PATIENCE:
+            return
+        if len(self._waiting) < math.ceil(busy / REFILL_SHARE) and self._waited < PATIENCE:
             self._waited += 1
-            return []
-        requests = [task.request for task in first]
-        count = self._slots.fit(requests[: self._pass_size(requests)], self._limit)
+            return
+        tasks, tokens = [self._waiting.popleft()], 0
+        schedule = tasks[0].request.schedule
         with self._changed:
-            return [self._waiting.popleft() for _ in range(count)]
-
-    def _pass_size(self, requests: Sequence[Request]) -> int:
-        """Return how many of the first requests share a prefill: the same layers over few enough prompt tokens."""
-        layers = [(request.schedule or self.engine.schedule).prompt_layers for request in requests]
-        prompts: set[tuple[int, ...]] = set()
-        tokens = 0
-        for count, request in enumerate(requests):
-            prompt = tuple(request.prompt_ids)
-            tokens += 0 if prompt in prompts else len(prompt)
-            prompts.add(prompt)
-            if count and (tokens > PASS_TOKENS or layers[count] != layers[0]):
-                return count
-        return len(requests)
-
-    def _admit(self, tasks: Sequence[_Task]) -> Ended:
-        tickets = self.engine.admit([task.request for task in tasks])
-        self._flying.update(zip(tickets, tasks, strict=True))
+            while self._waiting and len(tasks) < self.max_rows:
+                request = self._waiting[0].request
+                tokens += len(request.prompt_ids)
+                if request.schedule is not schedule or tokens > PASS_TOKENS:
+                    break
+                tasks.append(self._waiting.popleft())
+        call = self._loop.add([task.request for task in tasks])
+        self._tasks |= {(call, row): task for row, task in enumerate(tasks)}
         self._step_first, self._waited = True, 0
-        return self.engine.retire()
 
-    def _send(self, ended: Ended) -> None:
+    def _send(self, ended: Sequence[tuple[Call, int, Completion]]) -> None:
         """Send the answers of rows that have ended, and the new tokens of rows in flight that stream."""
         events: Delivery = []
-        for ticket, completion in ended:
-            events += self._event(self._flying.pop(ticket), completion.token_ids, completion.logprobs, completion)
+        for call, row, completion in ended:
+            task = self._tasks.pop((call, row))
+            events += self._event(task, completion.token_ids, completion.logprobs, completion)
+        for call, row, running in self._loop.running():
+            task = self._tasks[call, row]
+            if task.submission.streams:
+                events += self._event(task, running.tokens, running.logprobs, None)
         if ended:
             now = time.monotonic()
             seconds, self._last_end = (now - self._last_end) / len(ended), now
             self._row_seconds += (seconds - self._row_seconds) / 8
             self.ended, self.failures = self.ended + len(ended), 0
-            self._limit = min(self.max_rows, self._limit + len(ended))
-        for row in self.engine.rows:
-            task = self._flying[row.ticket]
-            if task.submission.streams:
-                events += self._event(task, row.tokens, row.logprobs, None)
         if events:
             self._deliver(events)
 
@@ -340,27 +332,3 @@ class OnlineLoop:
         done = Completion((), FinishReason.ERROR, None, error=error)
         if events := [event for task in tasks for event in self._event(task, (), (), done)]:
             self._deliver(events)
-
-    def _after_out_of_memory(self, tasks: Sequence[_Task]) -> None:
-        """Let the rows wait again, first of all; half as many of them run together. A row that ran alone fails."""
-        self.engine.stats.out_of_memory += 1
-        self.engine.release_memory()
-        free_memory()
-        if len(tasks) == 1:
-            request = tasks[0].request
-            limit = request.new_tokens_limit(self.engine.decoder.context_length)
-            self._fail(tasks, alone_error(len(request.prompt_ids), limit))
-            return
-        self._limit = max(1, len(tasks) // 2)
-        with self._changed:
-            self._waiting.extendleft(reversed(tasks))
-
-    def _take_back(self, newcomers: Sequence[_Task]) -> list[_Task]:
-        """Drop all rows in flight; return them, oldest first, and the newcomers that had not been admitted."""
-        tasks = [self._flying[ticket] for ticket in sorted(self._flying)]
-        tasks += [task for task in newcomers if task not in tasks]
-        self.engine.close()
-        self._flying.clear()
-        self._slots.closed()
-        self._step_first = False
-        return tasks

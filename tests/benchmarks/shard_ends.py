@@ -39,17 +39,17 @@ class CountingEngine:
         self.steps: list[int] = []  # rows of each
         self._tickets = 0
 
-    def row_bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
+    def row_bytes(self, prompt_tokens: int, max_new_tokens: int, schedule: Any = None) -> int:
         """See `Engine`, also for the methods below."""
         return prompt_tokens + max_new_tokens
 
     def shared_tokens(self, prefix: Sequence[int]) -> int:
         return 0
 
-    def open(self, rows: int, prompt_tokens: int, max_new_tokens: int) -> None:
+    def open(self, *shape: Any) -> None:
         pass
 
-    def widen(self, rows: int, prompt_tokens: int, max_new_tokens: int) -> bool:
+    def widen(self, *shape: Any, allocates: bool = False) -> bool:
         return True
 
     def admission_estimate(self, requests: Sequence[Request], prefixes: Sequence[Sequence[int]] = ()) -> int:

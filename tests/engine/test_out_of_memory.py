@@ -107,11 +107,11 @@ def test_what_the_failed_batch_held_is_given_back_first(llama: Decoder, monkeypa
     engine = Engine(Small(llama, 40, 32, torch.OutOfMemoryError), SCHEDULE, STOP)  # type: ignore[arg-type]
     opened = engine.open
 
-    def counting(rows: int, prompt_slots: int, max_new_tokens: int) -> None:
+    def counting(*shape: Any) -> None:
         gc.disable()  # only what is referred to counts, not what is still to be collected
         caches.append(sum(type(one).__name__ == "SkipCache" for one in gc.get_objects()))
         gc.enable()
-        opened(rows, prompt_slots, max_new_tokens)
+        opened(*shape)
 
     monkeypatch.setattr(engine, "open", counting)
     free_memory()

@@ -41,9 +41,9 @@ class Watched(Engine):
     most = passes = 0
     admitted: list[list[int]]
 
-    def open(self, rows: int, prompt_slots: int, max_new_tokens: int) -> None:
+    def open(self, *shape: Any) -> None:
         assert self.told  # memory that is taken may kill the process
-        super().open(rows, prompt_slots, max_new_tokens)
+        super().open(*shape)
 
     def look(self, newcomers: Sequence[Request] = ()) -> None:
         flying = [*(row.request.key for row in self.rows), *(one.key for one in newcomers)]

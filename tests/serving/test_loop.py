@@ -318,7 +318,7 @@ def test_a_resized_cache_keeps_the_rows_in_flight(llama: Decoder, spec: int) -> 
     tickets = engine.admit(rows)
     done = dict(engine.retire())
     for size in ((5, 40, 20), (3, 20, 14), (9, 60, 64)):
-        engine.resize(*size)
+        assert engine.widen(*size, allocates=True)
         done |= dict(engine.step())
     while engine.rows:
         done |= dict(engine.step())
