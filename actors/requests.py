@@ -11,14 +11,14 @@ import jinja2
 
 from actors.answers import Answer, Prompt
 from actors.control_tokens import control_tokens, one_bos
-from actors.engine.constraints.constraint import Constraint, check_compatible
+from actors.engine.constraints.constraint import Constraint
 from actors.engine.constraints.grammar import GrammarCompiler
 from actors.engine.constraints.label_trie import ChoiceTrie
 from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.constraints.reasoning import AfterReasoning, Reasoning
 from actors.engine.errors import UserError
 from actors.engine.sampling.stopping import StopStrings
-from actors.engine.types import Completion, FinishReason, Request, SamplingParams, row_key
+from actors.engine.types import Completion, FinishReason, Request, SamplingParams, check_compatible, row_key
 from actors.tool_calls import form_of, split_calls
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from actors.engine.row import (
     rows_per_layer,
     sample_rows,
 )
-from actors.engine.sampling.sampler import greedy, is_greedy, sample_behind
+from actors.engine.sampling.sampler import greedy, is_greedy, sample
 from actors.engine.sampling.state import Drawn
 from actors.engine.schedules.schedule import Schedule
 from actors.engine.types import Completion, EngineStats, Request
@@ -283,7 +283,9 @@ class Engine:
             return greedy(steps(tokens, per_layer, cache)[0])
         ids, places = (torch.tensor(column).to(decoder.device)[:, None] for column in (tokens, positions))
         hidden = decoder.step(ids, places, per_layer, cache)
-        return sample_behind(decoder, hidden, samplings, logprobs=self.cumulative_logprob)
+        if is_greedy(samplings, logprobs=self.cumulative_logprob):
+            return greedy(decoder.likeliest(hidden))
+        return sample(decoder.logits(hidden), samplings, logprobs=self.cumulative_logprob)
 
     def _count_step(self, depths: Sequence[int]) -> None:
         """After the step: one that ran out of memory counts nothing."""

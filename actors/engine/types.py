@@ -102,6 +102,18 @@ class SamplingParams:
         return own if self.ignore_eos else own | model_stop_ids
 
 
+def check_compatible(name: str, params: SamplingParams) -> None:
+    """Raise UserError if another setting would end a constrained answer early, or keep it from ending.
+
+    name: `choices` or `output_format`.
+    """
+    for conflicting in ("stop", "stop_token_ids", "min_new_tokens", "ignore_eos"):
+        if getattr(params, conflicting):
+            if name == "choices":
+                raise UserError(f"choices do not go with sampling.{conflicting}: a label ends where it ends")
+            raise UserError(f"{name} does not go with sampling.{conflicting}: an answer ends where its form ends")
+
+
 def _checked(name: str, value: Any) -> Any:
     """A user's value, converted to the parameter's type."""
     kinds = {parameter.name: str(parameter.type) for parameter in fields(SamplingParams)}

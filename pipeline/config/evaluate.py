@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from actors.engine.constraints.constraint import check_compatible
 from actors.engine.errors import UserError
+from actors.engine.types import check_compatible
 from pipeline.config.base import Place
 from pipeline.config.input import Paths
 from pipeline.config.job import Labels, ModelConfig, SamplingConfig, ScheduleConfig, Section, StorageConfig

@@ -6,9 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from actors.engine.constraints.constraint import check_compatible
 from actors.engine.errors import UserError
-from actors.engine.types import EngineName, SamplingParams
+from actors.engine.types import EngineName, SamplingParams, check_compatible
 from pipeline.config.adapt import AdaptConfig
 from pipeline.config.base import Endpoint, Place
 from pipeline.config.base import Section as Section

@@ -15,10 +15,9 @@ from typing import Any
 import pyarrow as pa
 
 from actors.control_tokens import control_tokens
-from actors.engine.constraints.constraint import check_compatible
 from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.errors import UserError
-from actors.engine.types import SamplingParams
+from actors.engine.types import SamplingParams, check_compatible
 from actors.openai_requests import CompletionRequest
 from actors.tool_calls import checked_tools, form_of
 from pipeline.config.labels import check_labels

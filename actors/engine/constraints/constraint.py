@@ -9,15 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from actors.engine.errors import UserError
-from actors.engine.types import SamplingParams
-
 if TYPE_CHECKING:  # configuration is read without numpy
     import numpy as np
     from llguidance import LLMatcher
     from numpy.typing import NDArray
 
-_CONFLICTING = ("stop", "stop_token_ids", "min_new_tokens", "ignore_eos")
 Bits: TypeAlias = "NDArray[np.int32]"  # [words_of(V)], bit t % 32 of word t // 32 is set if token t is allowed
 
 
@@ -91,15 +87,3 @@ class Constraint(Protocol):
     def text(self, tokens: Sequence[int], label: int | None) -> str:
         """The text of an answer's tokens, without the one that ended it; label: see `AllowedTokens`."""
         ...
-
-
-def check_compatible(name: str, params: SamplingParams) -> None:
-    """Raise UserError if another setting would end a constrained answer early, or keep it from ending.
-
-    name: `choices` or `output_format`.
-    """
-    for conflicting in _CONFLICTING:
-        if getattr(params, conflicting):
-            if name == "choices":
-                raise UserError(f"choices do not go with sampling.{conflicting}: a label ends where it ends")
-            raise UserError(f"{name} does not go with sampling.{conflicting}: an answer ends where its form ends")

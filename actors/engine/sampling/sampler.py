@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,9 +18,6 @@ from actors.engine.cpu import library
 from actors.engine.sampling import kernel as kernel_sampling
 from actors.engine.sampling.state import NO_TOKEN, Drawn, RowSampling, allowed_bits, changed_logits
 from actors.engine.types import TokenLogprob
-
-if TYPE_CHECKING:
-    from actors.engine.decoder import Decoder
 
 DRAWN_NUMBERS = 2**23  # most logits from which tokens are sampled together by torch
 _INFINITY, _MINUS_INFINITY = 0x7F80, 0xFF80  # in bfloat16
@@ -55,13 +51,6 @@ def sample(logits: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True
     if library.available(logits.dtype, logits.device) and logits.is_contiguous():
         return kernel_sampling.sample(logits, rows, logprobs=logprobs)
     return sample_by_torch(logits, rows, logprobs=logprobs)
-
-
-def sample_behind(decoder: Decoder, hidden: Tensor, rows: Sequence[RowSampling], *, logprobs: bool = True) -> Drawn:
-    """`sample` from hidden states [B, E] behind the last layer; computes only the logits that the rows ask for."""
-    if is_greedy(rows, logprobs=logprobs):
-        return greedy(decoder.likeliest(hidden))
-    return sample(decoder.logits(hidden), rows, logprobs=logprobs)
 
 
 def is_greedy(rows: Sequence[RowSampling], *, logprobs: bool) -> bool:
