@@ -37,7 +37,7 @@ class ReplicasConfig(Section):
     removed: ClassVar[dict[str, tuple[Any, str]]] = {
         "events_per_second": (
             1000,
-            "a client that reads slowly gets fewer events; leave it out",
+            "each step's tokens are sent at once; a client that reads slowly gets fewer events",
         ),
         "target_requests": (None, "another replica starts above half of max_batch requests: set max_batch"),
         "max_waiting": (256, "256 answers wait, further requests get status 429; raise max or count"),
