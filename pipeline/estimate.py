@@ -28,7 +28,6 @@ from actors.engine.machine import process_cpus
 from actors.engine.schedules.schedule import Schedule
 from actors.engine.types import EngineStats
 from pipeline import job as jobs
-from pipeline.backends.stages import Backend
 from pipeline.commit.claim import check_same_job, stored_job
 from pipeline.commit.records import read_records
 from pipeline.config.adapt import TOLERANCES
@@ -38,15 +37,16 @@ from pipeline.generate.settings import fetched
 from pipeline.generate.stage import prompts
 from pipeline.incremental import ledger as ledgers
 from pipeline.incremental import runs
+from pipeline.input.files import InputFile
+from pipeline.input.rows import read_shards
+from pipeline.input.shards import Shard
 from pipeline.messages import counted, duration
 from pipeline.plan.manifest import Manifest
 from pipeline.plan.memory import log_memory_estimate
 from pipeline.planned import PlannedJob, generator_arguments
 from pipeline.prepare.prompt_spec import PromptSpec, prompt_spec
 from pipeline.prepare.prompts import prepare_table
-from pipeline.read.files import InputFile
-from pipeline.read.rows import read_shards
-from pipeline.read.shards import Shard
+from pipeline.run.stages import Backend
 from pipeline.runtime.announce import announce, announced
 from pipeline.runtime.signals import interruptible
 from pipeline.runtime.wide_console import wide

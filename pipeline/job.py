@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from pipeline.backends.stages import Backend, job_stages
 from pipeline.commit.budget import open_budget
 from pipeline.commit.claim import check_same_job, claim, stored_job
 from pipeline.commit.finalize import finalize, finished_totals, write_success
@@ -36,6 +35,7 @@ from pipeline.planned import PlannedJob, generator_arguments, part_schema, plan
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.report.job_page import write_report
 from pipeline.report.summary import JobResult
+from pipeline.run.stages import Backend, job_stages
 from pipeline.runtime.quarantine import clear_quarantine
 from pipeline.runtime.signals import interruptible
 from pipeline.storage.folder import Folder, open_folder, probe_create
@@ -146,6 +146,6 @@ def answer(job: PlannedJob, folder: Folder, backend: Backend) -> tuple[Totals, i
 
 def ray_backend(*, verbose: bool, metrics_port: int | None = None) -> Backend:
     """Return the default backend, which alone imports ray. Arguments of `RayData`."""
-    from pipeline.backends.ray_data import RayData
+    from pipeline.run.ray_data import RayData
 
     return RayData(verbose=verbose, metrics_port=metrics_port)

@@ -16,6 +16,9 @@ from pipeline.config.job import JobConfig
 from pipeline.generate.output import PartSpec, part_table
 from pipeline.generate.settings import generator_settings
 from pipeline.generate.value_fields import value_fields
+from pipeline.input.files import Files
+from pipeline.input.rows import read_shards
+from pipeline.input.shards import Shard
 from pipeline.plan import manifest as manifests
 from pipeline.plan.columns import kept_columns, optional_columns, parsed_column
 from pipeline.plan.hardware import Hardware
@@ -23,9 +26,6 @@ from pipeline.plan.inputs import check_same_input
 from pipeline.plan.manifest import Manifest
 from pipeline.plan.snapshot import pinned_snapshot, with_snapshot
 from pipeline.prepare.prompt_spec import check_generation, check_spec, marks_of_thinking, prompt_spec
-from pipeline.read.files import Files
-from pipeline.read.rows import read_shards
-from pipeline.read.shards import Shard
 from pipeline.runtime.announce import announced
 
 

@@ -18,14 +18,14 @@ from actors.engine.errors import UserError
 from pipeline.config.input import InputFormat
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.config.load import dump_yaml, parse_yaml, validated
+from pipeline.input.files import file_format, list_files
+from pipeline.input.rows import path_values
+from pipeline.input.text_files import parsed
+from pipeline.input.text_lines import GZIP_ERRORS, csv_header, csv_rows, json_lines, open_text, records
 from pipeline.messages import listed, one_line, printable
 from pipeline.plan.columns import check_columns
 from pipeline.prepare.chat import Chat, check_chat
 from pipeline.prepare.tokenizer import tokenizer_of
-from pipeline.read.files import file_format, list_files
-from pipeline.read.rows import path_values
-from pipeline.read.text_files import parsed
-from pipeline.read.text_lines import GZIP_ERRORS, csv_header, csv_rows, json_lines, open_text, records
 from pipeline.storage.folder import filesystem
 
 ROWS = 200  # rows of the first file to look at

@@ -27,7 +27,6 @@ from actors.engine.schedules.schedule import Schedule
 from actors.server import Server
 from actors.serving.http import Limits
 from actors.serving.model import ServedModel
-from pipeline.backends.ray_data import RayData
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.input import InputConfig
 from pipeline.config.job import JobConfig, OutputConfig
@@ -39,8 +38,9 @@ from pipeline.plan.manifest import plan_batching
 from pipeline.plan.memory import actor_need, check_fits, describe
 from pipeline.prepare.chat import Chat, read_messages, render_chat
 from pipeline.prepare.prompt_spec import marks_of_thinking
+from pipeline.run.ray_data import RayData
+from pipeline.run.ray_session import actor_cpus, ray_session
 from pipeline.runtime.announce import announce, announced
-from pipeline.runtime.ray_session import actor_cpus, ray_session
 from pipeline.runtime.signals import Interrupted, interruptible
 
 MAX_WAITING = 256  # answers that wait, at most; above it requests get status 429

@@ -13,13 +13,15 @@ import pyarrow as pa
 from actors.answers import Answer, Prompt
 from actors.engine.checkpoint.end_tokens import end_tokens
 from actors.engine.errors import UserError
-from pipeline.backends.in_process import InProcess
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig
 from pipeline.generate.distributions import id_value
 from pipeline.generate.output import row_ids
 from pipeline.generate.settings import fetched
 from pipeline.generate.stage import prompts
+from pipeline.input.files import InputFile, input_root, list_input
+from pipeline.input.rows import read_shards
+from pipeline.input.shards import Shard, cut_shards
 from pipeline.plan.agreement import announce_no_gain
 from pipeline.plan.columns import check_columns
 from pipeline.plan.inputs import check_output_disjoint
@@ -30,9 +32,7 @@ from pipeline.prepare.chat import ends_with_assistant
 from pipeline.prepare.prompt_spec import check_generation, check_spec, prompt_spec
 from pipeline.prepare.prompts import CONTROL_TOKENS, prepare_table
 from pipeline.prepare.tokenizer import tokenizer_of
-from pipeline.read.files import InputFile, input_root, list_input
-from pipeline.read.rows import read_shards
-from pipeline.read.shards import Shard, cut_shards
+from pipeline.run.in_process import InProcess
 from pipeline.runtime.announce import announced
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 from actors.engine.errors import UserError
 from pipeline.commit.sink import part_name
 from pipeline.generate.stats import Totals
+from pipeline.input.shards import Shard
 from pipeline.plan.manifest import Manifest
-from pipeline.read.shards import Shard
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import Folder
 from pipeline.storage.parquet import read_parquet

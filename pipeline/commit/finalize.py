@@ -13,8 +13,8 @@ from pipeline.commit.duplicates import record_duplicates, repeated_error, with_d
 from pipeline.commit.records import drop_records, read_valid_records, record_name
 from pipeline.commit.sink import SUCCESS, load_records, part_name, part_sizes
 from pipeline.generate.stats import STATS_SCHEMA, Totals, add_up
+from pipeline.input.shards import Shard
 from pipeline.plan.manifest import Manifest
-from pipeline.read.shards import Shard
 from pipeline.runtime.announce import announced
 from pipeline.storage.folder import Folder
 

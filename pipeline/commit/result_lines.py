@@ -18,8 +18,8 @@ from pyarrow import types
 
 from actors.openai_answers import completion_body, error_body
 from pipeline.config.job import RESULT_NAMES
-from pipeline.read.schema import rebuilt
-from pipeline.read.shards import Shard
+from pipeline.input.schema import rebuilt
+from pipeline.input.shards import Shard
 from pipeline.storage.parquet import read_parquet
 
 Line = tuple[str, bytes]  # name of the result, without suffix; a line with its end

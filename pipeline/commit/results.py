@@ -26,8 +26,8 @@ from pipeline.commit.result_lines import (
 )
 from pipeline.commit.sink import PARTS_AT_ONCE, part_name
 from pipeline.config.job import JobConfig
+from pipeline.input.shards import Shard
 from pipeline.plan.manifest import Manifest
-from pipeline.read.shards import Shard
 from pipeline.runtime.announce import announced
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import Folder

@@ -36,8 +36,8 @@ from pipeline.commit.records import (
 from pipeline.generate.coordinator import Coordinator
 from pipeline.generate.output import shard_metadata
 from pipeline.generate.stats import ShardStats
+from pipeline.input.shards import Shard
 from pipeline.plan.plan_files import JOB
-from pipeline.read.shards import Shard
 from pipeline.runtime.quarantine import clear_quarantine, release_shard
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import Folder

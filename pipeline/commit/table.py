@@ -21,10 +21,10 @@ from actors.engine.errors import UserError
 from pipeline.commit.records import read_records
 from pipeline.commit.sink import part_name
 from pipeline.config.job import JobConfig
+from pipeline.input.table import CommitConflict, OutputTable, PartFile, output_table, real_url, table_name
 from pipeline.plan.manifest import Manifest
 from pipeline.runtime.announce import announced
 from pipeline.storage.folder import Folder
-from pipeline.tables.table import CommitConflict, OutputTable, PartFile, output_table, real_url, table_name
 
 RECORD = "_job/tables.json"
 TRIES = 20  # of a commit that other writers overtake

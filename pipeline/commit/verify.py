@@ -10,10 +10,10 @@ from pipeline.commit.records import read_valid_records
 from pipeline.commit.results import result_problems
 from pipeline.commit.sink import PARTS_AT_ONCE, SUCCESS, check_part, part_name, part_sizes
 from pipeline.config.job import StorageConfig
+from pipeline.input.files import InputFile, check_unchanged
+from pipeline.input.rows import read_layout
 from pipeline.plan.manifest import Manifest, coverage_problems
 from pipeline.plan.plan_files import PLAN
-from pipeline.read.files import InputFile, check_unchanged
-from pipeline.read.rows import read_layout
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.errors import NoSuchBucket
 from pipeline.storage.folder import Folder

@@ -20,12 +20,12 @@ from actors.generator import Generator
 from pipeline.config.job import StorageConfig
 from pipeline.generate.settings import fetched
 from pipeline.generate.stage import prompts
+from pipeline.input.files import InputFile
+from pipeline.input.rows import read_shards
+from pipeline.input.shards import Shard
 from pipeline.messages import counted
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import prepare_table
-from pipeline.read.files import InputFile
-from pipeline.read.rows import read_shards
-from pipeline.read.shards import Shard
 
 MOST_TOKENS = 256  # of an answer; later tokens are not compared
 

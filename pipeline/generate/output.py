@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from actors.answers import Answer
 from pipeline.generate.parsed import parse_answers
 from pipeline.generate.value_fields import VALUES_KEY, ValueFields, to_footer
-from pipeline.read.shards import Shard
+from pipeline.input.shards import Shard
 
 ANSWER_FIELDS = [
     pa.field("sample_index", pa.int32()),

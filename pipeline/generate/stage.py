@@ -29,9 +29,9 @@ from pipeline.generate.live_counts import LiveCounts
 from pipeline.generate.output import PartSpec, part_bytes, part_table
 from pipeline.generate.settings import fetched
 from pipeline.generate.stats import ShardStats
+from pipeline.input.rows import from_ipc
+from pipeline.input.shards import Shard
 from pipeline.prepare.prompts import CHOICES, CONTROL_TOKENS, ERROR, FORM, PROMPT_IDS, SAMPLING, TOOLS
-from pipeline.read.rows import from_ipc
-from pipeline.read.shards import Shard
 from pipeline.runtime.quarantine import Quarantine, ShardAttempt
 
 

@@ -29,13 +29,13 @@ from rich.table import Table
 
 from actors.engine.errors import UserError, flat
 from pipeline.commit.claim import LEDGER
+from pipeline.input.files import Files
+from pipeline.input.table import TablePin
 from pipeline.messages import counted
 from pipeline.plan.inputs import has_same_content
 from pipeline.plan.manifest import Manifest
-from pipeline.read.files import Files
 from pipeline.storage.folder import Folder
 from pipeline.storage.parquet import read_parquet
-from pipeline.tables.table import TablePin
 
 FORMAT = 2
 SHOWN_RUNS = 20

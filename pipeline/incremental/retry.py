@@ -10,10 +10,10 @@ from pipeline.commit.records import read_records
 from pipeline.commit.sink import part_name
 from pipeline.config.job import StorageConfig
 from pipeline.incremental.ledger import Ledger
+from pipeline.input.files import Files
+from pipeline.input.shards import Shard
 from pipeline.messages import counted
 from pipeline.plan import plan_files
-from pipeline.read.files import Files
-from pipeline.read.shards import Shard
 from pipeline.storage.folder import Folder, open_folder
 from pipeline.storage.parquet import read_parquet
 

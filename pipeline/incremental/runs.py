@@ -23,7 +23,6 @@ from rich.console import Console
 
 from actors.engine.errors import UserError
 from pipeline import job as jobs
-from pipeline.backends.stages import Backend
 from pipeline.commit.finalize import totals_of, write_success
 from pipeline.commit.lease import leased
 from pipeline.commit.records import read_records
@@ -34,6 +33,8 @@ from pipeline.incremental import ledger as ledgers
 from pipeline.incremental.ledger import ConcurrentRun, Ledger, LedgerRun
 from pipeline.incremental.retry import Rows, failed_rows, shards_of
 from pipeline.incremental.root_page import write_root_report
+from pipeline.input.files import Files, list_input, list_pinned
+from pipeline.input.table import TablePin
 from pipeline.messages import counted
 from pipeline.plan import manifest as manifests
 from pipeline.plan import plan_files
@@ -43,14 +44,13 @@ from pipeline.plan.manifest import NoRows
 from pipeline.plan.memory import log_memory_estimate
 from pipeline.plan.snapshot import newest, with_snapshot
 from pipeline.planned import PlannedJob, part_schema
-from pipeline.read.files import Files, list_input, list_pinned
 from pipeline.report.job_page import write_report
 from pipeline.report.summary import JobResult
+from pipeline.run.stages import Backend
 from pipeline.runtime.announce import announce
 from pipeline.runtime.signals import interruptible
 from pipeline.storage.folder import Folder, open_folder, probe_create
 from pipeline.storage.write_check import check_location, make_writable
-from pipeline.tables.table import TablePin
 
 log = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ from actors.engine.errors import UserError
 from actors.engine.schedules.schedule import Schedule
 from pipeline.config.job import JobConfig
 from pipeline.generate.agreement import Agreement, measure_agreement
+from pipeline.input.shards import spread_rows
 from pipeline.plan.hardware import Hardware
 from pipeline.plan.manifest import Manifest
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.tokenizer import tokenize_labels, tokenizer_of
-from pipeline.read.shards import spread_rows
 from pipeline.runtime.announce import announce, announced
 from pipeline.runtime.isolated import Died
 

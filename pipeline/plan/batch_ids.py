@@ -11,9 +11,9 @@ import numpy as np
 
 from actors.engine.errors import UserError
 from pipeline.config.job import StorageConfig
-from pipeline.read.files import InputFile
-from pipeline.read.text_files import parsed
-from pipeline.read.text_lines import json_lines, open_text, records
+from pipeline.input.files import InputFile
+from pipeline.input.text_files import parsed
+from pipeline.input.text_lines import json_lines, open_text, records
 
 ID = "custom_id"
 _ID = re.compile(rb'"custom_id"\s*+:\s*+("(?:[^"\\]++|\\.)*+")')

@@ -11,11 +11,11 @@ from actors.engine.types import SamplingParams
 from pipeline.config.job import JobConfig
 from pipeline.generate.output import ANSWER_FIELDS, OPTIONAL_FIELDS, PARSED
 from pipeline.generate.parsed import parsed_type
+from pipeline.input.schema import is_text
+from pipeline.input.text_files import TextColumns
 from pipeline.messages import printable
 from pipeline.prepare.prompt_spec import read_names
 from pipeline.prepare.prompts import ADDED
-from pipeline.read.schema import is_text
-from pipeline.read.text_files import TextColumns
 
 
 def needed_columns(config: JobConfig) -> list[str]:

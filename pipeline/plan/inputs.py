@@ -16,7 +16,7 @@ from fsspec.utils import glob_translate
 
 from actors.engine.errors import UserError
 from pipeline.config.job import RESULT_NAMES, JobConfig, StorageConfig
-from pipeline.read.files import Files, InputFile
+from pipeline.input.files import Files, InputFile
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import filesystem
 

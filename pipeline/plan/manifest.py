@@ -24,6 +24,12 @@ from actors.engine.schedules.schedule import Schedule
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import JobConfig, ModelConfig
 from pipeline.generate.agreement import Agreement
+from pipeline.input.files import Files, InputFile, file_format, input_root, list_input, list_pinned
+from pipeline.input.rows import common_schema, read_layout
+from pipeline.input.schema import one_schema, plain
+from pipeline.input.shards import Shard, cut_shards
+from pipeline.input.table import input_table
+from pipeline.input.text_files import with_json_fields
 from pipeline.plan.batch_ids import check_unique_ids
 from pipeline.plan.columns import check_type, text_columns
 from pipeline.plan.hardware import Hardware
@@ -33,14 +39,8 @@ from pipeline.plan.shared_prefix import sampled_prefix
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.prepare.templates import is_template
 from pipeline.prepare.tokenizer import known_tokenizer, tokenizer_of
-from pipeline.read.files import Files, InputFile, file_format, input_root, list_input, list_pinned
-from pipeline.read.rows import common_schema, read_layout
-from pipeline.read.schema import one_schema, plain
-from pipeline.read.shards import Shard, cut_shards
-from pipeline.read.text_files import with_json_fields
 from pipeline.runtime.announce import announced
 from pipeline.storage.concurrency import in_parallel
-from pipeline.tables.table import input_table
 
 log = logging.getLogger(__name__)
 ANSWERS_VERSION = 2  # raise by hand when a change of the code gives the same job file other answers

@@ -20,10 +20,10 @@ from actors.engine.errors import UserError
 from pipeline.config.base import without_removed
 from pipeline.config.job import JobConfig
 from pipeline.generate.agreement import Agreement
+from pipeline.input.files import InputFile
+from pipeline.input.shards import Shard
 from pipeline.messages import one_line, printable
 from pipeline.plan.manifest import Batching, Manifest
-from pipeline.read.files import InputFile
-from pipeline.read.shards import Shard
 from pipeline.storage.folder import Folder
 from pipeline.storage.parquet import read_parquet
 

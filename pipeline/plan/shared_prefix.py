@@ -13,13 +13,13 @@ import pyarrow as pa
 
 from actors.engine.scheduler import SHORTEST_PREFIX, constant_prefix
 from pipeline.config.job import StorageConfig
+from pipeline.input.files import InputFile
+from pipeline.input.rows import from_ipc, read_shards, to_ipc
+from pipeline.input.schema import is_text
+from pipeline.input.shards import Shard
 from pipeline.plan.hardware import Hardware
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import PROMPT_IDS, prepare_table
-from pipeline.read.files import InputFile
-from pipeline.read.rows import from_ipc, read_shards, to_ipc
-from pipeline.read.schema import is_text
-from pipeline.read.shards import Shard
 from pipeline.runtime.isolated import Died
 from pipeline.storage.folder import STORE_ERRORS
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pipeline.config.job import JobConfig
+from pipeline.input.table import TablePin, input_table
 from pipeline.plan.manifest import Manifest
-from pipeline.tables.table import TablePin, input_table
 
 
 def newest(config: JobConfig) -> TablePin | None:

@@ -21,6 +21,7 @@ from actors.engine.types import SamplingParams, check_compatible
 from actors.openai_requests import CompletionRequest
 from actors.tool_calls import checked_tools, form_of
 from pipeline.config.labels import check_labels
+from pipeline.input import schema
 from pipeline.messages import is_unicode, one_line
 from pipeline.prepare.batch_requests import read_batch_row
 from pipeline.prepare.chat import read_messages, render_chat
@@ -28,7 +29,6 @@ from pipeline.prepare.prompt_spec import PromptSpec, read_names
 from pipeline.prepare.row_sampling import own_sampling, read_overrides
 from pipeline.prepare.templates import render
 from pipeline.prepare.tokenizer import fewest_tokens, longest, tokenize, tokenize_labels, tokenizer_of
-from pipeline.read import schema
 
 TRUNCATED_CHARACTERS = 2**23  # `too_long: truncate_left` reads no more of a prompt, from its end
 

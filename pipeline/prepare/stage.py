@@ -13,10 +13,10 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline import metrics
+from pipeline.input.rows import from_ipc, to_ipc
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import error_table, prepare_table
 from pipeline.prepare.tokenizer import tokenizer_of
-from pipeline.read.rows import from_ipc, to_ipc
 from pipeline.runtime.quarantine import Quarantine, ShardAttempt
 
 # time for rows, many times what they take: a template that never ends takes its process with it

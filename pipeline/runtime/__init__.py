@@ -1,4 +1,4 @@
-"""Which processes run, and what happens when one dies or is stopped: Ray, signals, quarantine, isolated calls.
+"""What happens when a process dies or is stopped: signals, quarantine, isolated calls; and progress lines.
 
-Imports storage and config; ray in `ray_session`, `ray_head` and `ray_metrics` only.
+Imports storage, config and messages; no ray.
 """

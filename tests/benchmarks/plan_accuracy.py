@@ -116,10 +116,10 @@ def measured(name: str, folder: Path) -> dict[str, Any]:
 def by_processor(name: str, folder: Path, limit: int) -> dict[str, Any]:
     """Plan and run the first rows of one job in this process, whose clock for intervals is the processor's."""
     from pipeline import job as jobs
-    from pipeline.backends.in_process import InProcess
     from pipeline.config.job import JobConfig
     from pipeline.config.load import load_config
     from pipeline.estimate import estimate
+    from pipeline.run.in_process import InProcess
 
     file, *changes = JOBS[name]
     one_actor = ["actors.count=1", "actors.threads=1"]

@@ -43,13 +43,13 @@ from tiny_checkpoint import tiny_checkpoint  # noqa: E402
 from watch import MIB, Watch  # noqa: E402
 
 from pipeline import job  # noqa: E402
-from pipeline.backends.ray_data import READ_TASK_BYTES, READ_TASK_ROWS  # noqa: E402
 from pipeline.config.job import JobConfig, StorageConfig  # noqa: E402
+from pipeline.input.files import InputFile, list_input  # noqa: E402
+from pipeline.input.shards import cut_shards  # noqa: E402
 from pipeline.plan.manifest import read_footers  # noqa: E402
-from pipeline.read.files import InputFile, list_input  # noqa: E402
-from pipeline.read.shards import cut_shards  # noqa: E402
-from pipeline.read.source import ShardSource  # noqa: E402
-from pipeline.runtime.ray_session import OBJECT_STORE_BYTES, ray_session  # noqa: E402
+from pipeline.run.ray_data import READ_TASK_BYTES, READ_TASK_ROWS  # noqa: E402
+from pipeline.run.ray_session import OBJECT_STORE_BYTES, ray_session  # noqa: E402
+from pipeline.run.source import ShardSource  # noqa: E402
 
 MODES = ("million", "shards", "nodes", "plan", "text")
 NODE_ACTORS = 2

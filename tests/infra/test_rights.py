@@ -17,8 +17,8 @@ from infra_files import INFRA
 from moto.server import ThreadedMotoServer
 
 from pipeline.config.job import StorageConfig
-from pipeline.read.files import list_files, read_footer
-from pipeline.read.shards import cut_shards, read_groups
+from pipeline.input.files import list_files, read_footer
+from pipeline.input.shards import cut_shards, read_groups
 from pipeline.storage.folder import open_folder, probe_create
 
 BUCKET = "example-bucket"

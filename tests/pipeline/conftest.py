@@ -15,9 +15,9 @@ from tiny_checkpoint import tiny_checkpoint
 
 from actors.engine.cpu.library import library
 from pipeline import job as jobs
-from pipeline.backends.in_process import InProcess
 from pipeline.config.job import StorageConfig
 from pipeline.incremental import runs
+from pipeline.run.in_process import InProcess
 
 
 @pytest.fixture(scope="session")

@@ -59,9 +59,6 @@ def serve(path: str) -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import actors.engine.engine  # noqa: F401
-    import pipeline.backends.in_process
-    import pipeline.cli.app
-    import pipeline.job  # noqa: F401
 
     assert "pyiceberg" not in sys.modules  # it reads the environment
     parent = os.getppid()
@@ -119,9 +116,9 @@ def _run(request: dict[str, Any], files: list[int]) -> None:
 
 def _command() -> None:
     from pipeline import job as jobs
-    from pipeline.backends import stages
-    from pipeline.backends.in_process import InProcess
     from pipeline.cli.app import main
+    from pipeline.run import stages
+    from pipeline.run.in_process import InProcess
 
     jobs.ray_backend = lambda **_: InProcess()
     if pause := float(os.environ.get("SLOW_COMMITS", "0")):

@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline import job as jobs
-from pipeline.backends import stages
-from pipeline.backends.in_process import InProcess
 from pipeline.config.job import JobConfig
 from pipeline.config.load import load_config
 from pipeline.report.summary import JobResult
+from pipeline.run import stages
+from pipeline.run.in_process import InProcess
 from pipeline.runtime.signals import Interrupted
 
 

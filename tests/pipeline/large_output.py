@@ -21,9 +21,9 @@ from pipeline.commit.records import (
     write_segment,
 )
 from pipeline.commit.sink import part_name
+from pipeline.input.files import InputFile
+from pipeline.input.shards import Shard
 from pipeline.plan.manifest import Batching, Manifest
-from pipeline.read.files import InputFile
-from pipeline.read.shards import Shard
 
 PART = b"x"
 PART_DIGEST = hashlib.sha256(PART).hexdigest()

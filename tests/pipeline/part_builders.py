@@ -12,9 +12,9 @@ from pipeline.commit.finalize import finalize, write_success
 from pipeline.generate.distributions import histogram
 from pipeline.generate.output import PartSpec, part_bytes, part_table
 from pipeline.generate.stats import ShardStats, Totals
+from pipeline.input.files import InputFile
+from pipeline.input.shards import Shard
 from pipeline.plan.manifest import Batching, Manifest
-from pipeline.read.files import InputFile
-from pipeline.read.shards import Shard
 from pipeline.storage.folder import Folder
 
 LAYERS = 4

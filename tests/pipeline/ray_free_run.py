@@ -9,12 +9,12 @@ from typing import Any
 from part_builders import part, part_stats
 
 from pipeline import job as jobs
-from pipeline.backends.in_process import InProcess, InProcessSession
-from pipeline.backends.stages import Actors, Read, Stage
 from pipeline.commit.sink import commit
 from pipeline.config.job import ActorsConfig, JobConfig
 from pipeline.generate.coordinator import Workload
-from pipeline.read.shards import Shard
+from pipeline.input.shards import Shard
+from pipeline.run.in_process import InProcess, InProcessSession
+from pipeline.run.stages import Actors, Read, Stage
 from pipeline.storage.folder import Folder
 
 Answer = Callable[[Sequence[Shard], Folder, str], None]  # shards, output folder, fingerprint

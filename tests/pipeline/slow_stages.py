@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline import job as jobs
-from pipeline.backends import stages
 from pipeline.cli.app import main
+from pipeline.run import stages
 
 
 @dataclass(frozen=True)

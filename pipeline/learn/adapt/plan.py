@@ -18,6 +18,7 @@ from actors.engine.schedules.schedule import MEASURED
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, resolve_checkpoint
 from pipeline.config.adapt import OF_TEXTS
 from pipeline.config.job import JobConfig
+from pipeline.input.files import InputFile, list_input
 from pipeline.learn.adapt import configs
 from pipeline.learn.adapt.sample import layout
 from pipeline.learn.adapt.state import StageRecord
@@ -28,8 +29,7 @@ from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import ANSWERS_VERSION
 from pipeline.plan.snapshot import pinned_snapshot, with_snapshot
 from pipeline.prepare.prompt_spec import check_spec, prompt_spec
-from pipeline.read.files import InputFile, list_input
-from pipeline.runtime.ray_session import on_cluster
+from pipeline.run.ray_session import on_cluster
 from pipeline.storage.folder import filesystem
 from pipeline.storage.owned_folder import check_apart
 

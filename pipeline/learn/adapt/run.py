@@ -35,8 +35,8 @@ from pipeline.learn.adapt.plan import Task, plan_adaptation
 from pipeline.learn.adapt.sample import draw, write_sample
 from pipeline.learn.adapt.state import StageRecord
 from pipeline.prepare.prompt_spec import prompt_spec
+from pipeline.run.ray_session import on_cluster
 from pipeline.runtime.announce import announce
-from pipeline.runtime.ray_session import on_cluster
 from pipeline.runtime.signals import interruptible
 from pipeline.storage.folder import LocalFolder
 

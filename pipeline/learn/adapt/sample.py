@@ -13,12 +13,12 @@ import pyarrow.parquet as pq
 
 from actors.engine.errors import UserError
 from pipeline.config.job import JobConfig
+from pipeline.input.files import Files, InputFile
+from pipeline.input.rows import from_ipc, read_shards, to_ipc
+from pipeline.input.schema import is_text
+from pipeline.input.shards import Shard
 from pipeline.plan.manifest import read_footers
 from pipeline.prepare.prompts import ERROR
-from pipeline.read.files import Files, InputFile
-from pipeline.read.rows import from_ipc, read_shards, to_ipc
-from pipeline.read.schema import is_text
-from pipeline.read.shards import Shard
 from pipeline.storage.owned_folder import replacing
 
 

@@ -24,12 +24,12 @@ from pipeline.config.evaluate import EvalConfig, EvalDataConfig
 from pipeline.config.job import StorageConfig
 from pipeline.config.labels import normalized
 from pipeline.generate.settings import generator_settings
+from pipeline.input.rows import read_columns
+from pipeline.input.schema import MissingColumn
 from pipeline.learn.evaluate.results import RECORD, output_files, slug
 from pipeline.learn.variants import Variant, comparisons, speeds
 from pipeline.messages import is_unicode
 from pipeline.prepare.tokenizer import longest, tokenize_labels
-from pipeline.read.rows import read_columns
-from pipeline.read.schema import MissingColumn
 from pipeline.storage.owned_folder import OwnedFolder, check_apart
 
 REFERENCE = "reference model"  # name of its line, at full depth

@@ -17,9 +17,9 @@ from actors.engine.errors import UserError
 from actors.engine.schedules.schedule import MEASURED, Schedule, ScheduleSpec
 from pipeline.config.job import StorageConfig
 from pipeline.config.tune import TuneConfig, TuneDataConfig
+from pipeline.input.rows import read_columns
 from pipeline.learn.tune.adapters import check_targets, started
 from pipeline.learn.variants import comparison_schedules
-from pipeline.read.rows import read_columns
 
 log = logging.getLogger(__name__)
 

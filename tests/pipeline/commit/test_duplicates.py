@@ -20,7 +20,7 @@ from pipeline.cli.app import app
 from pipeline.commit import duplicates
 from pipeline.commit.duplicates import count_repeated
 from pipeline.config.job import JobConfig
-from pipeline.read.shards import Shard
+from pipeline.input.shards import Shard
 
 
 def counted(columns: list[pa.ChunkedArray]) -> tuple[int, list[str]]:

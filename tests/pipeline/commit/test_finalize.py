@@ -20,9 +20,9 @@ from pipeline.commit.records import compact, loose_shards, read_records
 from pipeline.commit.sink import SUCCESS, commit, committed_shards, part_name
 from pipeline.commit.verify import plan_problems, verify
 from pipeline.config.job import StorageConfig
+from pipeline.input.files import list_files, read_footer
+from pipeline.input.shards import Shard
 from pipeline.plan import plan_files
-from pipeline.read.files import list_files, read_footer
-from pipeline.read.shards import Shard
 from pipeline.storage.folder import Folder, open_folder
 
 SHARDS = [Shard(0, "in/a.parquet", 0, 4), Shard(1, "in/a.parquet", 4, 5), Shard(2, "in/b.parquet", 0, 1)]

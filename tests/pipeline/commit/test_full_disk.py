@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from pipeline.cli.app import app
 from pipeline.commit.sink import commit, committed_shards, part_name
 from pipeline.config.job import JobConfig, StorageConfig
-from pipeline.read.shards import Shard
+from pipeline.input.shards import Shard
 from pipeline.storage.folder import LocalFolder, open_folder
 
 SHARDS = [Shard(index, "in.parquet", 6 * index, 6) for index in range(12)]

@@ -18,9 +18,9 @@ from pipeline.commit.finalize import finalize
 from pipeline.commit.records import encode_record, record_name
 from pipeline.commit.sink import committed_shards, part_name
 from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.input.shards import group_shards
 from pipeline.plan.manifest import plan_job
 from pipeline.plan.plan_files import load, save
-from pipeline.read.shards import group_shards
 from pipeline.storage.folder import open_folder
 
 GIB = 2**30

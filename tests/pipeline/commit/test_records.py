@@ -34,8 +34,8 @@ from pipeline.commit.sink import SUCCESS, commit, committed_shards, part_name
 from pipeline.commit.verify import verify
 from pipeline.config.job import StorageConfig
 from pipeline.generate.stats import LATER
+from pipeline.input.shards import Shard
 from pipeline.plan import plan_files
-from pipeline.read.shards import Shard
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import Folder, open_folder
 

@@ -17,7 +17,7 @@ from memory_folder import MemoryFolder
 from pipeline.commit import results
 from pipeline.commit.result_lines import BatchLines, answer_lines, cut
 from pipeline.commit.results import recorded, remove_results, result_problems
-from pipeline.read.shards import Shard
+from pipeline.input.shards import Shard
 
 
 def part(rows: list[dict[str, Any]]) -> bytes:

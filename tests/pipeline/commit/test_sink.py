@@ -29,7 +29,7 @@ from pipeline.config.job import StorageConfig
 from pipeline.generate.coordinator import Coordinator
 from pipeline.generate.output import OPTIONAL_FIELDS, part_table
 from pipeline.generate.stats import ShardStats
-from pipeline.read.shards import Shard
+from pipeline.input.shards import Shard
 from pipeline.runtime.quarantine import QUARANTINE, marker_name
 from pipeline.storage.folder import Folder, open_folder
 

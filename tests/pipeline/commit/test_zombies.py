@@ -23,7 +23,7 @@ from part_builders import FINGERPRINT, part, part_stats
 
 from pipeline.commit.sink import clear_temporaries, commit
 from pipeline.config.job import JobConfig, StorageConfig
-from pipeline.read.shards import Shard
+from pipeline.input.shards import Shard
 from pipeline.storage.folder import Folder, LocalFolder, open_folder
 
 TESTS = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ import json, os, signal, sys
 from part_builders import FINGERPRINT, part, part_stats
 from pipeline.commit import sink
 from pipeline.config.job import StorageConfig
-from pipeline.read.shards import Shard
+from pipeline.input.shards import Shard
 from pipeline.storage.folder import open_folder
 
 shard = Shard(3, "in.parquet", 18, 6)

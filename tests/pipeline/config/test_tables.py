@@ -79,9 +79,9 @@ def test_a_table_is_any_of_the_formats(tmp_path: Path) -> None:
 def test_a_package_that_is_not_installed_is_named_with_its_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], package: str
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith(("pipeline.tables.iceberg", "pipeline.tables.delta"))]:
+    for name in [name for name in sys.modules if name.startswith(("pipeline.input.iceberg", "pipeline.input.delta"))]:
         monkeypatch.delitem(sys.modules, name)
-    for name in ("pipeline.tables.iceberg", "pipeline.tables.iceberg"):
+    for name in ("pipeline.input.iceberg", "pipeline.input.iceberg"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)

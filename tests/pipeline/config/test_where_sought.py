@@ -13,7 +13,7 @@ from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig, ModelConfig, StorageConfig
 from pipeline.config.labels import labels_given
 from pipeline.config.load import load_config
-from pipeline.read.files import list_files
+from pipeline.input.files import list_files
 
 STORAGE = StorageConfig()
 

@@ -19,11 +19,11 @@ from actors.answers import Prompt
 from actors.engine.checkpoint.loading import inspect
 from actors.engine.schedules.schedule import ScheduleSpec
 from actors.engine.types import EngineStats
-from pipeline.backends.in_process import InProcess
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
 from pipeline.estimate import TimedCall, estimate, longest, losses, predict, sample_places, time_speeds, to_dict
-from pipeline.read.shards import Shard
+from pipeline.input.shards import Shard
+from pipeline.run.in_process import InProcess
 
 WORDS = ["alpha", "bravo", "cheap", "pub", "food", "riverside"]
 

@@ -21,9 +21,9 @@ from actors.generator import Generator, RowsAtWork
 from pipeline.commit.records import CommitRecord, decode_record, encode_record
 from pipeline.generate import stage as generate
 from pipeline.generate.stats import ShardStats
+from pipeline.input.rows import to_ipc
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import prepare_table
-from pipeline.read.rows import to_ipc
 
 
 def test_a_model_is_loaded_and_run_in_one_thread(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

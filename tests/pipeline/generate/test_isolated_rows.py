@@ -17,11 +17,11 @@ from poison_stages import KILLER
 
 from actors.engine.engine import Engine
 from pipeline.generate.stage import ShardGenerator
+from pipeline.input.rows import from_ipc, to_ipc
 from pipeline.prepare import prompts as prepares
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import ADDED, ERROR, prepare_table
 from pipeline.prepare.stage import prepare
-from pipeline.read.rows import from_ipc, to_ipc
 from pipeline.runtime.quarantine import Quarantine
 
 ROWS, POISON = 21, {4, 13}

@@ -20,10 +20,10 @@ from actors.engine.engine import Engine
 from pipeline.generate.coordinator import Coordinator
 from pipeline.generate.stage import ShardGenerator
 from pipeline.generate.stats import ShardStats
+from pipeline.input.rows import to_ipc
+from pipeline.input.shards import Shard
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import prepare_table
-from pipeline.read.rows import to_ipc
-from pipeline.read.shards import Shard
 from pipeline.runtime.quarantine import Quarantine, marker_name
 
 ROWS = 24

@@ -24,7 +24,7 @@ from pipeline.generate.value_fields import (
     from_footer,
     value_fields,
 )
-from pipeline.read.shards import Shard
+from pipeline.input.shards import Shard
 
 
 def found(properties: dict[str, Any], **more: Any) -> dict[str, list[str]]:

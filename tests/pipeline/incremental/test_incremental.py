@@ -22,8 +22,8 @@ from pipeline.incremental import ledger as ledgers
 from pipeline.incremental import runs
 from pipeline.incremental.ledger import LEDGER, ConcurrentRun
 from pipeline.incremental.runs import IncrementalResult
+from pipeline.input.files import Files, InputFile
 from pipeline.plan.manifest import Batching, Manifest, NoRows
-from pipeline.read.files import Files, InputFile
 from pipeline.storage.folder import Folder
 
 BATCHING = Batching(10, 10, 10, 10, 1)

@@ -22,7 +22,7 @@ from pipeline.commit.lease import Lease
 from pipeline.config.job import StorageConfig
 from pipeline.generate.stats import add_up, to_table
 from pipeline.incremental import ledger as ledgers
-from pipeline.read.shards import Shard
+from pipeline.input.shards import Shard
 from pipeline.runtime.signals import Interrupted
 from pipeline.storage.folder import Folder, open_folder
 

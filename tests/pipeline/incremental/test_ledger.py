@@ -30,9 +30,9 @@ from pipeline.incremental.ledger import (
     new_files,
     print_ledger,
 )
+from pipeline.input.files import InputFile
 from pipeline.plan.inputs import with_digests
 from pipeline.plan.manifest import Batching, Manifest
-from pipeline.read.files import InputFile
 from pipeline.storage.folder import Folder, open_folder
 
 

@@ -14,7 +14,7 @@ from pipeline.config.job import StorageConfig
 from pipeline.incremental import ledger as ledgers
 from pipeline.incremental import root_page as pages
 from pipeline.incremental.root_page import ROOT_REPORT, root_page, write_root_report
-from pipeline.read.shards import Shard
+from pipeline.input.shards import Shard
 from pipeline.storage.folder import Folder, open_folder
 
 LOCAL = StorageConfig()

@@ -19,18 +19,18 @@ from actors.engine.errors import UserError
 from actors.engine.schedules.schedule import ScheduleSpec
 from actors.generator import Generator
 from pipeline import job as jobs
-from pipeline.backends.in_process import InProcess
 from pipeline.config.job import JobConfig
 from pipeline.generate import agreement as agreements
 from pipeline.generate.agreement import Agreement, measure_agreement, skipped_share
 from pipeline.incremental import runs
+from pipeline.input.shards import spread_rows
 from pipeline.plan import agreement as plans
 from pipeline.plan import plan_files
 from pipeline.planned import PlannedJob, generator_arguments
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.prepare.tokenizer import tokenizer_of
-from pipeline.read.shards import spread_rows
 from pipeline.report.summary import print_result
+from pipeline.run.in_process import InProcess
 from pipeline.runtime.isolated import Died
 from pipeline.storage.folder import open_folder
 

@@ -15,11 +15,11 @@ from in_process import run_in_process
 from typer.testing import CliRunner
 
 from actors.engine.errors import UserError
-from pipeline.backends import stages
 from pipeline.cli.app import app
 from pipeline.commit.budget import SPENT, Budget, BudgetSpent
 from pipeline.config.job import JobConfig
 from pipeline.config.load import validated
+from pipeline.run import stages
 from pipeline.storage.folder import open_folder
 
 ROWS = 24

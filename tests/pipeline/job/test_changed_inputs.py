@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 
 from actors.engine.errors import UserError
 from pipeline import job as jobs
-from pipeline.backends.in_process import InProcess
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.input.files import list_files, read_footer
+from pipeline.input.shards import cut_shards
 from pipeline.plan import plan_files
-from pipeline.read.files import list_files, read_footer
-from pipeline.read.shards import cut_shards
-from pipeline.read.source import ShardSource
+from pipeline.run.in_process import InProcess
+from pipeline.run.source import ShardSource
 from pipeline.storage.folder import Folder, open_folder
 
 ROWS, SHARD_ROWS = 40, 10

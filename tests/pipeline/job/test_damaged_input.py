@@ -13,8 +13,8 @@ from part_builders import fake_answers, part_spec
 from pipeline.commit.sink import PART, part_name
 from pipeline.config.job import StorageConfig
 from pipeline.generate.output import part_bytes, part_table
-from pipeline.read.files import list_files, read_footer
-from pipeline.read.shards import Shard, cut_shards, read_groups
+from pipeline.input.files import list_files, read_footer
+from pipeline.input.shards import Shard, cut_shards, read_groups
 
 LOCAL = StorageConfig()
 ROWS = 500

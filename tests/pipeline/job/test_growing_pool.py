@@ -19,9 +19,9 @@ from ray.data.context import AutoscalingConfig
 from slow_stages import Slowness, slowed
 
 from pipeline import job as jobs
-from pipeline.backends import ray_data, stages
-from pipeline.backends.ray_data import SHARDS_OF_ACTOR, scale_for
 from pipeline.config.job import JobConfig
+from pipeline.run import ray_data, stages
+from pipeline.run.ray_data import SHARDS_OF_ACTOR, scale_for
 
 LEAST, MOST = 1, 6
 SHARDS, EARLY, PER = 22, 20, 3

@@ -16,11 +16,11 @@ import pytest
 from in_process import run_in_process, run_interrupted
 
 from actors.engine.errors import UserError
-from pipeline.backends import stages
 from pipeline.commit.lease import LeaseLost
 from pipeline.commit.sink import PART, check_output
 from pipeline.config.job import JobConfig
 from pipeline.report.summary import JobResult
+from pipeline.run import stages
 from pipeline.storage.folder import open_folder
 
 ROWS = 24

@@ -30,9 +30,9 @@ from pipeline import job as jobs
 from pipeline.cli.app import app
 from pipeline.config.job import ActorsConfig, JobConfig, StorageConfig
 from pipeline.generate.output import ANSWER_FIELDS
-from pipeline.runtime import ray_session
+from pipeline.run import ray_session
+from pipeline.run.ray_session import placement_problem
 from pipeline.runtime.isolated import Died
-from pipeline.runtime.ray_session import placement_problem
 from pipeline.storage.folder import open_folder
 
 WORDS = ["alpha", "bravo", "charlie", "delta", "echo", "foxtrot", "golf", "hotel", "india", "juliet"]

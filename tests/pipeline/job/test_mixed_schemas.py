@@ -19,12 +19,12 @@ from actors.engine.types import SamplingParams
 from pipeline import job as jobs
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.generate.stats import duplicate_ids
+from pipeline.input.files import InputFile, list_files, read_footer
+from pipeline.input.schema import conform
+from pipeline.input.shards import cut_shards, read_groups
 from pipeline.prepare import tokenizer as tokenizers
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import ADDED, ERROR, PROMPT_IDS, prepare_table
-from pipeline.read.files import InputFile, list_files, read_footer
-from pipeline.read.schema import conform
-from pipeline.read.shards import cut_shards, read_groups
 
 LOCAL = StorageConfig()
 
@@ -266,9 +266,9 @@ def test_a_large_row_group_is_decoded_once_and_bit_by_bit(tmp_path: Path, monkey
             yield batch
 
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", counted)
-    monkeypatch.setattr("pipeline.read.shards.BATCH_BYTES", 100_000)
+    monkeypatch.setattr("pipeline.input.shards.BATCH_BYTES", 100_000)
     for stream in (10**9, 1):  # whole columns at once, and page by page
-        monkeypatch.setattr("pipeline.read.shards.STREAM_BYTES", stream)
+        monkeypatch.setattr("pipeline.input.shards.STREAM_BYTES", stream)
         for left in (shards, shards[2:3], shards[:1] + shards[4:6]):
             decoded.clear()
             tables = list(read_groups(left, ["n", "prompt"], LOCAL))
@@ -282,10 +282,10 @@ def test_a_large_row_group_is_decoded_once_and_bit_by_bit(tmp_path: Path, monkey
 LARGE = '''
 import sys
 from pipeline.config.job import StorageConfig
-from pipeline.read.schema import conform
-from pipeline.read.files import list_files, read_footer
-from pipeline.read.rows import to_ipc
-from pipeline.read.shards import cut_shards, group_shards, read_groups
+from pipeline.input.schema import conform
+from pipeline.input.files import list_files, read_footer
+from pipeline.input.rows import to_ipc
+from pipeline.input.shards import cut_shards, group_shards, read_groups
 
 
 def peak() -> int:

@@ -17,9 +17,9 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from pipeline import job as jobs
-from pipeline.backends import stages
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig
+from pipeline.run import stages
 
 ROWS, SHARD_ROWS, POISON = 6, 2, 3
 
@@ -63,9 +63,9 @@ def undisturbed(job: JobConfig, folder: Path) -> list[dict[str, Any]]:
     from actors.generator import Generator
     from pipeline.checkpoints.resolve import resolve_checkpoint
     from pipeline.generate.stage import prompts
+    from pipeline.input.shards import Shard
     from pipeline.prepare.prompt_spec import prompt_spec
     from pipeline.prepare.prompts import prepare_table
-    from pipeline.read.shards import Shard
 
     sampling = job.sampling.model_dump(exclude={"seed"})
     generator = Generator(job.model.path, sampling=sampling, seed=3, dtype="float32", threads=1, max_batch=2)

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fault_proxy import DENIED, RESET, SLOW_DOWN, TRUNCATED, Fault, Proxy, Request, fault_proxy, refusal
 
 from pipeline.config.job import StorageConfig
-from pipeline.read.shards import Shard, read_groups
+from pipeline.input.shards import Shard, read_groups
 from pipeline.storage.errors import StoreFailed
 from pipeline.storage.folder import Folder, ObjectFolder, open_folder, probe_create
 

@@ -16,13 +16,13 @@ from in_process import run_in_process
 
 from actors.engine.errors import UserError
 from pipeline import job as jobs
-from pipeline.backends import stages
-from pipeline.backends.in_process import InProcess
 from pipeline.commit.verify import verify
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.incremental import runs as incremental
+from pipeline.input.rows import from_ipc
 from pipeline.plan import plan_files
-from pipeline.read.rows import from_ipc
+from pipeline.run import stages
+from pipeline.run.in_process import InProcess
 from pipeline.storage.folder import open_folder
 from pipeline.try_rows import answer_first_rows
 
@@ -192,11 +192,11 @@ def test_a_shared_prefix_is_found_and_try_shows_rows(tmp_path: Path, checkpoint:
 
 
 def test_blocks_hold_a_shard_each(tmp_path: Path) -> None:
-    from pipeline.read.files import list_files
-    from pipeline.read.rows import read_blocks, read_layout
-    from pipeline.read.schema import one_schema
-    from pipeline.read.shards import cut_shards
-    from pipeline.read.text_files import TextColumns
+    from pipeline.input.files import list_files
+    from pipeline.input.rows import read_blocks, read_layout
+    from pipeline.input.schema import one_schema
+    from pipeline.input.shards import cut_shards
+    from pipeline.input.text_files import TextColumns
 
     path = tmp_path / "in.jsonl"
     write(path, ROWS)

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.input.files import list_files
 from pipeline.learn.adapt.sample import draw, layout, write_sample
-from pipeline.read.files import list_files
 from pipeline.storage.folder import open_folder
 
 

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pytest
 
 from pipeline.config.job import JobConfig
+from pipeline.input.schema import plain
 from pipeline.plan.columns import check_type, needed_columns
-from pipeline.read.schema import plain
 
 TEXT = pa.string()
 MESSAGE = pa.struct([("role", TEXT), ("content", TEXT)])

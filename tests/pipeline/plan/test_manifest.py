@@ -19,10 +19,10 @@ from memory_folder import MemoryFolder
 
 from actors.engine.errors import UserError
 from pipeline import job as jobs
-from pipeline.backends.in_process import InProcess
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import ActorsConfig, JobConfig, StorageConfig
 from pipeline.generate.output import ANSWER_FIELDS, OPTIONAL_FIELDS
+from pipeline.input.shards import Shard
 from pipeline.plan import inputs as inputs_module
 from pipeline.plan import manifest as manifests
 from pipeline.plan.columns import check_columns, needed_columns
@@ -30,8 +30,8 @@ from pipeline.plan.inputs import check_output_disjoint
 from pipeline.plan.manifest import Manifest, coverage_problems, difference, plan_job
 from pipeline.plan.plan_files import INPUTS, JOB, PLAN, SCHEMA, load, save
 from pipeline.prepare.prompts import ADDED, ERROR, PROMPT_IDS
-from pipeline.read.shards import Shard
-from pipeline.runtime import ray_session
+from pipeline.run import ray_session
+from pipeline.run.in_process import InProcess
 from pipeline.storage.folder import Folder, open_folder
 
 

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from actors.engine.checkpoint.loading import load_tokenizer
 from actors.engine.scheduler import SHORTEST_PREFIX, constant_prefix
-from pipeline.backends.in_process import InProcess
-from pipeline.backends.ray_data import RayData
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.plan import shared_prefix
 from pipeline.plan.hardware import Hardware
 from pipeline.plan.manifest import Manifest, difference, plan_job
 from pipeline.plan.plan_files import load, save
+from pipeline.run.in_process import InProcess
+from pipeline.run.ray_data import RayData
 from pipeline.storage.folder import open_folder
 
 RULES = "Name the place, its area and its food in one line."

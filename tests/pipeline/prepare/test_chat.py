@@ -170,7 +170,7 @@ def test_a_job_without_a_chat_template_ends_before_ray(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Any] = []
-    monkeypatch.setattr("pipeline.backends.ray_data.ray_session", started.append)
+    monkeypatch.setattr("pipeline.run.ray_data.ray_session", started.append)
     pq.write_table(pa.table({"m": [USER]}), tmp_path / "a.parquet")
     values = {"model": {"path": str(checkpoint)}, "output": {"path": str(tmp_path / "out")}}
     config = JobConfig.model_validate({"input": {"path": str(tmp_path / "a.parquet"), "messages": "m"}, **values})

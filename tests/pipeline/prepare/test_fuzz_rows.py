@@ -18,14 +18,14 @@ from actors.engine.types import SamplingParams
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.generate.output import part_bytes, part_table
 from pipeline.generate.stage import prompts
+from pipeline.input.files import list_files
+from pipeline.input.rows import from_ipc, to_ipc
+from pipeline.input.schema import conform
+from pipeline.input.shards import cut_shards, read_groups
 from pipeline.plan.columns import check_columns
 from pipeline.plan.manifest import read_footers
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import prepare_table
-from pipeline.read.files import list_files
-from pipeline.read.rows import from_ipc, to_ipc
-from pipeline.read.schema import conform
-from pipeline.read.shards import cut_shards, read_groups
 
 LOCAL = StorageConfig()
 UNITS = st.sampled_from(["ms", "us", "ns"])

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from actors.engine.checkpoint.loading import inspect, load_tokenizer
 from actors.engine.types import SamplingParams
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
+from pipeline.input.rows import from_ipc, to_ipc
 from pipeline.prepare.prompt_spec import PromptSpec, check_spec
 from pipeline.prepare.prompts import ADDED, ERROR, PROMPT_IDS, prepare_table
 from pipeline.prepare.stage import prepare
 from pipeline.prepare.templates import compile_template, template_columns
 from pipeline.prepare.tokenizer import known_tokenizer, tokenizer_of
-from pipeline.read.rows import from_ipc, to_ipc
 
 CONTEXT, VOCABULARY = 64, 300
 

@@ -15,7 +15,7 @@ from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import PROMPT_IDS
 from pipeline.prepare.stage import prepare
 from pipeline.prepare.tokenizer import KnownTokenizer
-from pipeline.read.rows import from_ipc, to_ipc
+from pipeline.input.rows import from_ipc, to_ipc
 checkpoint = KnownTokenizer(sys.argv[1], sys.argv[2])
 rows = to_ipc(pa.table({"prompt": ["name[Zizzi], area[riverside]"]}))
 batch = {"shard": [0], "url": ["a"], "first_row": [0], "rows": [rows]}

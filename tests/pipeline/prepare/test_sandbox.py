@@ -26,7 +26,7 @@ import pyarrow as pa
 from pipeline.prepare import stage
 from pipeline.prepare.prompt_spec import PromptSpec
 from pipeline.prepare.prompts import ERROR
-from pipeline.read.rows import from_ipc, to_ipc
+from pipeline.input.rows import from_ipc, to_ipc
 from pipeline.runtime.quarantine import Quarantine
 from pipeline.storage.folder import LocalFolder
 stage.DEADLINE_SECONDS = stage.SECONDS_PER_ROW = 0.1

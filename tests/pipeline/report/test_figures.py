@@ -14,7 +14,7 @@ from pipeline.commit.runs import JobRun
 from pipeline.generate.agreement import Agreement
 from pipeline.generate.distributions import depth_histogram, histogram
 from pipeline.generate.stats import add_up, to_table
-from pipeline.read.shards import Shard
+from pipeline.input.shards import Shard
 from pipeline.report.figures import clock_speedups, compare, depths, error_kinds, held_seconds, lengths
 
 

@@ -23,7 +23,7 @@ from pipeline.commit.records import records_table
 from pipeline.commit.runs import RUNS
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.generate.stats import to_table
-from pipeline.read.shards import Shard
+from pipeline.input.shards import Shard
 from pipeline.report import job_page as pages
 from pipeline.report.job_page import job_page, write_report
 from pipeline.report.page import count, flat, seconds

@@ -27,6 +27,8 @@ from pipeline.generate.agreement import Agreement
 from pipeline.generate.coordinator import Coordinator, RunProgress, Workload
 from pipeline.generate.stage import ShardGenerator
 from pipeline.generate.stats import ShardStats, add_up, duplicate_ids, to_table
+from pipeline.input.rows import to_ipc
+from pipeline.input.shards import Shard
 from pipeline.plan.manifest import Manifest
 from pipeline.prepare.prompts import (
     ADDED,
@@ -38,8 +40,6 @@ from pipeline.prepare.prompts import (
     SAMPLING,
     TOOLS,
 )
-from pipeline.read.rows import to_ipc
-from pipeline.read.shards import Shard
 from pipeline.report import progress
 from pipeline.report.progress import Rates, progress_line, rates
 from pipeline.report.summary import first_rows, print_report

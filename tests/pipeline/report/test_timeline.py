@@ -10,7 +10,7 @@ from part_builders import part_stats
 
 from pipeline.commit.runs import JobRun
 from pipeline.generate.stats import ShardStats, to_table
-from pipeline.read.shards import Shard
+from pipeline.input.shards import Shard
 from pipeline.report.timeline import PARTS, rate, run_spans, timeline
 
 BEGAN = 1_000_000_000.0

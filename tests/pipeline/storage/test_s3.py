@@ -39,8 +39,8 @@ from recorded_metrics import Recorded
 from pipeline import metrics
 from pipeline.checkpoints.stores import BucketStore
 from pipeline.config.job import StorageConfig
-from pipeline.read.files import list_files
-from pipeline.read.shards import Shard, read_groups
+from pipeline.input.files import list_files
+from pipeline.input.shards import Shard, read_groups
 from pipeline.storage.errors import StoreFailed
 from pipeline.storage.folder import STORE_ERRORS, Folder, ObjectFolder, open_folder
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import ray
 
 from pipeline.generate.coordinator import Coordinator
-from pipeline.runtime.ray_metrics import export
+from pipeline.run.ray_metrics import export
 
 Result = TypeVar("Result")
 ANSWER_SECONDS = 5.0  # in which the driver expects the coordinator to answer

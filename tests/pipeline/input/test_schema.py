@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.read.schema import ERROR, common, conform, one_schema, plain, split_errors
+from pipeline.input.schema import ERROR, common, conform, one_schema, plain, split_errors
 
 STRUCT = pa.struct([("a", pa.int32()), ("b", pa.string())])
 TEXTS = [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())]

@@ -16,9 +16,7 @@ from deltalake.transaction import AddAction
 
 from actors.engine.errors import UserError, flat
 from pipeline.config.job import StorageConfig
-from pipeline.messages import listed
-from pipeline.storage.folder import open_folder
-from pipeline.tables.table import (
+from pipeline.input.table import (
     CommitConflict,
     PartFile,
     TablePin,
@@ -27,6 +25,8 @@ from pipeline.tables.table import (
     real_url,
     store_url,
 )
+from pipeline.messages import listed
+from pipeline.storage.folder import open_folder
 
 MAPPING = "delta.columnMapping.mode"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.input.files import InputFile
+from pipeline.input.shards import SCANNED_BYTES, SCANNED_ROWS, Shard, cut_shards, spread_rows
 from pipeline.plan.manifest import limited
-from pipeline.read.files import InputFile
-from pipeline.read.shards import SCANNED_BYTES, SCANNED_ROWS, Shard, cut_shards, spread_rows
 
 GROUPS = st.lists(st.tuples(st.integers(0, 6000), st.integers(0, 2 * SCANNED_BYTES)), max_size=5)
 

@@ -25,13 +25,13 @@ from pipeline import job as jobs
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.adapt import AdaptConfig
 from pipeline.config.job import JobConfig
+from pipeline.input.files import list_input
+from pipeline.input.rows import read_rows
+from pipeline.input.shards import cut_shards
 from pipeline.learn.adapt.configs import full_depth_job
 from pipeline.learn.adapt.sample import layout, write_sample
 from pipeline.plan.manifest import Manifest
 from pipeline.plan.snapshot import pinned_snapshot, with_snapshot
-from pipeline.read.files import list_input
-from pipeline.read.rows import read_rows
-from pipeline.read.shards import cut_shards
 from pipeline.try_rows import answer_first_rows
 
 NAME = "in.prompts"

@@ -14,10 +14,10 @@ import pyarrow as pa
 
 from actors.engine.errors import UserError
 from pipeline.config.job import StorageConfig
-from pipeline.read.files import InputFile, check_unchanged, file_format, list_files, read_footer
-from pipeline.read.schema import ERROR, conform, one_schema, with_all
-from pipeline.read.shards import Shard, cut_shards, read_groups
-from pipeline.read.text_files import TextColumns, read_text, scan_text
+from pipeline.input.files import InputFile, check_unchanged, file_format, list_files, read_footer
+from pipeline.input.schema import ERROR, conform, one_schema, with_all
+from pipeline.input.shards import Shard, cut_shards, read_groups
+from pipeline.input.text_files import TextColumns, read_text, scan_text
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.folder import STORE_ERRORS
 

@@ -14,10 +14,10 @@ import pytest
 from input_files import write_rows
 
 from pipeline.config.job import StorageConfig
-from pipeline.read.files import list_files, read_footer
-from pipeline.read.rows import from_ipc
-from pipeline.read.shards import cut_shards
-from pipeline.read.source import ShardSource
+from pipeline.input.files import list_files, read_footer
+from pipeline.input.rows import from_ipc
+from pipeline.input.shards import cut_shards
+from pipeline.run.source import ShardSource
 from pipeline.storage.errors import StoreFailed
 from pipeline.storage.folder import filesystem
 

@@ -17,16 +17,16 @@ from ray_free_run import MadeUpParts, commit_made_up_parts
 from table_stores import LOCAL, DeltaTables, IcebergTables, Tables, bucket_tables, config, local_tables, prompts
 
 from actors.engine.errors import UserError
-from pipeline.backends.in_process import InProcess
 from pipeline.commit import table as commit_tables
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.estimate import NothingLeft, estimate
 from pipeline.incremental import ledger as ledgers
 from pipeline.incremental import runs
 from pipeline.incremental.runs import IncrementalResult
+from pipeline.input.rows import read_rows
+from pipeline.input.shards import Shard
 from pipeline.plan import plan_files
-from pipeline.read.rows import read_rows
-from pipeline.read.shards import Shard
+from pipeline.run.in_process import InProcess
 from pipeline.storage.folder import Folder, open_folder
 
 NAME, OUT = "in.prompts", "out.answers"

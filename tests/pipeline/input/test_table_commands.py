@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from pipeline.cli.app import app
 from pipeline.config.catalog import CatalogConfig
 from pipeline.config.job import StorageConfig
-from pipeline.tables.iceberg import open_catalog
+from pipeline.input.iceberg import open_catalog
 
 PASSWORD = "planted-catalog-password"
 

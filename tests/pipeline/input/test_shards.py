@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from input_files import write_rows
 
 from pipeline.config.job import StorageConfig
-from pipeline.read.files import InputFile, list_files, read_footer
-from pipeline.read.rows import from_ipc, to_ipc
-from pipeline.read.shards import Shard, cut_shards, group_shards, read_groups
-from pipeline.read.source import ShardSource
+from pipeline.input.files import InputFile, list_files, read_footer
+from pipeline.input.rows import from_ipc, to_ipc
+from pipeline.input.shards import Shard, cut_shards, group_shards, read_groups
+from pipeline.run.source import ShardSource
 
 LOCAL = StorageConfig()
 PROMPT = pa.schema([("prompt", pa.string())])

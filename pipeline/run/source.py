@@ -11,10 +11,10 @@ from ray.data import Datasource, ReadTask
 from ray.data.block import BlockMetadata
 
 from pipeline.config.job import StorageConfig
-from pipeline.read.files import InputFile
-from pipeline.read.rows import read_blocks
-from pipeline.read.shards import Shard, group_shards
-from pipeline.runtime.ray_metrics import export
+from pipeline.input.files import InputFile
+from pipeline.input.rows import read_blocks
+from pipeline.input.shards import Shard, group_shards
+from pipeline.run.ray_metrics import export
 
 
 class ShardSource(Datasource):

@@ -31,13 +31,13 @@ from pipeline.commit import table as commit_tables
 from pipeline.commit.sink import commit
 from pipeline.commit.table import RECORD, commit_table, recorded
 from pipeline.config.job import JobConfig, StorageConfig
+from pipeline.input.delta import DeltaOutput
+from pipeline.input.iceberg import IcebergOutput
+from pipeline.input.shards import Shard
+from pipeline.input.table import output_table
 from pipeline.plan import plan_files
 from pipeline.plan.manifest import Manifest
-from pipeline.read.shards import Shard
 from pipeline.storage.folder import Folder, open_folder
-from pipeline.tables.delta import DeltaOutput
-from pipeline.tables.iceberg import IcebergOutput
-from pipeline.tables.table import output_table
 
 NAME = "out.answers"
 OUTPUTS = {"iceberg": IcebergOutput, "delta": DeltaOutput}

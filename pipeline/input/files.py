@@ -19,12 +19,12 @@ from fsspec.utils import glob_translate
 from actors.engine.errors import UserError, flat
 from pipeline.config.input import InputConfig, InputFormat
 from pipeline.config.job import StorageConfig
+from pipeline.input.table import input_table
 from pipeline.messages import where_sought
 from pipeline.runtime.announce import announced
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.errors import NoSuchBucket
 from pipeline.storage.folder import filesystem
-from pipeline.tables.table import input_table
 
 Files = Mapping[str, tuple[int, str]]  # URL -> (bytes, version)
 SUFFIXES = {

@@ -39,11 +39,11 @@ from sqlalchemy.exc import SQLAlchemyError
 from actors.engine.errors import UserError, flat
 from pipeline.config.catalog import CatalogConfig
 from pipeline.config.job import StorageConfig
+from pipeline.input.table import CommitConflict, PartFile, TablePin, check_columns, check_types, store_url
 from pipeline.messages import listed
 from pipeline.storage.concurrency import in_parallel
 from pipeline.storage.errors import StoreFailed
 from pipeline.storage.folder import filesystem
-from pipeline.tables.table import CommitConflict, PartFile, TablePin, check_columns, check_types, store_url
 
 STORAGE = "skipdecode.storage"  # property with the job's storage section as JSON, without its catalog
 

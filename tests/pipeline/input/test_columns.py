@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from actors.engine.errors import UserError
 from pipeline.config.job import StorageConfig
-from pipeline.read.rows import read_columns
+from pipeline.input.rows import read_columns
 
 LOCAL = StorageConfig()
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from actors.engine.errors import flat
 from pipeline.config.job import StorageConfig
-from pipeline.read.files import InputFile
+from pipeline.input.files import InputFile
 from pipeline.storage.folder import filesystem
 
 STREAM_BYTES = 128 * 2**20  # uncompressed; a larger row group is fetched page by page

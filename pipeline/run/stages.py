@@ -18,12 +18,12 @@ from pipeline.commit.sink import check_output, commit_shard
 from pipeline.config.job import ActorsConfig, StorageConfig
 from pipeline.generate.coordinator import Coordinator, Workload
 from pipeline.generate.stage import ShardGenerator, Worker
+from pipeline.input.files import InputFile
+from pipeline.input.shards import Shard
 from pipeline.plan.hardware import Hardware
 from pipeline.planned import PlannedJob, generator_arguments, part_spec
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.prepare.stage import prepare
-from pipeline.read.files import InputFile
-from pipeline.read.shards import Shard
 from pipeline.runtime.quarantine import STAGE_NAMES, Quarantine
 from pipeline.storage.folder import Folder
 

@@ -22,11 +22,10 @@ from pyarrow import types
 from actors.engine.errors import UserError, flat
 from pipeline.config.input import LONGEST_RECORD
 from pipeline.config.job import StorageConfig
-from pipeline.messages import counted, is_unicode, one_line, printable
-from pipeline.read.files import InputFile
-from pipeline.read.schema import ERROR, common, conform, is_text
-from pipeline.read.shards import Shard
-from pipeline.read.text_lines import (
+from pipeline.input.files import InputFile
+from pipeline.input.schema import ERROR, common, conform, is_text
+from pipeline.input.shards import Shard
+from pipeline.input.text_lines import (
     GZIP_ERRORS,
     CsvRow,
     Offsets,
@@ -37,6 +36,7 @@ from pipeline.read.text_lines import (
     open_text,
     records,
 )
+from pipeline.messages import counted, is_unicode, one_line, printable
 
 AS_JSON = {b"skipdecode.json": b"1"}  # metadata of a string field that holds the JSON of values other than strings
 _NAMES = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from actors.engine.errors import UserError
 from pipeline.config.input import InputFormat
 from pipeline.config.job import StorageConfig
+from pipeline.input import text_files, text_lines
+from pipeline.input.files import InputFile, file_format, list_files
+from pipeline.input.rows import read_layout, read_rows
+from pipeline.input.schema import one_schema, split_errors
+from pipeline.input.shards import Shard, cut_shards, group_shards
+from pipeline.input.text_files import TextColumns, with_json_fields
+from pipeline.input.text_lines import BOM
 from pipeline.messages import is_unicode
-from pipeline.read import text_files, text_lines
-from pipeline.read.files import InputFile, file_format, list_files
-from pipeline.read.rows import read_layout, read_rows
-from pipeline.read.schema import one_schema, split_errors
-from pipeline.read.shards import Shard, cut_shards, group_shards
-from pipeline.read.text_files import TextColumns, with_json_fields
-from pipeline.read.text_lines import BOM
 
 LOCAL = StorageConfig()
 
@@ -351,7 +351,7 @@ def test_a_file_that_is_no_such_text_is_refused(tmp_path: Path, name: str, data:
 
 
 def test_a_line_of_any_length_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.read.text_lines.LONGEST_RECORD", 2**20)
+    monkeypatch.setattr("pipeline.input.text_lines.LONGEST_RECORD", 2**20)
     path = write(tmp_path / "a.jsonl", {"p": "x" * 2**20})
     with pytest.raises(UserError, match="a line is longer than 1 MiB"):
         scan(path, TextColumns(["p"]))

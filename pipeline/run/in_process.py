@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from pipeline.backends.stages import Actors, Backend, Read, Stage, Tasks
 from pipeline.config.job import ActorsConfig
 from pipeline.generate.coordinator import Coordinator, Workload
 from pipeline.generate.stage import ThisProcess
-from pipeline.read.rows import read_blocks
+from pipeline.input.rows import read_blocks
+from pipeline.run.stages import Actors, Backend, Read, Stage, Tasks
 from pipeline.runtime.signals import Interrupted, graceful
 
 

@@ -13,23 +13,23 @@ from ray.data.context import AutoscalingConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.engine.machine import process_cpus, process_memory
-from pipeline.backends.remote import RayWorker, RemoteCoordinator, exporting
-from pipeline.backends.stages import Actors, Backend, Read, Stage, Tasks
 from pipeline.config.job import ActorsConfig
 from pipeline.generate.coordinator import Coordinator, Workload
 from pipeline.messages import one_line
 from pipeline.metrics import installed
-from pipeline.read.source import ShardSource
 from pipeline.report.progress import Progress
-from pipeline.runtime.isolated import Died, call_isolated
-from pipeline.runtime.ray_metrics import RayMetrics
-from pipeline.runtime.ray_session import (
+from pipeline.run.ray_metrics import RayMetrics
+from pipeline.run.ray_session import (
     actor_cpus,
     check_metrics_port,
     is_own_ray,
     ray_session,
     smallest_node,
 )
+from pipeline.run.remote import RayWorker, RemoteCoordinator, exporting
+from pipeline.run.source import ShardSource
+from pipeline.run.stages import Actors, Backend, Read, Stage, Tasks
+from pipeline.runtime.isolated import Died, call_isolated
 from pipeline.runtime.signals import Interrupted, graceful
 
 Result = TypeVar("Result")

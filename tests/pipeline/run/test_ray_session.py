@@ -22,7 +22,7 @@ from ray.util.placement_group import placement_group_table
 
 from actors.engine.errors import UserError
 from pipeline.config.job import ActorsConfig
-from pipeline.runtime import ray_session
+from pipeline.run import ray_session
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_a_ray_of_our_own_lives_in_a_session_of_its_own_and_ends_whole(no_ray: N
 def job_with_ray() -> subprocess.Popen[str]:
     """A process that starts a Ray, prints its address, and ends when it reads a line."""
     code = (
-        "from pipeline.runtime import ray_session; import ray\n"
+        "from pipeline.run import ray_session; import ray\n"
         "with ray_session.connected(False): print(ray.get_runtime_context().gcs_address, flush=True); input()"
     )
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)

@@ -99,10 +99,10 @@ def input_table(section: InputConfig, storage: StorageConfig) -> InputTable:
     """The table of `input`. UserError if it does not exist or cannot be read."""
     assert section.is_table
     if section.format == "iceberg":
-        from pipeline.tables.iceberg import IcebergInput
+        from pipeline.input.iceberg import IcebergInput
 
         return IcebergInput(section.path[0], storage)
-    from pipeline.tables.delta import DeltaInput
+    from pipeline.input.delta import DeltaInput
 
     return DeltaInput(section.path[0], storage)
 
@@ -111,10 +111,10 @@ def output_table(section: OutputConfig, storage: StorageConfig) -> OutputTable:
     """The table of `output`, which need not exist. UserError if its catalog cannot be opened."""
     assert section.is_table
     if section.format == "iceberg":
-        from pipeline.tables.iceberg import IcebergOutput
+        from pipeline.input.iceberg import IcebergOutput
 
         return IcebergOutput(str(section.table), storage)
-    from pipeline.tables.delta import DeltaOutput
+    from pipeline.input.delta import DeltaOutput
 
     return DeltaOutput(table_name(section), storage)
 

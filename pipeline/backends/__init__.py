@@ -1,4 +1,0 @@
-"""How the stages of a job are executed: on Ray Data, or one after the other in this process.
-
-`stages` describes them and imports no ray; a backend imports `stages`, report, generate, read and runtime.
-"""
