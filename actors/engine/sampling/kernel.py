@@ -65,7 +65,7 @@ def _call(
     mask_rows = np.full(count, -1)
     mask_rows[with_mask] = np.arange(len(with_mask))
     read = np.ascontiguousarray(bounds[places]), tokens, values, bits, mask_rows
-    found = [
+    found: Results = [
         np.empty(count, np.int64),
         np.empty(count, np.float32),
         np.empty(count, np.float32),
