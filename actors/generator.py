@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from actors.answers import Answer, Prompt, answer_columns, as_column, error_answer
 from actors.engine.build import build_engine, check_choice, current_device
-from actors.engine.checkpoint.loading import inspect, load_tokenizer
-from actors.engine.checkpoint.speed_adapter import with_adapter
-from actors.engine.checkpoint.weights import ITEM_BYTES
 from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.constraints.reasoning import Reasoning
 from actors.engine.errors import UserError
 from actors.engine.machine import set_threads
+from actors.engine.model.loading import inspect, load_tokenizer
+from actors.engine.model.speed_adapter import with_adapter
+from actors.engine.model.weights import ITEM_BYTES
 from actors.engine.no_collections import without_collections
+from actors.engine.schedule.schedule import Schedule
 from actors.engine.scheduler import constant_prefix
-from actors.engine.schedules.schedule import Schedule
 from actors.engine.types import (
     SCHEDULERS,
     Completion,

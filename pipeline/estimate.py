@@ -25,7 +25,7 @@ from rich.table import Table
 from actors.answers import Prompt
 from actors.engine.errors import UserError
 from actors.engine.machine import process_cpus
-from actors.engine.schedules.schedule import Schedule
+from actors.engine.schedule.schedule import Schedule
 from actors.engine.types import EngineStats
 from pipeline import job as jobs
 from pipeline.commit.claim import check_same_job, stored_job

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from actors.engine.schedules.schedule import Schedule
+from actors.engine.schedule.schedule import Schedule
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, resolve_checkpoint
 from pipeline.commit.duplicates import count_repeated, repeated_error
 from pipeline.config.job import JobConfig

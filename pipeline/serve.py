@@ -23,7 +23,7 @@ from ray.serve import Application
 
 from actors.engine.errors import UserError, flat
 from actors.engine.machine import process_memory
-from actors.engine.schedules.schedule import Schedule
+from actors.engine.schedule.schedule import Schedule
 from actors.server import Server
 from actors.serving.http import Limits
 from actors.serving.model import ServedModel

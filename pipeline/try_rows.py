@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 
 from actors.answers import Answer, Prompt
-from actors.engine.checkpoint.end_tokens import end_tokens
 from actors.engine.errors import UserError
+from actors.engine.model.end_tokens import end_tokens
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig
 from pipeline.generate.distributions import id_value

@@ -21,7 +21,7 @@ from torch import Tensor
 from actors.engine.decoder import Decoder, causal_mask
 from actors.engine.library import packed_attention
 from actors.engine.library.forcing import predicting_states
-from actors.engine.schedules.schedule import Schedule, ScheduleSpec
+from actors.engine.schedule.schedule import Schedule, ScheduleSpec
 
 SPECS = [
     ScheduleSpec(speedup=2, horizon=6),

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from new_model import save_model, train_tokenizer
 
-from actors.engine.schedules.file import save_spec
-from actors.engine.schedules.schedule import PROMPT_POLICIES, ScheduleSpec
-from actors.engine.schedules.trained import Trained
+from actors.engine.schedule.file import save_spec
+from actors.engine.schedule.schedule import PROMPT_POLICIES, ScheduleSpec
+from actors.engine.schedule.trained import Trained
 
 CONTEXT = 64
 LAYERS = 4

@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from actors.engine.checkpoint.end_tokens import end_tokens
-from actors.engine.checkpoint.loading import Checkpoint, load_decoder, memory_needed
-from actors.engine.checkpoint.speed_adapter import base_digest, merge
-from actors.engine.checkpoint.weights import check_free
 from actors.engine.errors import UserError
-from actors.engine.schedules.schedule import Schedule
+from actors.engine.model.end_tokens import end_tokens
+from actors.engine.model.loading import Checkpoint, load_decoder, memory_needed
+from actors.engine.model.speed_adapter import base_digest, merge
+from actors.engine.model.weights import check_free
+from actors.engine.schedule.schedule import Schedule
 
 if TYPE_CHECKING:
     import torch

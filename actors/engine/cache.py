@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from actors.engine.schedules.schedule import Schedule
+from actors.engine.schedule.schedule import Schedule
 
 Buffers = tuple[Tensor, Tensor]  # keys and values
 

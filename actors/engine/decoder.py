@@ -17,10 +17,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from actors.engine.cache import SkipCache
-from actors.engine.checkpoint.compressed import codes_of, set_codes
-from actors.engine.checkpoint.families import Rotary, context_length, family_of, has_weights, layer_weights
-from actors.engine.checkpoint.layer_weights import LayerWeights, NormWeights
-from actors.engine.checkpoint.model_shape import ModelShape
 from actors.engine.cpu import attention, kernels, library, packing
 from actors.engine.cpu.greedy import GreedySteps
 from actors.engine.cpu.layers import CpuLayer, Norm
@@ -28,6 +24,10 @@ from actors.engine.cpu.native_buffers import NativeBuffers
 from actors.engine.cpu.native_stack import NativeStack, can_stack
 from actors.engine.cpu.screen import Screen, can_screen
 from actors.engine.library.packed_attention import Attendance
+from actors.engine.model.compressed import codes_of, set_codes
+from actors.engine.model.families import Rotary, context_length, family_of, has_weights, layer_weights
+from actors.engine.model.layer_weights import LayerWeights, NormWeights
+from actors.engine.model.model_shape import ModelShape
 from actors.engine.sampling.sampler import argmax
 
 

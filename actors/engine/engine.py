@@ -35,7 +35,7 @@ from actors.engine.row import (
 )
 from actors.engine.sampling.sampler import greedy, is_greedy, sample
 from actors.engine.sampling.state import Drawn
-from actors.engine.schedules.schedule import Schedule
+from actors.engine.schedule.schedule import Schedule
 from actors.engine.types import Completion, EngineStats, Request
 
 Ended = list[tuple[int, Completion]]  # (ticket, completion) of rows that have ended

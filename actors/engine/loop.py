@@ -29,8 +29,8 @@ from itertools import groupby, islice
 from actors.engine.engine import Ended, Engine
 from actors.engine.errors import alone_error, free_memory, is_out_of_memory
 from actors.engine.row import Row
+from actors.engine.schedule.schedule import Schedule, envelope
 from actors.engine.scheduler import Prompt, Run, merge, plan_batches, shared_prefixes, smaller
-from actors.engine.schedules.schedule import Schedule, envelope
 from actors.engine.types import SCHEDULERS, Completion, EngineStats, FinishReason, Request
 
 REFILL_SHARE = 8  # rows are admitted once 1/8 of the slots is free: a pass of one row costs as much as of a few

@@ -12,7 +12,7 @@ from torch import Tensor
 from actors.engine.constraints.constraint import AllowedTokens, Constraint
 from actors.engine.sampling.sampler import sample
 from actors.engine.sampling.state import NO_TOKEN, Drawn, RowSampling
-from actors.engine.schedules.schedule import Schedule
+from actors.engine.schedule.schedule import Schedule
 from actors.engine.types import NOT_NUMBERS, Completion, FinishReason, Request, TokenLogprob
 
 

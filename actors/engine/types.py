@@ -12,7 +12,7 @@ from actors.engine.errors import UserError, suggestion
 
 if TYPE_CHECKING:
     from actors.engine.constraints.constraint import Constraint
-    from actors.engine.schedules.schedule import Schedule
+    from actors.engine.schedule.schedule import Schedule
 
 EngineName = Literal["auto", "library"]
 SCHEDULERS = ("lock_step", "refill")

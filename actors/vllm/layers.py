@@ -21,7 +21,7 @@ from vllm.config import set_current_vllm_config
 from vllm.forward_context import get_forward_context
 
 from actors.engine.errors import UserError
-from actors.engine.schedules.schedule import Schedule
+from actors.engine.schedule.schedule import Schedule
 from actors.vllm.plan import PassPlan, cut_metadata
 
 CONTEXT_KEY = "skipdecode_plan"

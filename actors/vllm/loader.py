@@ -12,8 +12,8 @@ from torch import Tensor
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from actors.engine.checkpoint.speed_adapter import WEIGHTS, layers_in, read_adapter, update
 from actors.engine.errors import UserError
+from actors.engine.model.speed_adapter import WEIGHTS, layers_in, read_adapter, update
 
 LOAD_FORMAT = "skipdecode"
 FORMATS = ("auto", "hf", "safetensors")  # of the base

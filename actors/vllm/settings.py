@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from actors.engine.errors import UserError, suggestion
-from actors.engine.schedules.file import SCHEDULE_FILE, load_spec, load_trained, read_spec
-from actors.engine.schedules.schedule import Schedule, ScheduleSpec
+from actors.engine.schedule.file import SCHEDULE_FILE, load_spec, load_trained, read_spec
+from actors.engine.schedule.schedule import Schedule, ScheduleSpec
 
 KEY = "skipdecode"
 

@@ -16,8 +16,8 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
 
-from actors.engine.checkpoint.speed_adapter import base_digest, read_adapter
 from actors.engine.errors import UserError
+from actors.engine.model.speed_adapter import base_digest, read_adapter
 from actors.vllm.check import check_answers
 from actors.vllm.layers import LayerSkipper
 from actors.vllm.loader import use_adapter

@@ -23,12 +23,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from actors.engine.checkpoint.families import family_of
-from actors.engine.checkpoint.file_digests import file_digest
-from actors.engine.checkpoint.fitting import check_report
-from actors.engine.checkpoint.loading import inspect
-from actors.engine.checkpoint.weights import gib
 from actors.engine.errors import UserError, flat
+from actors.engine.model.families import family_of
+from actors.engine.model.file_digests import file_digest
+from actors.engine.model.fitting import check_report
+from actors.engine.model.loading import inspect
+from actors.engine.model.weights import gib
 from pipeline.checkpoints.gguf_file import GgufHeader, head_dim, read_header
 from pipeline.storage.owned_folder import OwnedFolder
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from actors.engine.checkpoint.weights import gib
+from actors.engine.model.weights import gib
 
 log = logging.getLogger(__name__)
 FIRST_SECONDS, SECONDS = 1.5, 10.0  # before the first line, and between lines

@@ -8,8 +8,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.engine.checkpoint.file_digests import WEIGHTS, answer_files, file_digest
 from actors.engine.errors import UserError
+from actors.engine.model.file_digests import WEIGHTS, answer_files, file_digest
 
 SAMPLE_BYTES = 2**20  # at both ends of a weights file, the header included
 

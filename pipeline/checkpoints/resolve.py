@@ -20,7 +20,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from actors.engine.checkpoint.file_digests import (
+from actors.engine.errors import UserError
+from actors.engine.model.file_digests import (
     CACHE_VARIABLE,
     SMALL,
     cache_root,
@@ -28,12 +29,11 @@ from actors.engine.checkpoint.file_digests import (
     file_digest,
     weights_digest,
 )
-from actors.engine.checkpoint.loading import Checkpoint, inspect, refuse_file
-from actors.engine.checkpoint.speed_adapter import FILES as ADAPTER_FILES
-from actors.engine.checkpoint.speed_adapter import base_digest, with_adapter
-from actors.engine.checkpoint.weights import StoredTensor, file_tensors, folder_tensors, joined, weight_files
-from actors.engine.errors import UserError
-from actors.engine.schedules.schedule import Schedule
+from actors.engine.model.loading import Checkpoint, inspect, refuse_file
+from actors.engine.model.speed_adapter import FILES as ADAPTER_FILES
+from actors.engine.model.speed_adapter import base_digest, with_adapter
+from actors.engine.model.weights import StoredTensor, file_tensors, folder_tensors, joined, weight_files
+from actors.engine.schedule.schedule import Schedule
 from pipeline.checkpoints.download_progress import download_progress
 from pipeline.checkpoints.local import PinnedFolder, check_same, pin
 from pipeline.checkpoints.stores import BucketStore, HubStore, RemoteFile, Store

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from actors.engine.checkpoint.weights import StoredTensor, file_tensors, gib
 from actors.engine.errors import UserError, flat
+from actors.engine.model.weights import StoredTensor, file_tensors, gib
 from pipeline.config.job import StorageConfig
 from pipeline.storage.errors import NoSuchBucket, StoreFailed
 from pipeline.storage.folder import filesystem

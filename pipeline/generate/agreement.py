@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from actors.answers import Answer, Prompt
-from actors.engine.schedules.schedule import Schedule
+from actors.engine.schedule.schedule import Schedule
 from actors.engine.types import EngineStats
 from actors.generator import Generator
 from pipeline.config.job import StorageConfig

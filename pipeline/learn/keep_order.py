@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actors.engine.checkpoint.file_digests import cache_record, write_record
 from actors.engine.decoder import Decoder
 from actors.engine.errors import UserError
 from actors.engine.library.packed_attention import packed
 from actors.engine.library.token_tree import Tokens, prompt_ranks, prompt_tokens, run_level
-from actors.engine.schedules.schedule import Schedule
+from actors.engine.model.file_digests import cache_record, write_record
+from actors.engine.schedule.schedule import Schedule
 
 log = logging.getLogger(__name__)
 Row = tuple[Sequence[int], Sequence[int]]  # token ids of prompt and response

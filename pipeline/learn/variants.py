@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from actors.engine.schedules.schedule import Schedule, ScheduleSpec, depths_for_speedup, fall
+from actors.engine.schedule.schedule import Schedule, ScheduleSpec, depths_for_speedup, fall
 
 PAPER: dict[str, Any] = {"decay": "linear", "keep_order": "paper", "prompt": "full"}
 POWERS = (0.5, 2.0)  # falls fastest at first; falls fastest at last

@@ -13,10 +13,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from actors.engine.checkpoint.file_digests import cache_record, write_record
 from actors.engine.constraints.label_trie import ChoiceTrie
 from actors.engine.errors import UserError
-from actors.engine.schedules.schedule import Schedule
+from actors.engine.model.file_digests import cache_record, write_record
+from actors.engine.schedule.schedule import Schedule
 from pipeline.config.job import JobConfig
 from pipeline.generate.agreement import Agreement, measure_agreement
 from pipeline.input.shards import spread_rows

@@ -17,10 +17,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from actors.engine.checkpoint.end_tokens import end_tokens, ends_before_the_union
 from actors.engine.errors import UserError
 from actors.engine.machine import process_cpus, process_memory
-from actors.engine.schedules.schedule import Schedule
+from actors.engine.model.end_tokens import end_tokens, ends_before_the_union
+from actors.engine.schedule.schedule import Schedule
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import JobConfig, ModelConfig
 from pipeline.generate.agreement import Agreement

@@ -6,12 +6,12 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from actors.engine.checkpoint.file_digests import cache_record, write_record
-from actors.engine.checkpoint.fitting import check_tensors
-from actors.engine.checkpoint.loading import memory_needed
-from actors.engine.checkpoint.weights import Need, StoredTensor, gib
 from actors.engine.errors import UserError
 from actors.engine.machine import process_memory
+from actors.engine.model.file_digests import cache_record, write_record
+from actors.engine.model.fitting import check_tensors
+from actors.engine.model.loading import memory_needed
+from actors.engine.model.weights import Need, StoredTensor, gib
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import ActorsConfig, JobConfig, ModelConfig
 from pipeline.plan.hardware import Hardware

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actors.engine.checkpoint.loading import Checkpoint
+from actors.engine.model.loading import Checkpoint
 from pipeline.config.job import JobConfig
 
 SPREAD = 3  # limit ÷ median length, up to which few answers are much longer than most

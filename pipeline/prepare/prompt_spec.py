@@ -6,12 +6,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from actors.engine.checkpoint.end_tokens import end_tokens, settings_not_followed
 from actors.engine.constraints.grammar import GrammarCompiler
 from actors.engine.constraints.label_trie import ChoiceTrie
 from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.constraints.reasoning import Reasoning
 from actors.engine.errors import UserError
+from actors.engine.model.end_tokens import end_tokens, settings_not_followed
 from actors.engine.types import SamplingParams
 from actors.tool_calls import form_of
 from pipeline.checkpoints.resolve import ResolvedCheckpoint

@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import Any
 
 from actors.control_tokens import one_bos
-from actors.engine.checkpoint.loading import load_tokenizer, tokenizer_class_name
 from actors.engine.errors import UserError
+from actors.engine.model.loading import load_tokenizer, tokenizer_class_name
 from pipeline.checkpoints.local import PinnedFolder
 from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint, fetch
 from pipeline.messages import is_unicode, one_line

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from actors.engine.checkpoint.file_digests import cache_record, write_record
+from actors.engine.model.file_digests import cache_record, write_record
 from pipeline.storage.folder import Folder
 
 PREDICTION = "_job/prediction.json"

@@ -32,11 +32,11 @@ import pyarrow.parquet as pq
 import torch
 from skip_bottleneck import cost, load_bottlenecks, schedule_of, train_bottlenecks
 
-from actors.engine.checkpoint.loading import inspect, load_decoder
-from actors.engine.checkpoint.speed_adapter import merge, with_adapter
 from actors.engine.decoder import Decoder
 from actors.engine.library.divergence import Model, teacher_forced
-from actors.engine.schedules.schedule import ScheduleSpec
+from actors.engine.model.loading import inspect, load_decoder
+from actors.engine.model.speed_adapter import merge, with_adapter
+from actors.engine.schedule.schedule import ScheduleSpec
 from actors.generator import Generator
 from pipeline.config.tune import TuneConfig
 from pipeline.learn.tune.run import tune

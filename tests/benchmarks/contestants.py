@@ -25,7 +25,7 @@ from workloads import Forced, Workload
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.loop import generate
-from actors.engine.schedules.schedule import ScheduleSpec
+from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.types import EngineStats, Request, SamplingParams
 
 HERE = Path(__file__).parent

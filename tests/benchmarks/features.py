@@ -25,7 +25,7 @@ import shapes
 import torch
 
 from actors.answers import Prompt
-from actors.engine.checkpoint.loading import load_tokenizer
+from actors.engine.model.loading import load_tokenizer
 from actors.generator import Generator
 from pipeline.demo_data import write_prompts
 

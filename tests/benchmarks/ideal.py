@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from roofline import Ceilings
 from transformers import PretrainedConfig
 
-from actors.engine.checkpoint.families import family_of
-from actors.engine.checkpoint.layer_weights import LayerWeights
-from actors.engine.schedules.schedule import Schedule
+from actors.engine.model.families import family_of
+from actors.engine.model.layer_weights import LayerWeights
+from actors.engine.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)

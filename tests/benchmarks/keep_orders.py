@@ -17,9 +17,9 @@ import torch
 from workloads import DATA
 
 from actors.answers import Prompt
-from actors.engine.checkpoint.loading import load_tokenizer
 from actors.engine.library.packed_attention import packed
-from actors.engine.schedules.schedule import paper_order
+from actors.engine.model.loading import load_tokenizer
+from actors.engine.schedule.schedule import paper_order
 from actors.generator import Generator
 from pipeline.learn.keep_order import ResponsePasses, Row, batches, rank_layers
 

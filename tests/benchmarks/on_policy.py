@@ -23,10 +23,10 @@ from real_data import MODEL
 from real_model import ADAPTER
 
 from actors.answers import Prompt
-from actors.engine.checkpoint.loading import inspect, load_decoder
-from actors.engine.checkpoint.speed_adapter import merge, with_adapter
 from actors.engine.library.divergence import Model, teacher_forced
-from actors.engine.schedules.schedule import ScheduleSpec
+from actors.engine.model.loading import inspect, load_decoder
+from actors.engine.model.speed_adapter import merge, with_adapter
+from actors.engine.schedule.schedule import ScheduleSpec
 from actors.generator import Generator
 from pipeline.config.tune import TuneConfig
 from pipeline.learn.tune.run import tune

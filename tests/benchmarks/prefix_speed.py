@@ -35,7 +35,7 @@ from workloads import DATA, SEED, TOKENS_A_WORD
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.loop import generate
-from actors.engine.schedules.schedule import ScheduleSpec
+from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.types import Request, SamplingParams
 
 QUESTIONS = DATA / "banking77" / "test.parquet"

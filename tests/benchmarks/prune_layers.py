@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from actors.engine.checkpoint.families import family_of
+from actors.engine.model.families import family_of
 
 
 def main() -> None:

@@ -43,7 +43,7 @@ from speed import INSTALLED, PEERS, median, processor, rounds  # noqa: E402
 from workloads import Workload  # noqa: E402
 
 from actors.answers import Prompt  # noqa: E402
-from actors.engine.checkpoint.loading import read_config  # noqa: E402
+from actors.engine.model.loading import read_config  # noqa: E402
 from actors.engine.scheduler import common_length  # noqa: E402
 from actors.generator import Generator  # noqa: E402
 

@@ -22,7 +22,7 @@ from real_data import JOBS, MODEL, NO_DATA, WORK
 from real_model import ADAPTER, make_model
 from real_table import unadapted_schedule, write_table
 
-from actors.engine.checkpoint.loading import inspect
+from actors.engine.model.loading import inspect
 
 DENSE_LAYERS = 15
 UNADAPTED_ROWS = 100  # their losses are large

@@ -24,7 +24,7 @@ from rich.table import Table
 from roofline import measure
 from transformers.utils.logging import disable_progress_bar
 
-from actors.engine.checkpoint.loading import inspect
+from actors.engine.model.loading import inspect
 from pipeline.checkpoints.local import file_digest
 from pipeline.config.job import JobConfig
 from pipeline.config.load import load_config
@@ -156,7 +156,7 @@ def least_work(name: str, answers: list[dict], shared: int) -> Least:
     config = load_config(JobConfig, JOBS / f"{name}.yaml", [])
     checkpoint = inspect(config.model.path)
     if config.model.speed_adapter is not None:
-        from actors.engine.checkpoint.speed_adapter import with_adapter
+        from actors.engine.model.speed_adapter import with_adapter
 
         checkpoint = with_adapter(checkpoint, config.model.speed_adapter)
     rows = [(row["prompt_tokens"], row["generated_tokens"]) for row in answers if row["error"] is None]

@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.trainer_utils import SaveStrategy
 
-from actors.engine.checkpoint.loading import load_decoder, load_model
 from actors.engine.decoder import Decoder
 from actors.engine.library import packed_attention
-from actors.engine.schedules.file import load_spec, save_spec
-from actors.engine.schedules.schedule import MEASURED, Schedule
+from actors.engine.model.loading import load_decoder, load_model
+from actors.engine.schedule.file import load_spec, save_spec
+from actors.engine.schedule.schedule import MEASURED, Schedule
 from pipeline.config.tune import TuneConfig
 from pipeline.learn.tune.adapters import round_frozen
 from pipeline.learn.tune.plan import plan_training, with_order

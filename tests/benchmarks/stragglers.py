@@ -53,8 +53,8 @@ from workloads import CONTEXT, Workload, available, chance_of, draw, make  # noq
 from actors.engine.decoder import Decoder  # noqa: E402
 from actors.engine.engine import Engine  # noqa: E402
 from actors.engine.loop import generate  # noqa: E402
+from actors.engine.schedule.schedule import ScheduleSpec  # noqa: E402
 from actors.engine.scheduler import plan_batches  # noqa: E402
-from actors.engine.schedules.schedule import ScheduleSpec  # noqa: E402
 from actors.engine.types import Completion, EngineStats, Request  # noqa: E402
 
 

@@ -26,10 +26,10 @@ from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from actors.engine.checkpoint.loading import inspect
 from actors.engine.decoder import Decoder
 from actors.engine.library import packed_attention
 from actors.engine.library.forcing import micro_batches, predicting_states, response_labels
+from actors.engine.model.loading import inspect
 from pipeline.config.tune import LossConfig
 from pipeline.learn.tune.objective import Targets, summed_loss
 from pipeline.learn.tune.trainer import KEY, Teacher

@@ -14,7 +14,7 @@ from torch import Tensor
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.loop import generate
-from actors.engine.schedules.schedule import Schedule, ScheduleSpec
+from actors.engine.schedule.schedule import Schedule, ScheduleSpec
 from actors.engine.types import Completion, Request, SamplingParams
 
 STOP = {2, 5, 9, 33}

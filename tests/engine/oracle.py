@@ -10,7 +10,7 @@ import torch
 from actors.engine.decoder import Decoder, part
 from actors.engine.sampling.sampler import sample_by_torch
 from actors.engine.sampling.state import RowSampling, TokenCounts
-from actors.engine.schedules.schedule import Schedule
+from actors.engine.schedule.schedule import Schedule
 from actors.engine.types import Request
 
 # of each decoder: the tokens of the rows that have been asked for, by schedule, request and stop tokens

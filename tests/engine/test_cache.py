@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from actors.engine.cache import SkipCache, cache_bytes_per_row, cache_slots, compaction
 from actors.engine.cpu.native_buffers import NativeBuffers
-from actors.engine.schedules.schedule import ScheduleSpec
+from actors.engine.schedule.schedule import ScheduleSpec
 
 SCHEDULE = ScheduleSpec(max_depth=4, min_depth=2, horizon=3).build(6)  # depths 4, 3, 2; order 0 5 4 3 2 1
 

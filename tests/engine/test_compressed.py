@@ -20,15 +20,15 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoint import LAYERS, tiny_checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from actors.engine.checkpoint.compressed import LIMITS, Kind, codes_of, largest_scales
-from actors.engine.checkpoint.loading import inspect, load_decoder, memory_needed
 from actors.engine.cpu import library, native_stack
 from actors.engine.cpu.layers import CpuLayer
 from actors.engine.cpu.packing import PackedLinear
 from actors.engine.cpu.quantization import QuantizedProduct, quantize_weight
 from actors.engine.decoder import Decoder
 from actors.engine.errors import UserError
-from actors.engine.schedules.schedule import ScheduleSpec
+from actors.engine.model.compressed import LIMITS, Kind, codes_of, largest_scales
+from actors.engine.model.loading import inspect, load_decoder, memory_needed
+from actors.engine.schedule.schedule import ScheduleSpec
 from actors.generator import Generator
 
 CPU = torch.device("cpu")
@@ -299,7 +299,7 @@ def test_a_speed_adapter_is_merged_into_expanded_weights(
     spec = ScheduleSpec(speedup=2, horizon=4, warmup=2)
     adapter = random_adapter(base, tmp_path / "adapter", spec)
     record = json.loads((adapter / "speed_adapter.json").read_text())
-    from actors.engine.checkpoint.speed_adapter import base_digest
+    from actors.engine.model.speed_adapter import base_digest
 
     (adapter / "speed_adapter.json").write_text(json.dumps({**record, "base": base_digest(folder)}))
     fast = generator(folder, speed_adapter=str(adapter)).engine.decoder

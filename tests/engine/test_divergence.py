@@ -15,7 +15,7 @@ from actors.engine.engine import Engine
 from actors.engine.library import divergence
 from actors.engine.library.divergence import Model, Pair, answer_regret, teacher_forced
 from actors.engine.loop import generate
-from actors.engine.schedules.schedule import ScheduleSpec
+from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.types import Request, SamplingParams
 
 FULL = ScheduleSpec().build(LAYERS)

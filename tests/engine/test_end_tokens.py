@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from tiny_checkpoint import tiny_checkpoint
 
-from actors.engine.checkpoint.end_tokens import end_tokens, ends_before_the_union, settings_not_followed
-from actors.engine.checkpoint.loading import load_tokenizer, read_config
 from actors.engine.errors import UserError
+from actors.engine.model.end_tokens import end_tokens, ends_before_the_union, settings_not_followed
+from actors.engine.model.loading import load_tokenizer, read_config
 from actors.generator import Generator
 
 

@@ -18,7 +18,7 @@ from tiny_models import CONTEXT, LAYERS, tiny_model
 from actors.engine.cpu import packing
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
-from actors.engine.schedules.schedule import Schedule, ScheduleSpec
+from actors.engine.schedule.schedule import Schedule, ScheduleSpec
 from actors.engine.types import NOT_NUMBERS, Completion, FinishReason, Request, SamplingParams
 
 

@@ -13,11 +13,11 @@ from transformers import AutoConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from actors.engine.checkpoint.families import ACTIVATIONS, FAMILIES, ROPE_TYPES, family_of
-from actors.engine.checkpoint.loading import load_decoder
 from actors.engine.decoder import Decoder, causal_mask
 from actors.engine.engine import Engine
-from actors.engine.schedules.schedule import ScheduleSpec
+from actors.engine.model.families import ACTIVATIONS, FAMILIES, ROPE_TYPES, family_of
+from actors.engine.model.loading import load_decoder
+from actors.engine.schedule.schedule import ScheduleSpec
 
 FULL = ScheduleSpec().build(LAYERS)
 IDS = torch.tensor([[7, 50, 3, 91, 22, 8, 64, 17, 80, 5, 33, 41], [90, 4, 71, 12, 9, 60, 31, 2, 77, 18, 6, 55]])

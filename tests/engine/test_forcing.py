@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from actors.engine.decoder import Decoder
 from actors.engine.library import packed_attention
 from actors.engine.library.forcing import micro_batches, predicting_states, response_labels, shared_tokens
-from actors.engine.schedules.schedule import Schedule, ScheduleSpec
+from actors.engine.schedule.schedule import Schedule, ScheduleSpec
 
 # plain, post-norm, capped, windows of two kinds, parallel residual, learned positions
 FAMILIES = ["llama", "opt", "opt-post-norm", "mistral", "gemma2", "gemma3", "gpt-neox", "gpt2"]

@@ -15,7 +15,7 @@ from tiny_models import CONTEXT, LAYERS, MODELS, WINDOWLESS, tiny_model
 from actors.engine.cpu import library
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
-from actors.engine.schedules.schedule import ScheduleSpec
+from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.types import Request, SamplingParams
 
 BF16, FULL, MOST_STEPS = torch.bfloat16, ScheduleSpec().build(LAYERS), 8

@@ -16,7 +16,7 @@ from actors.engine.cpu import library
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.loop import Call, Loop, generate
-from actors.engine.schedules.schedule import ScheduleSpec
+from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.types import Completion, Request, SamplingParams
 
 SCHEDULE = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)

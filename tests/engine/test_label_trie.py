@@ -17,7 +17,7 @@ from actors.engine.constraints.label_trie import ChoiceTrie
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.loop import generate
-from actors.engine.schedules.schedule import Schedule, ScheduleSpec
+from actors.engine.schedule.schedule import Schedule, ScheduleSpec
 from actors.engine.types import FinishReason, Request, SamplingParams
 
 END = 2

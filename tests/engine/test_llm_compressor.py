@@ -16,9 +16,9 @@ from compressed_checkpoints import expanded
 from tiny_checkpoint import SENTENCES, tiny_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from actors.engine.checkpoint.loading import inspect, load_decoder
 from actors.engine.cpu import library
 from actors.engine.errors import UserError
+from actors.engine.model.loading import inspect, load_decoder
 from actors.generator import Generator
 
 pytest.importorskip("llmcompressor", reason="llm-compressor is not installed: no version of it takes this transformers")

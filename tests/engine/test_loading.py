@@ -10,12 +10,12 @@ import torch
 from tiny_models import LAYERS, tiny_model
 from transformers import PreTrainedModel
 
-from actors.engine.checkpoint.loading import inspect, load_decoder
-from actors.engine.checkpoint.weights import folder_tensors
 from actors.engine.errors import UserError
-from actors.engine.schedules.file import save_spec
-from actors.engine.schedules.schedule import ScheduleSpec
-from actors.engine.schedules.trained import Trained
+from actors.engine.model.loading import inspect, load_decoder
+from actors.engine.model.weights import folder_tensors
+from actors.engine.schedule.file import save_spec
+from actors.engine.schedule.schedule import ScheduleSpec
+from actors.engine.schedule.trained import Trained
 
 
 @pytest.fixture

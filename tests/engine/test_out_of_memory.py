@@ -16,7 +16,7 @@ from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.errors import free_memory, is_out_of_memory
 from actors.engine.loop import SCHEDULERS, generate
-from actors.engine.schedules.schedule import ScheduleSpec
+from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.types import FinishReason, Request, SamplingParams
 
 SCHEDULE = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)

@@ -10,7 +10,7 @@ import torch
 from tiny_checkpoint import tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
-from actors.engine.checkpoint.loading import load_tokenizer
+from actors.engine.model.loading import load_tokenizer
 from actors.generator import Generator
 
 PADDING = 33

@@ -20,7 +20,7 @@ from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.sampling.sampler import argmax
 from actors.engine.sampling.state import NO_TOKEN
-from actors.engine.schedules.schedule import ScheduleSpec
+from actors.engine.schedule.schedule import ScheduleSpec
 
 BF16 = torch.bfloat16
 native = pytest.mark.skipif(not library.quantizes(BF16, torch.device("cpu")), reason="no kernel for 8 bits")

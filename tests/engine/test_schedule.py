@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.engine.schedules.file import SCHEDULE_FILE, load_spec, load_trained, read_spec, save_spec
-from actors.engine.schedules.schedule import (
+from actors.engine.schedule.file import SCHEDULE_FILE, load_spec, load_trained, read_spec, save_spec
+from actors.engine.schedule.schedule import (
     DECAYS,
     KEEP_ORDERS,
     Schedule,
@@ -21,7 +21,7 @@ from actors.engine.schedules.schedule import (
     even_order,
     paper_order,
 )
-from actors.engine.schedules.trained import Trained
+from actors.engine.schedule.trained import Trained
 
 
 @st.composite

@@ -17,8 +17,8 @@ from actors.engine.cache import cache_bytes_per_row
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.loop import SCHEDULERS, generate
+from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.scheduler import SPREAD, Run, merge, plan_batches, smaller
-from actors.engine.schedules.schedule import ScheduleSpec
 from actors.engine.types import Completion, Request, SamplingParams
 
 SCHEDULE = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)

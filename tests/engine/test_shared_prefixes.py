@@ -16,8 +16,8 @@ from actors.engine import scheduler as module
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.loop import generate
+from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.scheduler import begins_with, shared_prefixes
-from actors.engine.schedules.schedule import ScheduleSpec
 from actors.engine.types import Request, SamplingParams
 
 SCHEDULE = ScheduleSpec(speedup=2, horizon=6).build(LAYERS)

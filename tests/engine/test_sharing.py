@@ -13,7 +13,7 @@ from tiny_models import LAYERS, tiny_model
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.loop import generate
-from actors.engine.schedules.schedule import ScheduleSpec
+from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.types import Completion, Request, SamplingParams
 
 

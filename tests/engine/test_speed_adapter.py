@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoint import tiny_checkpoint
 from tiny_models import tiny_model
 
-from actors.engine.checkpoint.loading import inspect
-from actors.engine.checkpoint.speed_adapter import WEIGHTS, SpeedAdapter, merge, save_record, with_adapter
 from actors.engine.errors import UserError
-from actors.engine.schedules.schedule import ScheduleSpec
+from actors.engine.model.loading import inspect
+from actors.engine.model.speed_adapter import WEIGHTS, SpeedAdapter, merge, save_record, with_adapter
+from actors.engine.schedule.schedule import ScheduleSpec
 from actors.generator import Generator
 
 SPEC = ScheduleSpec(speedup=2, horizon=4, warmup=2)

@@ -10,7 +10,7 @@ from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.loop import generate
 from actors.engine.sampling.stopping import StopStrings
-from actors.engine.schedules.schedule import ScheduleSpec
+from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.types import FinishReason, Request, SamplingParams
 
 # token -> bytes; 0 is special and decodes to nothing, 8 to 11 are the four bytes of one character

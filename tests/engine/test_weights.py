@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save, save_file
 from tiny_models import tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from actors.engine.checkpoint.fitting import check_tensors
-from actors.engine.checkpoint.loading import inspect, load_decoder, memory_needed
-from actors.engine.checkpoint.weights import (
+from actors.engine.errors import UserError
+from actors.engine.model.fitting import check_tensors
+from actors.engine.model.loading import inspect, load_decoder, memory_needed
+from actors.engine.model.weights import (
     ALLOWANCE,
     INDEX,
     Need,
@@ -30,7 +31,6 @@ from actors.engine.checkpoint.weights import (
     need,
     weight_files,
 )
-from actors.engine.errors import UserError
 
 SHAPES = st.dictionaries(
     st.text("abc.", min_size=1, max_size=8), st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=5

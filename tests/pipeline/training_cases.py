@@ -10,7 +10,7 @@ import torch
 from tiny_models import VOCAB
 from torch import Tensor, nn
 
-from actors.engine.schedules.schedule import ScheduleSpec
+from actors.engine.schedule.schedule import ScheduleSpec
 from pipeline.config.tune import LossConfig
 from pipeline.learn.tune.objective import Targets
 

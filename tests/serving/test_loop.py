@@ -21,7 +21,7 @@ from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.errors import UserError
 from actors.engine.loop import generate
-from actors.engine.schedules.schedule import Schedule, ScheduleSpec, envelope
+from actors.engine.schedule.schedule import Schedule, ScheduleSpec, envelope
 from actors.engine.types import Completion, FinishReason, Request, SamplingParams
 from actors.serving.loop import ClientGone, Event, OnlineLoop, QueueFull, Submission, hand_out
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.engine.checkpoint.loading import load_tokenizer
 from actors.engine.constraints.reasoning import Reasoning
+from actors.engine.model.loading import load_tokenizer
 from actors.engine.sampling.stopping import StopStrings
 from actors.serving.texts import AnswerStream
 from actors.tool_calls import ToolFormat, split_calls

@@ -17,7 +17,7 @@ from random_adapter import random_adapter
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from actors.engine.errors import UserError
-from actors.engine.schedules.schedule import ScheduleSpec
+from actors.engine.schedule.schedule import ScheduleSpec
 from actors.vllm import layers
 from actors.vllm.plan import cut_metadata
 

@@ -20,7 +20,7 @@ import vllm
 import vllm_cases as cases
 from transformers import AutoTokenizer
 
-from actors.engine.schedules.file import load_spec
+from actors.engine.schedule.file import load_spec
 
 ROOT = Path(__file__).parents[2]
 MODEL, ADAPTER = ROOT / "work" / "real" / "model", ROOT / "configs" / "real" / "speed-adapter"

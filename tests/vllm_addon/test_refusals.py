@@ -18,7 +18,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
 
 from actors.engine.errors import UserError
-from actors.engine.schedules.schedule import ScheduleSpec
+from actors.engine.schedule.schedule import ScheduleSpec
 from actors.vllm import worker
 from actors.vllm.layers import LayerSkipper
 

@@ -27,11 +27,11 @@ import vllm
 from transformers import AutoConfig, AutoModelForCausalLM
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-from actors.engine.checkpoint.speed_adapter import merge, read_adapter
 from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.loop import generate
-from actors.engine.schedules.schedule import ScheduleSpec
+from actors.engine.model.speed_adapter import merge, read_adapter
+from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.types import Request, SamplingParams
 from actors.vllm.worker import SkipWorker
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from actors.engine.checkpoint.layer_weights import LayerWeights, NormPlacement, NormWeights, Projection
 from actors.engine.cpu import kernels
 from actors.engine.cpu.attention import attend
 from actors.engine.cpu.packing import Product, product
+from actors.engine.model.layer_weights import LayerWeights, NormPlacement, NormWeights, Projection
 
 
 class Norm:

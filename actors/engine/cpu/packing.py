@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from actors.engine.checkpoint.compressed import Codes, codes_of
 from actors.engine.cpu import kernels, library
 from actors.engine.cpu.quantization import QuantizedProduct
+from actors.engine.model.compressed import Codes, codes_of
 
 ROWS = 32  # the library chooses the order for so many rows; other numbers of rows are about as fast with it
 

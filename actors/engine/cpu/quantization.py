@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from actors.engine.checkpoint.compressed import largest_scales
 from actors.engine.cpu import library
 from actors.engine.cpu.kernels import PANEL
+from actors.engine.model.compressed import largest_scales
 
 GROUP = 64  # GROUP of quantized.h
 LIMIT = 127  # codes are -127 ... 127

@@ -18,7 +18,7 @@ from actors.engine.decoder import Decoder
 from actors.engine.library.forcing import Pair as Row
 from actors.engine.library.forcing import micro_batches, predicting_states, response_labels
 from actors.engine.library.packed_attention import packed
-from actors.engine.schedules.schedule import Schedule
+from actors.engine.schedule.schedule import Schedule
 
 TOKENS = 4096  # of a pass
 LOGITS_AT_ONCE = 2**24  # numbers of one line's logits that exist together; 64 MiB in fp32

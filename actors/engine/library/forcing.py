@@ -17,8 +17,8 @@ from torch import Tensor
 
 from actors.engine.decoder import Decoder
 from actors.engine.library.token_tree import Level, Tokens, prompt_ranks, prompt_tokens, run_level
+from actors.engine.schedule.schedule import Schedule
 from actors.engine.scheduler import common_length
-from actors.engine.schedules.schedule import Schedule
 
 Pair = Mapping[str, Any]  # `input_ids`, prompt and response, and `prompt_tokens`
 LEAST_SAVED = 16  # tokens; for fewer a pass of their own costs more

@@ -64,7 +64,7 @@ def _call(
     bits = allowed_bits([own[number] for number in with_mask], width)
     mask_rows = np.full(count, -1)
     mask_rows[with_mask] = np.arange(len(with_mask))
-    read = np.ascontiguousarray(bounds[places]), tokens, values, bits, mask_rows
+    read: Results = [np.ascontiguousarray(bounds[places]), tokens, values, bits, mask_rows]
     found: Results = [
         np.empty(count, np.int64),
         np.empty(count, np.float32),
@@ -78,7 +78,7 @@ def _call(
         places.ctypes.data,
         b"".join([row.packed for row in own]),
         drawn.ctypes.data,
-        *(array.ctypes.data for array in (*read, *found)),
+        *(array.ctypes.data for array in read + found),
         *(count, width, bits.shape[1], most, int(logprobs)),
     )
     return found

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.engine.errors import UserError, flat
-from actors.engine.schedules.schedule import MEASURED, ScheduleSpec
+from actors.engine.schedule.schedule import MEASURED, ScheduleSpec
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.adapt import LEARNING_RATE, LOSS, TRAINING, AdaptConfig
 from pipeline.config.job import JobConfig, JobScheduleConfig

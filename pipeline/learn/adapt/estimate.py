@@ -9,8 +9,8 @@ from statistics import fmean
 
 import torch
 
-from actors.engine.checkpoint.model_shape import ModelShape
-from actors.engine.schedules.schedule import MEASURED
+from actors.engine.model.model_shape import ModelShape
+from actors.engine.schedule.schedule import MEASURED
 from pipeline.learn.adapt import configs
 from pipeline.learn.adapt.pairs import prompts_isolated
 from pipeline.learn.adapt.plan import Task

@@ -11,10 +11,10 @@ from typing import Any
 import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
-from actors.engine.checkpoint.file_digests import file_digest
-from actors.engine.checkpoint.speed_adapter import WEIGHTS
 from actors.engine.errors import UserError
-from actors.engine.schedules.schedule import MEASURED
+from actors.engine.model.file_digests import file_digest
+from actors.engine.model.speed_adapter import WEIGHTS
+from actors.engine.schedule.schedule import MEASURED
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, resolve_checkpoint
 from pipeline.config.adapt import OF_TEXTS
 from pipeline.config.job import JobConfig

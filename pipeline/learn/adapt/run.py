@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from actors.engine.machine import process_cpus
-from actors.engine.schedules.file import load_spec
+from actors.engine.schedule.file import load_spec
 from pipeline import job as jobs
 from pipeline.checkpoints.resolve import fetch
 from pipeline.commit.lease import leased

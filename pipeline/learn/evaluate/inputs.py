@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from actors.answers import Prompt
-from actors.engine.checkpoint.loading import load_tokenizer
 from actors.engine.constraints.label_trie import ChoiceTrie
 from actors.engine.errors import UserError
 from actors.engine.machine import process_memory
-from actors.engine.schedules.schedule import MEASURED, ScheduleSpec
+from actors.engine.model.loading import load_tokenizer
+from actors.engine.schedule.schedule import MEASURED, ScheduleSpec
 from actors.generator import Generator
 from pipeline.checkpoints.resolve import ResolvedCheckpoint, fetch, resolve_checkpoint
 from pipeline.config.adapt import SHORT

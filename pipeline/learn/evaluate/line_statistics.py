@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from actors.engine.library.divergence import Model, Pair, answer_regret, teacher_forced
-from actors.engine.schedules.schedule import Schedule
+from actors.engine.schedule.schedule import Schedule
 from actors.generator import Generator
 from pipeline.learn.evaluate.inputs import EvalInputs
 from pipeline.learn.evaluate.metrics import (

@@ -15,7 +15,7 @@ from importlib.metadata import version
 
 import torch
 
-from actors.engine.schedules.schedule import MEASURED, Schedule, ScheduleSpec
+from actors.engine.schedule.schedule import MEASURED, Schedule, ScheduleSpec
 from actors.generator import Generator
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.evaluate import EvalConfig

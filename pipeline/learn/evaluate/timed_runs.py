@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from actors.answers import Answer, Prompt
 from actors.engine.errors import UserError
-from actors.engine.schedules.schedule import Schedule
+from actors.engine.schedule.schedule import Schedule
 from actors.engine.types import EngineStats
 from actors.generator import Generator
 from pipeline.runtime.announce import RowProgress, announce

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from actors.engine.checkpoint.loading import Checkpoint
-from actors.engine.checkpoint.speed_adapter import (
+from actors.engine.errors import UserError
+from actors.engine.model.loading import Checkpoint
+from actors.engine.model.speed_adapter import (
     CONFIG,
     WEIGHTS,
     base_digest,
@@ -17,7 +18,6 @@ from actors.engine.checkpoint.speed_adapter import (
     save_record,
     with_adapter,
 )
-from actors.engine.errors import UserError
 from pipeline.config.tune import RANK, AdapterConfig
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from actors.engine.checkpoint.families import family_of, has_weights
+from actors.engine.model.families import family_of, has_weights
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -11,10 +11,10 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from actors.engine.checkpoint.families import context_length
-from actors.engine.checkpoint.loading import inspect, load_tokenizer
 from actors.engine.errors import UserError
-from actors.engine.schedules.schedule import MEASURED, Schedule, ScheduleSpec
+from actors.engine.model.families import context_length
+from actors.engine.model.loading import inspect, load_tokenizer
+from actors.engine.schedule.schedule import MEASURED, Schedule, ScheduleSpec
 from pipeline.config.job import StorageConfig
 from pipeline.config.tune import TuneConfig, TuneDataConfig
 from pipeline.input.rows import read_columns

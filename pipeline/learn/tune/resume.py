@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from actors.engine.checkpoint.speed_adapter import FILES
 from actors.engine.errors import UserError
+from actors.engine.model.speed_adapter import FILES
 from pipeline.config.tune import TuneConfig
 from pipeline.storage.owned_folder import OwnedFolder, check_apart
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from actors.engine.checkpoint.file_digests import digests
-from actors.engine.checkpoint.loading import load_decoder
 from actors.engine.decoder import Decoder
 from actors.engine.machine import set_threads
-from actors.engine.schedules.schedule import MEASURED
+from actors.engine.model.file_digests import digests
+from actors.engine.model.loading import load_decoder
+from actors.engine.schedule.schedule import MEASURED
 from pipeline.config.tune import TuneConfig
 from pipeline.learn.keep_order import measured_order
 from pipeline.learn.tune import resume

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from transformers import EarlyStoppingCallback, PreTrainedModel, TrainingArguments
 
-from actors.engine.checkpoint.loading import load_decoder, load_model
-from actors.engine.checkpoint.model_shape import ModelShape
 from actors.engine.cpu.packing import give_memory_back
 from actors.engine.decoder import Decoder
 from actors.engine.library import packed_attention
 from actors.engine.machine import set_threads
-from actors.engine.schedules.file import save_spec
-from actors.engine.schedules.trained import Trained
+from actors.engine.model.loading import load_decoder, load_model
+from actors.engine.model.model_shape import ModelShape
+from actors.engine.schedule.file import save_spec
+from actors.engine.schedule.trained import Trained
 from pipeline.config.tune import TuneConfig
 from pipeline.learn.tune import adapters, resume
 from pipeline.learn.tune.lean_layers import make_lean

@@ -18,7 +18,7 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from actors.engine.decoder import Decoder
 from actors.engine.library.forcing import Pair, micro_batches, predicting_states, response_labels
-from actors.engine.schedules.schedule import Schedule, ScheduleSpec
+from actors.engine.schedule.schedule import Schedule, ScheduleSpec
 from pipeline.config.tune import LossConfig
 from pipeline.learn.tune.objective import Targets, chunks, dev_loss, summed_loss
 from pipeline.messages import duration

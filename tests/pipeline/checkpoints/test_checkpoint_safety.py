@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.engine.checkpoint.loading import inspect, load_decoder, load_tokenizer
+from actors.engine.model.loading import inspect, load_decoder, load_tokenizer
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.checkpoints.stores import BucketStore
 from pipeline.config.job import ModelConfig, StorageConfig

@@ -17,7 +17,7 @@ import boto3
 import pytest
 from transformers import AutoModelForCausalLM
 
-from actors.engine.checkpoint.weights import StoredTensor, folder_tensors
+from actors.engine.model.weights import StoredTensor, folder_tensors
 from pipeline.checkpoints import stores as checkpoint_stores
 from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint, fetch, resolve_checkpoint
 from pipeline.checkpoints.stores import BucketStore, RemoteFile

@@ -13,8 +13,8 @@ from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from typer.testing import CliRunner
 
-from actors.engine.checkpoint.loading import inspect, load_tokenizer
 from actors.engine.errors import UserError
+from actors.engine.model.loading import inspect, load_tokenizer
 from pipeline.checkpoints.convert import PRE_TOKENIZERS, convert
 from pipeline.cli.app import app
 

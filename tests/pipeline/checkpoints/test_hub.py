@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hub_server import REPO, Hub, running_hub
 
-from actors.engine.checkpoint.weights import StoredTensor, folder_tensors
+from actors.engine.model.weights import StoredTensor, folder_tensors
 from pipeline.checkpoints.resolve import RemoteCheckpoint, ResolvedCheckpoint, fetch, resolve_checkpoint
 from pipeline.config.job import ModelConfig, StorageConfig
 from pipeline.storage.errors import StoreFailed

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.engine.checkpoint import file_digests
 from actors.engine.errors import UserError
+from actors.engine.model import file_digests
 from pipeline.checkpoints import local
 from pipeline.checkpoints.resolve import fetch, resolve_checkpoint
 from pipeline.config.job import ModelConfig, StorageConfig

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from actors.engine.checkpoint.loading import load_tokenizer
+from actors.engine.model.loading import load_tokenizer
 from actors.engine.types import SamplingParams
 from pipeline.prepare.prompt_spec import PromptSpec, check_spec
 from pipeline.prepare.prompts import CHOICES, ERROR, PROMPT_IDS, prepare_table

@@ -100,7 +100,7 @@ def test_a_removed_key_at_its_default_is_dropped_with_a_warning(
 
 
 def test_messages_are_checked_and_rendered_by_the_sandbox(chat_checkpoint: Path, checkpoint: Path) -> None:
-    from actors.engine.checkpoint.loading import load_tokenizer
+    from actors.engine.model.loading import load_tokenizer
 
     tokenizer = load_tokenizer(chat_checkpoint)
     text, _ = render(tokenizer, [{"role": "user", "content": "hi"}])

@@ -16,8 +16,8 @@ from in_process import run_in_process
 from typer.testing import CliRunner
 
 from actors.answers import Prompt
-from actors.engine.checkpoint.loading import inspect
-from actors.engine.schedules.schedule import ScheduleSpec
+from actors.engine.model.loading import inspect
+from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.types import EngineStats
 from pipeline.cli.app import app
 from pipeline.config.job import JobConfig

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from actors.answers import Prompt
 from actors.engine.errors import UserError
-from actors.engine.schedules.schedule import ScheduleSpec
+from actors.engine.schedule.schedule import ScheduleSpec
 from actors.generator import Generator
 from pipeline import job as jobs
 from pipeline.config.job import JobConfig

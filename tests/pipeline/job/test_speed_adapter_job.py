@@ -13,9 +13,9 @@ from in_process import answered_rows, run_in_process
 from random_adapter import random_adapter
 from safetensors.torch import load_file, save_file
 
-from actors.engine.checkpoint.loading import inspect
 from actors.engine.errors import UserError
-from actors.engine.schedules.schedule import ScheduleSpec
+from actors.engine.model.loading import inspect
+from actors.engine.schedule.schedule import ScheduleSpec
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.evaluate import EvalConfig
 from pipeline.config.job import JobConfig, ModelConfig, StorageConfig

@@ -13,8 +13,8 @@ import pytest
 from in_process import run_and_read, run_in_process
 from openai.types.chat import ChatCompletion
 
-from actors.engine.checkpoint.loading import load_tokenizer
 from actors.engine.errors import UserError
+from actors.engine.model.loading import load_tokenizer
 from actors.requests import RequestBuilder
 from pipeline.config.job import JobConfig
 from pipeline.config.load import validated

@@ -15,7 +15,7 @@ from adapt_fakes import ROWS, Fakes, Run, command_over
 from random_adapter import random_adapter
 from typer.testing import CliRunner
 
-from actors.engine.schedules.schedule import ScheduleSpec
+from actors.engine.schedule.schedule import ScheduleSpec
 from pipeline.cli.app import app
 
 

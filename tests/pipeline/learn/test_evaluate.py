@@ -20,7 +20,7 @@ from new_model import train_tokenizer
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from actors.engine.checkpoint.loading import load_tokenizer
+from actors.engine.model.loading import load_tokenizer
 from pipeline.cli.app import app
 from pipeline.config.evaluate import EvalConfig
 from pipeline.learn.evaluate.results import Evaluation, Line, Score, print_tables, write_table

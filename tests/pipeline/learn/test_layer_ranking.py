@@ -12,7 +12,7 @@ from tiny_models import LAYERS, VOCAB, tiny_model
 
 from actors.engine.decoder import Decoder, part
 from actors.engine.library.packed_attention import packed
-from actors.engine.schedules.schedule import Schedule, ScheduleSpec
+from actors.engine.schedule.schedule import Schedule, ScheduleSpec
 from pipeline.learn import keep_order
 from pipeline.learn.keep_order import LayerRanking, Row, rank_layers
 

@@ -15,7 +15,7 @@ from training_cases import pairs
 from actors.engine.decoder import Decoder
 from actors.engine.library import packed_attention
 from actors.engine.library.forcing import predicting_states, response_labels
-from actors.engine.schedules.schedule import ScheduleSpec
+from actors.engine.schedule.schedule import ScheduleSpec
 from pipeline.config.tune import AdapterConfig, LossConfig
 from pipeline.learn.tune import adapters
 from pipeline.learn.tune.lean_layers import Adapted, Gated, RmsNorm, make_lean

@@ -18,7 +18,7 @@ from training_cases import SPECS, pairs, token_losses
 from actors.engine.decoder import Decoder
 from actors.engine.library import packed_attention
 from actors.engine.library.forcing import predicting_states, response_labels
-from actors.engine.schedules.schedule import ScheduleSpec
+from actors.engine.schedule.schedule import ScheduleSpec
 from pipeline.config.tune import AdapterConfig, LossConfig
 from pipeline.learn.tune import adapters, objective
 from pipeline.learn.tune.objective import Targets, dev_loss, summed_loss

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny_checkpoint import tiny_checkpoint
 
-from actors.engine.checkpoint.loading import load_model
+from actors.engine.model.loading import load_model
 from pipeline.config.tune import AdapterConfig
 from pipeline.learn.tune.adapters import add_adapters, round_frozen
 

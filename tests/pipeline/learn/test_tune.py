@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoint import tiny_checkpoint
 from tune_recipes import copying_recipe, train_recipe
 
-from actors.engine.checkpoint.loading import inspect, load_decoder, load_tokenizer
-from actors.engine.checkpoint.speed_adapter import FILES, WEIGHTS, base_digest, merge, with_adapter
 from actors.engine.errors import UserError
 from actors.engine.library.divergence import Model, teacher_forced
-from actors.engine.schedules.schedule import ScheduleSpec
+from actors.engine.model.loading import inspect, load_decoder, load_tokenizer
+from actors.engine.model.speed_adapter import FILES, WEIGHTS, base_digest, merge, with_adapter
+from actors.engine.schedule.schedule import ScheduleSpec
 from pipeline.config.tune import TuneConfig, TuneDataConfig
 from pipeline.learn.tune.plan import encode, plan_training, read_pairs
 from pipeline.learn.tune.run import tune

@@ -14,9 +14,9 @@ import yaml
 from transformers.utils import import_utils
 from typer.testing import CliRunner
 
-from actors.engine.checkpoint.loading import inspect
-from actors.engine.checkpoint.weights import ALLOWANCE, Need, StoredTensor, folder_tensors
 from actors.engine.errors import UserError
+from actors.engine.model.loading import inspect
+from actors.engine.model.weights import ALLOWANCE, Need, StoredTensor, folder_tensors
 from pipeline.cli.app import app
 from pipeline.config.job import ActorsConfig, ModelConfig
 from pipeline.plan import memory

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.engine.checkpoint.loading import load_tokenizer
+from actors.engine.model.loading import load_tokenizer
 from actors.engine.scheduler import SHORTEST_PREFIX, constant_prefix
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.config.job import JobConfig, StorageConfig

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from actors.engine.checkpoint.loading import load_tokenizer
+from actors.engine.model.loading import load_tokenizer
 from actors.engine.types import SamplingParams
 from actors.requests import RequestBuilder
 from pipeline.checkpoints.resolve import resolve_checkpoint

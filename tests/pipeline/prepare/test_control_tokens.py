@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from actors.control_tokens import END, START, UNCLEAR, ControlTokens
-from actors.engine.checkpoint.loading import load_tokenizer
 from actors.engine.errors import UserError
+from actors.engine.model.loading import load_tokenizer
 from actors.engine.types import SamplingParams
 from actors.requests import RequestBuilder
 from pipeline.prepare.chat import Chat, render_chat

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.engine.checkpoint.loading import inspect, load_tokenizer
+from actors.engine.model.loading import inspect, load_tokenizer
 from actors.engine.types import SamplingParams
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.input.rows import from_ipc, to_ipc

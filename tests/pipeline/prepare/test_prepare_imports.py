@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from actors.engine.checkpoint.loading import load_tokenizer, tokenizer_class_name
+from actors.engine.model.loading import load_tokenizer, tokenizer_class_name
 
 SCRIPT = """
 import sys

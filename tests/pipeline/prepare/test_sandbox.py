@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from memory_probe import watch_peak
 
-from actors.engine.checkpoint.loading import load_tokenizer
+from actors.engine.model.loading import load_tokenizer
 from actors.engine.types import SamplingParams
 from pipeline.prepare import tokenizer as tokenizers
 from pipeline.prepare.chat import Chat, render_chat

@@ -6,8 +6,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from actors.engine.checkpoint.weights import PACKED, SCALES, StoredTensor, building_models
 from actors.engine.errors import UserError, flat
+from actors.engine.model.weights import PACKED, SCALES, StoredTensor, building_models
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from actors.engine.checkpoint.json_file import read_object
 from actors.engine.errors import UserError
+from actors.engine.model.json_file import read_object
 
 ANSWER = "An answer."
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # settings that change the text, and their values without effect

@@ -13,19 +13,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.engine.checkpoint.compressed import renew
-from actors.engine.checkpoint.file_digests import digests, file_digest, weights_digest
-from actors.engine.checkpoint.json_file import read_object
-from actors.engine.checkpoint.weights import building_models, names_in, weight_files
 from actors.engine.errors import UserError
-from actors.engine.schedules.file import SCHEDULE_FILE, load_spec, load_trained
+from actors.engine.model.compressed import renew
+from actors.engine.model.file_digests import digests, file_digest, weights_digest
+from actors.engine.model.json_file import read_object
+from actors.engine.model.weights import building_models, names_in, weight_files
+from actors.engine.schedule.file import SCHEDULE_FILE, load_spec, load_trained
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from actors.engine.checkpoint.loading import Checkpoint
+    from actors.engine.model.loading import Checkpoint
 
 CONFIG, WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "speed_adapter.json"
 FILES = (CONFIG, WEIGHTS, RECORD, SCHEDULE_FILE)
@@ -129,7 +129,7 @@ def linear_layers(config: PretrainedConfig) -> dict[str, nn.Module]:
     from transformers import AutoModelForCausalLM
     from transformers.pytorch_utils import Conv1D
 
-    from actors.engine.checkpoint.families import family_of
+    from actors.engine.model.families import family_of
 
     with building_models, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

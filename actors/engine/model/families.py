@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from actors.engine.checkpoint.layer_weights import SILU, LayerWeights, NormPlacement, NormWeights, Projection
 from actors.engine.errors import UserError
+from actors.engine.model.layer_weights import SILU, LayerWeights, NormPlacement, NormWeights, Projection
 
 if TYPE_CHECKING:  # a driver asks for a config's family without torch
     from torch import Tensor, nn

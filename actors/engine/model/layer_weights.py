@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-from actors.engine.checkpoint.compressed import Codes, codes_of
+from actors.engine.model.compressed import Codes, codes_of
 
 SILU = ("silu", "swish")
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from actors.engine.checkpoint.weights import names_in, weight_files
 from actors.engine.errors import UserError
+from actors.engine.model.weights import names_in, weight_files
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

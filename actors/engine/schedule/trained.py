@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.engine.errors import UserError
-from actors.engine.schedules.schedule import Schedule, ScheduleSpec
+from actors.engine.schedule.schedule import Schedule, ScheduleSpec
 
 
 @dataclass(frozen=True)

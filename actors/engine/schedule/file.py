@@ -8,10 +8,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from actors.engine.checkpoint.json_file import read_object
 from actors.engine.errors import UserError
-from actors.engine.schedules.schedule import MAX_HORIZON, PROMPT_POLICIES, ScheduleSpec
-from actors.engine.schedules.trained import Trained, of_older_record
+from actors.engine.model.json_file import read_object
+from actors.engine.schedule.schedule import MAX_HORIZON, PROMPT_POLICIES, ScheduleSpec
+from actors.engine.schedule.trained import Trained, of_older_record
 
 SCHEDULE_FILE = "skipdecode.json"
 TRAINED = "trained"  # key of the record of the training

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.engine.checkpoint.compressed import CONFIG_KEYS, StoredWeights, expand, stored_weights
-from actors.engine.checkpoint.fitting import check_report
-from actors.engine.checkpoint.json_file import read_object
-from actors.engine.checkpoint.weights import (
+from actors.engine.errors import UserError, flat
+from actors.engine.model.compressed import CONFIG_KEYS, StoredWeights, expand, stored_weights
+from actors.engine.model.fitting import check_report
+from actors.engine.model.json_file import read_object
+from actors.engine.model.weights import (
     ITEM_BYTES,
     Need,
     StoredTensor,
@@ -24,17 +25,16 @@ from actors.engine.checkpoint.weights import (
     need,
     weight_files,
 )
-from actors.engine.errors import UserError, flat
-from actors.engine.schedules.file import SCHEDULE_FILE, load_spec, load_trained
-from actors.engine.schedules.schedule import Schedule, ScheduleSpec
-from actors.engine.schedules.trained import Trained
+from actors.engine.schedule.file import SCHEDULE_FILE, load_spec, load_trained
+from actors.engine.schedule.schedule import Schedule, ScheduleSpec
+from actors.engine.schedule.trained import Trained
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from actors.engine.checkpoint.speed_adapter import SpeedAdapter
     from actors.engine.decoder import Decoder
+    from actors.engine.model.speed_adapter import SpeedAdapter
 
 SIZE_LIMITS = {  # keys of config.json, several names for one size
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer"), 1024),
@@ -123,7 +123,7 @@ def inspect(path: str | Path, names: Collection[str] | None = None) -> Checkpoin
     """
     from huggingface_hub.errors import StrictDataclassError
 
-    from actors.engine.checkpoint.families import context_length, family_named, family_of
+    from actors.engine.model.families import context_length, family_named, family_of
 
     folder = Path(path)
     refuse_file(str(path))
@@ -237,8 +237,8 @@ def tokenizer_class_name(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def load_decoder(path: str | Path, dtype: torch.dtype, device: torch.device, *, keep_codes: bool = False) -> Decoder:
     """The checkpoint's model as a decoder in inference mode, see `load_model`."""
-    from actors.engine.checkpoint.families import family_of
     from actors.engine.decoder import Decoder
+    from actors.engine.model.families import family_of
 
     attention = family_of(read_config(path)).attention
     model = load_model(path, dtype, device, attention, keep_codes=keep_codes)
