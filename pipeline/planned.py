@@ -23,8 +23,7 @@ from pipeline.plan import manifest as manifests
 from pipeline.plan.columns import kept_columns, optional_columns, parsed_column
 from pipeline.plan.hardware import Hardware
 from pipeline.plan.inputs import check_same_input
-from pipeline.plan.manifest import Manifest
-from pipeline.plan.snapshot import pinned_snapshot, with_snapshot
+from pipeline.plan.manifest import Manifest, pinned_snapshot, with_snapshot
 from pipeline.prepare.prompt_spec import check_generation, check_spec, marks_of_thinking, prompt_spec
 from pipeline.runtime.announce import announced
 

@@ -33,8 +33,8 @@ from pipeline.config.job import JobConfig, OutputConfig
 from pipeline.config.load import load_config
 from pipeline.config.serve import HttpConfig, ReplicasConfig, ServeConfig
 from pipeline.generate.settings import fetched, generator_settings
+from pipeline.plan.batching import plan_batching
 from pipeline.plan.hardware import Hardware
-from pipeline.plan.manifest import plan_batching
 from pipeline.plan.memory import actor_need, check_fits, describe
 from pipeline.prepare.chat import Chat, read_messages, render_chat
 from pipeline.prepare.prompt_spec import marks_of_thinking

@@ -23,10 +23,10 @@ from pipeline.input.files import InputFile, input_root, list_input
 from pipeline.input.rows import read_shards
 from pipeline.input.shards import Shard, cut_shards
 from pipeline.plan.agreement import announce_no_gain
+from pipeline.plan.batching import plan_batching
 from pipeline.plan.columns import check_columns
 from pipeline.plan.inputs import check_output_disjoint
-from pipeline.plan.manifest import Manifest, NoRows, limited, plan_batching, read_footers
-from pipeline.plan.snapshot import pinned_snapshot, with_snapshot
+from pipeline.plan.manifest import Manifest, NoRows, limited, pinned_snapshot, read_footers, with_snapshot
 from pipeline.planned import PlannedJob, generator_arguments, planned_schedule
 from pipeline.prepare.chat import ends_with_assistant
 from pipeline.prepare.prompt_spec import check_generation, check_spec, prompt_spec

@@ -40,9 +40,8 @@ from pipeline.plan import manifest as manifests
 from pipeline.plan import plan_files
 from pipeline.plan.columns import check_columns
 from pipeline.plan.inputs import check_output_disjoint, unchanged_files
-from pipeline.plan.manifest import NoRows
+from pipeline.plan.manifest import NoRows, newest, with_snapshot
 from pipeline.plan.memory import log_memory_estimate
-from pipeline.plan.snapshot import newest, with_snapshot
 from pipeline.planned import PlannedJob, part_schema
 from pipeline.report.job_page import write_report
 from pipeline.report.summary import JobResult

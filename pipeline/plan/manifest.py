@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,6 @@ from typing import Any
 import pyarrow as pa
 
 from actors.engine.errors import UserError
-from actors.engine.machine import process_cpus, process_memory
 from actors.engine.model.end_tokens import end_tokens, ends_before_the_union
 from actors.engine.schedule.schedule import Schedule
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
@@ -28,13 +26,12 @@ from pipeline.input.files import Files, InputFile, file_format, input_root, list
 from pipeline.input.rows import common_schema, read_layout
 from pipeline.input.schema import one_schema, plain
 from pipeline.input.shards import Shard, cut_shards
-from pipeline.input.table import input_table
+from pipeline.input.table import TablePin, input_table
 from pipeline.input.text_files import with_json_fields
-from pipeline.plan.batch_ids import check_unique_ids
+from pipeline.plan.batching import Batching, plan_batching
 from pipeline.plan.columns import check_type, text_columns
 from pipeline.plan.hardware import Hardware
-from pipeline.plan.inputs import check_output_disjoint, unchanged_files, with_digests
-from pipeline.plan.scheduler_choice import chosen_scheduler
+from pipeline.plan.inputs import check_output_disjoint, check_unique_ids, unchanged_files, with_digests
 from pipeline.plan.shared_prefix import sampled_prefix
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.prepare.templates import is_template
@@ -44,40 +41,10 @@ from pipeline.storage.concurrency import in_parallel
 
 log = logging.getLogger(__name__)
 ANSWERS_VERSION = 2  # raise by hand when a change of the code gives the same job file other answers
-GPU_CACHE_BYTES = 8 * 2**30  # cache of an actor on a whole GPU
 
 
 class NoRows(UserError):
     """The input files have no rows."""
-
-
-@dataclass(frozen=True)
-class Batching:
-    """Values that shape batches, fixed when the job is first planned.
-
-    Args:
-        shard_rows: rows of a shard, at most.
-        shard_bytes: uncompressed bytes of a shard's row groups, at most.
-        cache_bytes: key-value cache of an actor.
-        max_batch: rows of a batch, at most.
-        threads: torch threads of an actor.
-        prefix: token ids that all prompts begin with, computed once per actor; () for none.
-        planned: time of planning, seconds since 1970; the present time for chat templates.
-        scheduler: name in actors.engine.loop.
-        root: see `PartSpec`; None in a job that an earlier version planned.
-        retries: the shards hold only rows that had an error in an earlier incremental run.
-    """
-
-    shard_rows: int
-    shard_bytes: int
-    cache_bytes: int
-    max_batch: int
-    threads: int
-    prefix: tuple[int, ...] = ()
-    planned: float = 0.0
-    scheduler: str = "lock_step"
-    root: str | None = None
-    retries: bool = False
 
 
 @dataclass(frozen=True)
@@ -308,24 +275,6 @@ def _input_identity(config: JobConfig) -> dict[str, Any]:
     return values
 
 
-def plan_batching(config: JobConfig, resolved: ResolvedCheckpoint, rows: int, hardware: Hardware | None) -> Batching:
-    """Batching of a new job over `rows` rows, without a shared prefix. hardware: as for `plan_job`."""
-    actors = config.actors
-    cpus, memory, nodes = process_cpus(), process_memory(), 1
-    if hardware is not None and not actors.gpus and None in (actors.threads, actors.cache_bytes):
-        cpus, memory, nodes = hardware.node(actors)
-    of_node = math.ceil(actors.most / nodes)
-    cache = int(GPU_CACHE_BYTES * min(actors.gpus, 1)) if actors.gpus else min(2**30, memory // 4 // of_node)
-    return Batching(
-        shard_rows=config.shard_rows or min(4096, math.ceil(rows / (4 * actors.most))),
-        shard_bytes=config.shard_bytes,
-        cache_bytes=actors.cache_bytes or cache,
-        max_batch=config.rows_in_flight,
-        threads=actors.threads or (1 if actors.gpus else max(1, cpus // of_node)),
-        scheduler=chosen_scheduler(config, resolved.checkpoint),
-    )
-
-
 def limited(shards: Sequence[Shard], limit: int | None) -> list[Shard]:
     """The shards of the first `limit` rows; None is all."""
     if limit is None:
@@ -337,3 +286,24 @@ def limited(shards: Sequence[Shard], limit: int | None) -> list[Shard]:
         kept.append(Shard(shard.index, shard.url, shard.first_row, min(shard.rows, limit)))
         limit -= shard.rows
     return kept
+
+
+def newest(config: JobConfig) -> TablePin | None:
+    """The newest snapshot of the job's input; None for files, and for a table that has none yet."""
+    return input_table(config.input, config.storage).newest() if config.input.is_table else None
+
+
+def pinned_snapshot(config: JobConfig, stored: Manifest | None) -> int | None:
+    """The snapshot that the job file names, else that of the stored job, else the newest one; None as for `newest`."""
+    if not config.input.is_table or config.input.snapshot is not None:
+        return config.input.snapshot
+    if stored is not None:
+        number: int | None = stored.identity["input"].get("snapshot")
+        return number
+    pin = newest(config)
+    return None if pin is None else pin.snapshot
+
+
+def with_snapshot(config: JobConfig, snapshot: int | None) -> JobConfig:
+    """The job file with `input.snapshot` set."""
+    return config.model_copy(update={"input": config.input.model_copy(update={"snapshot": snapshot})})

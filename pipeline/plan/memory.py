@@ -14,13 +14,12 @@ from actors.engine.model.loading import memory_needed
 from actors.engine.model.weights import Need, StoredTensor, gib
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import ActorsConfig, JobConfig, ModelConfig
+from pipeline.plan.batching import Batching
 from pipeline.plan.hardware import Hardware
 from pipeline.runtime.isolated import call_isolated
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-    from pipeline.plan.manifest import Batching
 
 log = logging.getLogger(__name__)
 CHECK_SECONDS = 300.0  # for the comparison of weights and config in a process of its own

@@ -23,7 +23,8 @@ from pipeline.generate.agreement import Agreement
 from pipeline.input.files import InputFile
 from pipeline.input.shards import Shard
 from pipeline.messages import one_line, printable
-from pipeline.plan.manifest import Batching, Manifest
+from pipeline.plan.batching import Batching
+from pipeline.plan.manifest import Manifest
 from pipeline.storage.folder import Folder
 from pipeline.storage.parquet import read_parquet
 

@@ -23,7 +23,8 @@ from pipeline.commit.records import (
 from pipeline.commit.sink import part_name
 from pipeline.input.files import InputFile
 from pipeline.input.shards import Shard
-from pipeline.plan.manifest import Batching, Manifest
+from pipeline.plan.batching import Batching
+from pipeline.plan.manifest import Manifest
 
 PART = b"x"
 PART_DIGEST = hashlib.sha256(PART).hexdigest()

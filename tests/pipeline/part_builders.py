@@ -14,7 +14,8 @@ from pipeline.generate.output import PartSpec, part_bytes, part_table
 from pipeline.generate.stats import ShardStats, Totals
 from pipeline.input.files import InputFile
 from pipeline.input.shards import Shard
-from pipeline.plan.manifest import Batching, Manifest
+from pipeline.plan.batching import Batching
+from pipeline.plan.manifest import Manifest
 from pipeline.storage.folder import Folder
 
 LAYERS = 4

@@ -26,8 +26,7 @@ from pipeline.learn.tune.adapters import started
 from pipeline.learn.tune.workers import check_machine
 from pipeline.plan.columns import check_columns
 from pipeline.plan.inputs import check_output_disjoint
-from pipeline.plan.manifest import ANSWERS_VERSION
-from pipeline.plan.snapshot import pinned_snapshot, with_snapshot
+from pipeline.plan.manifest import ANSWERS_VERSION, pinned_snapshot, with_snapshot
 from pipeline.prepare.prompt_spec import check_spec, prompt_spec
 from pipeline.run.ray_session import on_cluster
 from pipeline.storage.folder import filesystem

@@ -23,7 +23,8 @@ from pipeline.incremental import runs
 from pipeline.incremental.ledger import LEDGER, ConcurrentRun
 from pipeline.incremental.runs import IncrementalResult
 from pipeline.input.files import Files, InputFile
-from pipeline.plan.manifest import Batching, Manifest, NoRows
+from pipeline.plan.batching import Batching
+from pipeline.plan.manifest import Manifest, NoRows
 from pipeline.storage.folder import Folder
 
 BATCHING = Batching(10, 10, 10, 10, 1)

@@ -31,8 +31,9 @@ from pipeline.incremental.ledger import (
     print_ledger,
 )
 from pipeline.input.files import InputFile
+from pipeline.plan.batching import Batching
 from pipeline.plan.inputs import with_digests
-from pipeline.plan.manifest import Batching, Manifest
+from pipeline.plan.manifest import Manifest
 from pipeline.storage.folder import Folder, open_folder
 
 

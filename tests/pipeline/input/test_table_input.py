@@ -30,8 +30,7 @@ from pipeline.input.rows import read_rows
 from pipeline.input.shards import cut_shards
 from pipeline.learn.adapt.configs import full_depth_job
 from pipeline.learn.adapt.sample import layout, write_sample
-from pipeline.plan.manifest import Manifest
-from pipeline.plan.snapshot import pinned_snapshot, with_snapshot
+from pipeline.plan.manifest import Manifest, pinned_snapshot, with_snapshot
 from pipeline.try_rows import answer_first_rows
 
 NAME = "in.prompts"

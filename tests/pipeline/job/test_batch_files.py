@@ -23,7 +23,7 @@ from actors.openai_requests import CHAT, TEXT
 from pipeline.commit.results import RECORD, recorded, result_problems
 from pipeline.config.job import JobConfig, StorageConfig
 from pipeline.input.files import InputFile
-from pipeline.plan.batch_ids import check_unique_ids
+from pipeline.plan.inputs import check_unique_ids
 from pipeline.storage.folder import open_folder
 
 
