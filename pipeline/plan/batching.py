@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from actors.engine.checkpoint.loading import Checkpoint
-
 from actors.engine.machine import process_cpus, process_memory
+from actors.engine.model.loading import Checkpoint
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import JobConfig
 from pipeline.plan.hardware import Hardware
