@@ -26,8 +26,7 @@ from actors.engine.constraints.output_format import OutputFormat
 from actors.engine.constraints.reasoning import Reasoning
 from actors.engine.errors import UserError
 from actors.engine.machine import set_threads
-from actors.engine.model.loading import inspect, load_tokenizer
-from actors.engine.model.speed_adapter import with_adapter
+from actors.engine.model.loading import inspect, load_tokenizer, with_adapter
 from actors.engine.model.weights import ITEM_BYTES
 from actors.engine.no_collections import without_collections
 from actors.engine.schedule.schedule import Schedule

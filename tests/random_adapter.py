@@ -11,9 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from actors.engine.model.speed_adapter import base_digest, linear_layers, save_record
-from actors.engine.schedule.file import save_spec
+from actors.engine.schedule.file import Trained, save_spec
 from actors.engine.schedule.schedule import PROMPT_POLICIES, ScheduleSpec
-from actors.engine.schedule.trained import Trained
 
 
 def with_random_adapters(

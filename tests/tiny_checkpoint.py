@@ -6,9 +6,8 @@ from pathlib import Path
 
 from new_model import save_model, train_tokenizer
 
-from actors.engine.schedule.file import save_spec
+from actors.engine.schedule.file import Trained, save_spec
 from actors.engine.schedule.schedule import PROMPT_POLICIES, ScheduleSpec
-from actors.engine.schedule.trained import Trained
 
 CONTEXT = 64
 LAYERS = 4

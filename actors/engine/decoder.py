@@ -25,9 +25,8 @@ from actors.engine.cpu.native_stack import NativeStack, can_stack
 from actors.engine.cpu.screen import Screen, can_screen
 from actors.engine.library.packed_attention import Attendance
 from actors.engine.model.compressed import codes_of, set_codes
-from actors.engine.model.families import Rotary, context_length, family_of, has_weights, layer_weights
+from actors.engine.model.families import ModelShape, Rotary, context_length, family_of, has_weights, layer_weights
 from actors.engine.model.layer_weights import LayerWeights, NormWeights
-from actors.engine.model.model_shape import ModelShape
 from actors.engine.sampling.sampler import argmax
 
 

@@ -29,9 +29,9 @@ from actors.engine.model.file_digests import (
     file_digest,
     weights_digest,
 )
-from actors.engine.model.loading import Checkpoint, inspect, refuse_file
+from actors.engine.model.loading import Checkpoint, inspect, refuse_file, with_adapter
 from actors.engine.model.speed_adapter import FILES as ADAPTER_FILES
-from actors.engine.model.speed_adapter import base_digest, with_adapter
+from actors.engine.model.speed_adapter import base_digest
 from actors.engine.model.weights import StoredTensor, file_tensors, folder_tensors, joined, weight_files
 from actors.engine.schedule.schedule import Schedule
 from pipeline.checkpoints.download_progress import download_progress

@@ -34,8 +34,8 @@ from skip_bottleneck import cost, load_bottlenecks, schedule_of, train_bottlenec
 
 from actors.engine.decoder import Decoder
 from actors.engine.library.divergence import Model, teacher_forced
-from actors.engine.model.loading import inspect, load_decoder
-from actors.engine.model.speed_adapter import merge, with_adapter
+from actors.engine.model.loading import inspect, load_decoder, with_adapter
+from actors.engine.model.speed_adapter import merge
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.generator import Generator
 from pipeline.config.tune import TuneConfig

@@ -32,8 +32,8 @@ from actors.engine.decoder import Decoder
 from actors.engine.engine import Engine
 from actors.engine.library.divergence import Model, teacher_forced
 from actors.engine.loop import generate
-from actors.engine.model.loading import inspect, load_decoder, load_tokenizer
-from actors.engine.model.speed_adapter import merge, with_adapter
+from actors.engine.model.loading import inspect, load_decoder, load_tokenizer, with_adapter
+from actors.engine.model.speed_adapter import merge
 from actors.engine.schedule.schedule import Schedule, ScheduleSpec
 from actors.engine.types import Request, SamplingParams
 from pipeline.demo_data import write_prompts

@@ -24,8 +24,8 @@ from real_model import ADAPTER
 
 from actors.answers import Prompt
 from actors.engine.library.divergence import Model, teacher_forced
-from actors.engine.model.loading import inspect, load_decoder
-from actors.engine.model.speed_adapter import merge, with_adapter
+from actors.engine.model.loading import inspect, load_decoder, with_adapter
+from actors.engine.model.speed_adapter import merge
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.generator import Generator
 from pipeline.config.tune import TuneConfig

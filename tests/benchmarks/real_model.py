@@ -156,7 +156,7 @@ def least_work(name: str, answers: list[dict], shared: int) -> Least:
     config = load_config(JobConfig, JOBS / f"{name}.yaml", [])
     checkpoint = inspect(config.model.path)
     if config.model.speed_adapter is not None:
-        from actors.engine.model.speed_adapter import with_adapter
+        from actors.engine.model.loading import with_adapter
 
         checkpoint = with_adapter(checkpoint, config.model.speed_adapter)
     rows = [(row["prompt_tokens"], row["generated_tokens"]) for row in answers if row["error"] is None]

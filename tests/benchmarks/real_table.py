@@ -22,8 +22,7 @@ from real_data import JOBS, WORK
 from real_model import values_stated
 from roofline import Ceilings, measure
 
-from actors.engine.model.loading import Checkpoint, inspect
-from actors.engine.model.speed_adapter import with_adapter
+from actors.engine.model.loading import Checkpoint, inspect, with_adapter
 from pipeline.config.evaluate import EvalConfig
 from pipeline.config.load import load_config
 from pipeline.learn.evaluate.intervals import Bootstrap, interval, resampled_sums

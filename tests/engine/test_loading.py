@@ -13,9 +13,8 @@ from transformers import PreTrainedModel
 from actors.engine.errors import UserError
 from actors.engine.model.loading import inspect, load_decoder
 from actors.engine.model.weights import folder_tensors
-from actors.engine.schedule.file import save_spec
+from actors.engine.schedule.file import Trained, save_spec
 from actors.engine.schedule.schedule import ScheduleSpec
-from actors.engine.schedule.trained import Trained
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.engine.schedule.file import SCHEDULE_FILE, load_spec, load_trained, read_spec, save_spec
+from actors.engine.schedule.file import SCHEDULE_FILE, Trained, load_spec, load_trained, read_spec, save_spec
 from actors.engine.schedule.schedule import (
     DECAYS,
     KEEP_ORDERS,
@@ -21,7 +21,6 @@ from actors.engine.schedule.schedule import (
     even_order,
     paper_order,
 )
-from actors.engine.schedule.trained import Trained
 
 
 @st.composite

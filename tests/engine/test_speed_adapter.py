@@ -15,8 +15,8 @@ from tiny_checkpoint import tiny_checkpoint
 from tiny_models import tiny_model
 
 from actors.engine.errors import UserError
-from actors.engine.model.loading import inspect
-from actors.engine.model.speed_adapter import WEIGHTS, SpeedAdapter, merge, save_record, with_adapter
+from actors.engine.model.loading import inspect, with_adapter
+from actors.engine.model.speed_adapter import WEIGHTS, SpeedAdapter, merge, save_record
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.generator import Generator
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from actors.engine.errors import UserError
-from actors.engine.schedule.file import save_spec
+from actors.engine.schedule.file import Trained, save_spec
 from actors.engine.schedule.schedule import ScheduleSpec
-from actors.engine.schedule.trained import Trained
 from actors.vllm.settings import read_settings
 
 LAYERS = 6

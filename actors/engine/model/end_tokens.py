@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.engine.errors import UserError
-from actors.engine.model.json_file import read_object
+from actors.engine.model.file_digests import read_object
 
 ANSWER = "An answer."
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # settings that change the text, and their values without effect

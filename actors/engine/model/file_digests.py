@@ -1,5 +1,8 @@
-"""SHA-256 of a checkpoint's files. Digests of weights are cached by size, modification time and inode, so that a
-checkpoint of 100 GB is read once on a machine."""
+"""The JSON files of a checkpoint, and the SHA-256 of its files.
+
+Digests of weights are cached by size, modification time and inode, so that a checkpoint of 100 GB is read once on a
+machine.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,25 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from actors.engine.errors import UserError
+
 CACHE_VARIABLE, CACHE = "SKIPDECODE_CACHE", "~/.cache/skipdecode"
 SMALL = (".json", ".jinja", ".model", ".txt")  # endings of the files other than weights that can change an answer
 WEIGHTS = ".safetensors"
 SETTLED_NS = 2 * 10**9  # a file changed less than this ago may change again within one tick of its clock
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises UserError if the file holds anything else."""
+    try:
+        values = json.loads(path.read_bytes())
+    except RecursionError:
+        raise UserError(f"{path}: not JSON of a checkpoint: nested too deeply") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: holds no JSON object, but {type(values).__name__}")
+    return values
 
 
 def cache_root(folder: str | None) -> Path:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from actors.engine.errors import UserError, flat
 from actors.engine.model.compressed import CONFIG_KEYS, StoredWeights, expand, stored_weights
+from actors.engine.model.file_digests import read_object
 from actors.engine.model.fitting import check_report
-from actors.engine.model.json_file import read_object
+from actors.engine.model.speed_adapter import SpeedAdapter, check_shapes, read_adapter
 from actors.engine.model.weights import (
     ITEM_BYTES,
     Need,
@@ -25,16 +26,14 @@ from actors.engine.model.weights import (
     need,
     weight_files,
 )
-from actors.engine.schedule.file import SCHEDULE_FILE, load_spec, load_trained
+from actors.engine.schedule.file import SCHEDULE_FILE, Trained, load_spec, load_trained
 from actors.engine.schedule.schedule import Schedule, ScheduleSpec
-from actors.engine.schedule.trained import Trained
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from actors.engine.decoder import Decoder
-    from actors.engine.model.speed_adapter import SpeedAdapter
 
 SIZE_LIMITS = {  # keys of config.json, several names for one size
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer"), 1024),
@@ -154,6 +153,18 @@ def inspect(path: str | Path, names: Collection[str] | None = None) -> Checkpoin
     spec = load_spec(folder, layers)
     trained = load_trained(folder, layers, spec)
     return Checkpoint(folder, config, spec, trained, layers, context_length(config), stored=stored)
+
+
+def with_adapter(checkpoint: Checkpoint, folder: str | Path) -> Checkpoint:
+    """Return the checkpoint with a speed adapter, whose schedule replaces its own; reads no weights.
+
+    Raises UserError as `read_adapter` and `check_shapes` do.
+    """
+    adapter = read_adapter(Path(folder))
+    check_shapes(adapter, checkpoint.config)
+    spec = load_spec(adapter.path, checkpoint.num_layers)
+    trained = load_trained(adapter.path, checkpoint.num_layers, spec)
+    return replace(checkpoint, spec=spec, trained=trained, adapter=adapter)
 
 
 def read_config(folder: str | Path) -> PretrainedConfig:

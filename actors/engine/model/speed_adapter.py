@@ -9,23 +9,20 @@ Shapes: I inputs and O outputs of a linear layer, R the adapter's rank.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.engine.errors import UserError
 from actors.engine.model.compressed import renew
-from actors.engine.model.file_digests import digests, file_digest, weights_digest
-from actors.engine.model.json_file import read_object
+from actors.engine.model.file_digests import digests, file_digest, read_object, weights_digest
 from actors.engine.model.weights import building_models, names_in, weight_files
-from actors.engine.schedule.file import SCHEDULE_FILE, load_spec, load_trained
+from actors.engine.schedule.file import SCHEDULE_FILE
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
-
-    from actors.engine.model.loading import Checkpoint
 
 CONFIG, WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "speed_adapter.json"
 FILES = (CONFIG, WEIGHTS, RECORD, SCHEDULE_FILE)
@@ -79,18 +76,6 @@ class SpeedAdapter:
             )
 
 
-def with_adapter(checkpoint: Checkpoint, folder: str | Path) -> Checkpoint:
-    """The checkpoint with a speed adapter, whose schedule takes the place of its own; reads no weights.
-
-    Raises UserError as `read_adapter` does, and for layers and shapes that the model does not have.
-    """
-    adapter = read_adapter(Path(folder))
-    _check_shapes(adapter.path / WEIGHTS, adapter.rank, checkpoint.config)
-    spec = load_spec(adapter.path, checkpoint.num_layers)
-    trained = load_trained(adapter.path, checkpoint.num_layers, spec)
-    return replace(checkpoint, spec=spec, trained=trained, adapter=adapter)
-
-
 def read_adapter(path: Path) -> SpeedAdapter:
     """Return the speed adapter in a folder, without its weights.
 
@@ -99,13 +84,13 @@ def read_adapter(path: Path) -> SpeedAdapter:
     for name in FILES:
         if not (path / name).is_file():
             raise UserError(f"{path}: not a speed adapter: no {name}; skipdecode adapt and tune write one")
-    record, config = read_object(path / RECORD), read_object(path / CONFIG)
+    record, settings = read_object(path / RECORD), read_object(path / CONFIG)
     if record.keys() != {"base", "weights"}:
         raise UserError(f"{path / RECORD}: holds {', '.join(sorted(record)) or 'nothing'}, not base and weights")
     if file_digest(path / WEIGHTS, "sha256") != record["weights"]:
         raise UserError(f"{path / WEIGHTS}: damaged: its SHA-256 is not the one in {RECORD}; fetch it again")
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    _check_features(config, path / CONFIG)
+    rank, alpha = settings.get("r"), settings.get("lora_alpha")
+    _check_features(settings, path / CONFIG)
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
         raise UserError(f"{path / CONFIG}: r = {rank} and lora_alpha = {alpha}: not a rank and a scale")
     return SpeedAdapter(path, str(record["base"]), rank, alpha / rank)
@@ -179,8 +164,9 @@ def _check_features(config: dict[str, Any], source: Path) -> None:
             raise UserError(f"{source}: {key} = {str(value)[:60]!r} is not supported; plain LoRA can be merged")
 
 
-def _check_shapes(path: Path, rank: int, config: PretrainedConfig) -> None:
+def check_shapes(adapter: SpeedAdapter, config: PretrainedConfig) -> None:
     """Raise UserError if a tensor is of no linear layer of the model, or has another shape than its layer needs."""
+    path, rank = adapter.path / WEIGHTS, adapter.rank
     from safetensors import SafetensorError, safe_open
     from transformers.pytorch_utils import Conv1D
 

@@ -9,7 +9,7 @@ from statistics import fmean
 
 import torch
 
-from actors.engine.model.model_shape import ModelShape
+from actors.engine.model.families import ModelShape
 from actors.engine.schedule.schedule import MEASURED
 from pipeline.learn.adapt import configs
 from pipeline.learn.adapt.pairs import prompts_isolated

@@ -9,15 +9,8 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.engine.errors import UserError
-from actors.engine.model.loading import Checkpoint
-from actors.engine.model.speed_adapter import (
-    CONFIG,
-    WEIGHTS,
-    base_digest,
-    linear_layers,
-    save_record,
-    with_adapter,
-)
+from actors.engine.model.loading import Checkpoint, with_adapter
+from actors.engine.model.speed_adapter import CONFIG, WEIGHTS, base_digest, linear_layers, save_record
 from pipeline.config.tune import RANK, AdapterConfig
 
 if TYPE_CHECKING:

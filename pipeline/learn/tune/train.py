@@ -17,10 +17,9 @@ from actors.engine.cpu.packing import give_memory_back
 from actors.engine.decoder import Decoder
 from actors.engine.library import packed_attention
 from actors.engine.machine import set_threads
+from actors.engine.model.families import ModelShape
 from actors.engine.model.loading import load_decoder, load_model
-from actors.engine.model.model_shape import ModelShape
-from actors.engine.schedule.file import save_spec
-from actors.engine.schedule.trained import Trained
+from actors.engine.schedule.file import Trained, save_spec
 from pipeline.config.tune import TuneConfig
 from pipeline.learn.tune import adapters, resume
 from pipeline.learn.tune.lean_layers import make_lean

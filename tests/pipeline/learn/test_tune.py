@@ -21,8 +21,8 @@ from tune_recipes import copying_recipe, train_recipe
 
 from actors.engine.errors import UserError
 from actors.engine.library.divergence import Model, teacher_forced
-from actors.engine.model.loading import inspect, load_decoder, load_tokenizer
-from actors.engine.model.speed_adapter import FILES, WEIGHTS, base_digest, merge, with_adapter
+from actors.engine.model.loading import inspect, load_decoder, load_tokenizer, with_adapter
+from actors.engine.model.speed_adapter import FILES, WEIGHTS, base_digest, merge
 from actors.engine.schedule.schedule import ScheduleSpec
 from pipeline.config.tune import TuneConfig, TuneDataConfig
 from pipeline.learn.tune.plan import encode, plan_training, read_pairs
