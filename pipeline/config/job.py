@@ -2,20 +2,57 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from actors.engine.errors import UserError
 from actors.engine.types import EngineName, SamplingParams, check_compatible
 from pipeline.config.adapt import AdaptConfig
-from pipeline.config.base import Endpoint, Place
-from pipeline.config.base import Section as Section
-from pipeline.config.budget import BudgetConfig
-from pipeline.config.catalog import CatalogConfig
+from pipeline.config.base import Endpoint, Place, Section, holds_secret
 from pipeline.config.input import InputConfig, TableFormat
 from pipeline.config.labels import check_labels, labels_given
 from pipeline.config.output_format import Form
+
+
+class BudgetConfig(Section):
+    """Limits of a job over all of its runs; the job stops at the first one that is reached."""
+
+    hours: float | None = Field(None, gt=0, description="device-hours: hours of a run × GPUs, or × actors on CPUs")
+    money: float | None = Field(None, gt=0, description="device-hours × price_per_hour")
+    tokens: int | None = Field(None, ge=1, description="tokens generated")
+
+
+_SECRET = re.compile(r"(password|passwd|pwd|secret|token|credential|api_?key)[^=&;]*=", re.I)
+
+
+def _without_query_secrets(value: str) -> str:
+    if _SECRET.search(value):
+        raise holds_secret()
+    return value
+
+
+class CatalogConfig(Section):
+    """An Iceberg catalog.
+
+    pyiceberg's own settings for `name` are read too (PYICEBERG_CATALOG__NAME__URI and so on, .pyiceberg.yaml): the
+    place for credentials and for properties that are no key here. A key that is set here overrides them.
+    """
+
+    name: str = Field("default", min_length=1, description="the catalog's name in pyiceberg's settings")
+    type: Literal["sql", "rest", "glue", "hive"] | None = Field(
+        None, description="kind of catalog; default: pyiceberg's setting, else by the scheme of uri"
+    )
+    uri: Annotated[Endpoint, AfterValidator(_without_query_secrets)] | None = Field(
+        None, description="of the catalog, such as sqlite:////data/catalog.db; one with a password: in the environment"
+    )
+    warehouse: Place | None = Field(None, description="where new tables are kept: local or s3:// folder, or its name")
+
+    def properties(self) -> dict[str, str]:
+        """The keys that the file sets, under pyiceberg's names."""
+        return self.model_dump(exclude={"name"}, exclude_none=True)
+
 
 Decay = Literal["linear", "cosine", "power", "step", "constant"]
 KeepOrder = Literal["paper", "even", "early_exit", "measured"]

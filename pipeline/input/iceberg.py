@@ -37,8 +37,7 @@ from requests import RequestException
 from sqlalchemy.exc import SQLAlchemyError
 
 from actors.engine.errors import UserError, flat
-from pipeline.config.catalog import CatalogConfig
-from pipeline.config.job import StorageConfig
+from pipeline.config.job import CatalogConfig, StorageConfig
 from pipeline.input.table import CommitConflict, PartFile, TablePin, check_columns, check_types, store_url
 from pipeline.messages import listed
 from pipeline.storage.concurrency import in_parallel

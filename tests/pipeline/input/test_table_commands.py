@@ -15,8 +15,7 @@ from table_stores import config, local_tables, prompts
 from typer.testing import CliRunner
 
 from pipeline.cli.app import app
-from pipeline.config.catalog import CatalogConfig
-from pipeline.config.job import StorageConfig
+from pipeline.config.job import CatalogConfig, StorageConfig
 from pipeline.input.iceberg import open_catalog
 
 PASSWORD = "planted-catalog-password"
