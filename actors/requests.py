@@ -181,7 +181,9 @@ class RequestBuilder:
         if form not in self._constraints:
             constraint = self._grammar(form) if isinstance(form, OutputFormat) else self._trie(form)
             if self.reasoning is not None:
-                constraint = AfterReasoning(constraint, self.reasoning, self._decode, self.stop_ids)
+                constraint = AfterReasoning(
+                    constraint, self.reasoning, self._decode, self.stop_ids, self.special_ids.values()
+                )
             if len(self._constraints) >= KEPT_CONSTRAINTS:
                 self._constraints.pop(next(iter(self._constraints)))
             self._constraints[form] = constraint

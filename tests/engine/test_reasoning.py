@@ -97,6 +97,27 @@ def test_thinking_allows_all_tokens_but_those_that_end_an_answer(checkpoint: Pat
     assert progress.advance(allowed()[0]) and progress.is_complete()
 
 
+def test_most_tokens_of_thinking_are_not_decoded(checkpoint: Path) -> None:
+    """Each kind of token once, and then only those that may hold the last character of the end."""
+    tokenizer, decoded = make(checkpoint).tokenizer, []
+
+    def decode(tokens: list[int]) -> str:
+        decoded.append(tokens)
+        return str(tokenizer.decode(tokens))
+
+    inner = GrammarCompiler(tokenizer, VOCAB, [END]).compile(OutputFormat("regex", "[b-d]"))
+    constraint = AfterReasoning(inner, Reasoning("<", ">"), decode, [END])
+    progress = constraint.begin()
+    *thinking, end = tokenizer(f"{'xyz ' * 50}>", add_special_tokens=False)["input_ids"]
+    assert not any(progress.advance(token) for token in thinking) and len(decoded) <= len({*thinking})
+    progress.advance(end)
+    letter = tokenizer("xb", add_special_tokens=False)["input_ids"][-1]
+    assert progress.allows(letter) and not progress.allows(END)
+    del decoded[:]
+    thought, answer = constraint.split([*thinking, end, letter], None)
+    assert thought.strip().endswith("xyz") and answer == "b" and len(decoded) < 10
+
+
 def test_free_answers_are_split_too(checkpoint: Path) -> None:
     plain, split = make(checkpoint), make(checkpoint, reasoning={"start": "[", "end": "e"})
     batch = {"prompt": [f"a {row}" for row in range(8)]}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from actors.engine.constraints.constraint import AllowedTokens, Bits, Constraint
 from actors.engine.errors import UserError
+from actors.engine.sampling.stopping import StopStrings
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -24,7 +25,6 @@ _KNOWN = (
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
-_WINDOW = 16  # tokens beyond the marker's bytes that are decoded: a character may be four
 
 
 @dataclass(frozen=True)
@@ -94,15 +94,21 @@ class AfterReasoning:
         reasoning: The marks.
         decode: Token ids -> text.
         stop_ids: Tokens that end an answer.
+        special_ids: Tokens that decode to no text.
     """
 
     most_tokens = None
 
     def __init__(
-        self, inner: Constraint, reasoning: Reasoning, decode: Callable[[list[int]], str], stop_ids: Collection[int]
+        self,
+        inner: Constraint,
+        reasoning: Reasoning,
+        decode: Callable[[list[int]], str],
+        stop_ids: Collection[int],
+        special_ids: Collection[int] = (),
     ) -> None:
         self.inner, self.reasoning, self.decode, self.stop_ids = inner, reasoning, decode, frozenset(stop_ids)
-        self.window = len(reasoning.end.encode()) + _WINDOW
+        self._end = StopStrings((reasoning.end,), decode, special_ids)
 
     @property
     def name(self) -> str:
@@ -113,8 +119,8 @@ class AfterReasoning:
         return ReasoningProgress(self)
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        """Whether the last of `tokens` completes the end of thinking."""
-        return self.reasoning.end in self.decode(list(tokens[-self.window :]))
+        """Return whether the last of `tokens` completes the end of thinking; most tokens are not decoded for it."""
+        return self._end.ended(tokens)
 
     def split(self, tokens: Sequence[int], label: int | None) -> tuple[str, str]:
         """The thinking without its marks, and the text of the answer after it; empty if there is none."""
