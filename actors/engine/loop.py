@@ -94,6 +94,7 @@ class _Flight:
     Args:
         capacity: Slots.
         shape: Longest prompt and most new tokens that a slot holds.
+        online: See `Loop`.
         members: Runs whose rows are here, the one that is admitted last.
         waiting: Rows that wait for a slot.
         tickets: Rows in flight, by the engine's ticket.
@@ -103,6 +104,7 @@ class _Flight:
 
     capacity: int
     shape: tuple[int, int]
+    online: bool = False
     members: list[tuple[Call, Run]] = field(default_factory=list)
     waiting: deque[tuple[Call, int]] = field(default_factory=deque)
     tickets: dict[int, tuple[Call, int]] = field(default_factory=dict)
@@ -117,7 +119,8 @@ class _Flight:
     @property
     def has_free_slots(self) -> bool:
         """Whether enough slots are free for a pass over prompts."""
-        return self.capacity - len(self.tickets) >= math.ceil(self.capacity / REFILL_SHARE)
+        wanted = 1 if self.online else math.ceil(self.capacity / REFILL_SHARE)
+        return self.capacity - len(self.tickets) >= wanted
 
     def add(self, call: Call, run: Run) -> None:
         """Let a run's rows wait for slots."""
@@ -273,7 +276,7 @@ class Loop:
         capacity = run.capacity
         if self.online and not run.apart and call.too_large == math.inf:
             capacity, shape = self._slots(shape, call.schedule, run.capacity)
-        flight = self._flight = _Flight(capacity, shape)
+        flight = self._flight = _Flight(capacity, shape, self.online)
         flight.add(call, run)
         flight.report()  # before memory is allocated, which may kill the process
         self.engine.open(capacity, *shape, call.schedule)
@@ -319,7 +322,7 @@ class Loop:
         most, shape = self._slots(shape, deepest, len(flight.tickets) + len(run.rows))
         if (
             most * self.engine.row_bytes(*shape, deepest) >= call.too_large
-            or most < run.capacity
+            or (most < run.capacity and not self.online)
             or most <= len(flight.tickets)
         ):
             return  # until rows in flight that need longer slots have ended

@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from actors.answers import Prompt
 from actors.engine.constraints.reasoning import AfterReasoning
-from actors.engine.engine import Engine
 from actors.engine.errors import UserError, flat
 from actors.engine.types import Completion, Request
 from actors.generator import Generator
@@ -105,13 +104,12 @@ class ServedModel:
         self, name: str, generator: Mapping[str, Any], max_waiting: int = 256, render: Render | None = None
     ) -> None:
         self.name, self._render = name, render
-        self.generator = Generator(**{**generator, "row_logprobs": True, "strip": False, "cumulative_logprob": False})
+        own = {"engine": "library", "row_logprobs": True, "strip": False, "cumulative_logprob": False}
+        self.generator = Generator(**{**generator, **own})
         self.tokenizer, self._builder = self.generator.tokenizer, self.generator.builder
         self.token_text = self._builder.token_text
-        engine = self.generator.engine
-        assert isinstance(engine, Engine)
         self.loop = OnlineLoop(
-            engine,
+            self.generator.engine,
             cache_bytes=self.generator.cache_bytes,
             max_rows=self.generator.max_batch,
             max_waiting=max_waiting,

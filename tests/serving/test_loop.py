@@ -192,6 +192,23 @@ def test_samples_and_their_logprobs_stream_token_by_token(llama: Decoder) -> Non
     assert reader.events == sum(len(one.token_ids) for one in done)
 
 
+def test_a_row_is_admitted_while_a_slot_is_free_and_a_long_one_waits_for_space(llama: Decoder) -> None:
+    engine = Engine(llama, SCHEDULE, ())
+    loop, reader = loop_of(engine, 4 * engine.row_bytes(5, 30), max_rows=4)
+    first = [loop.submit([row_of([3 + key], 20, key, ignore_eos=True)], streams=True) for key in range(3)]
+    for _ in range(4):
+        loop.turn()
+    fourth = loop.submit([row_of([9], 20, 4, ignore_eos=True)], streams=True)
+    for _ in range(6):
+        loop.turn()
+    long = loop.submit([row_of([7] * 20, 30, 5)], streams=True)
+    for _ in range(6):
+        loop.turn()
+    assert reader.tokens[fourth, 0] and not reader.done and not reader.tokens[long, 0]
+    run(loop)
+    assert len(reader.done) == 5 and (long, 0) in reader.done and (first[0], 0) in reader.done
+
+
 def test_a_cancelled_row_leaves_within_a_turn(llama: Decoder) -> None:
     engine = Engine(llama, SCHEDULE, ())
     loop, _ = loop_of(engine)
