@@ -6,54 +6,14 @@ Pure functions; no model, no files.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from pipeline.learn.evaluate.results import Line
 from pipeline.messages import duration
 
 
-@dataclass(frozen=True)
-class Quality:
-    """A score, its loss against the job's own checkpoint at full depth, and the upper end of the loss's interval."""
-
-    value: float
-    loss: float
-    loss_high: float
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Measurements of a checkpoint at one speed over the held-out rows.
-
-    nominal: None for the job's own checkpoint at full depth, whose layer_ratio may be None. prompt: its prompt policy.
-    seconds: wall clock of one row. scores: by the metric's name, in its unit.
-    """
-
-    nominal: float | None
-    prompt: str
-    layer_ratio: float | None
-    seconds: float
-    scores: Mapping[str, Quality]
-
-    @property
-    def name(self) -> str:
-        """Speed and prompt policy, for tables and messages."""
-        if self.nominal is None:
-            return "full depth"
-        return f"{self.nominal:g}x" + ("" if self.prompt == "full" or self.nominal == 1 else f" prompt={self.prompt}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Measured:
-        """The inverse of `to_dict`."""
-        return cls(**{**values, "scores": {name: Quality(**score) for name, score in values["scores"].items()}})
-
-
-def choose(metric: str, tolerance: float, lines: Sequence[Measured]) -> Measured | None:
+def choose(metric: str, tolerance: float, lines: Sequence[Line]) -> Line | None:
     """The fastest speed-up whose `loss_high` is within `tolerance`, of equally fast ones the shallower; None without.
 
     A nominal 1 is no speed-up.
@@ -62,17 +22,17 @@ def choose(metric: str, tolerance: float, lines: Sequence[Measured]) -> Measured
     return min(within, key=lambda line: (line.seconds, -(line.layer_ratio or 1.0)), default=None)
 
 
-def nearest(metric: str, lines: Sequence[Measured]) -> Measured:
+def nearest(metric: str, lines: Sequence[Line]) -> Line:
     """The speed-up that the smallest tolerance would admit."""
     return min(_candidates(lines), key=lambda line: (line.scores[metric].loss_high, line.seconds))
 
 
-def full_depth(lines: Sequence[Measured]) -> Measured:
+def full_depth(lines: Sequence[Line]) -> Line:
     """The line of the job's own checkpoint at full depth: at 1x, if nothing was trained for 1x."""
     return min(lines, key=lambda line: line.nominal or 0.0)
 
 
-def _candidates(lines: Sequence[Measured]) -> list[Measured]:
+def _candidates(lines: Sequence[Line]) -> list[Line]:
     return [line for line in lines if line.nominal is not None and line.nominal > 1]
 
 

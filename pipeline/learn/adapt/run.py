@@ -14,7 +14,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,13 @@ from pipeline.commit.lease import leased
 from pipeline.config.adapt import TOLERANCES
 from pipeline.config.job import ActorsConfig, JobConfig
 from pipeline.learn.adapt import configs
-from pipeline.learn.adapt.choice import BreakEven, Measured, Quality, choose, full_depth, nearest, parallel_actors
+from pipeline.learn.adapt.choice import BreakEven, choose, full_depth, nearest, parallel_actors
 from pipeline.learn.adapt.estimate import announcement
 from pipeline.learn.adapt.pairs import check_metric, default_metric, write_pairs
 from pipeline.learn.adapt.plan import Task, plan_adaptation
 from pipeline.learn.adapt.sample import draw, write_sample
 from pipeline.learn.adapt.state import StageRecord
+from pipeline.learn.evaluate.results import Line
 from pipeline.prepare.prompt_spec import prompt_spec
 from pipeline.run.ray_session import on_cluster
 from pipeline.runtime.announce import announce
@@ -58,10 +59,10 @@ class Adapted:
     trained: str
     metric: str
     tolerance: float
-    before: list[Measured]
-    after: list[Measured]
-    chosen: Measured | None
-    nearest: Measured
+    before: list[Line]
+    after: list[Line]
+    chosen: Line | None
+    nearest: Line
     counts: Mapping[str, int]
     seconds: Mapping[str, float]
     break_even: BreakEven | None
@@ -123,8 +124,9 @@ def _adapt(task: Task, values: Mapping[str, Any], record: StageRecord, verbose: 
     purpose = f"measure the {{}} checkpoint over {counts['held_out']:,} held-out rows"
     before = run("before", purpose.format("job's"), [], lambda: _evaluate(task, prompts, tuned=False, actors=actors))
     after = run("after", purpose.format("tuned"), [], lambda: _evaluate(task, prompts, tuned=True, actors=actors))
+    first, last = ([Line.of(line) for line in stage["lines"]] for stage in (before, after))
     counts = {"job": task.rows, "drawn": sampled["drawn"], "unreadable": sampled["unreadable"], **counts}
-    return _chosen(task, values, record, metric, _measured(before), _measured(after), counts, actors["threads"])
+    return _chosen(task, values, record, metric, first, last, counts, actors["threads"])
 
 
 def _actors(task: Task, planned: Mapping[str, int]) -> dict[str, Any]:
@@ -140,8 +142,8 @@ def _chosen(
     values: Mapping[str, Any],
     record: StageRecord,
     metric: str,
-    before: list[Measured],
-    after: list[Measured],
+    before: list[Line],
+    after: list[Line],
     counts: Mapping[str, int],
     threads: int,
 ) -> Adapted:
@@ -245,22 +247,7 @@ def _evaluate(task: Task, prompts: Sequence[str], *, tuned: bool, actors: Mappin
         evaluation = evaluate(validated(EvalConfig, values, "adapt"))
     groups = ("speed", "prompt")
     lines = [line for line in evaluation.lines if line.group in groups or line.name == evaluation.full_depth]
-    return {
-        "lines": [
-            Measured(
-                line.nominal,
-                line.prompt,
-                line.layer_ratio,
-                line.seconds / evaluation.rows,
-                {name: Quality(score.value, score.loss, score.loss_high) for name, score in line.scores.items()},
-            ).to_dict()
-            for line in lines
-        ]
-    }
-
-
-def _measured(stage: Mapping[str, Any]) -> list[Measured]:
-    return [Measured.from_dict(line) for line in stage["lines"]]
+    return {"lines": [asdict(replace(line, seconds=line.seconds / evaluation.rows)) for line in lines]}
 
 
 @contextmanager
@@ -280,9 +267,7 @@ def _parallel_actors(actors: ActorsConfig, threads: int) -> float:
     return parallel_actors(actors.most, actors.gpus, threads, process_cpus(), torch.cuda.device_count())
 
 
-def _write_job(
-    task: Task, values: Mapping[str, Any], chosen: Measured, metric: str, tolerance: float, path: Path
-) -> None:
+def _write_job(task: Task, values: Mapping[str, Any], chosen: Line, metric: str, tolerance: float, path: Path) -> None:
     assert chosen.nominal is not None
     comment = [
         f"Written by `skipdecode adapt {task.source}`: its job at the fastest speed within the tolerance.",

@@ -71,7 +71,7 @@ def paired_scores(
         losses = abs(losses) if better is None else losses if better else -losses
         low, high = interval(values[1:], settings.confidence)
         loss_low, loss_high = interval(losses[1:], settings.confidence)
-        scores[line][metric] = Score(float(values[0]), low, high, float(losses[0]), loss_low, loss_high)
+        scores[line][metric] = Score(float(values[0]), float(losses[0]), loss_high, low, high, loss_low)
     return scores
 
 

@@ -25,45 +25,68 @@ TABLES = ("table.json", "table.parquet", "plot.png", "plot.svg")
 
 @dataclass(frozen=True)
 class Score:
-    """One metric of one line, with bootstrap intervals over rows.
+    """Hold one metric of one line, with bootstrap intervals over rows.
 
-    value: over the rows themselves. low, high: percentiles of the resampled values; value may lie outside. loss,
-    loss_low, loss_high: the same of the paired difference from full depth, positive where the line is worse, whether
-    or not a higher value of the metric is better.
+    Args:
+        value: The metric over the rows themselves.
+        loss: Paired difference from full depth, positive where the line is worse.
+        loss_high: Upper percentile of the resampled losses.
+        low: Lower percentile of the resampled values; `value` may lie outside. 0 in records of earlier versions.
+        high: Upper percentile of the resampled values.
+        loss_low: Lower percentile of the resampled losses.
     """
 
     value: float
-    low: float
-    high: float
     loss: float
-    loss_low: float
     loss_high: float
+    low: float = 0.0
+    high: float = 0.0
+    loss_low: float = 0.0
 
 
 @dataclass(frozen=True)
 class Line:
-    """The measurements of one schedule or baseline.
+    """Hold the measurements of one schedule or baseline. Only the first fields are in records of earlier versions.
 
-    nominal: the speed-up in the recipe; None for another model. prompt: the prompt policy. layer_ratio: layers of full
-    depth over layers run, over all decode steps; None for another model. mean_depth: layers a decode step. Both are
-    None if no answer had a decode step. seconds, decode_seconds: medians over the runs, of the whole run and of its
-    decode steps. tokens_per_second: generated, whole run. wall_clock, decode_wall_clock: 1x's seconds over the line's.
-    cache_bytes: of the largest batch. scores: by the metric's name.
+    Args:
+        name: Speed and prompt policy, or another name.
+        nominal: Speed-up in the recipe; None for another model.
+        prompt: Prompt policy.
+        layer_ratio: Layers of full depth divided by layers run, over all decode steps; None for another model.
+        seconds: Median of the whole run over the runs; in `adapt`'s record, seconds of one row.
+        scores: By the metric's name.
+        group: Group of the line in table and plot.
+        mean_depth: Layers of a decode step, mean. None if no answer had a decode step.
+        decode_seconds: Median of the decode steps' seconds over the runs.
+        tokens_per_second: Generated tokens divided by seconds of the whole run.
+        wall_clock: Seconds of 1x divided by those of this line.
+        decode_wall_clock: The same of the decode steps.
+        cache_bytes: Key/value cache of the largest batch.
     """
 
     name: str
-    group: str
     nominal: float | None
     prompt: str
     layer_ratio: float | None
-    mean_depth: float | None
     seconds: float
-    decode_seconds: float
-    tokens_per_second: float
-    wall_clock: float
-    decode_wall_clock: float
-    cache_bytes: int
     scores: dict[str, Score]
+    group: str = "speed"
+    mean_depth: float | None = None
+    decode_seconds: float = 0.0
+    tokens_per_second: float = 0.0
+    wall_clock: float = 1.0
+    decode_wall_clock: float = 1.0
+    cache_bytes: int = 0
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Line:
+        """Return the line of a record; one of an earlier version has no name."""
+        nominal, prompt = values["nominal"], values["prompt"]
+        policy = "" if prompt == "full" or nominal in (None, 1) else f" prompt={prompt}"
+        name = "full depth" if nominal is None else f"{nominal:g}x{policy}"
+        return cls(
+            **{"name": name, **values, "scores": {name: Score(**score) for name, score in values["scores"].items()}}
+        )
 
 
 @dataclass(frozen=True)

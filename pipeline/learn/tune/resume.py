@@ -10,6 +10,7 @@ from typing import Any
 
 from actors.engine.errors import UserError
 from actors.engine.model.speed_adapter import FILES
+from pipeline.config.base import without_removed
 from pipeline.config.tune import TuneConfig
 from pipeline.storage.owned_folder import OwnedFolder, check_apart
 
@@ -33,7 +34,8 @@ def finished(config: TuneConfig) -> bool:
     record = _read(Path(config.output) / RECORD)
     if not isinstance(record, dict) or "config" not in record or not _is_recorded(config):
         return False
-    return _without_hardware(record["config"]) == _without_hardware(config.model_dump(mode="json"))
+    recorded = without_removed(record["config"], TuneConfig)
+    return _without_hardware(recorded) == _without_hardware(config.model_dump(mode="json"))
 
 
 def begin(config: TuneConfig) -> None:
@@ -91,10 +93,11 @@ def finish(config: TuneConfig, save: Callable[[Path], None], record: Mapping[str
 
 
 def _is_recorded(config: TuneConfig) -> bool:
-    """Whether the recorded recipe is this one."""
+    """Return True if the recorded recipe is this one; earlier versions recorded removed keys, and no `start`."""
     stored, recipe = _read(folder(config) / RECIPE), _recipe(config)
-    earlier = {key: value for key, value in recipe.items() if key != "start"}  # recorded by earlier versions
-    return stored in (recipe, earlier)
+    if not isinstance(stored, dict) or not isinstance(stored.get("config"), dict):
+        return False
+    return {"start": recipe["start"], **stored, "config": without_removed(stored["config"], TuneConfig)} == recipe
 
 
 def _recipe(config: TuneConfig) -> dict[str, Any]:

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.learn.adapt.choice import BreakEven, Measured, Quality, choose, nearest, parallel_actors
+from pipeline.learn.adapt.choice import BreakEven, choose, nearest, parallel_actors
+from pipeline.learn.evaluate.results import Line, Score
 
 METRIC = "agreement_exact"
 seconds = st.floats(1e-6, 1e4)
 
 
 @st.composite
-def lines(draw: st.DrawFn) -> list[Measured]:
+def lines(draw: st.DrawFn) -> list[Line]:
     """The job's own checkpoint, then the tuned one at 1x and at one to six speed-ups."""
     nominals: list[float | None] = [None, 1.0, *draw(st.lists(st.floats(1.01, 9), min_size=1, max_size=6, unique=True))]
     found = []
     for nominal in nominals:
         loss = draw(st.floats(-5, 50))
-        quality = Quality(100 - loss, loss, loss + draw(st.sampled_from([0.0, 1.0, 7.5])))
-        found.append(Measured(nominal, "full", nominal, draw(st.sampled_from([0.1, 0.2, 0.3])), {METRIC: quality}))
+        quality = Score(100 - loss, loss, loss + draw(st.sampled_from([0.0, 1.0, 7.5])))
+        found.append(
+            Line(str(nominal), nominal, "full", nominal, draw(st.sampled_from([0.1, 0.2, 0.3])), {METRIC: quality})
+        )
     return found
 
 
 @given(lines(), st.floats(0.1, 60))
-def test_the_choice_is_the_fastest_of_those_within_the_tolerance(measured: list[Measured], tolerance: float) -> None:
+def test_the_choice_is_the_fastest_of_those_within_the_tolerance(measured: list[Line], tolerance: float) -> None:
     within = {
         line.nominal: line
         for line in measured
@@ -45,14 +49,14 @@ def test_the_choice_is_the_fastest_of_those_within_the_tolerance(measured: list[
 
 
 @given(lines())
-def test_the_nearest_tolerance_admits_a_speed_and_a_smaller_one_none(measured: list[Measured]) -> None:
+def test_the_nearest_tolerance_admits_a_speed_and_a_smaller_one_none(measured: list[Line]) -> None:
     least = nearest(METRIC, measured).scores[METRIC].loss_high
     assert choose(METRIC, least, measured) is not None
     assert choose(METRIC, least - 1e-6, measured) is None
 
 
 def test_the_upper_end_of_the_interval_must_be_within() -> None:
-    line = Measured(2.0, "full", 2.0, 0.1, {METRIC: Quality(99, 1.0, 6.0)})
+    line = Line("2x", 2.0, "full", 2.0, 0.1, {METRIC: Score(99, 1.0, 6.0)})
     assert choose(METRIC, 5.9, [line]) is None
     assert choose(METRIC, 6.0, [line]) is line
 
@@ -123,6 +127,13 @@ def test_actors_count_where_they_have_hardware_of_their_own(
 
 
 @given(lines())
-def test_measurements_survive_the_record(measured: list[Measured]) -> None:
+def test_measurements_survive_the_record(measured: list[Line]) -> None:
     for line in measured:
-        assert Measured.from_dict(json.loads(json.dumps(line.to_dict()))) == line
+        assert Line.of(json.loads(json.dumps(asdict(line)))) == line
+
+
+def test_measurements_of_an_earlier_version_are_read() -> None:
+    """They have neither names nor intervals of values."""
+    old = {"nominal": 2.0, "prompt": "first", "layer_ratio": 1.9, "seconds": 0.1}
+    line = Line.of({**old, "scores": {METRIC: {"value": 98.0, "loss": 2.0, "loss_high": 3.0}}})
+    assert line == Line("2x prompt=first", 2.0, "first", 1.9, 0.1, {METRIC: Score(98.0, 2.0, 3.0)})

@@ -12,8 +12,8 @@ NAMES = ["paper", "even order", "learned order", "early exit", "cosine", "power 
 
 
 def line_of(name: str, group: str, wall_clock: float, value: float) -> Line:
-    score = Score(value, value - 1, value + 1, 0, -1, 1)
-    return Line(name, group, 3.0, "full", 2.0, 12.0, 1.0, 0.9, 100.0, wall_clock, wall_clock, 2**20, {"bleu": score})
+    score = Score(value, 0, 1, value - 1, value + 1, -1)
+    return Line(name, 3.0, "full", 2.0, 1.0, {"bleu": score}, group, wall_clock=wall_clock)
 
 
 def test_the_picture_names_every_line_and_its_axes(tmp_path: Path) -> None:

@@ -302,8 +302,11 @@ def test_an_adapter_to_go_on_from_that_has_changed_is_another_recipe(
     if ended == "killed":
         (tmp_path / "out" / "tune.json").write_text('{"files": ["_training"]}')
     else:
-        # an earlier version did not record the adapter's files
-        written.write_text(json.dumps({key: json.loads(recorded)[key] for key in ("config", "files")}))
+        # an earlier version did not record the adapter's files, and had more keys
+        values, output = json.loads(recorded), tmp_path / "out" / "tune.json"
+        earlier = {"model": {**values["config"]["model"], "new": None, "vocab_size": 2048}}
+        written.write_text(json.dumps({"config": values["config"] | earlier, "files": values["files"]}))
+        output.write_text(json.dumps(record := record | {"config": record["config"] | earlier}))
         assert train_recipe(going_on) == record
         written.write_text(recorded)
     random_adapter(start, first, ScheduleSpec(speedup=3, horizon=5), rank=2)
