@@ -34,9 +34,8 @@ from actors.engine.model.speed_adapter import FILES as ADAPTER_FILES
 from actors.engine.model.speed_adapter import base_digest
 from actors.engine.model.weights import StoredTensor, file_tensors, folder_tensors, joined, weight_files
 from actors.engine.schedule.schedule import Schedule
-from pipeline.checkpoints.download_progress import download_progress
 from pipeline.checkpoints.local import PinnedFolder, check_same, pin
-from pipeline.checkpoints.stores import BucketStore, HubStore, RemoteFile, Store
+from pipeline.checkpoints.stores import BucketStore, HubStore, RemoteFile, download_progress
 from pipeline.config.job import ModelConfig, StorageConfig
 from pipeline.messages import where_sought
 
@@ -74,7 +73,7 @@ class RemoteCheckpoint:
         """The files that hold the weights."""
         return [file for file in self.files if file.name.endswith(".safetensors")]
 
-    def store(self) -> Store:
+    def store(self) -> BucketStore | HubStore:
         """The bucket or hub that holds the files."""
         if self.commit is None:
             return BucketStore(self.path, self.storage)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import base64
+import logging
 import os
 import re
 import shutil
+import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from actors.engine.errors import UserError, flat
 from actors.engine.model.weights import StoredTensor, file_tensors, gib
@@ -34,46 +35,19 @@ class RemoteFile:
     sha256: str | None = None
 
 
-class Store(Protocol):
-    """The files of a checkpoint outside this machine.
-
-    All methods raise UserError if the files are missing or access is refused, and StoreFailed if the store fails.
-    """
-
-    def files(self) -> list[RemoteFile]:
-        """The files directly in the checkpoint's folder, sorted by name."""
-        ...
-
-    def tensors(self, file: RemoteFile) -> dict[str, StoredTensor]:
-        """The tensors of a safetensors file, from its header."""
-        ...
-
-    def download(self, files: Sequence[RemoteFile], folder: Path) -> Path:
-        """Download `files` and return the folder that holds them.
-
-        A bucket store writes to `folder` and skips files that have their size there; the caller holds the folder's
-        lock. The hub store ignores `folder` and uses its own cache. Contents are not verified. Raises UserError also
-        if the disk has too little space.
-        """
-        ...
-
-    def arrivals(self, folder: Path) -> Path:
-        """The folder that `download` into `folder` writes to, incomplete files included."""
-        ...
-
-    def digests(self, file: RemoteFile) -> dict[str, str]:
-        """Hexadecimal digests of the content that the store knows, by algorithm."""
-        ...
-
-
 @dataclass(frozen=True)
 class BucketStore:
-    """A prefix in an S3 bucket, through s3fs."""
+    """Read a prefix in an S3 bucket through s3fs.
+
+    All methods, and those of `HubStore`, raise UserError if the files are missing or access is refused, and StoreFailed
+    if the store fails.
+    """
 
     url: str
     storage: StorageConfig
 
     def files(self) -> list[RemoteFile]:
+        """Return the files directly in the checkpoint's folder, sorted by name."""
         fs, path = filesystem(self.url, self.storage)
         with self._user_errors():
             entries = [entry for entry in fs.ls(path, detail=True) if entry["type"] == "file"]
@@ -90,6 +64,7 @@ class BucketStore:
         return sorted(found, key=lambda file: file.name)
 
     def tensors(self, file: RemoteFile) -> dict[str, StoredTensor]:
+        """Return the tensors of a safetensors file, from its header."""
         fs, path = filesystem(self.url, self.storage)
 
         def read(count: int, first: int) -> bytes:
@@ -100,6 +75,7 @@ class BucketStore:
             return file_tensors(read, file.size, f"{self.url}/{file.name}")
 
     def download(self, files: Sequence[RemoteFile], folder: Path) -> Path:
+        """Download files that `folder` lacks, and return `folder`. The caller holds its lock and verifies contents."""
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(".*.incomplete"):  # of a killed process: this one holds the lock
             left.unlink()
@@ -115,9 +91,11 @@ class BucketStore:
         return folder
 
     def arrivals(self, folder: Path) -> Path:
+        """Return the folder that `download` into `folder` writes to, incomplete files included."""
         return folder
 
     def digests(self, file: RemoteFile) -> dict[str, str]:
+        """Return hexadecimal digests of the content that the store knows, by algorithm."""
         fs, path = filesystem(self.url, self.storage)
         bucket, _, key = f"{path}/{file.name}".partition("/")
         with self._user_errors():
@@ -185,10 +163,8 @@ class HubStore:
         ]
         return info.sha, sorted(files, key=lambda file: file.name)
 
-    def files(self) -> list[RemoteFile]:
-        return self.commit()[1]
-
     def tensors(self, file: RemoteFile) -> dict[str, StoredTensor]:
+        """See `BucketStore`."""
         from huggingface_hub import HfApi
 
         with self._user_errors():
@@ -198,6 +174,7 @@ class HubStore:
         return {name: StoredTensor(where, tuple(tensor.shape)) for name, tensor in header.tensors.items()}
 
     def download(self, files: Sequence[RemoteFile], folder: Path) -> Path:
+        """Download files into the hub library's cache, and return the folder that holds them."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -215,11 +192,13 @@ class HubStore:
             )
 
     def arrivals(self, folder: Path) -> Path:
+        """See `BucketStore`."""
         from huggingface_hub.constants import HF_HUB_CACHE
 
         return Path(self.cache or HF_HUB_CACHE) / f"models--{self.repo.replace('/', '--')}"
 
     def digests(self, file: RemoteFile) -> dict[str, str]:
+        """See `BucketStore`."""
         return {} if file.sha256 is None else {"sha256": file.sha256}
 
     @contextmanager
@@ -249,3 +228,54 @@ class HubStore:
 
 def _is_there(path: Path, size: int) -> bool:
     return path.is_file() and os.stat(path).st_size == size
+
+
+log = logging.getLogger(__name__)
+FIRST_SECONDS, SECONDS = 1.5, 10.0  # before the first line, and between lines
+
+
+@contextmanager
+def download_progress(
+    path: str, total: int, folder: Path, report: Callable[[str], None] | None = None
+) -> Iterator[None]:
+    """Report how much of a download has arrived, while the context lasts.
+
+    Args:
+        path: the checkpoint, as the job names it.
+        total: bytes of the download.
+        folder: where its files arrive, complete and incomplete ones.
+        report: receives each line; default the log.
+    """
+    ended = threading.Event()
+    before = _bytes_in(folder)
+
+    def watch() -> None:
+        seconds = FIRST_SECONDS
+        while not ended.wait(seconds):
+            arrived = min(max(_bytes_in(folder) - before, 0), total)
+            line = f"downloading {path}: {gib(arrived)} of {gib(total)}"
+            if report is None:
+                log.info("%s", line)
+            else:
+                report(line)
+            seconds = SECONDS
+
+    thread = threading.Thread(target=watch, name="download progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _bytes_in(folder: Path) -> int:
+    """Bytes on the disk below a folder; 0 if there is none. A file may vanish meanwhile."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            status = path.lstat()
+        except OSError:
+            continue
+        total += status.st_blocks * 512
+    return total

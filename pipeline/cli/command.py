@@ -182,7 +182,7 @@ def setup(verbose: bool, log_json: bool = False) -> None:
     else:
         lines = "%(levelname)s %(name)s: %(message)s" if verbose else "%(message)s"
         logging.basicConfig(level=level, format=lines, stream=sys.stderr)
-    for name in ("pipeline.plan.memory", "pipeline.checkpoints.download_progress"):  # always shown
+    for name in ("pipeline.plan.memory", "pipeline.checkpoints.stores"):  # always shown
         logging.getLogger(name).setLevel(logging.INFO)
     # quiet before they are imported
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from part_builders import Commits
 
-from pipeline.checkpoints import download_progress
+from pipeline.checkpoints import stores
 from pipeline.checkpoints.resolve import resolve_checkpoint
 from pipeline.checkpoints.stores import BucketStore
 from pipeline.config.job import ModelConfig, StorageConfig
@@ -21,11 +21,11 @@ from pipeline.storage.folder import open_folder
 def test_a_download_logs_its_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert download_progress.FIRST_SECONDS < 2 and download_progress.SECONDS == 10
-    monkeypatch.setattr(download_progress, "FIRST_SECONDS", 0.05)
-    monkeypatch.setattr(download_progress, "SECONDS", 0.05)
+    assert stores.FIRST_SECONDS < 2 and stores.SECONDS == 10
+    monkeypatch.setattr(stores, "FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(stores, "SECONDS", 0.05)
     (tmp_path / "earlier").write_bytes(bytes(2**20))
-    with caplog.at_level(logging.INFO), download_progress.download_progress("s3://b/m", 4 * 2**20, tmp_path):
+    with caplog.at_level(logging.INFO), stores.download_progress("s3://b/m", 4 * 2**20, tmp_path):
         (tmp_path / ".part.incomplete").write_bytes(bytes(2**21))
         deadline = time.monotonic() + 10
         while len(caplog.messages) < 2 and time.monotonic() < deadline:
@@ -34,14 +34,14 @@ def test_a_download_logs_its_progress(
 
 
 def test_progress_may_go_to_a_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download_progress, "FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(stores, "FIRST_SECONDS", 0.01)
     arrived = threading.Event()
-    with download_progress.download_progress("s3://b/m", 2**20, tmp_path, report=lambda line: arrived.set()):
+    with stores.download_progress("s3://b/m", 2**20, tmp_path, report=lambda line: arrived.set()):
         assert arrived.wait(10)
 
 
 def test_a_short_download_reports_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO), download_progress.download_progress("s3://b/m", 10, tmp_path / "none"):
+    with caplog.at_level(logging.INFO), stores.download_progress("s3://b/m", 10, tmp_path / "none"):
         pass
     assert caplog.messages == []
 
@@ -67,7 +67,7 @@ def test_an_actor_reports_its_download_to_the_coordinator(
             time.sleep(0.01)
         return original(store, files, folder)
 
-    monkeypatch.setattr(download_progress, "FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(stores, "FIRST_SECONDS", 0.01)
     monkeypatch.setattr(BucketStore, "download", wait_for_a_line)
     coordinator = Recorder()
     part = PartSpec(id_column=None, keep=(), optional=(), fingerprint="f", num_layers=4)
