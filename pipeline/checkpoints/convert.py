@@ -1,7 +1,6 @@
-"""A GGUF file -> a checkpoint folder: safetensors, tokenizer, chat template, generation config. transformers reads it.
+"""Convert a GGUF file to a checkpoint folder: safetensors, tokenizer, chat template, generation config.
 
-A folder has its `config.json` only when all other files are in it: one that a killed conversion left is refused as no
-checkpoint, and the next conversion into it begins again.
+transformers reads the file. This module refuses files of which it would ignore a part, and cuts texts as llama.cpp.
 """
 
 from __future__ import annotations
@@ -27,11 +26,9 @@ from transformers import (
 
 from actors.engine.errors import UserError, flat
 from actors.engine.model.families import family_of
-from actors.engine.model.file_digests import file_digest
 from actors.engine.model.fitting import check_report
 from actors.engine.model.loading import inspect
 from actors.engine.model.weights import gib
-from pipeline.storage.owned_folder import OwnedFolder
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -160,7 +157,6 @@ def head_dim(header: GgufHeader) -> int | None:
     return int(width) // int(heads) if width and heads else None
 
 
-RECORD, PARTIAL, CONFIG = "convert.json", "_partial", "config.json"
 # rules by which byte-level BPE cuts a text first, by their names in llama.cpp, whose ids a test holds for each; all but
 # that of smollm are the library's. Not tekken and gpt-4o: at accents llama.cpp's rules are not the published ones.
 WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3")  # a word of the vocabulary is one token, merged or not
@@ -168,18 +164,19 @@ PRE_TOKENIZERS = ("gpt-2", "olmo", "smollm", "dbrx", "smaug-bpe", "qwen2", "deep
 
 
 def convert(source: Path, output: Path, dtype: torch.dtype, report: Callable[[str], None]) -> None:
-    """Write the checkpoint of a GGUF file into `output`, a new or empty folder, or one of an earlier conversion.
+    """Write the checkpoint of a GGUF file into `output`, a new or empty folder, which appears once it is complete.
 
     Args:
-        source: the GGUF file.
-        dtype: of the written weights.
-        report: receives a line of text before each step, and what the user should know of the result.
+        source: The GGUF file.
+        output: The folder.
+        dtype: Type of the written weights.
+        report: Receives a line of text before each step, and what the user should know of the result.
 
     Raises:
-        UserError: a file that cannot be converted, or a folder with files of the user's; before weights are read.
+        UserError: The file cannot be converted, or the folder holds files; before weights are read.
     """
-    folder = OwnedFolder(output, RECORD, "OUT")
-    folder.check([PARTIAL])
+    if output.is_file() or (output.is_dir() and any(output.iterdir())):
+        raise UserError(f"OUT: {output} exists and is not empty; remove it, or choose a new folder")
     report(f"reading the header of {source}")
     header = read_header(source)
     config = _config(header)
@@ -191,11 +188,17 @@ def convert(source: Path, output: Path, dtype: torch.dtype, report: Callable[[st
         f"converting {header.elements / 1e6:,.0f} million weights to {str(dtype).removeprefix('torch.')}, {gib(size)}"
     )
     model = _model(header, config, dtype)
-    names = _write(folder, header, model, tokenizer)
-    inspect(output)
+    partial = output.resolve().with_name(f".{output.resolve().name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a killed conversion
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    for path in partial.iterdir():
+        path.chmod((partial / "config.json").stat().st_mode)  # safetensors lets the owner alone read weights
+    inspect(partial)
+    partial.rename(output.resolve())
     if not tokenizer.chat_template:
         report("the file has no chat template: prompts can be text, not messages")
-    report(f"wrote {len(names)} files")
+    report(f"wrote {len(list(output.iterdir()))} files")
 
 
 def _config(header: GgufHeader) -> PretrainedConfig:
@@ -281,25 +284,3 @@ def _token_ids(header: GgufHeader) -> dict[str, Any]:
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
         "pad_token_id": ids["padding"] if ids["padding"] is not None else (ends or [None])[0],
     }
-
-
-def _write(
-    folder: OwnedFolder, header: GgufHeader, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> list[str]:
-    """Write all files aside, then move them into the folder, the config last; their names."""
-    folder.claim([PARTIAL])
-    partial = folder.path / PARTIAL
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    names = sorted((path.name for path in partial.iterdir()), key=lambda name: (name == CONFIG, name))
-    folder.check(names)  # before anything is removed
-    folder.discard([CONFIG, *(folder.files() - {PARTIAL, *names})])  # of an earlier conversion
-    folder.claim(names)
-    mode = (partial / CONFIG).stat().st_mode
-    for name in names:
-        (partial / name).chmod(mode)  # safetensors lets the owner alone read weights
-        (partial / name).replace(folder.path / name)
-    partial.rmdir()
-    folder.save({"source": header.path.name, "sha256": file_digest(header.path, "sha256")})
-    return names

@@ -186,53 +186,33 @@ def test_files_that_are_no_gguf(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_files_of_the_user_are_never_replaced(tmp_path: Path) -> None:
-    source = write_gguf(tmp_path / "m.gguf", *made("llama"))
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"OUT: .* holds 'notes.txt' and no convert.json"):
-        converted(source, tmp_path / "out")
-    converted(source, tmp_path / "new")
-    (tmp_path / "new" / "notes.txt").write_text("mine")
-    before = (tmp_path / "new" / "model.safetensors").read_bytes()
-    converted(source, tmp_path / "new")  # ours: made again
-    assert (tmp_path / "new" / "notes.txt").read_text() == "mine"
-    assert (tmp_path / "new" / "model.safetensors").read_bytes() == before
-
-
-def test_a_refused_conversion_leaves_the_earlier_one_whole(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    converted(write_gguf(tmp_path / "a.gguf", *made("llama"), template=None), out)
-    (out / "chat_template.jinja").write_text("mine")
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-    with pytest.raises(UserError, match=r"chat_template.jinja exists and convert.json does not list it; move it"):
-        converted(write_gguf(tmp_path / "b.gguf", *made("llama")), out)
-    after = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
-    assert {**after, "convert.json": b""} == {**before, "convert.json": b""}
+def test_a_folder_with_files_is_refused(tmp_path: Path) -> None:
+    source, out = write_gguf(tmp_path / "m.gguf", *made("llama")), tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    for folder in (out, out / "notes.txt"):
+        with pytest.raises(UserError, match=rf"^OUT: {folder} exists and is not empty; remove it, or choose a new"):
+            converted(source, folder)
+    assert (out / "notes.txt").read_text() == "mine"
+    (out / "notes.txt").unlink()
+    converted(source, out)
     assert inspect(out).num_layers == 2
 
 
-@pytest.mark.parametrize("calls", [0, 5])
-def test_a_killed_conversion_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
-    """Stopped while files are moved into place, at the last one too; a further conversion completes the folder."""
-    source = write_gguf(tmp_path / "m.gguf", *made("llama"))
-    replace, moved = Path.replace, []
+def test_a_killed_conversion_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A further conversion begins again."""
+    source, out = write_gguf(tmp_path / "m.gguf", *made("llama")), tmp_path / "out"
 
-    def stopping(path: Path, target: Path) -> Path:
-        if path.parent.name == "_partial":
-            if len(moved) == calls:
-                raise KeyboardInterrupt
-            moved.append(target)
-        return replace(path, target)
+    def killed(path: Path, target: Path) -> Path:
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "replace", stopping)
+        patched.setattr(Path, "rename", killed)
         with pytest.raises(KeyboardInterrupt):
-            converted(source, tmp_path / "out")
-    with pytest.raises(UserError, match=r"not a checkpoint: no config\.json"):
-        inspect(tmp_path / "out")
-    converted(source, tmp_path / "out")
-    assert inspect(tmp_path / "out").num_layers == 2
+            converted(source, out)
+    assert not out.exists() and (tmp_path / ".out.partial").is_dir()
+    converted(source, out)
+    assert inspect(out).num_layers == 2 and not (tmp_path / ".out.partial").exists()
 
 
 def test_the_command(tmp_path: Path) -> None:

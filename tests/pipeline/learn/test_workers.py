@@ -34,16 +34,44 @@ def recipe(tmp_path: Path) -> dict[str, Any]:
     return copying_recipe(tmp_path)
 
 
-def test_two_processes_learn_as_one(recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_learn_as_one(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They leave neither handlers nor files nor output, and listen to this machine alone."""
     monkeypatch.chdir(tmp_path)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     alone = train_recipe(recipe, bf16=False)
-    workers = {"count": 2}
-    both = train_recipe({**recipe, "output": "both", "workers": workers}, bf16=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    ports: set[tuple[str, str]] = set()
+    during: set[Any] = set()
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.05):
+            ports.update(listening(os.getpid()))
+            during.update(signal.getsignal(number) for number in SIGNALS)
+
+    watching = threading.Thread(target=watch, daemon=True)
+    watching.start()
+    try:
+        capfd.readouterr()
+        both = train_recipe({**recipe, "output": "both", "workers": {"count": 2}}, bf16=False)
+    finally:
+        ended.set()
+        watching.join()
     assert both["steps"] == alone["steps"] == 12
     # the same pairs in another order
     assert both["dev_loss"] == pytest.approx(alone["dev_loss"], rel=0.03)
     assert both["config"]["output"] == "both"
-    assert train_recipe({**recipe, "output": "both", "workers": workers}, bf16=False) == both  # finished
+    assert during == set(before.values())
+    assert {number: signal.getsignal(number) for number in SIGNALS} == before
+    assert not list(temporary.iterdir())
+    written = capfd.readouterr()
+    assert not written.out and "eval_loss" in written.err
+    assert ports and not {address for _, address in ports if not loopback(address)}
+    assert train_recipe({**recipe, "output": "both", "workers": {"count": 2}}, bf16=False) == both  # finished
 
 
 def test_two_processes_train_a_speed_adapter_as_one(
@@ -63,38 +91,6 @@ def test_two_processes_train_a_speed_adapter_as_one(
     both = train_recipe({**second, "output": "both", "workers": {"count": 2}}, **epochs)
     assert both["steps"] == alone["steps"] == 8
     assert both["dev_loss"] == pytest.approx(alone["dev_loss"], rel=0.03)
-
-
-def test_a_training_leaves_neither_handlers_nor_files_nor_output_and_listens_to_this_machine_alone(
-    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    ports: set[tuple[str, str]] = set()
-    during: set[Any] = set()
-    ended = threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(0.05):
-            ports.update(listening(os.getpid()))
-            during.update(signal.getsignal(number) for number in SIGNALS)
-
-    watching = threading.Thread(target=watch, daemon=True)
-    watching.start()
-    try:
-        done = train_recipe({**recipe, "workers": {"count": 2}}, bf16=False, max_steps=2, eval_steps=1)
-    finally:
-        ended.set()
-        watching.join()
-    assert done["steps"] == 2
-    assert during == set(before.values())
-    assert {number: signal.getsignal(number) for number in SIGNALS} == before
-    assert not list(temporary.iterdir())
-    written = capfd.readouterr()
-    assert not written.out and "eval_loss" in written.err
-    assert ports and not {address for _, address in ports if not loopback(address)}
 
 
 @pytest.mark.parametrize(
