@@ -7,6 +7,8 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from actors.engine.errors import UserError
+
 
 class PromptCache:
     """Limits the prefix cache of a vLLM scheduler to the blocks of prompts."""
@@ -29,6 +31,12 @@ class PromptCache:
                 request.block_hashes = hashes
 
         manager.coordinator.cache_blocks, manager.get_computed_blocks = cache_blocks, get_computed_blocks
+
+    def add_request(self, request: Any) -> None:
+        """Queue a request. Raises UserError for one whose prompt grows: its answers would become part of the prompt."""
+        if request.resumable:
+            raise UserError("skipdecode: input that streams into a request is not supported")
+        super().add_request(request)  # type: ignore[misc]
 
 
 class SkipScheduler(PromptCache, Scheduler):  # type: ignore[misc]

@@ -21,6 +21,7 @@ from actors.engine.errors import UserError
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.vllm import worker
 from actors.vllm.layers import LayerSkipper
+from actors.vllm.scheduler import PromptCache
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +120,8 @@ def test_a_model_without_training_and_a_foreign_adapter_are_refused_before_weigh
         cases.engine(folder, {"speed_adapter": str(adapter)}),
     ):
         pass
+
+
+def test_input_that_streams_into_a_request_is_refused() -> None:
+    with pytest.raises(UserError, match="input that streams into a request is not supported"):
+        PromptCache.add_request(SimpleNamespace(), SimpleNamespace(resumable=True))  # type: ignore[arg-type]
