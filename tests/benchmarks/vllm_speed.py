@@ -1,10 +1,14 @@
-"""Throughput of vLLM on this device, plain and with the add-on, with random weights of a model's shape. See gpu.sh.
+"""Throughput of vLLM on this device, plain and with the add-on: a checkpoint, or random weights of a model's shape.
 
-    python tests/benchmarks/vllm_speed.py --shape llama-3-8b --rows 32,256,1024 --out work/gpu/vllm.json
+    python tests/benchmarks/vllm_speed.py --model work/real/model --rows 32        # on a CPU
+    python tests/benchmarks/vllm_speed.py --shape llama-3-8b --rows 32,256,1024    # on a GPU, see gpu.sh
 
-Plain vLLM has its CUDA graphs; the add-on runs eagerly, and so does plain vLLM in a further line, which tells how much
-of the difference is launches. Each line is a process of its own, and its second run is timed. Generated tokens a second
-of the whole run, prefill included; builds: metadata of subsets a forward pass.
+Plain vLLM has its compiled layers and CUDA graphs. The add-on runs eagerly, and so does plain vLLM in a further line,
+which tells how much of the difference is launches. 1x: all layers wrapped, and run for every token. Each line is a
+process of its own, and its second run is timed. Columns: generated tokens a second of the whole run, prefill included;
+steps; builds of metadata for subsets a step; layers that a token runs; overhead: share of the run that the add-on
+spends on plans and metadata. --refill 2: twice as many requests again, with answers of 1/4 to 4/4 of --new-tokens, so
+that rows at different positions share steps.
 """
 
 from __future__ import annotations
@@ -28,87 +32,150 @@ ADD_ON = {
 LINES: dict[str, tuple[float | None, dict[str, Any]]] = {  # speed-up of the add-on, options of vLLM
     "plain": (None, {}),
     "plain, eager": (None, {"enforce_eager": True}),
+    "1x": (1, ADD_ON),
     "2x": (2, ADD_ON),
     "3x": (3, ADD_ON),
 }
 
 
-def measure(shape: str, line: str, rows: list[int], prompt_tokens: int, new_tokens: int) -> list[dict[str, Any]]:
-    """Throughput of a line at each number of rows in flight."""
+def measure(given: argparse.Namespace, line: str, rows: list[int]) -> list[dict[str, Any]]:
+    """Measure a line at each number of rows in flight."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     import vllm
-    from shapes import SHAPES
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from actors.engine.schedules.schedule import ScheduleSpec
 
     speedup, options = LINES[line]
-    skipping = {"speedup": speedup, "horizon": new_tokens, "unadapted": True}
-    found = []
+    # any schedule below full depth wraps the layers; the line's own follows
+    skipping = {"skipdecode": {"speedup": 2, "horizon": given.new_tokens, "unadapted": True}}
     with tempfile.TemporaryDirectory() as folder:
-        config = SHAPES[shape]()
-        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-        config.save_pretrained(folder)
         llm = vllm.LLM(
-            folder,
-            load_format="dummy",
+            given.model or _shape(given.shape, Path(folder)),
+            load_format="auto" if given.model else "dummy",
             dtype="bfloat16",
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
-            max_model_len=prompt_tokens + new_tokens,
+            max_model_len=given.prompt_tokens + given.new_tokens,
             max_num_seqs=max(rows),
-            additional_config={} if speedup is None else {"skipdecode": skipping},
+            gpu_memory_utilization=given.memory,
+            additional_config={} if speedup is None else skipping,
             **options,
         )
-    vocabulary = llm.model_config.get_vocab_size()
-    params = vllm.SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-    chance = random.Random(0)
+    engine: Any = llm.llm_engine
+    skipper: Any = None
+    if speedup is not None:
+        num_layers = llm.model_config.get_total_num_hidden_layers()
+        schedule = ScheduleSpec(speedup=speedup, horizon=given.new_tokens).build(num_layers)
+        llm.collective_rpc("set_schedule", args=(schedule,))
+        skipper = engine.engine_core.engine_core.model_executor.driver_worker.worker.skipper
+    seconds: dict[str, float] = {"plans": 0.0}
+    steps = [0]
+    _count(engine, "step", steps)
+    if skipper is not None:
+        _time(skipper, "_prepare", seconds, "plans")
+    vocabulary, chance, found = llm.model_config.get_vocab_size(), random.Random(0), []
     for count in rows:
+        requests = count * (1 + given.refill)
+        limits = [
+            given.new_tokens if not given.refill else chance.randint(given.new_tokens // 4, given.new_tokens)
+            for _ in range(requests)
+        ]
         prompts = [
-            {"prompt_token_ids": [chance.randrange(vocabulary) for _ in range(prompt_tokens)]} for _ in range(count)
+            {"prompt_token_ids": [chance.randrange(vocabulary) for _ in range(given.prompt_tokens)]} for _ in limits
+        ]
+        params = [
+            vllm.SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True, detokenize=False) for limit in limits
         ]
         for _ in range(2):
-            before = {} if speedup is None else llm.collective_rpc("skip_counts")[0]
+            steps[0], seconds["plans"] = 0, 0.0
+            if skipper is not None:
+                skipper.counts.clear()
             began = time.perf_counter()
             llm.generate(prompts, params, use_tqdm=False)
-            seconds = time.perf_counter() - began
-        result = {"line": line, "rows": count, "tokens_per_second": count * new_tokens / seconds}
-        if speedup is not None:
-            counts = {name: value - before.get(name, 0) for name, value in llm.collective_rpc("skip_counts")[0].items()}
+            whole = time.perf_counter() - began
+        result = {"line": line, "rows": count, "tokens_per_second": sum(limits) / whole, "steps": steps[0]}
+        if skipper is not None:
+            counts = skipper.counts
             result |= {
-                "builds_per_pass": counts["builds"] / counts["passes"],
+                "builds_per_step": counts["builds"] / counts["passes"],
                 "layers_per_token": counts["token_layers"] / counts["tokens"],
+                "overhead": seconds["plans"] / whole,
             }
         found.append(result)
     return found
 
 
-def table(results: list[dict[str, Any]], rows: list[int]) -> str:
-    """Tokens a second, and in brackets the ratio to plain vLLM."""
-    speeds = {(result["line"], result["rows"]): result["tokens_per_second"] for result in results}
-    text = ["| tokens/s at rows | " + " | ".join(map(str, rows)) + " |", "|---|" + "---:|" * len(rows)]
-    for line in dict.fromkeys(line for line, _ in speeds):
+def _shape(shape: str, folder: Path) -> str:
+    from shapes import SHAPES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config = SHAPES[shape]()
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+def _count(owner: Any, name: str, calls: list[int]) -> None:
+    function = getattr(owner, name)
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        return function(*args, **options)
+
+    setattr(owner, name, counted)
+
+
+def _time(owner: Any, name: str, seconds: dict[str, float], key: str) -> None:
+    function = getattr(owner, name)
+
+    def timed(*args: Any, **options: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return function(*args, **options)
+        finally:
+            seconds[key] += time.perf_counter() - began
+
+    setattr(owner, name, timed)
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Return the results as a table; in brackets the ratio to plain vLLM."""
+    plain = {one["rows"]: one["tokens_per_second"] for one in results if one["line"] == "plain"}
+    text = [
+        "| rows | line | tokens/s | steps | builds a step | layers a token | overhead |",
+        "|---:|---|" + "---:|" * 5,
+    ]
+    for one in sorted(results, key=lambda one: one["rows"]):
+        speed, base = one["tokens_per_second"], plain.get(one["rows"])
+        more = ["", "", ""]
+        if "overhead" in one:
+            more = [f"{one['builds_per_step']:.1f}", f"{one['layers_per_token']:.1f}", f"{one['overhead']:.1%}"]
         cells = [
-            f"{speeds[line, count]:,.0f}" + (f" ({speeds[line, count] / plain:.2f})" if plain else "")
-            for count in rows
-            for plain in [speeds.get(("plain", count))]
+            *(one["rows"], one["line"], f"{speed:,.0f}" + (f" ({speed / base:.2f})" if base else ""), one["steps"]),
+            *more,
         ]
-        text.append(f"| {line} | " + " | ".join(cells) + " |")
+        text.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder of a checkpoint; default random weights of --shape")
     parser.add_argument("--shape", default="llama-3-8b")
     parser.add_argument("--rows", default="32,256,1024")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--refill", type=int, default=0)
+    parser.add_argument("--memory", type=float, default=0.9, help="share of the device's memory; on a CPU 0.3")
     parser.add_argument("--lines", default=";".join(LINES), help="some of: " + "; ".join(LINES))
     parser.add_argument("--out", type=Path, default=Path("work/gpu/vllm.json"))
     parser.add_argument("--line", help=argparse.SUPPRESS)
     given = parser.parse_args()
     rows = [int(count) for count in given.rows.split(",")]
     if given.line is not None:
-        results = measure(given.shape, given.line, rows, given.prompt_tokens, given.new_tokens)
-        given.out.write_text(json.dumps(results))
+        given.out.write_text(json.dumps(measure(given, given.line, rows)))
         return
     results = []
     given.out.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +186,7 @@ def main() -> None:
             done = subprocess.run([sys.executable, __file__, *sys.argv[1:], f"--line={line}", f"--out={part}"])
             results += json.loads(part.read_text()) if done.returncode == 0 else []
         given.out.write_text(json.dumps(results, indent=2) + "\n")
-    print(table(results, rows) if results else "no line was measured")
+    print(table(results) if results else "no line was measured")
 
 
 if __name__ == "__main__":
