@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from traceback import walk_stack
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from actors.answers import Answer, Prompt, answer_columns, as_column, error_answer
 from actors.engine.build import build_engine, check_choice, current_device
@@ -91,9 +91,11 @@ class Generator:
             that the checkpoint has.
         device: auto, cpu, cuda or cuda:N; auto is cuda where torch sees a GPU.
         threads: torch threads on a CPU; None keeps the process's setting, at most one for each CPU that it may use.
-        cache_bytes: Bytes of key/value cache of the rows in flight.
+        cache_bytes: Bytes of key/value cache of the rows in flight; 0, for vLLM: what its own settings leave.
         max_batch: Most rows in flight.
         scheduler: lock_step: rows of a batch begin together; refill: a row that has ended is replaced immediately.
+        vllm: Engine arguments of vLLM, which then runs the model in place of this package's engines, see
+            `actors.vllm.engine`; None: it does not.
         cumulative_logprob: Compute the sum of each answer's log-probabilities, nats, which takes time; it becomes a
             column.
         row_logprobs: A row may ask for log-probabilities although `sampling` has none; `answer` returns them.
@@ -125,6 +127,7 @@ class Generator:
         cache_bytes: int = 2**30,
         max_batch: int = 64,
         scheduler: str = "lock_step",
+        vllm: Mapping[str, Any] | None = None,
         cumulative_logprob: bool = False,
         row_logprobs: bool = False,
         seed: int = 0,
@@ -141,7 +144,7 @@ class Generator:
         self.prompt_column = prompt_column
         self.scheduler, self.share_prefixes = scheduler, share_prefixes
         set_threads(threads)
-        inspected = inspect(checkpoint)
+        inspected = inspect(checkpoint, by_vllm=vllm is not None)
         if speed_adapter is not None:
             inspected = with_adapter(inspected, speed_adapter)
         resolved = schedule if isinstance(schedule, Schedule) else None
@@ -152,16 +155,22 @@ class Generator:
         self.schedule = resolved or inspected.adapted_schedule(self._changes, str(checkpoint), "pass unadapted=True")
         self.tokenizer = load_tokenizer(checkpoint)
         self.cache_bytes, self.max_batch = cache_bytes, max_batch
-        self.engine = build_engine(
-            inspected,
-            self.schedule,
-            self.tokenizer,
-            dtype=dtype,
-            device=device,
-            cache_bytes=cache_bytes,
-            int8=weights is not None,
-            cumulative_logprob=cumulative_logprob,
-        )
+        how: dict[str, Any] = {
+            "dtype": dtype,
+            "device": device,
+            "cache_bytes": cache_bytes,
+            "cumulative_logprob": cumulative_logprob,
+        }
+        self.engine: Engine
+        if vllm is None:
+            self.engine = build_engine(inspected, self.schedule, self.tokenizer, int8=weights is not None, **how)
+        else:
+            from actors.vllm.engine import VllmEngine
+
+            if reasoning is not None and (choices is not None or output_format is not None):
+                raise UserError("engine vllm has no choices or output_format behind reasoning; leave one of them out")
+            how |= {"max_rows": max_batch, "share_prefixes": share_prefixes, "options": vllm}
+            self.engine = cast(Any, VllmEngine(inspected, self.schedule, self.tokenizer, **how))
         self.calls = self._scheduler()
         self._building, self._running = threading.RLock(), threading.Lock()
         self.device = self.engine.decoder.device
@@ -217,6 +226,8 @@ class Generator:
     def _scheduler(self) -> Loop:
         from actors.engine.loop import Loop
 
+        if hasattr(self.engine, "loop"):  # vLLM schedules by itself
+            return cast(Loop, self.engine.loop())
         return Loop(
             self.engine,
             budget_bytes=self.cache_bytes,

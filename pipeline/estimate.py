@@ -369,12 +369,19 @@ def time_speeds(
     settings, began = fetched(generator), 0.0
     adapter, loaded = settings["speed_adapter"], 0.0
     calls: dict[str, list[TimedCall]] = {name: [] for name in speeds}
-    skipping = [name for name, schedule in speeds.items() if adapter is not None and not schedule.is_full_depth]
+    # of the speed adapter's weights; and vLLM captures CUDA graphs at full depth alone
+    apart = adapter is not None or settings.get("vllm") is not None
+    skipping = [name for name, schedule in speeds.items() if apart and not schedule.is_full_depth]
     groups = [names for names in (skipping, [name for name in speeds if name not in skipping]) if names]
+    one: Generator | None = None
+    at: dict[str, Generator] = {}
     for number, names in enumerate(groups, 1):
-        one = None  # two models do not share the memory
+        if one is not None:
+            one.engine.close()
+        one, at = None, {}  # two models do not share the memory
         gc.collect()
-        one = Generator(**{**settings, "speed_adapter": adapter if names is skipping else None})
+        first = {"speed_adapter": adapter if names is skipping else None, "schedule": speeds[names[0]]}
+        one = Generator(**{**settings, **first})
         loaded, began = loaded or time.time(), began or time.monotonic()
         until = began + seconds * number / len(groups)
         at = {name: one.at(speeds[name]) for name in names}

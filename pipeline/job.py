@@ -105,7 +105,8 @@ def output_folder(config: JobConfig) -> Folder:
 def checked(job: PlannedJob, stored: Manifest | None, backend: Backend) -> Iterator[PlannedJob]:
     """Yield the job, if it is new with its agreement measured. Raises UserError if the schedule ruins the answers."""
     config, spec = job.config, prompt_spec(job.config, job.checkpoint, job.manifest.batching.planned)
-    if stored is not None or not is_measured(config, job.schedule, spec):
+    in_library = job.checkpoint.checkpoint.in_library
+    if stored is not None or not in_library or not is_measured(config, job.schedule, spec):
         announce_no_gain(job.schedule, spec)
         yield job
         return

@@ -20,6 +20,7 @@ from pipeline.input.files import Files
 from pipeline.input.rows import read_shards
 from pipeline.input.shards import Shard
 from pipeline.plan import manifest as manifests
+from pipeline.plan.batching import with_engine
 from pipeline.plan.columns import kept_columns, optional_columns, parsed_column
 from pipeline.plan.hardware import Hardware
 from pipeline.plan.inputs import check_same_input
@@ -60,6 +61,7 @@ def plan(
         NoRows: there is nothing to answer.
     """
     began = time.time()
+    config = with_engine(config, None if stored is None else stored.identity["model"].get("engine", "auto"))
     if stored is not None and files is None:
         check_same_input(config, stored.identity["input"]["path"])
     with announced("reading the checkpoint's description"):

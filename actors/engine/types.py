@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from actors.engine.constraints.constraint import Constraint
     from actors.engine.schedule.schedule import Schedule
 
-EngineName = Literal["auto", "library"]
+EngineName = Literal["auto", "library", "vllm"]
 SCHEDULERS = ("lock_step", "refill")
 
 

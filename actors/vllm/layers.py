@@ -50,15 +50,19 @@ class LayerSkipper:
     ) -> None:
         if poison and any(layer.dtype == torch.float16 for layers in attention.values() for layer in layers.values()):
             raise UserError("skipdecode: poison needs float32 or bfloat16")
-        self.ranks = schedule.ranks
-        self.depths, self.prompt_depth = np.asarray(schedule.depths), len(schedule.prompt_layers)
         self.attention, self.poison = attention, poison
-        self.counts: Counter[str] = Counter()
+        self.set_schedule(schedule)
         self._prompt_lengths = prompt_lengths
         self._full_pass: PassPlan | None = None  # see `masked`
         self._common: Any = None  # CommonAttentionMetadata from which metadata was built last
         self._built: dict[str, tuple[Any, Any]] = {}  # attention layer -> builder, CommonAttentionMetadata of this pass
         self._spare: dict[int, list[Any]] = {}  # builders for subsets, by the id of the runner's own builder
+
+    def set_schedule(self, schedule: Schedule) -> None:
+        """Run another schedule, and begin to count anew."""
+        self.ranks = schedule.ranks
+        self.depths, self.prompt_depth = np.asarray(schedule.depths), len(schedule.prompt_layers)
+        self.counts: Counter[str] = Counter()
 
     def watch(self, builder: Any) -> None:
         """Note the CommonAttentionMetadata from which a builder of the runner makes the metadata of its layers."""

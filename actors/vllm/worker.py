@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
 
 from actors.engine.errors import UserError
 from actors.engine.model.speed_adapter import base_digest, read_adapter
+from actors.engine.schedule.schedule import Schedule
 from actors.vllm.check import check_answers
 from actors.vllm.layers import LayerSkipper
 from actors.vllm.loader import use_adapter
@@ -61,20 +62,40 @@ class SkipWorker(PlatformWorker):  # type: ignore[misc]
             log.info("skipdecode: full depth, plain vLLM")
             return
         schedule = self.skip_settings.schedule
+        self._wrap(schedule)
+        log.info(
+            "skipdecode: from %d to %d of %d layers", max(schedule.depths), min(schedule.depths), schedule.num_layers
+        )
+
+    def set_schedule(self, schedule: Schedule) -> None:
+        """Run another schedule from the next forward pass on; no request may be in flight.
+
+        A speed adapter stays merged, or left out, as it was when the weights were loaded.
+        """
+        if self.skipper is None:
+            refuse_unsupported(self.vllm_config)
+            self._wrap(schedule)
+            self._watch_builders()
+        assert self.skipper is not None
+        self.skipper.set_schedule(schedule)
+
+    def _wrap(self, schedule: Schedule) -> None:
         layers = decoder_layers(self.model_runner.get_model(), schedule.num_layers)
         attention = attention_layers(self.vllm_config.compilation_config.static_forward_context)
         if sorted(attention) != list(range(schedule.num_layers)):
             raise UserError(f"skipdecode: {len(attention)} of {schedule.num_layers} layers have attention")
         self.skipper = LayerSkipper(schedule, attention, self._prompt_lengths, poison=self.skip_settings.poison)
         self.skipper.wrap(layers)
-        log.info("skipdecode: from %d to %d of %d layers", max(schedule.depths), min(schedule.depths), len(layers))
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Allocate the cache, and watch the builders of attention metadata."""
         super().initialize_from_config(kv_cache_config)
-        if self.skipper is None:
-            return
         self._cache_config = kv_cache_config
+        if self.skipper is not None:
+            self._watch_builders()
+
+    def _watch_builders(self) -> None:
+        assert self.skipper is not None
         for group in (group for groups in self.model_runner.attn_groups for group in groups):
             if not isinstance(group.kv_cache_spec, AttentionSpec | UniformTypeKVCacheSpecs):
                 raise UserError(f"skipdecode: layers with a {type(group.kv_cache_spec).__name__} keep a state")

@@ -177,7 +177,7 @@ def _resolve_base(model: ModelConfig, storage: StorageConfig, pinned: dict[str, 
             return _resolve_hub(named[1], named[2], model, storage, pinned or {})
         raise UserError(f"{path}: no such checkpoint folder{where_sought(path)}")
     if "://" not in path:
-        return ResolvedCheckpoint(inspect(path), str(Path(path).resolve()))
+        return ResolvedCheckpoint(inspect(path, by_vllm=model.engine == "vllm"), str(Path(path).resolve()))
     if not path.startswith("s3://"):
         raise UserError(f"{path}: checkpoints come from a local folder, s3:// or the hub (owner/name@revision)")
     url = path.rstrip("/")
@@ -276,7 +276,7 @@ def _resolve_files(
     folder = fetch(remote, weights=False)
     names = [file.name for file in listed]
     try:
-        checkpoint = inspect(folder, names)
+        checkpoint = inspect(folder, names, by_vllm=model.engine == "vllm")
         weights = weight_files(folder, names)
     except ValueError as error:
         raise UserError(str(error).replace(str(folder), path)) from None

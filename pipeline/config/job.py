@@ -114,7 +114,7 @@ class ModelConfig(Section):
     removed: ClassVar[dict[str, tuple[Any, str]]] = {
         "products": ("measured", "this package's kernels run, and with AMX the library's products; leave it out"),
         "cuda_graphs": (False, "vLLM captures them; leave it out"),
-        "kv_cache": (None, "on a GPU vLLM has a cache of 8 bits; leave it out"),
+        "kv_cache": (None, "engine: vllm has a cache of 8 bits by vllm: {kv_cache_dtype: fp8}"),
         "compile": (False, "the CPU has kernels of its own; leave it out"),
     }
 
@@ -136,7 +136,15 @@ class ModelConfig(Section):
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where an actor has a GPU")
     engine: EngineName = Field(
-        "auto", description="auto and library: the layers of transformers, on a CPU with kernels of this package"
+        "auto",
+        description="library: the layers of transformers, on a CPU with kernels of this package; vllm: vLLM with this "
+        "package's add-on, which promises every row once, but not the same answer in each run; auto: vllm on a GPU "
+        "where it is installed (pip install 'skipdecode[vllm]'), else library",
+    )
+    vllm: dict[str, Any] | None = Field(
+        None,
+        description="engine arguments of vLLM by their names in Python, for example tensor_parallel_size: 4 (an actor "
+        "then asks for as many GPUs), quantization, max_model_len; sets engine: vllm",
     )
 
     @model_validator(mode="before")
@@ -144,12 +152,16 @@ class ModelConfig(Section):
     def _removed_values(cls, values: Any) -> Any:
         given = values if isinstance(values, dict) else {}
         if given.get("engine") == "paged":
-            raise UserError("engine: paged was removed: leave engine out; README says how vLLM runs SkipDecode on GPUs")
+            raise UserError("engine: paged was removed: leave engine out; on GPUs vllm runs where it is installed")
         if given.get("weights") == "fp8":
-            raise UserError(
-                "weights: fp8 was removed with the engine that ran it; leave it out, or write int8 on a CPU"
-            )
+            raise UserError("weights: fp8 was removed with the engine that ran it; write vllm: {quantization: fp8}")
         return values
+
+    @model_validator(mode="after")
+    def _vllm_fits(self) -> ModelConfig:
+        if self.vllm is not None and self.engine == "library":
+            raise UserError("vllm cannot be combined with engine: library; leave one of them out")
+        return self
 
     @model_validator(mode="after")
     def _int8_fits(self) -> ModelConfig:
@@ -256,9 +268,10 @@ class ActorsConfig(Section):
     cache_bytes: int | None = Field(
         None,
         ge=1,
-        description="bytes of key/value cache of the rows in flight; default 1 GiB on CPU, 8 GiB a GPU",
+        description="bytes of key/value cache of the rows in flight; default 1 GiB on CPU, 8 GiB a GPU, on a GPU with "
+        "engine vllm what its gpu_memory_utilization leaves",
     )
-    max_batch: int | None = Field(None, ge=1, description="rows in flight at most; default 64")
+    max_batch: int | None = Field(None, ge=1, description="rows in flight at most; default 64, with engine vllm 256")
     scheduler: Literal["lock_step", "refill"] | None = Field(
         None,
         description="lock_step: all rows of a batch begin together; refill: a row that has ended is replaced at once, "
@@ -362,7 +375,7 @@ class JobConfig(Section):
     @property
     def rows_in_flight(self) -> int:
         """Return the largest number of rows in flight in an actor."""
-        return self.actors.max_batch or 64
+        return self.actors.max_batch or (256 if self.model.engine == "vllm" else 64)
 
     @property
     def devices(self) -> float:

@@ -102,6 +102,12 @@ class ServeConfig(Section):
     storage: StorageConfig = Field(default_factory=StorageConfig)
 
     @model_validator(mode="after")
+    def _engine_serves(self) -> ServeConfig:
+        if self.model.engine == "vllm" or self.model.vllm is not None:
+            raise UserError("model.engine: vllm is for jobs; `vllm serve` with the add-on serves it (actors/README.md)")
+        return self
+
+    @model_validator(mode="after")
     def _int8_fits(self) -> ServeConfig:
         if self.model.weights is not None and self.replicas.gpus:
             raise UserError("model.weights: int8 is for CPUs: leave it out, or leave out replicas.gpus")

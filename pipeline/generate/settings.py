@@ -25,6 +25,7 @@ def generator_settings(
         "dtype": model.dtype,
         "weights": model.weights,
         "device": model.device,
+        "vllm": (model.vllm or {}) if model.engine == "vllm" else None,
     }
 
 

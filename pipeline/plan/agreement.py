@@ -59,7 +59,12 @@ def announce_no_gain(schedule: Schedule, spec: PromptSpec) -> None:
 
 
 def is_measured(config: JobConfig, schedule: Schedule, spec: PromptSpec) -> bool:
-    """Whether a new job measures its agreement."""
+    """Whether a new job measures its agreement.
+
+    The library engine measures it, so that a model which vLLM's workers share, or quantize, has none.
+    """
+    if {"tensor_parallel_size", "quantization"} & {*(config.model.vllm or {})}:
+        return False
     return not schedule.is_full_depth and config.schedule.agreement_rows > 0 and can_gain(schedule, spec)
 
 
@@ -81,6 +86,9 @@ def with_agreement(
     Raises:
         UserError: the agreement is below `schedule.min_agreement`.
     """
+    on_vllm = generator["vllm"] is not None
+    if on_vllm:
+        generator = {**generator, "vllm": None, "cache_bytes": generator["cache_bytes"] or 2**30}
     record = _record(config, manifest.identity)
     agreement, origin = _read(record), ", measured before"
     if agreement is None:
@@ -94,6 +102,8 @@ def with_agreement(
         except Died as error:
             log.warning("agreement with full depth is not measured: the process died (%s)", error)
             return manifest
+        if on_vllm:
+            agreement = replace(agreement, prefill_ratio=None, decode_ratio=None)  # the library engine's
         write_record(record, asdict(agreement))
         origin = ""
     least = config.schedule.min_agreement

@@ -1,16 +1,20 @@
-"""Values that shape a job's batches, fixed when it is first planned."""
+"""The engine of a job, and values that shape its batches, fixed when it is first planned."""
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
+from importlib.util import find_spec
 
+from actors.engine.errors import UserError
 from actors.engine.machine import process_cpus, process_memory
 from actors.engine.model.loading import Checkpoint
 from pipeline.checkpoints.resolve import ResolvedCheckpoint
 from pipeline.config.job import JobConfig
 from pipeline.plan.hardware import Hardware
 
+log = logging.getLogger(__name__)
 GPU_CACHE_BYTES = 8 * 2**30  # cache of an actor on a whole GPU
 SPREAD = 3  # limit ÷ median length, up to which few answers are much longer than most
 FEW_ROWS = 16  # rows of a batch, up to which a step takes about as long with fewer of them
@@ -53,6 +57,8 @@ def plan_batching(config: JobConfig, resolved: ResolvedCheckpoint, rows: int, ha
         cpus, memory, nodes = hardware.node(actors)
     of_node = math.ceil(actors.most / nodes)
     cache = int(GPU_CACHE_BYTES * min(actors.gpus, 1)) if actors.gpus else min(2**30, memory // 4 // of_node)
+    if config.model.engine == "vllm" and actors.gpus:
+        cache = 0  # what vLLM finds free
     return Batching(
         shard_rows=config.shard_rows or min(4096, math.ceil(rows / (4 * actors.most))),
         shard_bytes=config.shard_bytes,
@@ -70,6 +76,8 @@ def chosen_scheduler(config: JobConfig, checkpoint: Checkpoint) -> str:
     most SPREAD times their median length (the schedule's horizon) and batches hold more than FEW_ROWS rows, unless
     rows bring their own limits. `tests/benchmarks/speed.py --schedulers lock_step,refill` compares both.
     """
+    if config.model.engine == "vllm":
+        return "refill"
     if config.actors.scheduler is not None:
         return config.actors.scheduler
     if config.choices is not None:
@@ -83,3 +91,53 @@ def chosen_scheduler(config: JobConfig, checkpoint: Checkpoint) -> str:
     median = config.schedule.horizon or stored
     is_similar = median is not None and sampling.max_new_tokens <= SPREAD * median
     return "lock_step" if is_similar and config.rows_in_flight > FEW_ROWS else "refill"
+
+
+def with_engine(config: JobConfig, stored: str | None) -> JobConfig:
+    """Return the job with the engine that `model.engine: auto` stands for, and the GPUs that vLLM's workers need.
+
+    Args:
+        stored: engine of the job that goes on, which stays; None for a new job.
+
+    Raises:
+        UserError: vLLM is asked for, and is not installed or cannot do what the job needs.
+    """
+    model, gpus = config.model, config.actors.gpus
+    engine: str = "vllm" if model.vllm is not None else model.engine
+    if engine == "auto" and stored is not None:
+        engine = stored
+    elif engine == "auto" and gpus and model.device != "cpu":
+        reason = "pip install 'skipdecode[vllm]' for a faster one" if find_spec("vllm") is None else not_in_vllm(config)
+        engine = "vllm" if reason is None else engine
+        if reason is not None:
+            log.warning("engine: library on the GPU; %s", reason)
+    if engine != "vllm":
+        return config.model_copy(update={"model": model.model_copy(update={"engine": engine})})
+    if find_spec("vllm") is None:
+        raise UserError("model.engine: vllm is not installed here: pip install 'skipdecode[vllm]', or leave it out")
+    if (reason := not_in_vllm(config)) is not None:
+        raise UserError(f"model.engine: vllm: {reason}")
+    workers = (model.vllm or {}).get("tensor_parallel_size", 1)
+    actors = config.actors.model_copy(update={"gpus": max(gpus, float(workers)) if gpus else gpus})
+    return config.model_copy(update={"model": model.model_copy(update={"engine": "vllm"}), "actors": actors})
+
+
+def not_in_vllm(config: JobConfig) -> str | None:
+    """Return what a job needs and vLLM cannot do, and what to do instead; None if it can do all."""
+    sampling = config.sampling
+    has_forms = (
+        config.choices or config.output_format or config.input.choices or config.input.output_format
+    ) is not None
+    for found, reason in (
+        (config.model.weights is not None, "model.weights is for CPUs; leave it out, or set model.vllm.quantization"),
+        (0 < config.actors.gpus < 1, "an actor needs whole GPUs: set actors.gpus: 1, or engine: library"),
+        (sampling.temperature > 2, "sampling.temperature is at most 2; lower it, or set engine: library"),
+        (has_forms and config.reasoning is not None, "forms behind reasoning are not supported; set engine: library"),
+        (
+            has_forms and (sampling.logprobs is not None or config.output.cumulative_logprob),
+            "log-probabilities beside choices or output_format are not supported; set engine: library",
+        ),
+    ):
+        if found:
+            return reason
+    return None

@@ -246,11 +246,9 @@ def _identity(
 
 
 def _model_values(model: ModelConfig) -> dict[str, Any]:
-    """Keys of `model` that can change an answer; a job planned before `weights` existed has none."""
+    """Keys of `model` that can change an answer; a job planned before two of them existed has none."""
     values = model.model_dump(exclude={"path", "cache", "speed_adapter"})
-    if values["weights"] is None:
-        del values["weights"]
-    return values
+    return {name: value for name, value in values.items() if value is not None or name not in ("weights", "vllm")}
 
 
 def _other_ends(resolved: ResolvedCheckpoint) -> dict[str, Any]:

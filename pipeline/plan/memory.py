@@ -32,6 +32,9 @@ def log_memory_estimate(
 
     An actor on a GPU checks the free memory there itself, before it loads.
     """
+    if not checkpoint.checkpoint.in_library:
+        log.info("model: vLLM checks weights and memory; at most %d rows in flight", batching.max_batch)
+        return
     need = actor_need(config.model, config.actors, checkpoint, batching)
     described = describe(need, config.model.dtype, config.actors)
     log.info("%s; %s, at most %d rows in flight", described, batching.scheduler, batching.max_batch)

@@ -108,7 +108,8 @@ def job_stages(job: PlannedJob, folder: Folder, shards: list[Shard], session: Se
     """The three stages of a run over these shards."""
     config, manifest, coordinator = job.config, job.manifest, session.coordinator
     # a shard's rows may share steps with the last rows of the shard before; the generator decides
-    may_join = manifest.batching.scheduler == "refill" and config.model.dtype != "float32"
+    promises_bytes = config.model.dtype == "float32" and config.model.engine != "vllm"
+    may_join = manifest.batching.scheduler == "refill" and not promises_bytes
     run_id = uuid.uuid4().hex
     preparing, generating = (Quarantine(folder, run_id, config.attempts, stage) for stage in STAGE_NAMES)
     return [

@@ -45,7 +45,7 @@ def measure(given: argparse.Namespace, line: str, rows: list[int]) -> list[dict[
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     import vllm
 
-    from actors.engine.schedules.schedule import ScheduleSpec
+    from actors.engine.schedule.schedule import ScheduleSpec
 
     speedup, options = LINES[line]
     # any schedule below full depth wraps the layers; the line's own follows

@@ -40,7 +40,7 @@ def test_families_answer_as_the_library_engine_at_every_schedule(tmp_path: Path,
     settings = {**cases.SPECS["2x"].to_dict(), "unadapted": True, "poison": True}
     with cases.engine(model, settings) as llm:  # checks itself
         for name, spec in cases.SPECS.items():
-            llm.collective_rpc("set_schedule", args=(spec,))
+            llm.collective_rpc("set_schedule", args=(spec.build(cases.LAYERS),))
             assert cases.answers(llm, prompts, limits) == wanted[name], name
             (counts,) = llm.collective_rpc("skip_counts")
             assert (counts["token_layers"] < cases.LAYERS * counts["tokens"]) == (name != "1x")
@@ -56,7 +56,7 @@ def test_chunks_and_preempted_rows_change_no_answer(folder: Path, scheduler: dic
     with cases.engine(folder, max_num_batched_tokens=24, num_gpu_blocks_override=9, **scheduler) as llm:
         preempted = cases.preemptions(llm)
         for name in names:
-            llm.collective_rpc("set_schedule", args=(cases.SPECS[name],))
+            llm.collective_rpc("set_schedule", args=(cases.SPECS[name].build(cases.LAYERS),))
             assert cases.answers(llm, prompts, limits) == wanted[name], name
         assert len(preempted) > 2
 
@@ -70,7 +70,7 @@ def test_the_prefix_cache_serves_prompts_and_no_answers(folder: Path, scheduler:
     longer = [[*prompt, *answer, 5] for prompt, answer in zip(prompts, wanted, strict=True)]
     after = cases.library_answers(folder, spec, longer, limits)
     with cases.engine(folder, enable_prefix_caching=True, num_gpu_blocks_override=24, **scheduler) as llm:
-        llm.collective_rpc("set_schedule", args=(spec,))
+        llm.collective_rpc("set_schedule", args=(spec.build(cases.LAYERS),))
         computed = []
         for _ in range(2):
             assert cases.answers(llm, prompts, limits) == wanted

@@ -1,4 +1,4 @@
-"""A published model with its published speed adapter: in this process, by `vllm run-batch` and by `vllm serve`."""
+"""A published model with its published speed adapter: by `LLM`, `vllm run-batch`, `vllm serve` and `ray.data.llm`."""
 
 from __future__ import annotations
 
@@ -130,3 +130,38 @@ def test_serve_answers_requests(wanted: list[str], tmp_path: Path) -> None:
     finally:
         server.terminate()
         server.wait(timeout=60)
+
+
+RAY_DATA = """
+import json, os, sys
+import ray
+from ray.data.llm import build_processor, vLLMEngineProcessorConfig
+
+given = json.loads(sys.argv[1])
+ray.init(address="local", num_cpus=3, include_dashboard=False, logging_level="error")
+config = vLLMEngineProcessorConfig(
+    model_source=given["model"],
+    engine_kwargs={**given["options"], "additional_config": {"skipdecode": given["settings"]}},
+    placement_group_config={"bundle_per_worker": {"CPU": 1}},  # on a GPU left out
+    concurrency=1,
+    batch_size=4,
+)
+processor = build_processor(
+    config,
+    preprocess=lambda row: {**row, "sampling_params": {"temperature": 0, "max_tokens": given["tokens"]}},
+    postprocess=lambda row: {"row": row["row"], "answer": row["generated_text"]},
+)
+rows = ray.data.from_items([{"row": row, "messages": chat} for row, chat in enumerate(given["chats"])])
+answers = sorted(processor(rows).take_all(), key=lambda answer: answer["row"])
+print("ANSWERS" + json.dumps([answer["answer"] for answer in answers]))
+"""
+
+
+def test_ray_data_llm_answers_a_dataset(wanted: list[str], tmp_path: Path) -> None:
+    given = {"model": str(MODEL), "options": OPTIONS, "settings": SETTINGS, "chats": CHATS, "tokens": TOKENS}
+    run = [sys.executable, "-c", RAY_DATA, json.dumps(given)]
+    env = environment() | {"RAY_USAGE_STATS_ENABLED": "0"}
+    done = subprocess.run(run, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=360, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    texts = json.loads(done.stdout.rpartition("ANSWERS")[2])
+    assert [text.strip() for text in texts] == wanted

@@ -21,9 +21,10 @@ os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
-import numpy as np
 import torch
 import vllm
+from new_model import train_tokenizer
+from tiny_checkpoint import SENTENCES
 from transformers import AutoConfig, AutoModelForCausalLM
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
@@ -33,7 +34,6 @@ from actors.engine.loop import generate
 from actors.engine.model.speed_adapter import merge, read_adapter
 from actors.engine.schedule.schedule import ScheduleSpec
 from actors.engine.types import Request, SamplingParams
-from actors.vllm.worker import SkipWorker
 
 LAYERS, VOCAB, BLOCK = 6, 97, 32  # vLLM's CPU attention needs blocks of 32 tokens and heads of 32 numbers
 SHAPE: dict[str, Any] = {
@@ -76,22 +76,10 @@ ENGINE: dict[str, Any] = {
     "enable_prefix_caching": False,
     "skip_tokenizer_init": True,
     "gpu_memory_utilization": 0.3,
-    "worker_cls": "vllm_cases.SwitchingWorker",
+    "worker_cls": "actors.vllm.worker.SkipWorker",
     "scheduler_cls": "actors.vllm.scheduler.SkipAsyncScheduler",
 }
 Prompts = Sequence[Sequence[int]]
-
-
-class SwitchingWorker(SkipWorker):
-    """The add-on's worker, whose schedule tests change between runs."""
-
-    def set_schedule(self, spec: ScheduleSpec) -> None:
-        """Take another schedule; every layer is wrapped already."""
-        schedule = spec.build(LAYERS)
-        assert self.skipper is not None
-        self.skipper.ranks = schedule.ranks
-        self.skipper.depths, self.skipper.prompt_depth = np.asarray(schedule.depths), len(schedule.prompt_layers)
-        self.skipper.counts.clear()
 
 
 def checkpoint(folder: Path, model_type: str) -> Path:
@@ -105,6 +93,16 @@ def checkpoint(folder: Path, model_type: str) -> Path:
         model.get_input_embeddings().weight.data.mul_(0.3)
     model.save_pretrained(folder / model_type)
     return folder / model_type
+
+
+def text_checkpoint(folder: Path, model_type: str = "llama") -> Path:
+    """Write a tiny random model with a tokenizer."""
+    tokenizer = train_tokenizer([*SENTENCES, *SENTENCES.values()], vocab_size=300)
+    torch.manual_seed(11)
+    config = AutoConfig.for_model(model_type, **{**SHAPE, "vocab_size": len(tokenizer)})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 @contextmanager

@@ -57,7 +57,7 @@ class GrammarCompiler:
 
         form.check()
         limits = LLParserLimits(verbose_errors=False)  # else a row's error holds the parser's state
-        matcher = LLMatcher(self.tokenizer, form.source(), log_level=0, limits=limits)
+        matcher = LLMatcher(self.tokenizer, LLMatcher.grammar_from_lark(form.lark()), log_level=0, limits=limits)
         if matcher.is_error():
             raise UserError(f"{form.kind}: {flat(matcher.get_error())}")
         return Grammar(self, form, matcher)
@@ -69,7 +69,7 @@ class Grammar:
     most_tokens = None
 
     def __init__(self, compiler: GrammarCompiler, form: OutputFormat, matcher: LLMatcher) -> None:
-        self.name = form.kind
+        self.name, self.lark = form.kind, form.lark()
         self.stop_ids = compiler.stop_ids
         self._tokenizer, self._matcher = compiler.tokenizer, matcher
 

@@ -75,20 +75,18 @@ class OutputFormat:
         [grammar] = json.loads(_library_grammar(self)[0])["grammars"]
         return f"%json {json.dumps(grammar['json_schema'])}"
 
-    def source(self) -> str:
-        """The form as llguidance's grammar. Raises ValueError for a schema that is no JSON object.
+    def lark(self) -> str:
+        """Return the form in llguidance's dialect of Lark. Raises ValueError for a schema that is no JSON object.
 
         The library's own default forces the tokenizer's tokens for text that is certain; here all tokens that spell it
         are allowed, since a tokenizer that puts a space before words would force the space.
         """
-        from llguidance import LLMatcher
-
         lark = self.text
         if self.kind == "json_schema":
             lark = f"start: {self.json_rule()}"
         elif self.kind == "regex":
             lark = json.loads(_library_grammar(self)[0])["grammars"][0]["lark_grammar"]
-        return str(LLMatcher.grammar_from_lark(f'%llguidance {{"no_forcing": true}}\n{lark}'))
+        return f'%llguidance {{"no_forcing": true}}\n{lark}'
 
 
 @lru_cache(1024)

@@ -51,7 +51,9 @@ log = logging.getLogger(__name__)
 class Checkpoint:
     """A checkpoint folder that has been looked at, but not loaded.
 
-    stored: of weights with 8 bits; None: plain ones.
+    Args:
+        stored: of weights with 8 bits; None: plain ones.
+        in_library: whether the library engine runs it; else vLLM alone does.
     """
 
     path: Path
@@ -62,6 +64,7 @@ class Checkpoint:
     context_length: int
     adapter: SpeedAdapter | None = None
     stored: StoredWeights | None = None
+    in_library: bool = True
 
     def schedule(self, changes: dict[str, Any]) -> Schedule:
         """The stored schedule with a job's `changes` on top; ValueError says what does not fit."""
@@ -109,12 +112,13 @@ class Checkpoint:
         return 1.0
 
 
-def inspect(path: str | Path, names: Collection[str] | None = None) -> Checkpoint:
+def inspect(path: str | Path, names: Collection[str] | None = None, *, by_vllm: bool = False) -> Checkpoint:
     """Check a checkpoint folder without reading its weights.
 
     Args:
         path: the folder.
         names: files of the whole checkpoint, where the folder holds only the small ones.
+        by_vllm: vLLM runs the model, which itself refuses families and quantized weights that it does not know.
 
     Raises:
         UserError: no such folder, no safetensors or not all of them, quantized weights that are not run, a family
@@ -135,7 +139,8 @@ def inspect(path: str | Path, names: Collection[str] | None = None) -> Checkpoin
         raise UserError(f"{folder}: not a checkpoint: no config.json")
     values = read_object(folder / "config.json")
     _check_values(values, folder / "config.json")
-    stored = stored_weights(values, folder)
+    in_library = not by_vllm or _is_in_library(values, folder)
+    stored = stored_weights(values, folder) if in_library else None
     weight_files(folder, names_in(folder) if names is None else names)
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise UserError(f"{folder}: no tokenizer ({' or '.join(TOKENIZERS)})")
@@ -143,16 +148,34 @@ def inspect(path: str | Path, names: Collection[str] | None = None) -> Checkpoin
         if (folder / name).is_file():
             read_object(folder / name)
     try:
-        family_named(values.get("model_type"))
+        if in_library:
+            family_named(values.get("model_type"))
         config = read_config(folder)
-        family_of(config)
+        if in_library:
+            family_of(config)
+        else:
+            config = config.get_text_config()
     except (ValueError, KeyError, OSError, TypeError, AttributeError, StrictDataclassError) as error:
         kind = "" if isinstance(error, UserError) else f"config.json: {type(error).__name__}: "
         raise UserError(f"{folder}: {kind}{flat(error)}") from None
     layers = config.num_hidden_layers
     spec = load_spec(folder, layers)
     trained = load_trained(folder, layers, spec)
-    return Checkpoint(folder, config, spec, trained, layers, context_length(config), stored=stored)
+    return Checkpoint(
+        folder, config, spec, trained, layers, context_length(config), stored=stored, in_library=in_library
+    )
+
+
+def _is_in_library(values: Mapping[str, Any], folder: Path) -> bool:
+    from actors.engine.model.families import family_named, family_of
+
+    try:
+        stored_weights(values, folder)
+        family_named(values.get("model_type"))
+        family_of(read_config(folder))
+    except UserError:
+        return False
+    return True
 
 
 def with_adapter(checkpoint: Checkpoint, folder: str | Path) -> Checkpoint:

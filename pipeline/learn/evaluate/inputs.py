@@ -136,6 +136,9 @@ def prepare(config: EvalConfig) -> EvalInputs:
 
     Raises UserError of one line for a mistake.
     """
+    # vLLM has no logits under a schedule
+    model_config = config.model.model_copy(update={"engine": "library", "vllm": None})
+    config = config.model_copy(update={"model": model_config})
     folder = _output_folder(config.output)
     rows = read_rows(config.data, config.choices, config.storage)
     model = resolve_checkpoint(config.model, config.storage)

@@ -1,0 +1,191 @@
+"""A Generator on vLLM answers rows as one on the library engine does, features of a row included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.version", reason="vLLM is not installed here: make test-vllm")
+import vllm_cases as cases
+
+from actors.answers import Answer, Prompt
+from actors.engine.constraints.label_trie import ChoiceTrie
+from actors.engine.constraints.output_format import OutputFormat
+from actors.engine.errors import UserError
+from actors.engine.schedule.schedule import ScheduleSpec
+from actors.generator import Generator
+from actors.vllm.engine import check_options, trie_grammar
+
+TEXTS = [
+    "name[Alimentum], area[city centre]",
+    "name[The Eagle], food[French]",
+    "name[Zizzi], priceRange[cheap]",
+    "The Eagle serves",
+    "a",
+]
+SCHEMA = {"type": "object", "properties": {"area": {"enum": ["city", "river"]}}, "required": ["area"]}
+ROWS: dict[str, dict[str, Any]] = {  # fields of `Prompt`
+    "free": {},
+    "stop string": {"sampling": {"stop": ["a", "e"], "min_new_tokens": 3}},
+    "stop token": {"sampling": {"stop_token_ids": list(range(30, 90)), "min_new_tokens": 2}},
+    "penalties": {"sampling": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2}},
+    "all tokens": {"sampling": {"ignore_eos": True, "max_new_tokens": 30}},
+    "one token": {"sampling": {"max_new_tokens": 1}},
+    "likeliest": {"sampling": {"temperature": 0.7, "top_k": 1}},
+    "labels": {"choices": ["French food", "French", "cheap", "centre"]},
+    "schema": {"output_format": OutputFormat.of({"json_schema": SCHEMA}), "sampling": {"max_new_tokens": 60}},
+    "regex": {"output_format": OutputFormat.of({"regex": "(name|food)[ab]{2,4}"})},
+    "grammar": {"output_format": OutputFormat.of({"grammar": 'start: "Eagle" | "Zizzi" [ab]\nab: /[ab]+/ "."'})},
+    "cut off": {"output_format": OutputFormat.of({"regex": "[ab]{40,}"})},
+    "too long": {"ids": [5] * 250},
+    "outside": {"sampling": {"stop_token_ids": [10**6]}},
+}
+SETTINGS: dict[str, Any] = {
+    "schedule": {"speedup": 2, "horizon": 8},
+    "unadapted": True,
+    "sampling": {"max_new_tokens": 20},
+    "dtype": "float32",
+    "cache_bytes": 2**27,
+    "max_batch": 4,
+}
+FULL = ScheduleSpec().build(cases.LAYERS)
+
+
+def prompts(generator: Generator) -> list[Prompt]:
+    """Each kind of row with each text."""
+    texts = [generator.builder.prompt(text) for text in TEXTS]
+    return [
+        replace(prompt, row=row, **changes)
+        for row, changes in enumerate(ROWS.values())
+        for prompt in (texts if "ids" not in changes else texts[:1])
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cases.text_checkpoint(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def wanted(folder: Path) -> dict[str, list[Answer]]:
+    """The library engine's answers, at 2x and at 1x."""
+    generator = Generator(str(folder), **SETTINGS, device="cpu")
+    rows = prompts(generator)
+    return {"2x": generator.answer(rows), "1x": generator.at(FULL).answer(rows)}
+
+
+@pytest.fixture(scope="module")
+def generator(folder: Path, wanted: Any) -> Iterator[Generator]:
+    made = Generator(str(folder), **SETTINGS, vllm={"block_size": cases.BLOCK})
+    yield made
+    made.engine.close()
+
+
+@pytest.mark.parametrize("speed", ["2x", "1x"])
+def test_every_kind_of_row_has_the_library_engines_answer(
+    generator: Generator, wanted: dict[str, list[Answer]], speed: str
+) -> None:
+    chosen = generator if speed == "2x" else generator.at(FULL)
+    chosen.take_stats()
+    answers = chosen.answer(prompts(generator))
+    for got, expected in zip(answers, wanted[speed], strict=True):
+        if expected.choice_probability is not None:
+            assert got.choice_probability == pytest.approx(expected.choice_probability, rel=1e-3)
+        assert replace(got, choice_probability=None) == replace(expected, choice_probability=None)
+    kinds = {answer.finish_reason for answer in answers}
+    assert kinds == {"stop", "length", "error"}
+    stats = chosen.take_stats()
+    assert stats.generated_tokens == sum(answer.generated_tokens for answer in answers)
+    mean = stats.layer_steps / stats.decode_steps
+    assert mean == cases.LAYERS if speed == "1x" else mean < cases.LAYERS
+    assert stats.decode_seconds > 0
+
+
+def test_samples_follow_from_seed_and_row(generator: Generator) -> None:
+    sampling = {"temperature": 0.9, "n": 3, "seed": 5}
+    [first, second, *_] = [replace(prompt, row=3, sampling=sampling) for prompt in prompts(generator)]
+    answers = generator.answer([first, second])
+    assert [(answer.row, answer.sample_index) for answer in answers] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert len({answer.generated_text for answer in answers[:3]}) == 3
+    assert [answer.token_ids for answer in generator.answer([second])] == [answer.token_ids for answer in answers[3:]]
+    other = generator.answer([replace(first, sampling={**sampling, "seed": 6})])
+    assert [answer.token_ids for answer in other] != [answer.token_ids for answer in answers[:3]]
+
+
+def test_logprobs_are_those_of_the_model(generator: Generator) -> None:
+    generator.builder.has_logprobs = True
+    [prompt, *_] = [replace(one, sampling={"logprobs": 2, "max_new_tokens": 5}) for one in prompts(generator)]
+    [answer] = generator.answer([prompt])
+    assert answer.logprobs is not None
+    assert [token["token_id"] for token in answer.logprobs] == answer.token_ids
+    for token in answer.logprobs:  # greedy: each token is the likeliest one
+        assert len(token["top"]) == 2
+        assert token["top"][0]["token_id"] == token["token_id"]
+        assert 0 > token["logprob"] == token["top"][0]["logprob"] > token["top"][1]["logprob"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"sampling": {"temperature": 3}}, "temperature = 3: engine vllm has at most 2"),
+        (
+            {"sampling": {"logprobs": 1}, "choices": ["French", "cheap"]},
+            "engine vllm has no log-probabilities beside choices or output_format",
+        ),
+    ],
+)
+def test_a_row_that_vllm_cannot_answer_is_an_error_and_costs_no_other(
+    generator: Generator, changes: dict[str, Any], error: str
+) -> None:
+    generator.builder.has_logprobs = True
+    [first, second, *_] = prompts(generator)
+    answers = generator.answer([replace(first, **changes), second])
+    assert [answer.error for answer in answers] == [error, None]
+    assert answers[1].generated_text
+
+
+def test_calls_share_steps_and_an_error_ends_all(generator: Generator) -> None:
+    rows = prompts(generator)[:5]
+    others = []
+    first = generator.begin(rows, on_drain=lambda: others.append(generator.begin(rows)))
+    generator.run(first)
+    [second] = others
+    in_flight = generator.engine.rows.values()  # type: ignore[attr-defined]
+    assert any(row.tokens for row in in_flight)  # begun in the first one's steps
+    generator.run(second)
+    assert generator.finish(first) == generator.finish(second)
+    failing = generator.begin(rows)
+    step, generator.engine.vllm.step = generator.engine.vllm.step, lambda: 1 / 0  # type: ignore[attr-defined]
+    with pytest.raises(ZeroDivisionError):
+        generator.run(failing)
+    generator.engine.vllm.step = step  # type: ignore[attr-defined]
+    with pytest.raises(ZeroDivisionError):
+        generator.finish(failing)
+    assert [answer.error for answer in generator.answer(rows)] == [None] * 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_paralel_size": 2}, "model.vllm: vLLM has no engine argument 'tensor_paralel_size'; "),
+        ({"dtype": "half"}, "model.vllm: dtype is set by model.dtype; leave it out"),
+    ],
+)
+def test_wrong_engine_arguments_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        check_options(options)
+    assert str(refused.value).startswith(message)
+
+
+def test_the_grammar_of_labels_ends_at_the_token_that_decides() -> None:
+    trie = ChoiceTrie([[5, 6, 7], [5, 8], [5, 8, 9], [4]], 2, "abcd")
+    assert trie_grammar(trie).splitlines()[1:] == [
+        "start: n0",
+        "n0: (<[5]> n1 | <[4]>)",
+        "n1: (<[6]> | <[8]> n2)",
+        "n2: (<[9]>)?",
+    ]

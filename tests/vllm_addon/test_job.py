@@ -1,0 +1,192 @@
+"""A job with `model.engine: vllm`: killed and resumed, every row once, with the library engine's answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.version", reason="vLLM is not installed here: make test-vllm")
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import vllm_cases as cases
+import yaml
+from in_process import answered_rows, run_and_read
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from actors.answers import Prompt
+from actors.engine.errors import UserError
+from actors.engine.schedule.schedule import ScheduleSpec
+from pipeline.config.job import JobConfig
+from pipeline.estimate import time_speeds
+from pipeline.plan.batching import with_engine
+
+ROOT = Path(__file__).parents[2]
+ROWS, SHARD_ROWS = 48, 4
+LABELS = ["French food", "French", "cheap", "centre"]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A tiny model, and prompts of which one is empty and one too long; some rows have their own sampling."""
+    folder = tmp_path_factory.mktemp("job")
+    model = cases.text_checkpoint(folder / "model")
+    names = ["Alimentum", "The Eagle", "Zizzi", "Blue Spice"]
+    prompts = [f"name[{names[row % 4]}], area[{row}]" for row in range(ROWS)]
+    prompts[5], prompts[17] = "", "long " * 400
+    own = [json.dumps({"max_new_tokens": 4}) if row % 7 == 0 else None for row in range(ROWS)]
+    table = pa.table({"id": [f"r{row}" for row in range(ROWS)], "prompt": prompts, "sampling": own})
+    pq.write_table(table, folder / "prompts.parquet")
+    return {"model": str(model), "data": str(folder / "prompts.parquet")}
+
+
+def job(folder: Path, inputs: dict[str, Any], engine: str, speedup: float, **changes: Any) -> dict[str, Any]:
+    """A job file's values; its output is in a folder of its own."""
+    model = {"path": inputs["model"], "dtype": "float32", "engine": engine}
+    if engine == "vllm":
+        model["vllm"] = {"block_size": cases.BLOCK, "max_model_len": 192, "enforce_eager": True}
+    return {
+        "input": {"path": inputs["data"], "id": "id", "sampling": "sampling"},
+        "output": {"path": str(folder / f"{engine} {speedup}")},
+        "model": model,
+        "schedule": {"speedup": speedup, "horizon": 8, "unadapted": True, "agreement_rows": 0},
+        "sampling": {"max_new_tokens": 24, "stop": ["."]},
+        "actors": {"count": 1, "threads": 1, "max_batch": 4, "cache_bytes": 2**27},
+        "shard_rows": SHARD_ROWS,
+        "max_error_rate": 0.1,
+        "grace_seconds": 0,
+        **changes,
+    }
+
+
+def start(file: Path) -> subprocess.Popen[str]:
+    env = os.environ | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    with open(file.with_suffix(".log"), "a") as log:
+        command = [sys.executable, "-m", "pipeline", "run", str(file)]
+        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, text=True, start_new_session=True)
+
+
+def shards(output: str) -> list[dict[str, Any]]:
+    """What the statistics count, a shard a row, without times and places."""
+    counts = ("rows", "errors", "prompt_tokens", "generated_tokens", "decode_steps", "layer_steps", "mean_depth")
+    table = pq.read_table(Path(output) / "_job" / "stats.parquet")
+    return table.select([name for name in counts if name in table.column_names]).to_pylist()
+
+
+@pytest.mark.timeout(1200)
+def test_a_killed_job_goes_on_and_loses_no_row(inputs: dict[str, Any], tmp_path: Path) -> None:
+    """SIGKILL hits the driver and every process that it has started, after three parts."""
+    values, library = job(tmp_path, inputs, "vllm", 2), job(tmp_path, inputs, "library", 2)
+    file, output = tmp_path / "job.yaml", Path(values["output"]["path"])
+    file.write_text(yaml.safe_dump(values))
+    wanted = run_and_read(library)
+    process = start(file)
+    until = time.monotonic() + 500
+    while len(parts := sorted(output.glob("part-*.parquet"))) < 3:
+        assert process.poll() is None and time.monotonic() < until, file.with_suffix(".log").read_text()
+        time.sleep(0.02)
+    for victim in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+        victim.send_signal(signal.SIGKILL)
+    process.wait()
+    before = {part.name: part.read_bytes() for part in parts}
+    assert len(before) < ROWS // SHARD_ROWS
+    assert start(file).wait(500) == 0, file.with_suffix(".log").read_text()
+    assert before.items() <= {part.name: part.read_bytes() for part in output.iterdir() if part.is_file()}.items()
+    found = answered_rows(output)
+    assert [row["id"] for row in found] == [f"r{row}" for row in range(ROWS)]
+    assert [row["id"] for row in found if row["error"] is not None] == ["r5", "r17"]
+    assert found == wanted
+    assert shards(str(output)) == shards(library["output"]["path"])
+
+
+def test_labels_at_full_depth_are_the_library_engines(inputs: dict[str, Any], tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"choices": LABELS, "sampling": {}, "input": {"path": inputs["data"], "id": "id"}}
+    wanted, found = (run_and_read(job(tmp_path, inputs, engine, 1, **changes)) for engine in ("library", "vllm"))
+    for got, expected in zip(found, wanted, strict=True):
+        if expected["error"] is None:
+            assert got["choice_probability"] == pytest.approx(expected["choice_probability"], rel=1e-3)
+        assert got | {"choice_probability": None} == expected | {"choice_probability": None}
+
+
+def test_a_family_that_the_library_engine_lacks_is_answered(inputs: dict[str, Any], tmp_path: Path) -> None:
+    model = cases.text_checkpoint(tmp_path / "model", "granite")
+    library, values = (job(tmp_path, {**inputs, "model": str(model)}, engine, 1) for engine in ("library", "vllm"))
+    with pytest.raises(UserError, match="model_type 'granite' is not supported"):
+        run_and_read(library)
+    tokenizer, whole = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    ids = tokenizer(pq.read_table(inputs["data"])["prompt"][1].as_py(), return_tensors="pt")
+    [wanted] = whole.generate(**ids, max_new_tokens=24, do_sample=False)
+    values |= {"input": {"path": inputs["data"], "id": "id"}, "sampling": {"max_new_tokens": 24}}
+    text = tokenizer.decode(wanted[ids["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert run_and_read(values)[1]["generated_text"] == text.strip()
+
+
+def test_plan_times_plain_vllm_and_skipped_layers(inputs: dict[str, Any]) -> None:
+    """One engine after the other: full depth has none of the add-on's layers."""
+    generator = {
+        "checkpoint": inputs["model"],
+        "speed_adapter": None,
+        "unadapted": True,
+        "sampling": {"max_new_tokens": 6, "ignore_eos": True},
+        "dtype": "float32",
+        "max_batch": 4,
+        "cache_bytes": 2**27,
+        "vllm": {"block_size": cases.BLOCK, "max_model_len": 192, "enforce_eager": True},
+    }
+    speeds = {"2x": ScheduleSpec(speedup=2, horizon=8), "1x": ScheduleSpec()}
+    schedules = {name: spec.build(cases.LAYERS) for name, spec in speeds.items()}
+    prompts = [Prompt([7 + row, 8], "x", row) for row in range(12)]
+    calls = time_speeds(prompts, generator, [], schedules, "2x", 12, 60.0).calls
+    for name, timed in calls.items():
+        assert [call.rows for call in timed] == [12]
+        mean = timed[0].stats.layer_steps / timed[0].stats.decode_steps
+        assert mean == cases.LAYERS if name == "1x" else mean < cases.LAYERS
+        assert timed[0].seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reasoning": {}, "choices": LABELS, "sampling": {}}, "model.engine: vllm: forms behind reasoning"),
+        ({"sampling": {"temperature": 3.0}}, "model.engine: vllm: sampling.temperature is at most 2"),
+        ({"actors": {"gpus": 0.5}}, "model.engine: vllm: an actor needs whole GPUs"),
+        (
+            {"choices": LABELS, "sampling": {"logprobs": 1}},
+            "model.engine: vllm: log-probabilities beside choices or output_format are not supported",
+        ),
+    ],
+)
+def test_what_vllm_cannot_do_is_refused_in_one_line(
+    inputs: dict[str, Any], tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message) as refused:
+        run_and_read(job(tmp_path, inputs, "vllm", 2, **changes))
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "vllm 2").exists()
+
+
+def test_auto_is_vllm_on_a_gpu_and_a_job_keeps_its_engine(inputs: dict[str, Any], tmp_path: Path) -> None:
+    def engine(stored: str | None = None, **changes: Any) -> str:
+        values = {**job(tmp_path, inputs, "auto", 2), "actors": {"gpus": 1.0}, **changes}
+        return with_engine(JobConfig.model_validate(values), stored).model.engine
+
+    assert engine() == "vllm"
+    assert engine(sampling={"temperature": 3.0}) == "auto"
+    assert engine(actors={}) == "auto"
+    assert engine(stored="library") == "library"
+    assert engine(stored="vllm", actors={}) == "vllm"
+
+
+def test_an_actor_asks_for_the_gpus_of_its_workers(inputs: dict[str, Any], tmp_path: Path) -> None:
+    values = job(tmp_path, inputs, "auto", 2)
+    values |= {"actors": {"gpus": 1.0}, "model": {**values["model"], "vllm": {"tensor_parallel_size": 4}}}
+    config = with_engine(JobConfig.model_validate(values), None)
+    assert (config.model.engine, config.actors.gpus) == ("vllm", 4)
