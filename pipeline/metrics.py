@@ -1,6 +1,6 @@
 """What a job counts while it runs: names, units, and the seam by which the amounts leave this process. Imports no ray.
 
-A process that exports metrics installs a sink; `runtime.ray_metrics` has the one of Ray. Without a sink, as in the
+A process that exports metrics installs a sink; `run.remote` has the one of Ray. Without a sink, as in the
 in-process backend, amounts are dropped. Amounts are added per shard, per retry, and once a second, never per token.
 """
 

@@ -6,32 +6,25 @@ import threading
 import time
 import weakref
 from dataclasses import fields
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from actors.engine.types import EngineStats
 from pipeline import metrics
 
 if TYPE_CHECKING:
-    from actors.engine.engine import Engine
+    from actors.generator import Generator
 
 SECONDS = 1.0  # between two reports
 COUNTERS = ("generated_tokens", "prompt_tokens", "decode_steps", "layer_steps")
 
 
-class Source(Protocol):
-    """Whose counts are reported: a `Generator`."""
-
-    engine: Engine
-    cache_bytes: int
-
-
 class LiveCounts:
-    """Reports what an engine has counted since the last report; without a sink it does nothing.
+    """Report what an engine has counted since the last report; without a sink do nothing.
 
     source: read without a lock, as every value is one attribute; nobody may take its counts.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Generator) -> None:
         self.source = source
         self._lock = threading.Lock()
         self._reported = EngineStats()

@@ -18,7 +18,6 @@ from pipeline.generate.coordinator import Coordinator, Workload
 from pipeline.messages import one_line
 from pipeline.metrics import installed
 from pipeline.report.progress import Progress
-from pipeline.run.ray_metrics import RayMetrics
 from pipeline.run.ray_session import (
     actor_cpus,
     check_metrics_port,
@@ -26,7 +25,7 @@ from pipeline.run.ray_session import (
     ray_session,
     smallest_node,
 )
-from pipeline.run.remote import RayWorker, RemoteCoordinator, exporting
+from pipeline.run.remote import RayMetrics, RayWorker, RemoteCoordinator, exporting
 from pipeline.run.source import ShardSource
 from pipeline.run.stages import Actors, Backend, Read, Stage, Tasks
 from pipeline.runtime.isolated import Died, call_isolated

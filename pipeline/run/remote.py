@@ -1,15 +1,48 @@
-"""What stages see of Ray in a worker process: the run's coordinator, and the process itself."""
+"""What a worker process sees of Ray: the run's coordinator, the process itself, and metrics, named ray_skipdecode_*."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar
 
 import ray
+from ray.util.metrics import Counter, Gauge
 
+from pipeline import metrics
 from pipeline.generate.coordinator import Coordinator
-from pipeline.run.ray_metrics import export
+from pipeline.metrics import METRICS, OUTPUT
+
+PREFIX = "skipdecode_"  # Ray adds ray_ before it, and _total after a counter
+
+
+class RayMetrics:
+    """See `metrics.Sink`. output: the label of all metrics, the job's output folder."""
+
+    def __init__(self, output: str) -> None:
+        self.labels = {OUTPUT: output}
+
+    def add(self, name: str, amount: float, labels: dict[str, str]) -> None:
+        """See `metrics.Sink`."""
+        _metric(name).inc(amount, tags=self.labels | labels)
+
+    def set(self, name: str, value: float) -> None:
+        """See `metrics.Sink`."""
+        _metric(name).set(value, tags=self.labels)
+
+
+def export(output: str) -> None:
+    """Export the metrics of this worker process, which works for the job of that output folder."""
+    metrics.install(RayMetrics(output))
+
+
+@cache
+def _metric(name: str) -> Any:
+    metric = METRICS[name]
+    kind = Counter if metric.kind == "counter" else Gauge
+    return kind(f"{PREFIX}{name}", description=metric.text, tag_keys=(OUTPUT, *metric.labels))
+
 
 Result = TypeVar("Result")
 ANSWER_SECONDS = 5.0  # in which the driver expects the coordinator to answer

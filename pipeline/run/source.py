@@ -14,7 +14,7 @@ from pipeline.config.job import StorageConfig
 from pipeline.input.files import InputFile
 from pipeline.input.rows import read_blocks
 from pipeline.input.shards import Shard, group_shards
-from pipeline.run.ray_metrics import export
+from pipeline.run.remote import export
 
 
 class ShardSource(Datasource):
