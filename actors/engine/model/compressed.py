@@ -10,9 +10,10 @@ Shapes: I inputs, O outputs, G groups of inputs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -128,24 +129,10 @@ def _scheme(weights: Mapping[str, Any], inputs: Any, form: Any) -> StoredWeights
     return StoredWeights(TYPES[type_name], inputs_too and symmetric and strategy != "group", symmetric)
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    """A tensor of a checkpoint, not read yet."""
-
-    file: Any
-    key: str
-
-    @property
-    def kind(self) -> str:
-        return str(self.file.get_slice(self.key).get_dtype())
-
-    def read(self) -> Tensor:
-        tensor: Tensor = self.file.get_tensor(self.key)
-        return tensor
-
-
 def expand(model: PreTrainedModel, folder: Path, stored: StoredWeights, *, keep: bool) -> set[str]:
     """Replace codes by the weights that they stand for, in place; each is computed in float32 and rounded once.
+
+    compressed-tensors would round to the type of the scales, which in float32 changes answers.
 
     Args:
         model: loaded from the folder, as if its codes were weights: they are exact in float32, bfloat16 and float16.
@@ -172,7 +159,13 @@ def expand(model: PreTrainedModel, folder: Path, stored: StoredWeights, *, keep:
             if stored.symmetric and zeros.any():
                 raise UserError(f"{folder}: weight_zero_point of {layer} is not zero, and config.json says symmetric")
             if weight.data_ptr() not in expanded:
-                codes = _codes(parts, weight, f"{folder}: weight_packed of {layer}")
+                codes = weight.float()  # those that are not packed
+                if PACKED in parts:
+                    packed, (outputs, inputs) = parts[PACKED](), weight.shape
+                    if list(packed.shape) != [outputs, -(-inputs // CODES_IN_INT32)]:
+                        what = f"{folder}: weight_packed of {layer} has shape {list(packed.shape)}"
+                        raise UserError(f"{what}, and its weight [{outputs}, {inputs}]")
+                    codes = _unpacked(packed, inputs).to(weight.device)
                 groups = codes.view(len(weight), scales.shape[1], -1)  # [O, G, I / G]
                 weight.copy_(((groups - zeros[..., None]) * scales[..., None]).view(weight.shape))
             expanded.add(weight.data_ptr())
@@ -183,27 +176,30 @@ def expand(model: PreTrainedModel, folder: Path, stored: StoredWeights, *, keep:
     return unpacked
 
 
-def _layers(folder: Path, kind: Kind, opened: ExitStack) -> dict[str, dict[str, _Tensor]]:
-    """The tensors of each layer with codes, by the last part of their names; layers sorted.
+Parts = dict[str, "Callable[[], Tensor]"]  # reads a tensor of a layer, by the last part of its name
 
-    Args:
-        opened: closes the files.
+
+def _layers(folder: Path, kind: Kind, opened: ExitStack) -> dict[str, Parts]:
+    """Return the tensors of each layer with codes, layers sorted; `opened` closes the files.
 
     Raises UserError if codes and scales are not of the same layers, or codes not of this kind.
     """
     from safetensors import safe_open
 
-    found: dict[str, dict[str, _Tensor]] = {}
+    found: dict[str, Parts] = {}
+    kinds: dict[str, str] = {}  # of codes that are not packed
     for name in weight_files(folder, names_in(folder)):
         file: Any = opened.enter_context(safe_open(folder / name, framework="pt"))
         for key in file.keys():  # noqa: SIM118
             layer, _, part = key.rpartition(".")
-            tensor = _Tensor(file, key)
-            if part in (PACKED, SCALE, ZERO_POINT) or (part == WEIGHT and tensor.kind in CODES.values()):
-                found.setdefault(layer, {})[part] = tensor
+            if part == WEIGHT and (stored := str(file.get_slice(key).get_dtype())) in CODES.values():
+                kinds[layer] = stored
+            elif part not in (PACKED, SCALE, ZERO_POINT):
+                continue
+            found.setdefault(layer, {})[part] = partial(file.get_tensor, key)
     for layer, parts in sorted(found.items()):
-        if WEIGHT in parts and parts[WEIGHT].kind != CODES[kind]:
-            raise UserError(f"{folder}: the weight of {layer} is {parts[WEIGHT].kind}, and config.json says {kind}")
+        if kinds.get(layer, CODES[kind]) != CODES[kind]:
+            raise UserError(f"{folder}: the weight of {layer} is {kinds[layer]}, and config.json says {kind}")
         if SCALE not in parts:
             raise UserError(f"{folder}: no weight_scale for the 8 bits of {layer}")
         if WEIGHT not in parts and PACKED not in parts:
@@ -211,22 +207,11 @@ def _layers(folder: Path, kind: Kind, opened: ExitStack) -> dict[str, dict[str, 
     return dict(sorted(found.items()))
 
 
-def _codes(parts: Mapping[str, _Tensor], weight: Tensor, what: str) -> Tensor:
-    """The codes of a layer as numbers, float32 [O, I]; weight: of the model, which has those that are not packed."""
-    if PACKED not in parts:
-        return weight.float()
-    packed = parts[PACKED].read()
-    outputs, inputs = weight.shape
-    if list(packed.shape) != [outputs, -(-inputs // CODES_IN_INT32)]:
-        raise UserError(f"{what} has shape {list(packed.shape)}, and its weight [{outputs}, {inputs}]")
-    return _unpacked(packed, inputs).to(weight.device)
-
-
-def _grids(parts: Mapping[str, _Tensor], weight: Tensor, what: str) -> tuple[Tensor, Tensor]:
-    """Scales and zero points of a layer's codes, float32 [O or 1, G]."""
+def _grids(parts: Parts, weight: Tensor, what: str) -> tuple[Tensor, Tensor]:
+    """Return the scales and zero points of a layer's codes, float32 [O or 1, G]."""
     import torch
 
-    found = parts[SCALE].read()
+    found = parts[SCALE]()
     outputs, inputs = weight.shape
     shape = (1, 1) if found.numel() == 1 else (len(found), found.numel() // len(found))
     if shape[0] not in (1, outputs) or shape[1] == 0 or inputs % shape[1]:
@@ -237,7 +222,7 @@ def _grids(parts: Mapping[str, _Tensor], weight: Tensor, what: str) -> tuple[Ten
     scales = found.to(weight.device).float().view(shape)
     if ZERO_POINT not in parts:
         return scales, torch.zeros_like(scales)
-    points = parts[ZERO_POINT].read()
+    points = parts[ZERO_POINT]()
     if points.dtype is torch.int32:  # packed along the outputs
         points = _unpacked(points.T, outputs).T
     if points.numel() != scales.numel():
@@ -246,7 +231,7 @@ def _grids(parts: Mapping[str, _Tensor], weight: Tensor, what: str) -> tuple[Ten
 
 
 def _unpacked(packed: Tensor, count: int) -> Tensor:
-    """`count` codes of each row, float32 [rows, count]; packed: int32 [rows, words]."""
+    """Return `count` codes of each row, float32 [rows, count]; packed: int32 [rows, words]."""
     import torch
 
     return packed.contiguous().view(torch.uint8)[:, :count].float() - 128
