@@ -237,7 +237,10 @@ class Completions:
             histogram.observe(time.perf_counter() - last)
             histogram, last = self._metrics.between_tokens, time.perf_counter()
             body = b"".join(chunk for event in events for chunk in chunks.of(event))
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            try:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            except OSError:  # the connection is closed
+                raise ClientGone from None
         if call.usage:
             await send({"type": "http.response.body", "body": chunks.usage(), "more_body": True})
 
@@ -248,7 +251,7 @@ class Completions:
         if isinstance(error, TimeoutError):
             seconds = self._limits.timeout_seconds
             return ApiError(504, f"not answered within {seconds:g} s; send fewer tokens", "timeout")
-        if isinstance(error, ClientGone | ClientDisconnect | OSError):
+        if isinstance(error, ClientGone | ClientDisconnect):
             return ApiError(GONE, "the client has gone")
         if isinstance(error, QueueFull):
             wait = str(math.ceil(error.retry_after))
@@ -348,24 +351,21 @@ class Metrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """Yield the loop's counts."""
         loop, stats = self._loop, self._loop.engine.stats
-        for name, text, value in (
-            ("rows_waiting", "Answers that wait to begin.", loop.waiting),
-            ("rows_in_flight", "Answers being generated.", loop.in_flight),
-            ("cache_bytes", "Bytes of the key/value cache.", loop.engine.used_cache_bytes()),
-            ("cache_bytes_limit", "Most bytes of the key/value cache.", loop.cache_bytes),
+        for kind, name, text, value in (
+            (GaugeMetricFamily, "rows_waiting", "Answers that wait to begin.", loop.waiting),
+            (GaugeMetricFamily, "rows_in_flight", "Answers being generated.", loop.in_flight),
+            (GaugeMetricFamily, "cache_bytes", "Bytes of the key/value cache.", loop.engine.used_cache_bytes()),
+            (GaugeMetricFamily, "cache_bytes_limit", "Most bytes of the key/value cache.", loop.cache_bytes),
+            (CounterMetricFamily, "ended", "Rows answered.", loop.ended),
+            (CounterMetricFamily, "cancelled", "Rows cancelled.", loop.cancelled),
+            (CounterMetricFamily, "failed", "Rows that could not be answered.", loop.failed),
+            (CounterMetricFamily, "prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
+            (CounterMetricFamily, "generated_tokens", "Tokens of rows that left.", stats.generated_tokens),
+            (CounterMetricFamily, "layer_steps", "Layers run over decode steps.", stats.layer_steps),
+            (CounterMetricFamily, "full_layer_steps", "Layers that full depth would run.", stats.full_layer_steps),
+            (CounterMetricFamily, "out_of_memory", "Times that memory ran out.", stats.out_of_memory),
         ):
-            yield GaugeMetricFamily(f"skipdecode_{name}", text, value=value)
-        for name, text, value in (
-            ("ended", "Rows answered.", loop.ended),
-            ("cancelled", "Rows cancelled.", loop.cancelled),
-            ("failed", "Rows that could not be answered.", loop.failed),
-            ("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
-            ("generated_tokens", "Tokens of rows that left.", stats.generated_tokens),
-            ("layer_steps", "Layers run over decode steps.", stats.layer_steps),
-            ("full_layer_steps", "Layers that full depth would have run.", stats.full_layer_steps),
-            ("out_of_memory", "Times that memory ran out.", stats.out_of_memory),
-        ):
-            yield CounterMetricFamily(f"skipdecode_{name}", text, value=value)
+            yield kind(f"skipdecode_{name}", text, value=value)
 
 
 def parse_json(raw: bytes) -> Any:
