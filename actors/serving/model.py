@@ -104,7 +104,7 @@ class ServedModel:
         self, name: str, generator: Mapping[str, Any], max_waiting: int = 256, render: Render | None = None
     ) -> None:
         self.name, self._render = name, render
-        own = {"engine": "library", "row_logprobs": True, "strip": False, "cumulative_logprob": False}
+        own = {"row_logprobs": True, "strip": False, "cumulative_logprob": False}
         self.generator = Generator(**{**generator, **own})
         self.tokenizer, self._builder = self.generator.tokenizer, self.generator.builder
         self.token_text = self._builder.token_text
