@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline import job as jobs
 from pipeline.cli.app import main
 from pipeline.run import stages
 
@@ -31,7 +30,7 @@ class Slowness:
 @contextmanager
 def slowed(by: Slowness) -> Iterator[None]:
     """Jobs started in this context are slow. The stages are pickled by value: workers cannot import this file."""
-    kept = {name: getattr(jobs, name) for name in ("prepare", "ShardGenerator", "commit_shard")}
+    kept = {name: getattr(stages, name) for name in ("prepare", "ShardGenerator", "commit_shard")}
     stages.prepare = _prepare(by.prepare)  # type: ignore[attr-defined]
     stages.ShardGenerator = _shard_generator(by.answer)  # type: ignore[attr-defined]
     stages.commit_shard = _commit_shard(by.commit)  # type: ignore[attr-defined]
@@ -39,7 +38,7 @@ def slowed(by: Slowness) -> Iterator[None]:
         yield
     finally:
         for name, value in kept.items():
-            setattr(jobs, name, value)
+            setattr(stages, name, value)
 
 
 def _prepare(seconds: float) -> Any:
